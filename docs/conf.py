@@ -33,10 +33,9 @@ CONTENTS = {
             "weight_parallel",
             "cuda_graphs",
             "clusters",
-            "scale",
         ),
     ],
-    "Runs": ["checkpoints", "restarts", "security"],
+    "Runs": ["flags", "checkpoints", "restarts", "security"],
 }
 LISTED = {name for names in CONTENTS.values() for name in names}
 OTHERS = sorted(file.stem for file in Path(__file__).parent.glob("*.md") if file.stem not in LISTED)

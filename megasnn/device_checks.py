@@ -1,8 +1,8 @@
 """Checks of values that lie on a device: what they find is read with the loss of the step, not when they are made.
 
 A host that looked at every one of them would wait for a GPU each time. So inside `DeviceChecks.collecting` it goes on
-with values that may be wrong, and the step is void where something was found: it must not change anything that stays.
-Outside, a finding raises at once.
+with values that may be wrong, and the step ends in an error where something was found: it must not have changed
+anything that stays. Outside, a finding raises at once.
 """
 
 from __future__ import annotations
@@ -29,13 +29,10 @@ class Finding:
 
     Attributes:
         text: a sentence. place: of the work in which it was found.
-        boundary: the tensor between stages that its format cannot hold, and which may be sent in another one; None
-            where nothing helps.
     """
 
     text: str
     place: str
-    boundary: str | None
 
 
 class DeviceChecks:
@@ -48,7 +45,7 @@ class DeviceChecks:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._place: Callable[[], str] = str
-        self._words: list[tuple[Words, str | None]] = []  # the outermost first
+        self._words: list[Words] = []  # the outermost first
         self._certain: list[Finding] = []
         self._open: list[tuple[Tensor, Finding]] = []  # found, where the tensor is not 0
 
@@ -76,10 +73,9 @@ class DeviceChecks:
 
     def note(self, wrong: Tensor | bool, complaint: str) -> None:
         """Keeps a finding, or of a tensor, what is one where the tensor is not 0."""
-        boundary = None
-        for words, its_boundary in reversed(self._words):
-            complaint, boundary = words(complaint), boundary or its_boundary
-        finding = Finding(complaint, self._place(), boundary)
+        for words in reversed(self._words):
+            complaint = words(complaint)
+        finding = Finding(complaint, self._place())
         if isinstance(wrong, Tensor):
             self._open.append((wrong.reshape(1), finding))
         elif wrong:
@@ -101,9 +97,9 @@ class DeviceChecks:
             self._place = before
 
     @contextmanager
-    def explained(self, words: Words, boundary: str | None) -> Iterator[None]:
+    def explained(self, words: Words) -> Iterator[None]:
         """See the function."""
-        self._words.append((words, boundary))
+        self._words.append(words)
         try:
             yield
         finally:
@@ -141,15 +137,11 @@ def at(place: Callable[[], str]) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def explained(words: Words, boundary: str | None = None) -> Iterator[None]:
-    """Inside, what is wrong is told in these words around it, whether it is raised or noted for the end of the step.
-
-    Args:
-        boundary: see Finding.
-    """
+def explained(words: Words) -> Iterator[None]:
+    """Inside, what is wrong is told in these words around it, whether it is raised or noted for the end of the step."""
     checks = _collecting.get()
     try:
-        with nullcontext() if checks is None else checks.explained(words, boundary):
+        with nullcontext() if checks is None else checks.explained(words):
             yield
     except ValueError as error:
         raise ValueError(words(str(error))) from error

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megasnn.table import Table, later
+from megasnn.registry import Registry, later
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -63,20 +63,18 @@ class OptimizerRecipe:
     working: Callable[[Sequence[Stepped]], int] = _nothing
 
 
-def _adamw(
-    groups: Sequence[dict[str, Any]], lr: float, adam_beta1: float, adam_beta2: float, adam_eps: float
-) -> Optimizer:
+def _adamw(groups: Sequence[dict[str, Any]], lr: float, adam_beta1: float, adam_beta2: float) -> Optimizer:
     import torch
 
     # A pipeline stage may hold no layers, and AdamW takes no empty list of parameters, but it takes empty groups.
     fused = any(group["params"] for group in groups) or None
-    return torch.optim.AdamW(groups, lr=lr, betas=(adam_beta1, adam_beta2), eps=adam_eps, fused=fused)
+    return torch.optim.AdamW(groups, lr=lr, betas=(adam_beta1, adam_beta2), fused=fused)
 
 
-def _sgd(groups: Sequence[dict[str, Any]], lr: float, sgd_momentum: float, sgd_nesterov: bool) -> Optimizer:
+def _sgd(groups: Sequence[dict[str, Any]], lr: float, sgd_momentum: float) -> Optimizer:
     import torch
 
-    return torch.optim.SGD(groups, lr=lr, momentum=sgd_momentum, nesterov=sgd_nesterov)
+    return torch.optim.SGD(groups, lr=lr, momentum=sgd_momentum)
 
 
 def _moments(**flags: object) -> tuple[str, ...]:
@@ -95,14 +93,14 @@ def _lamb_working(parameters: Sequence[Stepped]) -> int:
     return updates + max(updates, factors)
 
 
-_ADAM_FLAGS = ("adam_beta1", "adam_beta2", "adam_eps")
+_ADAM_FLAGS = ("adam_beta1", "adam_beta2")
 
-OPTIMIZERS: Table[OptimizerRecipe] = Table(
+OPTIMIZERS: Registry[OptimizerRecipe] = Registry(
     "--optimizer",
     {
         "adamw": OptimizerRecipe("arXiv 1711.05101", _adamw, _moments, _ADAM_FLAGS, takes_found_inf=True),
         # Not so torch's fused SGD: a first step that is left out leaves a momentum that nobody has written.
-        "sgd": OptimizerRecipe("with momentum, as torch's", _sgd, _momentum, ("sgd_momentum", "sgd_nesterov")),
+        "sgd": OptimizerRecipe("with momentum, as torch's", _sgd, _momentum, ("sgd_momentum",)),
         "lamb": OptimizerRecipe(
             "arXiv 1904.00962, in timm's form",
             later("megasnn.optim.lamb:build"),
@@ -115,7 +113,7 @@ OPTIMIZERS: Table[OptimizerRecipe] = Table(
 )
 
 # Name -> (part of the iterations after the warm-up that is done) -> part of the way from --min-lr to --lr.
-DECAY_STYLES: Table[Callable[[float], float]] = Table(
+DECAY_STYLES: Registry[Callable[[float], float]] = Registry(
     "--lr-decay-style",
     {
         "constant": lambda done: 1.0,

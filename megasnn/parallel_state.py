@@ -8,8 +8,7 @@ initialised.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,7 +58,6 @@ class ParallelState:
         world: all ranks.
         device: where this rank computes.
         communicators: those that are started.
-        at_end: what is called when the grid is destroyed.
     """
 
     grid: Grid
@@ -78,7 +76,6 @@ class ParallelState:
     context: Group
     summed: Group
     other_data: Group
-    at_end: ExitStack = field(default_factory=ExitStack)
 
     @property
     def rank(self) -> int:
@@ -104,6 +101,7 @@ class ParallelState:
 
 
 _state: ParallelState | None = None
+_abandoned: list[ParallelState] = []
 
 
 def initialize_model_parallel(
@@ -127,7 +125,7 @@ def initialize_model_parallel(
     global _state
     if _state is not None:
         raise RuntimeError(
-            f"a grid exists already ({_state.grid}); close the Engines on it, or call destroy_model_parallel"
+            f"a grid exists already ({_state.grid}); close the Engine on it, or call destroy_model_parallel"
         )
     device = torch.device("cpu") if device is None else device
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -159,10 +157,6 @@ def initialize_model_parallel(
             _state.communicators.start(getattr(_state, name))
         if name == "weight":
             _state.communicators.start(_state.scatter)
-    # Ranks that share a micro-batch wait for small messages in the middle of layers, and copies add up gradients.
-    for held in dict.fromkeys((_state.context.held, _state.copies.held)):
-        if held is not None:
-            held.connect()
     let_computing_go_first()
     return _state
 
@@ -192,10 +186,8 @@ def get_parallel_state() -> ParallelState:
 
 
 def destroy_model_parallel() -> None:
-    """Frees the groups of the grid; the world's process group stays. Does nothing when there is no grid.
-
-    Their threads have ended when this returns, but for groups that are kept after an error.
-    """
+    """Frees the groups of the grid, whose threads have ended then; the world's process group stays. Does nothing when
+    there is no grid."""
     global _state
     if _state is None:
         return
@@ -203,8 +195,16 @@ def destroy_model_parallel() -> None:
         if handle.made is not dist.group.WORLD:
             dist.destroy_process_group(handle.made)
         handle.free()
-    at_end, _state = _state.at_end, None
-    at_end.close()
+    _state = None
+
+
+def abandon_model_parallel() -> None:
+    """Forgets the grid after an error, without freeing its groups: what is under way on them may never end, and who
+    frees a group waits for it."""
+    global _state
+    if _state is not None:
+        _abandoned.append(_state)
+    _state = None
 
 
 def get_tensor_model_parallel_group() -> Group:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megasnn.table import Table
+from megasnn.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Precision:
     rounds: bool = False
 
 
-PRECISIONS: Table[Precision] = Table(
+PRECISIONS: Registry[Precision] = Registry(
     "--precision",
     {
         "fp32": Precision("IEEE single precision everywhere, also on GPUs", "float32", "float32"),

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megasnn.checkpoint.choice import first_legible
+from megasnn.checkpoint.folder import first_legible
 from megasnn.config import ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
 from megasnn.config.checks import refusal
-from megasnn.config.defaults import Values, config_named, defaults_of, sources_of, with_sources
 from megasnn.config.identity import samples_from
+from megasnn.config.sources import Values, early_flags, sources_of, with_sources
 from megasnn.files.described import in_message
 from megasnn.models.model import Model, run_config
 from megasnn.models.table import MODELS, saved_model_name
@@ -26,12 +26,13 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
     """Trains a model as the flags say; the exit status (see `megasnn.training.run`), 2 for wrong flags.
 
     Args:
-        model: its class, or its name in the table (megasnn/models/table.py). A class that the table lacks is put in.
-        argv: flags, without the program's name. None: those of this process, which then ends with the exit status, so
-            that a script needs no more than this call.
+        model: its class, or its name in the table (megasnn/models/table.py). A class that it lacks is put in.
+        argv: flags, without the program's name; a notebook has to give them. None: those of this process, which then
+            ends with the exit status, so that a script needs no more than this call.
         callbacks: are told what happens in the run.
     Raises:
-        ValueError: the table does not know the name, or knows another model by it; callbacks of another type.
+        ValueError: the registry does not know the name, or knows another model by it; callbacks of another type; no
+            `argv` in a notebook.
         SystemExit: after the help, and without `argv` always.
     """
     chosen = _in_table(model)
@@ -40,6 +41,8 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
         each for each in (callbacks if listed else [callbacks]) if not (listed and isinstance(each, Callback))
     ]:
         raise ValueError(f"give a list of instances of subclasses of megasnn.Callback, not {others[0]!r}")
+    if argv is None and "kernel_launcher" in Path(sys.argv[0]).name:
+        raise ValueError('in a notebook give the flags: pretrain(..., argv=["--train-iters", "100"])')
     flags = sys.argv[1:] if argv is None else argv
 
     def read(speaks: bool) -> PretrainConfig:
@@ -133,7 +136,7 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
     try:
         given = parse(run_config(model), argv, console_outputs, model.recipes())
     except ConfigError as error:
-        raise ConfigError(_of_another_model(model, config_named(argv)) or error.problems) from None
+        raise ConfigError(_of_another_model(model, early_flags(argv).config) or error.problems) from None
     saved = _saved_values(model, given)
     if not saved:
         return given
@@ -160,7 +163,7 @@ def sources_told(model: type[Model], argv: Sequence[str], config: PretrainConfig
 
 
 def _of_another_model(model: type[Model], name: str | None) -> list[str]:
-    """What is wrong where --config names a recipe, or a file that a run wrote, of other models than this one."""
+    """One sentence where --config names a recipe, or a file that a run wrote, of other models than this one."""
     if name is None or _takes(model, name):
         return []
     fits = [other.name for other in MODELS.values() if other is not model and _takes(other, name)]
@@ -172,17 +175,13 @@ def _of_another_model(model: type[Model], name: str | None) -> list[str]:
 
 def _takes(model: type[Model], name: str) -> bool:
     """Whether a model can be trained with a file of --config."""
-    try:
-        defaults_of(run_config(model), ["--config", name], model.recipes(), {})
-    except ConfigError:
-        return False
-    return True
+    return not refusal(sources_of, run_config(model), ["--config", name], model.recipes(), {})
 
 
 def _saved_values(model: type[Model], given: PretrainConfig) -> Values:
     """Dimensions and neuron of the checkpoint to load, and for an evaluation or --finetune what makes its samples;
-    empty where it does not say them, or there is none of this model. What is wrong with a checkpoint is told when it
-    is loaded."""
+    empty where it does not say them, or there is none of this model. A damaged checkpoint is reported when it is
+    loaded."""
     options = given.checkpoint
     try:
         found = first_legible(Path(options.load), options.ckpt_step) if options.load else None

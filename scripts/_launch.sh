@@ -31,6 +31,7 @@ in_one_process() {
 train() {
     local run=$1 recipe=$2 length=--train-iters status=0 each file checkpoints tensorboard before
     shift 2
+    if asks_for_help "$@"; then exec "$PYTHON" "$ROOT/pretrain_${recipe%%/*}.py" --config "$recipe" "$@"; fi
     set -- --tensorboard-dir "$run/tensorboard" "$@"
     if ! evaluates "$@"; then set -- --save "$run/checkpoints" "$@"; fi
     checkpoints=$(option --save "" "$@") tensorboard=$(option --tensorboard-dir "" "$@")
@@ -38,11 +39,14 @@ train() {
     "${START[@]}" "$ROOT/pretrain_${recipe%%/*}.py" --config "$recipe" "$@" || status=$?
     if ((status != 0)) && [[ $(last_saved "$checkpoints") == "$before" ]]; then return "$status"; fi
     file=$ROOT/megasnn/models/${recipe/\//\/recipes\/}.json
-    for each in samples epochs; do
-        if grep -q "\"train_$each\"" "$file"; then length=--train-$each; fi
-    done
+    if grep -q '"train_epochs"' "$file"; then length=--train-epochs; fi
     report "$length" "$checkpoints" "$tensorboard"
     return "$status"
+}
+
+# asks_for_help FLAGS...: whether they ask for the help of the program.
+asks_for_help() {
+    [[ " $* " == *" --help "* || " $* " == *" -h "* ]]
 }
 
 # evaluates FLAGS...: whether they ask for an evaluation alone, which saves nothing.
@@ -74,8 +78,9 @@ unfinished() {
     [[ -n $saved && -n $all ]] && ((saved < all))
 }
 
-# ask_for_data NAME FLAGS: says which flags name the data, and ends the script.
+# ask_for_data NAME FLAGS ARGUMENTS...: says which flags name the data, and ends the script, unless it is asked for help.
 ask_for_data() {
+    if asks_for_help "${@:3}"; then return; fi
     say "Say where $1 is: bash $SCRIPT $2"
     exit 2
 }

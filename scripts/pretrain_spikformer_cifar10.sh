@@ -13,7 +13,7 @@ SCRIPT=${BASH_SOURCE[0]}
 source "$(dirname "$SCRIPT")/_launch.sh"
 
 if [[ -z $(option --data-path "" "$@") ]]; then
-    ask_for_data CIFAR-10 "--data-path 'DIR/train-{00000..00009}.tar' --valid-data-path '...'"
+    ask_for_data CIFAR-10 "--data-path 'DIR/train-{00000..00009}.tar' --valid-data-path '...'" "$@"
 fi
 on_ranks 4
 train "$(new_run spikformer_cifar10)" spikformer/cifar10 \

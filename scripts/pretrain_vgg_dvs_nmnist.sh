@@ -14,7 +14,7 @@ SCRIPT=${BASH_SOURCE[0]}
 source "$(dirname "$SCRIPT")/_launch.sh"
 
 if [[ -z $(option --data-path "" "$@") || -z $(option --valid-data-path "" "$@") ]]; then
-    ask_for_data N-MNIST "--data-path 'SHARDS/train-{00000..00001}.tar' --valid-data-path '...'"
+    ask_for_data N-MNIST "--data-path 'SHARDS/train-{00000..00001}.tar' --valid-data-path '...'" "$@"
 fi
 set -- --tensor-model-parallel-size 2 --eval-interval 60 $(saving_every 100 "$@") "$@"
 on_ranks_of "$@"

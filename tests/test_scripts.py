@@ -46,12 +46,12 @@ EVENT_DIGITS = (
 TIMM = (
     "--augment crop --crop-scale 1 --random-erasing 0.25 --random-erasing-mode const --last-batch drop "
     "--precision bf16 --label-smoothing 0.1 --train-epochs 310 --lr 5e-4 --min-lr 1e-5 --lr-warmup-epochs 20 "
-    "--lr-cooldown-epochs 10 --lr-interval epoch --lr-decay-from start --clip-grad 0"
+    "--lr-cooldown-epochs 10 --lr-interval epoch --clip-grad 0"
 )
 CIFAR10 = (
     f"{TIMM} --variant spikformer_cifar10 --image-size 32 --in-channels 3 --num-classes 10 --time-steps 4 "
-    "--crop-ratio 1 --rand-augment rand-m9-n1-mstd0.4-inc1 "
-    "--rand-augment-ops equalize,rotate,shear-x,translate-x,translate-y --normalize-images cifar10 --mixup-alpha 0.5 "
+    "--crop-ratio 1 --rand-augment rand-m9-n1-mstd0.4-inc1:equalize,rotate,shear-x,translate-x,translate-y "
+    "--normalize-images cifar10 --mixup-alpha 0.5 "
     "--mixup-off-epoch 200 --micro-batch-size 32 --global-batch-size 128 --lr-warmup-init 1e-5 --weight-decay 0.06 "
     "--save-interval 400"
 )
@@ -64,12 +64,12 @@ IMAGENET = (
 CIFAR10_DVS = (
     "--channels 64,128,P,256,256,P,512,512,P,512,512,P --image-size 48 --time-steps 10 --num-classes 10 "
     "--dropout 0.25 --augment dvs --loss tet --tet-lambda 1e-3 --micro-batch-size 16 --global-batch-size 128 "
-    "--train-samples 2700000 --lr 1e-3 --lr-decay-style cosine --weight-decay 5e-4 --log-interval 10 "
+    "--train-epochs 300 --lr 1e-3 --lr-decay-style cosine --weight-decay 5e-4 --log-interval 10 "
     "--save-interval 700"
 )
 NMNIST = (
     "--channels 16,P,32,P,64,P --image-size 34 --time-steps 6 --split-by time --num-classes 10 --dropout 0.25 "
-    "--loss tet --micro-batch-size 25 --global-batch-size 50 --train-samples 15000 --lr 3e-3 --lr-decay-style cosine "
+    "--loss tet --micro-batch-size 25 --global-batch-size 50 --train-iters 300 --lr 3e-3 --lr-decay-style cosine "
     "--lr-warmup-iters 20 --weight-decay 0.05 --log-interval 20 --eval-interval 60 --save-interval 100"
 )
 # Script, arguments, ranks on a machine (0: no torchrun), folder of the run, flags that it stands for.
@@ -131,7 +131,7 @@ def test_a_script_gives_its_recipe_and_the_users_flags(script, arguments, ranks,
     assert folder.parent == ROOT / "runs" and folder.name.startswith(run)  # a number follows where it is there already
     places = ["--save", str(folder / "checkpoints"), "--tensorboard-dir", str(folder / "tensorboard")]
     assert found == configuration(model, [*flags.split(), *places, *arguments.split()])
-    length = next(each for each in ("--train-samples", "--train-epochs", "--train-iters") if each in flags)
+    length = next(each for each in ("--train-epochs", "--train-iters") if each in flags)
     assert f"--load {folder}/checkpoints --save {folder}/checkpoints" in started.said
     assert f"{length} <more than before>" in started.said
     start_again = "sbatch" if script.endswith("slurm") else "bash"
@@ -191,7 +191,7 @@ def test_a_megasnn_that_can_be_imported_need_not_be_installed(tmp_path, monkeypa
 def test_slurm_names_the_nodes(tmp_path) -> None:
     words = start(tmp_path, "spikformer_slurm", DATA).words
     assert words[2:8] == ["--nnodes", "2", "--nproc-per-node", "8", "--rdzv-id", "7"]
-    assert words[8:12] == ["--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29500"]
+    assert words[8:12] == ["--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:20007"]
 
 
 @pytest.mark.parametrize(
@@ -201,6 +201,22 @@ def test_slurm_names_the_nodes(tmp_path) -> None:
 def test_a_script_asks_for_its_data(script, arguments, tmp_path) -> None:
     started = start(tmp_path, script, arguments)
     assert (started.status, started.words) == (2, []) and "--valid-data-path" in started.said
+
+
+@pytest.mark.parametrize("script", [*dict.fromkeys(script for script, *_ in SCRIPTS)])
+def test_the_help_of_a_script_is_that_of_its_program(script, tmp_path) -> None:
+    """And nothing of folders that no run has made."""
+    started = start(tmp_path, script, "--help")
+    assert started.status == 0 and started.words[-1] == "--help" and "runs/" not in started.said
+
+
+def test_jobs_of_one_host_do_not_meet(tmp_path, monkeypatch) -> None:
+    """Each has a port of its number, or one that torchrun finds."""
+    words = [start(tmp_path, "spikformer_slurm", DATA).words]
+    monkeypatch.setitem(SLURM, "SLURM_JOB_ID", "8")
+    words.append(start(tmp_path, "spikformer_slurm", DATA).words)
+    assert len({each[each.index("--rdzv-endpoint") + 1] for each in words}) == 2
+    assert "--standalone" in start(tmp_path, "spikformer_cp2", "").words
 
 
 @pytest.mark.parametrize("name", [name for model in MODELS.values() for name in model.recipes()])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 LAYERS = [
-    ["table", "lazy", "version", "child_process", "free_memory", "device_checks", "again"],
+    ["registry", "lazy", "version", "child_process", "free_memory", "device_checks", "again"],
     [
         *("files", "grid", "batching", "random", "bundle", "losses", "non_finite", "optimizers", "pinned"),
         *("precisions", "telemetry"),
@@ -32,7 +32,7 @@ LAYERS = [
     ["planner"],
     ["engine"],
     ["training"],
-    ["convert", "pretraining"],
+    ["convert", "pretraining", "pretrain"],
     ["commands", "__main__"],
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}

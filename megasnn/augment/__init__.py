@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megasnn.augment.event_frames import flip_and_one_more, flip_and_roll, roll
 from megasnn.augment.images import crop_and_flip, flip
-from megasnn.table import Table
+from megasnn.registry import Registry
 
 __all__ = ["AUGMENTATIONS", "FRAMES", "IMAGES", "Augmentation", "crop_and_flip", "flip_and_one_more", "flip_and_roll"]
 
@@ -46,7 +46,7 @@ def unchanged(sample: NDArray[Any], seed: int, epoch: int, number: int) -> NDArr
     return sample
 
 
-AUGMENTATIONS: Table[Augmentation] = Table(
+AUGMENTATIONS: Registry[Augmentation] = Registry(
     "--augment",
     {
         "none": Augmentation("", unchanged, (IMAGES, FRAMES)),

@@ -87,7 +87,9 @@ def parse_rand_augment(text: str, only: str | None = None) -> RandAugment:
     magnitude, highest = values.get("m", _STRONGEST), values.get("mmax", _STRONGEST)
     names = NAMES if only is None else tuple(name.strip() for name in only.split(","))
     if unknown := [name for name in names if name not in NAMES]:
-        raise ValueError(f"--rand-augment-ops: there is no {in_message(unknown[0])!r}; there are {', '.join(NAMES)}")
+        raise ValueError(
+            f"--rand-augment: there is no operation {in_message(unknown[0])!r}; there are {', '.join(NAMES)}"
+        )
     return RandAugment(magnitude, int(count), values.get("mstd", 0.0), highest, probability, increasing == 1, names)
 
 

@@ -10,26 +10,24 @@ from typing import TYPE_CHECKING
 from megasnn.lazy import lazy_names
 
 if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy_names`
-    from megasnn.checkpoint.choice import choose as choose
-    from megasnn.checkpoint.choice import find_checkpoint as find_checkpoint
-    from megasnn.checkpoint.choice import first_legible as first_legible
     from megasnn.checkpoint.compare import other_model as other_model
-    from megasnn.checkpoint.description import Metadata as Metadata
-    from megasnn.checkpoint.description import read_metadata as read_metadata
     from megasnn.checkpoint.folder import Retention as Retention
+    from megasnn.checkpoint.folder import choose as choose
+    from megasnn.checkpoint.folder import find_checkpoint as find_checkpoint
+    from megasnn.checkpoint.folder import first_legible as first_legible
     from megasnn.checkpoint.folder import list_checkpoints as list_checkpoints
-    from megasnn.checkpoint.loading import LoadedState as LoadedState
-    from megasnn.checkpoint.loading import load_checkpoint as load_checkpoint
+    from megasnn.checkpoint.format import Metadata as Metadata
+    from megasnn.checkpoint.format import Progress as Progress
+    from megasnn.checkpoint.format import read_metadata as read_metadata
+    from megasnn.checkpoint.load import LoadedState as LoadedState
+    from megasnn.checkpoint.load import load_checkpoint as load_checkpoint
+    from megasnn.checkpoint.load import load_global_tensors as load_global_tensors
+    from megasnn.checkpoint.load import load_globals_into as load_globals_into
+    from megasnn.checkpoint.load import verify_checkpoint as verify_checkpoint
+    from megasnn.checkpoint.optimizer_state import LocalState as LocalState
+    from megasnn.checkpoint.save import save_checkpoint as save_checkpoint
+    from megasnn.checkpoint.save import save_global_tensors as save_global_tensors
     from megasnn.checkpoint.saver import Saver as Saver
-    from megasnn.checkpoint.saving import Progress as Progress
-    from megasnn.checkpoint.saving import require_few_pieces as require_few_pieces
-    from megasnn.checkpoint.saving import save_checkpoint as save_checkpoint
-    from megasnn.checkpoint.saving import with_optimizer as with_optimizer
-    from megasnn.checkpoint.torch_archive import read_state_dict as read_state_dict
-    from megasnn.checkpoint.whole import load_global_tensors as load_global_tensors
-    from megasnn.checkpoint.whole import load_globals_into as load_globals_into
-    from megasnn.checkpoint.whole import save_global_tensors as save_global_tensors
-    from megasnn.checkpoint.whole import verify_checkpoint as verify_checkpoint
     from megasnn.comm.agreement import first_decides as first_decides
     from megasnn.files.problems import CheckpointError as CheckpointError
     from megasnn.files.problems import DamagedError as DamagedError

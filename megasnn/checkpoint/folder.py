@@ -4,11 +4,7 @@
         latest_checkpointed_iteration.txt      "200"
         best_checkpointed_iteration.txt        "100": the best by validation, where a run keeps that
         iter_0000100/
-        iter_0000200/
-            metadata.json                      what it is, readable
-            pieces.json                        where each piece of each tensor lies in the next
-            __0_0.distcp ...                   torch.distributed.checkpoint's files of values
-            .metadata                          torch's own description of them, which is written and not read
+        iter_0000200/                          metadata.json and a safetensors file for each rank that writes
         iter_0000300.tmp/                      being written, or left by a run that was killed: never loaded
 
 A checkpoint is written aside, synced to disk, renamed, and only then named by the `latest` file. What is removed is
@@ -17,24 +13,23 @@ renamed first, so that half of it is not taken for a checkpoint.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megasnn.checkpoint.description import LAST_SERIAL, METADATA, Metadata, read_metadata, serial_of, to_text
-from megasnn.files.described import DescriptionError, open_within
+from megasnn.checkpoint.format import METADATA, Metadata, read_metadata, serial_of, size_problem, to_text
 from megasnn.files.durable import sync, write_whole
-from megasnn.files.locks import Outcome, try_lock
-from megasnn.files.problems import CheckpointError, DamagedError
+from megasnn.files.problems import CheckpointError, DamagedError, NoCheckpointError
 
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
 _STEP_FOLDER = re.compile(r"iter_([0-9]{7,18})(\.replaced\.tmp)?")
-_ITERATION = re.compile(rb"[0-9]{1,18}")
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -44,25 +39,13 @@ def step_folder(folder: Path, step: int) -> Path:
 def checkpoints(folder: Path) -> dict[int, Path]:
     """All complete checkpoints in a folder by iteration, ascending; empty without such a folder.
 
-    A link is none of them: what it leads to is not of this folder. A run that was killed while it replaced a checkpoint
-    may have left only the old one, under the name it had aside.
+    A run that was killed while it replaced a checkpoint may have left only the old one, under the name it had aside.
     """
     found: dict[int, Path] = {}
     for path in sorted(folder.glob(f"iter_*/{METADATA}"), reverse=True):
-        if (match := _STEP_FOLDER.fullmatch(path.parent.name)) and not path.parent.is_symlink():
+        if match := _STEP_FOLDER.fullmatch(path.parent.name):
             found[int(match[1])] = path.parent  # the plain name sorts first, so it comes last
     return dict(sorted(found.items()))
-
-
-def step_of(path: Path) -> int | None:
-    """The iteration of a folder that is a complete checkpoint itself; None where it is none."""
-    match = _STEP_FOLDER.fullmatch(path.name)
-    return int(match[1]) if match and (path / METADATA).is_file() else None
-
-
-def aside_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of this iteration is written until it is complete."""
-    return folder / f"{step_folder(folder, step).name}.tmp"
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[int]:
@@ -70,30 +53,21 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[int]:
     return list(checkpoints(Path(folder)))
 
 
-def read_named(folder: Path, file: str) -> int:
-    """The iteration that `LATEST` or `BEST` names, whether it is there or not. Raises DescriptionError for none."""
-    try:
-        with open_within(folder, file) as stream:
-            text = stream.read(64).strip()
-    except OSError as error:
-        raise DescriptionError(f"cannot read {folder / file}: {error}") from None
-    if not _ITERATION.fullmatch(text):
-        raise DescriptionError(f"{folder / file} should hold an iteration, found {text[:40]!r}")
-    return int(text)
-
-
 def named(folder: Path, file: str) -> int | None:
     """The iteration that `LATEST` or `BEST` names, whether it is there or not; None where it names none."""
     try:
-        return read_named(folder, file)
-    except DescriptionError:
+        text = (folder / file).read_bytes().strip()
+    except OSError:
         return None
+    return int(text) if re.fullmatch(rb"[0-9]{1,18}", text) else None
 
 
-def set_named(folder: Path, file: str, step: int) -> None:
-    """Writes `LATEST` or `BEST`, as a whole or not at all, safely on disk."""
+def _set_named(folder: Path, file: str, step: int) -> None:
     write_whole(folder / file, f"{step}\n")
     sync(folder)
+
+
+# --- writing
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -104,12 +78,14 @@ def begin(folder: Path, step: int) -> Path:
     except OSError as error:
         reason = "it is a file" if folder.is_file() else error.strerror
         raise CheckpointError(f"cannot make {folder} a folder of checkpoints: {reason}; choose another") from None
-    aside = aside_folder(folder, step)
-    shutil.rmtree(aside, ignore_errors=True)
-    if aside.is_symlink():
-        aside.unlink()
+    discard(folder, step)
+    aside = _aside(folder, step)
     aside.mkdir()
     return aside
+
+
+def _aside(folder: Path, step: int) -> Path:
+    return folder / f"{step_folder(folder, step).name}.tmp"
 
 
 def commit(folder: Path, metadata: Metadata, best: bool = False) -> Path:
@@ -119,10 +95,8 @@ def commit(folder: Path, metadata: Metadata, best: bool = False) -> Path:
         best: whether it is the best, too.
     """
     step = metadata.iteration
-    aside, final = aside_folder(folder, step), step_folder(folder, step)
-    metadata = replace(metadata, serial=min(1 + last_serial(folder), LAST_SERIAL))
-    write_whole(aside / METADATA, to_text(metadata))
-    read_metadata(aside)  # what could not be read is not saved
+    aside, final = _aside(folder, step), step_folder(folder, step)
+    write_whole(aside / METADATA, to_text(replace(metadata, serial=1 + last_serial(folder))))
     sync(aside)
     replaced = folder / f"{final.name}.replaced.tmp"
     # A run that went back to an older checkpoint comes by here again; what it saves now counts.
@@ -131,65 +105,144 @@ def commit(folder: Path, metadata: Metadata, best: bool = False) -> Path:
         final.rename(replaced)
     aside.rename(final)
     sync(folder)
-    set_named(folder, LATEST, step)
+    _set_named(folder, LATEST, step)
     if best:
-        set_named(folder, BEST, step)
+        _set_named(folder, BEST, step)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 
 def last_serial(folder: Path) -> int:
     """`serial` of the checkpoint that was saved last; 0 when there is none."""
-    serials = (serial_of(path) for path in checkpoints(folder).values())
-    return max((serial for serial in serials if serial is not None), default=0)
+    return max((serial_of(path) or 0 for path in checkpoints(folder).values()), default=0)
 
 
 def discard(folder: Path, step: int) -> None:
     """Removes what was written since `begin`."""
-    shutil.rmtree(aside_folder(folder, step), ignore_errors=True)
+    shutil.rmtree(_aside(folder, step), ignore_errors=True)
+
+
+def clean(folder: Path) -> None:
+    """Removes what killed runs left half written. Only for the run that holds the folder's lock."""
+    needed = set(checkpoints(folder).values())
+    for path in folder.glob("iter_*.tmp"):
+        if path not in needed:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# --- reading
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Keeps a checkpoint from being removed while it is read, where the file system has locks. Raises DamagedError."""
-    handle = hold(path)
-    try:
-        yield
-    finally:
-        os.close(handle)
+def reading(path: Path) -> Iterator[Path]:
+    """Keeps a checkpoint from being removed while it is read, where the file system has locks.
 
-
-def hold(path: Path) -> int:
-    """A descriptor that keeps this checkpoint from being removed until it is closed. Raises DamagedError."""
+    Yields:
+        the folder under a name that the safetensors library takes: UTF-8.
+    Raises:
+        DamagedError: it is not there.
+    """
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise DamagedError(f"cannot open {path}: {error}") from None
-    _is_free(handle, shared=True)
-    return handle
-
-
-def remove(path: Path) -> bool:
-    """Removes a checkpoint, unless a process is reading it; False then."""
-    handle = os.open(path, os.O_RDONLY)
+        raise DamagedError(f"cannot open {path}: {error.strerror}") from None
     try:
-        if not _is_free(handle):
-            return False
-        aside = path.with_name(f"{path.name}.removed.tmp")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        is_utf8 = os.fsencode(path) == str(path).encode(errors="replace")
+        yield path if is_utf8 else Path(f"/proc/self/fd/{handle}")
     finally:
         os.close(handle)
-    shutil.rmtree(aside, ignore_errors=True)
-    return True
 
 
-def _is_free(handle: int, shared: bool = False) -> bool:
-    """Locks a folder. False where another process has locked it; where folders cannot be locked, none has."""
-    try:
-        return try_lock(handle, shared) is not Outcome.HELD
-    except OSError:
-        return True
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoints to try, in this order, and remarks on that order for the user."""
+
+    paths: tuple[Path, ...]
+    remarks: tuple[str, ...] = ()
+
+
+def choose(folder: Path, step: int | None) -> Choice:
+    """The checkpoint of iteration `step` alone, or of a folder that is one itself ("checkpoints/iter_0000100"); or the
+    latest, and after it the others from the newest on.
+
+    Newest is what was saved last. Where a run had gone back to an older checkpoint, those of a later iteration that
+    were saved before are of a course that was given up: they are left out.
+
+    Raises:
+        NoCheckpointError: there is none at all.
+        CheckpointError: the one of this iteration is not there; says which exist.
+    """
+    if not folder.is_dir():
+        raise NoCheckpointError(f"there is no folder {folder} to load a checkpoint from; check its path (--load)")
+    if (match := _STEP_FOLDER.fullmatch(folder.name)) and (folder / METADATA).is_file():
+        if step not in (None, int(match[1])):
+            raise CheckpointError(f"{folder} is the checkpoint of iteration {int(match[1])}, not of {step}")
+        return Choice((folder,))
+    found = checkpoints(folder)
+    if step is not None and step not in found:
+        there = ", ".join(map(str, found)) or "none"
+        raise CheckpointError(f"{folder} has no checkpoint of iteration {step} (--ckpt-step); complete ones: {there}")
+    if step is not None:
+        return Choice((found[step],))
+    if not found and not (folder / LATEST).exists():
+        raise NoCheckpointError(f"{folder} holds no checkpoint (no {LATEST}); check its path (--load)")
+    if not found:
+        raise CheckpointError(f"{folder} has no complete checkpoint; check its path (--load)")
+    return _latest_first(folder, found)
+
+
+def _latest_first(folder: Path, found: dict[int, Path]) -> Choice:
+    serials = {step: serial_of(path) for step, path in found.items()}
+    remarks = [f"{found[step] / METADATA} is not legible" for step, serial in serials.items() if serial is None]
+    newest = _not_given_up({step: serial for step, serial in serials.items() if serial is not None})
+    latest = named(folder, LATEST)
+    if latest not in found:
+        names = "names no iteration" if latest is None else f"names iteration {latest}, which is not there"
+        remarks.append(f"{folder / LATEST} {names}; taking the newest that is intact")
+        return Choice(tuple(found[step] for step in newest), tuple(remarks))
+    if newest and latest != newest[0] and serials[latest] is not None:
+        remarks.append(
+            f"{folder / LATEST} names iteration {latest}, though iteration {newest[0]} was saved later (--ckpt-step "
+            f"{newest[0]} takes that one)"
+        )
+    order = [latest, *(step for step in newest if step != latest)]
+    return Choice(tuple(found[step] for step in order), tuple(remarks))
+
+
+def _not_given_up(serials: dict[int, int]) -> list[int]:
+    """Iterations from the newest on, each before the one that was saved after it."""
+    kept: list[int] = []
+    for step in sorted(serials, key=lambda step: (serials[step], step), reverse=True):
+        if not kept or step < kept[-1]:
+            kept.append(step)
+    return kept
+
+
+def find_checkpoint(folder: Path, step: int | None) -> Path:
+    """The folder of one checkpoint: of iteration `step`, or the latest; warns when `latest` is not right.
+
+    Raises as `choose`, and DamagedError when none is legible.
+    """
+    choice = choose(folder, step)
+    if not choice.paths:
+        raise DamagedError(*choice.remarks)
+    for remark in choice.remarks:
+        warnings.warn(remark, stacklevel=2)
+    return choice.paths[0]
+
+
+def first_legible(folder: Path, step: int | None) -> Metadata | None:
+    """What the first checkpoint to try says of itself, or the next one that can be read; None when none can."""
+    with suppress(CheckpointError):
+        for path in choose(folder, step).paths:
+            with suppress(CheckpointError):
+                return read_metadata(path)
+    return None
+
+
+# --- retention
 
 
 @dataclass(frozen=True)
@@ -208,39 +261,45 @@ class Retention:
 
 
 def superfluous(folder: Path, retention: Retention) -> list[Path]:
-    """The checkpoints that may go, the oldest first.
+    """The checkpoints that may go, the oldest first. The best by validation stays.
 
-    The best by validation stays, where the folder names one.
-    Only complete ones count, and only they go: one with missing or cut files does not push out one that is intact.
+    One with missing or cut files neither goes nor counts. One that followed skipped steps does not push out one that
+    did not: the weights may have gone bad before the first step that was not finite.
     """
     if retention.last is None:
         return []
-    serials = {step: serial for step, serial in _serials(folder) if serial > retention.others}
-    oldest_first = sorted(serials, key=lambda step: (serials[step], step))
-    found, best = checkpoints(folder), named(folder, BEST)
-    return [
-        found[step]
-        for step in oldest_first[: -retention.last]
-        if step != best and (retention.every is None or step % retention.every != 0)
-    ]
+    best, found = named(folder, BEST), dict[Path, Metadata]()
+    for path in checkpoints(folder).values():
+        with suppress(CheckpointError):
+            metadata = read_metadata(path)
+            damaged = any(size_problem(path / name, told) for name, told in metadata.files.items())
+            if metadata.serial > retention.others and not damaged:
+                found[path] = metadata
+    newest_first = sorted(found, key=lambda path: (found[path].serial, found[path].iteration), reverse=True)
+    sound = [path for path in newest_first if not found[path].skipped_steps]
+    stay = {*newest_first[: retention.last], *sound[: retention.last]}
+
+    def goes(path: Path) -> bool:
+        step = found[path].iteration
+        return path not in stay and step != best and (retention.every is None or step % retention.every != 0)
+
+    return list(filter(goes, reversed(newest_first)))
 
 
-def prune(folder: Path, retention: Retention) -> list[Path]:
-    """Removes what is superfluous, except what is being read: that goes another time. Returns what was removed."""
-    return [path for path in superfluous(folder, retention) if remove(path)]
-
-
-def clean(folder: Path) -> None:
-    """Removes what killed runs left half written. Only for the run that holds the folder's lock."""
-    needed = set(checkpoints(folder).values())
-    for path in folder.glob("iter_*.tmp"):
-        if path not in needed:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _serials(folder: Path) -> Iterator[tuple[int, int]]:
-    for step, path in checkpoints(folder).items():
+def remove(paths: Iterable[Path]) -> Iterator[Path]:
+    """Removes checkpoints, except what a process is reading: that goes another time. Yields what was removed."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
         try:
-            yield step, read_metadata(path).serial
-        except CheckpointError:
-            continue
+            with suppress(OSError):  # a file system without locks
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+            aside = path.with_name(f"{path.name}.removed.tmp")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        finally:
+            os.close(handle)
+        shutil.rmtree(aside, ignore_errors=True)
+        yield path

@@ -1,4 +1,4 @@
-"""An optimizer's state seen as global tensors: the moments of a parameter are cut like the parameter itself.
+"""What a rank holds of a run, its optimizer's state seen as global tensors: moments are cut like their parameter.
 
 The state `exp_avg` of the parameter `head.weight` becomes `optimizer.exp_avg.head.weight`. A single number
 (`step`) is a whole tensor that every tensor-parallel rank holds.
@@ -6,18 +6,45 @@ The state `exp_avg` of the parameter `head.weight` becomes `optimizer.exp_avg.he
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint.description import PREFIX, TensorFacts
+from megasnn.checkpoint.format import OPTIMIZER, SavedTensor
 from megasnn.files.problems import CheckpointError
 from megasnn.sharded_tensors import ShardedTensor
 
 States = dict[Tensor, dict[str, Tensor]]
-_MOST_STEPS = 2**53  # beyond that a float64 does not count
+
+
+@dataclass(frozen=True)
+class LocalState:
+    """What one rank holds of a run.
+
+    Attributes:
+        tensors: parameters and buffers.
+        optimizer: None where its state is neither saved nor loaded.
+        owned: what the optimizer has of the tensors, where replicas share them by rows; None: the tensors themselves.
+        averages: the running average of what is owned; None without one.
+    """
+
+    tensors: Sequence[ShardedTensor]
+    optimizer: torch.optim.Optimizer | None = None
+    owned: Sequence[ShardedTensor] | None = None
+    averages: Sequence[ShardedTensor] | None = None
+
+    @property
+    def stepped(self) -> Sequence[ShardedTensor]:
+        """What the optimizer has of the tensors."""
+        return self.tensors if self.owned is None else self.owned
+
+    def entries(self) -> list[ShardedTensor]:
+        """All that a checkpoint has of this rank. Raises CheckpointError for a state that cannot be described."""
+        states = self.optimizer.state if self.optimizer is not None else {}
+        return [*self.stepped, *(self.averages or ()), *describe(self.stepped, states)]
 
 
 def describe(tensors: Iterable[ShardedTensor], states: Mapping[Tensor, Mapping[str, Any]]) -> list[ShardedTensor]:
@@ -39,7 +66,7 @@ def describe(tensors: Iterable[ShardedTensor], states: Mapping[Tensor, Mapping[s
 
 
 def _describe_value(entry: ShardedTensor, kind: str, value: Any) -> ShardedTensor:
-    name = f"{PREFIX}{kind}.{entry.name}"
+    name = f"{OPTIMIZER}{kind}.{entry.name}"
     if isinstance(value, Tensor) and value.shape == entry.tensor.shape:
         return ShardedTensor(name, value, entry.shard, is_parameter=False)
     if isinstance(value, Tensor) and value.dim() == 0:
@@ -51,28 +78,18 @@ def _describe_value(entry: ShardedTensor, kind: str, value: Any) -> ShardedTenso
 
 
 def allocate(
-    tensors: Iterable[ShardedTensor],
-    optimizer: torch.optim.Optimizer,
-    saved: Mapping[str, TensorFacts],
-    needed: Collection[str] = (),
+    tensors: Iterable[ShardedTensor], optimizer: torch.optim.Optimizer, saved: Mapping[str, SavedTensor]
 ) -> States:
     """Memory without values for the saved state of this rank's parameters; the optimizer is not touched.
 
     A parameter without saved state (it was frozen, or nothing had been stepped yet) gets an empty one.
 
-    Args:
-        saved: all saved tensors by global name.
-        needed: the kinds of state that the optimizer keeps of each parameter.
-
     Raises:
-        CheckpointError: the optimizer has a parameter that `tensors` does not hold, or what is saved is no state of
-            this optimizer: kinds are missing, or are of another type than its numbers.
+        CheckpointError: the optimizer has a parameter that `tensors` does not hold.
     """
     kinds_of: dict[str, list[str]] = {}
-    for name in saved:
-        if name.startswith(PREFIX):
-            kind, parameter_name = name.removeprefix(PREFIX).split(".", 1)
-            kinds_of.setdefault(parameter_name, []).append(kind)
+    for kind, parameter_name in state_names(saved):
+        kinds_of.setdefault(parameter_name, []).append(kind)
     entry_of = _entries_by_parameter(tensors)
     states: States = {}
     for group in optimizer.param_groups:
@@ -81,41 +98,32 @@ def allocate(
         for parameter in group["params"]:
             entry = _entry(entry_of, parameter)
             kinds = kinds_of.get(entry.name, [])
-            if missing := [kind for kind in needed if kind not in kinds] if kinds else []:
-                raise CheckpointError(
-                    f"{PREFIX}{missing[0]}.{entry.name}: not in the checkpoint, which has others of it"
-                )
             states[parameter] = {kind: _memory(entry, kind, saved, beside or kind != "step") for kind in kinds}
     return states
+
+
+def state_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Kind of state and name of the parameter, of those names that are an optimizer's."""
+    for name in names:
+        if name.startswith(OPTIMIZER):
+            kind, _, parameter = name.removeprefix(OPTIMIZER).partition(".")
+            yield kind, parameter
 
 
 def of_frozen(tensors: Iterable[ShardedTensor], saved: Iterable[str]) -> list[str]:
     """The saved state of those parameters that are frozen now: an optimizer leaves it aside."""
     frozen = {entry.name for entry in tensors if entry.is_parameter and not entry.tensor.requires_grad}
-    state = (name for name in saved if name.startswith(PREFIX))
-    return [name for name in state if name.removeprefix(PREFIX).split(".", 1)[1] in frozen]
+    return [f"{OPTIMIZER}{kind}.{parameter}" for kind, parameter in state_names(saved) if parameter in frozen]
 
 
-def require_possible(states: States, tensors: Iterable[ShardedTensor]) -> None:
-    """Raises CheckpointError for a count of steps that was loaded and that no optimizer has counted."""
-    entry_of = _entries_by_parameter(tensors)
-    for parameter, state in states.items():
-        count = state["step"].item() if "step" in state else 0
-        if not 0 <= count <= _MOST_STEPS:
-            name = f"{PREFIX}step.{_entry(entry_of, parameter).name}"
-            raise CheckpointError(f"{name}: {count} is no number of steps; load it with --no-load-optim")
-
-
-def _memory(entry: ShardedTensor, kind: str, saved: Mapping[str, TensorFacts], beside_parameter: bool) -> Tensor:
-    told = saved[f"{PREFIX}{kind}.{entry.name}"]
-    if not getattr(torch, told.dtype).is_floating_point:
-        raise CheckpointError(f"{PREFIX}{kind}.{entry.name}: saved as {told.dtype}, which no optimizer's state is of")
-    device = entry.tensor.device if beside_parameter else torch.device("cpu")
+def _memory(entry: ShardedTensor, kind: str, saved: Mapping[str, SavedTensor], beside_parameter: bool) -> Tensor:
+    told = saved[f"{OPTIMIZER}{kind}.{entry.name}"]
+    dtype, device = getattr(torch, told.dtype), entry.tensor.device if beside_parameter else torch.device("cpu")
     if kind == "step" or told.shape != entry.shard.global_shape:
-        return torch.empty((), dtype=getattr(torch, told.dtype), device=device)
+        return torch.empty((), dtype=dtype, device=device)
     # Moments that had their parameter's precision when they were saved have it now, too.
     as_parameter = told.dtype == saved.get(entry.name, told).dtype
-    dtype = entry.tensor.dtype if as_parameter else getattr(torch, told.dtype)
+    dtype = entry.tensor.dtype if as_parameter else dtype
     return torch.empty_like(entry.tensor, dtype=dtype, device=device, requires_grad=False)
 
 

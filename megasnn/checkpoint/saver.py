@@ -1,27 +1,74 @@
-"""The saves of a run: at once or in the background, and a failed one does not end the run."""
+"""The saves of a run: at once, or by a thread from a staged copy; a failed one does not end the run."""
 
 from __future__ import annotations
 
 import datetime
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from megasnn.checkpoint.aside import Aside
-from megasnn.checkpoint.folder import Retention, prune
-from megasnn.checkpoint.saving import AtOnce, Group, Progress, Writing, kind_of, with_optimizer, write_checkpoint
-from megasnn.comm.agreement import all_do, is_first
+from megasnn.checkpoint.folder import Retention, remove, superfluous
+from megasnn.checkpoint.format import BESIDE, Progress
+from megasnn.checkpoint.optimizer_state import LocalState
+from megasnn.checkpoint.save import Group, kind_of, save_checkpoint, write_checkpoint, written_here
+from megasnn.checkpoint.tensor_io import LocalBox, boxes_of, write_safetensors
+from megasnn.comm.agreement import is_first
 from megasnn.files.problems import CheckpointError
 from megasnn.sharded_tensors import ShardedTensor
+from megasnn.sharding import Piece
 
 # Ranks wait for each other as long as the slowest disk takes. megasnn.process.fault notices the loss of a rank.
 _PATIENCE = datetime.timedelta(days=7)
+
+
+class StagingBuffer:
+    """Copies of a rank's boxes as they are at one moment, in memory of the CPU that is kept from one save to the next.
+
+    On a GPU copies to pinned memory are put into the queue at once, in front of what changes the tensors. On a CPU only
+    what a forward pass changes (running statistics) is: weights and the optimizer's state stay as they are until the
+    next update, so `rest` may copy them beside the forward and backward passes.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[LocalBox, Tensor] = {}
+        self._left: list[tuple[LocalBox, ShardedTensor, Piece]] = []
+        self._events: list[torch.cuda.Event] = []
+
+    def take(self, entries: Sequence[ShardedTensor]) -> list[LocalBox]:
+        """Begins a copy of these tensors; returns the boxes in it."""
+        boxes = boxes_of(written_here(entries))
+        self._left, self._events = [], []
+        for each in boxes:
+            box, entry, _ = each
+            if entry.tensor.is_cuda or not (entry.is_parameter or box.tensor.startswith(BESIDE)):
+                self._copy(*each)
+            else:
+                self._left.append(each)
+        for device in {entry.tensor.device for _, entry, _ in boxes if entry.tensor.is_cuda}:
+            self._events.append(torch.cuda.current_stream(device).record_event())
+        return [box for box, _, _ in boxes]
+
+    def rest(self) -> None:
+        """Copies what `take` has left."""
+        for each in self._left:
+            self._copy(*each)
+
+    def values(self, boxes: Sequence[LocalBox]) -> Iterator[Tensor]:
+        """The copies, once they have come from the GPU."""
+        for event in self._events:
+            event.synchronize()
+        return map(self._memory.__getitem__, boxes)
+
+    def _copy(self, box: LocalBox, entry: ShardedTensor, piece: Piece) -> None:
+        if box not in self._memory:
+            values = entry.tensor
+            self._memory[box] = torch.empty(box.sizes, dtype=values.dtype, pin_memory=values.is_cuda)
+        self._memory[box].copy_(piece.of_local(entry.tensor.detach()), non_blocking=True)
 
 
 class Saver:
@@ -49,112 +96,119 @@ class Saver:
         complete: Callable[[int, Path], None] = lambda iteration, path: None,
         saved: int | None = None,
     ) -> None:
-        self._folder, self._retention = folder, retention or Retention()
-        self._group = process_group
-        self._watched: torch.optim.Optimizer | None = None
+        self._folder, self._retention, self._group = folder, retention or Retention(), process_group
+        self._staging = StagingBuffer() if background else None
         if background and process_group is not None:
             self._group = dist.new_group(dist.get_process_group_ranks(process_group), _PATIENCE, backend="gloo")
             dist.barrier(self._group)  # making a group does not wait for its members
-        self._aside = Aside(self._group) if background else None
+        self._watched: torch.optim.Optimizer | None = None
         self._thread: threading.Thread | None = None
-        self._in_flight: int | None = None
+        self._copied = threading.Event()
         self.report, self._complete = report, complete
-        self.saved = saved
-        self.failed = False
+        self.saved, self.failed = saved, False
 
-    def prepare(self, tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None) -> None:
-        """Gets ready for the first save in the background, once the optimizer has its state; otherwise does nothing."""
-        if self._aside is not None:
-            with suppress(CheckpointError):  # `save` tells it
-                self._aside.prepare(with_optimizer(tensors, optimizer))
-
-    def save(
-        self, progress: Progress, tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None
-    ) -> None:
+    def save(self, progress: Progress, state: LocalState, best: bool = False) -> None:
         """Saves, unless this iteration is saved already and has not become the best since.
 
         In the background, what a forward pass can change is copied before this returns; weights and the optimizer's
         state are copied until `optimizer.step`, which waits for that. Code that changes them in another way calls
         `settle` first. A failure is told and remembered; the next save tries again.
         """
-        if self._in_flight is not None:
-            if self.busy and self._in_flight != progress.iteration:
-                self._tell(f"the checkpoint of iteration {self._in_flight} is still being written: waiting for it")
-            self.finish()
-        if self.saved == progress.iteration and not progress.best:
+        if self.busy:
+            self._tell("the checkpoint before is still being written: waiting for it")
+        self.finish()
+        if self.saved == progress.iteration and not best:
             return
-        entries, problem = _described(tensors, optimizer)
-        save = partial(self._write, progress, kind_of(optimizer), self._aside or AtOnce(entries, self._group), problem)
-        if self._aside is None:
-            save()
+        if self._staging is None:
+            self._attempt(progress.iteration, lambda: save_checkpoint(self._folder, progress, state, self._group, best))
             return
-        if problem is None:
-            self._aside.take(entries)
-        self._settle_before_updates_of(optimizer)
-        self._in_flight = progress.iteration
+        self._start(self._staging, progress, state, best)
+
+    def _start(self, staging: StagingBuffer, progress: Progress, state: LocalState, best: bool) -> None:
+        """Begins a save in the background. What goes wrong with this rank's copies fails the save on all ranks."""
+        problem: Exception | None = None
+        boxes: list[LocalBox] = []
+        try:
+            boxes = staging.take(state.entries())
+        except Exception as error:
+            problem = error
+        optimizer = state.optimizer
+        if optimizer is not None and optimizer is not self._watched:
+            optimizer.register_step_pre_hook(lambda *_: self.settle())
+            self._watched = optimizer
+
+        def copy() -> Exception | None:
+            try:
+                staging.rest()
+            except Exception as error:
+                return error
+            finally:
+                self._copied.set()
+            return problem
+
+        def save() -> None:
+            wrong = copy()
+
+            def write(path: Path) -> Sequence[LocalBox]:
+                if wrong is not None:
+                    raise wrong
+                if boxes:
+                    write_safetensors(path, boxes, staging.values(boxes))
+                return boxes
+
+            kind = kind_of(optimizer)
+            self._attempt(
+                progress.iteration,
+                lambda: write_checkpoint(self._folder, progress, kind, write, self._group, best),
+            )
+
+        self._copied.clear()
         self._thread = threading.Thread(target=save, name="megasnn-save", daemon=True)
         self._thread.start()
 
     def settle(self) -> None:
         """Waits until the save in the background has its copies: from here on every tensor may be changed."""
-        if self._aside is not None:
-            self._aside.settle()
+        if self._thread is not None:
+            self._copied.wait()
 
     @property
     def busy(self) -> bool:
-        """Whether a save is being written in the background."""
+        """True while a save is being written in the background."""
         return self._thread is not None and self._thread.is_alive()
 
     def finish(self, seconds: float | None = None) -> None:
         """Waits for the save in the background, if there is one; no longer than so many seconds."""
         if self._thread is not None:
             self._thread.join(seconds)
-        self._thread = self._in_flight = None
+        self._thread = None
 
     def close(self) -> None:
         """Ends what works beside training. What it is writing is lost."""
-        if self._aside is not None:
-            self._aside.close()
-            if self._group is not None and not self.busy:
-                dist.destroy_process_group(self._group)
-                self._group = self._aside = None  # its threads end with the last who holds it
+        if self._staging is not None and self._group is not None and not self.busy:
+            dist.destroy_process_group(self._group)
+            self._group = self._staging = None  # its threads end with the last who holds it
 
-    def _settle_before_updates_of(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if optimizer is not None and optimizer is not self._watched:
-            optimizer.register_step_pre_hook(lambda *_: self.settle())
-            self._watched = optimizer
-
-    def _write(self, progress: Progress, kind: str | None, writing: Writing, problem: CheckpointError | None) -> None:
-        """Args: problem: why this rank's tensors cannot be saved."""
+    def _attempt(self, iteration: int, save: Callable[[], Path]) -> None:
         began = time.monotonic()
-
-        def ready() -> None:
-            if problem is not None:
-                raise problem
-            if self._aside is not None:
-                self._aside.wait()
-
         try:
-            all_do(self._group, ready, "this run cannot be saved:")
-            path = write_checkpoint(self._folder, progress, kind, writing, self._group)
+            path = save()
         except Exception as error:
             self.failed = True
+            reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             self._tell(
-                f"WARNING: the checkpoint of iteration {progress.iteration} was NOT SAVED; the run goes on and tries "
-                f"again at the next interval. {_text(error)}"
+                f"WARNING: the checkpoint of iteration {iteration} was NOT SAVED; the run goes on and tries again at "
+                f"the next interval. {reason}"
             )
             return
-        self.failed, self.saved = False, progress.iteration
+        self.failed, self.saved = False, iteration
         self._tell(f"saved {path} in {time.monotonic() - began:.1f} s")
         if is_first(self._group):
-            self._complete(progress.iteration, path)
-        self._prune(writing)
+            self._complete(iteration, path)
+            self._prune()
 
-    def _prune(self, writing: Writing) -> None:
-        if not is_first(self._group):
-            return
+    def _prune(self) -> None:
         try:
-            for path in writing.call(prune, self._folder, self._retention):
+            for path in remove(superfluous(self._folder, self._retention)):
                 self._tell(f"removed {path} (--keep-last {self._retention.last})")
         except OSError as error:
             self._tell(f"WARNING: cannot remove checkpoints that are no longer kept: {error}")
@@ -162,17 +216,3 @@ class Saver:
     def _tell(self, text: str) -> None:
         if is_first(self._group):
             self.report(text)
-
-
-def _described(
-    tensors: Sequence[ShardedTensor], optimizer: torch.optim.Optimizer | None
-) -> tuple[list[ShardedTensor], CheckpointError | None]:
-    """All that is saved; nothing, and why, where the optimizer's state cannot be described."""
-    try:
-        return with_optimizer(tensors, optimizer), None
-    except CheckpointError as error:
-        return [], error
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

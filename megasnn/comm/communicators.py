@@ -3,7 +3,7 @@
 A transport for GPUs (NCCL) makes a communicator when it is first used: the host waits there for its other ranks, and
 memory of the device is taken. What is then called are kernels, one after another in the communicator's one queue, each
 of which occupies a part of the device until the other ranks have come to theirs. This is why no rank waits for ever;
-the transport of tools/benchmark/nccl_like.py waits in the same places, and tests/parity/test_transport.py runs every
+the transport of tests/nccl_like.py waits in the same places, and tests/parity/test_transport.py runs every
 schedule on it.
 
 Which there are: one for the collectives of each set of ranks, along tensor, along data, of a model and of the world,

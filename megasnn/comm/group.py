@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megasnn.comm.direct import Direct, connected
 from megasnn.grid import AXES, Axis, Grid
 
 
@@ -20,15 +19,10 @@ class Handle:
 
     It stands between a Group and the process group, so that whoever still has a Group keeps no threads alive. A thread
     of Gloo's that gives tensors back while Python ends would end the program with an error.
-
-    Attributes:
-        is_kept: whether `free` leaves it alone.
     """
 
     def __init__(self, made: dist.ProcessGroup) -> None:
         self._made: dist.ProcessGroup | None = made
-        self.is_kept = False
-        self._direct: Direct | None = None
 
     @property
     def made(self) -> dist.ProcessGroup:
@@ -37,25 +31,9 @@ class Handle:
             raise RuntimeError("the grid of ranks is gone, and its process groups with it; make another one")
         return self._made
 
-    @property
-    def direct(self) -> Direct | None:
-        """What carries small messages between the ranks faster than the process group; None where nothing does."""
-        return self._direct
-
-    def connect(self) -> None:
-        """Makes `direct`, where that can be. Collective over the group."""
-        self._direct = connected(self.made)
-
-    def keep(self) -> None:
-        """After an error in what ranks do together: what is under way may never end, and `free` is not to wait."""
-        self.is_kept = True
-
     def free(self) -> None:
-        """Lets go of the process group, unless it is kept. Waits for its threads, and these for what is under way."""
-        if not self.is_kept:
-            self._made = None
-            if self._direct is not None:
-                self._direct.close()
+        """Lets go of the process group. Waits for its threads, and these for what is under way."""
+        self._made = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +45,6 @@ class Group:
         ranks: the global ranks, in group order.
         rank: this process's place in `ranks`.
         held: the torch process group, in what lets go of it at the end; None when the size is 1.
-        in_rank_order: whether sums over it are formed in the order of its ranks, rather than as the backend likes.
         sizes: of the axes that the ranks lie along, the slowest first; their product is the size.
     """
 
@@ -75,7 +52,6 @@ class Group:
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     held: Handle | None = None
-    in_rank_order: bool = False
     sizes: tuple[int, ...] = ()
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megasnn.comm.collectives import start_small_gather
+from megasnn.comm.collectives import all_gather_into
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
 
@@ -47,7 +47,9 @@ class SharedStatistics:
     def _gathered(self, mine: Tensor, direction: str) -> Tensor:
         """`[ranks, ...]`."""
         statistics.record(self.group.name, "all_gather", direction, (self.group.size - 1) * mine.nbytes)
-        return start_small_gather(mine.reshape(-1), self.group)().view(self.group.size, *mine.shape)
+        into = mine.new_empty(self.group.size, *mine.shape)
+        all_gather_into(into, mine.reshape(-1), self.group)
+        return into
 
 
 def shared_over(group: Group) -> SharedStatistics | None:

@@ -6,7 +6,7 @@
         --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2
     megasnn-convert-checkpoint export --load checkpoints/run --output spikformer.pt
     megasnn-convert-checkpoint import --input spikformer.pt --save checkpoints/start
-    megasnn-convert-checkpoint compare checkpoints/run spikformer.pt --model-only
+    megasnn-convert-checkpoint diff checkpoints/run spikformer.pt --model-only
 
 A path may lead to a run's folder of checkpoints, to one checkpoint in it,
 or to a file of torch.save or safetensors. Tensors pass one at a time. Nothing that exists is overwritten.
@@ -19,20 +19,17 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
-from megasnn.checkpoint import CheckpointError, find_checkpoint, verify_checkpoint
+from megasnn.checkpoint import CheckpointError, verify_checkpoint
 from megasnn.config.cli import subcommands
 from megasnn.config.names import name_in
-from megasnn.convert.differences import differences
 from megasnn.convert.exchange import Names, export_weights, import_weights
-from megasnn.convert.listing import as_json, as_text, size_text
-from megasnn.convert.opening import in_our_names, open_source
-from megasnn.convert.rank_files import reshard
-from megasnn.convert.source import TensorSource
-from megasnn.convert.target import Target, config_problems
+from megasnn.convert.report import as_json, as_text, differences, size_text
+from megasnn.convert.reshard import Target, reshard, saved_model, target_ranks
+from megasnn.convert.source import Source, in_our_names, open_source
 from megasnn.process.terminal import keep_going
 from megasnn.schedule.partition import PLACEMENTS
 
@@ -40,37 +37,43 @@ Place = Annotated[Path, tyro.conf.Positional]
 Differs = bool  # what a command returns: whether to end with status 1
 
 
-def _inspect(path: Place, ckpt_step: int | None = None, json_output: bool = False) -> Differs:
-    """Print what a checkpoint or file holds: progress, layout, and every tensor with type, size, shape and place.
+def _inspect(path: Place, ckpt_step: int | None = None, key: str | None = None, json_output: bool = False) -> Differs:
+    """Print what a checkpoint or file holds: progress, layout, and every tensor with type, size, shape and file.
 
     Args:
         path: what to look into.
         ckpt_step: iteration; the latest when not given.
+        key: where in a file of torch.save the state_dict is; looked for when not given.
         json_output: print JSON instead.
     """
-    source = open_source(path, ckpt_step)
+    source = open_source(path, ckpt_step, key)
     print(json.dumps(as_json(source), indent=2) if json_output else as_text(source))
     return False
 
 
 def _verify(path: Place, ckpt_step: int | None = None) -> Differs:
-    """Read every byte of a checkpoint and check it, and every field of its configuration. Status 1 when something is
-    wrong.
+    """Read every byte of a checkpoint and check it, and that it is of the model that it says. Status 1 when something
+    is wrong.
 
     Args:
         path: a run's folder, or one checkpoint in it.
         ckpt_step: iteration; the latest when not given.
     """
-    found = path if (path / "metadata.json").is_file() else find_checkpoint(path, ckpt_step)
-    total, problems = 0, []
-    for count, problem in verify_checkpoint(found):
-        total += count
-        problems += [problem] if problem else []
-    source = open_source(found)
-    problems += config_problems(source)
-    model = source.facts.model
-    title = f"{found}, of the model {model}" if model else str(found)
-    print("\n".join([*problems, f"{title}: {size_text(total)} read, {len(problems) or 'no'} problem(s)"]))
+    source = open_source(path, ckpt_step)
+    if not source.is_checkpoint:
+        raise CheckpointError(f"{path} is no checkpoint: a file of weights has no checksums to verify")
+    checked = list(verify_checkpoint(source.path))
+    problems = [problem for _, problem in checked if problem]
+    if source.metadata.config is not None:
+        try:
+            model = saved_model(source)
+            target_ranks(model, source.tensors, Target(), [range(len(model.description.layers))])
+        except CheckpointError as error:
+            problems += error.args
+    name = source.metadata.model
+    title = f"{source.path}, of the model {name}" if name else str(source.path)
+    total = size_text(sum(count for count, _ in checked))
+    print("\n".join([*problems, f"{title}: {total} read, {len(problems) or 'no'} problem(s)"]))
     return bool(problems)
 
 
@@ -95,8 +98,8 @@ def _reshard(
         target_pipeline_parallel_size: pipeline-parallel ranks of the target.
         target_virtual_stages: chunks of layers on each pipeline rank.
         target_placement: of these chunks: round and round, or a v (two chunks, schedule zbv).
-        pipeline_model_parallel_layout: units or layers in each chunk, like "1|2|2|1"; by default as it was saved where
-            that has as many chunks, otherwise balanced by what each layer costs here.
+        pipeline_model_parallel_layout: units or layers in each chunk, like "1|2|2|1", as the run on the target will
+            have it; by default as it was saved.
         ckpt_step: iteration; the latest when not given.
     """
     target = Target(
@@ -106,54 +109,45 @@ def _reshard(
         pipeline_model_parallel_layout,
         target_placement,
     )
-    path, laid_out = reshard(open_source(load, ckpt_step), save, target)
-    print(f"{path}: a file for each of {len(laid_out.ranks)} ranks")
+    path, layout = reshard(open_source(load, ckpt_step), save, target)
+    print(f"{path}: a file for each of {target.tensor * target.pipeline} ranks")
     if len(target.placement) > 1:
-        layout = laid_out.layout["bounds"]
         print(f'each rank opens its own file only with --pipeline-model-parallel-layout "{layout}"')
     return False
 
 
 def _export(
-    load: Path,
-    output: Path,
-    format: Literal["spikingjelly", "published", "safetensors"] = "spikingjelly",
-    names: Names | None = None,
-    ema: bool = False,
-    ckpt_step: int | None = None,
+    load: Path, output: Path, names: Names = "spikingjelly", ema: bool = False, ckpt_step: int | None = None
 ) -> Differs:
-    """Write a model's weights to a file for another program.
+    """Write a model's weights to a file for another program: safetensors where the file's name ends so, otherwise a
+    state_dict of torch.save.
 
     Args:
         load: checkpoint or file to read.
         output: file to write.
-        format: spikingjelly and published (the code of the Spikformer paper): a state_dict of torch.save with that
-            program's names; safetensors: that format, with the names that --names says.
-        names: by default those of the format, and of safetensors spikingjelly's.
+        names: whose names the tensors get.
         ema: write the running average of the weights (--ema-decay) in their place.
         ckpt_step: iteration; the latest when not given.
     """
-    default: Names = "published" if format == "published" else "spikingjelly"
-    source = open_source(load, ckpt_step)
-    written = export_weights(source, output, names or default, format == "safetensors", ema)
+    written = export_weights(open_source(load, ckpt_step), output, names, ema)
     print(f"{output}: {_counts(written)}")
     return False
 
 
-def _import(input: Path, save: Path) -> Differs:
+def _import(input: Path, save: Path, key: str | None = None) -> Differs:
     """Make a checkpoint of weights only from another program's file; its names tell which program it is.
 
     Args:
         input: state_dict of torch.save, or safetensors.
         save: checkpoint folder to write into, as iteration 0 and its latest.
+        key: where in a file of torch.save the state_dict is, like "net"; looked for when not given.
     """
-    source = open_source(input)
-    path, title = import_weights(source, save)
+    path, title = import_weights(open_source(input, key=key), save)
     print(f"{path}: {_counts(open_source(path))}, from {title}; start from it with --load {save} --finetune")
     return False
 
 
-def _compare(
+def _diff(
     first: Place,
     second: Place,
     tolerance: float = 0.0,
@@ -185,8 +179,8 @@ def _compare(
     return differing > 0
 
 
-def _counts(source: TensorSource) -> str:
-    elements = sum(info.elements for info in source.tensors.values())
+def _counts(source: Source) -> str:
+    elements = sum(value.numel() for value in source.tensors.values())
     return f"{len(source.tensors)} tensors, {elements:,} elements"
 
 
@@ -196,7 +190,7 @@ COMMANDS: dict[str, Callable[..., Differs]] = {
     "reshard": _reshard,
     "export": _export,
     "import": _import,
-    "compare": _compare,
+    "diff": _diff,
 }
 
 

@@ -1,4 +1,4 @@
-"""The configuration: frozen dataclasses, one file for each part, and the command line made from them."""
+"""The configuration: frozen dataclasses with bounds, one file for each part, and the command line made from them."""
 
 from megasnn.config.checkpoint import CheckpointConfig as CheckpointConfig
 from megasnn.config.checks import ConfigError as ConfigError
@@ -10,13 +10,13 @@ from megasnn.config.optimizer import OptimizerConfig as OptimizerConfig
 from megasnn.config.parallel import ParallelConfig as ParallelConfig
 from megasnn.config.pretrain import ModelConfig as ModelConfig
 from megasnn.config.pretrain import PretrainConfig as PretrainConfig
-from megasnn.config.serialise import changed_flags as changed_flags
-from megasnn.config.serialise import comparable_flags as comparable_flags
-from megasnn.config.serialise import describe as describe
-from megasnn.config.serialise import flags_between as flags_between
-from megasnn.config.serialise import from_dict as from_dict
-from megasnn.config.serialise import to_dict as to_dict
-from megasnn.config.serialise import to_json as to_json
-from megasnn.config.serialise import with_model_name as with_model_name
 from megasnn.config.training import TrainingConfig as TrainingConfig
 from megasnn.config.validate import validate as validate
+from megasnn.config.values import changed_flags as changed_flags
+from megasnn.config.values import comparable_flags as comparable_flags
+from megasnn.config.values import describe as describe
+from megasnn.config.values import flags_between as flags_between
+from megasnn.config.values import from_dict as from_dict
+from megasnn.config.values import to_dict as to_dict
+from megasnn.config.values import to_json as to_json
+from megasnn.config.values import with_model_name as with_model_name

@@ -1,4 +1,4 @@
-"""Small checks that the parts share. Each returns what is wrong, as messages with value and flag."""
+"""Errors of a configuration, and small checks that return messages with value and flag."""
 
 from __future__ import annotations
 
@@ -6,82 +6,27 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Literal, get_args, get_origin, get_type_hints
 
-FOR_RUNS = {"for_runs": True}
-"""Metadata of a field whose flag only a whole run takes: an Engine has no use for it."""
-FOR_ENGINES = {"for_runs": False}
-"""Metadata of a field whose flag an Engine takes, in a part of the configuration that is `for_runs` otherwise."""
-
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration.
+    """Lists all that is wrong with a configuration.
 
     Attributes:
-        problems: one message each; the text of the error lists them all.
+        problems: one sentence each, with value and flag.
     """
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
-        count = len(self.problems)
-        head = "1 problem in the configuration:" if count == 1 else f"{count} problems in the configuration:"
-        super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
+        lines = [f"{len(self.problems)} problems in the configuration:", *(f"  - {each}" for each in self.problems)]
+        super().__init__(self.problems[0] if len(self.problems) == 1 else "\n".join(lines))
 
 
 def flag(name: str) -> str:
-    """The command line flag of a field."""
+    """Command line flag of a field."""
     return "--" + name.replace("_", "-")
 
 
-def at_least(config: object, minimum: float, *names: str) -> list[str]:
-    """Fields that are smaller, or not finite; None is an option that was not given and is fine."""
-    return [
-        f"{flag(name)} must be at least {minimum}{_and_finite(value)}, got {value}"
-        for name, value in _given(config, names)
-        if not (math.isfinite(value) and value >= minimum)
-    ]
-
-
-def above(config: object, bound: float, *names: str) -> list[str]:
-    """Fields that are not greater than `bound`, or not finite."""
-    return [
-        f"{flag(name)} must be greater than {bound}{_and_finite(value)}, got {value}"
-        for name, value in _given(config, names)
-        if not (math.isfinite(value) and value > bound)
-    ]
-
-
-def not_a_choice(config: object) -> list[str]:
-    """Fields of a Literal type that have another value, which a flag cannot have and an argument in Python can."""
-    hints = get_type_hints(type(config))
-    choices = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
-    return [
-        f"{flag(name)} must be {' or '.join(map(str, allowed))}, got {getattr(config, name)}"
-        for name, allowed in choices.items()
-        if getattr(config, name) not in allowed
-    ]
-
-
-def from_zero_to_below_one(config: object, *names: str) -> list[str]:
-    """Fields outside [0, 1)."""
-    return [
-        f"{flag(name)} must be at least 0 and below 1, got {value}"
-        for name, value in _given(config, names)
-        if not 0 <= value < 1
-    ]
-
-
-def needs(config: object, needed: str, *names: str) -> list[str]:
-    """Fields that are set although the one they depend on is not."""
-    if getattr(config, needed):
-        return []
-    return [
-        f"{_with_value(name, getattr(config, name))} needs {flag(needed)}"
-        for name in names
-        if getattr(config, name) not in (None, False)
-    ]
-
-
 def refusal(check: Callable[..., object], *arguments: object) -> list[str]:
-    """What a function that raises ValueError says about its arguments."""
+    """Message of the ValueError that a function raises for its arguments; empty where it raises none."""
     try:
         check(*arguments)
     except ValueError as error:
@@ -89,15 +34,51 @@ def refusal(check: Callable[..., object], *arguments: object) -> list[str]:
     return []
 
 
-def _given(config: object, names: Iterable[str]) -> list[tuple[str, float]]:
-    values = [(name, getattr(config, name)) for name in names]
-    return [(name, value) for name, value in values if value is not None]
+def needs(config: object, needed: str, *names: str) -> list[str]:
+    """Fields that are set although the one that they depend on is not."""
+    if getattr(config, needed):
+        return []
+    given = {name: getattr(config, name) for name in names}
+    return [
+        f"{flag(name)}{'' if value is True else f' {value}'} needs {flag(needed)}"
+        for name, value in given.items()
+        if value not in (None, False, 0)
+    ]
 
 
-def _and_finite(value: float) -> str:
-    """What a value is to be beside its bound, where that is what is wrong with it."""
-    return "" if math.isfinite(value) else " and finite"
+def at_least(config: object, minimum: float, *names: str) -> list[str]:
+    """Fields that are smaller, or not finite; None passes."""
+    return [
+        f"{flag(name)} must be at least {minimum}, got {value}"
+        for name in names
+        if (value := getattr(config, name)) is not None and not (math.isfinite(value) and value >= minimum)
+    ]
 
 
-def _with_value(name: str, value: object) -> str:
-    return flag(name) if value is True else f"{flag(name)} {value}"
+def above(config: object, bound: float, *names: str) -> list[str]:
+    """Fields that are not greater than `bound`, or not finite; None passes."""
+    return [
+        f"{flag(name)} must be greater than {bound}, got {value}"
+        for name in names
+        if (value := getattr(config, name)) is not None and not (math.isfinite(value) and value > bound)
+    ]
+
+
+def from_zero_to_below_one(config: object, *names: str) -> list[str]:
+    """Fields outside [0, 1)."""
+    return [
+        f"{flag(name)} must be at least 0 and below 1, got {value}"
+        for name in names
+        if not 0 <= (value := getattr(config, name)) < 1
+    ]
+
+
+def not_a_choice(config: object) -> list[str]:
+    """Fields of a Literal type that have another value."""
+    hints = get_type_hints(type(config))
+    choices = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    return [
+        f"{flag(name)} must be {' or '.join(map(str, allowed))}, got {getattr(config, name)}"
+        for name, allowed in choices.items()
+        if getattr(config, name) not in allowed
+    ]

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import io
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
-from dataclasses import fields
-from itertools import groupby, takewhile
-from operator import methodcaller
+from dataclasses import field, fields, is_dataclass, make_dataclass
+from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from megasnn.config.checks import ConfigError, flag
 from megasnn.config.data import PATHS
-from megasnn.config.defaults import Values, defaults_of
-from megasnn.config.help import flag_groups
-from megasnn.config.names import refused_names
+from megasnn.config.names import registry_of, summaries
+from megasnn.config.sources import Values, defaults_of, sources_of
+from megasnn.config.values import from_dict, shown
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
+ORDER = ("model", "data", "training", "optimizer", "parallel", "checkpoint", "logging", "neuron")
+"""Parts as --help shows them."""
 
 _registry = ConstructorRegistry()
 
@@ -34,10 +39,9 @@ def parse(
     recipes: Mapping[str, Path] = MappingProxyType({}),
     saved: Values = MappingProxyType({}),
 ) -> Config:
-    """The configuration that a command line describes; not yet validated.
+    """Reads a command line: defaults, then values of a checkpoint, a file or recipe, a variant, flags; later ones win.
 
-    The values of the file that `--config` names, and a model variant's dimensions, become the defaults, so flags win
-    over them and ``--variant X --help`` shows them.
+    Each value is of its field's type and within its bounds; `validate` looks at what is between them.
 
     Args:
         config_class: composes the parts; every field is a dataclass.
@@ -46,39 +50,56 @@ def parse(
         recipes: files that `--config` takes by a name.
         saved: values that hold where neither a flag nor the file of `--config` gives one.
     Raises:
-        SystemExit: 0 after the help, 2 after an error in the command line.
-        ConfigError: the file of `--config` cannot be read, or is none of this configuration; a flag has a name that
-            its table refuses with a reason; the shell has made several words of a path.
+        SystemExit: 0 after the help, 2 for flags that lack a value.
+        ConfigError: unknown flags, wrong values, a file that cannot be read or is none of this configuration, paths of
+            which the shell has made several words.
     """
     silence = io.StringIO()
-    defaults = defaults_of(config_class, argv, recipes, saved)
-    if wrong := [*refused_names(defaults, argv), *_expanded_by_the_shell(argv)]:
+    defaults = defaults_of(config_class, sources_of(config_class, argv, recipes, saved))
+    if wrong := _expanded_by_the_shell(argv):
         raise ConfigError(wrong)
+    groups = _groups(defaults, recipes)
     with ExitStack() as stack:
         if not console_outputs:  # tyro's own option lets some errors through
             stack.enter_context(redirect_stdout(silence))
             stack.enter_context(redirect_stderr(silence))
-        given = command_line(flag_groups(defaults, recipes), argv, config=(tyro.conf.OmitArgPrefixes,))
-    return _from_groups(defaults, given)
+        options: dict[str, Any] = {"config": (tyro.conf.OmitArgPrefixes,), "return_unknown_args": True}
+        given, unknown = command_line(groups, argv, **options)
+    values = _values(defaults, given)
+    if unknown:
+        known = [flag(name) for part in values.values() for name in part]
+        raise ConfigError([_unknown(word, known) for word in unknown if word.startswith("--")] or [_stray(unknown)])
+    return from_dict(config_class, values, texts=True)
+
+
+def flag_names(config_class: type[Any]) -> dict[str, tuple[str, ...]]:
+    """Fields of each part that are flags, in the order of --help."""
+    plain = config_class()
+    return {name: tuple(each.name for each in fields(getattr(plain, name))) for name in ORDER}
+
+
+def _unknown(word: str, known: Sequence[str]) -> str:
+    name = word.partition("=")[0].replace("_", "-")
+    near = get_close_matches(name, known, 1, 0.75)
+    return f"unknown flag {name}" + "".join(f"; is it {each}?" for each in near)
+
+
+def _stray(words: Sequence[str]) -> str:
+    return f"{words[0]!r} belongs to no flag"
 
 
 def _expanded_by_the_shell(argv: Sequence[str]) -> list[str]:
-    """What is wrong where paths of shards were not in quotes."""
-    found = {name: _values_of(name, argv) for name in map(flag, PATHS)}
-    return [
-        f"{name} takes one value, and here are {values}, as a shell makes them of braces and stars: put it in quotes, "
-        f'as {name} "train-{{00000..00009}}.tar"'
-        for name, values in found.items()
-        if values > 1
-    ]
-
-
-def _values_of(name: str, argv: Sequence[str]) -> int:
-    """How many words follow a flag, or how many times it follows itself with one of them."""
-    behind = [argv[place + 1 :] for place, word in enumerate(argv) if word == name]
-    words = [[*takewhile(lambda each: not each.startswith("-"), rest)] for rest in behind]
-    with_value = groupby(argv, methodcaller("startswith", f"{name}="))
-    return max(map(len, [*words, *([*same] for is_so, same in with_value if is_so)]), default=0)
+    """Paths of shards that were not in quotes: several words behind a flag, or a flag that is given several times."""
+    wrong = []
+    for name in map(flag, PATHS):
+        places = [place for place, word in enumerate(argv) if word == name or word.startswith(f"{name}=")]
+        words = [word for place in places for word in argv[place + 2 : place + 3] if argv[place] == name]
+        if len(places) > 1 or any(not word.startswith("-") for word in words):
+            wrong.append(
+                f"{name} takes one value, and here are several, as a shell makes them of braces and stars: put it in "
+                f'quotes, as {name} "train-{{00000..00009}}.tar"'
+            )
+    return wrong
 
 
 def command_line(of: Any, argv: Sequence[str] | None, **options: Any) -> Any:
@@ -97,26 +118,11 @@ def subcommands(commands: dict[str, Callable[..., Result]], argv: Sequence[str] 
         return tyro.extras.subcommand_cli_from_dict(commands, description=description, args=argv)
 
 
-def _from_groups(defaults: Config, given: Any) -> Config:
-    """The configuration with the values of the flags, which stand in other groups than its parts."""
-    values: dict[str, Any] = {}
-    for group in fields(given):
-        values |= vars(getattr(given, group.name))
-    parts = {}
-    for entry in fields(defaults):  # type: ignore[arg-type]  # a dataclass
-        part = type(getattr(defaults, entry.name))
-        parts[entry.name] = part(**{each.name: values[each.name] for each in fields(part)})
-    return type(defaults)(**parts)
-
-
 @_registry.primitive_rule
 def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """``float | None`` and the like, where tyro takes "None" only: here also "none", and None is not in the
-    help."""
-    if get_origin(info.type) not in (Union, UnionType):
-        return None
+    """``float | None`` and the like, where tyro takes "None" only: here also "none", and None is not in the help."""
     members = [member for member in get_args(info.type) if member is not NoneType]
-    if len(members) != 1 or len(members) == len(get_args(info.type)):
+    if get_origin(info.type) not in (Union, UnionType) or len(members) != 1:
         return None
     choices = [str(choice) for choice in get_args(members[0])]
     convert = str if choices else members[0]
@@ -130,8 +136,118 @@ def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | N
 
     return PrimitiveConstructorSpec(
         nargs=1,
-        metavar="{" + ",".join(choices) + "}" if choices else convert.__name__.upper(),
+        metavar=_metavar(members[0]),
         instance_from_str=from_text,
         is_instance=lambda value: value is None or str(value) in choices or isinstance(value, convert),
-        str_from_instance=lambda value: ["none" if value is None else str(value)],
+        str_from_instance=lambda value: [shown(value)],
     )
+
+
+def _groups(defaults: Any, recipes: Iterable[str]) -> type:
+    """A dataclass with a field for each part, whose fields are texts: pydantic reads them as it reads files."""
+    text = "File to take values from: config.json of a run, or some of what stands in one"
+    if names := ", ".join(recipes):
+        text += f"; or the name of a recipe: {names}"
+    config = ("config", Annotated[str | None, tyro.conf.arg(help=f"{text}.")], None)
+    groups = [_group("configuration", [config], "Values from a file; flags win over them.")]
+    for name in ORDER:
+        part = getattr(defaults, name)
+        groups.append(_group(name, _flags(part), type(part).__doc__))
+    whole = make_dataclass("Flags", groups)
+    whole.__doc__ = type(defaults).__doc__
+    return whole
+
+
+def _group(name: str, flags: list[tuple[str, Any, Any]], text: str | None) -> tuple[str, Any, Any]:
+    """A field for a group. Where no help is given tyro looks for the source of the class, and there is none."""
+    group = make_dataclass(name, flags)
+    group.__doc__ = text
+    return name, Annotated[group, tyro.conf.arg(help=text or "")], field(default_factory=group)
+
+
+def _flags(part: Any) -> list[tuple[str, Any, Any]]:
+    """Name, type with help, and default of each field."""
+    of: Any = type(part)
+    texts, hints = help_texts(of), get_type_hints(of, include_extras=True)
+    flags = []
+    for entry in fields(part):
+        hint, value = hints[entry.name], getattr(part, entry.name)
+        registry = registry_of(hint)
+        text = " ".join(filter(None, (texts.get(entry.name), summaries(registry) if registry is not None else "")))
+        if value is True:  # only a negative form of the flag takes back what a file says
+            hint = bool
+        if _is_text(hint):
+            argument = tyro.conf.arg(help=text, metavar=_metavar(hint))
+            flags.append((entry.name, Annotated[str, argument], shown(value)))
+        else:
+            flags.append((entry.name, Annotated[hint, tyro.conf.arg(help=text)], value))
+    return flags
+
+
+def _values(defaults: Any, given: Any) -> dict[str, dict[str, Any]]:
+    """Values of the flags by part; texts that are as they were stand for the default."""
+    values: dict[str, dict[str, Any]] = {}
+    for name in ORDER:
+        part = getattr(defaults, name)
+        hints = get_type_hints(type(part), include_extras=True)
+        values[name] = {}
+        for entry, given_value in vars(getattr(given, name)).items():
+            default = getattr(part, entry)
+            if given_value == shown(default):
+                values[name][entry] = default
+            else:
+                values[name][entry] = _read(hints[entry], given_value) if _is_text(hints[entry]) else given_value
+    return values
+
+
+def _read(hint: Any, text: str) -> Any:
+    """None and numbers of a choice, as pydantic wants them; all other texts it reads itself."""
+    members = _members(hint)
+    if NoneType in members and text.lower() == "none":
+        return None
+    choices = {
+        str(choice): choice for member in members if get_origin(member) is Literal for choice in get_args(member)
+    }
+    return choices.get(text, text)
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """Types that a union allows, without annotations; of another type, the type itself."""
+    if get_origin(hint) is Annotated:
+        return _members(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return tuple(each for member in get_args(hint) for each in _members(member))
+    return (hint,)
+
+
+def _is_text(hint: Any) -> bool:
+    """Whether a flag is read as a text; tyro reads booleans and what else a model of one's own may have."""
+    return all(each in (int, float, str, NoneType) or get_origin(each) is Literal for each in _members(hint))
+
+
+def _metavar(hint: Any) -> str:
+    registry = registry_of(hint)
+    if registry is not None:
+        return "{" + ",".join(registry.choices) + "}"
+    member = next(each for each in _members(hint) if each is not NoneType)
+    choices = [str(choice) for choice in get_args(member)]
+    return "{" + ",".join(choices) + "}" if choices else member.__name__.upper()
+
+
+@cache
+def help_texts(part: type) -> dict[str, str]:
+    """The text below each field of a dataclass, on one line; those that it inherits included."""
+    texts: dict[str, str] = {}
+    for each in reversed(part.__mro__):
+        if not is_dataclass(each):
+            continue
+        try:
+            source = inspect.getsource(each)
+        except OSError:  # a program that was typed in, or read from a pipe
+            continue
+        (body,) = ast.parse(textwrap.dedent(source)).body
+        assert isinstance(body, ast.ClassDef)
+        for entry, below in zip(body.body, body.body[1:], strict=False):
+            if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and isinstance(below, ast.Expr):
+                texts[entry.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
+    return texts

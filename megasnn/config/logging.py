@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import ClassVar
 
-from megasnn.config.checks import at_least, needs, refusal
+from pydantic.dataclasses import dataclass
+
+from megasnn.config.checks import refusal
+from megasnn.config.fields import Count, Size
+from megasnn.files.described import STRICT
+
+PICTURE_LINES = 10
+"""Log lines between two pictures of spikes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class LoggingConfig:
     """One rank writes all logs."""
 
-    for_runs: ClassVar[bool] = True
-
-    log_interval: int = 10
-    """Iterations between two log lines."""
-    log_throughput: bool = True
-    """Samples per second in the log line."""
+    log_interval: Size = 10
+    """Iterations between two log lines. With --tensorboard-dir, spikes are drawn at every tenth of them."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard; without it nothing is written."""
     model_summary: bool = False
@@ -28,29 +29,17 @@ class LoggingConfig:
     """At each log line, measure when every rank did what in the step before it, and set it beside the simulation:
     bubble in the log, charts in TensorBoard."""
     profile_steps: str | None = None
-    """Iterations "10-12" of which torch.profiler writes a trace, with actions, layers and messages by name, into the
-    folder traces beside the event files or checkpoints."""
-    profile_ranks: str = "0"
-    """Ranks that --profile-steps is for: "0,3", or "all"."""
-    nvtx_ranges: bool = False
-    """For `nsys profile`: actions, layers and messages are NVTX ranges in the whole run. With --profile-steps,
-    `--capture-range=cudaProfilerApi` records these iterations, and torch.profiler none."""
-    record_memory_history: bool = False
-    """With --profile-steps, also a snapshot of a GPU's memory, for pytorch.org/memory_viz."""
-    log_pictures_interval: int | None = None
-    """Iterations between two pictures of spikes in TensorBoard, which also shows the first samples; by default 10 times
-    --log-interval, 0 draws nothing."""
-    eval_interval: int | None = None
+    """Iterations "10-12" of which torch.profiler writes a trace for each rank of the first replica, with actions,
+    layers and messages by name, into the folder traces beside the event files or checkpoints."""
+    eval_interval: Size | None = None
     """Iterations between two evaluations; by default only one at the end."""
-    eval_iters: int | None = None
+    eval_iters: Count | None = None
     """Global batches per evaluation; by default all of the validation data, 0 never evaluates."""
 
     @property
     def picture_interval(self) -> int:
         """Iterations between two pictures; 0 where there are none."""
-        if self.tensorboard_dir is None:
-            return 0
-        return 10 * self.log_interval if self.log_pictures_interval is None else self.log_pictures_interval
+        return 0 if self.tensorboard_dir is None else PICTURE_LINES * self.log_interval
 
     @property
     def profiled_steps(self) -> range:
@@ -65,31 +54,9 @@ class LoggingConfig:
             )
         return range(first, last + 1)
 
-    def profiles_rank(self, rank: int) -> bool:
-        """Whether --profile-steps is for this rank."""
-        return self.profile_ranks == "all" or rank in self.ranks_to_profile()
-
-    def ranks_to_profile(self) -> list[int]:
-        """Those of `profile_ranks`; none for "all". Raises ValueError for what are none."""
-        if self.profile_ranks == "all":
-            return []
-        parts = self.profile_ranks.split(",")
-        if not all(re.fullmatch(r"\s*\d{1,9}\s*", part) for part in parts):
-            raise ValueError(f"--profile-ranks {self.profile_ranks}: give ranks as 0,3, or all")
-        return [int(part) for part in parts]
-
     def problems(self) -> list[str]:
-        wrong = at_least(self, 1, "log_interval")
-        wrong += [
-            f"{problem}; leave it out to evaluate only at the end, --eval-iters 0 never evaluates"
-            for problem in at_least(self, 1, "eval_interval")
-        ]
-        wrong += at_least(self, 0, "eval_iters", "log_pictures_interval")
-        wrong += needs(self, "tensorboard_dir", "log_pictures_interval")
-        wrong += needs(self, "profile_steps", "record_memory_history")
-        wrong += refusal(lambda: self.profiled_steps) + refusal(self.ranks_to_profile)
-        if self.profile_ranks != "0" and self.profile_steps is None:
-            wrong.append(f"--profile-ranks {self.profile_ranks} needs --profile-steps")
+        """What contradicts itself, with values and flags."""
+        wrong = refusal(lambda: self.profiled_steps)
         if self.eval_iters == 0 and self.eval_interval is not None:
             wrong.append(f"--eval-interval {self.eval_interval} has no meaning with --eval-iters 0")
         return wrong

@@ -2,94 +2,76 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from megasnn.config.checks import FOR_RUNS, above, at_least, refusal
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from megasnn.config.checks import refusal
+from megasnn.config.fields import Count, Positive, Size
 from megasnn.config.names import name_in
+from megasnn.files.described import STRICT
 from megasnn.grid import ContextCut
 from megasnn.schedule.build import chunks_of_schedule
 from megasnn.schedule.named import AUTO, SCHEDULES
 from megasnn.schedule.partition import parse_layout
 from megasnn.schedule.refine import NEVER, RECOMPUTE
 
-RecomputeName = Annotated[str, name_in(RECOMPUTE)]
-ScheduleName = Annotated[str, name_in(SCHEDULES)]
+RecomputeName = Annotated[str, RECOMPUTE, name_in(RECOMPUTE)]
+ScheduleName = Annotated[str, SCHEDULES, name_in(SCHEDULES)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
     """Ranks are divided by tensor, context and pipeline parallel sizes; the quotient is the number of data parallel
     replicas."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Size = 1
     """Ranks that share every layer, by channels and heads."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: Size = 1
     """Ranks that share the depth of the model."""
-    context_parallel_size: int = 1
+    context_parallel_size: Size = 1
     """Ranks that share every micro-batch, each with all weights: norms use the statistics of the whole micro-batch."""
     context_parallel_cut: Literal["auto", "samples", "rows"] = "auto"
     """How they share it: each has some of its samples, or some rows of pixels of every sample. auto takes samples where
     there is one for each rank."""
-    num_virtual_stages_per_pipeline_rank: int | None = None
-    """Chunks of layers on each pipeline rank. By default what the schedule stands for: 2 for interleaved and the V
-    schedules, 1 for the others; auto chooses 1 or 2."""
+    num_virtual_stages_per_pipeline_rank: Size | None = None
+    """Chunks of layers on each pipeline rank. By default those of the schedule: 2 for interleaved and the V schedules,
+    1 for the others; auto chooses 1 or 2."""
     pipeline_model_parallel_layout: str | None = None
     """Units (patch stem, each block, head) or single layers in each chunk, as "1|2|2|1". By default the
     cost of each layer is measured and balanced."""
     pipeline_schedule: ScheduleName = AUTO
     """Order of forwards and backwards; auto is the fastest found for the measured costs of the layers."""
-    pipeline_memory_limit: float | None = None
-    """Activations that a rank may hold, in micro-batches of its whole stage: auto keeps it, another schedule that
-    needs more is refused."""
     recompute: RecomputeName = NEVER
-    """Which forwards are computed again for their backward, layer by layer: between the two, only each layer's input is
+    """Forwards that are computed again for their backward, layer by layer: between the two, only each layer's input is
     kept, spikes as bits. except-last: not those of a step's last micro-batch. No bit of the result changes."""
-    memory_budget: float | None = None
-    """MB (10^6 bytes) that a step may need on a rank above weights, gradients and optimizer state. As few seconds as
-    possible of forwards are computed again so that it is kept; the plan is printed and lies beside the run."""
-    offload_activations: bool = False
-    """With --recompute or --memory-budget: what forwards are computed again from is moved to the host's memory and back
-    (on a GPU pinned, and while it computes). No bit of the result changes."""
+    memory_budget: Positive | None = None
+    """MB (10^6 bytes) that a step may need on a rank above weights, gradients and optimizer state. Forwards are
+    computed again so that it is kept, those first that save most for their time; the plan is printed and lies beside
+    the run."""
     layer_costs: str | None = None
     """Costs file of a plan (tools/plan.py --measure --costs): cut and order of the pipeline follow it, as they were
     planned. By default layers are measured at the start of every run whose cut or order depends on them."""
     use_distributed_optimizer: bool = False
-    """Each data parallel replica keeps the optimizer's state of some rows of each parameter only, updates these, and
-    sends them to the others (ZeRO-1). It saves that memory, and every rank writes its part of a checkpoint."""
-    weight_parallel_size: int = 1
-    """Neighbouring data parallel replicas that share one copy of the weights: each keeps some rows of each parameter,
-    the whole of a layer is gathered right before it is used, and freed after (FSDP). 1: every replica keeps all."""
-    weight_memory_limit: float | None = None
-    """MB (10^6 bytes) of gathered weights that a rank may hold. By default as few as let a layer's weights come while
-    the layer before it is computed; with more, fewer are gathered twice."""
+    """Shard optimizer state over data parallel replicas (ZeRO-1): each updates some rows of each parameter, and sends
+    them to the others."""
+    weight_parallel_size: Size = 1
+    """Neighbouring data parallel replicas that share one copy of the weights: each keeps some rows of each parameter;
+    a layer's are gathered right before they are used, and freed after (FSDP). 1: every replica keeps all."""
     weight_gradients: Literal["once", "scattered"] = "once"
-    """When gradients go to those who keep the rows: once in a step, and a rank holds all of its layers' until then; or
-    scattered after every micro-batch, and it holds those of its rows and of the layers under way."""
-    strict_wire: bool = False
-    """Stop where a value does not fit the packed format of its boundary; otherwise the step is done again and that
-    tensor goes dense from then on."""
-    pipeline_gradient_dtype: Literal["fp32", "bf16"] | None = None
-    """Type in which gradients cross stages; by default that in which they are computed. bf16 halves the bytes and
-    rounds: results then depend on where the model is cut."""
+    """With --weight-parallel-size: gradients go to those who keep the rows once in a step, or scattered after every
+    micro-batch, which holds only those of the layers under way."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """Communication; auto takes nccl on GPUs, gloo on CPUs. With gloo, ranks may share a GPU, and messages go through
     the host."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes GPUs where there is one for each rank of a node."""
-    distributed_timeout_minutes: float = 10.0
+    distributed_timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 10.0
     """How long a rank waits for another before it gives up."""
-    check_replicas_interval: int | None = field(default=None, metadata=FOR_RUNS)
+    check_replicas_interval: Count = 200
     """Iterations between two comparisons of the ranks that hold the same weights, optimizer state and norm statistics,
-    by checksums; they are also compared before each save. By default 200; 0 never compares."""
-    replica_mismatch: Literal["stop", "majority"] = field(default="stop", metadata=FOR_RUNS)
-    """When they differ: stop ends the run before it is saved; majority, with three replicas or more, gives the minority
-    the values that most ranks hold, and ends the run only where there is no majority."""
-
-    @property
-    def replica_interval(self) -> int:
-        """Iterations between two comparisons of replicas; 0 where there are none."""
-        return 200 if self.check_replicas_interval is None else self.check_replicas_interval
+    by checksums; they are also compared before each save, and a difference ends the run. 0 never compares."""
 
     def context_cut(self, micro_batch_size: int) -> ContextCut:
         """How ranks share micro-batches of so many samples."""
@@ -120,21 +102,8 @@ class ParallelConfig:
         return None if text is None else parse_layout(text)
 
     def problems(self) -> list[str]:
-        sizes = (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "num_virtual_stages_per_pipeline_rank",
-            "weight_parallel_size",
-            "context_parallel_size",
-        )
-        wrong = at_least(self, 1, *sizes, "pipeline_memory_limit") + above(self, 0, "distributed_timeout_minutes")
-        wrong += at_least(self, 0, "check_replicas_interval")
-        wrong += above(self, 0, "memory_budget", "weight_memory_limit")
-        if self.weight_memory_limit is not None and self.weight_parallel_size == 1:
-            wrong.append(
-                f"--weight-memory-limit {self.weight_memory_limit:g} needs weights that are gathered: "
-                "--weight-parallel-size 2 or more"
-            )
+        """What contradicts itself, with values and flags."""
+        wrong = []
         if self.memory_budget is not None and self.recompute != NEVER:
             wrong.append(
                 f"--memory-budget {self.memory_budget:g} with --recompute {self.recompute}: the budget decides what is "
@@ -146,31 +115,12 @@ class ParallelConfig:
                 "what is measured here; leave one of them out"
             )
         if self.weight_gradients != "once" and self.weight_parallel_size == 1:
-            wrong.append(
-                f"--weight-gradients {self.weight_gradients} needs weights that are kept by rows: "
-                "--weight-parallel-size 2 or more"
-            )
-        if self.offload_activations and self.recompute == NEVER and self.memory_budget is None:
-            wrong.append(
-                "--offload-activations with --recompute never: only what forwards are computed again from is moved to "
-                "the host's memory; use --recompute always or except-last, or --memory-budget"
-            )
+            wrong.append(f"--weight-gradients {self.weight_gradients} needs --weight-parallel-size 2 or more")
         if self.context_parallel_cut != "auto" and self.context_parallel_size == 1:
-            wrong.append(
-                f"--context-parallel-cut {self.context_parallel_cut} needs ranks that share a micro-batch: "
-                "--context-parallel-size 2 or more"
-            )
+            wrong.append(f"--context-parallel-cut {self.context_parallel_cut} needs --context-parallel-size 2 or more")
         if self.backend == "nccl" and self.device == "cpu":
             wrong.append("--backend nccl cannot serve --device cpu; use --backend gloo or auto")
-        if self.check_replicas_interval == 0 and self.replica_mismatch == "majority":
-            wrong.append("--replica-mismatch majority needs comparisons: --check-replicas-interval 1 or more")
-        if self.pipeline_model_parallel_size == 1:
-            needed = "needs stages that send to each other: --pipeline-model-parallel-size 2 or more"
-            wrong += [f"--strict-wire {needed}"] * self.strict_wire
-            if self.pipeline_gradient_dtype is not None:
-                wrong.append(f"--pipeline-gradient-dtype {self.pipeline_gradient_dtype} {needed}")
-        if not wrong:
-            wrong += refusal(chunks_of_schedule, self.pipeline_schedule, self.num_virtual_stages_per_pipeline_rank)
+        wrong += refusal(chunks_of_schedule, self.pipeline_schedule, self.num_virtual_stages_per_pipeline_rank)
         if self.pipeline_model_parallel_layout is not None:
             wrong += refusal(parse_layout, self.pipeline_model_parallel_layout)
         return wrong

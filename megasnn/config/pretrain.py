@@ -14,14 +14,9 @@ from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import TrainingConfig
 
-LISTED_LAST = {"listed_last": True}
-"""Metadata of a field of a model's configuration whose flag --help lists last."""
 SAME_FUNCTION = {"same_function": True}
 """Metadata of a field of a model's configuration that does not change what the model computes: a checkpoint may be of
 another value."""
-
-ADDED_LATER = {"added_later": True}
-"""Metadata of a field of a model's configuration that older checkpoints do not have: they are of its default."""
 
 
 class ModelConfig(Protocol):

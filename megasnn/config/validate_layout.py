@@ -1,47 +1,46 @@
-"""Checks of a layout: the grid of ranks, the model's cut, memory limits, and what replicas need."""
+"""Checks of a layout: the grid of ranks, the model's cut, recomputation, and what replicas need."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.batching import micro_batch_sizes
 from megasnn.config.checks import refusal
 from megasnn.config.pretrain import PretrainConfig
-from megasnn.grid import Axis, Grid
-from megasnn.schedule.named import least_held
+from megasnn.grid import Grid
 from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.refine import NEVER
 
 
+def grid_of(config: PretrainConfig, world_size: int) -> Grid:
+    """The grid of ranks. Raises ValueError where the sizes do not divide the number of ranks."""
+    parallel = config.parallel
+    return Grid.fit(
+        world_size,
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.weight_parallel_size,
+        parallel.context_parallel_size,
+    )
+
+
 def grid_problems(config: PretrainConfig, world_size: int) -> list[str]:
-    """The world size, and whether there is work for every replica."""
-    tensor = config.parallel.tensor_model_parallel_size
-    pipeline = config.parallel.pipeline_model_parallel_size
-    weight, context = config.parallel.weight_parallel_size, config.parallel.context_parallel_size
-    if min(tensor, pipeline, weight, context) < 1:
-        return []  # reported by ParallelConfig
-    try:
-        grid = Grid.fit(world_size, tensor, pipeline, weight, context)
-    except ValueError as error:
-        return [str(error)]
-    training = config.training
-    if min(training.micro_batch_size, training.global_batch_size) < 1:
-        return []  # reported by TrainingConfig
+    """A number of ranks that does not fit the sizes, and replicas without work."""
+    if wrong := refusal(grid_of, config, world_size):
+        return wrong
+    grid, training = grid_of(config, world_size), config.training
     if training.micro_batches >= grid.replicas:
         return _sharing_problems(config, grid) + _context_problems(config)
     return [
-        f"--global-batch-size {training.global_batch_size} with "
-        f"--micro-batch-size {training.micro_batch_size} is {training.micro_batches} micro-batch(es), but there "
-        f"are {grid.replicas} data parallel replicas ({_quotient(grid, 'context')}) and each needs at least one"
+        f"--global-batch-size {training.global_batch_size} with --micro-batch-size {training.micro_batch_size} is "
+        f"{training.micro_batches} micro-batch(es), but there are {grid.replicas} data parallel replicas "
+        f"({_sizes(grid)}) and each needs at least one"
     ]
 
 
-def _quotient(grid: Grid, finer: Axis) -> str:
-    """What a number of ranks is the quotient of, with a finer axis where it has several ranks."""
-    size = grid.size(finer)
-    return f"world size {grid.world_size} / tensor {grid.tensor} / pipeline {grid.pipeline}" + (
-        f" / {finer} {size}" if size > 1 else ""
-    )
+def _sizes(grid: Grid) -> str:
+    context = f" / context {grid.context}" if grid.context > 1 else ""
+    return f"world size {grid.world_size} / tensor {grid.tensor} / pipeline {grid.pipeline}{context}"
 
 
 def _sharing_problems(config: PretrainConfig, grid: Grid) -> list[str]:
@@ -60,29 +59,24 @@ def _sharing_problems(config: PretrainConfig, grid: Grid) -> list[str]:
 
 
 def _context_problems(config: PretrainConfig) -> list[str]:
-    """Micro-batches that ranks cannot share."""
+    """Micro-batches with fewer samples than ranks. Layers with too few rows are found where they are built."""
     training, ranks = config.training, config.parallel.context_parallel_size
-    if ranks == 1:
+    size, asked = training.micro_batch_size, f"--context-parallel-size {ranks} by samples"
+    if ranks == 1 or config.parallel.context_cut(size) == "rows":
         return []
-    size, asked = training.micro_batch_size, f"--context-parallel-size {ranks}"
-    if config.parallel.context_cut(size) == "rows":
-        return []  # which layers have too few, building them finds
     if size < ranks:
-        return [
-            f"{asked} by samples with --micro-batch-size {size}: each rank needs a sample; raise --micro-batch-size to "
-            f"{ranks} or more"
-        ]
+        return [f"{asked} with --micro-batch-size {size}: each rank needs a sample; raise it to {ranks} or more"]
     last = micro_batch_sizes(training.global_batch_size, size)[-1]
     if last < ranks and not training.evaluate_only:
         return [
-            f"{asked} by samples: the last micro-batch of --global-batch-size {training.global_batch_size} with "
+            f"{asked}: the last micro-batch of --global-batch-size {training.global_batch_size} with "
             f"--micro-batch-size {size} has {last} sample(s), and each rank needs one; change either size"
         ]
     return []
 
 
 def partition_problems(config: PretrainConfig, units_of: Callable[[], Sequence[str]]) -> list[str]:
-    """Whether the model's layers can be laid out on the pipeline's chunks.
+    """A model whose layers cannot be laid out on the pipeline's chunks.
 
     Args:
         units_of: gives the unit of each layer.
@@ -93,33 +87,12 @@ def partition_problems(config: PretrainConfig, units_of: Callable[[], Sequence[s
     units = units_of()
     if parallel.layout is not None:
         return refusal(layout_to_bounds, parallel.layout, units, parallel.chunks)
-    if parallel.chunks > len(units):
-        virtual = parallel.chunks_per_rank or 1
-        return [
-            f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} x "
-            f"--num-virtual-stages-per-pipeline-rank {virtual} are more chunks than "
-            f"the model's {len(units)} layers"
-        ]
-    return []
-
-
-def memory_problems(config: PretrainConfig, world_size: int) -> list[str]:
-    """A fixed order that holds more than the memory limit; what a search has to find out is refused by the search."""
-    parallel = config.parallel
-    limit = parallel.pipeline_memory_limit
-    if limit is None:
-        return []
-    stages, name = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
-    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    replicas = Grid.fit(world_size, tensor, stages, context=context).replicas
-    most = len(micro_batches_of(config.training.micro_batches, replicas, 0))
-    most *= config.training.windows(config.model.time_steps)
-    held = least_held(name, stages, most, parallel.chunks_per_rank)
-    if held <= limit:
+    if parallel.chunks <= len(units):
         return []
     return [
-        f"--pipeline-schedule {name} holds the activations of {held:g} micro-batches on a rank, with {stages} stages "
-        f"and {most} micro-batches, where --pipeline-memory-limit allows {limit:g}; auto searches within the limit"
+        f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} x "
+        f"--num-virtual-stages-per-pipeline-rank {parallel.chunks_per_rank or 1} are more chunks than the model's "
+        f"{len(units)} layers"
     ]
 
 
@@ -146,22 +119,3 @@ def cost_problems(config: PretrainConfig) -> list[str]:
         f"--layer-costs {path} with --bptt-steps {steps}: costs are of all time steps of a sample, and a run computes "
         "windows of them; leave --layer-costs out"
     ]
-
-
-def replica_problems(config: PretrainConfig, world_size: int) -> list[str]:
-    """Whether there are ranks to compare, and enough of them for a majority."""
-    parallel = config.parallel
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    grid = Grid.fit(world_size, tensor, pipeline, parallel.weight_parallel_size, parallel.context_parallel_size)
-    sizes, alike = _quotient(grid, "weight"), grid.data * grid.context
-    if parallel.replica_mismatch == "majority" and alike < 3:
-        return [
-            f"--replica-mismatch majority needs three ranks or more that hold the same, and there are {alike} "
-            f"({sizes}); use stop"
-        ]
-    if parallel.check_replicas_interval and grid.replicas * grid.context * grid.tensor == 1:
-        return [
-            f"--check-replicas-interval {parallel.check_replicas_interval} compares ranks that hold the same, and "
-            f"there are none ({sizes}); leave the flag out"
-        ]
-    return []

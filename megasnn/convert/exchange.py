@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megasnn.checkpoint.description import AVERAGE, BESIDE
-from megasnn.checkpoint.saving import Progress
-from megasnn.convert.opening import in_our_names
+import torch
+
+from megasnn.checkpoint.format import AVERAGE, BESIDE, Progress
+from megasnn.checkpoint.save import new_metadata
+from megasnn.checkpoint.tensor_io import boxes_of, write_safetensors
 from megasnn.convert.rank_files import write_rank_files
-from megasnn.convert.safetensors_file import new_safetensors_file
-from megasnn.convert.source import DerivedSource, TensorSource
-from megasnn.convert.target import without_memory
-from megasnn.convert.torch_file import new_torch_file
+from megasnn.convert.source import Source, derived, in_our_names, require_intact
+from megasnn.files.durable import sync
 from megasnn.files.problems import CheckpointError
 from megasnn.models.dialects import all_dialects, dialect_for, dialect_of, is_ours, model_of
 from megasnn.models.names import renamed
+from megasnn.sharded_tensors import ShardedTensor
 from megasnn.sharding import Shard
-from megasnn.telemetry.progress import byte_bar
 
 if TYPE_CHECKING:
     Names = str
 else:  # so that the command line lists them
     Names = Literal[(*dict.fromkeys(dialect.name for dialect in all_dialects()), "megasnn")]
-"""Whose names tensors get: those of a program that some model in the table has names for, or ours."""
+"""Whose names tensors get: those of a program that some model in the registry has names for, or ours."""
 
 
-def weights_as(source: TensorSource, names: Names, averaged: bool = False) -> TensorSource:
+def weights_as(source: Source, names: Names, averaged: bool = False) -> Source:
     """The model's tensors, without the optimizer's, under another program's names.
 
     Args:
@@ -35,42 +38,39 @@ def weights_as(source: TensorSource, names: Names, averaged: bool = False) -> Te
         CheckpointError: the source is of no model that the program has, tensors are missing or unexpected, or there is
             no average of them.
     """
-    ours = _averages(in_our_names(source)) if averaged else in_our_names(source)
+    ours = in_our_names(source)
+    if averaged:
+        of_averages = {name.removeprefix(AVERAGE): name for name in ours.tensors if name.startswith(AVERAGE)}
+        if not of_averages:
+            raise CheckpointError(f"{ours.path} holds no average of the weights: the run had no --ema-decay")
+        ours = derived(ours, renamed(of_averages))
     weights = [name for name in ours.tensors if not name.startswith(BESIDE)]
     if names == "megasnn":
-        return DerivedSource(ours, renamed({name: name for name in weights}))
-    dialect = dialect_for(names, weights, ours.facts.model)
-    return DerivedSource(ours, dialect.from_ours(weights, ours.facts.dimensions))
+        return derived(ours, renamed({name: name for name in weights}))
+    return derived(ours, dialect_for(names, weights, ours.metadata.model).from_ours(weights, ours.dimensions))
 
 
-def _averages(ours: TensorSource) -> TensorSource:
-    """The running averages under the names of the tensors that they are of."""
-    names = {name.removeprefix(AVERAGE): name for name in ours.tensors if name.startswith(AVERAGE)}
-    if not names:
-        raise CheckpointError(f"{ours.path} holds no average of the weights: the run had no --ema-decay")
-    return DerivedSource(ours, renamed(names))
-
-
-def export_weights(
-    source: TensorSource, output: Path, names: Names, safetensors: bool, averaged: bool = False
-) -> TensorSource:
+def export_weights(source: Source, output: Path, names: Names, averaged: bool = False) -> Source:
     """Writes the model's tensors, or their averages, to a new file; what was written.
 
+    Args:
+        output: safetensors where its name ends so, one tensor at a time; otherwise a state_dict of torch.save, for
+            programs that read nothing else.
     Raises:
-        CheckpointError: as `weights_as`, or there is such a file already.
+        CheckpointError: as `weights_as`, the source is damaged, or there is such a file already.
     """
     weights = weights_as(source, names, averaged)
-    tensors = weights.tensors
-    told = {"format": "pt", "names": names, "iteration": str(weights.facts.iteration)}
-    file = new_safetensors_file(output, tensors, told) if safetensors else new_torch_file(output, tensors)
-    with byte_bar("writing", sum(info.bytes for info in tensors.values())) as bar, file as put:
-        for name, info in tensors.items():
-            put(name, weights.read(name))
-            bar.update(info.bytes)
+    require_intact(source)
+    with new_file(output) as aside:
+        if output.suffix == ".safetensors":
+            boxes = [box for box, _, _ in boxes_of(whole_entries(weights))]
+            write_safetensors(aside, boxes, (weights.read(box.tensor) for box in boxes))
+        else:
+            torch.save({name: weights.read(name).clone() for name in weights.tensors}, aside)
     return weights
 
 
-def import_weights(source: TensorSource, save: Path) -> tuple[Path, str]:
+def import_weights(source: Source, save: Path) -> tuple[Path, str]:
     """Writes weights as a checkpoint of iteration 0 without optimizer state and configuration, for --finetune.
 
     Returns:
@@ -80,8 +80,34 @@ def import_weights(source: TensorSource, save: Path) -> tuple[Path, str]:
     """
     title = "MegaSNN" if is_ours(source.tensors) else dialect_of(source.tensors).title
     weights = weights_as(source, "megasnn")
-    entries = [without_memory(name, Shard(info.shape), info) for name, info in weights.tensors.items()]
-    entry = model_of(source.facts.model, weights.tensors)
-    model = None if entry is None else entry.name
-    progress = Progress(0, 0, {"source": str(source.path)}, None, None, model)
-    return write_rank_files(save, progress, None, [entries], weights), title
+    require_intact(source)
+    model = model_of(source.metadata.model, weights.tensors)
+    progress = Progress(model=None if model is None else model.name, extra={"source": source.path.name})
+    metadata = new_metadata(progress, None)
+    path = write_rank_files(save, metadata, [whole_entries(weights)], lambda entry: weights.read(entry.name))
+    return path, title
+
+
+def whole_entries(source: Source) -> list[ShardedTensor]:
+    """All tensors as one rank holds them, without memory."""
+    return [ShardedTensor(name, value, Shard(tuple(value.shape)), False) for name, value in source.tensors.items()]
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """A path aside to write the file to; renamed to `path` at the end, safely on disk, or removed on an error.
+
+    Raises:
+        CheckpointError: there is such a file already.
+    """
+    if path.exists():
+        raise CheckpointError(f"{path} exists already; remove it or give another --output")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.tmp")
+    try:
+        yield aside
+        sync(aside)
+        os.rename(aside, path)
+        sync(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)

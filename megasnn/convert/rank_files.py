@@ -1,105 +1,80 @@
-"""A checkpoint as the ranks of another grid would write it, from one process that holds one tensor at a time."""
+"""A checkpoint as the ranks of some grid would write it, from one process that holds one tensor at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
-from tqdm import tqdm
+from torch import Tensor
 
-from megasnn.checkpoint import CheckpointError
 from megasnn.checkpoint import folder as folders
-from megasnn.checkpoint.complete import complete, file_name
-from megasnn.checkpoint.piece_file import write_pieces_file
-from megasnn.checkpoint.planner import content_of, copy_name, parts_of, pieces_in_memory, pieces_of
-from megasnn.checkpoint.saving import Progress, described
-from megasnn.convert.new_file import new_checkpoint
-from megasnn.convert.opening import in_our_names
-from megasnn.convert.source import TensorSource
-from megasnn.convert.target import LaidOut, Target, lay_out, saved_model
+from megasnn.checkpoint.format import Box, Metadata
+from megasnn.checkpoint.save import Written, commit, file_name
+from megasnn.checkpoint.tensor_io import LocalBox, boxes_of, synced, write_safetensors
+from megasnn.files.problems import CheckpointError
+from megasnn.process.job import FolderLock
 from megasnn.sharded_tensors import ShardedTensor
-from megasnn.sharding import Shard
-from megasnn.telemetry.progress import byte_bar
+from megasnn.sharding import Piece
+from megasnn.telemetry.log import byte_bar
 
 
 def write_rank_files(
     save: Path,
-    progress: Progress,
-    optimizer: str | None,
+    metadata: Metadata,
     ranks: Sequence[Sequence[ShardedTensor]],
-    source: TensorSource,
+    read: Callable[[ShardedTensor], Tensor],
 ) -> Path:
     """Writes the checkpoint `<save>/iter_<iteration>` with a file for each rank, and makes it the latest.
 
     A rank's file also holds copies of the whole tensors that another rank of its tensor-parallel group answers for.
 
     Args:
-        optimizer: class name of the one whose state is among the tensors.
-        ranks: each rank's tensors, without memory, under their names in the source.
+        metadata: without tensors and files.
+        ranks: each rank's tensors, without memory.
+        read: what a rank holds of a tensor; asked when it is due to be written.
     Raises:
-        CheckpointError: as `new_checkpoint`, or a tensor cannot be read.
+        CheckpointError: there is a checkpoint of this iteration already, or a later one, of which this one would take
+            the place as the latest; a run saves there; or a tensor cannot be read.
         OSError: writing fails; nothing is left behind then.
     """
-    copied: dict[str, str] = {}
-    written = [[_with_copies(entry, copied) for entry in entries] for entries in ranks]
-    names = {entry.name for entries in written for entry in entries}
-    with new_checkpoint(save, progress.iteration):
-        aside = folders.begin(save, progress.iteration)
-        try:
-            content = content_of([pieces_of(entries, rank) for rank, entries in enumerate(written)], names)
-            with byte_bar("writing", sum(entry.tensor.nbytes for rank in written for entry in rank)) as bar:
-                checksums = [
-                    write_pieces_file(aside / file_name(rank), _read(entries, copied, source, bar)) if entries else []
-                    for rank, entries in enumerate(written)
-                ]
-            return complete(save, described(progress, optimizer), content, checksums)
-        except BaseException:
-            folders.discard(save, progress.iteration)
-            raise
+    step = metadata.iteration
+    if folders.step_folder(save, step).exists():
+        raise CheckpointError(f"{folders.step_folder(save, step)} exists already; remove it or give another --save")
+    if (latest := folders.named(save, folders.LATEST)) is not None and latest > step:
+        raise CheckpointError(
+            f"{save} holds a run that has come to iteration {latest}; one of iteration {step} would become its latest: "
+            "give another --save"
+        )
+    lock = FolderLock(save)
+    try:
+        aside = folders.begin(save, step)
+        written, copies = [], list[Box]()
+        size = sum(entry.tensor.nbytes for rank in ranks for entry in rank)
+        with byte_bar("writing", size) as bar:
+            for rank, entries in enumerate(ranks):
+                boxes, path = boxes_of(entries), aside / file_name(rank)
+                write_safetensors(path, [box for box, _, _ in boxes], _values(boxes, read, bar.update))
+                own = [box for box, entry, _ in boxes if entry.shard.is_primary()]
+                copies += [box.in_file(path.name) for box, entry, _ in boxes if not entry.shard.is_primary()]
+                written.append(Written(path.name, synced(path), own))
+        return commit(save, metadata, written, copies=copies)
+    except BaseException:
+        folders.discard(save, step)
+        raise
+    finally:
+        lock.release()
 
 
-def _with_copies(entry: ShardedTensor, copied: dict[str, str]) -> ShardedTensor:
-    """The entry itself where its rank answers for it; otherwise a tensor of its own that is noted in `copied`."""
-    if entry.shard.is_primary():
-        return entry
-    name = copy_name(entry)
-    copied[name] = entry.name
-    return replace(entry, name=name, shard=Shard(entry.shard.global_shape))
-
-
-def _read(
-    entries: Iterable[ShardedTensor], source_name: Mapping[str, str], source: TensorSource, bar: tqdm
-) -> Iterator[list[memoryview]]:
-    """The pieces of tensors without memory; each tensor is read when it is due to be written.
-
-    Args:
-        source_name: of a tensor that is a copy of another, the other's name.
-    """
-    for entry in entries:
-        value = source.read_shard(source_name.get(entry.name, entry.name), entry.shard)
-        for view in pieces_in_memory(replace(entry, tensor=value)):
-            yield parts_of(view)
-            bar.update(view.nbytes)
-
-
-def reshard(source: TensorSource, save: Path, target: Target) -> tuple[Path, LaidOut]:
-    """Writes the source's checkpoint to `<save>/iter_<iteration>` with a file for each rank of the target.
-
-    Iteration, place in the data and optimizer state stay: a run goes on from it as from the source.
-
-    Returns:
-        the new checkpoint, and what each rank holds of it.
-    Raises:
-        CheckpointError: the source is of no model known here, the model cannot be cut like this, there is a
-            checkpoint of this iteration in `save`, or the source is damaged.
-    """
-    source = in_our_names(source)
-    facts = source.facts
-    if save.resolve() in (source.path.resolve(), source.path.resolve().parent):
-        raise CheckpointError(f"--save {save} is where the checkpoint is read from; give another folder")
-    model = saved_model(source)
-    laid_out = lay_out(target, model, facts, source.tensors)
-    facts = replace(facts, layout=laid_out.layout, model=model.name)
-    path = write_rank_files(save, facts, facts.optimizer, [rank.entries for rank in laid_out.ranks], source)
-    return path, laid_out
+def _values(
+    boxes: Sequence[tuple[LocalBox, ShardedTensor, Piece]],
+    read: Callable[[ShardedTensor], Tensor],
+    progress: Callable[[int], object],
+) -> Iterator[Tensor]:
+    """The values of boxes, whose tensors are read one by one."""
+    for _, same in groupby(boxes, key=lambda each: each[1].name):
+        held = list(same)
+        local = read(held[0][1])
+        for _, _, piece in held:
+            yield piece.of_local(local)
+        progress(local.nbytes)

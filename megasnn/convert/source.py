@@ -1,110 +1,115 @@
-"""Tensors of some format as names with shapes, each read when it is asked for: no more than one need be in memory."""
+"""Whatever a path leads to, a checkpoint or a file of weights, as names with shapes and tensors that are read one at a
+time."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint.saving import Progress
+from megasnn.checkpoint.folder import find_checkpoint, reading
+from megasnn.checkpoint.format import METADATA, Metadata, read_metadata
+from megasnn.checkpoint.state_dict import read_state_dict
+from megasnn.checkpoint.tensor_io import damage, read_boxes
+from megasnn.files.problems import CheckpointError, DamagedError
+from megasnn.models.dialects import dialect_of, is_ours
 from megasnn.models.names import Recipe
+from megasnn.sharded_tensors import ShardedTensor
 from megasnn.sharding import Shard
 
 
 @dataclass(frozen=True)
-class StoredBox:
-    """A box of a tensor in a file; offsets and sizes have one entry per dimension."""
-
-    file: str
-    offset: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What is known of a tensor before it is read; `boxes` where it is stored, empty when it is computed."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    boxes: tuple[StoredBox, ...] = ()
-
-    @property
-    def elements(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * self.dtype.itemsize
-
-    @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True)
-class Facts(Progress):
-    """What a checkpoint says of itself; other files say nothing.
-
-    Attributes:
-        optimizer: class name of the optimizer whose state is inside; None without one.
-        versions: of the programs that wrote it.
-    """
-
-    optimizer: str | None = None
-    versions: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def dimensions(self) -> dict[str, Any] | None:
-        """The model's dimensions; None when unknown."""
-        found = (self.config or {}).get("model")
-        return found if isinstance(found, dict) else None
-
-
-class TensorSource(ABC):
-    """Tensors of a file or folder, by name.
+class Source:
+    """Tensors by name.
 
     Attributes:
         path: file or folder.
-        kind: of format, for the reader.
-        tensors: all of them by name.
-        facts: what the source says of itself.
-        files: name -> bytes, of every file that belongs to it.
+        tensors: on the meta device, for their shapes and types.
+        read: one of them, whole, contiguous, on the CPU.
+        metadata: of a checkpoint; of a file it says nothing.
+        is_checkpoint: whether it is one of ours.
     """
 
     path: Path
-    kind: str
-    tensors: Mapping[str, TensorInfo]
-    facts: Facts
-    files: Mapping[str, int]
+    tensors: Mapping[str, Tensor]
+    read: Callable[[str], Tensor]
+    metadata: Metadata = Metadata()
+    is_checkpoint: bool = False
 
-    @abstractmethod
-    def read(self, name: str) -> Tensor:
-        """One whole tensor, contiguous, on the CPU. Raises CheckpointError when the file is damaged."""
-
-    def read_shard(self, name: str, shard: Shard) -> Tensor:
-        """What a rank holds of a tensor."""
-        return shard.cut(self.read(name))
+    @property
+    def dimensions(self) -> dict[str, Any] | None:
+        """The model's dimensions; None where they are not known."""
+        found = (self.metadata.config or {}).get("model")
+        return found if isinstance(found, dict) else None
 
 
-class DerivedSource(TensorSource):
-    """Tensors made from those of another source, when they are asked for."""
+def open_source(path: Path, step: int | None = None, key: str | None = None) -> Source:
+    """A file of torch.save or safetensors, a run's folder of checkpoints, or one checkpoint in it.
 
-    def __init__(self, base: TensorSource, recipe: Recipe) -> None:
-        self._base, self._recipe = base, recipe
-        self.path, self.kind, self.facts, self.files = base.path, base.kind, base.facts, base.files
-        self.tensors = {name: self._describe(name) for name in recipe}
+    Args:
+        step: iteration, for a run's folder; the latest when not given.
+        key: where in a file the state_dict is.
+    Raises:
+        CheckpointError: there is nothing, or nothing that can be read.
+    """
+    if path.is_dir():
+        return open_checkpoint(path if (path / METADATA).is_file() else find_checkpoint(path, step))
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not there: name a file of weights or a folder of checkpoints")
+    if step is not None:
+        raise CheckpointError(f"{path} is a single file and has no iteration {step} to choose (--ckpt-step)")
+    values = read_state_dict(path, key)
+    return Source(path, {name: value.to("meta") for name, value in values.items()}, lambda name: values[name])
 
-    def _describe(self, name: str) -> TensorInfo:
-        made = self._recipe[name]
-        infos = [self._base.tensors[source] for source in made.sources]
-        value = made.of(torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos)
-        return TensorInfo(tuple(value.shape), value.dtype, infos[0].boxes if made.make is None else ())
 
-    def read(self, name: str) -> Tensor:
-        made = self._recipe[name]
-        return made.of(map(self._base.read, made.sources)).contiguous()
+def open_checkpoint(path: Path) -> Source:
+    """One checkpoint (`.../iter_0000100`). Raises CheckpointError where its description is damaged."""
+    metadata = read_metadata(path)
+    tensors = {
+        name: torch.empty(told.shape, dtype=getattr(torch, told.dtype), device="meta")
+        for name, told in metadata.tensors.items()
+    }
+
+    def read(name: str) -> Tensor:
+        return read_shard(path, metadata, name, Shard(metadata.tensors[name].shape))
+
+    return Source(path, tensors, read, metadata, True)
+
+
+def read_shard(path: Path, metadata: Metadata, name: str, shard: Shard) -> Tensor:
+    """What a rank holds of a tensor of a checkpoint. Raises DamagedError."""
+    value = torch.empty(shard.local_shape, dtype=getattr(torch, metadata.tensors[name].dtype))
+    read_boxes(path, metadata.tensors, [ShardedTensor(name, value, shard, False)])
+    return value
+
+
+def require_intact(source: Source) -> None:
+    """Reads every byte of a checkpoint before anything is made of it. Raises DamagedError; files have no checksums."""
+    if not source.is_checkpoint:
+        return
+    with reading(source.path):
+        if problems := [problem for _, problem in damage(source.path, source.metadata) if problem]:
+            raise DamagedError(*problems)
+
+
+def in_our_names(source: Source) -> Source:
+    """The same tensors under our global names. Raises CheckpointError for names of no program known here."""
+    if source.metadata.model or source.metadata.config is not None or is_ours(source.tensors):
+        return source
+    return derived(source, dialect_of(source.tensors).to_ours(source.tensors))
+
+
+def derived(source: Source, recipe: Recipe) -> Source:
+    """Tensors made from those of another source when they are read. Raises CheckpointError where they do not fit
+    together."""
+
+    def made(read: Callable[[str], Tensor], name: str) -> Tensor:
+        return recipe[name].of(map(read, recipe[name].sources)).contiguous()
+
+    described = {name: made(source.tensors.__getitem__, name) for name in recipe}
+    return replace(source, tensors=described, read=partial(made, source.read))

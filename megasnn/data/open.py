@@ -141,7 +141,7 @@ def _kind(format: SampleFormat) -> str:
 
 def _event_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat:
     time_steps, channels, height, width = input_shape
-    if given := [flag(name) for name in CHANGES if getattr(config, name) is not None]:
+    if given := config.changed(*CHANGES):
         raise ValueError(f"{', '.join(given)}: for images, and the model takes event frames; leave it out")
     if channels != 2 or height != width:
         raise ValueError(
@@ -167,11 +167,11 @@ def _image_format(config: DataConfig, input_shape: Sequence[int], evaluates: boo
     if given:
         raise ValueError(f"{', '.join(given)}: the model takes images; leave it out")
     normalisation = config.normalisation(channels, evaluates)
-    in_colour = [flag(name) for name in ("rand_augment", "color_jitter") if getattr(config, name)]
+    in_colour = [flag(name) for name in ("rand_augment",) if getattr(config, name)]
     in_colour += ["--normalize-images"] * (len(NORMALISATIONS[normalisation][0]) > 1)
     if channels != 3 and in_colour:
         raise ValueError(f"{', '.join(in_colour)}: for images in colour; set --in-channels 3, or leave it out")
-    limit, center = config.max_sample_mb << 20, config.center_crop or 1.0
+    limit, center = config.max_sample_mb << 20, config.center_crop
     return ImageFormat(size, channels, normalisation, limit, config.image_recipe, center)
 
 

@@ -16,7 +16,7 @@ from megasnn.data.remote.address import beside, file_name
 from megasnn.data.remote.ahead import ShardsAhead
 from megasnn.data.remote.shard import FetchOptions, RemoteShard, remote_index
 from megasnn.data.shards import Shard, index_of_remote, open_remote_shard, open_shard
-from megasnn.telemetry.progress import byte_bar
+from megasnn.telemetry.log import byte_bar
 
 Decide = Callable[[Callable[[], Index | None]], Index | None]
 """Calls what reads an index.json, on one rank where there are several; all of them are given what that has found."""

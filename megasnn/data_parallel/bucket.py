@@ -12,8 +12,6 @@ from megasnn.comm.group import Group
 from megasnn.data_parallel.gathered_weights import ALIGNMENT, GatheredWeights
 from megasnn.data_parallel.owned_rows import OwnedRows
 
-Zeros = Callable[..., Tensor]
-
 
 def _never() -> bool:
     return False
@@ -27,7 +25,6 @@ class Bucket:
         partial: whether they are summed over the tensor parallel group, too.
         owners: the replicas that own rows, of those that hold the same of the weights; None where rows have no owners.
         weights: where parameters are kept by rows.
-        zeros: gives the memory: (number of values, dtype); None for the allocator's, on the parameters' device.
 
     Attributes:
         flats: the memory of each part.
@@ -46,10 +43,9 @@ class Bucket:
         partial: bool,
         owners: Group | None,
         weights: GatheredWeights | None,
-        zeros: Zeros | None = None,
     ) -> None:
         self.chunk, self.parameters, self.partial = chunk, [*chain(*parts)], partial
-        placed = [_side_by_side(part, zeros or part[0].new_zeros) for part in parts]
+        placed = [_side_by_side(part) for part in parts]
         self.flats = [flat for flat, _ in placed]
         self.views = [view for _, views in placed for view in views]
         self.due: dict[Tensor, int] = {}
@@ -146,20 +142,15 @@ class ScatteredBucket(Bucket):
             flat.untyped_storage().resize_(0)
 
 
-def places(parameters: Sequence[Tensor]) -> list[int]:
-    """How many values each takes in a bucket.
+def _side_by_side(parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Zeros, and the place of each parameter in them, in its memory order, as the optimizer wants it.
 
     A product of matrices may sum in another order at another alignment, and a parameter's neighbours depend on the
     layout: each begins at a multiple of ALIGNMENT.
     """
     steps = [ALIGNMENT // each.itemsize for each in parameters]
-    return [-(-each.numel() // step) * step for each, step in zip(parameters, steps, strict=True)]
-
-
-def _side_by_side(parameters: Sequence[Tensor], zeros: Zeros) -> tuple[Tensor, list[Tensor]]:
-    """Zeros, and the place of each parameter in them, in its memory order, as the optimizer wants it."""
-    sizes = places(parameters)
-    flat = zeros(sum(sizes), dtype=parameters[0].dtype)
-    starts = accumulate(sizes, initial=int(flat.storage_offset()))
+    sizes = [-(-each.numel() // step) * step for each, step in zip(parameters, steps, strict=True)]
+    flat = parameters[0].new_zeros(sum(sizes))
+    starts = accumulate(sizes, initial=0)
     views = [flat.as_strided(each.shape, each.stride(), start) for each, start in zip(parameters, starts, strict=False)]
     return flat, views

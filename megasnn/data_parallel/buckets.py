@@ -7,7 +7,7 @@ sum too and uneven shares need no weights.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from weakref import WeakMethod
 
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megasnn.comm.collectives import all_reduce_sum, exchange_bytes, start_all_reduce_sum
 from megasnn.comm.group import Group
-from megasnn.comm.shared_memory import SharedMemory, shared_memory
-from megasnn.data_parallel.bucket import Bucket, ScatteredBucket, places
+from megasnn.data_parallel.bucket import Bucket, ScatteredBucket
 from megasnn.data_parallel.gathered_weights import GatheredWeights
 from megasnn.data_parallel.owned_rows import OwnedRows
 from megasnn.sharded_tensors import ShardedTensor
@@ -70,11 +69,10 @@ class BucketedDataParallel:
         self._next = 0
         self._scattered: dict[int, list[ScatteredBucket]] = {}
         self._on_their_way = deque[ScatteredBucket]()
-        self._shared: SharedMemory | None = None
 
         def bucket(chunk: int, parameters: list[Tensor], partial: bool) -> Bucket:
             if weights is None or not scattered:
-                return Bucket(chunk, [parameters], partial, owners, weights, zeros)
+                return Bucket(chunk, [parameters], partial, owners, weights)
             made = ScatteredBucket(chunk, parameters, partial, owners, weights)
             self._scattered.setdefault(chunk, []).append(made)
             return made
@@ -83,9 +81,6 @@ class BucketedDataParallel:
             chunk: [e for e in reversed(entries) if e.is_parameter and e.tensor.requires_grad]
             for chunk, entries in sorted(tensors, key=lambda pair: -pair[0])
         }
-        if weights is None and owners is None:
-            self._shared = _shared_memory([e.tensor for entries in trained_of.values() for e in entries], data)
-        zeros = None if self._shared is None else self._shared.zeros
         for chunk, trained in trained_of.items():
             whole = [e.tensor for e in trained if "tensor" not in e.shard.partial_gradient]
             partial = [e.tensor for e in trained if "tensor" in e.shard.partial_gradient]
@@ -173,8 +168,6 @@ class BucketedDataParallel:
                 self._reduce_over_data(bucket)
         for bucket in self._buckets:
             bucket.end()
-        if self._shared is not None:
-            self._shared.sum([bucket.sum for bucket in self._buckets], "backward")
 
     def owned(self, entry: ShardedTensor) -> ShardedTensor:
         """What this rank owns of a tensor, with a gradient of its own: all of it where its rows have no owners.
@@ -259,7 +252,7 @@ class BucketedDataParallel:
     def _reduce_over_data(self, bucket: Bucket) -> None:
         if bucket.owned is not None:
             self._scatter(bucket, bucket.owned)
-        elif self._data.size > 1 and bucket.sum.numel() and self._shared is None:
+        elif self._data.size > 1 and bucket.sum.numel():
             bucket.finish = start_all_reduce_sum(bucket.sum, self._data, "backward")
 
     def _scatter(self, bucket: Bucket, to: OwnedRows) -> None:
@@ -272,14 +265,6 @@ class BucketedDataParallel:
         for bucket in self._buckets:
             if bucket.is_complete():
                 bucket.end()
-
-
-def _shared_memory(parameters: Sequence[Tensor], group: Group) -> SharedMemory | None:
-    """For their gradients; None where a group's ranks can not read each other's memory."""
-    if not parameters:
-        return None
-    sizes = zip(parameters, places(parameters), strict=True)
-    return shared_memory(group, parameters[0].device, sum(count * each.itemsize for each, count in sizes))
 
 
 def _packed(parameters: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:

@@ -1,22 +1,16 @@
-"""What torch is told about arithmetic for a run: rounding of products, deterministic algorithms.
-
-It is told to the whole process, so Engines that are open at the same time want the same.
-"""
+"""Rounding of products and deterministic algorithms, set in torch for the whole process."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megasnn.comm.group import Group
 from megasnn.config.training import TrainingConfig
 from megasnn.kernels.tensor_cores import CAPABILITY, CUBLAS, CUDNN, OPERATIONS, let_products_round, takes_tf32
-from megasnn.parallel_state import ParallelState
 from megasnn.precisions import PRECISIONS
 
 _MKLDNN: Any = torch.backends.mkldnn
@@ -65,15 +59,15 @@ def prepare_cublas(training: TrainingConfig) -> None:
 def require_possible(training: TrainingConfig, device: torch.device) -> None:
     """Raises ValueError for arithmetic that this device does not have."""
     wanted = arithmetic_of(training)
-    flags = {"--precision tf32": (wanted.rounds, "--precision fp32")}
-    flags["--fp32-products split"] = training.fp32_products == "split", "auto or ieee"
-    for flag, (given, instead) in flags.items():
-        if given and device.type != "cuda":
-            raise ValueError(f"{flag} is for GPUs, and this rank computes on a {device.type.upper()}: use {instead}")
-        if given and not takes_tf32(device):
+    if wanted.rounds:
+        if device.type != "cuda":
             raise ValueError(
-                f"{flag} needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or more, and "
-                f"{torch.cuda.get_device_name(device)} has no tensor cores for it: use {instead}"
+                f"--precision tf32 is for GPUs, and this rank computes on a {device.type.upper()}: use --precision fp32"
+            )
+        if not takes_tf32(device):
+            raise ValueError(
+                f"--precision tf32 needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or more, and "
+                f"{torch.cuda.get_device_name(device)} has no tensor cores for it: use --precision fp32"
             )
     if wanted.deterministic and device.type == "cuda":
         _require_workspace()
@@ -107,51 +101,19 @@ def told_torch(training: TrainingConfig, device: torch.device) -> list[str]:
             f"{products}; sums of bf16 products are taken in fp32; cuDNN: channels last, {algorithms}, benchmark "
             f"{'on' if CUDNN.benchmark else 'off'}"
         )
-    if wanted.deterministic:
-        lines.append("deterministic: sums over ranks are formed in the order of the ranks")
     return lines
 
 
-class _Told:
-    """What torch is told, by how many Engines, and what takes it back."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.arithmetic: Arithmetic | None = None
-        self.undo: Callable[[], None] = lambda: None
-
-
-_told = _Told()
-
-
-def tell_torch(training: TrainingConfig, device: torch.device) -> Callable[[], None]:
-    """Sets torch up for a run; the returned function takes that back, when no other Engine needs it any more.
-
-    It does so when it is called for the first time.
+def set_precision(training: TrainingConfig, device: torch.device) -> Callable[[], None]:
+    """Sets torch up for a run; the returned function puts back what was set before.
 
     Raises:
-        ValueError: this device does not have such arithmetic, or an open Engine wants another one.
+        ValueError: this device does not have such arithmetic.
     """
     require_possible(training, device)
-    wanted = arithmetic_of(training)
-    if _told.count and _told.arithmetic != wanted:
-        raise ValueError(
-            f"--precision {training.precision}{' --deterministic' * training.deterministic}: another Engine of this "
-            "process is open, whose products round otherwise or which differs in --deterministic; close it first"
-        )
-    if not _told.count:
-        _told.arithmetic, _told.undo = wanted, _restorer()
-        wanted.apply()
-    _told.count += 1
-    told = ExitStack()
-    told.callback(_take_back)
-    return told.close
-
-
-def _take_back() -> None:
-    _told.count -= 1
-    if not _told.count:
-        _told.undo()
+    restore = _restorer()
+    arithmetic_of(training).apply()
+    return restore
 
 
 def _restorer() -> Callable[[], None]:
@@ -172,12 +134,3 @@ def _restorer() -> Callable[[], None]:
         CUDNN.deterministic, CUDNN.benchmark = own
 
     return restore
-
-
-def with_sums_in_rank_order(state: ParallelState) -> ParallelState:
-    """The same ranks, whose sums are formed in their order."""
-    groups = {each.name: getattr(state, each.name) for each in fields(state)}
-    ordered: dict[str, Any] = {
-        name: replace(group, in_rank_order=True) for name, group in groups.items() if isinstance(group, Group)
-    }
-    return replace(state, **ordered)

@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megasnn import checkpoint
-from megasnn.checkpoint.description import BESIDE
+from megasnn.checkpoint.compare import model_differences
+from megasnn.checkpoint.format import BESIDE
 from megasnn.comm.agreement import all_do, gather
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import changed_recipe, identity, recipe
@@ -31,7 +31,7 @@ class Checkpoints:
     Raises:
         ValueError: a layer has a name that checkpoints keep for something else.
     Attributes:
-        tensors: what this rank owns of parameters and buffers, and of their average where one is kept.
+        state: what this rank holds of a checkpoint.
     """
 
     def __init__(self, config: PretrainConfig, steps: Steps, plan: PipelinePlan) -> None:
@@ -39,15 +39,16 @@ class Checkpoints:
         self._distributed, self._world = steps.distributed, steps.distributed.state.world
         if refused := [entry.name for entry in self._distributed.tensors if entry.name.startswith(BESIDE)]:
             raise ValueError(f"{refused[0]}: names that begin with {' or '.join(BESIDE)} are not for layers")
-        averages = steps.average.tensors if steps.average is not None else ()
-        self.tensors: list[ShardedTensor] = [*self._distributed.owned, *averages]
+        averages = steps.average.tensors if steps.average is not None else None
+        self.state = checkpoint.LocalState(
+            self._distributed.tensors, steps.optimizer, self._distributed.owned, averages
+        )
 
     def entries(self) -> list[ShardedTensor]:
         """All tensors that this rank holds of what is in a checkpoint: parameters whole, and the optimizer's state so
         far."""
         whole = {entry.name: entry for entry in self._distributed.tensors}
-        owned = checkpoint.with_optimizer(self.tensors, self._steps.optimizer)
-        return [whole.get(entry.name, entry) for entry in owned]
+        return [whole.get(entry.name, entry) for entry in self.state.entries()]
 
     def layout(self) -> dict[str, object]:
         """Sizes of the grid and the cut of the model, for people who read a checkpoint."""
@@ -58,42 +59,28 @@ class Checkpoints:
 
     def save(self, folder: object) -> Path:
         """Writes a checkpoint into the folder that the first rank is given; see `Engine.save`."""
-        return checkpoint.save_checkpoint(
-            checkpoint.first_decides(self._world.handle, partial(_folder, folder)),
-            iteration=self._steps.iteration,
-            consumed_samples=self._steps.consumed_samples,
-            tensors=self.tensors,
-            optimizer=self._steps.optimizer,
-            extra={"recipe": recipe(self._config), "generator": GENERATOR},
-            config=identity(self._config),
-            layout=self.layout(),
-            model=self._config.model.name,
-            process_group=self._world.handle,
+        progress = checkpoint.Progress(
+            self._steps.iteration,
+            self._steps.consumed_samples,
+            self._config.model.name,
+            identity(self._config),
+            self.layout(),
+            {"recipe": recipe(self._config), "generator": GENERATOR},
         )
+        path = checkpoint.first_decides(self._world.handle, partial(_folder, folder))
+        return checkpoint.save_checkpoint(path, progress, self.state, self._world.handle)
 
     def load(self, folder: object, step: object, weights_only: bool) -> list[str]:
         """Takes a checkpoint of the folder that the first rank is given; see `Engine.load`. Returns what the user
         should know about it."""
-        average = self._steps.average
-        continued: dict[str, Any] = (
-            {}
-            if weights_only
-            else {
-                "optimizer": self._steps.optimizer,
-                "optimizer_state": self._config.optimizer.state_kinds(),
-                "owned": self._distributed.owned,
-                "config": identity(self._config),
-                "averages": None if average is None else average.tensors,
-            }
-        )
         path, iteration = checkpoint.first_decides(self._world.handle, lambda: (_folder(folder), _iteration(step)))
+        model, config = self._config.model.name, None if weights_only else identity(self._config)
         loaded = checkpoint.load_checkpoint(
             path,
-            tensors=self._distributed.tensors,
-            model=self._config.model.name,
+            checkpoint.LocalState(self._distributed.tensors) if weights_only else self.state,
             step=iteration,
             process_group=self._world.handle,
-            **continued,
+            check=lambda saved: model_differences(saved, model, config),
         )
         if weights_only:
             self._steps.loaded()

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from megasnn.comm.agreement import gather
 from megasnn.comm.group import Group
 from megasnn.config import ConfigError, PretrainConfig, validate
-from megasnn.config.keywords import with_keywords
-from megasnn.config.serialise import to_dict, wrong_types
+from megasnn.config.values import build_part, to_dict, with_keywords
 from megasnn.models.model import Model, run_config
 from megasnn.models.problems import building_problems
 from megasnn.models.table import MODELS
@@ -39,8 +38,7 @@ def configuration(model: Model | PretrainConfig, flags: Mapping[str, Any]) -> Pr
         elif isinstance(model, str) and model in MODELS:
             made = f": megasnn.MODELS[{model!r}](...)"
         raise ValueError(f"give an instance of a subclass of megasnn.Model, not {model!r}{made}")
-    if wrong := wrong_types(model):
-        raise ConfigError(wrong)
+    build_part(type(model), to_dict(model), type(model).__name__)  # refuses values of other types
     config = with_keywords(run_config(type(model))(model=model), flags)
     if config.training.iterations is None:
         if config.optimizer.lr_decay_style != "constant":

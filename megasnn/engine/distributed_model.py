@@ -19,13 +19,14 @@ from megasnn.comm.agreement import gather
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
 from megasnn.device_checks import DeviceChecks
+from megasnn.engine.check_step import check_step
 from megasnn.engine.parts import executed_parts, gathered_weights, planned
-from megasnn.engine.verdict import Verdict
 from megasnn.engine.windows import Windows
 from megasnn.grid import Place
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.holding import calls_of
 from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
+from megasnn.models.compare_cut import compare_with_whole
 from megasnn.models.description import ModelDescription
 from megasnn.optim import GradientNorm
 from megasnn.parallel_state import ParallelState
@@ -93,14 +94,12 @@ class DistributedModel:
             are no parameters of the model by themselves. owned: in the place of `tensors` what this rank updates and
             saves of each: its rows, with the reduced gradient, where rows have owners, and else all. Of parameters that
             are kept by rows, all three are of this rank's rows.
-        owners: the replicas that own other rows of parameters than this one; where rows have no owners, all replicas.
         described: the parameters and buffers of the whole model, without values.
         parameters, trained_parameters: number of elements of the whole model's parameters.
         stop_votes: how many ranks wanted that in the last step or batch, the same on every rank.
         correct: samples of the last step, over all replicas, whose class had the highest logit; the same on every rank.
         norm: of the last step's gradient, the same on every rank; gradient_norm: what it follows from, and clips.
-        verdict: whether steps count. voided: called when one does not, before it is done again or the run
-            ends: what was observed in it is to be forgotten.
+        checks: what is wrong in a step, an evaluation or a prediction on this rank.
         plan: the schedules and the placement of the chunks.
         executor: works off the schedules; its `observer` sees every action.
     """
@@ -132,6 +131,8 @@ class DistributedModel:
         self.chunks: dict[int, PipelineChunk] = {
             index: build(index) for index, home in enumerate(placement) if home == state.pipeline.rank
         }
+        mine = (number for index in self.chunks for number in bounds[index])
+        compare_with_whole(model, context, mine, state.device, seed)
         kept = self._kept
         self.tensors: list[ShardedTensor] = [kept(t) for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
         self.copies = [kept(t) for chunk in self.chunks.values() for t in chunk.copied_tensors()]
@@ -163,9 +164,8 @@ class DistributedModel:
         trained = (entry for entry in whole if not context.is_frozen(entry.name) and entry.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)
         names = [e.name for e in whole if e.is_parameter]
-        self.owners = state.weight if state.weight.size > 1 and not rows_have_owners else state.summed
         place = Place(state.grid, state.coordinates)
-        self.gradient_norm = GradientNorm(names, self.owned, state.device, self.owners, place)
+        self.gradient_norm = GradientNorm(names, self.owned, state.device, place)
         self._global_batch_size = 1
         self._wants_to_stop = wants_to_stop
         self.stop_votes = self.correct = self.norm = 0.0
@@ -183,8 +183,7 @@ class DistributedModel:
             weights=self._weights,
             boundaries=Boundaries(model, context),
         )
-        self.verdict = Verdict(self.executor, state.world, DeviceChecks(state.device), wires.strict)
-        self.voided: list[Callable[[], None]] = []
+        self.checks = DeviceChecks(state.device)
         self._training_schedule = lru_cache(maxsize=None)(self.plan.training)
         self._evaluation_schedule = lru_cache(maxsize=None)(self.plan.evaluation)
 
@@ -231,8 +230,7 @@ class DistributedModel:
         """One step up to the gradients: mean over the global batch's samples, reduced over the replicas.
 
         The norms' records of the step wait for `merge_statistics`; the next step drops what was not merged. The host
-        does not wait for the device before it reads, once, what the step came to. Where a boundary between stages held
-        what its format cannot, the step is done again.
+        does not wait for the device before it reads, once, what the step came to.
 
         Args:
             micro_batches: this replica's share.
@@ -242,24 +240,22 @@ class DistributedModel:
         Raises:
             PipelineError: an action failed, or on every rank, values were not what they should be.
         """
-        while (loss := self.finish_step(self.start_step(micro_batches, global_batch_size))) is None:
-            pass
-        return loss
+        return self.finish_step(self.start_step(micro_batches, global_batch_size))
 
     def start_step(self, micro_batches: Sequence[MicroBatchInput], global_batch_size: int) -> StepSums:
         """The first part of `forward_backward`: starts all of it, and does not wait for the device."""
         self._global_batch_size = global_batch_size
-        with self.verdict.checks.collecting():
+        with self.checks.collecting():
             return self._sums(self._run_step(micro_batches))
 
-    def finish_step(self, sums: StepSums) -> float | None:
-        """The second part of `forward_backward`, in which the host waits: the loss, or None where the step is void and
-        to be done again."""
-        total, found = self._read(sums)
-        if found:
-            for forget in self.voided:
-                forget()
-        return total if self.verdict.accepts(found) else None
+    def finish_step(self, sums: StepSums) -> float:
+        """The second part of `forward_backward`: the loss. The one place in a step where the host waits for the
+        device."""
+        total, self.correct, self.stop_votes, lacking, found, *parts = sums.values.tolist()
+        check_step(found, self.checks, self.state.world)
+        self.executor.make_graphs(lacking > 0)
+        self.norm = self.gradient_norm.of(parts)
+        return total
 
     def _run_step(self, micro_batches: Sequence[MicroBatchInput]) -> Tensor:
         self.data_parallel.zero(len(micro_batches))
@@ -280,7 +276,7 @@ class DistributedModel:
             [
                 self._where_logits_are(torch.stack([loss, self._correct_here])),
                 self._told(self._wants_to_stop(), self.executor.lacks_graphs),
-                self.verdict.checks.count(),
+                self.checks.count(),
                 self.gradient_norm.squares(),
             ]
         )
@@ -289,17 +285,6 @@ class DistributedModel:
     def _told(self, *what: bool) -> Tensor:
         """What this rank's host has to say."""
         return without_waiting(torch.tensor(what, dtype=torch.float64), self.state.device)
-
-    def _read(self, sums: StepSums) -> tuple[float, float]:
-        """What a step came to: the one place in it where the host waits for the device.
-
-        Returns:
-            the loss, and how much the checks have found.
-        """
-        total, self.correct, self.stop_votes, lacking, found, *parts = sums.values.tolist()
-        self.executor.make_graphs(lacking > 0)
-        self.norm = self.gradient_norm.of(parts)
-        return total, found
 
     def merge_statistics(self, most_micro_batches: int) -> None:
         """Takes the step's records, of no more than so many micro-batches in any replica, into the norms' running
@@ -316,24 +301,20 @@ class DistributedModel:
 
     def evaluate(self, micro_batches: Sequence[MicroBatchInput]) -> list[float]:
         """[sum of losses, samples, correct in top 1, correct in top 5] of these micro-batches, where the logits are."""
-        totals = torch.empty(4, dtype=torch.float64, device=self.state.device)
+        totals = torch.zeros(4, dtype=torch.float64, device=self.state.device)
 
         def consume(output: Bundle, labels: Tensor) -> None:
             totals[0] += self.loss(output, labels)
             totals[1] += len(labels)
             totals[2:] += correct_predictions(logits_of(output), labels)
 
-        while True:
-            totals.zero_()
-            *values, self.stop_votes, found = torch.cat([totals, self._forward(micro_batches, consume)]).tolist()
-            if self.verdict.accepts(found):
-                return values
+        *values, self.stop_votes, found = torch.cat([totals, self._forward(micro_batches, consume)]).tolist()
+        check_step(found, self.checks, self.state.world)
+        return values
 
     def predict(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
-        """Forward in evaluation; `consume` gets the output for all time steps and the labels, where the logits are.
-        Where a boundary did not fit its format, it gets all of them again."""
-        while not self.verdict.accepts(self._forward(micro_batches, consume)[1].item()):
-            pass
+        """Forward in evaluation; `consume` gets the output for all time steps and the labels, where the logits are."""
+        check_step(self._forward(micro_batches, consume)[1].item(), self.checks, self.state.world)
 
     def _forward(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> Tensor:
         """Returns how many ranks want to stop, and how much the checks of all ranks have found, `[2]`."""
@@ -346,10 +327,10 @@ class DistributedModel:
         self._set_mode(training=False)
         if micro_batches:
             self._forget_windows()
-            with self.verdict.checks.collecting(), self.context.cast_weights.kept():
+            with self.checks.collecting(), self.context.cast_weights.kept():
                 self.executor.evaluate(self._evaluation_schedule(len(micro_batches)), micro_batches, consume_whole)
             self._forget_windows()
-        mine = torch.cat([self._told(self._wants_to_stop()), self.verdict.checks.count()])
+        mine = torch.cat([self._told(self._wants_to_stop()), self.checks.count()])
         return all_reduce_sum(mine, self.state.world, "step")
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
@@ -376,7 +357,7 @@ class DistributedModel:
         """
         for norm in self.norms:
             norm.recording = False
-        with self.verdict.checks.collecting():  # what is found here was found in the step
+        with self.checks.collecting():  # what is found here was found in the step
             schedule = self._evaluation_schedule(len(micro_batches))
             self.executor.evaluate(schedule, micro_batches, lambda output, labels: None)
 

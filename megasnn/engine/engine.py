@@ -19,7 +19,7 @@ from megasnn.data import GlobalBatch
 from megasnn.engine.batches import Batches
 from megasnn.engine.checkpoints import Checkpoints
 from megasnn.engine.configuration import configuration, require_alike
-from megasnn.engine.joining import joined
+from megasnn.engine.joining import join_ranks
 from megasnn.engine.setup import (
     built,
     described_model,
@@ -34,7 +34,7 @@ from megasnn.free_memory import keep_free_memory
 from megasnn.models.model import Model
 from megasnn.optim import require_course, require_matches
 from megasnn.pipeline.plan import PipelinePlan
-from megasnn.telemetry.logline import EvaluationRecord, StepResult
+from megasnn.telemetry.records import EvaluationRecord, StepResult
 from megasnn.telemetry.timers import Timers
 
 
@@ -55,10 +55,12 @@ class Engine:
     All methods are collective: every rank calls them in the same order. Every rank is given the whole batch, and takes
     its share. A rank without the first stage (`takes_images` is False) only looks at the number of images, and one
     without the last stage (`takes_labels`) at that of the labels: there a tensor on the meta device will do. What is
-    wrong with an argument on one rank is raised on all of them, as a ValueError, and changes nothing. After any other
-    error within a step, an evaluation or a prediction, further ones are refused with a RuntimeError.
+    wrong with an argument on one rank is raised on all of them, as a ValueError, and changes nothing. Any other error
+    within a step, an evaluation or a prediction ends the Engine: whatever is asked of it then is a RuntimeError. Ctrl-C
+    takes effect when the step is done.
 
-    Process groups that nobody has made are made here, and freed by `close`, or at the end of a `with` block.
+    A process has one open Engine at a time. Process groups that nobody has made are made here, and freed by `close`, or
+    at the end of a `with` block.
 
     Args:
         model: an instance of one's own class or of one in `megasnn.MODELS`; or a whole configuration that
@@ -79,8 +81,8 @@ class Engine:
         setup_ms: milliseconds that this rank took to `plan` the pipeline, and to build and `materialise` its layers.
     Raises:
         ConfigError: flags that do not go together, or a model that cannot be built; lists all of it.
-        ValueError: patterns of flags that no parameter matches, a pipeline that cannot be planned, ranks that are laid
-            out otherwise already, or that are given different flags.
+        ValueError: patterns of flags that no parameter matches, a pipeline that cannot be planned, another Engine that
+            is open, ranks that are laid out otherwise already, or that are given different flags.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Engine:
         require_matches(config.optimizer, parameter_names(described))
         if not config.training.evaluate_only:
             require_course(config.optimizer, self.length.iterations, self.length.epoch)
-        self.state, self._leave = joined(config)
+        self.state, self._leave = join_ranks(config)
         self._closed = False
         with ExitStack() as undo:
             undo.callback(self._leave)
@@ -211,7 +213,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Tensor]:
         """All weights and buffers of the model, whole, by their global names: copies on the CPU of every rank."""
-        self._require_open(reads_weights=True)
+        self._require_open()
         return self.checkpoints.whole_tensors()
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
@@ -235,7 +237,7 @@ class Engine:
         Raises:
             CheckpointError: on every rank, when it cannot be written.
         """
-        self._require_open(reads_weights=True)
+        self._require_open()
         return self.checkpoints.save(folder)
 
     def load(self, folder: str | os.PathLike[str], step: int | None = None, weights_only: bool = False) -> None:
@@ -270,7 +272,7 @@ class Engine:
         with nullcontext() if error is None else suppress(Exception):  # the first error is the one to be told
             self.close()
 
-    def _require_open(self, reads_weights: bool = False) -> None:
+    def _require_open(self) -> None:
         if self._closed:
             raise ValueError("this Engine is closed; make another one")
-        self.steps.require_sound(reads_weights)
+        self.steps.require_sound()

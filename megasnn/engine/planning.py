@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from megasnn.batching import micro_batches_of
 from megasnn.comm.agreement import decided_by_first
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
-from megasnn.config.serialise import to_dict
 from megasnn.grid import Grid
 from megasnn.layers import BuildContext
 from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
-from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.costs import PipelineCosts
-from megasnn.pipeline.kept_costs import code_of
 from megasnn.pipeline.order import PipelineRequest
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
@@ -29,16 +22,14 @@ from megasnn.planner.analysis import read, whose
 from megasnn.planner.bounds import Bounds
 from megasnn.planner.cluster import Cluster
 from megasnn.planner.layout import Layout
-from megasnn.precisions import PRECISIONS
 from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.refine import NEVER
-from megasnn.telemetry.device_name import name_of
+from megasnn.telemetry.memory import device_name
 
 
 def wire_options(parallel: ParallelConfig) -> WireOptions:
     """How tensors travel between stages."""
-    asked = parallel.pipeline_gradient_dtype
-    return WireOptions(parallel.strict_wire, None if asked is None else getattr(torch, PRECISIONS[asked].products))
+    return WireOptions()
 
 
 def plan_of(
@@ -60,16 +51,13 @@ def plan_of(
     request = PipelineRequest(
         schedule=parallel.pipeline_schedule,
         chunks_per_rank=parallel.chunks_per_rank,
-        memory_limit=parallel.pipeline_memory_limit,
+        memory_limit=None,
         bounds=None if layout is None else tuple(layout_to_bounds(layout, units)),
         micro_batch_size=context.largest_share(training.micro_batch_size),
         micro_batches=tuple(counts),
         predicts=config.logging.profile_pipeline,
         recompute=parallel.recompute,
         memory_budget=None if parallel.memory_budget is None else 1e6 * parallel.memory_budget,
-        offloads=parallel.offload_activations,
-        costs_kept_as=None if parallel.memory_budget is None else _surroundings(config, model, context, state),
-        weight_limit=None if parallel.weight_memory_limit is None else 1e6 * parallel.weight_memory_limit,
         scatters=parallel.weight_gradients == "scattered",
         rows_have_owners=parallel.use_distributed_optimizer,
     )
@@ -86,7 +74,7 @@ def _costs_of_plan(config: PretrainConfig, state: ParallelState) -> PipelineCost
     """Those that `--layer-costs` names, read by the first rank; None where it names none."""
     if config.parallel.layer_costs is None:
         return None
-    here, device = int(os.environ.get("LOCAL_WORLD_SIZE", state.world.size)), name_of(state.device)
+    here, device = int(os.environ.get("LOCAL_WORLD_SIZE", state.world.size)), device_name(state.device)
     return decided_by_first(state.world, lambda: planned_costs(config, state.grid, here, device))
 
 
@@ -114,21 +102,3 @@ def planned_costs(config: PretrainConfig, grid: Grid, ranks_of_node: int, machin
         return Bounds(analysis, config, cluster).costs(layout)
     except ValueError as error:
         raise ValueError(f"{named} does not have this layout: {error}; {advice}") from None
-
-
-def _surroundings(
-    config: PretrainConfig, model: ModelDescription, context: BuildContext, state: ParallelState
-) -> tuple[str, ...] | None:
-    """All that the costs of layers depend on; None where some of it cannot be read."""
-    named = model.named_layers(context)
-    code = code_of([config.model, *(module for _, layer in named for module in layer.modules())])
-    if code is None:
-        return None
-    tensors = [(each.name, *each.tensor.shape) for each in describe_tensors(model, context)]
-    made = json.dumps([[name for name, _ in named], tensors])
-    parts = to_dict(replace(config, parallel=replace(config.parallel, memory_budget=None)))
-    device = name_of(state.device)
-    sizes = state.world.size, torch.get_num_threads(), torch.__version__, device, platform.node()
-    read = [parts[each] for each in ("model", "neuron", "training", "parallel")]
-    flags = json.dumps([*read, config.optimizer.freeze])
-    return flags, made, *code, *map(str, sizes)

@@ -16,9 +16,9 @@ from megasnn.config.training import TrainingConfig
 from megasnn.config.validate import no_graphs
 from megasnn.engine.distributed_model import DistributedModel, SampleLoss
 from megasnn.engine.planning import plan_of, wire_options
-from megasnn.engine.product_choice import choose_products
 from megasnn.grid import ContextCut
 from megasnn.kernels.backends import BACKENDS, backend_for
+from megasnn.kernels.products import can_be_sparse
 from megasnn.layers import BuildContext
 from megasnn.layers.cast_weights import CastWeights
 from megasnn.losses import LOSSES
@@ -84,10 +84,10 @@ def mixing_of(config: PretrainConfig, model: ModelDescription, epoch: int) -> Mi
     data = config.data
     if not data.mixes:
         return None
-    until = None if data.mixup_off_epoch is None else data.mixup_off_epoch * epoch
+    until = data.mixup_off_epoch * epoch if data.mixup_off_epoch else None
     height, width = model.input_shape[-2:]
     seed = config.training.seed
-    return Mixing(seed, data.mixup_alpha, data.cutmix_alpha, model.num_classes, (height, width), until)
+    return Mixing(seed, data.mixup_alpha or None, data.cutmix_alpha or None, model.num_classes, (height, width), until)
 
 
 def build_context(
@@ -170,11 +170,7 @@ def built(
     Args:
         wants_to_stop: as for the model.
         timers: take how long `plan` and `materialise` are.
-    Raises:
-        ValueError: a flag that is for GPUs, and this rank computes on a CPU.
     """
-    if config.training.wait_after_actions and state.device.type != "cuda":
-        raise ValueError("--wait-after-actions is for GPUs, and this rank computes on a CPU: leave it out")
     graphs, timers = graph_options(config, state), timers or Timers(state.device)
     training, parallel, windows = config.training, config.parallel, window_count(config)
     backend, seed, loss = config.neuron.neuron_backend, training.seed, sample_loss(training)
@@ -182,8 +178,8 @@ def built(
     context = build_context(state, training.precision, backend, seed, windows > 1, cut)
     graphed = CastWeights(stay=graphs is not None)
     context = replace(context, cast_weights=graphed, is_frozen=partial(is_frozen, config.optimizer))
-    with placed("while measuring products"):
-        context = replace(context, products=choose_products(training, model, context, state))
+    sparse = training.sparse_products == "auto" and can_be_sparse(state.device, context.compute_dtype)
+    context = replace(context, sparse_products=sparse)
     with placed("while planning the pipeline"), timers("plan"):
         plan = plan or plan_of(config, model, context, state, windows)
     with placed("while building the model"), timers("materialise"):
@@ -197,7 +193,6 @@ def built(
             loss,
             wire_options(parallel),
             windows=windows,
-            waits_after_actions=training.wait_after_actions,
             wants_to_stop=wants_to_stop,
             rows_have_owners=parallel.use_distributed_optimizer,
             graphs=graphs,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -15,14 +18,15 @@ from megasnn.bundle import Bundle, logits_of
 from megasnn.config import PretrainConfig
 from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
-from megasnn.engine.distributed_model import DistributedModel, StepSums
+from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.not_finite import first_place
 from megasnn.engine.setup import window_count
 from megasnn.engine.without_gradient import names_without_gradient
 from megasnn.grid import HOLDING_AXES
 from megasnn.optim import WeightAverage, build_optimizer, learning_rate, takes_found_inf
+from megasnn.parallel_state import abandon_model_parallel
 from megasnn.pipeline.step_state import MicroBatchInput
-from megasnn.telemetry.logline import EvaluationRecord, StepResult
+from megasnn.telemetry.records import EvaluationRecord, StepResult
 from megasnn.telemetry.timers import Timers
 
 
@@ -45,30 +49,23 @@ class Steps:
         self._config, self._length, self._state = config, length, distributed.state
         self.distributed = distributed
         groups = {axis: self._state.group(axis) for axis in HOLDING_AXES}
-        self.optimizer = build_optimizer(distributed.owned, config.optimizer, groups, distributed.owners)
+        self.optimizer = build_optimizer(distributed.owned, config.optimizer, groups)
         decay = config.optimizer.ema_decay
-        self.average = None if decay is None else WeightAverage(distributed.owned, decay)
+        self.average = WeightAverage(distributed.owned, decay) if decay else None
         self.timers = Timers(self._state.device)
         self.iteration = self.consumed_samples = 0
         self.without_gradient: list[str] | None = None
         self._masks = takes_found_inf(self.optimizer, config.optimizer)
-        self._is_updating = False
         self._failure: str | None = None
-        distributed.voided.append(self._nothing_changed)
 
     # --- training
 
     def train(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
-        """An optimizer step on this replica's micro-batches of a global batch."""
-        while (result := self._attempt(micro_batches, batch)) is None:
-            pass
-        return result
-
-    def _attempt(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult | None:
-        """A step, or None where it came out void and has changed nothing.
+        """An optimizer step on this replica's micro-batches of a global batch.
 
         Where the optimizer can, a device updates the weights before the host has read what the step came to: it need
-        not wait for the host's orders then. It leaves them as they are by its own reading.
+        not wait for the host's orders then. By its own reading it leaves them as they are where the step must change
+        nothing.
         """
         distributed, samples = self.distributed, batch.size
         with self._guarded():
@@ -79,33 +76,13 @@ class Steps:
             with self.timers("optimizer"):
                 updates_unread = self._masks and device_checks.runs_ahead(self._state.device)
                 if updates_unread:
-                    self._is_updating = True  # until it is read that the step is void
                     self._change_weights(sums.norm, sums.is_void)
-                loss, interrupt = self._read(sums, updates_unread)
-                if loss is not None:
-                    self._is_updating = True
-                    norm, rate, finite = self.update(loss, samples, has_changed_weights=updates_unread)
-            result = None
-            if loss is not None:
-                where = None if finite else first_place(distributed, micro_batches)
-                result = StepResult(loss, distributed.correct, samples, norm, rate, not finite, where)
-                self.iteration += 1
-                self.consumed_samples = batch.consumed_samples
-                self._is_updating = False
-            if interrupt is not None:
-                raise interrupt
-            return result
-
-    def _read(self, sums: StepSums, has_changed_weights: bool) -> tuple[float | None, KeyboardInterrupt | None]:
-        """The loss, or None where the step is void. The host waits here, so that an interrupt by the user comes here as
-        a rule: with weights that have changed a process by itself finishes the step before that is raised, and it is
-        handed back for it. Of several ranks the others may not come to what is left of the step."""
-        try:
-            return self.distributed.finish_step(sums), None
-        except KeyboardInterrupt as interrupt:
-            if not has_changed_weights or self._state.world.size > 1:
-                raise
-            return self.distributed.finish_step(sums), interrupt
+                loss = distributed.finish_step(sums)
+                norm, rate, finite = self.update(loss, samples, has_changed_weights=updates_unread)
+            where = None if finite else first_place(distributed, micro_batches)
+            self.iteration += 1
+            self.consumed_samples = batch.consumed_samples
+            return StepResult(loss, distributed.correct, samples, norm, rate, not finite, where)
 
     def update(self, loss: float, samples: int, has_changed_weights: bool = False) -> tuple[float, float, bool]:
         """After forward and backward of so many samples: running statistics, clipping, weights, average of weights.
@@ -201,12 +178,12 @@ class Steps:
         average = self.average
 
         def take_back() -> None:  # of no other rank's values: where one has failed, nobody waits for it
-            with self._changing_weights(), torch.no_grad():
+            with self._guarded(), torch.no_grad():
                 average.exchange()
                 for tensor, value in zip(taken, kept, strict=True):
                     tensor.copy_(value)
 
-        with self._changing_weights():
+        with self._guarded():
             average.exchange()
         try:
             model.share_rows()
@@ -235,48 +212,47 @@ class Steps:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Around what ranks do together: an error in it is remembered, since the ranks are no longer at the same place.
+        """Around what ranks do together: an error in it ends the Engine, since the ranks are no longer at the same
+        place. Ctrl-C waits until it is done."""
+        with interrupts_wait():
+            try:
+                yield
+            except BaseException as error:
+                if self._failure is None:
+                    kind, (text, *_) = type(error).__name__, (*str(error).splitlines(), "")
+                    self._failure = f"{kind}: {text}" if text else kind
+                    if self._state.world.size > 1:
+                        abandon_model_parallel()
+                raise
 
-        An interrupt by the user (KeyboardInterrupt) of a process by itself is forgotten: a step begins from nothing
-        that the one before has left, unless that was changing the weights.
-        """
-        try:
-            yield
-        except BaseException as error:
-            interrupted = isinstance(error, KeyboardInterrupt) and self._state.world.size == 1
-            if self._failure is None and (self._is_updating or not interrupted):
-                kind, (text, *_) = type(error).__name__, (*str(error).splitlines(), "")
-                self._failure = f"{kind}: {text}" if text else kind
-                for handle in self._state.handles():
-                    handle.keep()
-            raise
+    def require_sound(self) -> None:
+        """Raises RuntimeError when an error has ended what the ranks did together."""
+        if self._failure is not None:
+            another = "make another one" + ", in another process" * (self._state.world.size > 1)
+            raise RuntimeError(f"this Engine has ended with an error ({self._failure}): {another}")
 
-    @contextmanager
-    def _changing_weights(self) -> Iterator[None]:
-        """`_guarded` around what changes the weights: whatever ends it in between leaves some of them changed."""
-        with self._guarded():
-            self._is_updating = True
-            yield
-            self._is_updating = False
 
-    def _nothing_changed(self) -> None:
-        """When a step is void."""
-        self._is_updating = False
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Holds Ctrl-C back: inside, a KeyboardInterrupt is raised at the end. The second one is raised at once.
 
-    def require_sound(self, reads_weights: bool = False) -> None:
-        """Raises RuntimeError when an error has ended what the ranks did together.
+    A handler of the user's own stays as it is.
+    """
+    default = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
+        yield
+        return
+    came: list[int] = []
 
-        Args:
-            reads_weights: whether all that is wanted are the weights, which a process by itself still has.
-        """
-        if self._failure is None:
-            return
-        alone = self._state.world.size == 1
-        has_weights = alone and not self._is_updating
-        if reads_weights and has_weights:
-            return
-        raise RuntimeError(
-            f"this Engine cannot go on after an error ({self._failure}): make another one"
-            + ("" if alone else ", in another process")
-            + ("; `save` and `state_dict` still give the weights that it has" if has_weights else "")
-        )
+    def note(number: int, frame: FrameType | None) -> None:
+        if came:
+            default(number, frame)
+        came.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, default)
+    if came:
+        raise KeyboardInterrupt

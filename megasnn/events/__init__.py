@@ -1,24 +1,17 @@
-"""Event cameras: recordings of every usual format, checked, as frames for a network; and a simulated camera."""
+"""Event cameras: recordings of the usual formats, checked, as frames for a network; and a simulated camera."""
 
-from megasnn.events.arrays import LARGEST_SIDE as LARGEST_SIDE
 from megasnn.events.frames import FrameOptions as FrameOptions
-from megasnn.events.frames import count_events as count_events
 from megasnn.events.frames import events_to_frames as events_to_frames
-from megasnn.events.frames import frame_starts as frame_starts
-from megasnn.events.frames import normalize_frames as normalize_frames
 from megasnn.events.frames import resize_frames as resize_frames
-from megasnn.events.reading import FORMATS as FORMATS
 from megasnn.events.reading import SUFFIXES as SUFFIXES
-from megasnn.events.reading import decode_recording as decode_recording
-from megasnn.events.reading import detect_format as detect_format
 from megasnn.events.reading import read_recording as read_recording
 from megasnn.events.reading import recording_of_arrays as recording_of_arrays
+from megasnn.events.recording import LARGEST_SIDE as LARGEST_SIDE
 from megasnn.events.recording import Events as Events
 from megasnn.events.recording import Recording as Recording
 from megasnn.events.recording import RecordingError as RecordingError
 from megasnn.events.recording import SensorSize as SensorSize
 from megasnn.events.simulate import CLOSED_LOOP as CLOSED_LOOP
 from megasnn.events.simulate import SACCADES as SACCADES
-from megasnn.events.simulate import STILL as STILL
 from megasnn.events.simulate import SimulatedSensor as SimulatedSensor
 from megasnn.events.simulate import simulate_recording as simulate_recording

@@ -1,128 +1,231 @@
-"""One way in for recordings of every format."""
+"""Reads recordings: AEDAT 2.0 and 3.1 (`megasnn.events.aedat`), N-MNIST and NumPy here; AEDAT 4, DAT and EVT by faery.
+
+Faery is optional (``pip install megasnn[events]``). It gives an event that comes late the time of the one before it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.events.aedat2 import decode_aedat2
-from megasnn.events.aedat3 import decode_aedat3
-from megasnn.events.aedat4 import read_aedat4
-from megasnn.events.aedat_header import version_of
-from megasnn.events.arrays import decode_arrays, decode_fields
-from megasnn.events.atis import decode_atis
-from megasnn.events.recording import Decoded, Recording, RecordingError, SensorSize, checked
-from megasnn.files.sample_size import SAMPLE_BYTES, read_file
+from megasnn.events.aedat import decode_aedat2, decode_aedat3
+from megasnn.events.recording import LARGEST_SIDE, Events, Recording, RecordingError, SensorSize, check_recording
+from megasnn.files.arrays import read_arrays
+from megasnn.files.sample_size import SAMPLE_BYTES, read_file, require_size
 
-FORMATS = ("aedat2", "aedat3", "aedat4", "atis", "numpy")
-"""AEDAT 2.0, 3.1 and 4; N-MNIST's 5 bytes an event; NumPy arrays."""
-
-SUFFIXES = (".aedat", ".aedat4", ".bin", ".bs2", ".npz", ".npy")
+SUFFIXES = (".aedat", ".aedat4", ".bin", ".bs2", ".npz", ".npy", ".dat", ".raw")
 """Of files that `read_recording` recognises."""
 
-_DECODERS: dict[str, Callable[[bytes, str, SensorSize | None], Decoded]] = {
-    "aedat2": decode_aedat2,
-    "aedat3": decode_aedat3,
-    "atis": decode_atis,
-}
-_IN_MEMORY = (*_DECODERS, "numpy")
-_AEDAT_VERSIONS = {"2.0": "aedat2", "3.1": "aedat3", "4.0": "aedat4"}
-_HEAD_BYTES = 64
+N_MNIST = SensorSize(34, 34)
+_OVERFLOW_ROW = 240  # a row that no such sensor has
+_OVERFLOW_TIME = 1 << 13
+
+_ARRAY_NAMES = {"t": ("t", "ts", "timestamp"), "x": ("x",), "y": ("y",), "p": ("p", "on", "polarity")}
+_RANGES = {"t": (-(1 << 61), 1 << 61), "x": (0, LARGEST_SIDE - 1), "y": (0, LARGEST_SIDE - 1), "p": (-1, 1)}
+_EVENT_BYTES = 13  # in memory, see `Events`
+
+# Bytes of a word in files of Prophesee's cameras. A file that ends inside one is cut, which faery does not say.
+_WORD_BYTES = {"dat1": 8, "dat2": 8, "evt2": 4, "evt2.1": 8, "evt3": 2}
+_NO_SIZE = "does not say the size of its sensor; pass it (--sensor-size HEIGHT WIDTH)"
+_AEDAT4 = b"#!AER-DAT4.0\r\n"
 
 
 def read_recording(
     path: str | PathLike[str],
-    format: str = "auto",
     sensor_size: tuple[int, int] | None = None,
     sort: bool = False,
     limit: int = SAMPLE_BYTES,
 ) -> Recording:
-    """Reads and checks a recording.
+    """Reads and checks a recording; its format follows from how it begins, for .bin, .bs2, .dat, .raw from its name.
 
     Args:
         path: of the file.
-        format: one of `FORMATS`; auto looks at how the file begins, and at its name for N-MNIST's .bin and .bs2, which
-            have nothing to recognise them by.
-        sensor_size: height and width, where the file does not say it or is wrong. By default that of the header; of
-            N-MNIST (34, 34) for .bin; of the DVS128 for AEDAT 2.0 without an AEChip line.
+        sensor_size: height and width, for files that do not say it. Without it .bin and .bs2 have N-MNIST's (34, 34),
+            and AEDAT 2.0 without an AEChip line is a DVS128's.
         sort: puts events in order of time instead of refusing a recording that is not: some cameras send a few late.
-        limit: bytes that the file, and what it unpacks to, may have.
+        limit: bytes that the file, and its events in memory, may have.
 
     Returns:
-        Events in order of time, at least one, inside the sensor.
+        Recording with at least one event, in order of time, inside the sensor.
 
     Raises:
-        RecordingError: the file is cut, empty, no plain file, too large, of another format or version, has no events,
+        RecordingError: the file is cut, empty, no regular file, too large, of another format or version, has no events,
             time that runs backwards or coordinates outside the sensor. Names the file and the event or byte.
-        FileNotFoundError, PermissionError, ...: the file cannot be opened.
-        ModuleNotFoundError: an AEDAT 4 file without the package that reads it (pip install megasnn[events]).
-        ValueError: `format` is none of those above.
+        OSError: the file cannot be opened.
+        ModuleNotFoundError: AEDAT 4, DAT or EVT without faery.
     """
     name = fspath(path)
     sensor = SensorSize(*sensor_size) if sensor_size is not None else None
-    if format not in ("auto", *FORMATS):
-        raise ValueError(f"unknown format {format!r}; choose from auto, {', '.join(FORMATS)}")
     try:
         data = read_file(Path(path), limit)
     except ValueError as error:
         raise RecordingError(name, str(error)) from None
-    format = detect_format(data[:_HEAD_BYTES], name) if format == "auto" else format
-    if format == "aedat4":
-        return checked(name, read_aedat4(data, name, sensor, limit), sort)
-    return decode_recording(data, name, format, sensor, sort, limit)
-
-
-def decode_recording(
-    data: bytes,
-    name: str,
-    format: str = "auto",
-    sensor_size: tuple[int, int] | None = None,
-    sort: bool = False,
-    limit: int = SAMPLE_BYTES,
-) -> Recording:
-    """Like `read_recording` for bytes that are in memory already, such as a member of an archive; not for AEDAT 4.
-
-    Raises:
-        RecordingError: as above, naming `name`.
-    """
-    sensor = SensorSize(*sensor_size) if sensor_size is not None else None
-    format = detect_format(data[:_HEAD_BYTES], name) if format == "auto" else format
-    if format not in _IN_MEMORY:
-        raise RecordingError(name, f"cannot be decoded in memory as {format}, only as {', '.join(_IN_MEMORY)}")
-    if format == "numpy":
-        return checked(name, decode_arrays(data, name, sensor, limit), sort)
-    return checked(name, _DECODERS[format](data, name, sensor), sort)
+    return check_recording(_decode(data, name, sensor, limit), name, sort)
 
 
 def recording_of_arrays(arrays: Mapping[str, NDArray], name: str, limit: int = SAMPLE_BYTES) -> Recording:
-    """The recording of a NumPy file whose arrays are read already (`megasnn.files.arrays`).
+    """Recording of arrays t, x, y, p, height and width, as an events.npz in a shard holds them.
 
     Raises:
         RecordingError: as above, naming `name`.
     """
-    return checked(name, decode_fields(arrays, name, None, limit))
+    return check_recording(_of_arrays(arrays, name, None, limit), name)
 
 
-def detect_format(head: bytes, name: str) -> str:
-    """The format of a file that begins with `head`.
-
-    Raises:
-        RecordingError: it is none of `FORMATS`.
-    """
-    if not head:
-        raise RecordingError(name, "is empty (0 bytes)")
-    if head.startswith((b"PK\x03\x04", b"\x93NUMPY")):
-        return "numpy"
-    version = version_of(head)
-    if version in _AEDAT_VERSIONS:
-        return _AEDAT_VERSIONS[version]
-    if version:
-        raise RecordingError(name, f"is AEDAT {version}; versions {', '.join(_AEDAT_VERSIONS)} are read")
-    if name.lower().endswith((".bin", ".bs2")):
-        return "atis"
+def _decode(data: bytes, name: str, sensor: SensorSize | None, limit: int) -> Recording:
+    if data.startswith(b"#!AER-DAT2.0"):
+        return decode_aedat2(data, name, sensor)
+    if data.startswith(b"#!AER-DAT3.1"):
+        return decode_aedat3(data, name, sensor)
+    if data.startswith(_AEDAT4):
+        return _read_aedat4(data, name, limit)
+    if data.startswith((b"PK\x03\x04", b"\x93NUMPY")):
+        try:
+            arrays = read_arrays(data, limit)
+        except ValueError as error:
+            raise RecordingError(name, f"cannot be read: {error}") from error
+        return _of_arrays(arrays, name, sensor, limit)
+    suffix = Path(name).suffix.lower()
+    if data and suffix in (".bin", ".bs2"):
+        return _decode_n_mnist(data, name, sensor)
+    if data and suffix in (".dat", ".raw"):
+        return _read_prophesee(data, name, sensor, limit)
     raise RecordingError(
-        name, f"is no recording of a known format (begins with {head[:12]!r}); known: {', '.join(FORMATS)}"
+        name,
+        f"is no recording of a known format (begins with {data[:12]!r}); AEDAT 2.0, 3.1 and 4, DAT, EVT, N-MNIST and "
+        f"NumPy files are read",
     )
+
+
+def _decode_n_mnist(data: bytes, name: str, sensor: SensorSize | None) -> Recording:
+    """5 bytes an event, big-endian: x 8 bits, y 8, polarity 1, time 23 (N-MNIST, N-Caltech101; Orchard et al. 2015).
+
+    Row 240 marks an overflow of the time: everything behind it is 2^13 us later, as in the data set's own reader.
+    """
+    if len(data) % 5:
+        raise RecordingError(name, f"is cut: {len(data)} bytes are no multiple of 5, the bytes of an event")
+    raw = np.frombuffer(data, np.dtype([("x", "u1"), ("y", "u1"), ("high", "u1"), ("low", ">u2")]))
+    overflows = raw["y"] == _OVERFLOW_ROW
+    t = (raw["high"] & np.int64(0x7F)) << 16 | raw["low"]
+    t += np.cumsum(overflows) * _OVERFLOW_TIME
+    events = Events.make(t, raw["x"], raw["y"], raw["high"] >> 7)[~overflows]
+    return Recording(events, sensor or N_MNIST)
+
+
+def _of_arrays(arrays: Mapping[str, NDArray], name: str, sensor: SensorSize | None, limit: int) -> Recording:
+    """Arrays t (or ts, timestamp), x, y, p (or on, polarity; 0 and 1, or -1 and 1), and perhaps height and width."""
+    fields = {}
+    for field, aliases in _ARRAY_NAMES.items():
+        found = next((arrays[alias] for alias in aliases if alias in arrays), None)
+        if found is None:
+            raise RecordingError(name, f"has no array {' or '.join(aliases)}; it has {', '.join(arrays) or 'none'}")
+        if found.dtype.kind not in "iub":
+            raise RecordingError(name, f"{field} must be integers (time in microseconds), it is {found.dtype}")
+        fields[field] = found
+    shapes = {field: values.shape for field, values in fields.items()}
+    if len(set(shapes.values())) > 1 or fields["t"].ndim != 1:
+        raise RecordingError(name, f"t, x, y and p need equal lengths and one dimension, they have {shapes}")
+    with _named(name):
+        require_size("its events", _EVENT_BYTES * len(fields["t"]), limit)
+    for field, (least, most) in _RANGES.items():
+        wrong = (fields[field] < least) | (fields[field] > most)
+        if wrong.any():
+            index = int(wrong.argmax())
+            raise RecordingError(name, f"{field} = {fields[field][index]} at event {index} is not in {least}..{most}")
+    if "height" in arrays and "width" in arrays:
+        sensor = _sensor_of(arrays["height"], arrays["width"], name)
+    if sensor is None:
+        raise RecordingError(name, _NO_SIZE)
+    return Recording(Events.make(fields["t"], fields["x"], fields["y"], fields["p"] > 0), sensor)
+
+
+def _sensor_of(height: NDArray, width: NDArray, name: str) -> SensorSize:
+    sides = [side.item() if side.size == 1 and side.dtype.kind in "iu" else 0 for side in (height, width)]
+    if not all(1 <= side <= LARGEST_SIDE for side in sides):
+        raise RecordingError(name, f"height and width are numbers from 1 to {LARGEST_SIDE}, not {height}, {width}")
+    return SensorSize(*sides)
+
+
+def _read_aedat4(data: bytes, path: str, limit: int) -> Recording:
+    """Event stream of an AEDAT 4 file. It must be the only one; frames, triggers and the motion sensor are left out."""
+    # On a description of the streams that is no UTF-8, faery 0.7.1 ends the process.
+    (size,) = struct.unpack_from("<I", data.ljust(len(_AEDAT4) + 4, b"\0"), len(_AEDAT4))
+    try:
+        data[len(_AEDAT4) + 4 :][:size].partition(b"<")[2].rpartition(b">")[0].decode()
+    except UnicodeDecodeError as error:
+        raise RecordingError(path, f"has a header that is damaged ({error})") from None
+    with _faery(path) as faery, faery.aedat.Decoder(path) as decoder:
+        tracks = [track for track in decoder.tracks() if track.data_type == "events"]
+        if len(tracks) != 1:
+            raise RecordingError(path, f"has {len(tracks)} event streams; exactly one can be read")
+        width, height = tracks[0].dimensions
+        packets = (packet for track, packet in decoder if track.id == tracks[0].id)
+        return _recording_of_packets(packets, "on", SensorSize(height, width), limit)
+
+
+def _read_prophesee(data: bytes, path: str, sensor: SensorSize | None, limit: int) -> Recording:
+    """DAT (.dat) and EVT 2, 2.1 and 3 (.raw) files: lines that begin with '%', then words."""
+    start = 0
+    while data.startswith(b"%", start):
+        start = data.find(b"\n", start) + 1 or len(data)
+    is_dat = path.lower().endswith(".dat")
+    fallback = (0, 0) if sensor is None else (sensor.width, sensor.height)
+    with _faery(path) as faery, (faery.dat if is_dat else faery.evt).Decoder(path, fallback, None) as decoder:
+        word = _WORD_BYTES[decoder.version]
+        if (len(data) - start - 2 * is_dat) % word:  # DAT has two more bytes: type and size of events
+            raise RecordingError(path, f"is cut: it ends inside a word of {word} bytes, at byte {len(data)}")
+        if is_dat and decoder.event_type != "cd":
+            raise RecordingError(path, f"holds events of type {decoder.event_type!r}; only cd (contrast) is read")
+        width, height = decoder.dimensions
+        if not width or not height:
+            raise RecordingError(path, _NO_SIZE)
+        packets = decoder if is_dat else (packet["events"] for packet in decoder if "events" in packet)
+        polarity = "payload" if is_dat else "on"
+        return _recording_of_packets(packets, polarity, SensorSize(height, width), limit)
+
+
+def _recording_of_packets(packets: Iterator[NDArray], polarity: str, sensor: SensorSize, limit: int) -> Recording:
+    """Joins packets of events; stops, before it takes the next one, where they exceed `limit`."""
+    parts: list[Events] = []
+    size = 0
+    for packet in packets:
+        size += _EVENT_BYTES * len(packet)
+        require_size("its events", size, limit)
+        parts.append(Events.make(packet["t"], packet["x"], packet["y"], packet[polarity] > 0))
+    joined = (np.concatenate([getattr(part, field) for part in parts] or [[]]) for field in ("t", "x", "y", "p"))
+    return Recording(Events.make(*joined), sensor)
+
+
+@contextmanager
+def _faery(path: str) -> Iterator[Any]:
+    """Module faery; what it raises about a file becomes a RecordingError."""
+    try:
+        import faery
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{path}: faery reads it: pip install megasnn[events]", name="faery") from error
+    with _named(path):
+        try:
+            yield faery
+        except BaseException as error:
+            # What Rust panics about is no Exception, and has no class that can be imported.
+            if isinstance(error, RuntimeError) or type(error).__name__ == "PanicException":
+                raise ValueError(f"cannot be decoded ({error})") from error
+            raise
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Turns a ValueError into a RecordingError that names the file."""
+    try:
+        yield
+    except RecordingError:
+        raise
+    except ValueError as error:
+        raise RecordingError(name, str(error)) from error

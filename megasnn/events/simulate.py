@@ -5,10 +5,9 @@ next one when the logarithm has risen (polarity 1) or fallen (0) by its threshol
 Crossings between two rendered images are placed in time by linear interpolation, as ESIM does (Rebecq et al. 2018), and
 every pixel also sends noise at a constant rate.
 
-The image moves as the recorded data sets moved theirs. A path is the corners it passes, (x, y) with x to the right and
-y down, in units that the simulated sensor's `reach` gives in pixels. Each way between two corners takes equally long;
-it begins and ends at rest, with the speed of half a wave of a sine between, as that of something with a mass that a
-motor turns.
+The image moves along a path: corners (x, y), x to the right and y down, in units of the sensor's `reach`. Each way
+between two corners takes equally long. It begins and ends at rest, with the speed of half a wave of a sine between, as
+that of something with a mass that a motor turns.
 """
 
 from __future__ import annotations
@@ -29,26 +28,15 @@ SACCADES: Path = ((-0.5, -0.5), (0.0, 0.5), (0.5, -0.5), (-0.5, -0.5))
 CLOSED_LOOP: Path = ((0.0, 0.0), (0.5, 0.5), (1.0, 0.0), (0.5, -0.5), (0.0, 0.0))
 """CIFAR10-DVS: a smooth closed loop with four directions (Li et al. 2017)."""
 
-STILL: Path = ((0.0, 0.0), (0.0, 0.0))
-"""No movement."""
-
-
-def positions(path: Path, progress: NDArray) -> NDArray:
-    """x and y, [2, N], at N times from 0 (beginning) to 1 (end)."""
-    corners = np.array(path, np.float64)
-    way, part = np.divmod(np.asarray(progress) * (len(path) - 1), 1)
-    passed = way + (1 - np.cos(np.pi * part)) / 2
-    return np.stack([np.interp(passed, np.arange(len(path)), corners[:, axis]) for axis in (0, 1)])
-
 
 @dataclass(frozen=True)
 class SimulatedSensor:
-    """A camera and the stage before it.
+    """A camera and the stage before it; by default N-MNIST's size, movement and duration.
 
     Attributes:
         size: pixels of the sensor.
         image_size: pixels of the sensor that the image's longer side covers.
-        path: corners of the way that the image takes, see `movement`.
+        path: corners of the way that the image takes.
         reach: pixels that a path's unit is long.
         duration: of the recording in microseconds.
         frame_time: microseconds between two rendered images.
@@ -71,32 +59,45 @@ class SimulatedSensor:
     noise_rate: float = 1.0
     seed: int = 0
 
+    def thresholds(self) -> NDArray:
+        """Threshold of each pixel [height * width]; at least a tenth of the mean: no pixel fires without end."""
+        random = np.random.default_rng(keyed_seed("thresholds of a simulated sensor", self.seed))
+        spread = 1 + self.mismatch * random.standard_normal(self.size.height * self.size.width)
+        return self.threshold * np.maximum(spread, 0.1)
+
 
 def simulate_recording(image: NDArray, *key: int | str, sensor: SimulatedSensor | None = None) -> Recording:
-    """What the camera sends while an image moves before it; no events at all where neither moves nor makes noise.
+    """Records an image that moves before the camera; there are no events where it neither moves nor makes noise.
 
     Args:
         image: [h, w], values from 0 (background) to 1.
         key: of this recording's randomness, e.g. ("digits", seed, index); equal keys give equal recordings.
-        sensor: by default N-MNIST's size, movement and duration.
+        sensor: by default `SimulatedSensor()`.
 
     Returns:
-        A recording in order of time, some thousand events for a digit.
+        Recording in order of time, some thousand events for a digit.
     """
     sensor = sensor or SimulatedSensor()
     random = np.random.default_rng(keyed_seed("simulated recording", *key))
     times = np.arange(0, sensor.duration + 1, sensor.frame_time)
-    light = _log_light(image, times, sensor)
-    signal = _threshold_crossings(light, times, sensor, random)
-    noise = _noise(sensor, random)
-    columns = [np.concatenate(pair) for pair in zip(signal, noise, strict=True)]
-    order = np.argsort(columns[0], kind="stable")
-    return Recording(Events.make(*(column[order] for column in columns)), sensor.size, "simulated")
+    signal = _threshold_crossings(_log_light(image, times, sensor), times, sensor, random)
+
+    # Noise is a Poisson process on each pixel.
+    height, width = sensor.size
+    count = random.poisson(sensor.noise_rate * sensor.duration / 1e6 * height * width)
+    noise = [random.integers(0, limit, count) for limit in (sensor.duration, width, height, 2)]
+
+    t, x, y, p = (np.concatenate(pair) for pair in zip(signal, noise, strict=True))
+    order = np.argsort(t, kind="stable")
+    return Recording(Events.make(t[order], x[order], y[order], p[order]), sensor.size)
 
 
 def _log_light(image: NDArray, times: NDArray, sensor: SimulatedSensor) -> NDArray:
     """Logarithm of the light on each pixel at each time, [times, height * width]."""
-    dx, dy = positions(sensor.path, times / sensor.duration) * sensor.reach
+    corners = np.array(sensor.path, np.float64)
+    way, part = np.divmod(times / sensor.duration * (len(corners) - 1), 1)
+    passed = way + (1 - np.cos(np.pi * part)) / 2
+    dx, dy = (sensor.reach * np.interp(passed, np.arange(len(corners)), corners[:, axis]) for axis in (0, 1))
     scale = max(image.shape) / sensor.image_size
     rows = _sampling(sensor.size.height, image.shape[0], scale, dy)
     columns = _sampling(sensor.size.width, image.shape[1], scale, dx)
@@ -114,7 +115,7 @@ def _threshold_crossings(
     light: NDArray, times: NDArray, sensor: SimulatedSensor, random: np.random.Generator
 ) -> tuple[NDArray, NDArray, NDArray, NDArray]:
     """t, x, y, p of the events that the light causes, pixel by pixel within each time step."""
-    threshold = _thresholds(sensor)
+    threshold = sensor.thresholds()
     # What came before the recording left each pixel somewhere between two of its levels.
     reference = light[0] + threshold * random.uniform(-1, 1, light.shape[1])
     start = np.empty_like(light[1:])
@@ -134,22 +135,3 @@ def _threshold_crossings(
     t = times[step] + (level - past) / (now - past) * sensor.frame_time
     y, x = np.divmod(pixel, sensor.size.width)
     return t.astype(np.int64), x, y, rising
-
-
-def _thresholds(sensor: SimulatedSensor) -> NDArray:
-    """[height * width]; never below a tenth of the mean, so that no pixel fires without end."""
-    random = np.random.default_rng(keyed_seed("thresholds of a simulated sensor", sensor.seed))
-    spread = 1 + sensor.mismatch * random.standard_normal(sensor.size.height * sensor.size.width)
-    return sensor.threshold * np.maximum(spread, 0.1)
-
-
-def _noise(sensor: SimulatedSensor, random: np.random.Generator) -> tuple[NDArray, NDArray, NDArray, NDArray]:
-    """t, x, y, p of events that nothing causes: a Poisson process on each pixel."""
-    height, width = sensor.size
-    count = random.poisson(sensor.noise_rate * sensor.duration / 1e6 * height * width)
-    return (
-        random.integers(0, sensor.duration, count),
-        random.integers(0, width, count),
-        random.integers(0, height, count),
-        random.integers(0, 2, count),
-    )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasnn.kernels.fused_constants import FUSED_CHARGES, FUSED_SURROGATES
 from megasnn.kernels.spec import NEURONS, SURROGATES, NeuronSpec
-from megasnn.table import Table, later
+from megasnn.registry import Registry, later
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +63,7 @@ class NeuronBackend:
 
 
 AUTO = "auto"  # stands for the fastest that can be used
-BACKENDS: Table[NeuronBackend] = Table(
+BACKENDS: Registry[NeuronBackend] = Registry(
     "--neuron-backend",
     {  # the reference, and then the faster the later
         "torch": NeuronBackend(

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megasnn.kernels.spec import NEURONS, NeuronSpec
-from megasnn.table import Table
+from megasnn.registry import Registry
 
 
 class FusedCharge(NamedTuple):
@@ -58,10 +58,10 @@ def _learned_leak(spec: NeuronSpec, learned: float) -> FusedCharge:
 
 
 # Name of the neuron -> (description, the learned leak) -> how it charges.
-FUSED_CHARGES: Table[Callable[[NeuronSpec, float], FusedCharge]] = Table(
+FUSED_CHARGES: Registry[Callable[[NeuronSpec, float], FusedCharge]] = Registry(
     "--neuron", {"if": _no_leak, "lif": _leak, "plif": _learned_leak}
 )
-FUSED_SURROGATES: Table[FusedSurrogate] = Table(
+FUSED_SURROGATES: Registry[FusedSurrogate] = Registry(
     "--surrogate",
     {"sigmoid": FusedSurrogate("SIGMOID", 1.0, 1.0), "atan": FusedSurrogate("ATAN", 0.5, math.pi / 2)},
 )

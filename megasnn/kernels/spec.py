@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megasnn.table import Table
+from megasnn.registry import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ def _learned_leak(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
     return v + (x - (v - spec.rest)) * q if spec.decay_input else v - (v - spec.rest) * q + x
 
 
-NEURONS: Table[Neuron] = Table(
+NEURONS: Registry[Neuron] = Registry(
     "--neuron",
     {
         "lif": Neuron("leaky integrate-and-fire", _leak, constant=_divisor),
@@ -83,7 +83,7 @@ def _triangle(x: Tensor, alpha: float) -> Tensor:
     return (alpha - x.abs()).clamp(min=0) / alpha**2
 
 
-SURROGATES: Table[Surrogate] = Table(
+SURROGATES: Registry[Surrogate] = Registry(
     "--surrogate",
     {
         "sigmoid": Surrogate("Sigmoid", 4.0),

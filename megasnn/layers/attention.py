@@ -14,7 +14,7 @@ from megasnn.kernels import NeuronSpec
 from megasnn.kernels.packed import bits_of
 from megasnn.layers.attend import Attend, AttendPlan
 from megasnn.layers.batch_norm import ParallelBatchNorm
-from megasnn.layers.channels import all_channels
+from megasnn.layers.channels import untracked
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.holding import note_exchanges
@@ -63,7 +63,7 @@ class SpikingSelfAttention(nn.Module):
         unit = partial(ConvNormNeuron, context=context, pointwise=True, neuron=neuron, initialise=initialise)
         self.qkv, self.projection = unit(dim, 3 * dim, blocks=3), unit(dim, dim)
         self.neuron = ParallelNeuron(replace(neuron, v_threshold=v_threshold), context)
-        self._rows, self._tokens, self._sparse = rows_of(context), 0, context.products.sparse
+        self._rows, self._tokens, self._sparse = rows_of(context), 0, context.sparse_products
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x)
@@ -71,7 +71,7 @@ class SpikingSelfAttention(nn.Module):
             self._tokens = x.shape[3:].numel()  # of whole images
             if self._rows is not None:
                 count_type(self._tokens)  # refuses what cannot travel
-                note_exchanges(self, backward=self._rows.exchanges_of_sum)
+                note_exchanges(self, backward=1)
         shared = None if self._rows is None or x.is_meta else (self._rows.group, self._tokens)
         plan = AttendPlan(qkv.shape[0] * qkv.shape[1], self.local_heads, self._sparse, shared)
         out = Attend.apply(to_rows(qkv), bits_of(qkv), plan)
@@ -111,7 +111,7 @@ class TokenAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         qk = self.qk(x)
-        with all_channels():  # each half is cut by itself
+        with untracked():  # each half is cut by itself
             q, k = qk.unflatten(2, (2, self.local_heads, -1)).unbind(2)  # each [T, N, heads, d, H, W]
         mask = self.neuron(_exact(q).sum(3, keepdim=True).to(q.dtype))
         return self.projection((mask * k).flatten(2, 3))
@@ -155,7 +155,7 @@ class SpikeDrivenAttention(nn.Module):
         together = self.k(spikes) * self.v(spikes)
         number = _exact(together).flatten(3).sum(-1)
         if self._rows is not None and x.is_meta:
-            note_exchanges(self, self._rows.exchanges_of_sum, self._rows.exchanges_of_sum)
+            note_exchanges(self, 1, 1)
         elif self._rows is not None:
             number = sum_for_each(number, self._rows.group)
         gate = self.gate(number.to(together.dtype))

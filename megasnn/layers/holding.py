@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megasnn.comm.codec import Content
-from megasnn.layers.channels import is_said_whole, refuse_mixed_channels, say_whole
 
 LARGEST_COUNT = 255  # what a byte holds
 
@@ -130,15 +129,9 @@ def joined(first: Content, second: Content) -> Content:
 class Holding(TorchFunctionMode):
     """Inside, every result of a torch function says what it holds, as far as it follows from its arguments.
 
-    Args:
-        cut: whether channels are shared out over ranks.
     Raises:
-        ValueError: a function that draws random numbers, which would depend on the layout, or mixes channels.
+        ValueError: a function that draws random numbers, which would depend on the layout.
     """
-
-    def __init__(self, cut: bool = False) -> None:
-        super().__init__()
-        self._cut = cut
 
     def __torch_function__(
         self,
@@ -152,16 +145,11 @@ class Holding(TorchFunctionMode):
             raise ValueError(
                 f"{name} draws random numbers that depend on the layout: use megasnn.ParallelDropout or DropPath"
             )
-        if self._cut:
-            refuse_mixed_channels(name, args, kwargs or {})
         result = function(*args, **(kwargs or {}))
         largest = _largest(name, args)
-        is_whole = self._cut and name != "new_empty" and any(map(is_said_whole, args))
         for each in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(each, Tensor) and largest is not None:
                 hold(each, largest)
-            if isinstance(each, Tensor) and is_whole:
-                say_whole(each)
         return result
 
 

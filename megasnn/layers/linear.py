@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.again import once
-from megasnn.comm.codec import Content, encode, fits_tensor_cores
+from megasnn.comm.codec import Content, encode, may_be_sparse
 from megasnn.comm.collectives import (
     all_reduce_sum,
     gather_alike,
@@ -22,6 +22,7 @@ from megasnn.comm.collectives import (
 from megasnn.comm.group import Group
 from megasnn.kernels.packed import bits_of
 from megasnn.kernels.products import MatrixProducts
+from megasnn.layers.channels import mark_replicated
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import content_of, count_call, joined
 from megasnn.layers.initialisers import uniform
@@ -74,7 +75,7 @@ class ParallelLinear(nn.Module):
                 raise ValueError(f"{name} {size} does not divide by --tensor-model-parallel-size {group.size}")
         self.in_features, self.out_features = in_features, out_features
         self.plan, self.gather_output = _Plan(group, style, content or Content.DENSE), gather_output
-        self._learns_content, self._product_choice = content is None, context.products
+        self._learns_content, self._sparse_products = content is None, context.sparse_products
         self._cast_weights = context.cast_weights
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         cut = 1 if style == "row" else 0
@@ -112,13 +113,12 @@ class ParallelLinear(nn.Module):
         content = self.plan.content
         if self._learns_content:
             content = joined(content, content_of(x)) if again else content_of(x)
-        rows = x.shape[:-1].numel() // x.shape[1]  # of a sample
-        products = MatrixProducts(fits_tensor_cores(content))
-        products = self._product_choice.applied(products, self.weight.shape, rows, torch.Size())
+        products = MatrixProducts(self._sparse_products and may_be_sparse(content))
         self.plan = replace(self.plan, content=content, whole=is_whole, products=products)
         whole = self.plan.style == "row" or self.gather_output
         features = self.out_features if whole else self.out_features // size
-        return x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
+        y = x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
+        return mark_replicated(y) if whole else y
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.plan}"

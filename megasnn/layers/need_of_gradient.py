@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from megasnn.layers.channels import cut_of, mark_cut
+
 OURS = "megasnn."
 """Classes from there hand gradients on."""
 
@@ -34,7 +36,7 @@ def _needing(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
         return None
     sources = [*module.parameters(), *(each for each in inputs if isinstance(each, Tensor))]
     # A product, since what is no leaf may be changed in place.
-    return output.requires_grad_() * 1 if any(each.requires_grad for each in sources) else None
+    return mark_cut(output.requires_grad_() * 1, cut_of(output)) if any(x.requires_grad for x in sources) else None
 
 
 def _is_from(module: nn.Module, *packages: str) -> bool:

@@ -64,6 +64,13 @@ def is_stateful(module: nn.Module) -> bool:
     return callable(getattr(module, "reset", None)) and not isinstance(module, NeuronLayer)
 
 
+def forget_state(layer: nn.Module) -> None:
+    """Resets modules that keep a state, as SpikingJelly's neurons do."""
+    for module in layer.modules():
+        if is_stateful(module):
+            module.reset()  # type: ignore[operator]
+
+
 def refuse_attached(module: nn.Module) -> None:
     """Raises ValueError for modules that cannot keep their state without its history."""
     for path, each in module.named_modules():

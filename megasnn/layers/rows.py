@@ -64,11 +64,6 @@ class Rows:
 
     group: Group
 
-    @property
-    def exchanges_of_sum(self) -> int:
-        """How often ranks tell each other something for a sum."""
-        return 2 if self.group.in_rank_order else 1
-
     def needed(self, height: int, outputs: tuple[range, ...], windows: Windows) -> RowMove | None:
         """What brings the input of a layer to the ranks that compute those rows of its output; None where every rank
         has what it needs.

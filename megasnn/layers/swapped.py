@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from megasnn.kernels import SURROGATES, NeuronSpec
 from megasnn.layers.batch_norm import ParallelBatchNorm
-from megasnn.layers.channels import refuse_whole, say_whole
+from megasnn.layers.channels import UNMARKED, cut_of, mark_replicated
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import ParallelDropout
@@ -23,8 +23,8 @@ from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import ParallelNeuron
 from megasnn.layers.norms import ParallelGroupNorm, ParallelLayerNorm, TemporalEffectiveBatchNorm
 from megasnn.layers.own_values import ModuleInitialiser, own_tensors, own_values
+from megasnn.registry import Registry
 from megasnn.sharded_tensors import declare_parameter
-from megasnn.table import Table
 
 
 class _Steps(nn.Module):
@@ -76,7 +76,7 @@ class SwappedLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x) if x.ndim > 2 else super().forward(x.unsqueeze(0)).squeeze(0)
-        return say_whole(y, self.plan.style == "row")
+        return mark_replicated(y) if self.plan.style == "row" else y
 
 
 class SwappedBatchNorm(_Steps, ParallelBatchNorm):
@@ -169,12 +169,27 @@ class SwappedDropout(ParallelDropout):
         of_spikingjelly = not isinstance(dropout, nn.Dropout)
         super().__init__(dropout.p, "", context, same_at_all_steps=of_spikingjelly)
         self.samples: range | None = None
+        self._folds = False  # the dry run shows whether it is given [T * N, C, ...]
 
     def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
-        refuse_whole(x, self.group.size)
-        if self.samples is None or x.shape[1] == len(self.samples) or len(x) % len(self.samples):
+        if x.is_meta:
+            self._learn_shape(x)
+        if self.samples is None or not self._folds:
             return super().forward(x, self.samples)
         return super().forward(x.unflatten(0, (-1, len(self.samples))), self.samples).flatten(0, 1)
+
+    def _learn_shape(self, x: Tensor) -> None:
+        """Raises ValueError for channels that are not cut or elsewhere, so that ranks would draw them alike."""
+        cut = cut_of(x) if self.group.size > 1 else UNMARKED
+        if cut is None or cut is not UNMARKED and (cut.blocks > 1 or cut.dim not in (1, 2)):
+            where = "whole on every rank" if cut is None else f"cut in dimension {cut.dim}"
+            size = self.group.size
+            raise ValueError(
+                f"a dropout is given {list(x.shape)}, {where}: with --tensor-model-parallel-size {size} it "
+                "takes channels that are cut"
+            )
+        samples = x.shape[1] if self.samples is None else len(self.samples)
+        self._folds = cut.dim == 1 if cut is not UNMARKED else x.shape[1] != samples and len(x) % samples == 0
 
 
 class SwappedNeuron(ParallelNeuron):
@@ -218,7 +233,7 @@ def spec_of(node: Any) -> NeuronSpec | None:
 
 Swap = Callable[[Any, BuildContext, ModuleInitialiser | None], nn.Module]
 
-SWAPS: Table[Swap] = Table(
+SWAPS: Registry[Swap] = Registry(
     "megasnn.shard",
     {
         **dict.fromkeys(("Conv1d", "Conv2d"), SwappedConv),

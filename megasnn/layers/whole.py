@@ -23,7 +23,7 @@ from megasnn.bundle import Bundle, entries_of, map_entries, plain_bundle
 from megasnn.comm.collectives import gather_alike, own_channels
 from megasnn.comm.group import Group
 from megasnn.layers.batch_norm import ParallelBatchNorm
-from megasnn.layers.channels import all_channels, is_said_whole, say_whole
+from megasnn.layers.channels import Cut, is_replicated, mark_cut, mark_replicated, untracked
 from megasnn.layers.compiling import compiling_itself, uncompiled_in_dry_runs
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
@@ -63,6 +63,7 @@ def make_whole(
         dtype=context.dtype,
         gathers=not first and not stays_cut,
         cuts=not last and not stays_cut,
+        follows=stays_cut,
     )
     vars(module)["_call"] = call
     return module
@@ -91,7 +92,7 @@ def call_as_sharded(module: nn.Module, context: BuildContext, *, folded: bool) -
     """
     if context.carries:
         refuse_attached(module)
-    vars(module)["_call"] = Call(context.tensor, context.time_steps, folds=folded, sharded=True)
+    vars(module)["_call"] = Call(context.tensor, context.time_steps, folds=folded, sharded=True, follows=True)
     return module
 
 
@@ -131,18 +132,25 @@ def call_plain(layer: nn.Module, samples: range | None, *inputs: Bundle, goes_on
         if isinstance(each, SwappedDropout):
             each.samples = samples
     first = next(iter(entries_of(inputs[0]).values()))
-    if call.gathers and is_said_whole(first):  # of a linear layer whose features do not divide
+    if call.gathers and is_replicated(first):  # of a linear layer whose features do not divide
         vars(layer)["_call"] = call = replace(call, gathers=False)
     taken = [call.taken(x) if isinstance(x, Tensor) else map_entries(call.taken_entry, x) for x in inputs]
-    with nullcontext() if call.sharded else all_channels(), uncompiled_in_dry_runs(layer, first):
+    with nullcontext() if call.follows else untracked(), uncompiled_in_dry_runs(layer, first):
         if call.folds:
             frames = (call.time_steps if len(first) == 1 else len(first), first.shape[1])
             y = layer(*(map_entries(lambda x: x.flatten(0, 1), x) for x in taken))
             y = map_entries(lambda y: y.unflatten(0, frames), y)
         else:
             y = layer(*taken)
-    with all_channels():
-        return map_entries(call.given, y) if call.cuts or call.classes is not None else y
+    if call.cuts or call.classes is not None:
+        with untracked():
+            return map_entries(call.given, y)
+    return y if call.follows else map_entries(mark_replicated, y)
+
+
+def is_whole(layer: nn.Module) -> bool:
+    """Tells whether a layer is a plain one that every tensor parallel rank has whole."""
+    return "_call" in vars(layer) and not vars(layer)["_call"].follows
 
 
 def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundle, goes_on: bool = False) -> Bundle:
@@ -170,6 +178,7 @@ class Call:
         gathers: whether the input is cut by channel, and made whole. cuts: the same of the output.
         sharded: whether its parts are cut; otherwise it is whole.
         whole_input: of a sharded one: whether the input is whole on every rank. cuts_input: whether it is cut first.
+        follows: whether functions in its forward are followed (`megasnn.layers.cut_tracking`).
         classes: of a sharded one: how many channels the output has when it is whole, where it has to be.
     """
 
@@ -180,6 +189,7 @@ class Call:
     gathers: bool = False
     cuts: bool = False
     sharded: bool = False
+    follows: bool = False
     whole_input: bool = False
     cuts_input: bool = False
     classes: int | None = None
@@ -192,9 +202,9 @@ class Call:
         if self.gathers:
             return gather_alike(x, self.group)
         if self.cuts_input and not x.shape[2] % self.group.size:
-            with all_channels():
-                return own_channels(x, self.group)
-        return say_whole(x) if self.whole_input else x
+            with untracked():
+                return mark_cut(own_channels(x, self.group), Cut(2) if self.group.size > 1 else None)
+        return x
 
     def taken_entry(self, x: Tensor) -> Tensor:
         """The same for an entry of a bundle: without channels it stays as it is, and whole numbers keep their type."""
@@ -206,8 +216,8 @@ class Call:
         """An output as the next layer, or the loss, wants it. Raises ValueError where channels cannot be shared out."""
         if self.classes is not None:
             is_cut = y.ndim > 2 and y.shape[2] < self.classes == y.shape[2] * self.group.size
-            return gather_alike(y, self.group) if is_cut else y
-        return say_whole(own_channels(y, self.group), self.group.size == 1)
+            return mark_replicated(gather_alike(y, self.group)) if is_cut else y
+        return mark_cut(own_channels(y, self.group), Cut(2) if self.group.size > 1 else None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Call:
         return self  # a process group cannot be copied

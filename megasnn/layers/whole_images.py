@@ -55,6 +55,6 @@ class MeanOverSpace(nn.Module):
         if self._rows is None or x.is_meta:
             self._pixels = pixels.shape[2]  # in the dry run of whole images
             if self._rows is not None:
-                note_exchanges(self, self._rows.exchanges_of_sum)
+                note_exchanges(self, 1)
             return pixels.mean(dim=2)
         return sum_alike(pixels.sum(dim=2), self._rows.group) / self._pixels

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megasnn.table import Table, later
+from megasnn.registry import Registry, later
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Loss:
     mixes: bool = False
 
 
-LOSSES: Table[Loss] = Table(
+LOSSES: Registry[Loss] = Registry(
     "--loss",
     {
         "cross-entropy": Loss(
@@ -35,7 +35,7 @@ LOSSES: Table[Loss] = Table(
         "tet": Loss(
             "cross-entropy of each time step (Deng et al. 2022)",
             later("megasnn.losses.sums:tet_sum"),
-            {"tet_lambda": "share", "tet_mean": "mean"},
+            {"tet_lambda": "share"},
             mixes=True,
         ),
         "mse": Loss(

@@ -22,16 +22,14 @@ def cross_entropy_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0
     return F.cross_entropy(mean, _target(mean, labels), reduction="sum", label_smoothing=label_smoothing)
 
 
-def tet_sum(
-    logits: Bundle, labels: Tensor, label_smoothing: float = 0.0, share: float = 1e-3, mean: float = 1.0
-) -> Tensor:
+def tet_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0, share: float = 1e-3) -> Tensor:
     """Temporal efficient training (Deng et al. 2022, arXiv 2202.11946, equations 8 to 10), summed over the samples.
 
     (1 - share) times the mean over time of each step's own cross-entropy, plus `share` times the mean squared distance
-    of all logits from `mean`.
+    of all logits from 1.
 
     Args:
-        share, mean: lambda and phi there.
+        share: lambda there; phi is 1.
     """
     raised = _raised(logits)
     steps = len(raised)
@@ -40,7 +38,7 @@ def tet_sum(
     entropy = F.cross_entropy(raised.flatten(0, 1), repeated, reduction="sum", label_smoothing=label_smoothing) / steps
     if share == 0:
         return entropy
-    distance = (raised - mean).square().mean(dim=(0, 2)).sum()
+    distance = (raised - 1).square().mean(dim=(0, 2)).sum()
     return (1 - share) * entropy + share * distance
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from itertools import chain
@@ -17,14 +18,15 @@ from megasnn.comm.codec import Content
 from megasnn.config import ModelConfig
 from megasnn.config.checks import flag
 from megasnn.kernels import NeuronSpec
-from megasnn.layers.channels import of_signals
+from megasnn.layers.channels import MixedChannels, mark_replicated
 from megasnn.layers.context import BuildContext, building
+from megasnn.layers.cut_tracking import CutTracker, Event, Recorder
 from megasnn.layers.holding import Holding, content_of, note_never_called, say_input
 from megasnn.layers.need_of_gradient import showing_need_of_gradient
 from megasnn.layers.own_values import tensors_of, without_memory
-from megasnn.layers.plain import SHARDED, is_plain, refuse_plain_parts
+from megasnn.layers.plain import SHARDED, forget_state, is_plain, refuse_plain_parts
 from megasnn.layers.shareable import one_height, refuse_unshareable
-from megasnn.layers.whole import apply_layer, is_called_as_sharded, make_whole, placed
+from megasnn.layers.whole import apply_layer, is_called_as_sharded, is_whole, make_whole, placed
 from megasnn.models.description import (
     DRY_SAMPLES,
     INPUT,
@@ -62,7 +64,7 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
     _refuse_made_before(layers, built(model, BuildContext(), neuron))
     named = [(each.name, each.module) for each in layers]
     taken = _sources(layers)
-    outputs = dry_run(named, taken, model.input_shape, time_steps=model.time_steps)
+    outputs = dry_run(named, taken, model.input_shape)
     _require_logits(model, names[-1], outputs[-1])
     refuse_other_calls(named)
     described = [
@@ -214,25 +216,54 @@ def _refuse_unshareable(each: Layer, context: BuildContext) -> None:
 
 def _build(model: ModelConfig, neuron: NeuronSpec, context: BuildContext) -> Sequence[nn.Module]:
     """All layers for a rank. Raises ValueError for sizes that do not divide by the tensor parallel ranks."""
-    return [module for module, _ in _built_and_run(model, neuron, context, DRY_SAMPLES, learns=False)]
+    return [module for module, _ in _built_and_run(model, neuron, context, DRY_SAMPLES)]
 
 
 def _built_and_run(
-    model: ModelConfig, neuron: NeuronSpec, context: BuildContext, samples: int, learns: bool = True
+    model: ModelConfig, neuron: NeuronSpec, context: BuildContext, samples: int
 ) -> Sequence[tuple[nn.Module, Bundle]]:
-    """All layers for a rank, and what each of them gives in a dry run of so many samples.
+    """All layers for a rank, and what each of them gives in a dry run of so many samples."""
+    recorded = _recorded(model, neuron, samples) if context.tensor.size > 1 else None
+    while True:
+        layers = built(model, context, neuron)
+        named = [(each.name, each.module) for each in layers]
+        freeze(named, context.is_frozen)
+        try:
+            outputs = dry_run(
+                named,
+                _sources(layers),
+                model.input_shape,
+                context.compute_dtype,
+                samples,
+                learns=True,
+                watch=partial(_tracker, recorded, context.tensor.size),
+            )
+        except MixedChannels as error:
+            # A module of a network given to `megasnn.shard` is made whole; of others nobody knows how.
+            if error.path is None or error.path in context.replicated:
+                raise
+            context = replace(context, replicated=context.replicated | {error.path})
+            continue
+        _require_logits(model, layers[-1].name, outputs[-1], samples)
+        return [(each.module, output) for each, output in zip(layers, outputs, strict=True)]
 
-    Args:
-        samples, learns: see dry_run.
-    """
-    layers = built(model, context, neuron)
+
+def _recorded(model: ModelConfig, neuron: NeuronSpec, samples: int) -> dict[str, list[Event]]:
+    """What each layer does on one rank."""
+    layers = built(model, BuildContext(), neuron)
+    recorders: dict[str, Recorder] = {}
+
+    def watch(name: str, layer: nn.Module) -> Recorder:
+        recorders[name] = Recorder(layer)
+        return recorders[name]
+
     named = [(each.name, each.module) for each in layers]
-    freeze(named, context.is_frozen)
-    cut, taken = context.tensor.size > 1, _sources(layers)
-    flags = context.compute_dtype, cut, model.time_steps, samples, learns
-    outputs = dry_run(named, taken, model.input_shape, *flags)
-    _require_logits(model, layers[-1].name, outputs[-1], samples)
-    return [(each.module, output) for each, output in zip(layers, outputs, strict=True)]
+    dry_run(named, _sources(layers), model.input_shape, samples=samples, learns=True, watch=watch)
+    return {name: recorder.events for name, recorder in recorders.items()}
+
+
+def _tracker(recorded: Mapping[str, list[Event]] | None, size: int, name: str, layer: nn.Module) -> CutTracker | None:
+    return None if recorded is None or is_whole(layer) else CutTracker(layer, recorded[name], size)
 
 
 def dry_run(
@@ -240,41 +271,45 @@ def dry_run(
     taken: Sequence[Sequence[int]],
     input_shape: tuple[int, ...],
     dtype: torch.dtype = torch.float32,
-    cut: bool = False,
-    time_steps: int = 1,
     samples: int = DRY_SAMPLES,
     learns: bool = False,
+    watch: Callable[[str, nn.Module], Recorder | CutTracker | None] = lambda name, layer: None,
 ) -> list[Bundle]:
     """The outputs of layers on the meta device, one after another; the layers learn what their inputs hold.
 
     Args:
         taken: for each layer, the numbers of the layers whose outputs it takes.
-        cut: whether channels are shared out over tensor parallel ranks.
-        time_steps: of the model.
         samples: how many there are.
         learns: whether the outputs show what needs a gradient.
+        watch: gives what sees the functions of a layer's forward.
     Raises:
+        MixedChannels: a layer would compute something else with a rank's channels.
         ValueError: a layer cannot take what it is given, changes what another one takes too, or gives no tensors; names
             the layer.
     """
     uses = Counter(chain.from_iterable(taken))
     frames = say_input(frames_of(torch.empty((samples, *input_shape), dtype=dtype, device="meta"), input_shape))
+    mark_replicated(frames)
     outputs: list[Bundle] = []
-    signals = time_steps if len(input_shape) == 2 else None
-    with showing_need_of_gradient() if learns else torch.no_grad(), Holding(cut), of_signals(signals):
+    with showing_need_of_gradient() if learns else torch.no_grad(), Holding():
         for (name, layer), numbers in zip(named_layers, taken, strict=True):
             inputs = [frames if number == INPUT else outputs[number] for number in numbers]
             shared = [x for number, x in zip(numbers, inputs, strict=True) if uses[number] > 1]
             before = _versions(shared)
+            watching = watch(name, layer)
             try:
-                with one_height(layer):
+                with one_height(layer), watching or nullcontext():
                     output = apply_layer(layer, inputs[0], range(samples), *inputs[1:])
                 entries_of(output)
                 if _versions(shared) != before:
                     raise ValueError("it changes an input in place that another layer takes too: give it inplace=False")
             except Exception as error:
-                where = f"{name}, given {shapes_text(*inputs)}"
-                raise ValueError(f"{where}: {explained(error, layer, len(inputs))}") from error
+                text = f"{name}, given {shapes_text(*inputs)}: {explained(error, layer, len(inputs))}"
+                if isinstance(error, MixedChannels) and watching is not None and is_called_as_sharded(layer):
+                    path = watching.path if error.path is None else error.path
+                    raise MixedChannels(text, ".".join(filter(None, (name, path)))) from error
+                raise ValueError(text) from error
+            forget_state(layer)
             note_never_called(layer)
             outputs.append(output)
     return outputs

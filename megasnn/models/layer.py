@@ -111,7 +111,7 @@ def layer(
         elif not isinstance(given, nn.Module) and hasattr(type(given), "as_layer"):
             if initialise is not None:
                 raise ValueError("give initialise=... to megasnn.shard, which describes the initial values")
-            given, initialise = given.as_layer()
+            given, initialise = given.as_layer(name)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     made = require_module(f"layer {name!r}", given)

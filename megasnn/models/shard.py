@@ -86,9 +86,9 @@ class Sharded:
         self._parts(walk) if _is_flat(self._network) else walk.layer_of(self._copy(), "")
         return tuple(walk.fates)
 
-    def as_layer(self) -> tuple[nn.Module, ModuleInitialiser | None]:
-        """The network as one layer, and what initialises it where it is whole."""
-        walk = self._walk()
+    def as_layer(self, name: str) -> tuple[nn.Module, ModuleInitialiser | None]:
+        """The network as one layer of this name, and what initialises it where it is whole."""
+        walk = self._walk(name)
         made = walk.layer_of(self._copy(), "")
         self._refuse(walk)
         return made
@@ -128,13 +128,13 @@ class Sharded:
                 )
         return without_values(self._network)
 
-    def _walk(self) -> _Walk:
+    def _walk(self, layer: str = "") -> _Walk:
         context = context_for(None)
         if not is_building():  # a report alone: of the number of time steps that the network has
             modules: list[Any] = list(self._network.modules())
             norms = [each for each in modules if SWAPS.get(class_name(each) or "") is SwappedTemporalBatchNorm]
             context = replace(context, time_steps=max((len(each.scale) for each in norms), default=1))
-        return _Walk(context, self._initialise)
+        return _Walk(context, self._initialise, layer)
 
     def _parts(self, walk: _Walk) -> list[tuple[str, tuple[nn.Module, ModuleInitialiser | None]]]:
         return [(name, walk.layer_of(each, name)) for name, each in _flat(self._copy(), "")]
@@ -173,8 +173,8 @@ class _Walk:
         fates: what became of each layer so far.
     """
 
-    def __init__(self, context: BuildContext, initialise: ModuleInitialiser | None) -> None:
-        self._context, self._initialise = context, initialise
+    def __init__(self, context: BuildContext, initialise: ModuleInitialiser | None, layer: str) -> None:
+        self._context, self._initialise, self._layer = context, initialise, layer
         self._seen: dict[int, tuple[str, nn.Parameter]] = {}  # by identity, which holds as long as they live
         self.fates: list[Fate] = []
 
@@ -182,7 +182,7 @@ class _Walk:
         """A whole layer of a model, and what initialises it where it stays plain."""
         if self._refused(module, path):
             return module, None
-        folded, why = folds(module), self._why_whole(module)
+        folded, why = folds(module), self._why_whole(module, path)
         if why is not None:
             try:
                 refuse_what_differs(module)
@@ -203,7 +203,7 @@ class _Walk:
             return module
 
     def _replaced(self, module: nn.Module, path: str) -> nn.Module:
-        why = self._why_whole(module)
+        why = self._why_whole(module, path)
         if why is not None:
             whole = gather_inside(module, self._context, self._initialise)
             self._tell(path, module, f"whole on every rank: {why}")
@@ -232,8 +232,10 @@ class _Walk:
         is_node = hasattr(module, "surrogate_function")
         return None if swap is None or is_node and spec_of(module) is None else swap
 
-    def _why_whole(self, module: nn.Module) -> str | None:
+    def _why_whole(self, module: nn.Module, path: str) -> str | None:
         """Why a module cannot be cut, and its input is gathered; None where it can."""
+        if ".".join(filter(None, (self._layer, path))) in self._context.replicated:
+            return "it mixes channels"
         size = self._context.tensor.size
         if self._swap(module) is not None:
             groups = getattr(module, "groups", getattr(module, "num_groups", 1))

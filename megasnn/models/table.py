@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megasnn.checkpoint.description import Metadata
+from megasnn.checkpoint.format import Metadata
 from megasnn.models.model import Model
 from megasnn.models.qkformer.dimensions import QKFormer
 from megasnn.models.sew_resnet.dimensions import SewResNet
 from megasnn.models.spike_driven.dimensions import SpikeDrivenTransformer
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
-from megasnn.table import Table
+from megasnn.registry import Registry
 
-MODELS: Table[type[Model]] = Table(
+MODELS: Registry[type[Model]] = Registry(
     "model", {model.name: model for model in (Spikformer, VggDvs, SewResNet, QKFormer, SpikeDrivenTransformer)}
 )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megasnn.checkpoint.description import AVERAGE
+from megasnn.checkpoint.format import AVERAGE
 from megasnn.sharded_tensors import ShardedTensor
 
 

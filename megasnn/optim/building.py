@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn.comm.group import Group, alone
+from megasnn.comm.group import Group
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import Axis
 from megasnn.optim.groups import parameter_groups
@@ -21,23 +21,16 @@ def build_optimizer(
     tensors: Sequence[ShardedTensor],
     config: OptimizerConfig,
     groups: Mapping[Axis, Group] | None = None,
-    owners: Group | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of `--optimizer` over the trained ones of these tensors; see `parameter_groups`.
 
     Args:
         groups: this rank's group along each axis that tensors are cut over; None where none of them is cut.
-        owners: the replicas that own other rows than this one; by default, and where rows have no owners, all replicas.
     """
     parts = parameter_groups(tensors, config)
     recipe = OPTIMIZERS[config.optimizer]
     trained = [entry for entry in tensors if entry.is_parameter and entry.tensor.requires_grad]
-    owners = owners or (groups or {}).get("data", alone("data"))
-    if owners.size > 1 and owners.in_rank_order and any(entry.tensor.device.type == "cpu" for entry in trained):
-        # torch's fused steps on a CPU round in another way behind the last whole vector of a tensor: where the rows of
-        # a replica end would be seen in the result.
-        parts = [{**part, "fused": False} for part in parts]
-    norms = {"norms": ShardedNorms(trained, groups or {}, owners)} if recipe.takes_norms else {}
+    norms = {"norms": ShardedNorms(trained, groups or {})} if recipe.takes_norms else {}
     return recipe.build(parts, lr=config.lr, **_flags(config), **norms)
 
 
@@ -61,7 +54,7 @@ def working_bytes(tensors: Iterable[ShardedTensor], config: OptimizerConfig) -> 
             Stepped(
                 entry.tensor.numel(),
                 entry.tensor.element_size(),
-                config.decay_of(entry.name, len(entry.shard.global_shape)) > 0,
+                config.decay_of(len(entry.shard.global_shape)) > 0,
             )
             for entry in trained
         ]

@@ -14,6 +14,8 @@ from megasnn.pinned import without_waiting
 
 Norms = Callable[[Mapping[Tensor, Tensor]], Mapping[Tensor, Tensor]]
 
+EPS = 1e-6  # added to the denominator, as in timm
+
 
 class Lamb(torch.optim.Optimizer):
     """LAMB in the form of timm's `Lamb`, which follows NVIDIA's; published recipes of spiking transformers use it.
@@ -115,8 +117,7 @@ def build(
     lr: float,
     adam_beta1: float,
     adam_beta2: float,
-    adam_eps: float,
     norms: Norms,
 ) -> Lamb:
     """For the table of optimizers."""
-    return Lamb(groups, lr, (adam_beta1, adam_beta2), adam_eps, norms)
+    return Lamb(groups, lr, (adam_beta1, adam_beta2), EPS, norms)

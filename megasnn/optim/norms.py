@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megasnn.comm.collectives import all_reduce_sum
-from megasnn.comm.group import Group, alone
+from megasnn.comm.group import Group
 from megasnn.grid import HOLDING_AXES, SUMMED_AXES, Axis, Place
 from megasnn.optim.squares import Squares
 from megasnn.sharded_tensors import ShardedTensor
@@ -28,7 +28,6 @@ class GradientNorm:
         names: the parameters of the whole model, in order.
         tensors: those of this rank, of which it may own some rows only.
         device: of the tensors, also where this rank has none.
-        owners: the ranks that own other rows than this one, as of `Squares`.
         place: of this rank among those that hold the same layers.
     """
 
@@ -37,14 +36,13 @@ class GradientNorm:
         names: Sequence[str],
         tensors: Sequence[ShardedTensor],
         device: torch.device,
-        owners: Group | None = None,
         place: Place = Place(),  # noqa: B008  (frozen)
     ) -> None:
         held = [entry for entry in tensors if entry.is_parameter]
         self._parameters = [entry.tensor for entry in held]
         counted = [entry for entry in held if entry.shard.is_primary(_MODEL_AXES) and entry.tensor.requires_grad]
         self._counted = [entry.tensor for entry in counted]
-        self._squares = Squares(counted, owners or alone("data"), device)
+        self._squares = Squares(counted, device)
         summed_up = [axis for axis in SUMMED_AXES if axis not in self._squares.parts]
         self._counts = all(place.index(axis) == 0 for axis in summed_up)
         slot_of = {name: slot for slot, name in enumerate(names)}
@@ -53,7 +51,7 @@ class GradientNorm:
 
     def squares(self) -> Tensor:
         """This rank's part of each slot, to be summed over all ranks: float64 on the device. A gradient that is not
-        there is zero; where several replicas know the same, one of them has it. Collective as `Squares` is."""
+        there is zero; where several replicas know the same, one of them has it."""
         found = self._squares([each.grad for each in self._counted])
         return self._nothing.index_copy(0, self._slots, found) if self._counts else self._nothing
 
@@ -91,15 +89,12 @@ class ShardedNorms:
     Args:
         tensors: this rank's, the same on all ranks that differ along holding axes only.
         groups: this rank's group along each axis that one of them is cut over.
-        owners: as of `GradientNorm`.
     """
 
-    def __init__(
-        self, tensors: Sequence[ShardedTensor], groups: Mapping[Axis, Group], owners: Group | None = None
-    ) -> None:
+    def __init__(self, tensors: Sequence[ShardedTensor], groups: Mapping[Axis, Group]) -> None:
         self._tensors = [entry.tensor for entry in tensors]
         device = tensors[0].tensor.device if tensors else torch.device("cpu")
-        self._squares = Squares(tensors, owners or groups.get("data", alone("data")), device)
+        self._squares = Squares(tensors, device)
         axes = (*self._squares.parts, *_MODEL_AXES)
         cut = {axis: [entry.shard.is_cut(axis) for entry in tensors] for axis in axes}
         self._sums = [(groups[axis], torch.tensor(mask, device=device)) for axis, mask in cut.items() if any(mask)]

@@ -17,12 +17,12 @@ def learning_rate(config: OptimizerConfig, iteration: int, iterations: int, epoc
     """
     unit = epoch if config.lr_interval == "epoch" else Fraction(1)
     done = iteration // unit * unit  # iterations before those that have this rate
-    warm_up = config.warmup_iterations(iterations, epoch)
+    warm_up = config.warmup_iterations(epoch)
     if done < warm_up and config.lr_warmup_init is not None:
         return config.lr_warmup_init + (config.lr - config.lr_warmup_init) * float(done / warm_up)
     if done < warm_up:
         return config.lr * float(done + unit) / float(warm_up)
-    begin = 0 if config.lr_decay_from == "start" else warm_up
+    begin = 0 if config.lr_interval == "epoch" else warm_up
     end = -(-iterations // unit) * unit  # the last epoch may end in the midst of a batch that is not trained on
     length = end - config.lr_cooldown_epochs * epoch - begin
     progress = min(float((done - begin) / max(length, Fraction(1))), 1.0)
@@ -32,7 +32,7 @@ def learning_rate(config: OptimizerConfig, iteration: int, iterations: int, epoc
 def require_course(config: OptimizerConfig, iterations: int, epoch: Fraction) -> None:
     """Raises ValueError where warm-up and cool-down together are longer than the training."""
     cooldown = config.lr_cooldown_epochs * epoch
-    if config.warmup_iterations(iterations, epoch) + cooldown > iterations:
+    if config.warmup_iterations(epoch) + cooldown > iterations:
         raise ValueError(
             f"warm-up (--lr-warmup-epochs {config.lr_warmup_epochs}, --lr-warmup-iters {config.lr_warmup_iters}) and "
             f"--lr-cooldown-epochs {config.lr_cooldown_epochs} are together more than the {iterations} iterations of "

@@ -14,8 +14,6 @@ from megasnn.schedule.memory import UnitMemory, stage_shares
 if TYPE_CHECKING:
     from megasnn.models.description import ModelDescription
 
-HOST_BYTES_PER_SECOND = 10e9  # between a GPU and its host, as PCI Express 3 gives them
-
 
 @dataclass(frozen=True)
 class LinkCost:
@@ -222,7 +220,6 @@ class PipelineCosts:
             output=self._transfer(last.message, last.pack, last.unpack),
             gradient=self._transfer(last.gradient, 0.0, 0.0),
             again=sum(each.forward if each.again is None else each.again for each in layers),
-            moved=self._crossing(span.start)[1] / HOST_BYTES_PER_SECOND,
         )
 
     def _transfer(self, size: int, pack: float, unpack: float) -> Transfer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ from megasnn.pipeline.boundaries import Boundaries
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.edges import without_graph
 from megasnn.pipeline.graphs import ChunkGraphs
-from megasnn.pipeline.host_memory import HostMemory
 from megasnn.pipeline.interfaces import ActionObserver, GradientSync, LossFunction, OutputConsumer, WeightStore
 from megasnn.pipeline.kept_input import KeptInput
 from megasnn.pipeline.p2p import WireOptions
@@ -62,7 +61,6 @@ class PipelineExecutor:
     Attributes:
         observer: may be set and taken away between steps.
         clock: of its marks.
-        host_memory: where kept inputs are moved.
     """
 
     def __init__(
@@ -89,7 +87,6 @@ class PipelineExecutor:
         self._trained: tuple[int, ...] = ()  # the sizes of the last step's micro-batches
         self._making: set[tuple[int, ...]] = set()  # of which steps will make CUDA graphs
         self._scattered: frozenset[int] = frozenset()  # chunks whose gradients are, after every micro-batch
-        self.host_memory = HostMemory(state.device)
         self._transfers = Transfers(self._placement, state, wires, wholes, boundaries)
         methods: dict[Kind, Callable[[StepState, Action], None]] = {
             Kind.FORWARD: self._forward,
@@ -105,8 +102,6 @@ class PipelineExecutor:
             Kind.SCATTER_GRADIENTS: self._scatter_gradients,
             Kind.GATHER_WEIGHTS: self._gather_weights,
             Kind.FREE_WEIGHTS: self._free_weights,
-            Kind.OFFLOAD: self._offload,
-            Kind.FETCH: self._fetch,
         }
         self._methods = {kind: self._named(method) for kind, method in methods.items()}
 
@@ -196,10 +191,6 @@ class PipelineExecutor:
         micro = "" if action.micro_batch is None else f", micro-batch {action.micro_batch}"
         return f"rank {where.rank}, pipeline stage {where.pipeline.rank}, action {action}{micro}"
 
-    def go_dense(self, names: Iterable[str]) -> None:
-        """From now on these tensors travel dense between stages. To be called on all ranks alike, between steps."""
-        self._transfers.go_dense(names)
-
     def _named(self, method: Callable[[StepState, Action], None]) -> Callable[[StepState, Action], None]:
         """The method; in a trace, with the names of the action and of the message that it sends or waits for."""
 
@@ -231,7 +222,7 @@ class PipelineExecutor:
         chunk = self._chunks[action.chunk]
         # What the first chunk takes stays in the batch.
         given, carried = ((), ()) if chunk.is_first else (run.inputs[key], chunk.receives)
-        run.kept[key] = kept = KeptInput(given, carried, self._transfers.content_of)
+        run.kept[key] = kept = KeptInput(given, carried)
         with first_forward(kept.findings):
             y = self._output(run, key)
         self._hand_on(run, key, y)
@@ -241,7 +232,6 @@ class PipelineExecutor:
         key = _key(action)
         chunk, kept = self._chunks[action.chunk], run.kept.pop(key)
         if not chunk.is_first:
-            self.host_memory.wait()
             run.inputs[key] = kept.restored()
         with chunk.only_graph(), second_forward(kept.findings):
             y = self._output(run, key)
@@ -314,12 +304,6 @@ class PipelineExecutor:
         graphs = self._chunks[chunk].graphs
         if graphs is not None:
             graphs.done(micro_batch)
-
-    def _offload(self, run: StepState, action: Action) -> None:
-        run.kept[_key(action)].move_out(self.host_memory)
-
-    def _fetch(self, run: StepState, action: Action) -> None:
-        run.kept[_key(action)].move_in(self.host_memory)
 
     def _sync_gradients(self, run: StepState, action: Action) -> None:
         if self._sync is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor
@@ -13,7 +13,6 @@ from megasnn.comm.codec import Content
 from megasnn.device_checks import explained
 from megasnn.kernels.packed import remember_bits
 from megasnn.models.description import Carried
-from megasnn.pipeline.host_memory import HostMemory
 from megasnn.pipeline.p2p import TensorDescriptor, message_of
 
 
@@ -24,28 +23,17 @@ class KeptInput:
 
     Args:
         tensors: of `carried`.
-        content_of: the format of each.
     Attributes:
         findings: what the first forward found, for the second one.
     Raises:
         ValueError: outside of a step, values that do not fit their format.
     """
 
-    def __init__(
-        self, tensors: Sequence[Tensor], carried: Sequence[Carried], content_of: Callable[[Carried], Content]
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor], carried: Sequence[Carried]) -> None:
         self.findings: Findings = deque()
         self._tensors = [
-            _packed(tensor, each.name, content_of(each)) for tensor, each in zip(tensors, carried, strict=True)
+            _packed(tensor, each.name, each.content) for tensor, each in zip(tensors, carried, strict=True)
         ]
-
-    def move_out(self, host: HostMemory) -> None:
-        """To the host's memory."""
-        self._tensors = [(descriptor, host.put(payload)) for descriptor, payload in self._tensors]
-
-    def move_in(self, host: HostMemory) -> None:
-        """Back from there."""
-        self._tensors = [(descriptor, host.get(payload)) for descriptor, payload in self._tensors]
 
     def restored(self) -> list[Tensor]:
         """The tensors, in their memory order; to be called once."""
@@ -55,7 +43,7 @@ class KeptInput:
 
 def _packed(tensor: Tensor, name: str, content: Content) -> tuple[TensorDescriptor, Tensor]:
     descriptor = TensorDescriptor.of(tensor, content)
-    with explained(partial("{}: {}".format, name), boundary=name):
+    with explained(partial("{}: {}".format, name)):
         bits = message_of(tensor, descriptor)
     _with_bits(tensor, bits, descriptor)
     return descriptor, bits

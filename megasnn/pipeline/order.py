@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -10,15 +9,12 @@ from functools import lru_cache
 from megasnn.pipeline.costs import PipelineCosts
 from megasnn.pipeline.peaks import Travelling, beside_of_layers
 from megasnn.schedule import ChunkCost, Kind, SchedulePlan, plan_schedule, simulate
-from megasnn.schedule.budget import SECONDS, BudgetError, within_budget
+from megasnn.schedule.budget import BudgetError, within_budget
 from megasnn.schedule.evaluate import Forecast, forecast, forecasts_of_named
 from megasnn.schedule.named import AUTO
 from megasnn.schedule.partition import placed_bounds
 from megasnn.schedule.refine import NEVER
 from megasnn.schedule.weights import SharedWeights
-
-_EACH = 1 / 3  # of the time that is left for budgets, for that of one order
-_LEAST_SECONDS = 0.05
 
 WeightsOf = Callable[[Sequence[range]], SharedWeights]
 """The layers of each unit -> what is gathered of them."""
@@ -40,8 +36,6 @@ class PipelineRequest:
         predicts: whether costs are wanted even where the plan would not need any.
         recompute: a name in `RECOMPUTE`.
         memory_budget: bytes that a step may need on a rank (`StepPeak.total`); forwards are computed again to keep it.
-        offloads: whether what they are computed from is moved to the host's memory meanwhile.
-        costs_kept_as: under which key measured costs are kept for other runs; None: measured in each.
         weight_limit: bytes of gathered weights that a rank may hold, where replicas share weights; None: as few as let
             the next ones be gathered while others are used.
         scatters: whether gradients then go to those who keep the rows after every micro-batch.
@@ -57,8 +51,6 @@ class PipelineRequest:
     predicts: bool = False
     recompute: str = NEVER
     memory_budget: float | None = None
-    offloads: bool = False
-    costs_kept_as: tuple[str, ...] | None = None
     weight_limit: float | None = None
     scatters: bool = False
     rows_have_owners: bool = False
@@ -167,14 +159,12 @@ def _fastest(
     """Of orders with their seconds alone, the fastest first, the one that takes least with all that comes to it."""
     best, least, refusals = None, float("inf"), list[ValueError]()
     looked_at: list[Compared] = []
-    end, counts = time.monotonic() + SECONDS, len(set(request.micro_batches))
     for name, alone, plan in orders:
-        if alone >= least or (best is not None and time.monotonic() > end):
+        if alone >= least:
             break
         bounds, whole = cut.bounds_of(plan.placement), None
-        seconds = max(_LEAST_SECONDS, _EACH * (end - time.monotonic()) / counts)
         try:
-            schedules = _executed(plan, request, bounds, cut, weights_of, seconds)
+            schedules = _executed(plan, request, bounds, cut, weights_of)
             whole = simulate(
                 schedules.training(request.micro_batches[0]),
                 chunk_costs(schedules, bounds, cut.costs, weight_ranks),
@@ -205,27 +195,23 @@ def _executed(
     bounds: tuple[range, ...],
     cut: Cut | None,
     weights_of: WeightsOf | None,
-    seconds: float = SECONDS,
 ) -> SchedulePlan:
-    """With what is computed again, moved to the host and gathered. Raises ValueError for what cannot be."""
+    """With what is computed again and gathered. Raises ValueError for what cannot be."""
     if request.recompute != NEVER or weights_of is not None:
         plan = plan.in_units(bounds, request.recompute)
     if request.memory_budget is not None and cut is not None:
-        plan = _within_budget(plan, request, bounds, cut, seconds)
-    plan = replace(plan, offloads=request.offloads and plan.units is not None)
+        plan = _within_budget(plan, request, bounds, cut)
     return plan if weights_of is None else plan.sharing(weights_of(plan.unit_bounds(bounds)), request.micro_batches)
 
 
-def _within_budget(
-    plan: SchedulePlan, request: PipelineRequest, bounds: Sequence[range], cut: Cut, seconds: float
-) -> SchedulePlan:
+def _within_budget(plan: SchedulePlan, request: PipelineRequest, bounds: Sequence[range], cut: Cut) -> SchedulePlan:
     """With forwards that are computed again, in units; as it is where none has to be."""
     assert request.memory_budget is not None
     refined = plan.in_units(bounds, NEVER)
     exchanged = cut.exchanged(plan.placement)
     units = refined.unit_bounds(bounds), refined.executed_placement
     memory = cut.costs.unit_memory(*units, beside_of_layers(exchanged))
-    limits = request.memory_budget, request.offloads, seconds, [each.behind for each in exchanged]
+    limits = request.memory_budget, [each.behind for each in exchanged]
     chosen = {
         count: within_budget(refined.training(count), memory, *limits) for count in dict.fromkeys(request.micro_batches)
     }

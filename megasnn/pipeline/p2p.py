@@ -47,11 +47,9 @@ class WireOptions:
     """How tensors travel between stages.
 
     Attributes:
-        strict: values that do not fit their format stop the run, where otherwise the tensor goes dense from then on.
         gradient_dtype: in which type gradients travel; None: in their own. A narrower one rounds them.
     """
 
-    strict: bool = False
     gradient_dtype: torch.dtype | None = None
 
 

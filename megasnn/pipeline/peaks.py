@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from megasnn.pipeline.costs import LayerCost, PipelineCosts
 from megasnn.schedule import Schedule
 from megasnn.schedule.memory import UnitMemory, micro_batches_under_way, moments
-from megasnn.schedule.offload import most_on_host
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,11 @@ class StepPeak:
         kept: what forwards have left for their backwards.
         working: what the computation under way needs beside that.
         messages: tensors that wait, or are on their way from and to other stages, or to replicas that own them.
-        on_host: of all moments the most that is in the host's memory, which is no part of the total.
     """
 
     kept: int
     working: int
     messages: int
-    on_host: int = 0
 
     @property
     def total(self) -> int:
@@ -72,10 +69,7 @@ def step_peaks(
     """
     units = costs.unit_memory(bounds, schedule.placement, beside_of_layers(exchanged))
     behind = [each.behind for each in exchanged] or [0] * schedule.ranks
-    return [
-        replace(_peak(schedule, rank, units, each), on_host=round(most_on_host(schedule, rank, units)))
-        for rank, each in enumerate(behind)
-    ]
+    return [_peak(schedule, rank, units, each) for rank, each in enumerate(behind)]
 
 
 def beside_of_layers(exchanged: Iterable[Travelling]) -> dict[int, int]:
@@ -84,7 +78,7 @@ def beside_of_layers(exchanged: Iterable[Travelling]) -> dict[int, int]:
 
 
 def _peak(schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged: int) -> StepPeak:
-    found = moments(schedule, rank, units, exchanged=exchanged)
+    found = moments(schedule, rank, units, exchanged)
     needed = [(each.kept, each.working, each.messages) for each in found]
     return StepPeak(*map(round, max(needed, key=sum)))
 

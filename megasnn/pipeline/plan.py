@@ -11,7 +11,6 @@ from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.costs import PipelineCosts
-from megasnn.pipeline.kept_costs import kept_costs
 from megasnn.pipeline.measured import agreed_costs
 from megasnn.pipeline.order import Compared, ExchangedOf, PipelineRequest, chunk_costs, decide_order
 from megasnn.pipeline.owned_rows_memory import exchanged_with_owners
@@ -180,9 +179,7 @@ def plan_pipeline(
     needs_costs = bounds is None or request.predicts or request.memory_budget is not None
     needs_costs |= stages > 1 and looks_at_costs(request.schedule)
     if needs_costs and costs is None:
-        key, size = request.costs_kept_as, request.micro_batch_size
-        measure = partial(agreed_costs, model, size, context, state, wires, request.repeats)
-        costs = measure() if key is None else kept_costs(key, state.world, measure)
+        costs = agreed_costs(model, request.micro_batch_size, context, state, wires, request.repeats)
     request = replace(request, bounds=bounds)
     shares = None if context.weight.size == 1 else partial(_shared, model, context, request)
     exchanged_of: ExchangedOf | None = None

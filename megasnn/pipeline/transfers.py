@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -68,8 +68,7 @@ class Transfers:
         self._sent: Mapping[int, list[Action]] = {}  # all receives of each link
         self._sizes: Sequence[int] = ()
         self._expected: Callable[[Action], Sequence[Carried]] = _nothing_yet
-        self._dense: set[str] = set()  # what did not fit its format
-        # Of one kind are steps that train or evaluate on as many micro-batches of the same sizes, in the same formats.
+        # Of one kind are steps that train or evaluate on as many micro-batches of the same sizes.
         self._kind: Hashable = None  # of the step
         self._steps = Counter[Hashable]()  # that were done, of each kind
         self._takes_memory = False
@@ -89,7 +88,7 @@ class Transfers:
             makes_graphs: whether layers may get CUDA graphs in this step.
         """
         self._sizes, self._expected, self._early, self._posted = sizes, expected, {}, set()
-        self._kind = torch.is_grad_enabled(), frozenset(sizes), len(sizes), len(self._dense)
+        self._kind = torch.is_grad_enabled(), frozenset(sizes), len(sizes)
         # In the first step of a kind kernels are compiled and loaded. In the second one that trains, memory is taken
         # again, since the optimizer's state has some of what activations had.
         first_steps = 2 if torch.is_grad_enabled() else 1
@@ -120,9 +119,9 @@ class Transfers:
         direction = "forward" if forward else "backward"
         for index, (tensor, each) in enumerate(zip(tensors, carried, strict=True)):
             name = each.name if forward else f"gradient of {each.name}"
-            format = self.content_of(each) if forward else Content.DENSE
+            format = each.content if forward else Content.DENSE
             expected = self._planned(action, each, forward) or format
-            with explained(partial("{1}: {0}".format, name), boundary=name):
+            with explained(partial("{1}: {0}".format, name)):
                 sender.send(self._key(action, index), tensor, expected, direction)
 
     def _planned(self, action: Action, carried: Carried, forward: bool) -> TensorDescriptor | None:
@@ -134,16 +133,8 @@ class Transfers:
         if planned is None:
             return None
         if forward:
-            return replace(planned, content=self.content_of(carried))
+            return replace(planned, content=carried.content)
         return replace(planned, sent_as=self._gradient_dtype or planned.dtype, learns=False)
-
-    def content_of(self, carried: Carried) -> Content:
-        """The format of a tensor at a boundary."""
-        return Content.DENSE if carried.name in self._dense else carried.content
-
-    def go_dense(self, names: Iterable[str]) -> None:
-        """From now on these tensors travel dense. To be called on all ranks alike, between steps."""
-        self._dense.update(names)
 
     def announce(self, actions: Sequence[Action], position: int) -> None:
         """Posts what this rank receives between the computation at `position` and the next one, so that it arrives
@@ -214,13 +205,12 @@ class Transfers:
     def _peer(self, action: Action) -> int:
         return self._placement[action.peer.chunk]
 
-    def _key(self, action: Action, index: int) -> tuple[int, int, int, bool, int]:
+    def _key(self, action: Action, index: int) -> tuple[int, int, int, bool]:
         """Tensors of one place at one boundary and one number of samples have the same shape: one descriptor serves
-        them all. It says whether they need a gradient, which differs in training and evaluation, and their formats,
-        which change when more of them travel dense."""
+        them all. It says whether they need a gradient, which differs in training and evaluation."""
         assert action.micro_batch is not None
         boundary = min(action.chunk, action.peer.chunk)
-        return boundary, index, self._sizes[action.micro_batch], torch.is_grad_enabled(), len(self._dense)
+        return boundary, index, self._sizes[action.micro_batch], torch.is_grad_enabled()
 
 
 def _nothing_yet(receive: Action) -> Sequence[Carried]:

@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import with_config
 
 from megasnn.config.pretrain import PretrainConfig
-from megasnn.config.serialise import to_dict
+from megasnn.config.values import to_dict
 from megasnn.files.described import STRICT, DescriptionError, FreeForm, described, open_regular, read_bounded
 from megasnn.files.durable import write_whole
 from megasnn.grid import ContextCut
@@ -162,9 +162,7 @@ def identity(config: PretrainConfig) -> FreeForm:
                 "model": {"name": config.model.name, **to_dict(config.model)},
                 "neuron": to_dict(config.neuron),
                 "precision": training.precision,
-                "fp32_products": training.fp32_products,
                 "sparse_products": training.sparse_products,
-                "gradients_between_stages": config.parallel.pipeline_gradient_dtype,
             }
         )
     )

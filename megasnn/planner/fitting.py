@@ -13,7 +13,7 @@ from megasnn.pipeline.costs import LinkCost
 from megasnn.planner.analysis import Analysis, Timed
 from megasnn.planner.costs import PARTS, Share, counted_costs, work_of
 from megasnn.planner.machines import DEVICES, MOVED_IN_SUM, MOVED_IN_UPDATE, Machine
-from megasnn.telemetry.device_name import name_of
+from megasnn.telemetry.memory import device_name
 
 
 def fitted_machine(
@@ -32,7 +32,7 @@ def fitted_machine(
         program: bytes of a rank without tensors; None: as the table says.
     """
     is_cpu = device.type == "cpu"
-    base = DEVICES["cpu-core" if is_cpu else "h100"].machine(name_of(device), "fp32")
+    base = DEVICES["cpu-core" if is_cpu else "h100"].machine(device_name(device), "fp32")
     operations, moved = rates(known, timed)
     return replace(
         base,

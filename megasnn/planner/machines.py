@@ -9,7 +9,7 @@ from pydantic import with_config
 
 from megasnn.files.described import STRICT
 from megasnn.pipeline.costs import LinkCost
-from megasnn.table import Table
+from megasnn.registry import Registry
 
 GB = 1e9
 AUTO = "auto"  # stands for the device that was measured
@@ -158,7 +158,7 @@ def _tensor_cores(fp32: float, tf32: float, bf16: float) -> dict[str, float]:
     return {name: 0.5e12 * rate for name, rate in rates.items()}
 
 
-DEVICES: Table[Device] = Table(
+DEVICES: Registry[Device] = Registry(
     "--device-name",
     {
         "h100": Device(

@@ -24,13 +24,7 @@ SIZES = (
     "context_parallel_size",
     "weight_parallel_size",
 )
-DECIDED = (
-    "--memory-budget",
-    "--pipeline-memory-limit",
-    "--pipeline-model-parallel-layout",
-    "--weight-memory-limit",
-    "--layer-costs",
-)
+DECIDED = ("--memory-budget", "--pipeline-model-parallel-layout", "--layer-costs")
 
 _ANEW = "; --costs with a file that is not there does"  # one that is there is read
 
@@ -162,7 +156,6 @@ def _not_planned(config: PretrainConfig) -> list[str]:
         for name in DECIDED
         if getattr(parallel, name[2:].replace("-", "_")) != getattr(default, name[2:].replace("-", "_"))
     ]
-    wrong += ["--offload-activations is not planned: give it to the run"] * parallel.offload_activations
     for name, value in (
         ("--weight-gradients", parallel.weight_gradients),
         ("--cuda-graphs", config.training.cuda_graphs),

@@ -11,7 +11,6 @@ from itertools import groupby, pairwise
 from math import prod
 
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.config.patterns import last_match
 from megasnn.optimizers import Stepped
 from megasnn.planner.analysis import HeldTensor
 from megasnn.planner.layout import Layout
@@ -47,16 +46,15 @@ def states_of(
 ) -> States:
     """Of a rank with these chunks, each of which has its buckets; the rank that owns most rows."""
     grid = layout.grid
-    frozen = optimizer.frozen_patterns()
     copies = (grid.data, grid.context)
     owners = copies if layout.shards_optimizer and prod(copies) > 1 else (1,)
     tensors = [each for chunk in chunks for each in chunk]
     parameters = [each for each in tensors if each.is_parameter]
-    trained = [each for each in parameters if last_match(frozen, each.name) is None]
+    trained = [each for each in parameters if optimizer.lr_scale(each.name)]
     kept = {each.name: _largest_rows(each, (grid.weight,)) for each in parameters}
     owned = {each.name: _largest_rows(each, (grid.weight, *owners)) for each in parameters}
     buffers = sum(_bytes(each) for each in tensors if not each.is_parameter)
-    averages = 0 if optimizer.ema_decay is None else sum(owned.values()) + buffers
+    averages = 0 if not optimizer.ema_decay else sum(owned.values()) + buffers
     sums = sum(kept[each.name] for each in trained) * (grid.weight > 1)
     sums += sum(owned[each.name] for each in trained) * (prod(owners) > 1)
     kinds = optimizer.state_kinds()
@@ -73,10 +71,7 @@ def states_of(
         reduced=sum(kept[each.name] for each in trained),
         updated=sum(owned[each.name] for each in trained),
         working=optimizer.working_bytes(
-            [
-                Stepped(owned[e.name] // e.itemsize, e.itemsize, optimizer.decay_of(e.name, len(e.shape)) > 0)
-                for e in trained
-            ]
+            [Stepped(owned[e.name] // e.itemsize, e.itemsize, optimizer.decay_of(len(e.shape)) > 0) for e in trained]
         ),
     )
 
@@ -85,10 +80,10 @@ def buckets_of(
     tensors: Iterable[HeldTensor], layout: Layout, optimizer: OptimizerConfig, on_gpu: bool
 ) -> list[list[HeldTensor]]:
     """The buckets of a chunk with these tensors."""
-    grid, frozen = layout.grid, optimizer.frozen_patterns()
+    grid = layout.grid
     over = grid.weight if grid.weight > 1 else grid.data * grid.context
     most = max(GPU_BUCKET_BYTES, over * GPU_SHARE_BYTES) if on_gpu else BUCKET_BYTES
-    return packed([e for e in tensors if e.is_parameter and last_match(frozen, e.name) is None], most)
+    return packed([e for e in tensors if e.is_parameter and optimizer.lr_scale(e.name)], most)
 
 
 def row_bytes(tensors: Iterable[HeldTensor], *sizes: int) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from megasnn.data.index import INDEX_NAME, read_index, verify
 from megasnn.preprocess.options import ShardOptions, Verify
 from megasnn.preprocess.run import preprocess
-from megasnn.telemetry.progress import byte_bar
+from megasnn.telemetry.log import byte_bar
 
 
 def run(command: ShardOptions | Verify) -> str:

@@ -68,7 +68,7 @@ def _clip(recording: Recording, item: Item) -> Recording:
     events = recording.events.between(start, end)
     if not len(events):
         raise ValueError(f"{item.source}: no event between {start} and {end} us, where its labels have a gesture")
-    return Recording(events, recording.sensor, recording.format)
+    return Recording(events, recording.sensor)
 
 
 def find_cifar10_dvs(folder: Path, class_list: Path | None, train_share: float) -> Listing:

@@ -129,7 +129,7 @@ def in_full(error: BaseException, with_traceback: bool) -> str:
 
 _LATE = (
     "\nA GPU computes behind the program, and its error is noticed by whatever comes next: run it again with "
-    "--wait-after-actions, where the place is that of the action in which the error arose."
+    "CUDA_LAUNCH_BLOCKING=1 in the environment, where the place is that of the action in which the error arose."
 )
 _TOLD_LATE = "CUDA error", "Triton Error [CUDA]", "cuDNN error"
 

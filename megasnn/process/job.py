@@ -18,7 +18,6 @@ from pathlib import Path
 
 from pydantic import with_config
 
-from megasnn.checkpoint.description import LAST_SERIAL
 from megasnn.checkpoint.folder import clean, last_serial
 from megasnn.files.described import STRICT, Count, DescriptionError, described
 from megasnn.files.locks import LockError, Outcome, acquire, open_lock, this_process, write_note
@@ -115,7 +114,7 @@ class JobFolder:
         # With a rendezvous of fixed addresses torchrun calls every job "none".
         restarted = count > 0 or (job not in (None, "none") and before.job == job)
         if not restarted:
-            self._lock.keep(Note(job, self._usual_serial(folder)))
+            self._lock.keep(Note(job, last_serial(folder)))
         if self._lock.holds:
             clean(folder)
         self.found = self._lock.note.last_serial
@@ -126,17 +125,6 @@ class JobFolder:
         if self.resumes:
             notices.append(f"the job was here before: it goes on from its own latest checkpoint in {folder}")
         self.notice = "\n".join(notices)
-
-    def _usual_serial(self, folder: Path) -> int:
-        """The last serial there is, after which there are numbers for what the job will save."""
-        last = last_serial(folder)
-        if last > LAST_SERIAL // 2:
-            self.release()
-            raise CheckpointError(
-                f"a checkpoint in {folder} says that {last} were saved there: its serial was altered; move it to "
-                "another folder, or choose another --save"
-            )
-        return last
 
     def release(self) -> None:
         self._lock.release()

@@ -3,7 +3,7 @@
 An action prints in the notation of ``torch.distributed.pipelining`` and parses back: ``2F0`` is the forward
 of chunk 2 on micro-batch 0, ``1B3`` the backward of chunk 1 on micro-batch 3, or
 in two parts ``1I3``, the gradient of its input, and ``1W3``, that of its weights; ``1R3`` computes the forward again
-where it left nothing for the backward, ``1OUT3`` moves what it does that from to the host's memory and ``1IN3`` back;
+where it left nothing for the backward;
 ``0SEND_F2`` sends what chunk 0 computed from micro-batch 2, ``0SYNC`` reduces the gradients of chunk 0 over the data
 parallel replicas. Where ranks share weights by rows, ``3GATHER`` starts to gather those of chunk 3, ``3FREE`` lets them
 go, and ``3SCATTER5`` sends the gradients that micro-batch 5 has left to the owners of the rows.
@@ -38,8 +38,6 @@ class Kind(Enum):
     GATHER_WEIGHTS = "GATHER"
     FREE_WEIGHTS = "FREE"
     SCATTER_GRADIENTS = "SCATTER"
-    OFFLOAD = "OUT"
-    FETCH = "IN"
 
     __hash__ = object.__hash__  # members are single objects; Enum hashes their names, in Python
 
@@ -53,7 +51,6 @@ USES_WEIGHTS = COMPUTE - {Kind.WEIGHT_GRADIENT}
 PROPAGATING = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})  # they give what the chunk before waits for
 FINISHING = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})  # after them the chunk lets its activations go
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
-MOVES = frozenset({Kind.OFFLOAD, Kind.FETCH})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 GATHERING = frozenset({Kind.GATHER_WEIGHTS, Kind.FREE_WEIGHTS})
 OF_NO_MICRO_BATCH = GATHERING | {Kind.SYNC_GRADIENTS}

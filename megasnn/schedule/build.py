@@ -9,7 +9,7 @@ from typing import Any
 
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.basic import forward_only
-from megasnn.schedule.budget import Chosen
+from megasnn.schedule.budget import Choice
 from megasnn.schedule.costs import ChunkCost
 from megasnn.schedule.named import (
     AUTO,
@@ -21,7 +21,6 @@ from megasnn.schedule.named import (
     named_schedule,
     possible_chunks,
 )
-from megasnn.schedule.offload import insert_offload
 from megasnn.schedule.partition import loop_placement
 from megasnn.schedule.passes import insert_transfers
 from megasnn.schedule.refine import NEVER, RECOMPUTE, insert_recompute, refine
@@ -85,7 +84,6 @@ class SchedulePlan:
         units: how many units each chunk is executed in; None: the chunks as they are.
         recompute: a name in `RECOMPUTE`: which forwards of units are computed again.
         chosen: for some numbers of micro-batches, those in its place.
-        offloads: whether what they are computed from is moved to the host's memory meanwhile.
         weights: of units, where ranks share them by rows; None: every rank has its own whole.
     """
 
@@ -96,8 +94,7 @@ class SchedulePlan:
     decided: tuple[Schedule, ...] = ()
     units: tuple[int, ...] | None = None
     recompute: str = NEVER
-    chosen: Mapping[int, Chosen] = field(default_factory=dict)
-    offloads: bool = False
+    chosen: Mapping[int, frozenset[Choice]] = field(default_factory=dict)
     weights: SharedWeights | None = None
 
     def in_units(self, bounds: Sequence[range], recompute: str) -> SchedulePlan:
@@ -184,7 +181,6 @@ class SchedulePlan:
                 refine(schedule, self.units),
                 lambda unit, m: wanted(m, micro_batches) if chosen is None else (unit, m) in chosen,
             )
-            schedule = insert_offload(schedule) if self.offloads else schedule
         return self._with_weights(schedule)
 
     def of_chunks(self, micro_batches: int) -> Schedule:

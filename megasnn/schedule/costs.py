@@ -34,7 +34,6 @@ class ChunkCost:
         activation: what a forward holds until its backward or weight gradient is done; 1 counts micro-batches.
         output, gradient: the two ways in detail, in place of `transfer`.
         again: time of a forward that is computed again; that of the forward when not given.
-        moved: time to move what it is computed from to the host's memory, or back.
         gather, scatter: how long the link to the other replicas takes for the chunk's weights, and for the gradients of
         one micro-batch.
     """
@@ -48,7 +47,6 @@ class ChunkCost:
     output: Transfer | None = None
     gradient: Transfer | None = None
     again: float | None = None
-    moved: float = 0.0
     gather: float = 0.0
     scatter: float = 0.0
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from megasnn.schedule.actions import COMPUTE, FINISHING, MOVES, PROPAGATING, RECEIVES, SENDS, Action, Kind, Schedule
+from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, RECEIVES, SENDS, Action, Kind, Schedule
 from megasnn.schedule.arrivals import known_arrivals, peers
 
 
@@ -106,7 +106,7 @@ class UnitMemory:
 
 
 class Moment(NamedTuple):
-    """What a rank needs while it computes; numbers, or vectors of them.
+    """Bytes that a rank needs while it computes.
 
     Attributes:
         kept: what forwards have left for their backwards, and weights in another type.
@@ -115,78 +115,67 @@ class Moment(NamedTuple):
     """
 
     action: Action
-    kept: Any
-    working: Any
-    messages: Any
+    kept: float
+    working: float
+    messages: float
 
 
 def moments(
     schedule: Schedule,
     rank: int,
     units: Sequence[UnitMemory],
-    one: Any = 1.0,
-    share: Callable[[int, int], Any] = lambda unit, m: 1.0,
     exchanged: int = 0,
 ) -> Iterator[Moment]:
     """Every computation of a rank, and what comes behind them.
 
-    All is linear in the shares, so that they may be unknown: with vectors for `one` and `share`, vectors come out.
-
     Args:
         units: of each chunk of the schedule.
         exchanged: bytes that travel to and from those who own rows, behind all computations.
-        one: how one is written. share: how much of a forward (unit, micro-batch) is computed again, of those that the
-            schedule computes again: all of it, 1, or nothing.
     """
     row, last = schedule.actions[rank], schedule.chunks - 1
-    again = {(unit, m): share(unit, m) for unit, kind, m in row if kind is Kind.RECOMPUTE and m is not None}
-    kept, waiting = cast_bytes(schedule, rank, units) * one, 0.0 * one
+    again = {(unit, m) for unit, kind, m in row if kind is Kind.RECOMPUTE}
+    kept, waiting = cast_bytes(schedule, rank, units), 0.0
     finish = {action.chunk: index for index, action in enumerate(row) if action.kind in FINISHING}
     arrivals = known_arrivals(schedule, rank)
     sent: dict[int, deque[float]] = {peer: deque() for peer in peers(schedule.placement, rank)}
     arrived, on_the_way = dict.fromkeys(sent, 0), 0.0  # bytes are whole numbers: sums and differences are exact
     for index, action in enumerate(row):
         unit, kind, m = action
-        memory, mine = units[unit], one * 0.0 if m is None else again.get((unit, m), 0.0 * one)
+        memory, is_again = units[unit], (unit, m) in again
         deferred = memory.held if memory.deferred is None else memory.deferred
         before, gradient = (units[unit - 1].output, units[unit - 1].waiting_gradient) if unit else (0.0, 0.0)
         if kind is Kind.FORWARD:
-            waiting = waiting - one * before
-            kept = kept + mine * memory.entering
+            waiting -= before
+            kept += memory.entering if is_again else 0.0
         elif kind in PROPAGATING and unit < last:
-            waiting = waiting - one * memory.waiting_gradient
+            waiting -= memory.waiting_gradient
         if kind in COMPUTE and kind in memory.working:
             coming = sum(_size(units, each) for each in _received_next(row, index))
-            # Where a forward is not computed again, that needs nothing.
-            needs = (mine if kind is Kind.RECOMPUTE else one) * memory.working[kind]
             if memory.last is not None and index == finish.get(unit):
                 coming += memory.last[kind] - memory.working[kind]
-            yield Moment(action, kept, needs, waiting + one * (coming + on_the_way))
+            yield Moment(action, kept, memory.working[kind], waiting + coming + on_the_way)
         if kind is Kind.FORWARD:
-            kept = kept + (one - mine) * memory.held
-            waiting = waiting + one * (memory.output if unit < last else 0.0)
+            kept += 0.0 if is_again else memory.held
+            waiting += memory.output if unit < last else 0.0
         elif kind is Kind.RECOMPUTE:
-            kept = kept + mine * (memory.held - memory.entering)
+            kept += memory.held - memory.entering
         elif kind in PROPAGATING:
-            kept = kept - one * (memory.held - (deferred if kind is Kind.INPUT_GRADIENT else 0.0))
-            waiting = waiting + one * gradient
+            kept -= memory.held - (deferred if kind is Kind.INPUT_GRADIENT else 0.0)
+            waiting += gradient
         elif kind is Kind.WEIGHT_GRADIENT:
-            kept = kept - one * deferred
-        elif kind in MOVES:
-            moved = mine * (units[unit - 1].message if unit else 0.0)
-            kept = kept + (moved if kind is Kind.FETCH else -moved)
+            kept -= deferred
         elif kind in SENDS:
             sent[schedule.placement[action.peer.chunk]].append(size := _size(units, action))
             on_the_way += size
-            waiting = waiting - one * (memory.output if kind is Kind.SEND_FORWARD else gradient)
+            waiting -= memory.output if kind is Kind.SEND_FORWARD else gradient
         elif kind in RECEIVES:
-            waiting = waiting + one * (before if kind is Kind.RECV_FORWARD else memory.waiting_gradient)
+            waiting += before if kind is Kind.RECV_FORWARD else memory.waiting_gradient
             peer = schedule.placement[action.peer.chunk]
             while arrived[peer] < arrivals[action]:
                 on_the_way -= sent[peer].popleft()
                 arrived[peer] += 1
     if row and exchanged:
-        yield Moment(row[-1], cast_bytes(schedule, rank, units) * one, 0.0 * one, exchanged * one)
+        yield Moment(row[-1], cast_bytes(schedule, rank, units), 0.0, exchanged)
 
 
 def cast_bytes(schedule: Schedule, rank: int, units: Sequence[UnitMemory]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
+from megasnn.registry import Registry
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.basic import gpipe, interleaved, one_f_one_b
 from megasnn.schedule.costs import ChunkCost, chunk_costs
@@ -14,7 +15,6 @@ from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
 from megasnn.schedule.streams import Ticks, as_schedule
 from megasnn.schedule.validate import validate
 from megasnn.schedule.zero_bubble import Recipe, half_limit, min_limit
-from megasnn.table import Table
 
 CostsOf = Callable[[tuple[int, ...]], Sequence[ChunkCost]]  # placement -> cost of each chunk
 
@@ -80,7 +80,7 @@ class FilledOrder:
 
 
 AUTO = "auto"  # stands for the best that a search finds
-SCHEDULES: Table[FixedOrder | FilledOrder] = Table(
+SCHEDULES: Registry[FixedOrder | FilledOrder] = Registry(
     "--pipeline-schedule",
     {
         "gpipe": FixedOrder(

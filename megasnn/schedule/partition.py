@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations, groupby
 from operator import sub
 
-from megasnn.table import Table
+from megasnn.registry import Registry
 
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
 FILL_AND_DRAIN = 1 / 8  # of a chunk's cost beside a rank's: about that of a step of eight micro-batches
@@ -141,7 +141,7 @@ def v_placement(ranks: int, chunks_per_rank: int = 2) -> tuple[int, ...]:
 
 
 # Name -> (ranks, chunks on each rank) -> the rank of each chunk.
-PLACEMENTS: Table[Callable[[int, int], tuple[int, ...]]] = Table(
+PLACEMENTS: Registry[Callable[[int, int], tuple[int, ...]]] = Registry(
     "--target-placement", {"loop": loop_placement, "v": v_placement}
 )
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from megasnn.registry import Registry
 from megasnn.schedule.actions import COMPUTE, PROPAGATING, RECEIVES, Action, Kind, Schedule
-from megasnn.table import Table
 
 _OF_ALL_UNITS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT_GRADIENT: -1, Kind.WEIGHT_GRADIENT: -1}
 _OF_ALL_UNITS[Kind.SYNC_GRADIENTS] = -1
@@ -47,7 +47,7 @@ def _of_units(action: Action, firsts: Sequence[int]) -> Iterator[Action]:
         yield Action(units[0] if kind in _OF_FIRST_UNIT else units[-1], kind, m)
 
 
-RECOMPUTE: Table[Callable[[int, int], bool]] = Table(
+RECOMPUTE: Registry[Callable[[int, int], bool]] = Registry(
     "--recompute",
     {
         "never": lambda micro_batch, micro_batches: False,
@@ -66,10 +66,10 @@ def insert_recompute(schedule: Schedule, wanted: Callable[[int, int], bool]) -> 
     It is done before the rank waits for what the backward needs. Where nothing is computed between forward and backward
     there is nothing to gain, and no R.
     """
-    return replace(schedule, actions=tuple(_with_recompute(row, wanted) for row in schedule.actions))
+    return replace(schedule, actions=tuple(with_recompute(row, wanted) for row in schedule.actions))
 
 
-def _with_recompute(row: Sequence[Action], wanted: Callable[[int, int], bool]) -> tuple[Action, ...]:
+def with_recompute(row: Sequence[Action], wanted: Callable[[int, int], bool]) -> tuple[Action, ...]:
     result: list[Action] = []
     computed: Action | None = None  # the last computation
     for action in row:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from megasnn.schedule.actions import COLLECTIVES, COMPUTE, MOVES, RECEIVES, SENDS, Action, Kind, Place, Schedule
+from megasnn.schedule.actions import COLLECTIVES, COMPUTE, RECEIVES, SENDS, Action, Kind, Place, Schedule
 from megasnn.schedule.costs import ChunkCost, Transfer
 from megasnn.schedule.memory import activations_held
 from megasnn.schedule.replica_link import ReplicaLinks
@@ -53,9 +53,8 @@ def simulate(
 
     A transfer begins when the tensor is handed over and its receive is posted, whatever the two ranks compute
     meanwhile; the receiver waits for its end, the sender does not. Receives are posted as the executor posts them, see
-    `Link`. Gradient sync takes no time. A rank moves tensors to its host's memory and back one after another beside
-    what it computes; a forward waits for what it is computed from. So it does with gathers and scatters, on a link of
-    their own; the first computation that uses the weights waits for them.
+    `Link`. Gradient sync takes no time. Gathers and scatters go one after another over a link of their own, beside
+    what the rank computes; the first computation that uses the weights waits for them.
 
     Args:
         costs: one for each chunk.
@@ -168,8 +167,6 @@ def _end_times(
     whole = range(schedule.chunks) if wholes is None else wholes
     together: list[tuple[int, Kind, int | None] | None] = [None] * schedule.ranks
     started: list[list[float]] = [[] for _ in schedule.actions]
-    moves_end = [0.0] * schedule.ranks
-    there_at: dict[tuple[int, int | None], float] = {}  # inputs that were moved back, by chunk and micro-batch
     for rank, run in runs(schedule):
         now, append, actions = clock[rank], ends[rank].append, schedule.actions[rank]
         for index in run:
@@ -180,15 +177,11 @@ def _end_times(
                 if part != together[rank]:
                     together[rank], started[rank] = part, []
                 started[rank].append(now)
-                if kind is Kind.RECOMPUTE:
-                    now = max(now, there_at.get((chunk, m), 0.0))
                 time = computing[kind][chunk]
                 now = replicas.use((rank, index), action, now, time) if replicas.coming else now + time
             elif kind in SENDS:
                 now += ways[kind][chunk].send
                 links[kind][chunk].coming.append((action.peer, now, ways[kind][chunk]))
-            elif kind in MOVES:
-                there_at[chunk, m] = moves_end[rank] = max(now, moves_end[rank]) + costs[chunk].moved
             elif kind in RECEIVES:
                 now = links[kind][chunk].receive(action, now, started[rank])
             elif kind in COLLECTIVES and kind is not Kind.SYNC_GRADIENTS:

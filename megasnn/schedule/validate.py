@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from itertools import pairwise
 from operator import lt
 
-from megasnn.schedule.actions import GATHERING, MOVES, RECEIVES, SENDS, Action, Kind, Place, Schedule, format_actions
+from megasnn.schedule.actions import GATHERING, RECEIVES, SENDS, Action, Kind, Place, Schedule, format_actions
 from megasnn.schedule.memory import activations_held
 from megasnn.schedule.passes import Boundaries
 
@@ -36,9 +35,8 @@ def validate(schedule: Schedule, memory_limit: float | None = None, activation: 
     Every action is there exactly once and on the right rank; everything an action uses is there before it;
     a chunk's forwards and backwards are in ascending order, so that every schedule accumulates alike; receives
     on a link are in the order of the sends; and no rank waits for ever. A chunk's backward on a micro-batch is
-    either whole (B) or in two parts (I and W). A forward may be computed again (R) once, before its backward;
-    what it is computed from may be moved out (OUT) and back (IN) in between. Where a chunk's gradients are scattered,
-    they are so once for each micro-batch, before the next one adds its own. With a
+    either whole (B) or in two parts (I and W). A forward may be computed again (R) once, before its backward. Where a
+    chunk's gradients are scattered, they are so once for each micro-batch, before the next one adds its own. With a
     `memory_limit`, no rank ever holds more activations than that; see `activations_held` for what is counted, and
     `activation` for how much each chunk's are.
     """
@@ -125,7 +123,6 @@ def _places(schedule: Schedule, rank: int, boundaries: Boundaries) -> Places:
             mine[at] = index
     for chunk in chunks:
         problems += [(index, "does not belong here") for index in _wholes_beside_parts(places[chunk])]
-        problems += _moves_by_themselves(places[chunk])
     if problems:
         index, problem = min(problems)
         raise ScheduleError(schedule, f"{order[index]} {problem}", [(rank, index)])
@@ -142,7 +139,7 @@ def _nowhere(schedule: Schedule, boundaries: Boundaries, chunk: int) -> dict[Kin
     kinds += [Kind.RECV_FORWARD] * boundaries.before[chunk] + [Kind.SEND_FORWARD] * boundaries.after[chunk]
     if schedule.forward_only:
         return {kind: [-1] * schedule.micro_batches for kind in kinds}
-    kinds += [Kind.BACKWARD, *PARTS, Kind.RECOMPUTE, *MOVES, Kind.SCATTER_GRADIENTS]
+    kinds += [Kind.BACKWARD, *PARTS, Kind.RECOMPUTE, Kind.SCATTER_GRADIENTS]
     kinds += [Kind.RECV_BACKWARD] * boundaries.after[chunk] + [Kind.SEND_BACKWARD] * boundaries.before[chunk]
     return {kind: [-1] * schedule.micro_batches for kind in kinds} | {Kind.SYNC_GRADIENTS: [-1]}
 
@@ -153,18 +150,9 @@ def _wholes_beside_parts(of_chunk: dict[Kind, Indices]) -> list[int]:
     return [whole for whole, *parts in zip(*backwards, strict=True) if whole >= 0 and max(parts) >= 0]
 
 
-def _moves_by_themselves(of_chunk: dict[Kind, Indices]) -> Iterator[tuple[int, str]]:
-    """OUT and IN belong together, and to a forward that is computed again."""
-    if Kind.RECOMPUTE in of_chunk:
-        for out, back, again in zip(*(of_chunk[k] for k in (Kind.OFFLOAD, Kind.FETCH, Kind.RECOMPUTE)), strict=True):
-            if max(out, back) >= 0 and min(out, back, again) < 0:
-                missing = "its R" if again < 0 else "its IN" if back < 0 else "its OUT"
-                yield max(out, back), f"is there without {missing}"
-
-
 def _missing(chunk: int, of_chunk: dict[Kind, Indices]) -> Iterator[Action]:
     for kind, indices in of_chunk.items():
-        if min(indices) >= 0 or kind is Kind.RECOMPUTE or kind in MOVES:
+        if min(indices) >= 0 or kind is Kind.RECOMPUTE:
             continue
         if kind is Kind.SCATTER_GRADIENTS and max(indices) < 0:
             continue  # the gradients stay whole until SYNC
@@ -217,10 +205,6 @@ def _needed_on_rank(
     repeated = [mine[Kind.RECOMPUTE][m] for m in again]
     yield [forward[m] for m in again], repeated
     yield repeated, [gradient[m] for m in again]
-    moved = [m for m, index in enumerate(mine[Kind.OFFLOAD]) if index >= 0]
-    steps = forward, mine[Kind.OFFLOAD], mine[Kind.FETCH], mine[Kind.RECOMPUTE]
-    for first, second in pairwise(steps):
-        yield [first[m] for m in moved], [second[m] for m in moved]
     yield gradient, gradient[1:]
     if boundaries.after[chunk]:
         yield mine[Kind.RECV_BACKWARD], gradient

@@ -16,7 +16,6 @@ from megasnn.schedule.memory import weights_held
 from megasnn.schedule.validate_weights import validate_weights
 
 AT_ONCE = 2  # gathers on their way: of the unit that computes next, and of the one behind it
-BEHIND_COMPUTING = SENDS | {Kind.OFFLOAD}
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def _with_gathers(row: Sequence[Action], unit_bytes: Sequence[int], limit: int, 
     start = 0
     for (at, _), gone, coming in zip(uses, freed, [*gathered[1:], []], strict=True):
         end = at + 1
-        while end < len(row) and row[end].kind in BEHIND_COMPUTING:  # others wait for what is sent
+        while end < len(row) and row[end].kind in SENDS:  # others wait for what is sent
             end += 1
         result += row[start:end]
         result += [Action(unit, Kind.FREE_WEIGHTS) for unit in gone]

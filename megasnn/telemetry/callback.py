@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megasnn.telemetry.logline import EvaluationRecord, IterationRecord, StepResult
+    from megasnn.telemetry.records import EvaluationRecord, IterationRecord, StepResult
     from megasnn.telemetry.reporter import RunOutline
 
 

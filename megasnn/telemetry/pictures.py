@@ -1,140 +1,143 @@
-"""Samples as pictures: event frames in two colours, images as they are, several on a sheet with captions."""
+"""Pictures for TensorBoard and `show-data`, drawn by matplotlib: samples, rasters, and spikes of layers over a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
 
-_SMALLEST, _LARGEST = 64, 256  # pixels of a picture's longer side
-_GAP = 4
-_CAPTION = 14
-_BACKGROUND, _INK = 225, 20  # levels of grey
-EVENT_LEGEND = "red: pixels that became brighter; blue: darker; black: both; a frame for each time step, left to right"
+from megasnn.telemetry.spikes import LayerSpikes, Raster
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Picture = NDArray[np.uint8]
+"""[height, width, 3]"""
 
-
-def frames_to_rgb(frames: NDArray[Any]) -> Picture:
-    """Event frames `[T, 2, H, W]` -> pictures uint8 `[T, H, W, 3]`: on white, red where it became brighter
-    (polarity 1), blue where darker (polarity 0).
-
-    The darkest shade stands for the 99.5th percentile of what is not zero in the sample, so that one hot pixel does
-    not make all others pale.
-
-    Raises:
-        ValueError: another shape.
-    """
-    if frames.ndim != 4 or frames.shape[1] != 2:
-        raise ValueError(f"event frames are [T, 2, H, W], not {list(frames.shape)}")
-    values = frames.astype(np.float32)
-    seen = values[values > 0]
-    shade = np.clip(values / np.percentile(seen, 99.5), 0, 1) if len(seen) else values
-    darker, brighter = shade[:, 0], shade[:, 1]
-    light = np.stack([1 - darker, 1 - np.maximum(darker, brighter), 1 - brighter], axis=-1)
-    return np.rint(255 * light).astype(np.uint8)
-
-
-def image_to_rgb(image: NDArray[Any]) -> Picture:
-    """An image, uint8 `[H, W]`, `[H, W, 1]` or `[H, W, 3]`, or normalised floats `[C, H, W]` -> uint8 `[H, W, 3]`.
-
-    Floats are stretched from black to white.
-
-    Raises:
-        ValueError: another shape.
-    """
-    if image.dtype != np.uint8 and image.ndim == 3:
-        low, high = float(image.min()), float(image.max())
-        image = np.rint((image - low) * (255 / max(high - low, 1e-12))).astype(np.uint8).transpose(1, 2, 0)
-    if image.ndim == 2:
-        image = image[..., None]
-    if image.ndim != 3 or image.shape[2] not in (1, 3):
-        raise ValueError(f"images are [H, W, C] or floats [C, H, W] with 1 or 3 channels, not {list(image.shape)}")
-    return np.broadcast_to(image, (*image.shape[:2], 3)).astype(np.uint8)
+EVENT_LEGEND = "red: brighter, blue: darker, black: both; a frame for each time step"
+HISTORY_COLUMNS = 120
+PANELS = {"firing_rate": "firing rate", "silent": "silent neurons", "saturated": "always firing"}
+DPI = 100
 
 
 def to_rgb(sample: NDArray[Any]) -> Picture:
-    """A sample as the loader has it -> the pictures of a row, uint8 `[T, H, W, 3]`; an image is a row of one.
+    """Converts a sample as the loader has it to uint8 `[H, W, 3]`.
+
+    Event frames `[T, 2, H, W]` stand side by side, on white, red where it became brighter (polarity 1) and blue where
+    darker; the darkest shade is the 99.5th percentile of what is not zero. Images are uint8 `[H, W]` or `[H, W, C]`, or
+    floats `[C, H, W]`, which are stretched from black to white.
 
     Raises:
-        ValueError: neither event frames nor an image.
+        ValueError: another shape.
     """
-    return frames_to_rgb(sample) if sample.ndim == 4 else image_to_rgb(sample)[None]
+    if sample.ndim == 4 and sample.shape[1] == 2:
+        values = sample.astype(np.float32)
+        seen = values[values > 0]
+        shade = np.clip(values / np.percentile(seen, 99.5), 0, 1) if len(seen) else values
+        darker, brighter = shade[:, 0], shade[:, 1]
+        light = np.stack([1 - darker, 1 - np.maximum(darker, brighter), 1 - brighter], axis=-1)
+        framed = np.pad(np.rint(255 * light), ((0, 0), (0, 0), (0, 1), (0, 0)), constant_values=160)
+        return np.concatenate([*framed], axis=1).astype(np.uint8)
+    if sample.dtype != np.uint8 and sample.ndim == 3:
+        low, high = float(sample.min()), float(sample.max())
+        sample = np.rint((sample - low) * (255 / max(high - low, 1e-12))).astype(np.uint8).transpose(1, 2, 0)
+    image = sample[..., None] if sample.ndim == 2 else sample
+    if image.ndim != 3 or image.shape[2] not in (1, 3):
+        raise ValueError(f"a sample is an image or event frames [T, 2, H, W], not {list(sample.shape)}")
+    return np.broadcast_to(image, (*image.shape[:2], 3)).astype(np.uint8)
 
 
-def sample_sheet(
-    samples: Sequence[NDArray[Any]], captions: Sequence[str], width: int = 1280, title: str = ""
-) -> Picture:
-    """Samples (as `to_rgb` takes them) on a sheet, uint8 `[height, width, 3]`, each row of frames below its caption.
-
-    Small ones are magnified, large ones reduced. What does not fit beside the one before goes below; the sheet is
-    wider than `width` pixels only where one row of frames or the title is.
-
-    Args:
-        title: what the whole sheet shows, above everything; event frames get a legend of their colours when not given.
+def sample_sheet(samples: Sequence[NDArray[Any]], captions: Sequence[str]) -> Picture:
+    """Draws samples with captions on a sheet: recordings one below the other, images four in a row.
 
     Raises:
         ValueError: no samples, another number of captions, or a sample that is no picture.
     """
     if not samples or len(samples) != len(captions):
-        raise ValueError(
-            f"a sheet needs samples and a caption for each: {len(samples)} samples, {len(captions)} captions"
-        )
-    cells = [_cell(to_rgb(sample), caption) for sample, caption in zip(samples, captions, strict=True)]
-    if not title and any(sample.ndim == 4 for sample in samples):
-        title = EVENT_LEGEND
-    places, (right, bottom) = _flow([cell.size for cell in cells], width)
-    head = _text(title)
-    sheet = Image.new("RGB", (max(right, head.width + 2 * _GAP), bottom + head.height), (_BACKGROUND,) * 3)
-    sheet.paste(head, (_GAP, _GAP))
-    for cell, (x, y) in zip(cells, places, strict=True):
-        sheet.paste(cell, (x, y + head.height))
-    return np.asarray(sheet)
+        raise ValueError(f"a sheet needs a caption for each sample: {len(samples)} samples, {len(captions)} captions")
+    is_events = any(sample.ndim == 4 for sample in samples)
+    return _sheet([to_rgb(sample) for sample in samples], captions, EVENT_LEGEND if is_events else "", is_events)
 
 
-def _text(text: str) -> Image.Image:
-    """A line of text; nothing for an empty one."""
-    font = ImageFont.load_default()
-    size = (int(font.getlength(text)) + 1, _CAPTION) if text else (0, 0)
-    line = Image.new("RGB", size, (_BACKGROUND,) * 3)
-    ImageDraw.Draw(line).text((0, 0), text, (_INK,) * 3, font)
-    return line
+def raster_sheet(rasters: Mapping[str, Raster]) -> Picture:
+    """Draws rasters: a row of pixels for each neuron, a column for each time step, grey lines between samples."""
+    samples, neurons, time_steps = next(iter(rasters.values())).shape
+    legend = f"black: a spike; up to {neurons} neurons of each layer, {time_steps} steps of each of {samples} samples"
+    return _sheet([raster_picture(raster) for raster in rasters.values()], list(rasters), legend)
 
 
-def _cell(pictures: Picture, caption: str) -> Image.Image:
-    """The pictures of one sample side by side, below the caption."""
-    scaled = [_scaled(Image.fromarray(picture)) for picture in pictures]
-    font = ImageFont.load_default()
-    text = int(font.getlength(caption)) + 1
-    row = sum(picture.width + _GAP for picture in scaled) - _GAP
-    cell = Image.new("RGB", (max(row, text), _CAPTION + scaled[0].height), (_BACKGROUND,) * 3)
-    ImageDraw.Draw(cell).text((0, 0), caption, (_INK,) * 3, font)
-    for index, picture in enumerate(scaled):
-        cell.paste(picture, (index * (picture.width + _GAP), _CAPTION))
-    return cell
+def raster_picture(raster: Raster) -> Picture:
+    """Draws one layer, uint8 `[neurons, samples * (T + 1) - 1, 3]`: 0 is a spike, 255 none, 160 a border."""
+    samples, neurons, time_steps = raster.shape
+    picture = np.full((neurons, samples, time_steps + 1), 160, np.uint8)
+    picture[..., :time_steps] = np.where(raster, 0, 255).transpose(1, 0, 2)
+    return np.repeat(picture.reshape(neurons, -1)[:, :-1, None], 3, axis=2)
 
 
-def _scaled(picture: Image.Image) -> Image.Image:
-    longer = max(picture.size)
-    if longer > _LARGEST:
-        picture.thumbnail((_LARGEST, _LARGEST))
-        return picture
-    times = -(-_SMALLEST // longer)
-    return picture.resize((times * picture.width, times * picture.height), Image.Resampling.NEAREST)
+def _sheet(pictures: Sequence[Picture], captions: Sequence[str], title: str, one_a_row: bool = False) -> Picture:
+    columns = 1 if one_a_row else min(4, len(pictures))
+    rows = -(-len(pictures) // columns)
+    height = 12 * pictures[0].shape[0] / pictures[0].shape[1] if one_a_row else 12 / columns
+    figure = _figure(12, max(rows * (min(height, 4) + 0.3), 1.0) + 0.4)
+    figure.suptitle(title, fontsize=9)
+    for place, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        axes.imshow(picture, interpolation="nearest")
+        axes.set_title(caption, fontsize=8)
+        axes.axis("off")
+    return _pixels(figure)
 
 
-def _flow(sizes: Sequence[tuple[int, int]], width: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-    """Places of boxes from left to right and top to bottom, and the size of it all."""
-    places = []
-    x = y = _GAP
-    row = right = 0
-    for box_width, box_height in sizes:
-        if x > _GAP and x + box_width + _GAP > width:
-            x, y, row = _GAP, y + row + _GAP, 0
-        places.append((x, y))
-        x += box_width + _GAP
-        row, right = max(row, box_height), max(right, x)
-    return places, (right, y + row + _GAP)
+class SpikeHistory:
+    """Keeps the spikes of the layers at up to 120 iterations, spread evenly over the run, and draws them."""
+
+    def __init__(self) -> None:
+        self._iterations: list[int] = []
+        self._layers: list[list[LayerSpikes]] = []
+        self._every, self._seen = 1, 0
+
+    def add(self, iteration: int, layers: Sequence[LayerSpikes]) -> None:
+        """Takes the layers in the model's order, the same ones each time."""
+        if layers and self._seen % self._every == 0:
+            self._iterations.append(iteration)
+            self._layers.append(list(layers))
+        self._seen += 1
+        if len(self._iterations) > HISTORY_COLUMNS:
+            self._iterations, self._layers = self._iterations[::2], self._layers[::2]
+            self._every *= 2
+
+    def __len__(self) -> int:
+        return len(self._iterations)
+
+    def picture(self) -> Picture:
+        """Draws layers against iterations, a panel for each statistic. Raises ValueError while nothing was added."""
+        if not self._iterations:
+            raise ValueError("a history of spikes without a single iteration cannot be drawn")
+        names = [layer.name for layer in self._layers[0]]
+        figure = _figure(14, 1.6 + 0.16 * len(names))
+        for place, (statistic, title) in enumerate(PANELS.items()):
+            values = np.array([[getattr(layer, statistic) for layer in column] for column in self._layers]).T
+            axes = figure.add_subplot(1, len(PANELS), place + 1)
+            shown = axes.imshow(values, aspect="auto", cmap="Blues", interpolation="nearest", vmin=0)
+            axes.set_title(title, fontsize=9)
+            axes.set_yticks(range(len(names)), names if place == 0 else [""] * len(names), fontsize=6)
+            ends = [0, len(self._iterations) - 1]
+            axes.set_xticks(ends, [str(self._iterations[end]) for end in ends], fontsize=7)
+            figure.colorbar(shown, ax=axes).ax.tick_params(labelsize=6)
+        return _pixels(figure)
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure((width, height), DPI, layout="constrained")
+
+
+def _pixels(figure: Figure) -> Picture:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()

@@ -1,4 +1,4 @@
-"""Names for what runs, in the traces of torch.profiler and of NVIDIA's tools."""
+"""Names of actions, layers and messages in the traces of torch.profiler."""
 
 from __future__ import annotations
 
@@ -10,49 +10,22 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-_for_nvidia = False
-
 
 def named(name: str) -> AbstractContextManager[object]:
-    """What runs inside is a range of this name in a trace that is being taken; otherwise it costs nothing."""
-    if not is_traced():
-        return nullcontext()
-    return _named_for_nvidia(name) if torch.cuda.is_available() else profiler.record_function(name)
+    """Names what runs inside, in a trace that is being taken; otherwise it costs nothing."""
+    return profiler.record_function(name) if is_traced() else nullcontext()
 
 
 def is_traced() -> bool:
-    """Whether torch.profiler, or `torch.autograd.profiler.emit_nvtx`, records what this process does, or there are to
-    be ranges for a tool of NVIDIA's."""
-    return profiler._is_profiler_enabled or _for_nvidia
-
-
-@contextmanager
-def nvtx_ranges(wanted: bool) -> Iterator[None]:
-    """Inside, there are NVTX ranges if they are wanted; without, only while torch.profiler records."""
-    global _for_nvidia
-    before, _for_nvidia = _for_nvidia, wanted
-    try:
-        yield
-    finally:
-        _for_nvidia = before
-
-
-@contextmanager
-def _named_for_nvidia(name: str) -> Iterator[None]:
-    with profiler.record_function(name):
-        torch.cuda.nvtx.range_push(name)  # `range` would take braces in a name for something to fill in
-        try:
-            yield
-        finally:
-            torch.cuda.nvtx.range_pop()
+    """True while torch.profiler, or `torch.autograd.profiler.emit_nvtx`, records this process."""
+    return profiler._is_profiler_enabled
 
 
 class BackwardRanges:
-    """Names for what layers do in the backward of a chunk.
+    """Names each layer's part in the backward of a chunk.
 
-    Autograd does the work of one layer after another, from the last one of forward to the first: of all that can be
-    done it takes what forward made last. So a range begins with the first work of a layer, and ends where that of
-    another begins, or with the backward.
+    Autograd works off the layers one after another, since it takes what forward made last. So a range begins with the
+    first work of a layer, and ends where that of another begins, or with the backward.
     """
 
     def __init__(self) -> None:
@@ -60,7 +33,7 @@ class BackwardRanges:
         self._open = ExitStack()
 
     def watch(self, layer: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """After a layer's forward, in a trace: its part in the backward has its name."""
+        """Registers a layer after its forward, in a trace."""
         before = {x.grad_fn for x in inputs}  # which a layer may hand on
         for node in {y.grad_fn for y in outputs} - before:
             if node is not None:
@@ -68,7 +41,7 @@ class BackwardRanges:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Around a backward. In a trace it runs in the thread that asks for it, as its ranges lie in one another."""
+        """Runs a backward, in a trace in the thread that asks for it, so that its ranges lie in one another."""
         if not is_traced():
             yield
             return
@@ -79,7 +52,7 @@ class BackwardRanges:
             self._end()
 
     def later(self, task: Callable[[], None]) -> Callable[[], None]:
-        """What a layer leaves in its part of the backward: a range of its own, whenever it runs."""
+        """Names a weight gradient that a layer leaves for later."""
         return task if self._layer is None else partial(_run, f"{self._layer}: weight gradient", task)
 
     def _begin(self, layer: str, _: Sequence[Tensor]) -> None:

@@ -1,12 +1,13 @@
-"""What a run reports while it trains, from rank 0: lines on a terminal or file, the JSON log, TensorBoard."""
+"""Reports of a run, from rank 0: console, log.jsonl, TensorBoard and callbacks."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasnn.telemetry.callback import Callback
-from megasnn.telemetry.json_log import JsonLog
-from megasnn.telemetry.logline import (
+from megasnn.telemetry.log import BestEffort, Console, JsonLog
+from megasnn.telemetry.records import (
     EvaluationRecord,
     IterationRecord,
     StepResult,
@@ -23,109 +24,99 @@ from megasnn.telemetry.logline import (
     format_iteration,
     scalars_of,
 )
-from megasnn.telemetry.progress import Progress
 from megasnn.telemetry.spikes import LayerSpikes, mean_spikes
 from megasnn.telemetry.tensorboard import Flag, TensorBoard
-from megasnn.telemetry.tried import Tried
 
-METRICS = ("training/loss", "training/accuracy", "training/samples_per_second", "validation/loss",
-           "validation/accuracy_top1")  # fmt: skip
-_PACE = 10  # log intervals that the time left is reckoned from
+METRICS = (
+    "training/loss",
+    "training/accuracy",
+    "training/samples_per_second",
+    "validation/loss",
+    "validation/accuracy_top1",
+)
+PACE_INTERVALS = 10  # log intervals from which the time left is estimated
 
 
 @dataclass(frozen=True)
 class RunOutline:
-    """What a reporter knows of a run beforehand.
+    """Facts about a run that its reports need beforehand.
 
     Attributes:
-        iterations: of the whole run.
-        epoch_samples: training samples of an epoch.
-        directory: of TensorBoard; None writes nothing there.
-        log_directory: of the JSON log; None writes none.
-        throughput: whether samples per second are in the log line.
-        resumed: (iteration, consumed samples) that the run continues from; later points of an earlier run go.
+        iterations: of the whole run. epoch_samples: training samples of an epoch.
+        directory: of TensorBoard; log_directory: of log.jsonl. None writes nothing.
+        resumed: (iteration, consumed samples) from which the run continues.
     """
 
     iterations: int
     epoch_samples: int
     directory: str | Path | None = None
     log_directory: str | Path | None = None
-    throughput: bool = True
     resumed: tuple[int, int] | None = None
 
 
-@dataclass
-class _Interval:
-    """What has come together since the last log line."""
-
-    started: float
-    steps: list[StepResult] = field(default_factory=list)
-
-
 class Reporter:
-    """Writes what a run reports while it trains.
+    """Reports a run while it trains.
 
     Args:
         is_writer: True on the one rank that writes; the others keep quiet.
         callbacks: are told the same on that rank.
 
     Attributes:
-        tried: runs other code that only reports.
-        asked_to_stop: whether a callback has asked for the end of the run.
+        best_effort: contexts for other code that only reports.
+        asked_to_stop: True once a callback has asked for the end of the run.
     """
 
     def __init__(self, outline: RunOutline, is_writer: bool, callbacks: Sequence[Callback] = ()) -> None:
         self._outline, self._callbacks = outline, callbacks if is_writer else ()
-        done, samples = outline.resumed or (0, 0)
-        self._progress = Progress(outline.iterations, done, quiet=not is_writer)
+        done, _ = outline.resumed or (0, 0)
+        self._console = Console(outline.iterations, done, quiet=not is_writer)
         self._log = JsonLog(outline.log_directory if is_writer else None)
-        self.tried, self.asked_to_stop = Tried(self.line), False
+        self.best_effort, self.asked_to_stop = BestEffort(self._console.line), False
         directory = outline.directory if is_writer else None
-        self._board = TensorBoard(directory, done if outline.resumed else None, samples, self.line)
+        self._board = TensorBoard(directory, done if outline.resumed else None, self.line)
         self._done = self._iteration = done
         self.begin()
 
     def begin(self) -> None:
-        """Starts the clocks: training begins now, and the time before it counts for no iteration."""
+        """Starts the clocks: time before this counts for no iteration."""
         now = time.perf_counter()
-        self._interval = _Interval(now)
-        self._pace = deque([(now, self._done)], maxlen=_PACE + 1)
-        self._warm: tuple[float, int] | None = None
+        self._interval_start, self._steps = now, list[StepResult]()
+        self._pace = deque([(now, self._done)], maxlen=PACE_INTERVALS + 1)
+        self._first_step: tuple[float, int] | None = None
 
     def line(self, text: str) -> None:
-        """A line for people; the JSON log has it as a message."""
-        self._progress.line(text)
+        """Prints a line; log.jsonl has it as a message."""
+        self._console.line(text)
         self.entry("message", {"text": text})
 
     def entry(self, kind: str, values: Mapping[str, Any]) -> None:
-        """A line of the JSON log only; see there for kinds."""
-        with self.tried("an entry of the log"):
+        """Writes a line of log.jsonl only; `JsonLog` lists the kinds."""
+        with self.best_effort(f"writing {self._log.path}"):
             self._log.add(kind, values)
-        self.tried.until_done(f"writing {self._log.path}", self._log.flush)
 
     def text(self, tag: str, markdown: str) -> None:
         self._board.text(tag, markdown)
 
     def flags(self, values: Mapping[str, Flag]) -> None:
-        """Once, before the first step: what runs are compared by, beside their last losses and accuracies."""
+        """Writes, once and before the first step, the flags by which runs are compared."""
         self._board.flags(values, METRICS)
         self._call("start", self._outline, values)
 
     def picture(self, tag: str, draw: Callable[[], NDArray[np.uint8]], iteration: int) -> None:
-        """`draw` makes uint8 `[height, width, 3]` for TensorBoard; it is called where that is written."""
+        """Writes a picture uint8 `[height, width, 3]` to TensorBoard; `draw` is called only where that is written."""
         self._board.picture(tag, draw, iteration)
 
-    def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
-        """For TensorBoard and the JSON log, beside those that come with a log line."""
-        self._board.scalars(values, iteration, samples)
+    def scalars(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
+        """Writes scalars to TensorBoard and log.jsonl, beside those of a log line."""
+        self._board.scalars(values, iteration)
         self.entry("scalars", {"iteration": iteration, "consumed_samples": samples, **values})
 
     def step(self, result: StepResult) -> None:
-        """Once for each iteration."""
-        self._interval.steps.append(result)
+        """Takes the result of each iteration."""
+        self._steps.append(result)
         self._iteration += 1
-        self._warm = self._warm or (time.perf_counter(), self._done + 1)
-        self._progress.advance(loss=f"{result.loss:.3f}", accuracy=f"{result.correct / result.samples:.0%}")
+        self._first_step = self._first_step or (time.perf_counter(), self._done + 1)
+        self._console.advance(loss=f"{result.loss:.3f}", accuracy=f"{result.correct / result.samples:.0%}")
         self._call("step", self._iteration, result)
 
     def log(
@@ -135,30 +126,28 @@ class Reporter:
         more: Mapping[str, float],
         layers: Sequence[LayerSpikes] = (),
         skipped_samples: int = 0,
-        unfit_tensors: int = 0,
     ) -> None:
-        """The log line and the scalars of the iterations since the last one.
+        """Writes the log line and the scalars of the iterations since the last one.
 
         Args:
             samples: consumed up to here.
-            more: goes to TensorBoard and the JSON log only, as the layers do.
+            more: scalars for TensorBoard and log.jsonl only. layers: spikes, for the same.
         """
-        record = self._record(iteration, samples, skipped_samples, unfit_tensors)
-        self._progress.line(format_iteration(record, self._outline.throughput))
+        record = self._record(iteration, samples, skipped_samples)
+        self._console.line(format_iteration(record))
         spikes = {layer.name: {k: v for k, v in asdict(layer).items() if k != "name"} for layer in layers}
         self.entry("iteration", {**asdict(record), **more, "layers": spikes})
         scalars = {**scalars_of(record), **mean_spikes(layers), **more}
-        self._board.scalars(scalars, iteration, samples)
+        self._board.scalars(scalars, iteration)
         self._board.flush()
-        self.tried.again()
         self._call("log", record, scalars)
 
-    def _record(self, iteration: int, samples: int, skipped_samples: int, unfit_tensors: int) -> IterationRecord:
+    def _record(self, iteration: int, samples: int, skipped_samples: int) -> IterationRecord:
         now = time.perf_counter()
-        interval, self._interval = self._interval, _Interval(now)
-        steps, last = interval.steps, interval.steps[-1]
-        elapsed = (now - interval.started) / len(steps)
-        trained = sum(step.samples for step in steps)
+        steps, self._steps = self._steps, []
+        elapsed = (now - self._interval_start) / len(steps)
+        self._interval_start = now
+        last, trained = steps[-1], sum(step.samples for step in steps)
         return IterationRecord(
             iteration=iteration,
             train_iters=self._outline.iterations,
@@ -167,8 +156,7 @@ class Reporter:
             elapsed_ms=1000 * elapsed,
             learning_rate=last.learning_rate,
             global_batch_size=last.samples,
-            # A mean with a nan in it is nan: it is shown, not averaged away.
-            loss=sum(step.loss for step in steps) / len(steps),
+            loss=sum(step.loss for step in steps) / len(steps),  # nan stays nan
             accuracy=sum(step.correct for step in steps) / trained,
             grad_norm=last.grad_norm,
             samples_per_second=trained / (len(steps) * elapsed),
@@ -176,41 +164,43 @@ class Reporter:
             skipped_iterations=sum(step.skipped for step in steps),
             nan_iterations=sum(not math.isfinite(step.loss) for step in steps),
             skipped_samples=skipped_samples,
-            unfit_tensors=unfit_tensors,
         )
 
     def _seconds_left(self, iteration: int) -> float:
-        """At the pace of the last few log intervals, evaluations and saves included.
+        """Estimates the time left from the last log intervals, evaluations and saves included.
 
-        Without the first step, which pays for compiling, as soon as there is another.
+        The first step, which pays for compiling, is left out as soon as there is another.
         """
         now = time.perf_counter()
-        if self._warm is not None and iteration > self._warm[1]:
-            self._pace[0] = max(self._pace[0], self._warm)
+        if self._first_step is not None and iteration > self._first_step[1]:
+            self._pace[0] = max(self._pace[0], self._first_step)
         then, before = self._pace[0]
         self._pace.append((now, iteration))
         return (self._outline.iterations - iteration) * (now - then) / max(iteration - before, 1)
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._progress.line(format_evaluation(record))
+        self._console.line(format_evaluation(record))
         self.entry("validation", asdict(record))
-        self._board.scalars(scalars_of(record), record.iteration, record.consumed_samples)
+        self._board.scalars(scalars_of(record), record.iteration)
         self._board.flush()
         self._call("evaluation", record)
 
     def saved(self, iteration: int, path: Path) -> None:
-        """A checkpoint is complete."""
+        """Tells callbacks that a checkpoint is complete."""
         self._call("save", iteration, path)
 
-    def pause(self) -> _Pause:
-        """A context whose time does not count as training time (evaluation, saving)."""
-        return _Pause(self._interval)
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leaves the time inside (evaluation, saving) out of the time of an iteration."""
+        began = time.perf_counter()
+        yield
+        self._interval_start += time.perf_counter() - began
 
     def _call(self, method: str, *values: object) -> None:
         for callback in self._callbacks:
             name = f"{type(callback).__name__}.{method}"
             try:
-                with self.tried(name):
+                with self.best_effort(name):
                     getattr(callback, method)(*values)
             except (SystemExit, KeyboardInterrupt) as asked:
                 self.line(f"{name} asks for the end of the run ({type(asked).__name__}), as a signal does")
@@ -218,17 +208,5 @@ class Reporter:
 
     def close(self) -> None:
         self._call("end", self._iteration)
-        self.tried.again()
-        self._progress.close()
+        self._console.close()
         self._board.close()
-
-
-class _Pause:
-    def __init__(self, interval: _Interval) -> None:
-        self._interval, self._began = interval, 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._interval.started += time.perf_counter() - self._began

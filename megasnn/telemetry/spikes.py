@@ -1,8 +1,8 @@
-"""How often the neurons of each layer fire: firing rate and the shares of silent and of saturated neurons.
+"""Spikes of each layer: firing rate, shares of silent and saturated neurons, and rasters of a few neurons.
 
-Whether a neuron is silent is known only when all its presentations are. So the spikes of the data-parallel
-ranks, and of those that share their micro-batches by samples, are added up neuron by neuron first; after that the
-neurons of all tensor-parallel ranks, and of those that share images by rows, are counted.
+A neuron is silent only if no presentation makes it fire. So the spikes of ranks that hold the same neurons (replicas,
+and ranks that share micro-batches by samples) are added up neuron by neuron; then the neurons of ranks that hold others
+(tensor parallel ones, and those that share images by rows) are counted.
 """
 
 from __future__ import annotations
@@ -10,19 +10,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
+
+RASTER_NEURONS, RASTER_SAMPLES = 32, 4
+
+Raster = NDArray[np.bool_]
+"""[samples, neurons, T]: which neurons fired when."""
 
 
 @dataclass(frozen=True)
 class LayerSpikes:
-    """Statistics of one layer of neurons, a neuron being one channel at one place.
+    """Statistics of a layer; a neuron is one channel at one place.
 
     Attributes:
-        firing_rate: spikes per neuron and time step, between 0 and 1.
-        silent: share of the neurons that never fired.
-        saturated: share of the neurons that fired at every step of every sample.
+        firing_rate: spikes per neuron and time step. silent: share of neurons that never fired.
+        saturated: share of neurons that fired at every step of every sample.
     """
 
     name: str
@@ -33,17 +39,16 @@ class LayerSpikes:
 
 @dataclass
 class _Count:
-    """Spikes of each local neuron, and how often each of them was asked (steps x samples)."""
+    """Spikes `[neurons]` of this rank's neurons, and presentations (steps x samples) of each."""
 
     spikes: Tensor
     presentations: int
 
 
 class SpikeRecorder:
-    """Counts the spikes of this rank's layers while it is enabled; `reduce` merges the counts of all ranks.
+    """Counts spikes while `enabled`; `reduce` merges the counts of all ranks.
 
-    A layer of neurons calls ``recorder.observe(name, spikes)`` for each micro-batch, under its global name. It must not
-    be enabled where forward passes are recomputed: they would count twice.
+    It must not be enabled where forwards are recomputed: they would count twice.
     """
 
     def __init__(self) -> None:
@@ -52,117 +57,110 @@ class SpikeRecorder:
 
     @torch.no_grad()
     def observe(self, name: str, spikes: Tensor) -> None:
-        """Adds the spikes of one micro-batch; nothing happens unless enabled.
-
-        Args:
-            spikes: zeros and ones ``[T, N, C_local, ...]``; N may differ from call to call, the rest may not.
-        """
+        """Adds zeros and ones `[T, N, C_local, ...]` of one layer and micro-batch, where enabled."""
         if not self.enabled:
             return
         fired = spikes.sum(dim=(0, 1), dtype=torch.float32).to(torch.int32).reshape(-1)
-        presentations = spikes.shape[0] * spikes.shape[1]
-        count = self._counts.get(name)
-        if count is None:
-            self._counts[name] = _Count(fired, presentations)
-            return
-        if count.spikes.shape != fired.shape:
-            raise ValueError(
-                f"layer '{name}' had {count.spikes.numel()} neurons on this rank, now it has {fired.numel()}"
-            )
+        count = self._counts.setdefault(name, _Count(torch.zeros_like(fired), 0))
         count.spikes += fired
-        count.presentations += presentations
+        count.presentations += spikes.shape[0] * spikes.shape[1]
 
     def forget(self) -> None:
-        """Forgets the counts."""
+        """Forgets all counts."""
         self._counts.clear()
 
     def reduce(
         self,
-        data_group: dist.ProcessGroup | None,
-        tensor_group: dist.ProcessGroup | None,
-        pipeline_group: dist.ProcessGroup | None,
-        order: Sequence[str] | None = None,
-        rows_group: dist.ProcessGroup | None = None,
+        same: dist.ProcessGroup | None,
+        others: Sequence[dist.ProcessGroup | None],
+        pipeline: dist.ProcessGroup | None,
+        order: Sequence[str],
     ) -> list[LayerSpikes]:
-        """Statistics of the layers of all ranks, the same list on every rank, and forgets the counts.
-
-        A collective over all groups; None stands for a group of one rank. A data-parallel rank that had
-        no micro-batch, and so observed nothing, takes part like the others.
+        """Returns the statistics of all layers, the same on every rank, and forgets the counts. Collective.
 
         Args:
-            order: the names of the model's layers, which those of their neurons begin with, in the order of the
-                network. None: pipeline ranks one after the other, each in the order of its observations: the
-                network's, unless stages are virtual.
-            rows_group: the ranks that have other rows of the same images, and all of those layers that have no rows.
-
-        Raises:
-            ValueError: data-parallel ranks disagree on the size of a layer, or `order` lacks a layer.
+            same: ranks that hold the same neurons; others: groups of ranks that hold other neurons of the same layers;
+                pipeline: the stages. None: a group of one rank.
+            order: names of the model's layers, which the names of neurons begin with.
         """
-        mine, self._counts = self._counts, {}
-        counts = _add_over_data(mine, data_group)
-        layers = _merge_parts(counts, (tensor_group, rows_group))
-        if pipeline_group is not None:
-            of_stages: list[list[LayerSpikes]] = [[] for _ in range(pipeline_group.size())]
-            dist.all_gather_object(of_stages, layers, group=pipeline_group)
-            layers = [layer for stage in of_stages for layer in stage]
-        return layers if order is None else _sorted(layers, order)
+        counts, self._counts = _sum_counts(self._counts, same), {}
+        layers = _statistics(counts, others)
+        return sorted(_of_stages(layers, pipeline), key=lambda layer: place_in_model(layer.name, order))
+
+
+class RasterRecorder:
+    """Keeps the spikes of a few neurons of each layer, of the first micro-batch that passes while `enabled`."""
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self._rasters: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def observe(self, name: str, spikes: Tensor) -> None:
+        """Takes spikes `[T, N, C_local, ...]` of one layer, where enabled."""
+        if not self.enabled or name in self._rasters:
+            return
+        few = spikes[:, :RASTER_SAMPLES].flatten(2)
+        chosen = torch.linspace(0, few.shape[2] - 1, min(RASTER_NEURONS, few.shape[2]), device=few.device).long()
+        self._rasters[name] = (few[..., chosen] != 0).permute(1, 2, 0)  # read when the step is over
+
+    def forget(self) -> None:
+        """Forgets all spikes."""
+        self._rasters.clear()
+
+    def take(self, pipeline: dist.ProcessGroup | None, order: Sequence[str]) -> dict[str, Raster]:
+        """Returns the rasters of all stages in the model's order, and forgets them. Collective over the pipeline."""
+        found = [(name, raster.cpu().numpy()) for name, raster in self._rasters.items()]
+        self._rasters.clear()
+        return dict(sorted(_of_stages(found, pipeline), key=lambda each: place_in_model(each[0], order)))
 
 
 def mean_spikes(layers: Sequence[LayerSpikes]) -> dict[str, float]:
-    """The means over the layers as scalars: ``spikes/firing_rate``, and so on; empty without layers."""
+    """Returns the means over the layers as scalars `spikes/firing_rate`, ...; empty without layers."""
     names = ("firing_rate", "silent", "saturated") if layers else ()
     return {f"spikes/{name}": sum(getattr(layer, name) for layer in layers) / len(layers) for name in names}
 
 
-def place_in_model(neuron: str, layers: Mapping[str, int]) -> int:
-    """The place of the layer that a neuron belongs to, by its global name; behind all others where it has none.
-
-    Args:
-        layers: names of the model's layers, which those of their neurons begin with, and their places.
-    """
-    parts = neuron.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((layers[prefix] for prefix in prefixes if prefix in layers), len(layers))
+def place_in_model(neuron: str, order: Sequence[str]) -> int:
+    """Returns the place of the layer that a neuron belongs to by its global name; behind all where it has none."""
+    fits = (place for place, layer in enumerate(order) if neuron == layer or neuron.startswith(f"{layer}."))
+    return next(fits, len(order))
 
 
-def _add_over_data(counts: dict[str, _Count], group: dist.ProcessGroup | None) -> dict[str, _Count]:
-    """Adds the counts of the data-parallel ranks, neuron by neuron, in one all-reduce."""
+def _of_stages(mine: list, group: dist.ProcessGroup | None) -> list:
     if group is None:
-        return counts
+        return mine
+    of_stages: list[list] = [[] for _ in range(group.size())]
+    dist.all_gather_object(of_stages, mine, group=group)
+    return [each for stage in of_stages for each in stage]
+
+
+def _sum_counts(counts: Mapping[str, _Count], group: dist.ProcessGroup | None) -> dict[str, _Count]:
+    """Adds counts neuron by neuron, in one all-reduce; a rank that observed nothing takes part with zeros."""
+    if group is None:
+        return dict(counts)
     mine = {name: (count.spikes.numel(), count.presentations) for name, count in counts.items()}
     of_ranks: list[dict[str, tuple[int, int]]] = [{} for _ in range(group.size())]
     dist.all_gather_object(of_ranks, mine, group=group)
-    neurons, presentations = _agree(of_ranks)
+    neurons: dict[str, int] = {}
+    presentations: dict[str, int] = {}
+    for rank in of_ranks:
+        for name, (size, presented) in rank.items():
+            if neurons.setdefault(name, size) != size:
+                raise ValueError(f"layer {name!r} has {size} neurons on one replica and {neurons[name]} on another")
+            presentations[name] = presentations.get(name, 0) + presented
     if not neurons:
         return {}
     device = next((count.spikes.device for count in counts.values()), _device_of(group))
-    parts = [
-        counts[name].spikes if name in counts else torch.zeros(size, dtype=torch.int32, device=device)
-        for name, size in neurons.items()
-    ]
-    flat = torch.cat(parts)
+    absent = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in neurons.items()}
+    flat = torch.cat([counts[name].spikes if name in counts else absent[name] for name in neurons])
     dist.all_reduce(flat, group=group)
-    spikes = flat.split(list(neurons.values()))
-    return {name: _Count(part, presentations[name]) for name, part in zip(neurons, spikes, strict=True)}
+    parts = flat.split(list(neurons.values()))
+    return {name: _Count(part, presentations[name]) for name, part in zip(neurons, parts, strict=True)}
 
 
-def _agree(of_ranks: list[dict[str, tuple[int, int]]]) -> tuple[dict[str, int], dict[str, int]]:
-    """Neurons and total presentations of each layer, in the order in which the ranks name them."""
-    neurons: dict[str, int] = {}
-    presentations: dict[str, int] = {}
-    for rank, layers in enumerate(of_ranks):
-        for name, (size, presented) in layers.items():
-            if neurons.setdefault(name, size) != size:
-                raise ValueError(
-                    f"layer '{name}' has {size} neurons on data-parallel rank {rank} but {neurons[name]} on "
-                    "a rank before it: all data-parallel ranks must hold the same shard"
-                )
-            presentations[name] = presentations.get(name, 0) + presented
-    return neurons, presentations
-
-
-def _merge_parts(counts: dict[str, _Count], groups: Sequence[dist.ProcessGroup | None]) -> list[LayerSpikes]:
-    """Rates and shares of each layer over all ranks' channels and rows, in a small all-reduce for each group."""
+def _statistics(counts: Mapping[str, _Count], groups: Sequence[dist.ProcessGroup | None]) -> list[LayerSpikes]:
+    """Computes rates and shares over the channels and rows of all ranks, in a small all-reduce for each group."""
     if not counts:
         return []
     sums = torch.stack([_sums(count) for count in counts.values()])
@@ -174,24 +172,11 @@ def _merge_parts(counts: dict[str, _Count], groups: Sequence[dist.ProcessGroup |
 
 
 def _sums(count: _Count) -> Tensor:
-    """Neurons, sum of their rates, silent neurons, saturated neurons: float64 ``[4]``."""
+    """Returns float64 `[4]`: neurons, sum of their rates, silent neurons, saturated neurons."""
     spikes = count.spikes.double()
-    return torch.stack(
-        [
-            torch.full_like(spikes[0], spikes.numel()),
-            spikes.sum() / count.presentations,
-            (count.spikes == 0).sum().double(),
-            (count.spikes == count.presentations).sum().double(),
-        ]
-    )
-
-
-def _sorted(layers: list[LayerSpikes], order: Sequence[str]) -> list[LayerSpikes]:
-    places = {name: place for place, name in enumerate(order)}
-    unknown = [layer.name for layer in layers if place_in_model(layer.name, places) == len(places)]
-    if unknown:
-        raise ValueError(f"layers {unknown} have spikes but are not among the {len(places)} of `order`")
-    return sorted(layers, key=lambda layer: place_in_model(layer.name, places))
+    number = torch.full_like(spikes[0], spikes.numel())
+    silent, saturated = (count.spikes == 0).sum(), (count.spikes == count.presentations).sum()
+    return torch.stack([number, spikes.sum() / count.presentations, silent.double(), saturated.double()])
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -61,12 +61,14 @@ def introduce(
     """
     given, config = config, _without_secrets(config)
     summary = _summary(config, engine, state, length, epoch_samples)
-    arithmetic = *told_torch(config.training, state.device), *engine.context.products.told
+    arithmetic = [*told_torch(config.training, state.device)]
+    if engine.context.sparse_products:
+        arithmetic.append("sparse products: weights are summed at spikes where that takes less time")
     for line in (*summary, *arithmetic, *_flags(config)):
         reporter.line(line)
     layers: Sequence[LayerSummary] = ()
     if state.rank == 0:
-        with reporter.tried("the summary of the model"):
+        with reporter.best_effort("the summary of the model"):
             layers = _layers(config, engine)
     for line in _model(config, layers, engine, plan):
         reporter.line(line)
@@ -99,13 +101,13 @@ def introduce(
         reporter.picture("pipeline/simulated", partial(chart, schedule, simulation, "simulated"), iteration)
     file = _config_file(config)
     if file is not None and state.rank == 0:
-        reporter.tried.until_done(f"writing {file}", partial(_write, file, to_json(given)))
+        _write(reporter, file, to_json(given))
         if not config.training.evaluate_only:
             beside = file.with_name("model_summary.md")
-            reporter.tried.until_done(f"writing {beside}", partial(_write, beside, f"{table}\n"))
+            _write(reporter, beside, f"{table}\n")
         if plan.memory_budget is not None:
             beside, text = file.with_name("memory_plan.json"), json.dumps(_memory_plan(engine, plan), indent=2)
-            reporter.tried.until_done(f"writing {beside}", partial(_write, beside, f"{text}\n"))
+            _write(reporter, beside, f"{text}\n")
 
 
 def _sharing(config: PretrainConfig, engine: DistributedModel) -> dict[str, Any]:
@@ -191,9 +193,10 @@ def _config_file(config: PretrainConfig) -> Path | None:
     return None if folder is None else folder / name
 
 
-def _write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, text)
+def _write(reporter: Reporter, file: Path, text: str) -> None:
+    with reporter.best_effort(f"writing {file}"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, text)
 
 
 def _summary(

@@ -22,7 +22,6 @@ from megasnn.process.fault import placed
 from megasnn.process.signals import StopSignals
 from megasnn.telemetry.callback import Callback
 from megasnn.telemetry.memory import memory_scalars
-from megasnn.telemetry.ranges import nvtx_ranges
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.data import RunData
 from megasnn.training.evaluation import Evaluations
@@ -33,7 +32,7 @@ from megasnn.training.pictures import Pictures
 from megasnn.training.profile import PipelineProfiler, report
 from megasnn.training.saving import Saves
 from megasnn.training.starting import Start, claim, refuse_other_model
-from megasnn.training.trace import StepTrace, require_traceable
+from megasnn.training.trace import StepTrace
 from megasnn.training.watch import Watch
 
 
@@ -61,7 +60,7 @@ class TrainingRun:
         self.config, self.state, self.stop = config, state, stop or StopSignals(state.rank)
         self._started = time.monotonic()
         self._skipped_samples, self._prepared, self.saved = 0, False, True
-        require_traceable(config, state.device)
+        self._skipped_steps = 0  # since the last save
         refuse_other_model(config, state)
         require_matches(config.optimizer, parameter_names(describe(config.model, config.neuron.spec)))
         self.data = RunData(config, state)
@@ -76,7 +75,6 @@ class TrainingRun:
             {axis: state.group(axis) for axis in HOLDING_AXES},
             state.world,
             state.communicators.wire,
-            mends=config.parallel.replica_mismatch == "majority",
         )
         with ExitStack() as undo, placed("while starting the run"):
             undo.callback(self.engine.close)
@@ -103,7 +101,6 @@ class TrainingRun:
             self.data.length.epoch_samples,
             logging.tensorboard_dir,
             log_folder(self.config),
-            logging.log_throughput,
             resumed,
         )
 
@@ -145,7 +142,7 @@ class TrainingRun:
 
         With --evaluate-only, one evaluation.
         """
-        with self.stop, statistics.counting(), nvtx_ranges(self.config.logging.nvtx_ranges):
+        with self.stop, statistics.counting():
             if self.config.training.evaluate_only:
                 self.evaluations.run()
                 return
@@ -187,8 +184,8 @@ class TrainingRun:
             if self.engine.steps.without_gradient:
                 self.reporter.line(notice_of(self.engine.steps.without_gradient))
             self._require_state_as_needed()
-            self.saves.prepare()
             self._prepared = True
+        self._skipped_steps += result.skipped
         if result.not_finite:
             self.reporter.line(f"iteration {number}: {result.not_finite}")
         self.reporter.step(result)
@@ -196,10 +193,8 @@ class TrainingRun:
             measured = self.watch.since_last(self.iteration)
             predicted = memory_scalars([each.total for each in self._memory], "predicted")
             skipped = self.data.skipped_over_replicas(self.engine, self._skipped_samples, training=True)
-            self.reporter.log(
-                self.iteration, self.consumed_samples, {**measured.scalars, **predicted}, measured.layers, skipped,
-                measured.unfit_tensors,
-            )  # fmt: skip
+            scalars = {**measured.scalars, **predicted}
+            self.reporter.log(self.iteration, self.consumed_samples, scalars, measured.layers, skipped)
             self.pictures.add(self.iteration, measured.layers)
         self.pictures.end(self.iteration, self.reporter, last=self.iteration == self.iterations)
         self.evaluations.begin(self.iteration)
@@ -211,13 +206,15 @@ class TrainingRun:
             if self.engine.stop_votes:
                 return
         saves = (_due(self.iteration, options.save_interval) or self.saves.at_best(self.iteration)) and not last
-        self._compare_replicas_if(_due(self.iteration, self.config.parallel.replica_interval) and not (saves or last))
+        self._compare_replicas_if(
+            _due(self.iteration, self.config.parallel.check_replicas_interval) and not (saves or last)
+        )
         self._save_if(saves)
 
     def _require_state_as_needed(self) -> None:
         """Raises CheckpointError on every rank, after the first step and not with the first save, where the state of an
         optimizer of the user's own cannot be saved or compared."""
-        compares = self.config.parallel.replica_interval and self.replicas.compares
+        compares = self.config.parallel.check_replicas_interval and self.replicas.compares
         flags = ["--save"] * bool(self.config.checkpoint.save) + ["--check-replicas-interval"] * bool(compares)
         if flags:
             entries = self.engine.checkpoints.entries
@@ -260,23 +257,19 @@ class TrainingRun:
             return
         self._compare_replicas_if(True)
         with self.reporter.pause():
-            self.saves.save(self.iteration, self.consumed_samples, self.evaluations.owed)
+            self.saves.save(self.iteration, self.consumed_samples, self._skipped_steps, self.evaluations.owed)
+        self._skipped_steps = 0
 
     def _compare_replicas_if(self, due: bool) -> None:
         """Ends the run where replicas differ, once the checkpoint that is being written is complete: it is good."""
-        if not (due and self.config.parallel.replica_interval and self.replicas.compares):
+        if not (due and self.config.parallel.check_replicas_interval and self.replicas.compares):
             return
-        self.saves.settle()  # the majority's values may take the place of what is being saved
         try:
             with self.watch.timers("compare_replicas"):
-                mended = self.replicas(self.iteration)
+                self.replicas(self.iteration)
         except ReplicaError:
             self.saves.finish()
             raise
-        if mended:
-            self.engine.distributed.refresh_copies()
-            self.reporter.line(f"WARNING: {mended}")
-            self.reporter.text("replicas", mended)
 
     def close(self) -> None:
         self.saves.close()

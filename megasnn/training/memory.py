@@ -51,7 +51,7 @@ def forecast_memory(
     held = (*distributed.copies, *distributed.tensors)
     # Copies of a chunk's own tensors have the same memory; each has a gradient of its own.
     copies = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in held}
-    averages = 0 if config.optimizer.ema_decay is None else sum(entry.tensor.nbytes for entry in owned)
+    averages = 0 if not config.optimizer.ema_decay else sum(entry.tensor.nbytes for entry in owned)
     weights = sum(copies.values()) + averages
     shared, schedule = plan.schedules.weights, plan.schedules.training(plan.micro_batches)
     rank = state.pipeline.rank
@@ -76,7 +76,6 @@ def forecast_memory(
         samples=1e-6 * _sample_bytes(config, distributed, plan.micro_batches // window_count(config), on_host),
         gathered=1e-6 * gathered,
         snapshot=1e-6 * (values + values * (averages > 0) + _moments(written, config)) * snapshots,
-        offloaded=1e-6 * peak.on_host * on_host,
         graphs=1e-6 * graphs,
         update=1e-6 * max(0, working_bytes(owned, config.optimizer) - gathered - given_back),
     )

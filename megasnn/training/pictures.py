@@ -8,11 +8,9 @@ from megasnn.config.logging import LoggingConfig
 from megasnn.data import Datasets, GlobalBatch
 from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
-from megasnn.telemetry.heat_map import SpikeHistory
-from megasnn.telemetry.pictures import sample_sheet
-from megasnn.telemetry.rasters import RasterRecorder, raster_sheet
+from megasnn.telemetry.pictures import SpikeHistory, raster_sheet, sample_sheet
 from megasnn.telemetry.reporter import Reporter
-from megasnn.telemetry.spikes import LayerSpikes
+from megasnn.telemetry.spikes import LayerSpikes, RasterRecorder
 
 SAMPLES = 8
 

@@ -42,7 +42,6 @@ class PipelineProfiler:
     def __init__(self, distributed: DistributedModel, plan: PipelinePlan, state: ParallelState) -> None:
         self._distributed, self._plan, self._state = distributed, plan, state
         self._marks: list[tuple[Mark, Mark]] = []
-        distributed.voided.append(self._marks.clear)
 
     @contextmanager
     def recording(self) -> Iterator[None]:

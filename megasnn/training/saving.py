@@ -38,7 +38,6 @@ class Saves:
     ) -> None:
         options = config.checkpoint
         self._keeps_best, self._engine, self._claim, self._report = options.keep_best, engine, claim, report
-        self._tensors, self._optimizer = engine.checkpoints.tensors, engine.steps.optimizer
         self._model, self._identity = config.model.name, identity(config)
         self._extra = {**place, "recipe": recipe(config), "generator": GENERATOR}
         if (constants := normalisation(config)) is not None:
@@ -48,9 +47,6 @@ class Saves:
         self._saves_best = False
         self._saver: checkpoint.Saver | None = None
         if claim is not None:
-            if not config.training.evaluate_only:
-                kinds = config.optimizer.state_kinds()
-                checkpoint.require_few_pieces(self._tensors, self._optimizer, kinds, engine.state.world.handle)
             self._saver = checkpoint.Saver(
                 claim.folder,
                 process_group=engine.state.world.handle,
@@ -66,15 +62,11 @@ class Saves:
         if not is_ending():
             self._report(text)
 
-    def prepare(self) -> None:
-        """After the first step, when the optimizer has its state: memory for saves in the background."""
-        if self._saver is not None:
-            self._saver.prepare(self._tensors, self._optimizer)
-
-    def save(self, iteration: int, consumed_samples: int, owes_evaluation: bool = False) -> None:
+    def save(self, iteration: int, consumed_samples: int, skipped_steps: int, owes_evaluation: bool = False) -> None:
         """Saves unless this iteration is saved already, or tells why it cannot be. Collective.
 
         Args:
+            skipped_steps: since the save before, steps that were not finite.
             owes_evaluation: an evaluation is due after this iteration, and the run that goes on makes it first.
         """
         if self._saver is None:
@@ -85,12 +77,12 @@ class Saves:
             extra["best"] = asdict(self._best)
         if owes_evaluation:
             extra["owes_evaluation"] = True
+        layout = self._engine.checkpoints.layout()
         progress = checkpoint.Progress(
-            iteration, consumed_samples, extra, self._identity, self._engine.checkpoints.layout(), self._model,
-            self.at_best(iteration) and self._best != self._saved_best,
-        )  # fmt: skip
-        self._saves_best = progress.best
-        self._saver.save(progress, self._tensors, self._optimizer)
+            iteration, consumed_samples, self._model, self._identity, layout, extra, skipped_steps
+        )
+        self._saves_best = self.at_best(iteration) and self._best != self._saved_best
+        self._saver.save(progress, self._engine.checkpoints.state, self._saves_best)
 
     def found(self, iteration: int, accuracy: float) -> None:
         """An evaluation of this iteration found this share of right answers, the same on every rank."""

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megasnn import checkpoint
-from megasnn.checkpoint.compare import config_differences
+from megasnn.checkpoint.compare import config_differences, model_differences
+from megasnn.checkpoint.state_dict import read_state_dict
 from megasnn.comm.agreement import all_do
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import Identity, changed_recipe, changed_samples, identity, recipe
 from megasnn.engine import Engine
 from megasnn.files.described import in_message
 from megasnn.files.problems import raise_problems
-from megasnn.layers import BuildContext, KeyedLayer
+from megasnn.layers import BuildContext, KeyedLayer, ParallelNeuron
 from megasnn.models.description import ModelDescription
 from megasnn.models.table import saved_model_name
 from megasnn.parallel_state import ParallelState
 from megasnn.process.fault import placed
 from megasnn.process.job import JobFolder
 from megasnn.random import GENERATOR
+from megasnn.sharded_tensors import owner_name
 from megasnn.training.hosts import require_shared
 
 
@@ -178,7 +180,7 @@ class Start:
         if restarted:
             begin = self._continue(str(options.save), restarted=True)
         elif options.load_spikingjelly:
-            theirs = checkpoint.read_state_dict(options.load_spikingjelly)
+            theirs = read_state_dict(options.load_spikingjelly)
             weights = self._config.model.from_spikingjelly(theirs)
             checkpoint.load_globals_into(self._engine.distributed.tensors, weights, self._world.handle)
         elif options.load:
@@ -191,18 +193,13 @@ class Start:
         options = self._options
         leaves_optimizer = self._evaluates_only or (options.no_load_optim and not restarted)
         try:
+            state = self._engine.checkpoints.state
             loaded = checkpoint.load_checkpoint(
                 folder,
-                tensors=self._engine.distributed.tensors,
-                optimizer=None if leaves_optimizer else self._engine.steps.optimizer,
-                optimizer_state=self._config.optimizer.state_kinds(),
-                owned=self._engine.distributed.owned,
-                model=self._config.model.name,
-                config=identity(self._config),
+                replace(state, optimizer=None) if leaves_optimizer else state,
                 step=None if restarted else options.ckpt_step,
                 process_group=self._world.handle,
-                refuse=self._other_data if not self._evaluates_only else lambda saved: (),
-                averages=None if self._average is None else self._average.tensors,
+                check=self._problems,
             )
         except checkpoint.NoCheckpointError:
             if not options.may_begin_anew:
@@ -243,18 +240,41 @@ class Start:
     def _take_weights(self, folder: str) -> StartingPoint:
         """Only the weights, of a model whose tensors fit; with --reset-head without the last layer."""
         head = self._engine.distributed.model.layers[-1].name
+        tensors, model = self._engine.distributed.tensors, self._config.model.name
         loaded = checkpoint.load_checkpoint(
             folder,
-            tensors=self._engine.distributed.tensors,
-            model=self._config.model.name,
+            checkpoint.LocalState(tensors),
             step=self._options.ckpt_step,
             process_group=self._world.handle,
+            check=lambda saved: model_differences(saved, model, None),
             leave=head if self._options.reset_head else None,
+            optional=self._time_constants(),
         )
-        return StartingPoint(notice=_warnings((*loaded.remarks, *changed_samples(loaded.extra, self._config))))
+        remarks = [*loaded.remarks, *changed_samples(loaded.extra, self._config)]
+        if loaded.initial:
+            first, count = loaded.initial[0], len(loaded.initial)
+            remarks.append(
+                f"the checkpoint holds no time constants of neurons ({first}{f' and {count - 1} more' * (count > 1)}): "
+                f"they start from --tau {self._config.neuron.tau}"
+            )
+        return StartingPoint(notice=_warnings(remarks))
 
-    def _other_data(self, saved: checkpoint.Metadata) -> Iterator[str]:
-        """Where the data or its order is not what the checkpoint's place in it refers to."""
+    def _time_constants(self) -> list[str]:
+        """Names of the parameters by which this rank's neurons learn their time constants."""
+        layers = [each for chunk in self._engine.distributed.chunks.values() for each in chunk.named_layers()]
+        return [
+            owner_name(module, "w", path)
+            for name, layer in layers
+            for path, module in layer.named_modules(prefix=name)
+            if isinstance(module, ParallelNeuron) and module.w is not None
+        ]
+
+    def _problems(self, saved: checkpoint.Metadata) -> Iterator[str]:
+        """Another model than that of this run; and unless it only evaluates, where the data or its order is not what
+        the checkpoint's place in it refers to."""
+        yield from model_differences(saved, self._config.model.name, identity(self._config))
+        if self._evaluates_only:
+            return
         if not saved.extra.keys() & self._place.keys():
             yield "it keeps no place in the data, as a megasnn.Engine has none: --finetune takes its weights only"
             return

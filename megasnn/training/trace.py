@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megasnn.config import PretrainConfig
 from megasnn.parallel_state import ParallelState
-from megasnn.telemetry.tried import Tried
+from megasnn.telemetry.log import BestEffort
 from megasnn.training.introduction import log_folder
-
-_MOST_EVENTS = 100_000  # of a history of memory
-
-
-def require_traceable(config: PretrainConfig, device: torch.device) -> None:
-    """Raises ValueError where what only GPUs have is to be recorded, and there is none."""
-    if config.logging.record_memory_history and device.type != "cuda":
-        raise ValueError("--record-memory-history is of the memory of GPUs, and this run is on a CPU: leave it out")
-    if config.logging.nvtx_ranges and device.type != "cuda":
-        raise ValueError("--nvtx-ranges is for NVIDIA's tools on GPUs, and this run is on a CPU: leave it out")
 
 
 class StepTrace:
-    """Takes the trace of --profile-steps, on the ranks of --profile-ranks. What fails here ends no run.
-
-    Close it: where the run ends before the last of the steps, the trace has those that there were. With --nvtx-ranges a
-    tool of NVIDIA's takes it: there may be only one at a time that asks the driver for what runs.
+    """Takes the trace of --profile-steps on the ranks of the first replica. An error in it ends no run.
 
     Args:
         done: iterations that an earlier part of the run has made.
@@ -44,88 +27,45 @@ class StepTrace:
     ) -> None:
         options = config.logging
         steps = options.profiled_steps
-        self._line = line if state.rank == 0 else _to_stderr(state.rank)
-        self._tried, self._device = Tried(self._line), state.device
         if steps and not done < steps[-1] <= iterations:
             line(
                 f"WARNING: --profile-steps {options.profile_steps}, and the run has iterations {done + 1} to "
-                f"{iterations}: the trace has what lies in both, and is not written where nothing does"
+                f"{iterations}: the trace has what lies in both"
             )
-        self._steps = steps if options.profiles_rank(state.rank) else range(0)
-        self._records_memory, self._is_for_nvidia = options.record_memory_history, options.nvtx_ranges
-        self._folder = (log_folder(config) or Path()) / "traces"
-        self._rank = state.rank
-        self._profile: profile | _ByNvidia | None = None
+        self._line, self._best_effort = line, BestEffort(line)
+        self._steps = steps if state.data.rank == 0 else range(0)
+        self._folder, self._rank = (log_folder(config) or Path()) / "traces", state.rank
+        self._activities = [ProfilerActivity.CPU]
+        if state.device.type == "cuda":
+            self._activities.append(ProfilerActivity.CUDA)
+        self._profile: profile | None = None
         self._first = 0
 
     @contextmanager
     def around(self, number: int) -> Iterator[None]:
-        """Around iteration `number`."""
+        """Traces iteration `number`, where it is one of them, and writes the trace behind the last."""
         if number in self._steps and self._profile is None:
-            with self._tried("the trace of --profile-steps"):
-                self._begin(number)
+            with self._best_effort("the trace of --profile-steps"):
+                self._profile, self._first = profile(activities=self._activities), number
+                self._profile.start()
         try:
             yield
         except BaseException:
-            # The process may go on, in a notebook. Writing would keep the error waiting.
-            self._end(number, writes=False)
+            if self._profile is not None:
+                self._profile.stop()  # the process may go on, in a notebook
+                self._profile = None
             raise
         if number in self._steps and number == self._steps[-1]:
-            self._end(number)
+            self.close(number)
 
     def close(self, number: int) -> None:
-        """After the last iteration."""
-        self._end(number)
-
-    def _begin(self, number: int) -> None:
-        activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        taken = _ByNvidia() if self._is_for_nvidia else profile(activities=activities)
-        taken.start()
-        self._profile, self._first = taken, number
-        if self._records_memory:
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
-
-    def _end(self, number: int, writes: bool = True) -> None:
+        """Writes the trace up to iteration `number`, where one is being taken."""
         taken, self._profile = self._profile, None
         if taken is None:
             return
-        with self._tried("the trace of --profile-steps"):
+        with self._best_effort("the trace of --profile-steps"):
             taken.stop()
-            if writes:
-                self._write_all(taken, f"rank{self._rank}-{self._first}-{number}")
-        if self._records_memory:
-            with self._tried("the end of --record-memory-history"):
-                torch.cuda.memory._record_memory_history(enabled=None)
-
-    def _write_all(self, taken: profile | _ByNvidia, name: str) -> None:
-        if isinstance(taken, profile):
-            self._write(f"{name}.pt.trace.json", taken.export_chrome_trace)
-        if self._records_memory:
-            self._write(f"{name}.memory.pickle", torch.cuda.memory._dump_snapshot)
-
-    def _write(self, name: str, write: Callable[[str], Any]) -> None:
-        """A file that is whole or not there."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path, partial = self._folder / name, self._folder / f".partial-{name}"
-        try:
-            write(str(partial))
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-        self._line(f"wrote {path}")
-
-
-class _ByNvidia:
-    """A trace that `nsys profile --capture-range=cudaProfilerApi` takes and writes."""
-
-    def start(self) -> None:
-        torch.cuda.profiler.start()
-
-    def stop(self) -> None:
-        torch.cuda.profiler.stop()
-
-
-def _to_stderr(rank: int) -> Callable[[str], None]:
-    return lambda text: print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"rank{self._rank}-{self._first}-{number}.pt.trace.json"
+            taken.export_chrome_trace(str(path))
+            self._line(f"wrote {path}")

@@ -10,8 +10,7 @@ from megasnn.comm.statistics import statistics
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.memory import gather_peak_memory_mb, memory_scalars
-from megasnn.telemetry.rasters import RasterRecorder
-from megasnn.telemetry.spikes import LayerSpikes, SpikeRecorder
+from megasnn.telemetry.spikes import LayerSpikes, RasterRecorder, SpikeRecorder
 from megasnn.telemetry.timers import Timers
 
 
@@ -22,12 +21,10 @@ class Measured:
     Attributes:
         scalars: memory, and per iteration time and traffic, by name.
         layers: the spikes of each layer of neurons, in the model's order.
-        unfit_tensors: those between stages that did not fit their packed format, and go dense from then on.
     """
 
     scalars: dict[str, float]
     layers: list[LayerSpikes]
-    unfit_tensors: int
 
 
 @dataclass(frozen=True)
@@ -58,13 +55,12 @@ class Watch:
 
     def __init__(self, model: DistributedModel, state: ParallelState, timers: Timers) -> None:
         self._distributed, self._state, self.timers = model, state, timers
-        self._counted_from = self._counted_unfit = 0
+        self._counted_from = 0
         self._by_samples = model.context.cut == "samples"
         self._order = [layer.name for layer in model.model.layers]
         self.spikes, self.rasters = SpikeRecorder(), RasterRecorder()
         for name, neuron in model.neurons():
             neuron.observer = _Observer(self.spikes, self.rasters, name)
-        model.voided += [self.spikes.forget, self.rasters.forget]
         # A group of one rank sends nothing.
         self._groups = [name for name in ("tensor", "context", "data") if getattr(state, name).size > 1]
         self._groups += ["copies"] * (state.context.size > 1)  # whose traffic is elsewhere that of "data"
@@ -75,15 +71,13 @@ class Watch:
         state = self._state
         # Ranks that share micro-batches by samples have the same neurons, and by rows other ones of a layer.
         same, rows = (state.summed, None) if self._by_samples else (state.data, state.context.handle)
-        groups = same.handle, state.tensor.handle, state.pipeline.handle
-        layers = self.spikes.reduce(*groups, self._order, rows)
+        others = state.tensor.handle, rows
+        layers = self.spikes.reduce(same.handle, others, state.pipeline.handle, self._order)
         peaks = gather_peak_memory_mb(state.device, state.world.handle)
         iterations = max(iteration - self._counted_from, 1)
         self._counted_from = iteration
         times = {f"time/{name}_ms": mean for name, mean in self.timers.mean_ms().items()}
-        went_dense = len(self._distributed.verdict.went_dense)
-        unfit, self._counted_unfit = went_dense - self._counted_unfit, went_dense
-        return Measured({**memory_scalars(peaks), **times, **self._traffic(iterations)}, layers, unfit)
+        return Measured({**memory_scalars(peaks), **times, **self._traffic(iterations)}, layers)
 
     def _traffic(self, iterations: int) -> dict[str, float]:
         """MB that all ranks together received per iteration, by group, and what they were unpacked; collective.

@@ -9,9 +9,11 @@
 # When a host fails, the others are stopped.
 set -euo pipefail
 read -ra hosts <<<"${HOSTS:?the hosts, between spaces}"
+job=${JOB:-$$-$(date +%s)}
+port=${PORT:-$((20000 + $(cksum <<<"$job" | cut -d " " -f 1) % 10000))} # of the job: two jobs on a host do not meet
 torchrun=("$(command -v python)" -m megasnn.process.torchrun --nnodes "${#hosts[@]}"
-    --nproc-per-node "${GPUS:?GPUs on each host}" --max-restarts "${RESTARTS:-0}" --rdzv-id "${JOB:-$$-$(date +%s)}"
-    --rdzv-backend c10d --rdzv-endpoint "${hosts[0]}:${PORT:-29500}")
+    --nproc-per-node "${GPUS:?GPUs on each host}" --max-restarts "${RESTARTS:-0}" --rdzv-id "$job"
+    --rdzv-backend c10d --rdzv-endpoint "${hosts[0]}:$port")
 passed=()
 for name in PYTHONPATH OMP_NUM_THREADS MEGASNN_CACHE NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME; do
     if [[ -v $name ]]; then passed+=("$name=${!name}"); fi

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megasnn.checkpoint.optimizer_state import describe
+from megasnn.checkpoint import LocalState
 from megasnn.grid import Grid, Place
 from megasnn.random import keyed_generator
 from megasnn.sharded_tensors import ShardedTensor, declare_buffer, declare_parameter, materialise, sharded_tensors
@@ -93,8 +93,12 @@ class Rank:
     def parameters(self) -> list[Tensor]:
         return [entry.tensor for entry in self.tensors if entry.is_parameter]
 
+    @property
+    def state(self) -> LocalState:
+        return LocalState(self.tensors, self.optimizer)
+
     def everything(self) -> list[ShardedTensor]:
-        return [*self.tensors, *describe(self.tensors, self.optimizer.state)]
+        return self.state.entries()
 
     def step(self) -> None:
         for parameter in self.parameters():

@@ -9,14 +9,7 @@ import torch
 from spikingjelly.activation_based import functional, neuron
 from spikingjelly.activation_based.model.spikformer import Spikformer
 
-from megasnn.checkpoint import (
-    CheckpointError,
-    load_global_tensors,
-    load_globals_into,
-    read_state_dict,
-    save_global_tensors,
-)
-from megasnn.commands.convert_checkpoint import main
+from megasnn.checkpoint import CheckpointError, load_global_tensors, load_globals_into, save_global_tensors
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
@@ -173,52 +166,3 @@ def test_values_of_another_model_are_refused_on_every_rank(ranks, change):
         "unexpected": "blocks.1.extra: given, but this model has no such tensor",
         "shape": "blocks.1.qkv: has shape [24, 16, 1], this model needs [48, 16, 1]",
     }[change] in first
-
-
-@pytest.mark.parametrize("wrapper", [None, "state_dict", "model"])
-def test_files_with_and_without_a_wrapper(tmp_path, wrapper):
-    state_dict = spikformer().state_dict()
-    content = {wrapper: state_dict, "epoch": 3} if wrapper else state_dict
-    torch.save(content, tmp_path / "weights.pt")
-    assert read_state_dict(tmp_path / "weights.pt").keys() == state_dict.keys()
-
-
-def test_files_without_weights_are_refused(tmp_path):
-    file = tmp_path / "weights.pt"
-    with pytest.raises(CheckpointError, match="there is no file"):
-        read_state_dict(file)
-    file.write_bytes(b"not a file of torch")
-    with pytest.raises(CheckpointError, match="cannot read weights"):
-        read_state_dict(file)
-    torch.save(spikformer(), file)  # a pickled module is code, which is not run
-    with pytest.raises(CheckpointError, match="cannot read weights"):
-        read_state_dict(file)
-    torch.save({"weight": torch.zeros(2), "epoch": 3}, file)
-    with pytest.raises(CheckpointError, match="other values under epoch"):
-        read_state_dict(file)
-
-
-def test_converter(tmp_path, capsys):
-    model = spikformer()
-    torch.save(model.state_dict(), tmp_path / "in.pt")
-    assert main(["import", "--input", str(tmp_path / "in.pt"), "--save", str(tmp_path / "run")]) == 0
-    assert main(["inspect", str(tmp_path / "run")]) == 0
-    assert main(["export", "--load", str(tmp_path / "run"), "--output", str(tmp_path / "a" / "out.pt")]) == 0
-    exported = torch.load(tmp_path / "a" / "out.pt", weights_only=True)
-    assert exported.keys() == model.state_dict().keys()
-    assert all(torch.equal(value, exported[name]) for name, value in model.state_dict().items())
-    output = capsys.readouterr().out
-    elements = sum(value.numel() for value in model.state_dict().values())
-    assert f"model: {len(exported)} tensors, {elements:,} elements" in output
-    assert "optimizer state: 0 tensors" in output
-    assert "--finetune" in output
-    assert "from SpikingJelly's Spikformer" in output
-
-
-def test_converter_says_why_it_cannot(tmp_path, capsys):
-    save_global_tensors(tmp_path, {"weight": torch.zeros(2)})
-    assert main(["export", "--load", str(tmp_path), "--output", str(tmp_path / "out.pt")]) == 2
-    assert "belong to no program known here" in capsys.readouterr().err
-    assert main(["inspect", str(tmp_path / "absent")]) == 2
-    assert "is not there: name a file of weights" in capsys.readouterr().err
-    assert not (tmp_path / "out.pt").exists()

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from megasnn.checkpoint import load_checkpoint, load_global_tensors, save_checkpoint
-from megasnn.checkpoint.optimizer_state import PREFIX
+from megasnn.checkpoint import Progress, load_checkpoint, load_global_tensors, save_checkpoint, tensor_io
+from megasnn.checkpoint.format import OPTIMIZER, SavedTensor, covers_once
+from megasnn.checkpoint.save import file_name
+from megasnn.checkpoint.tensor_io import boxes_of, read_boxes, write_safetensors
+from megasnn.grid import Coordinates, Grid, Place
+from megasnn.sharded_tensors import ShardedTensor
+from megasnn.sharding import Cut, Shard
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known, wrong
 
 LAYOUTS = [
@@ -27,31 +36,16 @@ EXTRA = {"schedule": {"lr": 0.25}, "epoch": 3}
 def save_known(layout: Layout, folder: Path) -> None:
     rank = Rank(layout)
     rank.fill()
-    save_checkpoint(
-        folder,
-        iteration=100,
-        consumed_samples=6400,
-        tensors=rank.tensors,
-        optimizer=rank.optimizer,
-        extra=EXTRA,
-        config=CONFIG,
-        layout={"tensor": layout.tensor},
-        process_group=rank.group,
-    )
+    progress = Progress(100, 6400, "fake", CONFIG, {"tensor": layout.tensor}, EXTRA)
+    save_checkpoint(folder, progress, rank.state, rank.group)
 
 
 def load_all(layout: Layout, folders: list[Path]) -> list[list[str]]:
     wrong_names = []
     for folder in folders:
         rank = Rank(layout, seed=1)
-        state = load_checkpoint(
-            folder,
-            tensors=rank.tensors,
-            optimizer=rank.optimizer,
-            config=CONFIG,
-            process_group=rank.group,
-        )
-        assert (state.iteration, state.consumed_samples, state.extra) == (100, 6400, EXTRA)
+        loaded = load_checkpoint(folder, rank.state, process_group=rank.group)
+        assert (loaded.iteration, loaded.consumed_samples, loaded.extra) == (100, 6400, EXTRA)
         wrong_names.append(wrong(rank))
     return wrong_names
 
@@ -80,35 +74,104 @@ def test_global_tensors_are_the_same_whoever_saved_them(folders):
 
 
 def test_global_tensors_leave_the_optimizer_aside_and_go_by_prefix(folders):
-    assert not [name for name in load_global_tensors(folders[0]) if name.startswith(PREFIX)]
+    assert not [name for name in load_global_tensors(folders[0]) if name.startswith(OPTIMIZER)]
     assert set(load_global_tensors(folders[2], 100, prefix="head.")) == {"head.weight", "head.bias"}
 
 
 def test_only_the_writing_replica_leaves_files(folders):
     for layout, folder in zip(LAYOUTS, folders, strict=True):
-        data = list((folder / "iter_0000100").glob("*.distcp"))
-        assert len(data) == layout.tensor * layout.pipeline
-        assert all(file.stat().st_size for file in data)
+        assert len(list((folder / "iter_0000100").glob("*.safetensors"))) == layout.tensor * layout.pipeline
 
 
-def test_metadata_is_readable(folders):
-    metadata = json.loads((folders[6] / "iter_0000100" / "metadata.json").read_text())
-    assert metadata["config"] == CONFIG
-    assert metadata["layout"] == {"tensor": 2}
-    assert (metadata["iteration"], metadata["consumed_samples"]) == (100, 6400)
-    assert metadata["optimizer"] == "AdamW"
-    assert metadata["versions"]["torch"] == torch.__version__
-    assert metadata["tensors"]["blocks.0.qkv"] == {"shape": [48, 16, 1], "dtype": "float32"}
-    assert metadata["tensors"]["stem.batches"] == {"shape": [], "dtype": "int64"}
-
-
-def load_without_initialised_torch_distributed(folder: Path) -> list[str]:
-    rank = Rank(Layout(), seed=1)
-    load_checkpoint(folder, tensors=rank.tensors, optimizer=rank.optimizer, config=CONFIG)
-    return wrong(rank)
+def test_the_description_is_readable_and_the_files_are_any_safetensors(folders):
+    path = folders[0] / "iter_0000100"
+    metadata = json.loads((path / "metadata.json").read_text())
+    assert (metadata["model"], metadata["config"], metadata["layout"]) == ("fake", CONFIG, {"tensor": 1})
+    assert (metadata["iteration"], metadata["consumed_samples"], metadata["optimizer"]) == (100, 6400, "AdamW")
+    told = metadata["tensors"]["blocks.0.qkv"]
+    assert (told["shape"], told["dtype"], told["boxes"][0]["sizes"]) == ([48, 16, 1], "float32", [48, 16, 1])
+    theirs = load_file(path / told["boxes"][0]["file"])
+    ours = load_global_tensors(folders[0], with_optimizer=True)
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
 
 
 def test_a_process_on_its_own_saves_and_loads(folders, tmp_path):
     save_known(Layout(), tmp_path)
-    for folder in (tmp_path, folders[2]):
-        assert load_without_initialised_torch_distributed(folder) == []
+    assert load_all(Layout(), [tmp_path, folders[2]]) == [[], []]
+
+
+def test_a_folder_whose_name_is_not_utf8(tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    save_known(Layout(), folder)
+    assert load_all(Layout(), [folder]) == [[]]
+
+
+ROWS = (3072, 2)
+
+
+def rows(rank: int, ranks: int, blocks: int = 1) -> ShardedTensor:
+    """Rows by the replica that owns them, of a tensor that two tensor-parallel ranks have in blocks."""
+    place = Place(Grid(data=ranks // 2, tensor=2), Coordinates(data=rank // 2, tensor=rank % 2))
+    shard = Shard(ROWS, (("tensor", Cut(0, blocks)),), place).by_rows("data")
+    return ShardedTensor("w", torch.zeros(shard.local_shape), shard, True)
+
+
+def test_of_the_files_of_many_ranks_those_are_opened_that_a_rank_needs(tmp_path, monkeypatch):
+    values, ranks = known("w", ROWS).float(), 64
+    written = []
+    for rank in range(ranks):
+        entry = rows(rank, ranks)
+        entry.tensor.copy_(entry.shard.cut(values))
+        boxes = boxes_of([entry])
+        path = tmp_path / file_name(rank)
+        write_safetensors(path, [box for box, _, _ in boxes], [piece.of_local(entry.tensor) for _, _, piece in boxes])
+        written.append((path.name, boxes))
+    saved = SavedTensor(ROWS, "float32", tuple(box.in_file(name) for name, boxes in written for box, _, _ in boxes))
+    opened: list[str] = []
+    real = tensor_io.safe_open
+    monkeypatch.setattr(tensor_io, "safe_open", lambda file, **how: (opened.append(file.name), real(file, **how))[1])
+    for rank, of, blocks, most in ((0, 6, 1, 12), (5, 6, 3, 13), (3, 4, 1, 17), (40, 64, 1, 1)):
+        opened.clear()
+        entry = rows(rank, of, blocks)
+        read_boxes(tmp_path, {"w": saved}, [entry])
+        assert torch.equal(entry.tensor, entry.shard.cut(values)) and len(opened) == len(set(opened)) <= most
+
+
+@pytest.mark.parametrize(("shape", "boxes", "expected"), [
+    ((), [((), ())], True),
+    ((), [((), ()), ((), ())], False),
+    ((2,), [], False),
+    ((0, 3), [], True),
+    ((4,), [((0,), (2,)), ((2,), (3,))], False),
+    ((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 2))], False),
+])  # fmt: skip
+def test_boxes_of_a_few_shapes(shape, boxes, expected):
+    assert covers_once(shape, boxes) is expected
+
+
+def cut(draw: random.Random, offsets: tuple[int, ...], sizes: tuple[int, ...], depth: int) -> list:
+    """The box in parts, cut again and again along any dimension."""
+    dim = draw.randrange(len(sizes))
+    if not depth or sizes[dim] < 2:
+        return [(offsets, sizes)]
+    first = draw.randint(1, sizes[dim] - 1)
+    behind = offsets[:dim] + (offsets[dim] + first,) + offsets[dim + 1 :]
+    low, high = (sizes[:dim] + (size,) + sizes[dim + 1 :] for size in (first, sizes[dim] - first))
+    return cut(draw, offsets, low, depth - 1) + cut(draw, behind, high, depth - 1)
+
+
+def test_boxes_hold_each_element_once():
+    draw, found = random.Random(0), []
+    for _ in range(400):
+        shape = tuple(draw.randint(1, 6) for _ in range(draw.randint(1, 4)))
+        boxes = cut(draw, (0,) * len(shape), shape, draw.randint(0, 4))
+        if draw.random() < 0.5:  # another place, where it may lie on others
+            number = draw.randrange(len(boxes))
+            sizes = boxes[number][1]
+            boxes[number] = tuple(draw.randint(0, n - size) for n, size in zip(shape, sizes, strict=True)), sizes
+        held = np.zeros(shape, int)
+        for offsets, sizes in boxes:
+            held[tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))] += 1
+        found.append(covers_once(shape, boxes))
+        assert found[-1] == bool((held == 1).all()), (shape, boxes)
+    assert 100 < sum(found) < 390

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megasnn.checkpoint import load_checkpoint, save_checkpoint
-from megasnn.checkpoint.description import TensorFacts
+from megasnn.checkpoint import LocalState, Progress, load_checkpoint, save_checkpoint
+from megasnn.checkpoint.format import SavedTensor
 from megasnn.checkpoint.optimizer_state import allocate
 from megasnn.grid import Place
 from megasnn.sharded_tensors import sharded_tensors
@@ -23,16 +23,7 @@ OPTIMIZERS = {
 
 
 def saved(rank: Rank, folder) -> None:
-    save_checkpoint(
-        folder,
-        iteration=1,
-        consumed_samples=0,
-        tensors=rank.tensors,
-        optimizer=rank.optimizer,
-        extra={},
-        config=None,
-        layout=None,
-    )
+    save_checkpoint(folder, Progress(1), rank.state)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -45,7 +36,7 @@ def test_goes_on_bit_for_bit(tmp_path, kind, steps_before):
         first.step()
     saved(first, tmp_path)
     second.step()  # state of its own, which must be replaced
-    load_checkpoint(tmp_path, tensors=second.tensors, optimizer=second.optimizer)
+    load_checkpoint(tmp_path, second.state)
     for rank in (first, second):
         rank.step()
     before, after = first.snapshot(), second.snapshot()
@@ -57,7 +48,7 @@ def test_precision_follows_the_model(tmp_path):
     single, double = Rank(Layout()), Rank(Layout(), seed=1, dtype=torch.float64)
     single.step()
     saved(single, tmp_path)
-    load_checkpoint(tmp_path, tensors=double.tensors, optimizer=double.optimizer)
+    load_checkpoint(tmp_path, double.state)
     state = double.optimizer.state[double.parameters()[0]]
     assert (state["exp_avg"].dtype, state["step"].dtype) == (torch.float64, torch.float32)
     for name, value in single.snapshot().items():
@@ -71,7 +62,7 @@ def test_a_frozen_parameter_has_no_state(tmp_path):
     rank.optimizer.step()
     saved(rank, tmp_path)
     other.step()
-    load_checkpoint(tmp_path, tensors=other.tensors, optimizer=other.optimizer)
+    load_checkpoint(tmp_path, other.state)
     assert other.optimizer.state[other.parameters()[0]] == {}
     assert set(other.optimizer.state[other.parameters()[1]]) == {"step", "exp_avg", "exp_avg_sq"}
 
@@ -80,7 +71,7 @@ def test_without_an_optimizer_only_the_model_is_loaded(tmp_path):
     rank, other = Rank(Layout()), Rank(Layout(), seed=1)
     rank.step()
     saved(rank, tmp_path)
-    load_checkpoint(tmp_path, tensors=other.tensors)
+    load_checkpoint(tmp_path, LocalState(other.tensors))
     assert not other.optimizer.state
     assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(rank.tensors, other.tensors, strict=True))
 
@@ -91,10 +82,10 @@ def test_the_step_count_lies_where_the_optimizer_looks_for_it(capturable, device
     tensors = list(sharded_tensors([("stem", Stem(Place()))]))
     optimizer = torch.optim.AdamW([tensors[0].tensor], capturable=capturable)
     saved = {
-        "stem.weight": TensorFacts((8, 3, 3, 3), "float32"),
-        "optimizer.step.stem.weight": TensorFacts((), "float32"),
-        "optimizer.exp_avg.stem.weight": TensorFacts((8, 3, 3, 3), "float32"),
-        "optimizer.exp_avg_sq.stem.weight": TensorFacts((8, 3, 3, 3), "float32"),
+        "stem.weight": SavedTensor((8, 3, 3, 3), "float32", ()),
+        "optimizer.step.stem.weight": SavedTensor((), "float32", ()),
+        "optimizer.exp_avg.stem.weight": SavedTensor((8, 3, 3, 3), "float32", ()),
+        "optimizer.exp_avg_sq.stem.weight": SavedTensor((8, 3, 3, 3), "float32", ()),
     }
     state = allocate(tensors, optimizer, saved)[tensors[0].tensor]
     assert (state["step"].device.type, state["exp_avg"].device.type) == (device, "meta")

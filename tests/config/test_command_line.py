@@ -1,21 +1,34 @@
+"""Flags: Megatron's names, help from the fields' texts, and mistakes told in one sentence before torch is imported."""
+
+from __future__ import annotations
+
 import importlib
+import subprocess
+import sys
+import time
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
-from megasnn.config import ConfigError, parse
-from megasnn.config.help import ORDER, RARELY_USED, help_texts
+import pretrain_spikformer
+from megasnn import pretrain
+from megasnn.config import ConfigError, PretrainConfig, parse
+from megasnn.config.cli import ORDER, flag_names, help_texts
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.models.table import MODELS
+from tools import flags as flag_page
+
+ROOT = Path(__file__).parents[2]
 
 
-def cli(*argv: str) -> run_config(Spikformer):
+def cli(*argv: str) -> PretrainConfig:
     return parse(run_config(Spikformer), argv)
 
 
-def test_without_flags_everything_has_its_default() -> None:
-    assert cli() == run_config(Spikformer)()
+def printed(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 def test_flags_are_flat_and_megatrons() -> None:
@@ -23,24 +36,22 @@ def test_flags_are_flat_and_megatrons() -> None:
         *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-layout", "1|2|2|1"),
         *("--micro-batch-size=4", "--train_iters", "7", "--lr", "3e-4", "--save", "out", "--no-load-optim"),
     )
-    assert config.parallel.tensor_model_parallel_size == 2
-    assert config.parallel.layout == (1, 2, 2, 1)
+    assert config.parallel.tensor_model_parallel_size == 2 and config.parallel.layout == (1, 2, 2, 1)
     assert (config.training.micro_batch_size, config.training.train_iters) == (4, 7)
-    assert config.optimizer.lr == 3e-4
-    assert config.checkpoint.save == "out" and config.checkpoint.no_load_optim
+    assert config.optimizer.lr == 3e-4 and config.checkpoint.save == "out" and config.checkpoint.no_load_optim
+    assert cli() == run_config(Spikformer)()
 
 
-def test_switches_have_a_negative_form_and_the_last_one_wins() -> None:
-    assert not cli("--no-shuffle").data.shuffle
-    assert not cli("--no-decay-input").neuron.decay_input
+def test_the_last_one_wins_and_switches_have_a_negative_form() -> None:
+    assert not cli("--no-shuffle").data.shuffle and not cli("--no-decay-input").neuron.decay_input
     assert cli("--no-shuffle", "--shuffle").data.shuffle
     assert cli("--depth", "2", "--depth", "3").model.depth == 3
+    assert cli("--patch-size", "16").model.patch_size == 16
 
 
 @pytest.mark.parametrize("text", ["none", "None", "NONE"])
 def test_none_can_be_said(text: str) -> None:
-    assert cli("--v-reset", text).neuron.v_reset is None
-    assert cli("--variant", text).model == Spikformer()
+    assert cli("--v-reset", text).neuron.v_reset is None and cli("--variant", text).model == Spikformer()
 
 
 @pytest.mark.parametrize("form", [["--variant", "spikformer_s"], ["--variant=spikformer_s"]])
@@ -51,133 +62,123 @@ def test_flags_win_over_the_variant(form: list[str]) -> None:
         assert (model.depth, model.embed_dim, model.patch_size, model.image_size) == (2, 384, 16, 224)
 
 
-def test_a_flag_wins_even_with_the_value_of_another_default() -> None:
-    assert cli("--variant", "spikformer_ti", "--embed-dim", "384").model.embed_dim == 384
-
-
-@pytest.mark.parametrize(
-    ("variant", "expected"),
-    [
-        ("spikformer_ti", (256, 4, 8, 16, 224, 1000)),
-        ("spikformer_s", (384, 6, 12, 16, 224, 1000)),
-        ("spikformer_cifar10", (384, 4, 12, 4, 32, 10)),
-        (None, (384, 4, 12, 4, 32, 10)),
-    ],
-)
-def test_variants(variant: str | None, expected: tuple[int, ...]) -> None:
-    m = Spikformer(variant=variant)  # type: ignore[arg-type]
-    assert (m.embed_dim, m.depth, m.num_heads, m.patch_size, m.image_size, m.num_classes) == expected
-
-
-def test_help_has_groups_texts_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_help_has_every_flag_with_its_text_and_default(capsys: pytest.CaptureFixture[str], model: str) -> None:
     with pytest.raises(SystemExit) as stopped:
-        cli("--help")
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert stopped.value.code == 0
-    groups = ("model", "neuron", "parallel", "training", "optimizer", "data", "checkpoint", "logging")
-    assert all(f"{group} options" in text for group in groups)
-    assert "Ranks that share every layer, by channels and heads. (default: 1)" in text
-    assert "--shuffle, --no-shuffle" in text
-    assert "--model." not in text and "--no-no-" not in text
-
-
-@pytest.mark.parametrize("config_class", [run_config(Spikformer), run_config(VggDvs)])
-def test_what_is_rarely_used_comes_last(capsys: pytest.CaptureFixture[str], config_class: type) -> None:
-    with pytest.raises(SystemExit):
-        parse(config_class, ["--help"])
-    text = capsys.readouterr().out
-    places = [text.index(f" {group} options") for group in (*ORDER, "rarely-used")]
-    assert places == sorted(places)
-    for flag in ("--lr FLOAT", "--micro-batch-size INT", "--train-iters INT", "--save STR", "--neuron {lif,if,plif}"):
-        assert text.index(flag) < places[-1], flag
-    for flag in ("--adam-eps FLOAT", "--strict-wire", "--distributed-timeout-minutes FLOAT", "--ckpt-step INT"):
-        assert text.index(flag) > places[-1], flag
-    assert "None}" not in text
-
-
-def test_the_rarely_used_are_fields_of_their_parts() -> None:
-    for part, names in RARELY_USED.items():
-        known = {f.name for c in (run_config(Spikformer)(), run_config(VggDvs)()) for f in fields(getattr(c, part))}
-        assert set(names) <= known
-
-
-def test_every_flag_has_a_text_on_one_line() -> None:
-    for config in (run_config(Spikformer)(), run_config(VggDvs)()):
-        for part in fields(config):
-            own = getattr(config, part.name)
-            texts = help_texts(type(own))
-            assert {f.name for f in fields(own)} <= texts.keys()
-            assert all(text and "\n" not in text for text in texts.values())
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        *("tools.benchmark.program", "megasnn.commands.draw_schedule", "megasnn.commands.show_data"),
-        *("megasnn.commands.convert_checkpoint inspect", "megasnn.commands.preprocess_data n-mnist"),
-    ],
-)
-def test_the_tools_say_int_too(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    tool, *subcommand = command.split()
-    with pytest.raises(SystemExit):
-        importlib.import_module(tool).main([*subcommand, "--help"])
-    text = capsys.readouterr().out
-    assert " INT" in text and "None}" not in text
+        parse(run_config(MODELS[model]), ["--help"])
+    text = printed(capsys)
+    assert stopped.value.code == 0 and "None}" not in text and "--no-no-" not in text
+    assert [text.index(f" {part} options ") for part in ORDER] == sorted(
+        text.index(f" {part} options ") for part in ORDER
+    )
+    config = run_config(MODELS[model])()
+    for part, names in flag_names(type(config)).items():
+        texts = help_texts(type(getattr(config, part)))
+        for name in names:
+            assert f"--{name.replace('_', '-')}" in text and texts[name] and "\n" not in texts[name], name
+    assert "Ranks that share every layer, by channels and heads. (default: 1)" in text and "--lr FLOAT" in text
 
 
 def test_help_shows_the_dimensions_of_the_variant(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli("--variant", "spikformer_ti", "--help")
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "Height and width of the images. (default: 224)" in text
+    assert "Height and width of the images. (default: 224)" in printed(capsys)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--micro-batch", "4"], "Unrecognized"),
-        (["--variant", "spikformer_xl"], "'spikformer_xl' is not one of spikformer_ti"),
-        (["--variant"], "--variant"),
-        (["--lr", "fast"], "--lr"),
-        (["--pipeline-schedule", "zigzag"], "zigzag"),
-        (["--v-reset", "no"], "--v-reset"),
-        (["--patch-size", "8"], "--patch-size"),
-    ],
-)
-def test_mistakes_end_with_status_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["draw_schedule", "convert_checkpoint inspect", "preprocess_data n-mnist"])
+def test_the_commands_say_int_too(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    name, *subcommand = command.split()
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"megasnn.commands.{name}").main([*subcommand, "--help"])
+    text = capsys.readouterr().out
+    assert " INT" in text and "None}" not in text
+
+
+# A command line, and what its one sentence names.
+MISTAKES = {
+    "--lr -1": ["--lr", "-1"],
+    "--lr nan": ["--lr", "nan"],
+    "--lr fast": ["--lr", "fast"],
+    "--lrr 3": ["--lrr", "is it --lr?"],
+    "--micro-batch 4": ["--micro-batch", "is it --micro-batch-size?"],
+    "3": ["'3'"],
+    "--micro-batch-size 0": ["--micro-batch-size", "0", "1"],
+    "--label-smoothing 1": ["--label-smoothing", "1"],
+    "--crop-scale 1.5": ["--crop-scale", "1.5"],
+    "--center-crop 0": ["--center-crop", "0"],
+    "--memory-budget inf": ["--memory-budget", "inf"],
+    "--variant spikformer_xl": ["--variant", "spikformer_xl", "spikformer_ti"],
+    "--pipeline-schedule zigzag": ["--pipeline-schedule", "zigzag", "zbv"],
+    "--patch-size 8": ["--patch-size", "8", "16"],
+    "--v-reset no": ["--v-reset", "no"],
+    "--precision fp16": ["--precision fp16", "loss scale", "bf16"],
+    "--data-path=": ["--data-path"],
+    "--load a --load-spikingjelly b": ["--load a", "--load-spikingjelly b"],
+    "--data-path a.tar b.tar c.tar": ["--data-path", "quotes"],
+    "--data-path=a.tar --data-path=b.tar": ["--data-path", "quotes"],  # the last one would win
+}
+
+
+@pytest.mark.parametrize("flags", MISTAKES)
+def test_a_mistake_is_one_sentence_and_status_2(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain_spikformer.main(["--train-iters", "2", *flags.split()]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and all(part in told for part in MISTAKES[flags]), told
+
+
+def test_a_flag_without_its_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        cli(*argv)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("argv", [["--precision", "fp16"], ["--lr", "1", "--precision=fp16"]])
-def test_a_name_that_its_table_refuses_is_refused_with_the_reason(argv: list[str]) -> None:
-    with pytest.raises(ConfigError, match="--precision fp16: gradients .* without a loss scale, .* use bf16"):
-        cli(*argv)
+        cli("--lr")
+    assert stopped.value.code == 2 and "--lr" in capsys.readouterr().err
 
 
 def test_other_ranks_can_keep_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(run_config(Spikformer), ["--lr", "fast"], console_outputs=False)
+        parse(run_config(Spikformer), ["--lr"], console_outputs=False)
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("flags", "name", "words"),
-    [
-        ("--train-iters 2 --data-path a.tar b.tar c.tar", "--data-path", 3),
-        ("--valid-data-path a.tar b.tar --data-path c.tar", "--valid-data-path", 2),
-        ("--data-path=a.tar --data-path=b.tar --train-iters 2", "--data-path", 2),  # the last one would win
-    ],
-)
-def test_a_path_that_the_shell_has_expanded_wants_quotes(flags, name, words) -> None:
+@pytest.mark.parametrize("flags", ["--lr -1", "--num-heads 5", "--config absent"])
+def test_it_is_refused_at_once_before_torch_is_imported(flags: str) -> None:
+    program = "import sys, pretrain_spikformer as p; print(p.main(sys.argv[1:]), 'torch' in sys.modules)"
+    before = time.process_time()
+    ended = subprocess.run([sys.executable, "-c", program, *flags.split()], cwd=ROOT, capture_output=True, text=True)
+    assert ended.stdout.split() == ["2", "False"] and "Traceback" not in ended.stderr
+    assert time.process_time() - before < 1
+
+
+def test_the_lowest_layers_do_not_import_torch() -> None:
+    lowest = "megasnn, megasnn.grid, megasnn.batching, megasnn.schedule.simulate, megasnn.config, megasnn.kernels"
+    program = f"import sys, {lowest}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+def test_in_a_notebook_flags_are_given_as_argv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sys.argv` is that of the kernel there."""
+    monkeypatch.setattr(sys, "argv", ["/lib/ipykernel_launcher.py", "-f", "/run/kernel-1.json"])
+    with pytest.raises(ValueError, match="argv="):
+        pretrain(Spikformer)
+
+
+def test_an_engine_has_the_neuron_of_the_flags_defaults() -> None:
+    from megasnn.kernels import NeuronSpec
+
+    assert run_config(Spikformer)().neuron.spec == NeuronSpec()
+    assert [each.name for each in fields(run_config(Spikformer))][0] == "model"
+
+
+def test_errors_of_several_values_are_a_list() -> None:
     with pytest.raises(ConfigError) as refused:
-        parse(run_config(Spikformer), flags.split())
-    (problem,) = refused.value.problems
-    assert problem.startswith(f"{name} takes one value, and here are {words}, as a shell") and "in quotes" in problem
+        cli("--lr", "0", "--seed", "-1", "--depth", "x")
+    assert [problem.split()[0] for problem in refused.value.problems] == ["--depth", "--lr", "--seed"]
+    assert str(refused.value).count("\n") == 3
 
 
-def test_a_later_path_still_wins() -> None:
-    flags = "--data-path=a.tar --train-iters 2 --data-path=b.tar --valid-data-path c --data-path d"
-    assert parse(run_config(Spikformer), flags.split()).data.data_path == "d"
+def test_the_page_of_flags_is_that_of_the_parser() -> None:
+    """Written anew by `python tools/flags.py > docs/flags.md`; where flags are used may change without."""
+    written, wanted = (ROOT / "docs" / "flags.md").read_text(), flag_page.page()
+    assert [line.rpartition(" | ")[0] for line in written.splitlines()] == [
+        line.rpartition(" | ")[0] for line in wanted.splitlines()
+    ]
+    names = [name for part, names in flag_names(run_config(Spikformer)).items() for name in names if part != "model"]
+    assert wanted.count("\n| `--") == len(names) + 1

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from megasnn.checkpoint import save_checkpoint
+from megasnn.checkpoint import LocalState, Progress, save_checkpoint
+from megasnn.checkpoint.format import Metadata
 from megasnn.comm.group import Group
 from megasnn.config.neuron import NeuronConfig
-from megasnn.convert.target import SavedModel, configured_model
+from megasnn.convert.reshard import SavedModel, saved_model
+from megasnn.convert.source import Source
 from megasnn.layers import BuildContext
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.table import MODELS as TABLE
@@ -42,7 +44,8 @@ def identity(model: Spikformer | VggDvs, neuron: str = "plif") -> dict[str, Any]
 
 
 def model_like(model: Spikformer | VggDvs, neuron: str = "plif") -> SavedModel:
-    return configured_model(ENTRIES[type(model)], identity(model, neuron), "a test")
+    metadata = Metadata(model=ENTRIES[type(model)].name, config=identity(model, neuron))
+    return saved_model(Source(Path("a test"), {}, torch.zeros, metadata))
 
 
 @dataclass
@@ -74,14 +77,6 @@ def save_whole(folder: Path, model: Spikformer | VggDvs, neuron: str = "plif") -
         elif entry.tensor.is_floating_point():
             entry.tensor.normal_(generator=keyed_generator(entry.name))
     rank.optimizer.step()
-    return save_checkpoint(
-        folder,
-        iteration=100,
-        consumed_samples=6400,
-        tensors=rank.tensors,
-        optimizer=rank.optimizer,
-        extra=EXTRA,
-        config=identity(model, neuron),
-        layout={"tensor": 1, "pipeline": 1, "data": 1},
-        model=described.name,
-    )
+    layout = {"tensor": 1, "pipeline": 1, "data": 1, "bounds": str(len(described.description.layers))}
+    progress = Progress(100, 6400, described.name, identity(model, neuron), layout, EXTRA)
+    return save_checkpoint(folder, progress, LocalState(rank.tensors, rank.optimizer))

@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 
 from megasnn.checkpoint import list_checkpoints
-from megasnn.checkpoint.saving import Progress
-from megasnn.convert.opening import open_source
-from megasnn.convert.rank_files import write_rank_files
-from megasnn.convert.target import Target, lay_out, saved_model
+from megasnn.convert.reshard import Target, reshard
+from megasnn.convert.source import open_source
 from tests.forking import run_program
 from tests.training.runs import train
 
@@ -41,11 +39,10 @@ def as_the_page_says(cache: str, folder: Path, flags: list[str]) -> None:
     """A checkpoint of four ranks at iteration 200, of a run that did one iteration."""
     train(cache, *flags, "--mlp-ratio", "4", "--train-iters", "1", "--eval-iters", "0", "--save", str(folder / "one"))
     source = open_source(folder / "one")
-    facts = replace(source.facts, iteration=200, consumed_samples=200 * 64)
-    target = Target(2, 2, layout="5|5")
-    ranks = [rank.entries for rank in lay_out(target, saved_model(source), facts, source.tensors).ranks]
-    progress = Progress(200, facts.consumed_samples, facts.extra, facts.config, {"tensor": 2, "pipeline": 2})
-    write_rank_files(folder / "runs/spikformer_tp2_pp2/checkpoints", progress, facts.optimizer, ranks, source)
+    (folder / "one" / "iter_0000001").rename(folder / "one" / "iter_0000200")
+    metadata = replace(source.metadata, iteration=200, consumed_samples=200 * 64)
+    source = replace(source, path=folder / "one" / "iter_0000200", metadata=metadata)
+    reshard(source, folder / "runs/spikformer_tp2_pp2/checkpoints", Target(2, 2, layout="5|5"))
 
 
 @pytest.mark.slow

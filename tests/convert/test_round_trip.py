@@ -12,8 +12,7 @@ from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
 
-from megasnn.checkpoint import load_global_tensors, save_checkpoint
-from megasnn.checkpoint.whole import load_globals_into
+from megasnn.checkpoint import LocalState, Progress, load_global_tensors, load_globals_into, save_checkpoint
 from megasnn.commands.convert_checkpoint import main
 from megasnn.models.spikformer.dimensions import Spikformer as Ours
 from megasnn.models.vgg_dvs.dimensions import VggDvs
@@ -58,29 +57,20 @@ def through_ranks(weights: Path, folder: Path, name: str) -> None:
         layers = range(half) if state.pipeline.rank == 0 else range(half, len(model.description.layers))
         rank = build(model, 1, state.tensor.rank, 2, layers)
         load_globals_into(rank.tensors, load_global_tensors(weights), state.world.handle)
-        save_checkpoint(
-            folder,
-            iteration=1,
-            consumed_samples=0,
-            tensors=rank.tensors,
-            optimizer=None,
-            extra={},
-            config=identity(CONFIGS[name], neuron="lif"),
-            layout={"tensor": 2, "pipeline": 2},
-            process_group=state.world.handle,
-        )
+        progress = Progress(1, config=identity(CONFIGS[name], neuron="lif"))
+        save_checkpoint(folder, progress, LocalState(rank.tensors), state.world.handle)
     finally:
         destroy_model_parallel()
 
 
-def there_and_back(ranks: Callable, folder: Path, model: nn.Module, name: str, format: str, output: str) -> dict:
+def there_and_back(ranks: Callable, folder: Path, model: nn.Module, name: str, names: str, output: str) -> dict:
     torch.save(model.state_dict(), folder / "in.pt")
     assert main(["import", "--input", str(folder / "in.pt"), "--save", str(folder / "start")]) == 0
     ranks(4, through_ranks, folder / "start", folder / "run", name)
-    assert len(list((folder / "run" / "iter_0000001").glob("*.distcp"))) == 4
-    flags = ["--load", str(folder / "run"), "--output", str(folder / output), "--format", format]
+    assert len(list((folder / "run" / "iter_0000001").glob("*.safetensors"))) == 4
+    flags = ["--load", str(folder / "run"), "--output", str(folder / output), "--names", names]
     assert main(["export", *flags]) == 0
-    assert main(["compare", str(folder / "in.pt"), str(folder / output)]) == 0
+    assert main(["diff", str(folder / "in.pt"), str(folder / output)]) == 0
     return torch.load(folder / output, weights_only=True) if output.endswith(".pt") else {}
 
 
@@ -111,4 +101,4 @@ def test_the_published_models(ranks, tmp_path: Path, kind: str, name: str) -> No
 
 
 def test_safetensors_hold_the_same(ranks, tmp_path: Path) -> None:
-    there_and_back(ranks, tmp_path, lively(spikformer()), "spikformer", "safetensors", "out.safetensors")
+    there_and_back(ranks, tmp_path, lively(spikformer()), "spikformer", "spikingjelly", "out.safetensors")

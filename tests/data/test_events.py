@@ -24,7 +24,7 @@ def recording(seed: int, events: int = 500, sensor: tuple[int, int] = (12, 16), 
     random = np.random.default_rng(seed)
     t = np.sort(random.integers(0, duration, events)) + 77
     places = [random.integers(0, side, events) for side in (sensor[1], sensor[0], 2)]
-    return Recording(Events.make(t, *places), SensorSize(*sensor), "simulated")
+    return Recording(Events.make(t, *places), SensorSize(*sensor))
 
 
 def as_events(numbers: range, **changes) -> dict[str, dict[str, bytes]]:

@@ -72,7 +72,7 @@ def test_each_is_refused_by_name_at_once_and_in_little_memory(outcomes, kind):
             ):
                 wrong[name] = outcome, names_file, says, seconds
     assert not wrong
-    assert seen >= 10
+    assert seen >= 8
     if kind == "sample":
         assert all(outcome.startswith("BrokenSample") for name, (outcome, *_) in outcomes.items() if "sample: " in name)
 

@@ -21,7 +21,7 @@ from tests.data.shard_files import image_file, loader, write_shard
 noise = np.random.default_rng(0).integers(0, 256, (48, 40, 3), dtype=np.uint8)
 picture = Image.fromarray(noise)
 FILL = (10, 20, 30)
-EVERYTHING = {"augment": "crop", "rand_augment": "rand-m9-mstd0.5-inc1", "color_jitter": 0.4, "random_erasing": 0.5}
+EVERYTHING = {"augment": "crop", "rand_augment": "rand-m9-mstd0.5-inc1", "random_erasing": 0.5}
 
 
 def test_a_random_part_has_the_area_and_shape_that_were_asked_for() -> None:
@@ -186,7 +186,7 @@ def test_no_rectangle_fits_into_a_row_of_pixels() -> None:
     assert all(erase(row, 1.0, "pixel", (0,), (1,), Draws("row", index)) is row for index in range(5))
 
 
-@pytest.mark.parametrize("changes", [EVERYTHING, {"augment": "cifar", "random_erasing": 1.0}, {"color_jitter": 0.4}])
+@pytest.mark.parametrize("changes", [EVERYTHING, {"augment": "cifar", "random_erasing": 1.0}])
 def test_ranks_workers_and_resuming_do_not_alter_it(tmp_path, changes) -> None:
     random = np.random.default_rng(1)
     pictures = {f"s{n}": random.integers(0, 256, (40 + n, 60, 3), dtype=np.uint8) for n in range(12)}
@@ -246,7 +246,6 @@ def test_normalisation_is_that_of_the_augmentation_or_as_asked(tmp_path) -> None
 
 @pytest.mark.parametrize(("flags", "shape", "problem"), [
     ({"rand_augment": "rand-m9"}, (1, 16, 16), "--rand-augment: for images in colour; set --in-channels 3"),
-    ({"color_jitter": 0.4}, (1, 16, 16), "--color-jitter: for images in colour"),
     ({"normalize_images": "cifar10"}, (1, 16, 16), "--normalize-images: for images in colour"),
     ({"random_erasing": 0.25}, (3, 2, 16, 16), "--random-erasing: for images, and the model takes event frames"),
     ({"mixup_alpha": 0.2}, (3, 2, 16, 16), "--mixup-alpha: for images, and the model takes event frames"),

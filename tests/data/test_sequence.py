@@ -6,14 +6,11 @@ import os
 
 import pytest
 
-from megasnn.config import ConfigError, parse, validate
 from megasnn.data import check_shares, order_identity
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.event_files import EVENTS, FrameSettings
 from megasnn.data.event_frames import EventFormat
 from megasnn.data.shards import open_shard
-from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
 from tests.data.shard_files import CLASSES, loader, write_shard
 from tests.data.test_events import as_events
 
@@ -116,9 +113,6 @@ def test_ends_of_epochs_that_cannot_be(dataset) -> None:
         loader(dataset, global_batch_size=31, last_batch="drop")
     with pytest.raises(ValueError, match="--last-batch keep makes a batch of 6 samples, 3 micro-batch.*4 data"):
         check_shares(30, 8, 2, 4, 1, "keep")
-    flags = "--train-iters none --train-samples 100 --global-batch-size 8 --last-batch keep".split()
-    with pytest.raises(ConfigError, match="--train-iters or --train-epochs rather than --train-samples"):
-        validate(parse(run_config(Spikformer), flags), 1)
 
 
 def test_a_place_in_the_data_is_not_taken_for_one_in_another_order(dataset) -> None:

@@ -44,7 +44,7 @@ SMALL = {
 }
 LAYOUTS = {
     "bf16": (2, {"precision": "bf16"}),
-    "plain-neurons": (2, {"neuron_backend": "torch", "pipeline_gradient_dtype": "bf16"}),
+    "plain-neurons": (2, {"neuron_backend": "torch"}),
     "frozen": (2, {}),  # the first layers
     "tensor": (4, {"tensor_model_parallel_size": 2}),
     "rows": (4, {"context_parallel_size": 2, "context_parallel_cut": "rows"}),

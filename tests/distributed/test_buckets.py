@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -164,24 +163,6 @@ def _steps_or_none(without: str) -> None:
     expected = _gradients([1, 1], "abde")
     assert expected["c"].any() and not any(expected[name].any() for name in "abde")
     _check(parameters, expected)
-
-
-def _ordered() -> None:
-    group, parameters = replace(everybody("data"), in_rank_order=True), _parameters()
-    data_parallel = BucketedDataParallel([(0, list(parameters.values()))], group, alone("tensor"), 65)
-    data_parallel.zero()
-    _loss(parameters, group.rank).backward()
-    data_parallel.finish(0)
-    data_parallel.wait()
-    of_ranks = [_gradients([rank]) for rank in range(group.size)]
-    for name, entry in parameters.items():
-        first, second, *others = (gradients[name] for gradients in of_ranks)
-        assert torch.equal(entry.tensor.grad, sum(others, first + second))
-
-
-@pytest.mark.parametrize("size", [3, 4])
-def test_gradients_are_summed_in_rank_order(ranks, size) -> None:
-    ranks(size, _ordered)
 
 
 def _partial() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -14,13 +13,13 @@ from megasnn.comm.codec import Content
 from megasnn.comm.collectives import (
     all_reduce_sum,
     gather_columns,
-    start_all_reduce_sum,
     sum_and_scatter_columns,
 )
 from megasnn.comm.group import Group, alone
 from megasnn.comm.statistics import statistics
 from tests.distributed.whole import everybody, random, spikes
 
+PAIR = Group("data", (0, 1))
 SHAPES = [(1, 1), (3, 5), (7, 8), (13, 3), (64, 16)]  # rows, columns of a rank: mostly no whole bytes
 
 
@@ -69,9 +68,26 @@ def test_a_table_is_gathered_flat_on_a_gpu(monkeypatch) -> None:
     """Gloo refuses a table for what comes together, where a GPU is used with it."""
     gather = Mock()
     monkeypatch.setattr(collectives, "_ALL_GATHER_SINGLE", gather)
-    collectives.start_small_gather(torch.empty(3, device="meta"), Group("data", (0, 1)))()
+    collectives.all_gather_into(torch.empty(2, 1, 3, device="meta"), torch.empty(1, 3, device="meta"), PAIR)
     (into, mine), _ = gather.call_args
     assert (into.shape, mine.shape) == ((6,), (3,))
+
+
+def _gathered_together() -> None:
+    """Several gathers under way at once, of other types and sizes, and one of nothing."""
+    group = everybody()
+    whole = [random(group.size, size, seed=size) for size in (5, 0, 70_001)]
+    whole.append((100 * random(group.size, 9, seed=3)).to(torch.int64))
+    started = [
+        (each, collectives.start_all_gather_into(torch.empty_like(each), each[group.rank], group)) for each in whole
+    ]
+    for each, finish in started:
+        assert torch.equal(torch.stack(finish()), each)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_gathers_that_are_under_way_together(ranks, size) -> None:
+    ranks(size, _gathered_together)
 
 
 def test_what_travels_together_is_sized_for_the_link() -> None:
@@ -99,34 +115,6 @@ def _scatter() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sum_and_scatter_adds_in_rank_order(ranks, size) -> None:
     ranks(size, _scatter)
-
-
-def _ordered() -> int:
-    """Three sums on their way at once, of tensors in any memory order; how many of them have other bits otherwise."""
-    plain = everybody()
-    group, differing = replace(plain, in_rank_order=True), 0
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        parts = [
-            [random(*shape, seed=10 * rank + seed, dtype=dtype) for rank in range(group.size)]
-            for seed, shape in enumerate([(), (7,), (33, 65)])
-        ]
-        mine = [of_ranks[group.rank].clone() for of_ranks in parts]
-        mine[2] = mine[2].t().contiguous().t()
-        for finish in [start_all_reduce_sum(tensor, group, "step") for tensor in mine]:
-            finish()
-        for tensor, of_ranks in zip(mine, parts, strict=True):
-            wide = [part.float() if dtype == torch.bfloat16 else part for part in of_ranks]  # rounded once
-            expected = sum(wide[2:], wide[0] + wide[1]).to(dtype)
-            assert torch.equal(tensor, expected) and tensor.dtype == dtype
-            assert torch.equal(all_reduce_sum(of_ranks[group.rank].clone(), group, "step"), expected)
-            differing += not torch.equal(all_reduce_sum(of_ranks[group.rank].clone(), plain, "step"), expected)
-    return differing
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_sums_in_rank_order(ranks, size) -> None:
-    """Of two numbers there is one order only; of more, the backend takes another one."""
-    assert all((differing > 0) == (size > 2) for differing in ranks(size, _ordered))
 
 
 def _traffic() -> dict:

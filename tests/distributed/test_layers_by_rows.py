@@ -59,14 +59,18 @@ class Case:
     Attributes:
         shape: of the input, `[C, H, W]` or `[C, L]`. holds_spikes: whether it is spikes.
         is_alike: whether every rank has the whole output.
+        rate: of the spikes; with few of them, in few channels, many windows see the same ones.
     """
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     holds_spikes: bool = True
     is_alike: bool = False
+    rate: float | None = None
 
     def input(self) -> Tensor:
+        if self.rate is not None:
+            return (torch.rand(T, N, *self.shape, generator=torch.Generator().manual_seed(3)) < self.rate).double()
         return (spikes if self.holds_spikes else random)(T, N, *self.shape, seed=3)
 
 
@@ -98,6 +102,10 @@ CASES: dict[str, list[Case]] = {
     "unit, stride and max pooling": images(
         lambda: ConvNormNeuron(C, C, 7, stride=2, max_pool=True, neuron=SOFT), 11, 14, holds_spikes=False
     ),
+    "unit, max pooling of equal values": [
+        Case(partial(ConvNormNeuron, 2, C, size, max_pool=True), (2, height, 12), rate=0.1)
+        for size, height in ((3, 12), (3, 15), (5, 16))
+    ],
     "unit, another norm": images(lambda: ConvNormNeuron(C, C, 3, max_pool=True, norm=nn.Identity()), 7),
     "pooled unit": images(lambda: PooledUnit(C, C, 3), 5, 8),
     "neurons first": images(lambda: NeuronConvNorm(C, C, 3), 7, holds_spikes=False),
@@ -177,7 +185,9 @@ def test_rows_of_what_one_rank_computes(ranks, name: str) -> None:
         require_equal(ranks, size, name, "torch")
 
 
-@pytest.mark.parametrize("name", ["unit, max pooling", "unit, both poolings", "pooled unit"])
+@pytest.mark.parametrize(
+    "name", ["unit, max pooling", "unit, max pooling of equal values", "unit, both poolings", "pooled unit"]
+)
 def test_fused_units(ranks, name: str) -> None:
     require_equal(ranks, 3, name, "fused")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tools.benchmark.links import Links
-from tools.benchmark.nccl_like import nccl_like
-from tools.benchmark.queued_device import Device, Moved
+from tests.links import Links
+from tests.nccl_like import nccl_like
+from tests.queued_device import Device, Moved
 from tools.benchmark.ranks import RankError
 
 LIMIT = 1.5  # seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ WHOLE = "blocks.0.attention.qkv.norm.num_batches_tracked"
 Flip = tuple[int, str]  # rank, tensor
 
 
-def compare(tensor: int, pipeline: int, flips: list[Flip], mends: bool, stepped: bool = True) -> tuple:
-    """What one comparison says, then whether a second one agrees, and the bits that this rank then holds."""
+def compare(tensor: int, pipeline: int, flips: list[Flip], stepped: bool = True) -> tuple[str, int | None]:
+    """What a comparison finds after flips of bits, and the iteration at which all agreed last."""
     state = initialize_model_parallel(tensor, pipeline)
     try:
         engine = build_engine(state, "1f1b", torch.float32)
@@ -35,20 +36,18 @@ def compare(tensor: int, pipeline: int, flips: list[Flip], mends: bool, stepped:
         def entries():
             return [*engine.tensors, *describe(engine.tensors, optimizer.state)]
 
-        check = ReplicaCheck(
-            entries, {axis: state.group(axis) for axis in HOLDING_AXES}, state.world, state.device, mends
-        )
-        assert check(3) == "" and check.agreed == 3
+        check = ReplicaCheck(entries, {axis: state.group(axis) for axis in HOLDING_AXES}, state.world, state.device)
+        check(3)
+        assert check.agreed == 3
         for rank, name in flips:
             if rank == state.rank:
                 (entry,) = [entry for entry in entries() if entry.name == name]
                 in_memory_order(entry.tensor).view(torch.uint8)[-1] ^= 0x40
         try:
-            text = check(7)
+            check(7)
         except ReplicaError as error:
-            return str(error), check.agreed, None
-        bits = {e.name: in_memory_order(e.tensor).view(torch.uint8).clone() for e in entries()}
-        return text, check.agreed, (check(8), bits)
+            return str(error), check.agreed
+        return "", check.agreed
     finally:
         destroy_model_parallel()
 
@@ -65,43 +64,24 @@ def compare(tensor: int, pipeline: int, flips: list[Flip], mends: bool, stepped:
     ],
 )
 def test_the_ranks_that_share_a_tensor_are_named(ranks, size, tensor, pipeline, flip, holders) -> None:
-    told = ranks(size, compare, tensor, pipeline, [flip], False)
-    assert len({text for text, *_ in told}) == 1 and {agreed for _, agreed, _ in told} == {3}
-    text = told[0][0]
-    assert "replicas differ at iteration 7 (last agreed at iteration 3); checksums of 1 tensor(s):" in text
-    assert f"  - {flip[1]}" in text and set(re.findall(r"rank\(s\) ([\d, ]+) hold", text)) == holders
-    assert ("part 0 by tensor parallelism" in text) == (tensor > 1 and "exp_avg" in flip[1])
+    told = ranks(size, compare, tensor, pipeline, [flip])
+    assert len({text for text, _ in told}) == 1 and {agreed for _, agreed in told} == {3}
+    _, (line,) = told[0][0].splitlines()[0], told[0][0].splitlines()[1:]
+    assert flip[1] in line and socket.gethostname() in line
+    found = {", ".join(re.findall(r"(\d+) on ", held)) for held in line.split(" on rank ")[1:]}
+    assert found == holders
+    assert ("part 0 by tensor parallelism" in line) == (tensor > 1 and "exp_avg" in flip[1])
 
 
-def test_the_minority_takes_exactly_the_bits(ranks) -> None:
+def test_several_differences_are_all_named(ranks) -> None:
     """Of three replicas two have a fault each, in different tensors; a weight, a moment and a number."""
     flips = [(1, QKV), (2, f"optimizer.exp_avg_sq.{QKV}"), (2, WHOLE), (2, f"optimizer.step.{QKV}")]
-    undisturbed = ranks(3, compare, 1, 1, [], True)
-    told = ranks(3, compare, 1, 1, flips, True)
-    for (_, _, expected), (text, agreed, (again, bits)) in zip(undisturbed, told, strict=True):
-        assert "4 tensor(s)" in text and "taken the majority's values" in text and (again, agreed) == ("", 7)
-        assert bits.keys() == expected[1].keys()
-        assert all(torch.equal(bits[name], expected[1][name]) for name in bits)
-
-
-def test_parts_and_stages_are_mended_by_themselves(ranks) -> None:
-    """Data 3 x tensor 2: a part has three holders, what is not cut has six."""
-    flips = [(3, QKV), (4, WHOLE), (5, WHOLE)]
-    told = ranks(6, compare, 2, 1, flips, True)
-    assert all(again == "" for _, _, (again, _) in told)
-    assert (
-        "rank(s) 0, 1, 2, 3 hold" in told[0][0] and f"{QKV}, part 1 by tensor parallelism: rank(s) 1, 5" in told[0][0]
-    )
-
-
-def test_no_majority_ends_it(ranks) -> None:
-    told = ranks(4, compare, 1, 1, [(1, QKV), (3, QKV)], True)
-    assert all(bits is None and "(no majority)" in text for text, _, bits in told)
+    for text, agreed in ranks(3, compare, 1, 1, flips):
+        assert agreed == 3 and len(text.splitlines()) == 5 and all(f"- {name}: " in text for _, name in flips)
 
 
 def test_equal_replicas_never_alarm(ranks) -> None:
     """Before the first step, and with stages that have nothing."""
     for size, tensor, pipeline in [(2, 2, 1), (4, 2, 2), (6, 1, 3)]:
         for stepped in (False, True):
-            for text, agreed, (again, _) in ranks(size, compare, tensor, pipeline, [], False, stepped):
-                assert (text, again, agreed) == ("", "", 7)
+            assert ranks(size, compare, tensor, pipeline, [], stepped) == [("", 7)] * size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -10,19 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megasnn import Engine
-from megasnn.config import ConfigError, TrainingConfig
-from megasnn.engine import arithmetic, product_choice
+from megasnn.config import TrainingConfig
 from megasnn.engine.arithmetic import WORKSPACE, prepare_cublas, require_possible, told_torch
 from megasnn.engine.configuration import configuration
-from megasnn.engine.joining import joined
-from megasnn.kernels.compared_products import Comparison, Comparisons, Measured
-from megasnn.kernels.products import KINDS, Kind, LayerShape
-from megasnn.kernels.tensor_cores import let_products_round, products_round, rounding_products
-from megasnn.layers import ParallelConv, ParallelLinear
+from megasnn.engine.joining import join_ranks
 from megasnn.parallel_state import (
     destroy_model_parallel,
     get_parallel_state,
@@ -64,21 +57,12 @@ def test_fp32_is_ieee_everywhere_while_the_engine_is_open(before: tuple[Any, ...
         # torch.compile reads these, and they raise where they contradict the others.
         assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
         assert torch.get_float32_matmul_precision() == "highest"
-        with Engine(MODEL, **SIZES, precision="bf16"):
-            assert settings()[0] == "ieee"
-        assert settings()[0] == "ieee"  # the first one is still open
 
 
-def test_an_open_engine_with_other_arithmetic() -> None:
-    with Engine(MODEL, **SIZES), pytest.raises(ValueError, match="--precision fp32 --deterministic: another Engine"):
-        Engine(MODEL, **SIZES, deterministic=True)
-
-
-def test_a_grid_that_is_destroyed_ends_its_engines(before: tuple[Any, ...]) -> None:
+def test_an_engine_whose_grid_is_gone_makes_room_for_the_next_one() -> None:
     initialize_model_parallel()
     engine = Engine(MODEL, **SIZES)
     destroy_model_parallel()
-    assert settings() == before
     with Engine(MODEL, **SIZES, deterministic=True):
         engine.close()
         assert torch.are_deterministic_algorithms_enabled()
@@ -98,20 +82,6 @@ def test_an_engine_whose_grid_was_destroyed_leaves_those_after_it_alone() -> Non
         destroy_model_parallel()
 
 
-def test_products_round_for_a_while() -> None:
-    assert products_round()  # torch rounds in cuDNN unless it is told otherwise
-    before = settings()[:3]
-    let_products_round(False)
-    try:
-        with rounding_products():
-            assert settings()[:3] == ("tf32", "tf32", "tf32") and torch.backends.cudnn.allow_tf32
-            assert torch.get_float32_matmul_precision() == "high"
-        assert settings()[:3] == ("ieee", "ieee", "ieee") and not products_round()
-    finally:
-        let_products_round(True)
-        torch.backends.cuda.matmul.fp32_precision = before[0]
-
-
 @pytest.mark.parametrize(
     "flags, problem",
     [
@@ -121,20 +91,11 @@ def test_products_round_for_a_while() -> None:
             "--precision tf32 is for GPUs, not --device cpu; use --precision fp32",
         ),
         ({"precision": "tf32"}, "--precision tf32 is for GPUs, and this rank computes on a CPU: use --precision fp32"),
-        ({"fp32_products": "split", "device": "cpu"}, "--fp32-products split is for GPUs, not --device cpu; use auto"),
-        ({"fp32_products": "split"}, "--fp32-products split is for GPUs, and this rank .* CPU: use auto or ieee"),
-        ({"fp32_products": "ieee", "precision": "bf16"}, "--fp32-products ieee is for --precision fp32, not bf16"),
     ],
 )
 def test_refused_on_a_cpu(flags: dict[str, Any], problem: str) -> None:
     with mock.patch("torch.cuda.device_count", return_value=0), pytest.raises(ValueError, match=problem):
         Engine(MODEL, **SIZES, **flags)
-
-
-def test_waiting_for_a_gpu_is_refused_on_a_cpu() -> None:
-    for flags, problem in (({"device": "cpu"}, "not --device cpu"), ({}, "and this rank computes on a CPU")):
-        with mock.patch("torch.cuda.device_count", return_value=0), pytest.raises(ValueError, match=problem):
-            Engine(MODEL, **SIZES, **flags, wait_after_actions=True)
 
 
 def test_refused_on_a_gpu() -> None:
@@ -182,7 +143,7 @@ def test_cublas_is_told_before_a_run_touches_a_gpu(program: bool) -> None:
     start = "megasnn.training.program.start_process_group" if program else "megasnn.engine.joining.start_process_group"
     config = configuration(MODEL, {**SIZES, "deterministic": True})
     with mock.patch(start, touch), mock.patch("megasnn.training.program.StopSignals"), pytest.raises(Touched):
-        _train(config, ()) if program else joined(config)
+        _train(config, ()) if program else join_ranks(config)
 
 
 def test_the_log_says_what_products_are() -> None:
@@ -190,86 +151,13 @@ def test_the_log_says_what_products_are() -> None:
     (told,) = told_torch(TrainingConfig(), CUDA)
     assert told.startswith("products of fp32 are IEEE: TF32 is off")
     assert told.endswith("cuDNN: channels last, algorithms of its own choice, benchmark off")
-    rounded, ordered = told_torch(TrainingConfig(precision="tf32", deterministic=True), CUDA)
+    (rounded,) = told_torch(TrainingConfig(precision="tf32", deterministic=True), CUDA)
     assert "round their operands to 11 bits" in rounded and "deterministic algorithms only" in rounded
-    assert ordered == "deterministic: sums over ranks are formed in the order of the ranks"
 
 
 def test_deterministic_algorithms_only() -> None:
-    with Engine(MODEL, **SIZES, deterministic=True) as engine:
+    with Engine(MODEL, **SIZES, deterministic=True):
         assert settings()[-4:] == (True, True, False, False) and os.environ[WORKSPACE] == ":4096:8"
-        assert engine.state.data.in_rank_order and engine.distributed.context.tensor.in_rank_order
-
-
-def test_a_cut_that_is_measured_would_change_rounded_gradients() -> None:
-    flags = {"pipeline_model_parallel_size": 2, "pipeline_gradient_dtype": "bf16", "deterministic": True}
-    problem = "--deterministic with --pipeline-gradient-dtype bf16: .* give --pipeline-model-parallel-layout"
-    with pytest.raises(ConfigError, match=problem):
-        Engine(MODEL, **SIZES, **flags)
-
-
-def _split_layers(engine: Engine) -> list[frozenset[Kind]]:
-    modules = (module for chunk in engine.distributed.chunks.values() for module in chunk.modules())
-    return [module.plan.products.split for module in modules if isinstance(module, ParallelConv | ParallelLinear)]
-
-
-def test_a_cpu_splits_nothing() -> None:
-    with Engine(MODEL, **SIZES) as engine:
-        (told,) = engine.distributed.context.products.told
-        assert told.startswith("sparse products") and set(_split_layers(engine)) == {frozenset()}
-
-
-def _measured(shapes: tuple[LayerShape, ...], samples: int, device: torch.device) -> Comparisons:
-    """As if outputs of 32 channels were worth splitting, and nothing else."""
-    assert dist.get_rank() == 0 and samples == 4
-    better, worse = Measured(1e-6, 1e-7, 0.5), Measured(2e-6, 2e-7, 1.0)
-    comparisons = {}
-    for shape in shapes:
-        for kind in KINDS:
-            worth = shape.weight[0] == 32 and kind == "output"
-            comparisons[shape, kind] = Comparison(worse, better) if worth else Comparison(better, worse)
-    return comparisons
-
-
-def _as_on_a_gpu(flags: dict[str, Any]) -> tuple[tuple[str, ...], list[frozenset[Kind]], bool]:
-    """What is told, what is split, and whether a step is finite. Tensor cores are emulated."""
-    with (
-        mock.patch.object(product_choice, "_computes_on_gpu", return_value=True),
-        mock.patch.object(product_choice, "compare_all", _measured),
-        mock.patch.object(arithmetic, "require_possible"),
-        Engine(MODEL, **SIZES, **flags) as engine,
-    ):
-        result = engine.train_step(torch.rand(10, 1, 8, 8), torch.arange(10))
-        return engine.distributed.context.products.told, _split_layers(engine), math.isfinite(result.loss)
-
-
-def test_all_ranks_split_what_the_first_has_measured(ranks) -> None:
-    first, second = ranks(2, _as_on_a_gpu, {})
-    assert first == second
-    told, split, finite = first
-    assert "the output is split for tensor cores in 4 of 8 shapes" in told[0] and finite
-    assert "the input gradient is split for tensor cores in 0 of 8 shapes" in told[1]
-    assert set(split) == {frozenset(), frozenset({"output"})} and len(split) > 5
-
-
-@pytest.mark.parametrize(
-    "flags, split, told",
-    [
-        (
-            {"fp32_products": "split"},
-            frozenset(KINDS),
-            "fp32 products: all of layers that take spikes or counts are split",
-        ),
-        ({"fp32_products": "ieee"}, frozenset(), None),
-        ({"precision": "bf16"}, frozenset(), None),
-        ({"precision": "tf32"}, frozenset(), None),
-        ({"deterministic": True}, frozenset(), "none is split, since --deterministic leaves no choice to times"),
-    ],
-)
-def test_where_nothing_is_measured(flags: dict[str, Any], split: frozenset[Kind], told: str | None) -> None:
-    said, of_layers, finite = _as_on_a_gpu(flags)
-    assert set(of_layers) == {frozenset(), split} and finite  # of images and averages nothing is split
-    assert said == () if told is None else told in said[0]
 
 
 def _runs(cache: str) -> list[Outcome]:
@@ -319,12 +207,3 @@ def test_the_gradient_of_max_pooling_on_a_gpu(order: torch.memory_format) -> Non
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(gradients[1], gradients[2]) and torch.equal(gradients[1], gradients[0])
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("products", ["auto", "split"])
-def test_split_products_train_on_a_gpu(products: str) -> None:
-    loss, _ = _step(device="cuda", fp32_products=products)
-    expected, _ = _step(device="cuda", fp32_products="ieee")
-    assert math.isclose(loss, expected, rel_tol=1e-3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,12 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.config import parse
 from megasnn.engine import Engine
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
-from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import build_chunk
 from megasnn.pipeline.executor import PipelineError, PipelineExecutor
@@ -24,7 +20,6 @@ from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.process.fault import in_full
 from megasnn.schedule import generate
 from megasnn.telemetry.timers import DeviceClock, Timers
-from megasnn.training.trace import StepTrace
 from tests.engine.test_engine import MODEL
 
 
@@ -71,11 +66,11 @@ def _step(gpu: BrokenGpu, waits: bool) -> None:
 def test_the_place(gpu: BrokenGpu, waits: bool, place: str) -> None:
     with pytest.raises(PipelineError, match=place) as caught:
         _step(gpu, waits)
-    assert "--wait-after-actions" in in_full(caught.value, with_traceback=False)
+    assert "CUDA_LAUNCH_BLOCKING" in in_full(caught.value, with_traceback=False)
 
 
 def test_memory_that_is_short_is_noticed_where_it_is() -> None:
-    assert "--wait-after-actions" not in in_full(torch.OutOfMemoryError("CUDA out of memory"), with_traceback=False)
+    assert "CUDA_LAUNCH_BLOCKING" not in in_full(torch.OutOfMemoryError("CUDA out of memory"), with_traceback=False)
 
 
 # --- what follows an error asks the GPU for nothing that hides it
@@ -113,21 +108,3 @@ def test_leaving_an_engine() -> None:
         assert _first_told(work) == "CUDA error: the first"
     finally:
         destroy_model_parallel()
-
-
-def test_a_record_of_memory(tmp_path: Path) -> None:
-    flags = f"--profile-steps 1 --record-memory-history --tensorboard-dir {tmp_path}"
-    config = parse(run_config(Spikformer), f"--train-iters 2 {flags}".split())
-    record, lines = mock.Mock(side_effect=[None, torch.AcceleratorError("CUDA error: asked again")]), list[str]()
-    with mock.patch("torch.cuda.memory._record_memory_history", record):
-        trace = StepTrace(config, initialize_model_parallel(), 2, 0, lines.append)
-
-        def work() -> None:
-            with trace.around(1):
-                raise torch.AcceleratorError("CUDA error: the first")
-
-        try:
-            assert _first_told(work) == "CUDA error: the first"
-        finally:
-            destroy_model_parallel()
-    assert record.call_count == 2 and "asked again" in "".join(lines)

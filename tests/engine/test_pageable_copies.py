@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
         (1, ""),
         (1, "--loss mse --optimizer lamb"),
         (1, "--bptt-steps 1"),
-        (1, "--recompute always --offload-activations"),
+        (1, "--recompute always"),
         (2, f"{PIPELINE} 1f1b"),
         (2, f"{PIPELINE} zbv"),
         (2, "--tensor-model-parallel-size 2"),

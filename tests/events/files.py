@@ -88,6 +88,35 @@ def npz(events: Events, height: int, width: int) -> bytes:
     return file.getvalue()
 
 
+def dat2(events: Events, size: tuple[int, int] | None) -> bytes:
+    """Prophesee's DAT: t 32 bits; x 14 bits, y 14, polarity 4. Source: Prophesee's page on the DAT format."""
+    word = events.x.astype(np.uint32) | events.y.astype(np.uint32) << 14 | events.p.astype(np.uint32) << 28
+    size_lines = [f"% Height {size[0]}", f"% Width {size[1]}"] if size else []
+    header = "".join(f"{line}\n" for line in ["% Data file containing CD events.", "% Version 2", *size_lines])
+    return header.encode() + bytes([0x0C, 8]) + np.stack([events.t.astype(np.uint32), word], axis=1).tobytes()
+
+
+def evt2(events: Events, size: tuple[int, int]) -> bytes:
+    """EVT 2.0: words of a type (0 darker, 1 brighter, 8 upper bits of the time), 6 bits of time, x 11 bits, y 11."""
+    words, high = [], -1
+    for t, x, y, p in zip(*(getattr(events, name).tolist() for name in "txyp"), strict=True):
+        if t >> 6 != high:
+            high = t >> 6
+            words.append(8 << 28 | high)
+        words.append(p << 28 | (t & 63) << 22 | x << 11 | y)
+    header = f"% evt 2.0\n% format EVT2;width={size[1]};height={size[0]}\n% end\n"
+    return header.encode() + np.array(words, "<u4").tobytes()
+
+
+def evt3(events: Events, size: tuple[int, int]) -> bytes:
+    """EVT 3.0: words of a type (0 y, 2 x, 6 and 8 lower and upper half of the time) and 12 bits; x has polarity too."""
+    words = []
+    for t, x, y, p in zip(*(getattr(events, name).tolist() for name in "txyp"), strict=True):
+        words += [8 << 12 | t >> 12, 6 << 12 | t & 0xFFF, y, 2 << 12 | p << 11 | x]
+    header = f"% evt 3.0\n% format EVT3;width={size[1]};height={size[0]}\n% end\n"
+    return header.encode() + np.array(words, "<u2").tobytes()
+
+
 AEDAT4_INFO = """<dv version="2.0"><node name="outInfo" path="/outInfo/"><node name="0" path="/outInfo/0/">
 <attr key="compression" type="string">NONE</attr><attr key="typeIdentifier" type="string">EVTS</attr>
 <node name="info" path="/outInfo/0/info/"><attr key="sizeX" type="int">{width}</attr>

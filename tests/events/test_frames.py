@@ -9,17 +9,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.events import (
-    Events,
-    FrameOptions,
-    SensorSize,
-    events_to_frames,
-    frame_starts,
-    normalize_frames,
-    resize_frames,
-)
+from megasnn.events import Events, FrameOptions, SensorSize, events_to_frames, resize_frames
 from tests.events.files import event_lists, random_events
-from tools.benchmark.spikingjelly_events import utils
+from tests.events.spikingjelly_events import utils
 
 SENSOR = SensorSize(5, 7)
 quick = settings(max_examples=150, deadline=None)
@@ -43,20 +35,17 @@ def test_equal_numbers_of_events(events, time_steps):
 def test_equal_times(events, time_steps):
     options = FrameOptions(time_steps, "time")
     if events.t[-1] - events.t[0] < time_steps:
-        with pytest.raises(ValueError, match=f"too short for {time_steps} frames"):
+        with pytest.raises(ValueError, match=f"{time_steps} frames"):
             events_to_frames(events, SENSOR, options)
         return
     frames = events_to_frames(events, SENSOR, options)
     assert frames.sum() == len(events)
-    starts = frame_starts(events.t, options)
     try:
-        left, right = utils().cal_fixed_frames_number_segment_index(events.t, "time", time_steps)
+        theirs = utils().integrate_events_by_fixed_frames_number(as_dict(events), "time", time_steps, *SENSOR)
     except IndexError:  # there, a time without events is an error; here, an empty frame
         edges = events.t[0] + (events.t[-1] - events.t[0]) // time_steps * np.arange(time_steps + 1)
         assert (np.diff(np.searchsorted(events.t, edges)) == 0).any()
         return
-    assert np.array_equal(starts, [*left, right[-1]])
-    theirs = utils().integrate_events_by_fixed_frames_number(as_dict(events), "time", time_steps, *SENSOR)
     assert np.array_equal(frames, theirs)
 
 
@@ -68,6 +57,16 @@ def test_equal_durations(events, duration):
         assert frames.shape[0] == 1 and frames.sum() == len(events)  # an IndexError there
         return
     assert np.array_equal(frames, utils().integrate_events_by_fixed_duration(as_dict(events), duration, *SENSOR))
+
+
+@quick
+@given(event_lists(*SENSOR, longest_time=40), st.integers(1, 30), st.integers(1, 8))
+def test_a_number_of_frames_of_a_duration(events, duration, time_steps):
+    """What comes after them is left out, what is missing is empty."""
+    frames = events_to_frames(events, SENSOR, FrameOptions(time_steps, duration=duration))
+    assert frames.shape == (time_steps, 2, *SENSOR)
+    number = (events.t - events.t[0]) // duration
+    assert frames.sum(axis=(1, 2, 3)).tolist() == [(number == frame).sum() for frame in range(time_steps)]
 
 
 def test_every_count_lies_where_its_event_was():
@@ -95,27 +94,28 @@ def test_normalisation_comes_before_scaling():
     events = random_events(3000, 16, 16)
     sensor = SensorSize(16, 16)
     counts = events_to_frames(events, sensor, FrameOptions(4))
-    normalized = normalize_frames(counts)
-    assert normalized.max(axis=(1, 2, 3)) == pytest.approx([1, 1, 1, 1])
+    normalized = events_to_frames(events, sensor, FrameOptions(4, normalize="frame-max"))
+    np.testing.assert_allclose(normalized, counts / counts.max(axis=(1, 2, 3), keepdims=True), rtol=1e-6)
     both = events_to_frames(events, sensor, FrameOptions(4, size=6, normalize="frame-max"))
     assert np.array_equal(both, resize_frames(normalized, 6))
-    np.testing.assert_array_equal(normalize_frames(np.zeros((2, 2, 3, 3), np.int32)), 0)
+    assert events_to_frames(events, sensor, FrameOptions(4, size=16)).dtype == np.int32, "not scaled, still counts"
+    empty = events_to_frames(events[:1], sensor, FrameOptions(3, duration=9, normalize="frame-max"))
+    assert empty.sum() == 1 and np.isfinite(empty).all()
 
 
 @pytest.mark.parametrize(
-    ("options", "problem"),
+    ("options", "named"),
     [
-        ({"time_steps": 4, "duration": 10}, "time_steps 4, duration 10 us"),
-        ({"time_steps": None}, "time_steps None, duration None us"),
-        ({"time_steps": 0}, "time_steps must be at least 1, got 0"),
-        ({"time_steps": None, "duration": -5}, "duration must be at least 1, got -5"),
-        ({"size": 0}, "size must be at least 1, got 0"),
-        ({"split_by": "count"}, "split_by must be one of number, time, got 'count'"),
-        ({"normalize": "max"}, "normalize must be one of none, frame-max, got 'max'"),
+        ({"time_steps": None}, "time_steps"),
+        ({"time_steps": 0}, "time_steps.* 0"),
+        ({"time_steps": None, "duration": -5}, "duration.* -5"),
+        ({"size": 0}, "size.* 0"),
+        ({"split_by": "count"}, "split_by.*'count'"),
+        ({"normalize": "max"}, "normalize.*'max'"),
     ],
 )
-def test_options_that_make_no_sense(options, problem):
-    with pytest.raises(ValueError, match=problem):
+def test_options_that_make_no_sense(options, named):
+    with pytest.raises(ValueError, match=named):
         FrameOptions(**options)
 
 
@@ -123,7 +123,10 @@ def test_events_that_cannot_be_counted():
     events = random_events(10, 5, 7)
     with pytest.raises(ValueError, match="at least one event"):
         events_to_frames(events[:0], SENSOR, FrameOptions())
-    with pytest.raises(ValueError, match="outside the sensor of 5 x 6"):
+    with pytest.raises(ValueError, match="5 x 6"):
         events_to_frames(Events.make([0, 1], [6, 0], [4, 0], [0, 0]), SensorSize(5, 6), FrameOptions(1))
-    with pytest.raises(ValueError, match="time runs backwards"):
+    with pytest.raises(ValueError, match="order of time"):
         events_to_frames(Events.make([1, 0], [0, 0], [0, 0], [0, 0]), SENSOR, FrameOptions(1))
+    for options in (FrameOptions(10**9), FrameOptions(None, duration=1), FrameOptions(1, size=10**5)):
+        with pytest.raises(ValueError, match="--max-sample-mb"):
+            events_to_frames(Events.make([0, 10**9], [0, 0], [0, 0], [0, 0]), SENSOR, options)

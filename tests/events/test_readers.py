@@ -1,190 +1,354 @@
-"""What the readers give, on files written by the tests: what was written, and what SpikingJelly's readers give."""
+"""Readers give what was written to the files, and what SpikingJelly's readers give."""
 
 from __future__ import annotations
 
+import lzma
+import os
+import pickle
+import struct
 import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.events import Events, RecordingError, decode_recording, read_recording
-from megasnn.events.aedat3 import PACKET_HEADER
+from megasnn.events import Events, FrameOptions, Recording, RecordingError, events_to_frames, read_recording
 from tests.events import files
 from tests.events.files import equal, event_lists, random_events, write
-from tools.benchmark.spikingjelly_events import cifar10_dvs, utils
+from tests.events.spikingjelly_events import cifar10_dvs, utils
 
+DATA = os.environ.get("MEGASNN_DATA")
+real = pytest.mark.skipif(DATA is None, reason="MEGASNN_DATA names no folder with recordings")
 quick = settings(max_examples=40, deadline=None)
+SMALL = random_events(40, 34, 34, longest_gap=9)
+BACKWARDS = Events(np.where(np.arange(40) == 30, 0, SMALL.t + 1), SMALL.x, SMALL.y, SMALL.p)
+OUTSIDE = Events(SMALL.t, np.where(np.arange(40) == 25, 200, SMALL.x).astype(np.uint16), SMALL.y, SMALL.p)
+
+
+def dvs128(events: Events) -> bytes:
+    return files.aedat2(files.dvs128_address(events), events.t)
+
+
+def aedat3(events: Events) -> bytes:
+    return files.aedat3([files.aedat3_packet(events[:10]), files.aedat3_packet(events[10:])])
+
+
+WRITERS = {
+    "dvs128.aedat": dvs128,
+    "gesture.aedat": aedat3,
+    "a.aedat4": lambda events: files.aedat4([events[:10], events[10:]], 34, 34),
+    "a.bin": files.atis,
+    "a.npz": lambda events: files.npz(events, 34, 34),
+    "a.dat": lambda events: files.dat2(events, (34, 34)),
+    "evt2.raw": lambda events: files.evt2(events, (34, 34)),
+    "evt3.raw": lambda events: files.evt3(events, (34, 34)),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_backtraces(monkeypatch) -> None:
+    monkeypatch.setenv("RUST_BACKTRACE", "0")
 
 
 def like_spikingjelly(events: Events, theirs: dict) -> bool:
     return all(np.array_equal(getattr(events, name), theirs[name]) for name in ("t", "x", "y", "p"))
 
 
+def read(folder: Path, name: str, data: bytes, **options) -> Recording:
+    return read_recording(write(folder, name, data), **options)
+
+
+def refusal(folder: Path, name: str, data: bytes, **options) -> str:
+    with pytest.raises(RecordingError) as caught:
+        read(folder, name, data, **options)
+    assert caught.value.name == str(folder / name) and str(folder / name) in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value), "as a worker process reports it"
+    return caught.value.problem
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_was_written_is_read(tmp_path, name) -> None:
+    recording = read(tmp_path, name, WRITERS[name](SMALL))
+    assert equal(recording.events, SMALL)
+    assert recording.sensor == ((128, 128) if name.endswith(".aedat") else (34, 34))
+
+
 @quick
 @given(event_lists(128, 128, 2**32 - 1), st.lists(st.text("abc #é\t", max_size=20), max_size=6))
-def test_aedat2(tmp_path_factory, events, comments):
+def test_aedat2(tmp_path_factory, events, comments) -> None:
     path = tmp_path_factory.getbasetemp() / "cifar10_cat_0.aedat"
     lines = [*files.AEDAT2_LINES, *(f"# {comment}" for comment in comments)]
     path.write_bytes(files.aedat2(files.dvs128_address(events), events.t, lines))
     recording = read_recording(path)
-    assert recording.sensor == (128, 128) and recording.format == "aedat2" and recording.skipped == 0
-    assert equal(recording.events, events)
+    assert recording.sensor == (128, 128) and equal(recording.events, events)
     if not any("é" in comment for comment in comments):  # their reader takes such a line for events
         assert like_spikingjelly(recording.events, cifar10_dvs()._load_origin_data(path))
 
 
-def test_a_header_that_says_where_it_ends_may_be_followed_by_a_number_sign(tmp_path):
-    events = Events.make([7, 8], [0, 1], [0x23 << 2, 0x23 << 2], [1, 0])
-    lines = [files.AEDAT2_LINES[0], "# AEChip: eu.seebetter.ini.chips.davis.DAVIS346B", "#End Of ASCII Header"]
-    data = files.aedat2(files.davis_address(events), events.t, lines)
-    assert data.split(b"Header\r\n")[1][:1] == b"#"
-    assert equal(decode_recording(data, "file").events, events)
-
-
-@pytest.mark.parametrize(("bit", "by"), [(15, "jAER's synchronisation"), (31, "the recorder")])
-def test_triggers_of_a_dvs128_are_no_events(bit, by):
-    events = random_events(50, 128, 128)
-    address = files.dvs128_address(events)
-    address[[0, 7, 49]] |= np.uint32(1 << bit)
-    recording = decode_recording(files.aedat2(address, events.t), "file")
-    assert recording.skipped == 3
-    assert equal(recording.events, events[np.delete(np.arange(50), [0, 7, 49])])
+@pytest.mark.parametrize("bit", [15, 31])
+def test_triggers_of_a_dvs128_are_left_out(tmp_path, bit) -> None:
+    address = files.dvs128_address(SMALL)
+    address[[0, 7, 39]] |= np.uint32(1 << bit)
+    assert equal(read(tmp_path, "a.aedat", files.aedat2(address, SMALL.t)).events, SMALL[1:39][np.arange(38) != 6])
 
 
 @pytest.mark.parametrize(
-    ("chip", "height", "width"), [("DAVIS240C", 180, 240), ("DAVIS346B", 260, 346), ("Davis640", 480, 640)]
+    ("chip", "size"), [("DAVIS240C", (180, 240)), ("DAVIS346B", (260, 346)), ("Davis640", (480, 640))]
 )
-def test_davis(chip, height, width, tmp_path):
-    events = random_events(200, height, width)
+def test_davis(tmp_path, chip, size) -> None:
+    events = random_events(200, *size)
     address = files.davis_address(events)
     lines = [*files.AEDAT2_LINES, f"# AEChip: eu.seebetter.ini.chips.davis.{chip}"]
     path = write(tmp_path, "recording.aedat", files.aedat2(address, events.t, lines))
     recording = read_recording(path)
-    assert recording.sensor == (height, width) and equal(recording.events, events)
+    assert recording.sensor == size and equal(recording.events, events)
     with path.open("rb") as file:
         theirs = dict(zip("txyp", cifar10_dvs()._load_events(file, filter_dvs=True), strict=True))
     assert like_spikingjelly(recording.events, theirs)
+    address[[3, 4]] |= np.array([1 << 31, 1 << 10], np.uint32)  # a sample of a frame, and a trigger
+    recording = read(tmp_path, "b.aedat", files.aedat2(address, events.t), sensor_size=size)
+    assert equal(recording.events, events[np.delete(np.arange(200), [3, 4])])
 
-    address[[3, 4]] |= np.array([1 << 31, 1 << 10], np.uint32)  # a frame's sample and a trigger
-    recording = decode_recording(files.aedat2(address, events.t), "file", sensor_size=(height, width))
-    assert recording.skipped == 2 and equal(recording.events, events[np.delete(np.arange(200), [3, 4])])
+
+def test_a_header_that_says_where_it_ends_may_be_followed_by_a_number_sign(tmp_path) -> None:
+    events = Events.make([7, 8], [0, 1], [0x23 << 2, 0x23 << 2], [1, 0])
+    lines = [files.AEDAT2_LINES[0], "# AEChip: eu.seebetter.ini.chips.davis.DAVIS346B", "#End Of ASCII Header"]
+    data = files.aedat2(files.davis_address(events), events.t, lines)
+    assert data.split(b"Header\r\n")[1].startswith(b"#")
+    assert equal(read(tmp_path, "a.aedat", data).events, events)
 
 
 @quick
 @given(st.lists(event_lists(128, 128, 1000, least=0), min_size=1, max_size=4))
-def test_aedat3(tmp_path_factory, parts):
+def test_aedat3(tmp_path_factory, parts) -> None:
     path = tmp_path_factory.getbasetemp() / "user01_led.aedat"
     other = files.aedat3_packet(random_events(3, 10, 10), kind=3)
-    packets, written = [other], []
+    packets, written = [other], [Events.make([], [], [], [])]
     for overflow, part in enumerate(parts):
         packets += [files.aedat3_packet(part, overflow), other]
         written.append(Events(part.t + (overflow << 31), part.x, part.y, part.p))
     path.write_bytes(files.aedat3(packets))
     expected = Events.make(*(np.concatenate([getattr(part, name) for part in written]) for name in "txyp"))
     if not len(expected):
-        with pytest.raises(RecordingError, match="has no events"):
+        with pytest.raises(RecordingError):
             read_recording(path)
         return
     recording = read_recording(path)
-    assert recording.sensor == (128, 128) and recording.format == "aedat3"
-    assert equal(recording.events, expected)
+    assert recording.sensor == (128, 128) and equal(recording.events, expected)
     assert like_spikingjelly(recording.events, utils().load_aedat_v3(path))
 
 
-def test_aedat3_leaves_out_what_is_marked_invalid():
-    events = random_events(20, 128, 128)
-    valid = np.arange(20) % 3 != 0
-    recording = decode_recording(files.aedat3([files.aedat3_packet(events, valid=valid)]), "file")
-    assert recording.skipped == 7 and equal(recording.events, events[valid])
-
-
-def test_aedat3_packets_may_have_room_for_more_events():
-    events = random_events(5, 128, 128)
-    packet = bytearray(files.aedat3_packet(events))
-    header = np.frombuffer(packet, PACKET_HEADER, 1)
-    header["number"] = 3
-    recording = decode_recording(files.aedat3([bytes(packet)]), "file")
-    assert equal(recording.events, events[:3])
+def test_aedat3_leaves_out_what_is_marked_invalid(tmp_path) -> None:
+    valid = np.arange(40) % 3 != 0
+    data = files.aedat3([files.aedat3_packet(SMALL, valid=valid)])
+    assert equal(read(tmp_path, "a.aedat", data).events, SMALL[valid])
 
 
 @quick
 @given(event_lists(34, 34, 2**23 - 1))
-def test_atis(tmp_path_factory, events):
+def test_n_mnist(tmp_path_factory, events) -> None:
     path = tmp_path_factory.getbasetemp() / "00002.bin"
     path.write_bytes(files.atis(events))
     recording = read_recording(path)
-    assert recording.sensor == (34, 34) and recording.format == "atis"
-    assert equal(recording.events, events)
+    assert recording.sensor == (34, 34) and equal(recording.events, events)
     assert like_spikingjelly(recording.events, utils().load_ATIS_bin(path))
 
 
-def test_atis_row_240_says_that_time_has_overflowed():
+def test_row_240_of_n_mnist_says_that_time_has_overflowed(tmp_path) -> None:
     written = Events.make([5, 8000, 8191, 3, 8190, 8191, 1], [1, 2, 0, 3, 4, 0, 5], [1, 2, 240, 3, 4, 240, 5], [1] * 7)
-    recording = decode_recording(files.atis(written), "00001.bin")
-    assert recording.skipped == 2
-    assert recording.events.t.tolist() == [5, 8000, 8192 + 3, 8192 + 8190, 2 * 8192 + 1]
-    assert recording.events.x.tolist() == [1, 2, 3, 4, 5]
+    events = read(tmp_path, "00001.bin", files.atis(written)).events
+    assert events.t.tolist() == [5, 8000, 8192 + 3, 8192 + 8190, 2 * 8192 + 1] and events.x.tolist() == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("compressed", [True, False])
-def test_spikingjellys_npz(tmp_path, compressed):
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_spikingjellys_npz(tmp_path, save) -> None:
+    """As its conversions of data sets write them: other types, no size of the sensor; polarity may be a sign."""
     events = random_events(100, 128, 128)
-    save = np.savez_compressed if compressed else np.savez
-    # as its conversion of CIFAR10-DVS saves them
-    save(
-        tmp_path / "a.npz",
-        t=events.t.astype(np.uint32),
-        x=events.x.astype(np.uint32),
-        y=events.y,
-        p=events.p.astype(int),
-    )
-    recording = read_recording(tmp_path / "a.npz", sensor_size=(128, 128))
-    assert recording.format == "numpy" and equal(recording.events, events)
+    for polarity in (events.p.astype(int), events.p.astype(bool), 2 * events.p.astype(np.int8) - 1):
+        save(tmp_path / "a.npz", t=events.t.astype(np.uint32), x=events.x.astype(np.uint32), y=events.y, p=polarity)
+        assert equal(read_recording(tmp_path / "a.npz", sensor_size=(128, 128)).events, events)
+    with pytest.raises(RecordingError, match="--sensor-size"):
+        read_recording(tmp_path / "a.npz")
 
 
-@pytest.mark.parametrize("names", ["txyp", ("timestamp", "x", "y", "polarity"), ("x", "y", "p", "ts")])
-def test_structured_arrays(tmp_path, names):
-    events = random_events(100, 20, 30)
-    columns = {"timestamp": "t", "ts": "t", "polarity": "p"}
-    table = np.empty(100, [(name, "i8" if columns.get(name, name) == "t" else "u2") for name in names])
-    for name in names:
-        table[name] = getattr(events, columns.get(name, name))
+def test_a_structured_array(tmp_path) -> None:
+    table = np.empty(40, [("timestamp", "i8"), ("x", "u2"), ("y", "u2"), ("polarity", "?")])
+    for name, field in zip(("timestamp", "x", "y", "polarity"), "txyp", strict=True):
+        table[name] = getattr(SMALL, field)
     np.save(tmp_path / "a.npy", table)
-    assert equal(read_recording(tmp_path / "a.npy", sensor_size=(20, 30)).events, events)
+    assert equal(read_recording(tmp_path / "a.npy", sensor_size=(34, 34)).events, SMALL)
 
 
-def test_polarity_may_be_a_sign_or_a_truth_value(tmp_path):
-    events = random_events(100, 20, 30)
-    for polarity in (2 * events.p.astype(np.int8) - 1, events.p.astype(bool)):
-        np.savez(tmp_path / "a.npz", t=events.t, x=events.x, y=events.y, p=polarity, height=20, width=30)
-        assert equal(read_recording(tmp_path / "a.npz").events, events)
+def test_what_a_file_says_of_its_sensor_counts(tmp_path) -> None:
+    for name in ("a.npz", "a.dat", "evt2.raw", "evt3.raw", "a.aedat4"):
+        assert read(tmp_path, name, WRITERS[name](SMALL), sensor_size=(99, 99)).sensor == (34, 34)
+    assert "--sensor-size" in refusal(tmp_path, "b.dat", files.dat2(SMALL, None))
+    assert read(tmp_path, "b.dat", files.dat2(SMALL, None), sensor_size=(34, 40)).sensor == (34, 40)
 
 
-def test_an_npz_may_say_its_sensors_size():
-    events = random_events(300, 34, 40)
-    recording = decode_recording(files.npz(events, 34, 40), "a.events.npz")
-    assert recording.sensor == (34, 40) and equal(recording.events, events)
+@pytest.mark.parametrize("name", ["a.aedat4", "a.dat", "evt2.raw"])
+def test_without_faery_it_is_named(tmp_path, monkeypatch, name) -> None:
+    monkeypatch.setitem(sys.modules, "faery", None)
+    with pytest.raises(ModuleNotFoundError, match=r"megasnn\[events\]"):
+        read(tmp_path, name, WRITERS[name](SMALL))
 
 
-def test_aedat4(tmp_path):
-    pytest.importorskip("aedat")
-    events = random_events(100, 260, 346)
-    path = write(tmp_path, "a.aedat4", files.aedat4([events[:60], events[60:]], 260, 346))
-    recording = read_recording(path)
-    assert recording.sensor == (260, 346) and recording.format == "aedat4"
-    assert equal(recording.events, events)
+@pytest.mark.parametrize("name", ["dvs128.aedat", "gesture.aedat", "a.bin", "a.npz"])
+def test_time_that_runs_backwards_is_refused_or_sorted(tmp_path, name) -> None:
+    problem = refusal(tmp_path, name, WRITERS[name](BACKWARDS))
+    assert "event 30" in problem and "--sort-events" in problem
+    events = read(tmp_path, name, WRITERS[name](BACKWARDS), sort=True).events
+    assert equal(events, BACKWARDS[np.array([30, *range(30), *range(31, 40)])])
 
 
-def test_aedat4_without_its_package_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "aedat", None)
-    path = write(tmp_path, "a.aedat4", files.aedat4([random_events(3, 10, 10)], 10, 10))
-    with pytest.raises(ModuleNotFoundError, match=r"a\.aedat4.*pip install megasnn\[events\]"):
-        read_recording(path)
+@pytest.mark.parametrize("name", ["a.aedat4", "a.dat"])
+def test_faery_moves_a_late_event_to_the_time_of_the_one_before(tmp_path, name) -> None:
+    expected = BACKWARDS.t.copy()
+    expected[30] = expected[29]
+    assert np.array_equal(read(tmp_path, name, WRITERS[name](BACKWARDS)).events.t, expected)
 
 
-def test_clips_between_two_times():
+@pytest.mark.parametrize("name", ["gesture.aedat", "a.aedat4", "a.bin", "a.npz", "a.dat", "evt2.raw", "evt3.raw"])
+def test_outside_the_sensor(tmp_path, name) -> None:
+    assert "200" in refusal(tmp_path, name, WRITERS[name](OUTSIDE))
+    edge = Events.make([0], [33], [33], [1])
+    assert len(read(tmp_path, name, WRITERS[name](edge)).events) == 1
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("size", [0, 1, 21, -3, -1])
+def test_a_cut_file(tmp_path, name, size) -> None:
+    refusal(tmp_path, name, WRITERS[name](SMALL)[:size])
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.aedat", files.text(files.AEDAT2_LINES)),
+        ("a.aedat", files.text(files.AEDAT3_LINES)),
+        ("a.aedat", files.aedat3([files.aedat3_packet(SMALL, valid=np.zeros(40))])),
+        ("a.bin", files.atis(Events.make([5], [0], [240], [0]))),
+        ("a.aedat4", files.aedat4([], 34, 34)),
+    ],
+)
+def test_no_events(tmp_path, name, data) -> None:
+    assert "no events" in refusal(tmp_path, name, data)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "named"),
+    [
+        ("a.aedat", dvs128(SMALL).replace(b"DAT2.0", b"DAT3.0"), "DAT3.0"),
+        ("a.txt", b"hello", "hello"),
+        ("a.aedat", files.aedat2(files.davis_address(SMALL), SMALL.t), "event 0"),
+        ("a.aedat", files.aedat2(files.dvs128_address(SMALL), SMALL.t, [*files.AEDAT2_LINES, "# AEChip: Tmp"]), "Tmp"),
+        ("a.aedat", aedat3(SMALL).replace(b"DVS128", b"Thing"), "Thing"),
+        ("a.aedat", aedat3(SMALL).replace(b"RAW", b"Compressed"), "Compressed"),
+        ("a.aedat4", files.aedat4([SMALL], 34, 34).replace(b"EVTS</attr>", b"TRIG</attr>"), "0 event streams"),
+        ("a.aedat4", files.aedat4([SMALL], 34, 34).replace(b"outInfo", b"out\xffnfo"), "utf-8"),
+        ("a.dat", files.dat2(SMALL, (34, 34)).replace(b"\x0c\x08", b"\x0e\x08"), "trigger"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, name, data, named) -> None:
+    assert named in refusal(tmp_path, name, data)
+
+
+@pytest.mark.parametrize(
+    "fields", [(1, 7, 40, 40), (1, 8, -1, 0), (1, 8, 40, 41), (1, 8, 40, -1), (2, 0, 9, 9), (1, -8, 40, 40)]
+)
+def test_packets_that_make_no_sense(tmp_path, fields) -> None:
+    kind, size, capacity, number = fields
+    packet = struct.pack("<hhiiiiii", kind, 1, size, 4, 0, capacity, number, number) + bytes(400)
+    start = len(files.text(files.AEDAT3_LINES))
+    assert f"packet at byte {start}" in refusal(tmp_path, "a.aedat", files.aedat3([packet]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"t": None}, "timestamp"),
+        ({"t": SMALL.t / 1e6}, "float64"),
+        ({"x": SMALL.x[:-1]}, "equal lengths"),
+        ({"x": SMALL.x.astype(int) - 100}, "event 0"),
+        ({"y": SMALL.y.astype(int) + 65536}, "event 0"),
+        ({"p": SMALL.p.astype(int) * 2}, "p = 2"),
+        ({"t": SMALL.t.astype(np.uint64) + np.uint64(2**63)}, "t = "),
+        ({"height": 0}, "height"),
+        ({"height": np.zeros(7, int)}, "height"),
+        ({name: getattr(SMALL, name)[None] for name in "txyp"}, "one dimension"),
+        ({"p": np.array([{}] * 40, object)}, "cannot be read"),
+    ],
+)
+def test_arrays_that_are_no_events(tmp_path, changes, named) -> None:
+    arrays = {"t": SMALL.t, "x": SMALL.x, "y": SMALL.y, "p": SMALL.p, "height": 34, "width": 34} | changes
+    np.savez(tmp_path / "made.npz", **{name: value for name, value in arrays.items() if value is not None})
+    assert named in refusal(tmp_path, "a.npz", (tmp_path / "made.npz").read_bytes())
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_bound_in_bytes(tmp_path, name) -> None:
+    data = WRITERS[name](SMALL)
+    for limit in (100, len(data) - 1, 13 * 40 - 1 if name not in ("dvs128.aedat", "gesture.aedat", "a.bin") else 50):
+        assert "--max-sample-mb" in refusal(tmp_path, name, data, limit=limit)
+    assert len(read(tmp_path, name, data, limit=max(len(data), 13 * 40) + 2000).events) == 40
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(WRITERS)), st.data())
+def test_whatever_is_damaged_is_read_or_refused(tmp_path_factory, name, draw) -> None:
+    data = bytearray(WRITERS[name](SMALL))
+    for _ in range(draw.draw(st.integers(1, 4))):
+        start = draw.draw(st.integers(0, len(data)))
+        end = draw.draw(st.sampled_from([start, start + 1, start + 7, len(data)]))
+        data[start:end] = draw.draw(st.binary(max_size=9))
+    path = write(tmp_path_factory.getbasetemp(), name, bytes(data))
+    try:
+        assert len(read_recording(path).events) > 0
+    except RecordingError as error:
+        assert error.name == str(path)
+
+
+def test_clips_between_two_times() -> None:
     events = Events.make([1, 2, 2, 5, 9], [0] * 5, [0] * 5, [0] * 5)
-    assert events.between(2, 9).t.tolist() == [2, 2, 5]
-    assert len(events.between(3, 5)) == 0
+    assert events.between(2, 9).t.tolist() == [2, 2, 5] and len(events.between(3, 5)) == 0
+
+
+@real
+def test_a_recording_of_jaer(tmp_path) -> None:
+    with lzma.open(Path(str(DATA)) / "aedat/MovingDarkBox.aedat.xz") as file:
+        path = write(tmp_path, "MovingDarkBox.aedat", file.read())
+    recording = read_recording(path)
+    assert len(recording.events) == 489_834 and recording.sensor == (128, 128)
+    theirs = cifar10_dvs()._load_origin_data(path)
+    assert like_spikingjelly(recording.events, theirs)
+    for split_by in ("number", "time"):
+        frames = events_to_frames(recording.events, recording.sensor, FrameOptions(10, split_by))
+        expected = utils().integrate_events_by_fixed_frames_number(theirs, split_by, 10, *recording.sensor)
+        assert np.array_equal(frames, expected)
+
+
+@real
+def test_a_recording_of_dv() -> None:
+    recording = read_recording(Path(str(DATA)) / "aedat/davis346_sample_MIT.aedat4")
+    assert len(recording.events) == 6_676 and recording.sensor == (260, 346)
+
+
+@real
+def test_recordings_of_n_mnist_and_dvs_gesture(tmp_path) -> None:
+    def members(name: str) -> Iterator[Path]:
+        with tarfile.open(Path(str(DATA)) / name) as tar:
+            for member in tar:
+                if member.name.endswith(".bs2"):
+                    file = tar.extractfile(member)
+                    assert file is not None
+                    yield write(tmp_path, "one.bin", file.read())
+
+    digits = [len(read_recording(path).events) for path in members("nmnist_small/nmnist_small_1100.tar.xz")]
+    assert (len(digits), sum(digits)) == (1_100, 4_518_827)
+    for path in members("dvs_gesture_10/dvs_gesture_10.tar.xz"):
+        events = read_recording(path, sensor_size=(128, 128)).events
+        assert like_spikingjelly(events, utils().load_ATIS_bin(path)) and 63_471 <= len(events) <= 181_179

@@ -11,14 +11,13 @@ from sklearn.datasets import load_digits
 
 from megasnn.events import (
     CLOSED_LOOP,
-    STILL,
     FrameOptions,
     SensorSize,
     SimulatedSensor,
     events_to_frames,
     simulate_recording,
 )
-from megasnn.events.recording import Decoded, checked
+from megasnn.events.recording import check_recording
 from tests.events.files import equal
 
 QUIET = SimulatedSensor(noise_rate=0.0, mismatch=0.0)
@@ -40,8 +39,8 @@ def test_equal_keys_give_equal_recordings_in_any_order():
 
 def test_a_recording_is_what_a_reader_would_give():
     recording = digit(3)
-    checked("simulated", Decoded(recording.events, recording.sensor, recording.format))
-    assert recording.sensor == (34, 34) and recording.format == "simulated"
+    check_recording(recording, "simulated")
+    assert recording.sensor == (34, 34)
     assert recording.events.t[0] >= 0 and recording.events.t[-1] <= 300_000
     assert set(np.unique(recording.events.p)) == {0, 1}
     frames = events_to_frames(recording.events, recording.sensor, FrameOptions(10))
@@ -49,7 +48,7 @@ def test_a_recording_is_what_a_reader_would_give():
 
 
 def test_nothing_moves_nothing_happens():
-    still = replace(QUIET, path=STILL)
+    still = replace(QUIET, path=((0.0, 0.0), (0.0, 0.0)))
     assert len(digit(0, sensor=still).events) == 0
     assert len(simulate_recording(np.full((8, 8), 0.0), "dark", sensor=QUIET).events) == 0
     noisy = replace(still, noise_rate=5.0)
@@ -115,7 +114,7 @@ def test_mismatch_belongs_to_the_camera():
 def test_sensor_size_and_path_are_free():
     sensor = SimulatedSensor(SensorSize(48, 64), image_size=40, path=CLOSED_LOOP, reach=8.0, duration=100_000)
     recording = digit(5, sensor=sensor)
-    checked("simulated", Decoded(recording.events, recording.sensor, recording.format))
+    check_recording(recording, "simulated")
     assert recording.sensor == (48, 64)
     assert recording.events.t[-1] > 95_000 and recording.events.x.max() >= 48
 

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,9 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain_spikformer
-from megasnn.checkpoint import Saver
-from megasnn.checkpoint.aside import Aside
-from megasnn.checkpoint.saving import AtOnce
+from megasnn.checkpoint import Saver, save, saver
 from megasnn.data import GlobalBatch
 from megasnn.data_parallel import ReplicaCheck
 from megasnn.data_parallel.checksum import in_memory_order
@@ -31,7 +29,7 @@ from megasnn.engine import Engine
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.schedule import Action
-from megasnn.telemetry.logline import StepResult
+from megasnn.telemetry.records import StepResult
 from megasnn.telemetry.timers import DeviceClock
 from megasnn.training import program
 from megasnn.training.loop import TrainingRun
@@ -159,13 +157,13 @@ def stall_in_step() -> None:
 
 def raise_while_saving() -> None:
     """While this rank still writes its part of the first checkpoint, in the background."""
-    write = Aside.write
+    write = saver.write_safetensors
 
-    def slowly(self: Aside, aside: Path) -> list[str]:
+    def slowly(*arguments: Any) -> None:
         time.sleep(2.5)
-        return write(self, aside)
+        write(*arguments)
 
-    mock.patch.object(Aside, "write", slowly).start()
+    mock.patch.object(saver, "write_safetensors", slowly).start()
     raise_in_step()
 
 
@@ -216,14 +214,15 @@ def disk_of_its_own() -> None:
 def _fail_saves(which: range) -> None:
     calls = iter(range(1_000))
 
-    def limited(self: object, write: Callable[..., Any], *arguments: Any) -> Any:
-        results = write(self, *arguments)
+    write = save.write_safetensors
+
+    def limited(*arguments: Any) -> None:
+        write(*arguments)
         if next(calls) in which:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return results
 
-    for kind in (AtOnce, Aside):
-        mock.patch.object(kind, "write", partialmethod(limited, kind.write)).start()
+    for module in (save, saver):
+        mock.patch.object(module, "write_safetensors", limited).start()
 
 
 def raise_before_the_grid() -> None:

@@ -34,7 +34,7 @@ LAYOUTS = {  # of two ranks
     "stages": PP2,
     "owned-rows": ("--use-distributed-optimizer",),
     "shared-weights": ("--weight-parallel-size", "2", "--micro-batch-size", "2", "--global-batch-size", "8"),
-    "offload": (*PP2, "--recompute", "always", "--offload-activations"),
+    "recompute": (*PP2, "--recompute", "always"),
     "shared-samples": ("--context-parallel-size", "2"),
     "shared-rows": ("--context-parallel-size", "2", "--context-parallel-cut", "rows"),
 }

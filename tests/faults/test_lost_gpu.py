@@ -9,7 +9,7 @@ from tests.faults.launch import PP2, TINY, Ended, Ranks, lines_of
 
 SECONDS = 5.0  # until all have ended, from when the GPU was lost
 MODEL = (*TINY, "--neuron-backend", "torch")  # nothing has to be compiled
-SUGGESTION = "run it again with --wait-after-actions"
+SUGGESTION = "run it again with CUDA_LAUNCH_BLOCKING=1"
 
 
 def ended(tmp_path, fault: str, rank: int, *flags: str) -> Ended:

@@ -1,17 +1,13 @@
-"""One bit flips in one replica: the run ends before it is saved and says where, or goes on with the majority's."""
+"""One bit flips in one replica: the run ends before it is saved and says where."""
 
 from __future__ import annotations
 
 import re
 
-import pytest
-
-from megasnn.checkpoint import list_checkpoints, load_global_tensors
+from megasnn.checkpoint import list_checkpoints
 from tests.faults.launch import TINY, TP2, Ranks
-from tests.faults.test_saving import same
 
 EACH = (*TINY, "--check-replicas-interval", "1", "--neuron-backend", "torch", "--save-interval", "1")
-THREE = (*EACH, "--global-batch-size", "6")
 WEIGHT = "blocks.0.mlp.fc1.conv.weight"
 
 
@@ -21,33 +17,11 @@ def test_all_ranks_end_and_the_save_before_is_complete(tmp_path) -> None:
     ended = Ranks(tmp_path / "ranks", 4, *argv, fault=("flip_in_a_weight", 3)).end(60)
     assert ended.status == [1] * 4, ended.output
     assert all("ReplicaError" in output and "Traceback" not in output for output in ended.output), ended.output
-    told = [output for output in ended.output if f"- {WEIGHT}, part 1 by tensor parallelism: rank(s) 1 hold " in output]
-    assert told and all("; rank(s) 3 hold " in output for output in told)
+    told = [output for output in ended.output if f"- {WEIGHT}, part 1 by tensor parallelism: " in output]
+    assert told and all(re.search(r" on rank 1 on .*; \w+ on rank 3 on ", output) for output in told)
     for output in told:
         assert "ReplicaError: replicas differ at iteration 2 (last agreed at iteration 1); checksums of 1 te" in output
     assert list_checkpoints(tmp_path / "run") == [1] and not list((tmp_path / "run").glob("*.tmp"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    assert Ranks(folder / "ranks", 3, *THREE, "--save", str(folder)).end(60).status == [0, 0, 0]
-    return load_global_tensors(folder, with_optimizer=True)
-
-
-def test_the_majority_goes_on(undisturbed, tmp_path) -> None:
-    """The faulty replica is the one that is saved."""
-    argv = [*THREE, "--save", str(tmp_path / "run"), "--replica-mismatch", "majority"]
-    ended = Ranks(tmp_path / "ranks", 3, *argv, fault=("flip_in_a_weight", 0)).end(60)
-    assert ended.status == [0, 0, 0], ended.output
-    assert re.search(
-        r"WARNING: replicas differ at iteration 2 \(last agreed at iteration 1\); checksums of 1 tensor\(s\):\n"
-        r"  - .*: rank\(s\) 1, 2 hold \w+; rank\(s\) 0 hold \w+ \(in the minority: rank 0 on .+\)\n"
-        r"The minority has taken the majority's values",
-        ended.output[0],
-    )
-    assert ended.output[0].count("replicas differ") == 1
-    assert same(tmp_path / "run", undisturbed)
 
 
 def test_a_job_that_comes_back_goes_on_from_the_last_good_checkpoint(tmp_path) -> None:

@@ -52,7 +52,7 @@ def test_in_a_step_and_while_saving(tmp_path, fault, text, places) -> None:
     argv = [*MODEL, "--save", str(tmp_path / "run"), "--save-interval", "2"]
     ended = Ranks(tmp_path / "ranks", RANKS, *argv, fault=(fault, 2)).end(SECONDS)
     told_once(ended, text.partition(":")[0], text, *places)
-    assert ("--wait-after-actions" in ended.output[2]) == (fault == "lose_the_gpu")
+    assert ("CUDA_LAUNCH_BLOCKING" in ended.output[2]) == (fault == "lose_the_gpu")
     # What is not a mistake of the user has its traceback above the line with the place.
     assert ended.output[2].startswith("[rank 2] Traceback (most recent call last):\n")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from spikingjelly.activation_based import functional, neuron, surrogate
 from spikingjelly.activation_based import layer as sj
+from spikingjelly.activation_based.model.maxformer import MaxFormer
 from torch import Tensor, nn
 
 import megasnn
@@ -138,6 +139,49 @@ def rest() -> nn.Sequential:
     return net
 
 
+def maxformer() -> nn.Sequential:
+    """SpikingJelly's MaxFormer (CIFAR), whose attention joins channels by reshaping; two blocks with attention."""
+    net = MaxFormer(TIME, num_classes=CLASSES, embed_dims=64, depths=(1, 1, 2), mlp_ratio=2.0, cifar=True)
+    parts = OrderedDict[str, nn.Module]()
+    for stage in (1, 2, 3):
+        parts[f"patch_embed{stage}"] = getattr(net, f"patch_embed{stage}")
+        parts |= {f"stage{stage}{number}": block for number, block in enumerate(getattr(net, f"stage{stage}"))}
+    return functional.set_step_mode(net := nn.Sequential(parts | {"head": Head(64)}), "m") or net
+
+
+class Gate(nn.Module):
+    """Channels weighed by each other, by a matrix of all of them, and by a linear layer on their means."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.norm = sj.Conv2d(width, width, 3, padding=1), sj.BatchNorm2d(width)
+        self.fire, self.fc = neuron.LIFNode(), sj.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fire(self.norm(self.conv(x)))
+        rows = y.flatten(3)
+        mixed = (rows @ rows.transpose(2, 3)).softmax(-1) @ rows
+        return x + mixed.view_as(y) * torch.sigmoid(self.fc(y.mean((3, 4))))[..., None, None]
+
+
+def gates() -> nn.Sequential:
+    parts = OrderedDict(stem=sj.Conv2d(3, 8, 3, padding=1), gate=Gate(8), deep=nn.Sequential(Gate(8)), head=Head(8))
+    return functional.set_step_mode(net := nn.Sequential(parts), "m") or net
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given(Model):
+    """Images; a layer of each part of a network by its name in this module."""
+
+    image_size: int = 8
+    time_steps: int = TIME
+    num_classes: int = CLASSES
+    network: str = ""
+
+    def layers(self) -> Iterable[Layer]:
+        yield from megasnn.shard(globals()[self.network]())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rest(Model):
     """Images, a layer of each part."""
@@ -233,4 +277,7 @@ CASES = {
     "residual": _case(Residual(), residual),
     "signals": _case(Signals(), signals),
     "rest": _case(Rest(), rest),
+    # Neurons of what is whole are on every rank, which counts their spikes.
+    "maxformer": replace(_case(Given(network="maxformer", image_size=16), maxformer), counts=False),
+    "gates": replace(_case(Given(network="gates"), gates), counts=False),
 }

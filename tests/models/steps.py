@@ -67,9 +67,7 @@ def take_steps(
         if weights is not None:
             values = torch.load(weights, mmap=True, weights_only=True)
             load_globals_into(engine.tensors, values, state.world.handle)
-        optimizer = build_optimizer(
-            engine.owned, SGD, {axis: state.group(axis) for axis in HOLDING_AXES}, engine.owners
-        )
+        optimizer = build_optimizer(engine.owned, SGD, {axis: state.group(axis) for axis in HOLDING_AXES})
         steps = list[RankStep]()
         for _ in range(count):
             steps.append(record_step(engine, state, *batch, micro_batch_size))

@@ -19,7 +19,7 @@ from megasnn.comm.codec import Content
 from megasnn.comm.communicators import Communicators
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
-from megasnn.device_checks import DeviceChecks, Finding
+from megasnn.device_checks import DeviceChecks
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
 from megasnn.losses.sums import cross_entropy_sum
@@ -246,26 +246,17 @@ def test_an_output_that_differs_from_the_dry_runs_is_refused_at_the_first_step(c
         chunk(torch.zeros(3, 3, 4, 4), range(3))
 
 
-def test_what_does_not_fit_its_boundary_names_the_entry_and_is_dense_once_that_is_known() -> None:
+def test_what_does_not_fit_its_boundary_names_the_entry() -> None:
     pair = Group("pipeline", (0, 1))
     state = SimpleNamespace(pipeline=pair, downward=pair, device=CPU, communicators=Communicators(CPU))
     transfers = Transfers((0, 1), state, WireOptions())  # type: ignore[arg-type]
     transfers.begin(Schedule("nothing", (0, 1), 1, ((), ())), [2], lambda action: ())
-    carried = describe(Bundles()).carried(2)
     values = [torch.full((2, 2), 0.5), torch.full((2, 2), 2.0), torch.ones(2, 2)]
     checks = DeviceChecks(CPU)
-
-    def send() -> list[Finding]:
-        with checks.collecting():
-            transfers.send(Action(0, Kind.SEND_FORWARD, 0), values, carried)
-        return checks.findings()
-
-    with mock.patch.object(p2p.dist, "isend"):
-        (found,) = send()
-        assert found.boundary == "entry 'spikes' of the output of block.0"
-        assert found.text.endswith(f": {found.boundary}") and "largest=" in found.text
-        transfers.go_dense([found.boundary])
-        assert send() == []
+    with mock.patch.object(p2p.dist, "isend"), checks.collecting():
+        transfers.send(Action(0, Kind.SEND_FORWARD, 0), values, describe(Bundles()).carried(2))
+    (found,) = checks.findings()
+    assert found.text.endswith(": entry 'spikes' of the output of block.0") and "largest=" in found.text
 
 
 def _model(*layers: Callable[[], Layer]) -> Model:

@@ -119,16 +119,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Sequential(Twice(sj.Dropout(0.1, step_mode="m"))),
         "0, given .* would draw the same both",
     ),
-    "mixing": (lambda: nn.Sequential(Mixing()), r"0, given .*mean along the channels .*--tensor-model-parallel-size"),
     "channels": (
         lambda: nn.Sequential(nn.Conv2d(3, 5, 1), nn.Conv2d(5, 4, 1)),
         r"0 \(Conv2d\): .*out_channels 5 .*--tensor-model-parallel-size 2",
     ),
     "dropout of images": (
         lambda: nn.Sequential(nn.Identity(), nn.Dropout(0.1), nn.Conv2d(3, 4, 1)),
-        "1, given .* channels of the input .* do not divide by --tensor-model-parallel-size 2",
+        "1, given .* whole on every rank: with --tensor-model-parallel-size 2",
     ),
-    "space": (lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.LayerNorm(8)), r"1, .*layer norm over \[8\]"),
 }
 
 

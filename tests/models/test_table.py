@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 import megasnn
-from megasnn.checkpoint import CheckpointError, read_metadata, save_checkpoint
+from megasnn.checkpoint import CheckpointError, LocalState, Progress, read_metadata, save_checkpoint
 from megasnn.config import to_dict
 from megasnn.convert.exchange import weights_as
-from megasnn.convert.opening import open_source
-from megasnn.convert.rank_files import reshard
-from megasnn.convert.target import Target, saved_model
+from megasnn.convert.reshard import Target, reshard, saved_model
+from megasnn.convert.source import open_source
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
 from megasnn.models.building import describe
 from megasnn.models.dialects import dialect_for, dialect_of
@@ -62,17 +61,8 @@ def saved(folder: Path, of: type[Model], **changed) -> Path:
     config = run_config(of)()
     layers = describe(config.model, config.neuron.spec).named_layers(BuildContext())
     materialise(layers, CPU, 0)
-    arguments = {
-        "iteration": 3,
-        "consumed_samples": 0,
-        "tensors": list(sharded_tensors(layers)),
-        "optimizer": None,
-        "extra": {},
-        "config": {"model": to_dict(config.model), "neuron": to_dict(config.neuron)},
-        "layout": None,
-        "model": of.name,
-    }
-    return save_checkpoint(folder, **(arguments | changed))
+    told = {"model": of.name, "config": {"model": to_dict(config.model), "neuron": to_dict(config.neuron)}}
+    return save_checkpoint(folder, Progress(3, **(told | changed)), LocalState(list(sharded_tensors(layers))))
 
 
 def test_every_model_is_in_the_table_under_the_name_of_its_folder():
@@ -125,8 +115,8 @@ def test_the_flags_of_a_new_model_are_explained_and_checked(line, capsys, monkey
 def test_a_new_model_is_known_to_the_converter(line, tmp_path):
     path = saved(tmp_path / "saved", line)
     assert read_metadata(path).model == "line" and guess_model(open_source(path).tensors) is line
-    new, laid_out = reshard(open_source(path), tmp_path / "new", Target(2, 1))
-    assert read_metadata(new).model == "line" and len(laid_out.ranks) == 2
+    new, _ = reshard(open_source(path), tmp_path / "new", Target(2, 1))
+    assert read_metadata(new).model == "line" and len(read_metadata(new).files) == 2
     with pytest.raises(CheckpointError, match="no model of spikingjelly with the tensors of line"):
         weights_as(open_source(path), "spikingjelly")
     with pytest.raises(ValueError, match="SpikingJelly has no model line; leave --load-spikingjelly out"):

@@ -30,7 +30,7 @@ from megasnn.models.table import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.pretraining import configuration
-from megasnn.telemetry.logline import StepResult
+from megasnn.telemetry.records import StepResult
 from megasnn.training import memory
 from megasnn.training.loop import TrainingRun
 from tests.data.shard_files import write_shard

@@ -26,13 +26,13 @@ from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, plan_schedule
 from megasnn.telemetry.timers import DeviceClock
+from tests.nccl_like import nccl_like
 from tests.pairwise import Pair, pairs_of, pairwise
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, build_engine, join, one_step, record_step
 from tests.parity.test_layouts import name_of
 from tests.parity.test_schedules import SCHEDULES
-from tools.benchmark.nccl_like import nccl_like
-from tools.benchmark.queued_device import Device
+from tests.queued_device import Device
 
 SAMPLES, MICRO_BATCH = 9, 2  # five micro-batches, of which the last is smaller: replicas have three and two
 EVEN_SAMPLES = 8  # replicas that share weights have equally many micro-batches

@@ -101,7 +101,7 @@ def test_as_a_run_foresees_it(ranks, name: str) -> None:
 
 
 def with_lamb() -> PretrainConfig:
-    return replace(config(2, 1), optimizer=OptimizerConfig(optimizer="lamb", weight_decay_of="head*=0"))
+    return replace(config(2, 1), optimizer=OptimizerConfig(optimizer="lamb"))
 
 
 def of_lamb_in_a_run(layout: Layout) -> int:

@@ -22,10 +22,10 @@ from megasnn.planner.layout import Layout, with_layout
 from megasnn.planner.plan import plan
 from megasnn.planner.step import Predictor
 from megasnn.schedule import Schedule
-from megasnn.telemetry.device_name import name_of
+from megasnn.telemetry.memory import device_name
 from tests.planner.models import MODEL, analysis, cluster, config
 
-HERE = name_of(torch.device("cpu"))
+HERE = device_name(torch.device("cpu"))
 ZBV = Layout(Grid(pipeline=2), schedule="zbv", chunks=2)
 SHARED = Layout(Grid(pipeline=2, weight=2), schedule="zbv", chunks=2)
 AGAIN = Layout(Grid(pipeline=2), schedule="zbv", chunks=2, recompute="always")

@@ -8,7 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.telemetry.spikes import LayerSpikes, SpikeRecorder, mean_spikes
+from megasnn.telemetry.spikes import (
+    RASTER_NEURONS,
+    RASTER_SAMPLES,
+    LayerSpikes,
+    RasterRecorder,
+    SpikeRecorder,
+    mean_spikes,
+)
 
 
 @contextmanager
@@ -29,7 +36,7 @@ def test_rate_silent_and_saturated_by_hand():
     recorder = SpikeRecorder()
     with recording(recorder):
         recorder.observe("layer", spikes)
-    (layer,) = recorder.reduce(None, None, None)
+    (layer,) = recorder.reduce(None, (), None, [])
     assert layer.name == "layer"
     assert layer.firing_rate == pytest.approx((6 + 1 + 4 + 0) / 24, rel=1e-12)
     assert (layer.silent, layer.saturated) == (0.25, 0.25)
@@ -40,8 +47,8 @@ def test_micro_batches_of_different_size_count_by_sample():
     with recording(recorder):
         recorder.observe("layer", torch.ones(2, 3, 1, dtype=torch.bool))
         recorder.observe("layer", torch.zeros(2, 1, 1, dtype=torch.bool))
-    assert recorder.reduce(None, None, None) == [LayerSpikes("layer", 0.75, 0.0, 0.0)]
-    assert recorder.reduce(None, None, None) == [], "counts must be forgotten after reduce"
+    assert recorder.reduce(None, (), None, []) == [LayerSpikes("layer", 0.75, 0.0, 0.0)]
+    assert recorder.reduce(None, (), None, []) == [], "counts must be forgotten after reduce"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8, torch.bool])
@@ -51,7 +58,7 @@ def test_counts_are_exact_in_every_type(dtype):
     recorder = SpikeRecorder()
     with recording(recorder):
         recorder.observe("layer", spikes.to(dtype))
-    (layer,) = recorder.reduce(None, None, None)
+    (layer,) = recorder.reduce(None, (), None, [])
     assert layer.firing_rate == pytest.approx(2399 / 2400, rel=1e-12) and layer.saturated == 0.5
 
 
@@ -61,15 +68,7 @@ def test_nothing_is_counted_outside_recording():
     with recording(recorder):
         pass
     recorder.observe("layer", torch.ones(1, 1, 1))
-    assert recorder.reduce(None, None, None) == []
-
-
-def test_a_layer_that_changes_its_size_is_an_error():
-    recorder = SpikeRecorder()
-    with recording(recorder):
-        recorder.observe("layer", torch.ones(1, 1, 4))
-        with pytest.raises(ValueError, match="'layer' had 4 neurons .* now it has 5"):
-            recorder.observe("layer", torch.ones(1, 1, 5))
+    assert recorder.reduce(None, (), None, []) == []
 
 
 def test_order_of_the_network_and_a_layer_it_lacks():
@@ -77,12 +76,8 @@ def test_order_of_the_network_and_a_layer_it_lacks():
     with recording(recorder):
         for name in ("b.fc.neuron", "b", "a.neuron"):
             recorder.observe(name, torch.ones(1, 1, 1))
-    found = recorder.reduce(None, None, None, order=["a", "x", "b"])
+    found = recorder.reduce(None, (), None, ["a", "x", "b"])
     assert [layer.name for layer in found] == ["a.neuron", "b.fc.neuron", "b"]
-    with recording(recorder):
-        recorder.observe("b", torch.ones(1, 1, 1))
-    with pytest.raises(ValueError, match=r"\['b'\]"):
-        recorder.reduce(None, None, None, order=["a"])
 
 
 def test_scalars_for_tensorboard():
@@ -125,7 +120,7 @@ def _data_and_tensor(samples_of_first: int) -> list[LayerSpikes]:
             mine = shard[:, :samples_of_first] if data == 0 else shard[:, samples_of_first:]
             for sample in mine.split(1, dim=1):
                 recorder.observe(name, sample)
-    return recorder.reduce(data_group, tensor_group, None)
+    return recorder.reduce(data_group, (tensor_group,), None, [])
 
 
 def _alone() -> list[LayerSpikes]:
@@ -133,7 +128,7 @@ def _alone() -> list[LayerSpikes]:
     with recording(recorder):
         for name in SHAPES:
             recorder.observe(name, _spikes(name))
-    return recorder.reduce(None, None, None)
+    return recorder.reduce(None, (), None, [])
 
 
 def _same(one: list[LayerSpikes], other: list[LayerSpikes]) -> bool:
@@ -151,7 +146,7 @@ def test_two_by_two_ranks_give_the_statistics_of_one(ranks, samples_of_first):
         assert _same(layers, alone)
 
 
-def _pipeline(order: list[str] | None) -> list[LayerSpikes]:
+def _pipeline(order: list[str]) -> list[LayerSpikes]:
     """Rank 0 has the first and last layer, as with virtual stages; rank 1 the one between; rank 2 none."""
     names = list(SHAPES)
     mine: list[str] = [[names[0], names[2]], [names[1]], []][dist.get_rank()]
@@ -159,24 +154,39 @@ def _pipeline(order: list[str] | None) -> list[LayerSpikes]:
     with recording(recorder):
         for name in mine:
             recorder.observe(name, _spikes(name))
-    return recorder.reduce(None, None, dist.group.WORLD, order)
+    return recorder.reduce(None, (), dist.group.WORLD, order)
 
 
 def test_pipeline_ranks_gather_the_layers_in_the_networks_order(ranks):
     for layers in ranks(3, _pipeline, list(SHAPES)):
         assert _same(layers, _alone())
-    names = list(SHAPES)
-    for layers in ranks(3, _pipeline, None):
-        assert [layer.name for layer in layers] == [names[0], names[2], names[1]]
 
 
 def _unequal_shards() -> None:
     recorder = SpikeRecorder()
     with recording(recorder):
         recorder.observe("layer", torch.ones(1, 1, 2 + dist.get_rank()))
-    with pytest.raises(ValueError, match="'layer' has 3 neurons on data-parallel rank 1 but 2"):
-        recorder.reduce(dist.group.WORLD, None, None)
+    with pytest.raises(ValueError, match="layer.*3.*2"):
+        recorder.reduce(dist.group.WORLD, (), None, [])
 
 
 def test_replicas_with_different_shards_are_refused_on_every_rank(ranks):
     ranks(2, _unequal_shards)
+
+
+def test_rasters_have_a_few_neurons_of_the_first_samples_in_the_models_order() -> None:
+    generator = torch.Generator().manual_seed(0)
+    first, second = ((torch.rand(3, n, 4, 5, 5, generator=generator) < 0.3).float() for n in (6, 2))
+    recorder = RasterRecorder()
+    recorder.observe("b.neuron", first)
+    recorder.enabled = True
+    recorder.observe("b.neuron", first)
+    recorder.observe("b.neuron", second)
+    recorder.observe("a.neuron", second[..., 0, 0])
+    found = recorder.take(None, ["a", "b"])
+    assert list(found) == ["a.neuron", "b.neuron"] and found["a.neuron"].shape == (2, 4, 3)
+    raster = found["b.neuron"]
+    assert raster.shape == (RASTER_SAMPLES, RASTER_NEURONS, 3)
+    every = first[:, :RASTER_SAMPLES].flatten(2).permute(1, 2, 0).bool().numpy()
+    assert (raster[:, 0] == every[:, 0]).all() and (raster[:, -1] == every[:, -1]).all()
+    assert recorder.take(None, ["a", "b"]) == {}

@@ -133,3 +133,10 @@ def saved(folder: Path, step: int | None = None) -> dict[str, Tensor]:
 
 def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    """Whether the same tensors differ by rounding in float64 only."""
+    return ours.keys() == theirs.keys() and all(
+        (ours[name].double() - theirs[name].double()).norm() <= 1e-9 * theirs[name].double().norm() for name in theirs
+    )

@@ -10,7 +10,7 @@ import torch
 
 from megasnn.checkpoint import CheckpointError, load_global_tensors
 from megasnn.convert.exchange import export_weights
-from megasnn.convert.opening import open_source
+from megasnn.convert.source import open_source
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 from tests.training.runs import train, whole
 
@@ -80,12 +80,12 @@ def test_with_and_without_it(cache, tmp_path, capsys) -> None:
     assert train(cache, *COMMON, *folders).iteration == 4
     assert not averages(tmp_path / "run")
     with pytest.raises(CheckpointError, match="holds no average of the weights: the run had no --ema-decay"):
-        export_weights(open_source(tmp_path / "run"), tmp_path / "out.pt", "spikingjelly", False, averaged=True)
+        export_weights(open_source(tmp_path / "run"), tmp_path / "out.pt", "spikingjelly", averaged=True)
 
 
 def test_it_is_exported_in_place_of_the_weights(cache, tmp_path) -> None:
     train(cache, *COMMON, "--save", str(tmp_path / "run"), "--ema-decay", "0.75")
-    export_weights(open_source(tmp_path / "run"), tmp_path / "out.pt", "spikingjelly", False, averaged=True)
+    export_weights(open_source(tmp_path / "run"), tmp_path / "out.pt", "spikingjelly", averaged=True)
     theirs = from_spikingjelly(torch.load(tmp_path / "out.pt", weights_only=True))
     found = averages(tmp_path / "run")
     assert theirs.keys() == found.keys() and all(torch.equal(theirs[name], found[name]) for name in found)
@@ -100,7 +100,7 @@ def test_it_is_what_is_evaluated(ranks, cache, tmp_path) -> None:
     """Once in the run that trains, once in one that starts from what was exported."""
     flags = ("--train-iters", "3", "--precision", "fp64", "--ema-decay", "0.5")
     ranks(2, train, cache, *flags, "--save", str(tmp_path / "run"), "--tensor-model-parallel-size", "2")
-    export_weights(open_source(tmp_path / "run"), tmp_path / "out.pt", "spikingjelly", False, averaged=True)
+    export_weights(open_source(tmp_path / "run"), tmp_path / "out.pt", "spikingjelly", averaged=True)
     start = ("--load-spikingjelly", str(tmp_path / "out.pt"), "--evaluate-only", "--precision", "fp64")
     train(cache, *start, "--tensorboard-dir", str(tmp_path / "exported"))
     again = ("--load", str(tmp_path / "run"), "--evaluate-only", "--precision", "fp64")

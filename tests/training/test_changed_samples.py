@@ -8,7 +8,7 @@ import torch
 from tests.training.runs import train, whole
 
 CHANGES = (
-    "--in-channels 3 --image-size 16 --augment crop --rand-augment rand-m9-mstd0.5-inc1 --color-jitter 0.4 "
+    "--in-channels 3 --image-size 16 --augment crop --rand-augment rand-m9-mstd0.5-inc1 "
     "--random-erasing 0.5 --mixup-alpha 0.5 --cutmix-alpha 1 --label-smoothing 0.1 --eval-iters 1"
 ).split()
 LAYOUTS = {

@@ -18,7 +18,7 @@ from tests.convert.saved import MODELS as SAVED
 from tests.convert.saved import save_whole
 from tests.forking import run_program
 from tests.training.runs import TINY, train, train_model
-from tests.training.test_other_model import AGES, refuses
+from tests.training.test_other_model import refuses
 
 ROOT = Path(__file__).parents[2]
 SPIKFORMER = MODELS["spikformer"]
@@ -74,13 +74,6 @@ def test_flags_variants_and_files_win(run, tmp_path) -> None:
     whole.write_text(to_json(read("--load", "absent")))
     assert read("--config", str(whole), "--load", str(run)).model == run_config(SPIKFORMER)().model
     assert same_model(read("--config", "none", "--load", str(run)), *NEURON)
-
-
-@pytest.mark.parametrize("age", AGES)
-def test_of_a_checkpoint_of_any_age(tmp_path, age) -> None:
-    train(str(tmp_path / "cache"), "--train-iters", "1", "--save", str(tmp_path / "run"))
-    AGES[age](find_checkpoint(tmp_path / "run", None))
-    assert same_model(read("--load", str(tmp_path / "run")))
 
 
 def test_a_folder_without_a_checkpoint_of_this_model_changes_nothing(tmp_path, capsys) -> None:

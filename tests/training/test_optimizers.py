@@ -12,7 +12,7 @@ from megasnn.checkpoint import CheckpointError
 from megasnn.optimizers import OPTIMIZERS, OptimizerRecipe
 from tests.training.runs import train, whole
 
-FLAGS = {"sgd": "--optimizer sgd --sgd-nesterov --lr 0.05", "lamb": "--optimizer lamb --lr 1e-2 --weight-decay 0.05"}
+FLAGS = {"sgd": "--optimizer sgd --lr 0.05", "lamb": "--optimizer lamb --lr 1e-2 --weight-decay 0.05"}
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megasnn.comm.clocks import clock_offsets
-from megasnn.comm.group import alone
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.schedule import equal_costs, generate, simulate
-from megasnn.telemetry.timers import DeviceClock
-from megasnn.training.profile import PipelineProfiler, measured_simulation
+from megasnn.training.profile import measured_simulation
 from tests.training.runs import train
 
 PP2 = ("--pipeline-model-parallel-size", "2", "--train-iters", "4", "--log-interval", "2", "--eval-iters", "0")
@@ -59,26 +54,6 @@ def test_measured_times_become_a_timeline_on_one_clock() -> None:
     assert measured.makespan == pytest.approx(told.makespan)
     assert measured.idle == pytest.approx(told.idle) and measured.bubble == pytest.approx(told.bubble)
     assert measured.peak_activations == told.peak_activations
-
-
-def test_a_step_that_is_done_again_is_profiled_as_it_was_in_the_end() -> None:
-    schedule = generate("gpipe", 1, 2)
-    told = simulate(schedule, equal_costs(1)(schedule.placement))
-    executor = SimpleNamespace(clock=DeviceClock(torch.device("cpu")), observer=None)
-    distributed: Any = SimpleNamespace(executor=executor, voided=[])
-    schedules = SimpleNamespace(training=lambda micro_batches: schedule)
-    plan: Any = SimpleNamespace(schedules=schedules, simulation=lambda micro_batches: told)
-    state: Any = SimpleNamespace(pipeline=alone("pipeline"))
-    profiler = PipelineProfiler(distributed, plan, state)
-    with profiler.recording():
-        for late in (0.0, 100.0):
-            for forget in distributed.voided * bool(late):
-                forget()
-            for place, action in enumerate(schedule.actions[0]):
-                begin = late + place * (1 + late)
-                distributed.executor.observer(action, begin, begin + 1 + late)
-    actions = len(schedule.actions[0])
-    assert profiler.profile(2).measured.makespan == pytest.approx(101.0 * actions)
 
 
 def _offsets(start: Path | None) -> list[float]:

@@ -13,7 +13,7 @@ from megasnn.data import GlobalBatch
 from megasnn.data_parallel import ReplicaCheck, ReplicaError
 from megasnn.data_parallel.checksum import in_memory_order
 from megasnn.engine import Engine
-from megasnn.telemetry.logline import StepResult
+from megasnn.telemetry.records import StepResult
 from tests.training.runs import train
 
 WEIGHT = "blocks.0.mlp.fc1.conv.weight"
@@ -35,9 +35,9 @@ def train_with_flip(faulty: int, name: str, cache: str, *flags: str) -> str:
             in_memory_order(entry.tensor).view(torch.int32)[-1] ^= 1 << 22
         return step(self, batch)
 
-    def kept(self: ReplicaCheck, iteration: int) -> str:
+    def kept(self: ReplicaCheck, iteration: int) -> None:
         holds[:] = [self]
-        return compare(self, iteration)
+        compare(self, iteration)
 
     with mock.patch.object(Engine, "train_on", flipped), mock.patch.object(ReplicaCheck, "__call__", kept):
         try:

@@ -36,7 +36,7 @@ def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 def test_a_resumed_run_is_bit_for_bit_the_one_that_was_never_stopped(cache, tmp_path) -> None:
     straight = train(cache, "--train-iters", "5")
     train(cache, "--train-iters", "5", "--exit-interval", "3", "--save", str(tmp_path))
-    resumed = train(cache, "--train-iters", "5", "--load", str(tmp_path), "--exit-on-missing-checkpoint")
+    resumed = train(cache, "--train-iters", "5", "--load", str(tmp_path))
     assert (resumed.iteration, resumed.consumed_samples) == (straight.iteration, straight.consumed_samples) == (5, 50)
     ours, theirs = whole([resumed]), whole([straight])
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -75,20 +75,19 @@ def test_a_run_goes_on_where_it_was_on_any_layout(ranks, cache, tmp_path) -> Non
 
 def test_what_tensorboard_shows(ranks, cache, tmp_path) -> None:
     flags = ("--train-iters", "6", "--log-interval", "2", "--eval-interval", "4", "--tensorboard-dir", str(tmp_path))
-    ranks(4, train, cache, *flags, *TP2_PP2, "--log-pictures-interval", "3")
+    ranks(4, train, cache, *flags, *TP2_PP2)
     events = EventAccumulator(str(tmp_path)).Reload()
     scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
-    cards = sorted(tag for tag in scalars if not tag.startswith("vs_samples/"))
+    cards = sorted(scalars)
     assert cards[:5] == [
         "1_training/1_loss", "1_training/2_accuracy", "1_training/3_samples_per_second", "1_training/4_grad_norm",
         "1_training/5_learning_rate",
     ]  # fmt: skip
-    assert sorted(scalars)[len(cards) :] == [f"vs_samples/{card}" for card in cards], "the other axis, at the end"
     assert len(cards) <= 30
     assert [tag for tag, points in scalars.items() if all(point.value == 0 for point in points)] == []
     assert not any("data_mb" in card for card in cards), "there is one replica"
     assert [event.step for event in scalars["1_training/1_loss"]] == [2, 4, 6]
-    assert [event.step for event in scalars["vs_samples/1_training/1_loss"]] == [20, 40, 60]
+    assert [event.value for event in scalars["1_training/6_consumed_samples"]] == [20, 40, 60]
     assert {event.step for event in scalars["2_validation/1_loss"]} == {4, 6}
     for kind in ("peak", "predicted"):
         assert {f"5_memory/{kind}_mb_rank{rank}" for rank in range(4)} <= scalars.keys()
@@ -99,8 +98,6 @@ def test_what_tensorboard_shows(ranks, cache, tmp_path) -> None:
     assert "configuration/text_summary" in events.Tags()["tensors"]
     assert len(events.PluginTagToContent("hparams")) == 3 and events.PluginTagToContent("custom_scalars")
     assert [event.step for event in events.Images("samples")] == [0]
-    assert [event.step for event in events.Images("spikes/raster")] == [3, 6]
-    assert [event.step for event in events.Images("spikes/layers")] == [3, 6]
 
 
 def test_secrets_in_urls_are_in_no_log(cache, tmp_path, capfd, monkeypatch) -> None:
@@ -164,8 +161,7 @@ def test_the_loss_falls(cache, tmp_path) -> None:
     assert losses[0] < 1.2 * math.log(10) and losses[-1] < 0.8 * losses[0]
 
 
-def test_samples_and_minutes_end_a_run(cache) -> None:
-    assert train(cache, "--train-samples", "39").iteration == 3
+def test_minutes_end_a_run(cache) -> None:
     assert train(cache, "--train-iters", "500", "--exit-duration-in-mins", "0.0001").iteration == 1
 
 
@@ -174,8 +170,7 @@ def test_samples_and_minutes_end_a_run(cache) -> None:
     [
         ("--pipeline-schedule", "zbv", "--pipeline-model-parallel-layout", "3|0|4|1"),
         ("--pipeline-schedule", "interleaved", "--num-virtual-stages-per-pipeline-rank", "3"),
-        ("--pipeline-schedule", "v-min", "--pipeline-memory-limit", "2"),
-        ("--pipeline-memory-limit", "1"),
+        ("--pipeline-schedule", "v-min"),
     ],
 )
 def test_a_run_is_the_same_with_any_schedule(ranks, cache, flags) -> None:

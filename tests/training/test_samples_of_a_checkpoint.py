@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megasnn.checkpoint import find_checkpoint, read_metadata
-from megasnn.checkpoint.description import METADATA, to_text
+from megasnn.checkpoint.format import METADATA, to_text
 from megasnn.config import ConfigError, PretrainConfig
 from megasnn.config.identity import NORMALISATION, normalisation
 from megasnn.models.table import MODELS

@@ -34,7 +34,7 @@ def test_a_run_with_dropout_resumes_exactly(ranks, shard, tmp_path) -> None:
     common = (*shard, "--train-iters", "4", "--precision", "fp64")
     straight = whole([train_vgg(*common)])
     train_vgg(*common, "--exit-interval", "2", "--save", str(tmp_path))
-    resumed = whole([train_vgg(*common, "--load", str(tmp_path), "--exit-on-missing-checkpoint")])
+    resumed = whole([train_vgg(*common, "--load", str(tmp_path))])
     assert all(torch.equal(resumed[name], straight[name]) for name in straight)
     others = whole(ranks(4, train_vgg, *common, "--load", str(tmp_path), *TP2_PP2))
     for name, value in straight.items():
@@ -53,7 +53,7 @@ def test_dropout_is_drawn_for_the_position_in_the_whole_training(shard, tmp_path
 
 
 def test_what_tensorboard_shows(ranks, shard, tmp_path) -> None:
-    flags = (*shard, "--train-iters", "4", "--log-pictures-interval", "2", "--tensorboard-dir", str(tmp_path))
+    flags = (*shard, "--train-iters", "10", "--log-interval", "1", "--tensorboard-dir", str(tmp_path))
     ranks(4, train_vgg, *flags, *TP2_PP2)
     events = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
     assert [event.step for event in events.Images("samples")] == [0]
@@ -61,7 +61,7 @@ def test_what_tensorboard_shows(ranks, shard, tmp_path) -> None:
     sent, dense = (events.Scalars(f"7_communication/pipeline_mb{form}")[-1].value for form in ("", "_if_dense"))
     assert 0 < sent <= dense / 30
     rasters = events.Images("spikes/raster")
-    assert [event.step for event in rasters] == [2, 4]
+    assert [event.step for event in rasters] == [10]
     picture = np.asarray(Image.open(io.BytesIO(rasters[-1].encoded_image_string)))
     below_captions = picture[4 + 14 + 14 :]
     # Three layers side by side, the last two from the second stage.

@@ -3,8 +3,7 @@
 A Spikformer with its optimizer state is saved and loaded in one process, beside `cp` of the same files in the same
 folder with all of it forced to the disk, as a save is. A save in the background takes what training lost through it:
 the time until it was done, less what the steps done meanwhile take when nothing is being saved. Beside it stands what
-training loses to `cp` of the same files by a process of the lowest priority: no way of writing them takes less. Before
-the next step all values are copied; beside it stands the copy of as many bytes that lie in one piece.
+training loses to `cp` of the same files by a process of the lowest priority: no way of writing them takes less.
 """
 
 from __future__ import annotations
@@ -16,23 +15,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 import torch
 
-from megasnn.checkpoint import load_checkpoint
+from megasnn.checkpoint import LocalState, Progress, Saver, load_checkpoint
 from megasnn.checkpoint.folder import step_folder
-from megasnn.checkpoint.saver import Saver
-from megasnn.checkpoint.saving import Progress
-from megasnn.checkpoint.snapshot import COPYING_THREADS
 from megasnn.config.checks import at_least
 from megasnn.config.neuron import NeuronConfig
-from megasnn.config.serialise import to_dict
+from megasnn.config.values import to_dict
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from tools.benchmark.conversion import ConversionTask, measure_conversion
@@ -41,8 +35,8 @@ from tools.benchmark.log import Line
 from tools.benchmark.table import change, table
 from tools.benchmark.training_steps import megasnn_step
 
-FIGURES = ("save", "load", "cp", "stall", "save_call", "memcpy", "after_call", "cp_stall", "step")
-PARTS_OF_A_SAVE = ("stall", "after_call", "save_call", "memcpy", "cp_stall")
+FIGURES = ("save", "load", "cp", "stall", "save_call", "after_call", "cp_stall", "step")
+PARTS_OF_A_SAVE = ("stall", "after_call", "save_call", "cp_stall")
 NOT_COPIED = ("after_call", "step")  # seconds in which no bytes of a checkpoint are moved
 HEADINGS = ("", "s", "GB/s", "", "change")
 _IDLE = ("nice", "-n", "19")
@@ -128,7 +122,7 @@ class _Run:
     def __init__(self, flags: CheckpointBenchmark, folder: Path, state: ParallelState) -> None:
         self._flags, self._folder = flags, folder
         self._work = megasnn_step(flags.model(), 1, 1, "fp32", "auto")
-        self._tensors, self._optimizer = self._work.engine.distributed.tensors, self._work.engine.steps.optimizer
+        self._state = LocalState(self._work.engine.distributed.tensors, self._work.engine.steps.optimizer)
         self._identity = {"model": to_dict(flags.model()), "neuron": to_dict(NeuronConfig())}
         self._step()
         self._at_once, self._aside = (
@@ -140,7 +134,6 @@ class _Run:
             )
             for name in ("at_once", "aside")
         )
-        self._aside.prepare(self._tensors, self._optimizer)
 
     def round(self, number: int) -> dict[str, float]:
         """Seconds of each of FIGURES."""
@@ -179,20 +172,10 @@ class _Run:
         return {
             "stall": elapsed - steps * step,
             "save_call": call,
-            "memcpy": self._memcpy_seconds(),
             "after_call": elapsed - steps * step - call,
             "cp_stall": copy_elapsed - copy_steps * step,
             "step": step,
         }
-
-    def _memcpy_seconds(self) -> float:
-        """As many bytes as a snapshot has, in as many parts as threads copy it; the memory is there already."""
-        part = int(self.gigabytes * 1e9) // COPYING_THREADS
-        pairs = [(np.ones(part, np.uint8), np.zeros(part, np.uint8)) for _ in range(COPYING_THREADS)]
-        for _, target in pairs:
-            target.fill(1)
-        with ThreadPoolExecutor(COPYING_THREADS) as threads:
-            return seconds(lambda: list(threads.map(lambda pair: np.copyto(pair[1], pair[0]), pairs)))
 
     def _quiet_steps(self) -> list[float]:
         return [seconds(self._step) for _ in range(self._flags.steps)]
@@ -210,12 +193,12 @@ class _Run:
         self._work.update()
 
     def _save(self, saver: Saver, number: int) -> None:
-        saver.save(Progress(number, number, {}, self._identity, {"bounds": ""}), self._tensors, self._optimizer)
+        saver.save(Progress(number, number, config=self._identity), self._state)
         if saver.failed:
             raise OSError(f"the checkpoint could not be written to {self._folder}; give another --folder")
 
     def _load(self) -> None:
-        load_checkpoint(self.saved.parent, tensors=self._tensors, optimizer=self._optimizer)
+        load_checkpoint(self.saved.parent, self._state)
 
 
 def _copy(files: list[Path], folder: Path, priority: tuple[str, ...] = ()) -> None:
@@ -248,7 +231,6 @@ def report(flags: CheckpointBenchmark, lines: Sequence[Line], earlier: Sequence[
         row("load", "load", f"{line['load_ratio']['median']:.2f} x cp"),
         of_a_save("training lost, in the background", "stall"),
         of_a_save("  of which before the next step", "save_call"),
-        of_a_save("  memcpy of as many bytes", "memcpy"),
         of_a_save("  of which after that", "after_call"),
         of_a_save("training lost to cp with nice 19", "cp_stall"),
         row("a training step", "step"),

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from megasnn.convert.opening import open_source
-from megasnn.convert.rank_files import reshard
-from megasnn.convert.target import Target, saved_model
+from megasnn.convert.reshard import Target, reshard, saved_model
+from megasnn.convert.source import open_source
 from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory
 from tools.benchmark.ranks import RankProcesses
 
@@ -45,7 +44,7 @@ class _Converter:
         before, began = peak_memory_mb(cpu), time.perf_counter()
         reshard(source, task.save, target)
         seconds = time.perf_counter() - began
-        largest = max(info.bytes for info in source.tensors.values())
+        largest = max(value.nbytes for value in source.tensors.values())
         return {"seconds": seconds, "peak_mb": peak_memory_mb(cpu) - before, "largest_mb": largest / 1e6}
 
 

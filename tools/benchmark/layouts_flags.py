@@ -52,8 +52,6 @@ class LayoutBenchmark(Flags):
     """strong: every row computes the same global batch. weak: it grows with the row's ranks, whatever the axes."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """bf16: bfloat16 compute with fp32 parameters; autocast for SpikingJelly."""
-    fp32_products: Literal["auto", "ieee", "split"] = "auto"
-    """As pretrain takes it, with --precision fp32."""
     sparse_products: Literal["auto", "off"] = "auto"
     """As pretrain takes it, on a CPU."""
     neuron_backend: Annotated[str, name_in(BACKENDS)] = "auto"
@@ -129,9 +127,7 @@ class LayoutBenchmark(Flags):
         }
         if row.library == MEGASNN:
             identity["neuron_backend"] = self.neuron_backend
-            if self.device == "cuda":
-                identity["fp32_products"] = self.fp32_products
-            else:
+            if self.device != "cuda":
                 identity["sparse_products"] = self.sparse_products
         if row.pipeline > 1:
             identity["pipeline_schedule"] = self.pipeline_schedule

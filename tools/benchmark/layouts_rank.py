@@ -81,7 +81,6 @@ class LayoutRank:
             flags.micro_batch_size(row),
             flags.precision,
             flags.neuron_backend,
-            flags.fp32_products,
             sparse_products=flags.sparse_products,
             watches=True,
             tensor_model_parallel_size=row.tensor,

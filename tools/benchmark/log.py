@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megasnn.telemetry.device_name import processor_name
+from megasnn.telemetry.memory import processor_name
 
 Line = Mapping[str, Any]
 

@@ -10,18 +10,11 @@ drifts slows all rows alike; every rank is a process of its own that sleeps whil
 
 Other parts have benchmarks of their own; the first flag chooses one, and --help behind it lists its flags:
 
-    python tools/benchmark --readers                      # event recordings and frames, beside SpikingJelly's
     python tools/benchmark --pipeline                     # every schedule, beside its simulation and one rank
-    python tools/benchmark --rehearsal                    # schedules on ranks that sleep, over links that take time
     python tools/benchmark --data                         # the loader, beside PyTorch's DataLoader
     python tools/benchmark --kernels                      # norm and neuron, in copies of their input
-    python tools/benchmark --memory                       # what a step takes, beside SpikingJelly and predictions
-    python tools/benchmark --capacity                     # the largest micro-batch that fits, by trying and foreseen
     python tools/benchmark --plans                        # steps of layouts, beside what the planner foresees
-    python tools/benchmark --fit-device                   # the table of devices, fitted to half of measured layouts
-    python tools/benchmark --sleeping-plans               # the same of 4, 8 and 16 ranks that sleep, and the plan
     python tools/benchmark --checkpoint                   # save, load and conversion, beside cp
-    python tools/benchmark --scale                        # what grows with ranks, stages and micro-batches
 
 Prints a table and appends one JSON line per row to benchmark.jsonl; a later run of the same configuration on the same
 kind of machine shows how its figures have changed.
@@ -34,35 +27,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from megasnn.config.cli import command_line
-from tools.benchmark.capacity import CAPACITY
 from tools.benchmark.checkpoints import CHECKPOINTS
-from tools.benchmark.devices import DEVICES
 from tools.benchmark.harness import Case, run
 from tools.benchmark.kernels import KERNELS
 from tools.benchmark.layouts import LAYOUTS
 from tools.benchmark.loading import LOADING
-from tools.benchmark.memory import MEMORY
 from tools.benchmark.pipeline import PIPELINE
 from tools.benchmark.plans import PLANS
-from tools.benchmark.plans_asleep import SLEEPING_PLANS
 from tools.benchmark.ranks import RankError
-from tools.benchmark.readers import READERS
-from tools.benchmark.rehearsal import REHEARSAL
-from tools.benchmark.scale import SCALE
 
 OTHERS: dict[str, Case[Any]] = {
-    "--capacity": CAPACITY,
     "--checkpoint": CHECKPOINTS,
     "--data": LOADING,
-    "--fit-device": DEVICES,
     "--kernels": KERNELS,
-    "--memory": MEMORY,
-    "--readers": READERS,
     "--pipeline": PIPELINE,
     "--plans": PLANS,
-    "--rehearsal": REHEARSAL,
-    "--scale": SCALE,
-    "--sleeping-plans": SLEEPING_PLANS,
 }
 
 

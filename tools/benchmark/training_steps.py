@@ -35,7 +35,6 @@ PHASES = {
     **dict.fromkeys((Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.RECOMPUTE), "backward"),
 }
 Precision = Literal["fp32", "tf32", "bf16", "fp64"]
-Products = Literal["auto", "ieee", "split"]
 CudaGraphs = Literal["off", "on", "auto"]
 
 
@@ -178,7 +177,6 @@ def megasnn_step(
     micro_batch_size: int,
     precision: Precision,
     neuron_backend: str,
-    fp32_products: Products = "auto",
     cuda_graphs: CudaGraphs = "off",
     sparse_products: Literal["auto", "off"] = "auto",
     watches: bool = False,
@@ -196,7 +194,6 @@ def megasnn_step(
             global_batch_size=samples,
             train_iters=ENDLESS,
             precision=precision,
-            fp32_products=fp32_products,
             sparse_products=sparse_products,
             cuda_graphs=cuda_graphs,
         ),

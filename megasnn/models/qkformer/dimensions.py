@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from megasnn.config.checks import above, at_least, flag, refusal
-from megasnn.config.pretrain import ADDED_LATER
 from megasnn.models.model import Model, layers_beside
 
 STAGES = 3
@@ -28,7 +27,7 @@ class QKFormer(Model):
     """Attention heads of each stage, shared out over the tensor parallel ranks."""
     mlp_ratio: float = 4.0
     """Hidden channels of the MLP, in multiples of the stage's channels."""
-    patch_embedding: Literal["imagenet", "cifar"] = field(default="imagenet", metadata=ADDED_LATER)
+    patch_embedding: Literal["imagenet", "cifar"] = "imagenet"
     """How stages begin. imagenet: each halves height and width, the first one twice (SpikingJelly's); cifar: the first
     keeps them, and the others halve them behind their last convolution (the authors', for images of 32 x 32)."""
     image_size: int = 224

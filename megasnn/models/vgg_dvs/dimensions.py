@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from pydantic.dataclasses import dataclass as config_dataclass
+
 from megasnn.config.checks import from_zero_to_below_one, refusal
 from megasnn.config.neuron import NeuronConfig, Surrogate
-from megasnn.config.pretrain import LISTED_LAST, SAME_FUNCTION
+from megasnn.config.pretrain import SAME_FUNCTION
+from megasnn.files.described import STRICT
 from megasnn.models.model import Model, layers_beside
 
 if TYPE_CHECKING:
@@ -52,7 +55,7 @@ def parse_channels(text: str) -> tuple[tuple[VggBlock, ...], bool]:
     return tuple(blocks), pool
 
 
-@dataclass(frozen=True)
+@config_dataclass(frozen=True, config=STRICT)
 class VggNeuronConfig(NeuronConfig):
     """Defaults are those of SpikingJelly's CIFAR10DVSVGG."""
 
@@ -83,7 +86,7 @@ class VggDvs(Model):
     """Frames of a sample, T: one at each simulated time step."""
     dropout: float = 0.25
     """Share of the classifier's inputs that are left out in training, drawn anew for each sample and time step."""
-    tensor_parallel_style: Literal["auto", "alternate"] = field(default="auto", metadata=LISTED_LAST | SAME_FUNCTION)
+    tensor_parallel_style: Literal["auto", "alternate"] = field(default="auto", metadata=SAME_FUNCTION)
     """How convolutions are cut over the tensor parallel ranks: auto takes for each one, by column (its outputs) or by
     row (its inputs), what moves fewer bytes; alternate takes one after the other, as Megatron-LM does."""
 

@@ -1,0 +1,87 @@
+"""Weights in other programs' files: a state_dict of torch.save or safetensors, whatever it is wrapped in."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megasnn.files.problems import CheckpointError
+
+_USUAL = ("state_dict", "model_state_dict", "model", "net")
+"""Where programs keep a state_dict among other things, the commonest first."""
+_PREFIXES = ("module.", "_orig_mod.")
+"""What DistributedDataParallel and torch.compile put in front of every name."""
+
+
+def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> dict[str, Tensor]:
+    """Reads a state_dict; nothing in the file is run. Values stay in the file until they are used.
+
+    Norms whose `num_batches_tracked` is missing, as torch wrote them before 0.4.1, get a 0.
+
+    Args:
+        key: where in the file it is, like "model" or "student.state_dict"; None looks for it.
+    Raises:
+        CheckpointError: no such file, it cannot be read or was altered, or holds no state_dict, or several.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"there is no file {path} to read weights from")
+    try:
+        content = load_file(path) if path.suffix == ".safetensors" else _load(path)
+    except Exception as error:  # which one depends on what is in the file
+        # Torch says first how to let the file run what it likes.
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
+        raise CheckpointError(f"cannot read weights from {path}: {reason.splitlines()[0][:300]}") from None
+    found = dict(_chosen(path, content, key))
+    for prefix in _PREFIXES:
+        if all(name.startswith(prefix) for name in found):
+            found = {name.removeprefix(prefix): value for name, value in found.items()}
+    for norm in [name.removesuffix("running_mean") for name in found if name.endswith("running_mean")]:
+        found.setdefault(f"{norm}num_batches_tracked", torch.tensor(0))
+    return found
+
+
+def _load(path: Path) -> Any:
+    is_zip = zipfile.is_zipfile(path)  # not from before torch 1.6
+    if is_zip:
+        with zipfile.ZipFile(path) as archive:
+            if altered := archive.testzip():  # torch does not look at the checksums
+                raise ValueError(f"it was altered: the checksum of {altered} differs")
+    with torch.serialization.safe_globals([argparse.Namespace]):  # the flags of the run, beside the weights
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+
+
+def _chosen(path: Path, content: Any, key: str | None) -> Mapping[str, Tensor]:
+    found = dict(_state_dicts(content))
+    if "" in found and key is None:
+        return found[""]
+    for name in _USUAL if key is None else (key,):
+        if name in found:
+            return found[name]
+    if len(found) == 1 and key is None:
+        return next(iter(found.values()))
+    if key is None and found:
+        raise CheckpointError(f"{path} holds several state_dicts, choose one with --key: {', '.join(sorted(found))}")
+    others = ", ".join(sorted(map(str, content))[:5]) if isinstance(content, Mapping) else type(content).__name__
+    raise CheckpointError(
+        f"{path} holds no state_dict{f' under {key}' if key else ''}: expected names with tensors, found {others}"
+    )
+
+
+def _state_dicts(content: Any, at: str = "") -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """All dictionaries of tensors by names, and where they are; those of an optimizer have numbers."""
+    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
+        return
+    if content and all(isinstance(value, Tensor) for value in content.values()):
+        yield at, content
+        return
+    for name, value in content.items():
+        yield from _state_dicts(value, f"{at}.{name}" if at else name)

@@ -1,0 +1,205 @@
+"""Values become a configuration, and a configuration becomes values: dictionaries, flags, a table to print."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields, replace
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from megasnn.config.checks import ConfigError, flag
+from megasnn.files.described import in_message
+
+Config = TypeVar("Config")
+ABOUT = "about"
+"""Beside the parts in a file: of which model the values are. A file need not say it."""
+_FOR_RUNS = ("data", "checkpoint", "logging")
+_FLAGS_FOR_RUNS = {
+    *("train_epochs", "evaluate_only", "exit_interval", "exit_duration_in_mins", "check_replicas_interval"),
+    *("lr_warmup_epochs", "lr_cooldown_epochs", "lr_interval"),
+}
+_FLAGS_FOR_ENGINES = {"mixup_alpha", "cutmix_alpha"}
+_COMPARED = {
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "pipeline_schedule"),
+    *("micro_batch_size", "global_batch_size", "seed", "precision", "loss", "label_smoothing", "augment"),
+    *("lr", "min_lr", "lr_decay_style", "weight_decay", "clip_grad", "tau", "surrogate"),
+}
+
+
+def from_dict(config_class: type[Config], values: Mapping[str, Any], texts: bool = False) -> Config:
+    """Builds a configuration from values by part and name; missing ones take their defaults.
+
+    Args:
+        texts: values may be texts of a command line, which become numbers.
+    Raises:
+        ConfigError: unknown names, values of a wrong type or out of bounds, all of them.
+    """
+    types = get_type_hints(config_class)
+    wrong = [f"unknown name {in_message(name)}" for name in values if name not in types]
+    parts = {}
+    for name in types.keys() & values.keys():
+        try:
+            parts[name] = build_part(types[name], values[name], name, texts)
+        except ConfigError as error:
+            wrong += error.problems
+    if wrong:
+        raise ConfigError(sorted(wrong))
+    return config_class(**parts)
+
+
+def build_part(part: type[Config], values: Any, name: str, texts: bool = False) -> Config:
+    """Builds one part of a configuration. Raises ConfigError as `from_dict`."""
+    if not isinstance(values, dict):
+        raise ConfigError([f"{name} must be a dictionary, got {reprlib.repr(values)}"])
+    known = {entry.name for entry in fields(part)}  # type: ignore[arg-type]  # a dataclass
+    wrong = [f"unknown name {name}.{in_message(each)}" for each in values if each not in known]
+    values = {each: value for each, value in values.items() if each in known}
+    try:
+        adapter = _adapter(part)  # type: ignore[arg-type]  # hashable
+        built = (
+            adapter.validate_python(values, strict=False)
+            if texts
+            else adapter.validate_json(json.dumps(values), strict=True)
+        )
+    except ValidationError as error:
+        raise ConfigError(wrong + field_problems(error)) from None
+    if wrong:
+        raise ConfigError(wrong)
+    return built
+
+
+def field_problems(error: ValidationError) -> list[str]:
+    """One sentence for each field that pydantic refuses: flag, value, and what it should be."""
+    told: dict[str, str] = {}
+    for each in error.errors(include_url=False):
+        name, text = str(each["loc"][0]) if each["loc"] else "", each["msg"].partition(", unable")[0]
+        own = each["type"] == "value_error"
+        shown = in_message(each["input"]) if each["input"] != "" else '""'
+        sentence = text.removeprefix("Value error, ") if own else f"{flag(name)} {shown}: {text}"
+        told.setdefault(name, sentence.replace(": Input should", " should"))
+    return list(told.values())
+
+
+@cache
+def _adapter(part: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(part)
+
+
+def with_keywords(config: Config, given: Mapping[str, Any]) -> Config:
+    """Replaces values of a configuration by keyword arguments of an Engine, which are flags with underscores.
+
+    Raises:
+        ConfigError: names that are no flags or that only a whole run takes, values of a wrong type or out of bounds.
+    """
+    part_of = {entry: part for part, entry, _ in _entries(config)}
+    changed: dict[str, dict[str, Any]] = {}
+    wrong = []
+    for name, value in given.items():
+        part = part_of.get(name)
+        if part is None:
+            near = get_close_matches(name, part_of, 1)
+            wrong.append(f"unknown name {name!r}" + "".join(f"; is it {each!r}?" for each in near))
+        elif part == "model":
+            wrong.append(f"{name} is a dimension of the model: {type(config.model).__name__}({name}=...)")  # type: ignore[attr-defined]
+        elif name not in _FLAGS_FOR_ENGINES and (part in _FOR_RUNS or name in _FLAGS_FOR_RUNS):
+            wrong.append(f"{name} is for whole runs, which megasnn.pretrain starts; an Engine has no use for it")
+        else:
+            changed.setdefault(part, {})[name] = value
+    if wrong:
+        raise ConfigError(wrong)
+    checked = from_dict(type(config), changed)
+    replaced = {
+        part: replace(getattr(config, part), **{name: getattr(getattr(checked, part), name) for name in names})
+        for part, names in changed.items()
+    }
+    return replace(config, **replaced)  # type: ignore[type-var]  # a dataclass
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested dictionaries of numbers, strings, booleans and None."""
+    return asdict(config)
+
+
+def with_model_name(config: Any) -> dict[str, Any]:
+    """Content of config.json: `to_dict` of a whole run, and the name of its model."""
+    return {ABOUT: {"model": config.model.name}, **to_dict(config)}
+
+
+def to_json(config: Any) -> str:
+    """Text of config.json."""
+    return json.dumps(with_model_name(config), indent=2)
+
+
+def describe(config: Any) -> str:
+    """Table of all values by part; an asterisk marks those that differ from the default."""
+    lines, defaults = [], _defaults(config)
+    for part in fields(config):
+        lines.append(part.name)
+        for name, value in vars(getattr(config, part.name)).items():
+            mark = " " if value == defaults[part.name][name] else "*"
+            lines.append(f"  {mark} {name} {'.' * (40 - len(name))} {shown(value)}")
+    return "\n".join(lines)
+
+
+def changed_flags(config: Any) -> dict[str, list[str]]:
+    """Flags of each part that differ from their defaults, as a command line gives them; parts without any are left
+    out."""
+    changed: dict[str, list[str]] = {}
+    defaults = _defaults(config)
+    for part, name, value in _entries(config):
+        if value != defaults[part][name]:
+            changed.setdefault(part, []).append(as_flag(name, value))
+    return changed
+
+
+def flags_between(before: Any, after: Any) -> list[str]:
+    """Flags that make one configuration of another of the same class."""
+    old = {(part, name): value for part, name, value in _entries(before)}
+    return [as_flag(name, value) for part, name, value in _entries(after) if value != old[part, name]]
+
+
+def comparable_flags(config: Any) -> dict[str, bool | int | float | str]:
+    """Values that runs are compared by: the model, `_COMPARED`, and all other flags that define what is computed where
+    they differ from the default."""
+    defaults = _defaults(config)
+    return {
+        name: "none" if value is None else value
+        for part, name, value in _entries(config)
+        if part not in ("checkpoint", "logging")
+        and (part == "model" or name in _COMPARED or value != defaults[part][name])
+    }
+
+
+def as_flag(name: str, value: Any) -> str:
+    """Flag of a field with a value, as a command line gives it."""
+    if isinstance(value, bool):
+        return flag(name) if value else f"--no-{flag(name)[2:]}"
+    return f"{flag(name)} {shlex.quote(shown(value))}"
+
+
+def shown(value: Any) -> str:
+    """Value as a command line gives it."""
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _entries(config: Any) -> Iterator[tuple[str, str, Any]]:
+    """Part, name and value of every flag."""
+    for part in fields(config):
+        for entry in fields(getattr(config, part.name)):
+            yield part.name, entry.name, getattr(getattr(config, part.name), entry.name)
+
+
+def _defaults(config: Any) -> dict[str, dict[str, Any]]:
+    """Values of each part without arguments; a model's defaults are those of its variant."""
+    made = {}
+    for part in fields(config):
+        values = getattr(config, part.name)
+        variant = getattr(values, "variant", None)
+        made[part.name] = vars(type(values)(variant=variant) if variant else type(values)())
+    return made

@@ -1,0 +1,122 @@
+"""Outputs of a run that must never end it: the console with its progress bar, and log.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+FILE_NAME = "log.jsonl"
+
+
+class BestEffort:
+    """Contexts around reporting: an error in one is told once for each name, and goes no further.
+
+    Nothing in which ranks wait for each other may stand in such a context: a rank would be missed there.
+
+    Args:
+        tell: takes a line for the log.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._failed: set[str] = set()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """`name`: of what is tried, for the warning."""
+        try:
+            yield
+        except Exception as error:
+            if name not in self._failed:
+                self._failed.add(name)
+                self._tell(f"WARNING: {name} failed ({type(error).__name__}: {error}); training goes on")
+
+
+class JsonLog:
+    """Appends to `log.jsonl` beside a run: one JSON object a line; a run that continues another adds to its file.
+
+    Every line has `time` (ISO 8601 with the offset from UTC) and `kind`: "start" (all flags), "iteration" (figures of a
+    log line and the spikes of each layer), "validation", "scalars" (of a profile), "memory_predicted", "memory" and
+    "message". Values that are not finite are the strings "nan", "inf" and "-inf".
+
+    Args:
+        directory: of the file; None writes nothing.
+    """
+
+    def __init__(self, directory: str | Path | None) -> None:
+        self.path = None if directory is None else Path(directory) / FILE_NAME
+        self._torn = False
+
+    def add(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Writes a line. Raises OSError when that fails; the next line then begins anew behind what was torn."""
+        if self.path is None:
+            return
+        line = {"time": datetime.now().astimezone().isoformat(timespec="seconds"), "kind": kind, **values}
+        text = json.dumps(_finite(line), allow_nan=False) + "\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        torn, self._torn = self._torn, True
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write("\n" * torn + text)
+        self._torn = False
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+class Console:
+    """Lines on standard output, and a bar of iterations on standard error where that is a terminal.
+
+    A closed pipe behind standard output silences the lines; it ends nothing.
+
+    Args:
+        total, done: iterations of the whole run, and those of earlier parts of it.
+        quiet: shows nothing, for the ranks that do not write.
+    """
+
+    def __init__(self, total: int, done: int = 0, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._bar: tqdm[Any] | None = None
+        if not quiet and sys.stderr.isatty():
+            self._bar = tqdm(total=total, initial=done, desc="training", unit="it", dynamic_ncols=True)
+
+    def advance(self, **figures: str) -> None:
+        """Counts an iteration; `figures` stand at the end of the bar."""
+        if self._bar is not None:
+            self._bar.set_postfix(figures, refresh=False)
+            self._bar.update(1)
+
+    def line(self, text: str) -> None:
+        """Prints a line, above the bar where there is one."""
+        if self._quiet:
+            return
+        try:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+        except OSError:  # a closed pipe; what Python flushes at exit must not fail on it either
+            self._quiet = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def byte_bar(title: str, size: int | None, quiet: bool = False) -> tqdm[Any]:
+    """Makes a bar on a terminal that counts bytes: `update(bytes)`. `size`: of all; None where nobody knows it."""
+    disable = True if quiet else None
+    return tqdm(total=size, desc=title, unit="B", unit_scale=True, disable=disable, dynamic_ncols=True)

@@ -1,0 +1,115 @@
+"""Weights in other programs' files are found whatever they are wrapped in; what is no such file is refused by name."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megasnn.checkpoint import CheckpointError
+from megasnn.checkpoint.state_dict import read_state_dict
+
+VALUES = {
+    "conv.weight": torch.arange(24.0).reshape(2, 3, 4),
+    "norm.running_mean": torch.randn(5).bfloat16(),
+    "norm.num_batches_tracked": torch.tensor(7),
+    "nothing": torch.zeros(0, 4),
+}
+ADAM = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 0.1}]}
+
+
+def assert_read(path: Path, key: str | None = None) -> None:
+    found = read_state_dict(path, key)
+    assert found.keys() == VALUES.keys()
+    assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in VALUES.items())
+
+
+@pytest.mark.parametrize("content", [
+    VALUES,
+    {"net": VALUES, "optimizer": ADAM, "epoch": 3, "args": argparse.Namespace(lr=0.1)},  # SpikingJelly's examples
+    {"state_dict": VALUES, "optimizer": ADAM},
+    {"model_state_dict": VALUES},
+    {"model": VALUES, "model_ema": VALUES},
+    {"trainer": {"student": VALUES}, "epoch": 3},
+    {"model": {"state_dict": {f"module.{name}": value for name, value in VALUES.items()}}},
+    {f"_orig_mod.{name}": value for name, value in VALUES.items()},
+], ids=range(8))  # fmt: skip
+def test_it_is_found_in_what_it_is_wrapped_in(tmp_path, content):
+    torch.save(content, tmp_path / "w.pt")
+    assert_read(tmp_path / "w.pt")
+
+
+def test_of_several_one_is_chosen_by_its_key(tmp_path):
+    torch.save({"teacher": {"w": torch.zeros(1)}, "student": VALUES}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match="--key: student, teacher"):
+        read_state_dict(tmp_path / "w.pt")
+    assert_read(tmp_path / "w.pt", "student")
+    with pytest.raises(CheckpointError, match="pupil"):
+        read_state_dict(tmp_path / "w.pt", "pupil")
+
+
+def test_views_old_files_and_safetensors(tmp_path):
+    base = torch.randn(6, 4)
+    torch.save({"turned": base.t(), "part": base[1:3, 1:]}, tmp_path / "views.pt")
+    found = read_state_dict(tmp_path / "views.pt")
+    assert torch.equal(found["turned"], base.t()) and torch.equal(found["part"], base[1:3, 1:])
+    torch.save(VALUES, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    save_file(VALUES, tmp_path / "w.safetensors")
+    assert_read(tmp_path / "old.pt")
+    assert_read(tmp_path / "w.safetensors")
+
+
+def test_a_norm_that_counts_no_batches_starts_at_zero(tmp_path):
+    torch.save({name: value for name, value in VALUES.items() if "num_batches" not in name}, tmp_path / "w.pt")
+    assert read_state_dict(tmp_path / "w.pt")["norm.num_batches_tracked"] == 0
+
+
+class RunsCode:
+    """A pickle of it calls a program when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_nothing_in_a_file_is_run(tmp_path, legacy):
+    for content in ({"w": RunsCode(tmp_path / "marker")}, torch.nn.Linear(1, 1)):
+        torch.save(content, tmp_path / "w.pt", _use_new_zipfile_serialization=not legacy)
+        with pytest.raises(CheckpointError, match=r"w\.pt"):
+            read_state_dict(tmp_path / "w.pt")
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
+def test_cut_files_and_other_files_are_refused(tmp_path, name):
+    path = tmp_path / name
+    torch.save(VALUES, path) if name == "w.pt" else save_file(VALUES, path)
+    content = path.read_bytes()
+    for length in (0, 5, 200, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match=name):
+            read_state_dict(path)
+    path.write_bytes(b"\x20" + bytes(7) + b"not what it should be, at all   ")
+    with pytest.raises(CheckpointError, match=name):
+        read_state_dict(path)
+    with pytest.raises(CheckpointError, match="absent"):
+        read_state_dict(tmp_path / "absent")
+
+
+def test_an_altered_value_and_a_file_without_weights_are_refused(tmp_path):
+    torch.save(VALUES, path := tmp_path / "w.pt")
+    content = bytearray(path.read_bytes())
+    content[content.index(VALUES["conv.weight"].numpy().tobytes()) + 9] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="altered"):
+        read_state_dict(path)
+    torch.save({"weight": torch.zeros(2), "epoch": 3}, path)
+    with pytest.raises(CheckpointError, match="epoch"):
+        read_state_dict(path)

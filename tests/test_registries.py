@@ -1,0 +1,194 @@
+"""One of each kind is added through its registry: its flag takes it, it is used, and afterwards it is unknown again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megasnn.augment import AUGMENTATIONS, IMAGES, Augmentation, crop_and_flip
+from megasnn.config import ConfigError, from_dict, parse, to_dict, validate
+from megasnn.kernels import BACKENDS, NEURONS, SURROGATES, NeuronSpec
+from megasnn.kernels.fused_constants import FUSED_CHARGES, FUSED_SURROGATES
+from megasnn.kernels.spec import Neuron
+from megasnn.kernels.unit import neuron_multi_step
+from megasnn.losses import LOSSES, Loss
+from megasnn.losses.sums import mse_sum
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS, OptimizerRecipe
+from megasnn.precisions import PRECISIONS, Precision
+from megasnn.registry import Registry
+from megasnn.schedule import SCHEDULES, Action, Kind, Schedule, plan_schedule
+from megasnn.schedule.actions import COMPUTE
+from megasnn.schedule.evaluate import forecasts_of_named
+from megasnn.schedule.named import FixedOrder, equal_costs
+from megasnn.schedule.partition import PLACEMENTS
+from tests.training.runs import Outcome, train, whole
+
+REGISTRIES = (
+    *(SCHEDULES, NEURONS, SURROGATES, BACKENDS, FUSED_CHARGES, FUSED_SURROGATES),
+    *(LOSSES, AUGMENTATIONS, OPTIMIZERS, DECAY_STYLES, PRECISIONS, PLACEMENTS),
+)
+NAME = "made-up"
+FLAGS = ("--pipeline-schedule", "--neuron", "--loss", "--augment", "--optimizer")
+NAMED = (*FLAGS, "--precision")
+calls: Counter[str] = Counter()
+
+
+def one_more_ahead(stages: int, micro_batches: int, chunks: int) -> Schedule:
+    """1F1B with one more forward ahead on each rank."""
+    calls["--pipeline-schedule"] += 1
+    rows = []
+    for rank in range(stages):
+        ahead = min(stages - rank, micro_batches)
+        forwards, backwards = (
+            [Action(rank, kind, m) for m in range(micro_batches)] for kind in (Kind.FORWARD, Kind.BACKWARD)
+        )
+        row = forwards[:ahead]
+        for pair in zip(forwards[ahead:], backwards, strict=False):
+            row += pair
+        rows.append(tuple(row + backwards[micro_batches - ahead :]))
+    return Schedule("", tuple(range(stages)), micro_batches, tuple(rows))
+
+
+def half(x: Any, v: Any, spec: NeuronSpec, q: Any) -> Any:
+    """LIF with tau 2 whose input does not decay."""
+    calls["--neuron"] += 1
+    return 0.5 * v + x
+
+
+def loss(*arguments: Any, **options: Any) -> Any:
+    calls["--loss"] += 1
+    return mse_sum(*arguments, **options)
+
+
+def change(*arguments: Any) -> Any:
+    calls["--augment"] += 1
+    return crop_and_flip(*arguments)
+
+
+def adam(groups: Any, lr: float) -> torch.optim.Optimizer:
+    calls["--optimizer"] += 1
+    return torch.optim.AdamW(groups, lr=lr, fused=True)
+
+
+@contextmanager
+def one_of_each() -> Iterator[None]:
+    entries: list[tuple[Registry[Any], Any]] = [
+        (SCHEDULES, FixedOrder("one more ahead", one_more_ahead, lambda stages, *_: stages + 1)),
+        (NEURONS, Neuron("halves", half, leaks=False)),
+        (LOSSES, Loss("as mse", loss)),
+        (AUGMENTATIONS, Augmentation("as cifar", change, (IMAGES,))),
+        (OPTIMIZERS, OptimizerRecipe("as adamw", adam, lambda: ("step", "exp_avg", "exp_avg_sq"))),
+        (PRECISIONS, Precision("as fp32", "float32", "float32")),
+    ]
+    with ExitStack() as stack:
+        for table, entry in entries:
+            stack.enter_context(mock.patch.dict(table, {NAME: entry}))
+        yield
+
+
+def config(*flags: str) -> run_config(Spikformer):
+    return parse(run_config(Spikformer), ["--train-iters", "1", *flags])
+
+
+def problems(*flags: str, world_size: int = 1) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        validate(config(*flags), world_size)
+    return caught.value.problems
+
+
+def train_with_one_of_each(*arguments: str) -> tuple[Outcome, Counter[str]]:
+    calls.clear()
+    with one_of_each():
+        return train(*arguments), calls
+
+
+def test_a_run_uses_one_of_each(ranks, tmp_path) -> None:
+    """They stand for what others compute, which tells that they were taken for what they are."""
+    common = (str(tmp_path), *"--train-iters 2 --eval-iters 0 --neuron-backend torch".split())
+    common += ("--pipeline-model-parallel-size", "2")
+    told = ranks(2, train_with_one_of_each, *common, *(word for flag in NAMED for word in (flag, NAME)))
+    others = "--pipeline-schedule 1f1b --neuron lif --no-decay-input --loss mse --augment cifar --optimizer adamw"
+    ours, theirs = whole([outcome for outcome, _ in told]), whole(ranks(2, train, *common, *others.split()))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert set(sum((counted for _, counted in told), Counter())) == set(FLAGS)
+
+
+def test_flags_and_files_take_it_while_it_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with one_of_each():
+        found = config(*(word for flag in NAMED for word in (flag, NAME)))
+        assert validate(found, 1) is None
+        assert from_dict(run_config(Spikformer), to_dict(found)) == found
+        with pytest.raises(SystemExit):
+            config("--help")
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    summaries = ("one more ahead", "halves", "as mse", "as cifar", "as adamw", "as fp32")
+    assert all(f"{NAME}: {summary}." in text for summary in summaries)
+    for flag in NAMED:
+        with pytest.raises(ConfigError, match=f"{flag} '{NAME}'"):
+            config(flag, NAME)
+    with pytest.raises(ConfigError, match=f"--loss '{NAME}'"):
+        from_dict(run_config(Spikformer), to_dict(found))
+
+
+def test_a_schedule_is_planned_and_forecast() -> None:
+    with one_of_each():
+        schedule = plan_schedule(NAME, 2, micro_batches=3).training(3)
+        assert NAME in [each.name for each in forecasts_of_named(2, 3, equal_costs(2))]
+    computed = [" ".join(str(each) for each in row if each.kind in COMPUTE) for row in schedule.actions]
+    assert computed == ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2"] and schedule.name == NAME
+
+
+def test_a_loss_that_does_not_say_so_takes_no_mixed_labels() -> None:
+    with one_of_each():
+        (problem,) = problems("--mixup-alpha", "0.2", "--loss", NAME)
+    assert f"--loss {NAME}" in problem and "cross-entropy or tet or mse" in problem
+
+
+def test_a_neuron_that_the_kernels_lack_is_not_taken_for_another() -> None:
+    x = torch.rand(3, 2, 4)
+    with one_of_each():
+        spec = NeuronSpec(kind=NAME)
+        spikes, _ = neuron_multi_step(x, spec)
+        assert torch.equal(spikes, neuron_multi_step(x, NeuronSpec(decay_input=False), backend="torch")[0])
+        with pytest.raises(ValueError, match=f"the neurons if, lif, plif, not '{NAME}'; choose .* auto or torch"):
+            neuron_multi_step(x, spec, backend="fused")
+        (problem,) = problems("--neuron", NAME, "--neuron-backend", "fused")
+        assert f"has the neurons if and lif and plif, not --neuron {NAME}" in problem
+
+
+def test_auto_takes_the_last_backend_that_can_be_used() -> None:
+    other = replace(
+        BACKENDS["torch"],
+        neurons=("if",),
+        refuses=lambda x: "it is too large" if x.numel() > 10 else None,
+        neuron_multi_step=lambda x, *_: (x, x[0]),
+    )
+    small, large = torch.rand(3, 2), torch.rand(3, 20)
+    with mock.patch.dict(BACKENDS, {NAME: other}):
+        assert neuron_multi_step(small, NeuronSpec(kind="if"))[0] is small
+        assert neuron_multi_step(small, NeuronSpec(kind="lif"))[0] is not small
+        assert neuron_multi_step(large, NeuronSpec(kind="if"))[0] is not large
+        with pytest.raises(ValueError, match="it is too large; choose --neuron-backend auto or torch or fused"):
+            neuron_multi_step(large, NeuronSpec(kind="if"), backend=NAME)
+
+
+def test_flags_of_another_optimizer_are_refused() -> None:
+    with one_of_each():
+        (problem,) = problems("--optimizer", NAME, "--adam-beta1", "0.8")
+    assert "--adam-beta1 0.8" in problem and "adamw or lamb" in problem and NAME in problem
+
+
+@pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.flag[2:])
+def test_an_unknown_name_is_refused_with_those_that_there_are(registry) -> None:
+    with pytest.raises(ValueError) as refused:
+        registry[NAME]
+    assert registry.flag in str(refused.value) and all(name in str(refused.value) for name in (NAME, *registry.choices))
