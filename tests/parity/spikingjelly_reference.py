@@ -12,6 +12,8 @@ from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from tests.distributed.whole import fill_mantissas
+
 DIMS = dict(T=3, in_channels=3, patch_size=4, num_classes=5, embed_dims=32, num_heads=4, mlp_ratio=2.0, depths=2)
 IMAGE_SIZE = 16
 
@@ -44,6 +46,7 @@ def build(seed: int = 0, dtype: torch.dtype = torch.float64, **neuron_arguments:
         if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
             nn.init.uniform_(module.weight, 0.8, 1.6)
             nn.init.uniform_(module.bias, 0.2, 1.2)
+    fill_mantissas(model)
     return model
 
 
