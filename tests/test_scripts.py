@@ -44,7 +44,7 @@ EVENT_DIGITS = (
     "--lr-warmup-iters 10 --log-interval 10 --eval-interval 50 --save-interval 50"
 )
 TIMM = (
-    "--augment crop --crop-scale 1 --random-erasing 0.25 --random-erasing-mode const --last-batch drop "
+    "--augment crop --crop-scale 1 --random-erasing 0.25 --last-batch drop "
     "--precision bf16 --label-smoothing 0.1 --train-epochs 310 --lr 5e-4 --min-lr 1e-5 --lr-warmup-epochs 20 "
     "--lr-cooldown-epochs 10 --lr-interval epoch --clip-grad 0"
 )
@@ -124,7 +124,7 @@ def test_a_script_gives_its_recipe_and_the_users_flags(script, arguments, ranks,
     model = "vgg_dvs" if script.startswith("vgg") else "spikformer"
     place = started.words.index(str(ROOT / f"pretrain_{model}.py"))
     starter, given = started.words[:place], started.words[place + 1 :]
-    assert starter[:2] == (["-m", "megasnn.process.torchrun"] if ranks else [])
+    assert starter[:2] == (["-m", "torch.distributed.run"] if ranks else [])
     assert not ranks or starter[starter.index("--nproc-per-node") + 1] == str(ranks)
     found = configuration(model, given)
     folder = Path(str(found.checkpoint.save)).parent

@@ -8,19 +8,19 @@ from pathlib import Path
 
 from megasnn import checkpoint
 from megasnn.checkpoint.compare import config_differences, model_differences
+from megasnn.checkpoint.job import JobFolder
 from megasnn.checkpoint.state_dict import read_state_dict
 from megasnn.comm.agreement import all_do
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import Identity, changed_recipe, changed_samples, identity, recipe
 from megasnn.engine import Engine
+from megasnn.engine.faults import placed
 from megasnn.files.described import in_message
 from megasnn.files.problems import raise_problems
 from megasnn.layers import BuildContext, KeyedLayer, ParallelNeuron
 from megasnn.models.description import ModelDescription
 from megasnn.models.table import saved_model_name
 from megasnn.parallel_state import ParallelState
-from megasnn.process.fault import placed
-from megasnn.process.job import JobFolder
 from megasnn.random import GENERATOR
 from megasnn.sharded_tensors import owner_name
 from megasnn.training.hosts import require_shared
@@ -46,11 +46,13 @@ def refuse_other_model(config: PretrainConfig, state: ParallelState) -> None:
         if saved not in (None, model):
             raise checkpoint.CheckpointError(f"--load {options.load}: {checkpoint.other_model(saved, model)}")
         if metadata.config is not None and not options.finetune:
-            title = f"the checkpoint of --load {options.load} does not fit this run:"
+            title = (
+                f"the checkpoint of --load {options.load} does not fit this run; --finetune takes its weights alone:"
+            )
             raise_problems(title, config_differences(metadata.config, mine))
         return mine
 
-    if options.load:  # each rank has taken from it what no flag gives
+    if options.load and not options.loads_weights:  # each rank has taken from it what no flag gives
         of_first = checkpoint.first_decides(state.world.handle, refuse)
 
         def compare() -> None:
@@ -179,8 +181,8 @@ class Start:
         begin = StartingPoint()
         if restarted:
             begin = self._continue(str(options.save), restarted=True)
-        elif options.load_spikingjelly:
-            theirs = read_state_dict(options.load_spikingjelly)
+        elif options.loads_weights:
+            theirs = read_state_dict(str(options.load))
             weights = self._config.model.from_spikingjelly(theirs)
             checkpoint.load_globals_into(self._engine.distributed.tensors, weights, self._world.handle)
         elif options.load:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 import time
@@ -85,15 +84,6 @@ def test_help_shows_the_dimensions_of_the_variant(capsys: pytest.CaptureFixture[
     assert "Height and width of the images. (default: 224)" in printed(capsys)
 
 
-@pytest.mark.parametrize("command", ["draw_schedule", "convert_checkpoint inspect", "preprocess_data n-mnist"])
-def test_the_commands_say_int_too(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    name, *subcommand = command.split()
-    with pytest.raises(SystemExit):
-        importlib.import_module(f"megasnn.commands.{name}").main([*subcommand, "--help"])
-    text = capsys.readouterr().out
-    assert " INT" in text and "None}" not in text
-
-
 # A command line, and what its one sentence names.
 MISTAKES = {
     "--lr -1": ["--lr", "-1"],
@@ -113,7 +103,7 @@ MISTAKES = {
     "--v-reset no": ["--v-reset", "no"],
     "--precision fp16": ["--precision fp16", "loss scale", "bf16"],
     "--data-path=": ["--data-path"],
-    "--load a --load-spikingjelly b": ["--load a", "--load-spikingjelly b"],
+    "--load a.pt --ckpt-step 3": ["--load a.pt", "--ckpt-step"],
     "--data-path a.tar b.tar c.tar": ["--data-path", "quotes"],
     "--data-path=a.tar --data-path=b.tar": ["--data-path", "quotes"],  # the last one would win
 }
@@ -124,6 +114,11 @@ def test_a_mistake_is_one_sentence_and_status_2(flags: str, capsys: pytest.Captu
     assert pretrain_spikformer.main(["--train-iters", "2", *flags.split()]) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and all(part in told for part in MISTAKES[flags]), told
+
+
+def test_a_later_path_wins_where_others_stand_between() -> None:
+    flags = "--data-path=a.tar --train-iters 2 --data-path=b.tar --valid-data-path c --data-path d"
+    assert cli(*flags.split()).data.data_path == "d"
 
 
 def test_a_flag_without_its_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
