@@ -35,9 +35,7 @@ class PipelineRequest:
         predicts: whether costs are wanted even where the plan would not need any.
         recompute: a name in `RECOMPUTE`.
         memory_budget: bytes that a step may need on a rank; forwards are computed again to keep it.
-        weight_limit: bytes of gathered weights that a rank may hold, where replicas shard weights; None: as few as let
-            the next ones be gathered while others are used.
-        scatters: whether gradients then go to those who keep the rows after every micro-batch.
+        scatters: whether gradients go to those who keep the rows after every micro-batch, where replicas shard weights.
         rows_have_owners: whether each row of a trained parameter belongs to one of the replicas.
     """
 
@@ -49,7 +47,6 @@ class PipelineRequest:
     predicts: bool = False
     recompute: str = NEVER
     memory_budget: float | None = None
-    weight_limit: float | None = None
     scatters: bool = False
     rows_have_owners: bool = False
 
