@@ -24,7 +24,7 @@ ExchangedOf = Callable[[Sequence[range], Sequence[int]], Sequence[int]]
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """What a run asks of its pipeline.
+    """Request of a run for its pipeline.
 
     Attributes:
         schedule: a name, or "auto".
@@ -52,7 +52,7 @@ class PipelineRequest:
 
     @property
     def repeats(self) -> bool:
-        """Whether forwards may be computed again."""
+        """True if forwards may be computed again."""
         return self.recompute != NEVER or self.memory_budget is not None
 
 
@@ -175,7 +175,7 @@ def _possible_chunks(request: PipelineRequest, stages: int, layers: int) -> tupl
 def _fastest_first(
     request: PipelineRequest, stages: int, first: SchedulePlan, counts: Sequence[int], partitioner: Partitioner
 ) -> Iterator[tuple[str, float, SchedulePlan]]:
-    """The schedule that was searched for, and the named ones that are another, with their seconds alone.
+    """Schedule that was searched for, and the named ones that are another, with their seconds alone.
 
     Args:
         counts: numbers of chunks that each rank may have.
