@@ -44,12 +44,6 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def _tensor_name(name: str) -> str:
-    if not 0 < len(name) <= 500 or not name.isprintable():
-        raise ValueError("should be a name of 1 to 500 letters that can be printed")
-    return name
-
-
 def _addressable(shape: tuple[int, ...]) -> tuple[int, ...]:
     if math.prod(max(1, length) for length in shape) > LARGEST_NUMBER:  # strides are computed of empty tensors too
         raise ValueError("should have fewer elements than can be counted in 62 bits")
@@ -61,7 +55,6 @@ Count = Annotated[int, Field(ge=0, le=LARGEST_NUMBER)]
 PlainName = Annotated[str, AfterValidator(_plain_name)]
 """The name of a file in the folder of the description."""
 Shape = Annotated[tuple[Count, ...], Field(max_length=64), AfterValidator(_addressable)]
-TensorName = Annotated[str, AfterValidator(_tensor_name)]
 Crc32 = Annotated[str, Field(pattern="^[0-9a-f]{8}$")]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 FreeForm = dict[str, JsonValue]
@@ -133,14 +126,6 @@ def described(
         raise DescriptionError(f"{file}: {_first_problem(error)}; {advice}") from None
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, nested too deep, a number of too many digits
         raise DescriptionError(f"{file}: {error}; {advice}") from None
-
-
-def require_tensor_name(name: object) -> None:
-    """Raises DescriptionError for what is no name of a tensor."""
-    try:
-        _adapter(TensorName).validate_python(name, strict=True)
-    except ValidationError:
-        raise DescriptionError(f"{_shown(name)} is no name of a tensor") from None
 
 
 @lru_cache
