@@ -48,6 +48,8 @@ def worker_context() -> Any:
 
 def start_worker(number: int) -> None:
     """Prepares a worker: one thread, and an end as soon as the rank is gone, however that has ended."""
+    # By name: a descriptor is asked for at the worker, and a stopped one does not answer, for ever.
+    torch.multiprocessing.set_sharing_strategy("file_system")
     keep_free_memory()
     threadpool_limits(1)
     threading.Thread(target=_end_with_rank, name="megasnn-rank", daemon=True).start()

@@ -50,7 +50,7 @@ def is_alive(process: int) -> bool:
         return False
 
 
-def all_end(processes: list[int], seconds: float = 10.0) -> bool:
+def all_end(processes: list[int], seconds: float = 30.0) -> bool:
     deadline = time.monotonic() + seconds
     while any(map(is_alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.02)
