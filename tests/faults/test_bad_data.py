@@ -78,7 +78,7 @@ def test_broken_images_are_skipped_and_counted_on_any_layout(tmp_path, broken, l
         1,
         1,
         2,
-    ]  # written where there are any
+    ]
     assert [event.value for event in board.Scalars("8_data/skipped_validation_samples")] == [1]
 
 
