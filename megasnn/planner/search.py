@@ -188,7 +188,7 @@ class Search:
         steps: dict[Layout, Predicted] = {}
         last = time.monotonic() + PATIENCE * (until - time.monotonic())
         choice = Choice(self._preferred)
-        one = [each for each in fitting if each.layout.ranks == 1][:1]
+        one = sorted((each for each in fitting if each.layout.ranks == 1), key=lambda each: each.seconds or 0.0)[:1]
         if one and self._prefer != "speed":  # of one device bounds are its time, and no plan is slower
             choice.slowest = one[0].seconds or math.inf
 
