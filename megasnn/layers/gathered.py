@@ -53,8 +53,10 @@ class _Gathered:
             if self._cut is None:
                 return mark_replicated(y)
             cut = Cut(self._cut.dim)
-            if y.ndim <= cut.dim or y.shape[cut.dim] % self._group.size:
-                raise MixedChannels(f"it gives {list(y.shape)}, whose dimension {cut.dim} cannot be shared out again")
+            if y.ndim <= cut.dim:
+                raise MixedChannels(f"it gives {list(y.shape)}, without the dimension {cut.dim} that is cut")
+            if y.shape[cut.dim] % self._group.size:
+                return mark_replicated(y)
             return mark_cut(_along(own_channels, y, cut, self._group), cut)
 
     def _gathered(self, x: Tensor, cuts: Any) -> Tensor:

@@ -29,7 +29,7 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.keyed import KeyedLayer
 from megasnn.layers.linear import ParallelLinear
-from megasnn.layers.own_values import ModuleInitialiser, own_tensors, own_values, take_numbers
+from megasnn.layers.own_values import ModuleInitialiser, note_paths, own_tensors, own_values, take_numbers
 from megasnn.layers.plain import folds, is_channelwise, is_stateful, refuse_attached, refuse_what_differs
 from megasnn.layers.swapped import SwappedDropout, our_batch_norm, swapped
 from megasnn.sharded_tensors import describe_tensor
@@ -50,6 +50,7 @@ def make_whole(
             lazy modules, buffers that are not saved, SpikingJelly's single-step mode; a module with values.
     """
     module = compiling_itself(module)
+    note_paths(module)
     refuse_what_differs(module)
     if context.carries:
         refuse_attached(module)
@@ -121,9 +122,6 @@ def call_plain(layer: nn.Module, samples: range | None, *inputs: Bundle, goes_on
 
     Args:
         goes_on: see `apply_layer`.
-    Raises:
-        ValueError: an output without channels, or with channels that do not divide by the number of tensor parallel
-            ranks.
     """
     call: Call = vars(layer)["_call"]
     for each in layer.modules():
@@ -213,11 +211,13 @@ class Call:
         return self.taken(x) if x.is_floating_point() else replace(self, dtype=x.dtype).taken(x)
 
     def given(self, y: Tensor) -> Tensor:
-        """An output as the next layer, or the loss, wants it. Raises ValueError where channels cannot be shared out."""
+        """An output as the next layer, or the loss, wants it: whole where its channels do not divide by the ranks."""
         if self.classes is not None:
             is_cut = y.ndim > 2 and y.shape[2] < self.classes == y.shape[2] * self.group.size
             return mark_replicated(gather_alike(y, self.group)) if is_cut else y
-        return mark_cut(own_channels(y, self.group), Cut(2) if self.group.size > 1 else None)
+        if self.group.size == 1 or y.ndim < 3 or y.shape[2] % self.group.size:
+            return mark_replicated(y)
+        return mark_cut(own_channels(y, self.group), Cut(2))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Call:
         return self  # a process group cannot be copied

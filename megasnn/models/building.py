@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,10 +18,10 @@ from megasnn.config.checks import flag
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.channels import MixedChannels, mark_replicated
 from megasnn.layers.context import BuildContext, building
-from megasnn.layers.cut_tracking import CutTracker, Event, Recorder
+from megasnn.layers.cut_tracking import CutTracker, Event, Recorder, is_ours
 from megasnn.layers.holding import Holding, content_of, note_never_called, say_input
 from megasnn.layers.need_of_gradient import showing_need_of_gradient
-from megasnn.layers.own_values import tensors_of, without_memory
+from megasnn.layers.own_values import initialise_sharded, tensors_of, without_memory
 from megasnn.layers.plain import SHARDED, forget_state, is_plain, refuse_plain_parts
 from megasnn.layers.shareable import one_height, refuse_unshareable
 from megasnn.layers.whole import apply_layer, is_called_as_sharded, is_whole, make_whole, placed
@@ -193,13 +191,16 @@ def _refuse_shard_of_one(layers: Sequence[Layer]) -> None:
 
 def _as_layer(each: Layer, context: BuildContext, first: bool, last: bool, classes: int) -> Layer:
     """The layer; of a plain module, made one that is whole on every tensor parallel rank."""
+    for module in each.module.modules():
+        if getattr(module, "inplace", False) is True:  # would change what other stages, and a second forward, take
+            module.inplace = False  # type: ignore[assignment]
     try:
         if is_called_as_sharded(each.module):
             return replace(each, module=placed(each.module, each.name, first=first, last=last, classes=classes))
         if not is_plain(each.module):
             refuse_plain_parts(each.module)
             if each.initialise is not None:
-                raise ValueError("initialise=... is for plain modules; layers of MegaSNN are given it themselves")
+                initialise_sharded(each.module, each.initialise)
             return each
         module = make_whole(each.module, context, first=first, last=last, initialise=each.initialise)
     except ValueError as error:
@@ -237,6 +238,7 @@ def _built_and_run(
                 samples,
                 learns=True,
                 watch=partial(_tracker, recorded, context.tensor.size),
+                replicated=context.data.size * context.context.size > 1,
             )
         except MixedChannels as error:
             # A module of a network given to `megasnn.shard` is made whole; of others nobody knows how.
@@ -274,6 +276,7 @@ def dry_run(
     samples: int = DRY_SAMPLES,
     learns: bool = False,
     watch: Callable[[str, nn.Module], Recorder | CutTracker | None] = lambda name, layer: None,
+    replicated: bool = False,
 ) -> list[Bundle]:
     """The outputs of layers on the meta device, one after another; the layers learn what their inputs hold.
 
@@ -282,27 +285,35 @@ def dry_run(
         samples: how many there are.
         learns: whether the outputs show what needs a gradient.
         watch: gives what sees the functions of a layer's forward.
+        replicated: whether other ranks run the same layers on other samples.
     Raises:
         MixedChannels: a layer would compute something else with a rank's channels.
         ValueError: a layer cannot take what it is given, changes what another one takes too, or gives no tensors; names
             the layer.
     """
-    uses = Counter(chain.from_iterable(taken))
     frames = say_input(frames_of(torch.empty((samples, *input_shape), dtype=dtype, device="meta"), input_shape))
     mark_replicated(frames)
     outputs: list[Bundle] = []
     with showing_need_of_gradient() if learns else torch.no_grad(), Holding():
         for (name, layer), numbers in zip(named_layers, taken, strict=True):
             inputs = [frames if number == INPUT else outputs[number] for number in numbers]
-            shared = [x for number, x in zip(numbers, inputs, strict=True) if uses[number] > 1]
-            before = _versions(shared)
+            before, buffers = _versions(inputs), dict(_buffers(layer))
             watching = watch(name, layer)
             try:
                 with one_height(layer), watching or nullcontext():
                     output = apply_layer(layer, inputs[0], range(samples), *inputs[1:])
                 entries_of(output)
-                if _versions(shared) != before:
-                    raise ValueError("it changes an input in place that another layer takes too: give it inplace=False")
+                if _versions(inputs) != before:
+                    raise ValueError(
+                        "it changes its input in place, which other layers and a forward that is computed again take "
+                        "as it was: let it work on a clone"
+                    )
+                changed = [name for name, version in _buffers(layer) if buffers.get(name) != version]
+                if changed and replicated:
+                    raise ValueError(
+                        f"it changes its buffer {changed[0]!r} in its forward, and every replica would do so for its "
+                        "own samples: let it keep no state, or train with one replica"
+                    )
             except Exception as error:
                 text = f"{name}, given {shapes_text(*inputs)}: {explained(error, layer, len(inputs))}"
                 if isinstance(error, MixedChannels) and watching is not None and is_called_as_sharded(layer):
@@ -313,6 +324,14 @@ def dry_run(
             note_never_called(layer)
             outputs.append(output)
     return outputs
+
+
+def _buffers(layer: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Buffers of modules that are not ours, with what changes when they do."""
+    for path, module in layer.named_modules():
+        if not is_ours(module):
+            for name, buffer in module.named_buffers(prefix=path, recurse=False):
+                yield name, (id(buffer), buffer._version)
 
 
 def _versions(outputs: Iterable[Bundle]) -> list[int]:
