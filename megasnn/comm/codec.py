@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megasnn.device_checks import explained
 from megasnn.kernels import codec
-from megasnn.kernels.split import SIGNIFICANT_BITS
 
 
 class Content(Enum):
@@ -27,13 +26,13 @@ class Content(Enum):
 DENSE, SPIKES, COUNTS = Content
 
 
-def fits_tensor_cores(content: Content, pool: int = 1) -> bool:
-    """Whether no value needs more significant bits than TF32 has, also after average pooling of so many pixels square.
+def may_be_sparse(content: Content, pool: int = 1) -> bool:
+    """True where a layer may sum over spikes: its input holds spikes or counts, or averages of 2, 4, ... pixels square.
 
-    The sum over a square is a whole number, and its mean has the same bits where it is divided by a power of two.
+    The bound of 11 bits is that of values that are exact in TF32.
     """
     largest = {Content.DENSE: None, Content.SPIKES: 1, Content.COUNTS: 255}[content]
-    return largest is not None and pool & (pool - 1) == 0 and largest * pool**2 <= 2**SIGNIFICANT_BITS
+    return largest is not None and pool & (pool - 1) == 0 and largest * pool**2 <= 2**11
 
 
 def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:

@@ -53,7 +53,7 @@ class TrainingConfig:
     train_epochs: Size | None = None
     """Epochs to train, instead of --train-iters: how often to go through the training data."""
     evaluate_only: bool = False
-    """Evaluate what --load or --load-spikingjelly gives on the validation data, and end."""
+    """Evaluate what --load gives on the validation data, and end."""
     exit_interval: Size | None = None
     """Stop at the next iteration that is a multiple of it, and save if --save is given."""
     exit_duration_in_mins: Positive | None = None
@@ -82,12 +82,6 @@ class TrainingConfig:
     """With --loss tet, the share of the term that keeps logits near 1; 0 leaves it out."""
     label_smoothing: ShareBelowOne = 0.0
     """Share of the target spread evenly over all classes."""
-
-    @property
-    def iterations(self) -> int | None:
-        """Optimizer steps of the whole training; None where they depend on the data (--train-epochs), or no length is
-        given."""
-        return self.train_iters
 
     def length(self, epoch_samples: int, keeps_last_batch: bool = False) -> Length:
         """The length of a training on data with so many samples in an epoch; 0 iterations with --evaluate-only.

@@ -16,9 +16,9 @@ from megasnn.config.training import TrainingConfig
 from megasnn.config.validate import no_graphs
 from megasnn.engine.distributed_model import DistributedModel, SampleLoss
 from megasnn.engine.planning import plan_of, wire_options
-from megasnn.engine.product_choice import choose_products
 from megasnn.grid import ContextCut
 from megasnn.kernels.backends import BACKENDS, backend_for
+from megasnn.kernels.products import can_be_sparse
 from megasnn.layers import BuildContext
 from megasnn.layers.cast_weights import CastWeights
 from megasnn.losses import LOSSES
@@ -178,7 +178,8 @@ def built(
     context = build_context(state, training.precision, backend, seed, windows > 1, cut)
     graphed = CastWeights(stay=graphs is not None)
     context = replace(context, cast_weights=graphed, is_frozen=partial(is_frozen, config.optimizer))
-    context = replace(context, products=choose_products(training, state))
+    sparse = training.sparse_products == "auto" and can_be_sparse(state.device, context.compute_dtype)
+    context = replace(context, sparse_products=sparse)
     with placed("while planning the pipeline"), timers("plan"):
         plan = plan or plan_of(config, model, context, state, windows)
     with placed("while building the model"), timers("materialise"):

@@ -36,22 +36,6 @@ def convolve(images: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     return torch.conv2d(images, weight, None, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
 
 
-def add_convolution(total: Tensor, images: Tensor, weight: Tensor, geometry: Geometry) -> None:
-    """total += convolve(images, weight, geometry), in one go where it is a product of matrices."""
-    if _is_pointwise(weight, geometry) and total.movedim(1, -1).is_contiguous():
-        add_product(_rows(total), _rows(images), weight.flatten(1).t())
-    else:
-        total += convolve(images, weight, geometry)
-
-
-def add_input_gradient(total: Tensor, grad: Tensor, weight: Tensor, geometry: Geometry) -> None:
-    """total += input_gradient(grad, weight, geometry, its own space), in one go where it is a product of matrices."""
-    if _is_pointwise(weight, geometry) and total.movedim(1, -1).is_contiguous():
-        add_product(_rows(total), _rows(grad), weight.flatten(1))
-    else:
-        total += input_gradient(grad, weight, geometry, total.shape[2:])
-
-
 def input_gradient(grad: Tensor, weight: Tensor, geometry: Geometry, space: torch.Size) -> Tensor:
     """The gradient of the input, whose spatial size is `space`, from that of the output."""
     if _is_matrix_product(grad, weight, geometry):

@@ -6,8 +6,6 @@ products of matrices (cuBLAS): both are set here, and always in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,19 +33,3 @@ def let_products_round(allowed: bool) -> None:
     CUDNN.allow_tf32 = CUBLAS.allow_tf32 = allowed
     for operation in OPERATIONS:
         operation.fp32_precision = "tf32" if allowed else "ieee"
-
-
-def products_round() -> bool:
-    """Whether convolutions, or products of matrices, may round now."""
-    return any(operation.fp32_precision == "tf32" for operation in OPERATIONS)
-
-
-@contextmanager
-def rounding_products() -> Iterator[None]:
-    """Inside, products of float32 on a GPU round their operands; they are launched by one thread at a time."""
-    before = products_round()
-    let_products_round(True)
-    try:
-        yield
-    finally:
-        let_products_round(before)

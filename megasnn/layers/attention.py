@@ -63,7 +63,7 @@ class SpikingSelfAttention(nn.Module):
         unit = partial(ConvNormNeuron, context=context, pointwise=True, neuron=neuron, initialise=initialise)
         self.qkv, self.projection = unit(dim, 3 * dim, blocks=3), unit(dim, dim)
         self.neuron = ParallelNeuron(replace(neuron, v_threshold=v_threshold), context)
-        self._rows, self._tokens, self._sparse = rows_of(context), 0, context.products.sparse
+        self._rows, self._tokens, self._sparse = rows_of(context), 0, context.sparse_products
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x)

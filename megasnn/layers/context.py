@@ -12,7 +12,6 @@ import torch
 from megasnn.comm.group import Group, alone
 from megasnn.grid import Axis, ContextCut, Coordinates, Grid, Place
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.products import ProductChoice
 from megasnn.layers.cast_weights import CastWeights
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.sharding import Cut, Initialiser, Shard
@@ -35,7 +34,7 @@ class BuildContext:
         time_steps: T. A layer of neurons that is given a single time step takes it for each of them.
         carries: whether neurons go on from the potential that the last call left, until they are reset.
         cast_weights: gives the layers with weights what they multiply by.
-        products: which products of the layers with weights are split for tensor cores.
+        sparse_products: True to sum over spikes in products with few of them.
         replicated: paths of modules, in networks that are given to `megasnn.shard`, that every tensor-parallel rank has
             whole because they mix channels.
         is_frozen: whether the parameter of a global name is not trained: it has no gradient.
@@ -55,7 +54,7 @@ class BuildContext:
     time_steps: int = 1
     carries: bool = False
     cast_weights: CastWeights = field(default_factory=CastWeights)
-    products: ProductChoice = field(default_factory=ProductChoice)
+    sparse_products: bool = False
     replicated: frozenset[str] = frozenset()
     is_frozen: Callable[[str], bool] = lambda name: False
 

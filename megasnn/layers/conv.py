@@ -22,16 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Content, fits_tensor_cores
+from megasnn.comm.codec import Content, may_be_sparse
 from megasnn.comm.group import Group
 from megasnn.comm.rows import RowMove
 from megasnn.kernels.codec import pack_bits
 from megasnn.kernels.convolution import Geometry
 from megasnn.kernels.packed import bits_of
-from megasnn.kernels.pooling import pooled_space
 from megasnn.kernels.products import ConvolutionProducts
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.convolve import Convolve, ConvPlan, images_kernel
+from megasnn.layers.convolve import Convolve, ConvPlan
 from megasnn.layers.convolve_rows import ConvolveRows, Halo
 from megasnn.layers.holding import content_of, count_call, is_input, joined, note_exchanges
 from megasnn.layers.initialisers import uniform
@@ -136,7 +135,7 @@ class ParallelConv(nn.Module):
         self._padding_mode = None if zeros or not any(map(any, pads)) else PADDING_MODES[padding_mode]
         self._learns_content, self._learns_whole = content is None, whole_input is None
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
-        self._product_choice, self._cast_weights = context.products, context.cast_weights
+        self._sparse_products, self._cast_weights = context.sparse_products, context.cast_weights
         geometry = Geometry(
             stride=stride,
             padding=tuple(before for before, _ in pads) if zeros else (0, 0),
@@ -212,7 +211,7 @@ class ParallelConv(nn.Module):
         ]
         if min(space) < 1:
             raise ValueError(f"a convolution with kernel_size {self._kernel} is given {list(x.shape[3:])} pixels")
-        self.plan = replace(self.plan, products=self._chosen_products(x))
+        self.plan = replace(self.plan, products=self._chosen_products())
         if self._rows is not None:
             self._note_rows(self._rows, x, space[0])
         return x.new_empty((*x.shape[:2], self.out_channels // group.size, *space), dtype=self.compute_dtype)
@@ -237,13 +236,9 @@ class ParallelConv(nn.Module):
             geometry = replace(geometry, padding=(0, geometry.padding[1]))
             self.plan = replace(self.plan, products=replace(self.plan.products, geometry=geometry))
 
-    def _chosen_products(self, x: Tensor) -> ConvolutionProducts:
-        plan = self.plan
-        products = replace(plan.products, exact=fits_tensor_cores(plan.content, plan.pool))
-        space = pooled_space(x.shape[3:], plan.pool)
-        return self._product_choice.applied(
-            products, images_kernel(self.weight, self.weight.dtype).shape, len(x), space
-        )
+    def _chosen_products(self) -> ConvolutionProducts:
+        sparse = self._sparse_products and may_be_sparse(self.plan.content, self.plan.pool)
+        return replace(self.plan.products, sparse=sparse)
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, kernel_size={self._kernel}, {self.plan}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.again import once
-from megasnn.comm.codec import Content, encode, fits_tensor_cores
+from megasnn.comm.codec import Content, encode, may_be_sparse
 from megasnn.comm.collectives import (
     all_reduce_sum,
     gather_alike,
@@ -75,7 +75,7 @@ class ParallelLinear(nn.Module):
                 raise ValueError(f"{name} {size} does not divide by --tensor-model-parallel-size {group.size}")
         self.in_features, self.out_features = in_features, out_features
         self.plan, self.gather_output = _Plan(group, style, content or Content.DENSE), gather_output
-        self._learns_content, self._product_choice = content is None, context.products
+        self._learns_content, self._sparse_products = content is None, context.sparse_products
         self._cast_weights = context.cast_weights
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         cut = 1 if style == "row" else 0
@@ -113,9 +113,7 @@ class ParallelLinear(nn.Module):
         content = self.plan.content
         if self._learns_content:
             content = joined(content, content_of(x)) if again else content_of(x)
-        rows = x.shape[:-1].numel() // x.shape[1]  # of a sample
-        products = MatrixProducts(fits_tensor_cores(content))
-        products = self._product_choice.applied(products, self.weight.shape, rows, torch.Size())
+        products = MatrixProducts(self._sparse_products and may_be_sparse(content))
         self.plan = replace(self.plan, content=content, whole=is_whole, products=products)
         whole = self.plan.style == "row" or self.gather_output
         features = self.out_features if whole else self.out_features // size

@@ -14,7 +14,7 @@ from torch import nn
 
 from megasnn.config import PretrainConfig
 from megasnn.grid import ContextCut
-from megasnn.kernels.products import products_on_cpu
+from megasnn.kernels.products import can_be_sparse
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
 from megasnn.models.description import ModelDescription
 from megasnn.models.problems import building_problems
@@ -73,8 +73,8 @@ def one_rank(config: PretrainConfig, on_cpu: bool) -> BuildContext:
     """
     types, backend = PRECISIONS[config.training.precision], config.neuron.neuron_backend
     weights, products = getattr(torch, types.weights), getattr(torch, types.products)
-    choice = products_on_cpu(on_cpu and config.training.sparse_products == "auto", products)
-    return BuildContext(dtype=weights, compute_dtype=products, neuron_backend=backend, products=choice)
+    sparse = on_cpu and config.training.sparse_products == "auto" and can_be_sparse(CPU, products)
+    return BuildContext(dtype=weights, compute_dtype=products, neuron_backend=backend, sparse_products=sparse)
 
 
 def wires_of(config: PretrainConfig) -> WireOptions:

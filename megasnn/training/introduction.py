@@ -61,7 +61,9 @@ def introduce(
     """
     given, config = config, _without_secrets(config)
     summary = _summary(config, engine, state, length, epoch_samples)
-    arithmetic = *told_torch(config.training, state.device), *engine.context.products.told
+    arithmetic = [*told_torch(config.training, state.device)]
+    if engine.context.sparse_products:
+        arithmetic.append("sparse products: weights are summed at spikes where that takes less time")
     for line in (*summary, *arithmetic, *_flags(config)):
         reporter.line(line)
     layers: Sequence[LayerSummary] = ()

@@ -16,9 +16,6 @@ from megasnn.config import TrainingConfig
 from megasnn.engine.arithmetic import WORKSPACE, prepare_cublas, require_possible, told_torch
 from megasnn.engine.configuration import configuration
 from megasnn.engine.joining import join_ranks
-from megasnn.kernels.products import Kind
-from megasnn.kernels.tensor_cores import let_products_round, products_round, rounding_products
-from megasnn.layers import ParallelConv, ParallelLinear
 from megasnn.parallel_state import (
     destroy_model_parallel,
     get_parallel_state,
@@ -83,20 +80,6 @@ def test_an_engine_whose_grid_was_destroyed_leaves_those_after_it_alone() -> Non
         assert model_parallel_is_initialized()  # whoever made the grid destroys it
     finally:
         destroy_model_parallel()
-
-
-def test_products_round_for_a_while() -> None:
-    assert products_round()  # torch rounds in cuDNN unless it is told otherwise
-    before = settings()[:3]
-    let_products_round(False)
-    try:
-        with rounding_products():
-            assert settings()[:3] == ("tf32", "tf32", "tf32") and torch.backends.cudnn.allow_tf32
-            assert torch.get_float32_matmul_precision() == "high"
-        assert settings()[:3] == ("ieee", "ieee", "ieee") and not products_round()
-    finally:
-        let_products_round(True)
-        torch.backends.cuda.matmul.fp32_precision = before[0]
 
 
 @pytest.mark.parametrize(
@@ -175,17 +158,6 @@ def test_the_log_says_what_products_are() -> None:
 def test_deterministic_algorithms_only() -> None:
     with Engine(MODEL, **SIZES, deterministic=True):
         assert settings()[-4:] == (True, True, False, False) and os.environ[WORKSPACE] == ":4096:8"
-
-
-def _split_layers(engine: Engine) -> list[frozenset[Kind]]:
-    modules = (module for chunk in engine.distributed.chunks.values() for module in chunk.modules())
-    return [module.plan.products.split for module in modules if isinstance(module, ParallelConv | ParallelLinear)]
-
-
-def test_a_cpu_splits_nothing() -> None:
-    with Engine(MODEL, **SIZES) as engine:
-        (told,) = engine.distributed.context.products.told
-        assert told.startswith("sparse products") and set(_split_layers(engine)) == {frozenset()}
 
 
 def _runs(cache: str) -> list[Outcome]:

@@ -15,7 +15,6 @@ import torch
 
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
-from megasnn.kernels.convolution import Geometry
 from megasnn.kernels.norm_neuron import Unit, norm_pool_neuron_by
 from megasnn.kernels.philox import Runs
 from tests.kernels.models import channels_last, plif_weight
@@ -206,21 +205,6 @@ def test_codec_and_generator_compile(capability: int, some: tuple[torch.dtype, .
     assert len(found) == 3 * len(types) + 2
     packing = next(code for code in found if code.kernel == "pack_bits_kernel")
     assert packing.count("ld.global.v4.b32") == packing.count("ld.global.") > 0
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_split_convolutions_take_tensor_cores(capability: int) -> None:
-    """And operands come into shared memory while others are multiplied."""
-    from megasnn.kernels.triton import split
-
-    weight, geometry = torch.zeros(96, 48, 3, 3), Geometry((1, 1), (1, 1))
-    with compiling_for(capability) as found:
-        split.split_convolution(torch.zeros(2, 48, 16, 16), weight, geometry, exact=True)
-        split.split_input_gradient(torch.zeros(2, 96, 16, 16), weight, geometry)
-    multiply = "wgmma." if capability == 90 else "mma.sync."
-    for code in (each for each in found if each.kernel == "split_convolution_kernel"):
-        assert re.search(rf"{re.escape(multiply)}.*\.tf32\.tf32", code.ptx)
-        assert code.count("cp.async.cg.shared.global") > 0 and not code.count("ld.global.")
 
 
 def test_an_old_gpu_is_refused_with_its_name() -> None:

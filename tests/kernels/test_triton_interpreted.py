@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
 from megasnn.kernels.codec import pack_bits, pack_counts
-from megasnn.kernels.convolution import Geometry, convolve, input_gradient
 from megasnn.kernels.packed import bits_of
 from megasnn.kernels.philox import Runs, kept_by_tensors
 from megasnn.kernels.pooling import average_pool, average_pool_of_bits
-from megasnn.kernels.split import pieces
 from megasnn.kernels.unit import neuron_multi_step, norm_pool_neuron
 from megasnn.random import philox_key
 from tests.kernels.four_calls import (
@@ -293,43 +291,6 @@ def remembered_bits_in_there() -> None:
 
 def test_spikes_remember_their_bits(interpreted) -> None:
     interpreted(remembered_bits_in_there)
-
-
-def split_convolutions_in_there() -> None:
-    """All pieces of products in one pass: errors as those of float32, and of gradients too. Sums longer than a tile,
-    and ragged everywhere."""
-    from megasnn.kernels.triton.available import MOST_VALUES
-    from megasnn.kernels.triton.split import split_convolution, split_input_gradient, takes, two_pieces
-
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(3, 5, 7, 2, generator=generator).movedim(-1, 1)
-    assert all(torch.equal(*each) for each in zip(two_pieces(values), pieces(values, 2), strict=True))
-    for stride, padding, dilation in (((1, 1), (1, 1), (1, 1)), ((2, 1), (0, 2), (1, 2))):
-        geometry = Geometry(stride, padding, dilation)
-        x = (torch.rand(2, 40, 9, 8, generator=generator) < 0.3).float()
-        weight = torch.randn(70, 40, 3, 3, generator=generator) / 19
-        expected = convolve(x.double(), weight.double(), geometry)
-        assert_as_exact(split_convolution(x, weight, geometry, True), convolve(x, weight, geometry), expected)
-        grad = torch.randn(expected.shape, generator=generator)
-        assert takes(x, weight, geometry, gradient=False)
-        assert takes(grad, weight, geometry, gradient=True) == (stride == (1, 1))
-        if stride == (1, 1):
-            plain = input_gradient(grad, weight, geometry, x.shape[2:])
-            expected = input_gradient(grad.double(), weight.double(), geometry, x.shape[2:])
-            assert_as_exact(split_input_gradient(grad, weight, geometry), plain, expected)
-    assert not takes(x, weight[:, :20], Geometry(groups=2), gradient=False)
-    many = torch.empty(MOST_VALUES // weight[0].numel(), *x.shape[1:], device="meta")
-    assert not takes(many, weight, Geometry(), gradient=False), "more values than the kernel can count"
-
-
-def assert_as_exact(split: torch.Tensor, plain: torch.Tensor, expected: torch.Tensor) -> None:
-    assert split.shape == expected.shape
-    errors, allowed = ((each.double() - expected).abs() for each in (split, plain))
-    assert errors.max() <= 1.5 * allowed.max() and errors.mean() <= 1.25 * allowed.mean()
-
-
-def test_split_convolutions(interpreted) -> None:
-    interpreted(split_convolutions_in_there)
 
 
 @given(st.integers(0, 4100), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.bool]))

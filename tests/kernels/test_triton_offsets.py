@@ -128,28 +128,26 @@ def _programs_from(first: int) -> Iterator[None]:
         yield
 
 
-def _pieces_and_statistics(values: Tensor, program: int) -> list[Tensor]:
+def _statistics(values: Tensor, program: int) -> list[Tensor]:
     """As that program computes them, which has these values."""
     from megasnn.kernels.triton.launch import COLUMNS, NUMBERS, launch
-    from megasnn.kernels.triton.split import pieces_kernel
     from megasnn.kernels.triton.sums import statistics_kernel
 
     start, size, row = program * BLOCK, (program + 1) * BLOCK, BLOCK // 2
-    x, large, small, partial = Far(size), Far(size), Far(size), Far(size)
+    x, partial = Far(size), Far(size)
     x.write(start, values)
     with _programs_from(program):
-        launch(pieces_kernel, 1, x.start, large.start, small.start, size, BLOCK=BLOCK)
         launch(
             statistics_kernel, 1, x.start, partial.start, size, row, program + 1, 1,
             D=NUMBERS[torch.float32], ROWS=BLOCK // row, COLUMNS=COLUMNS,
         )  # fmt: skip
     places = program * row, (2 * program + 1) * row
-    return [large.read(start, BLOCK), small.read(start, BLOCK), *(partial.read(place, row) for place in places)]
+    return [partial.read(place, row) for place in places]
 
 
 def programs_in_there() -> None:
     values = normal(BLOCK)
-    expected, found = (_pieces_and_statistics(values, program) for program in (0, 2 * FAR // BLOCK))
+    expected, found = (_statistics(values, program) for program in (0, 2 * FAR // BLOCK))
     for actual, wanted in zip(found, expected, strict=True):
         assert wanted.any() and torch.equal(actual, wanted)
 

@@ -82,7 +82,7 @@ def compiling_for(capability: int) -> Iterator[list[Code]]:
     """In it kernels are compiled where they would be started, and nothing is computed."""
     from triton.runtime import driver
 
-    from megasnn.kernels.triton import alone, calls, codec, launch, philox, split
+    from megasnn.kernels.triton import alone, calls, codec, launch, philox
 
     found: list[Code] = []
 
@@ -92,7 +92,7 @@ def compiling_for(capability: int) -> Iterator[list[Code]]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(driver, "_active", AbsentGpu(capability)))
-        for module in (alone, calls, codec, philox, split):
+        for module in (alone, calls, codec, philox):
             stack.enter_context(mock.patch.object(module, "launch", compile_only))
         yield found
 
