@@ -146,7 +146,7 @@ def _reset(
     for each in fresh.modules():
         for name, value in list(own_tensors(each)):
             if each is fresh and name in numbers:
-                memory = numbers[name].to(value.dtype, copy=True)
+                memory = numbers[name].to(torch.float32 if value.is_floating_point() else value.dtype, copy=True)
             else:
                 memory = _marked(value, mark)
             if isinstance(value, nn.Parameter):
@@ -217,7 +217,9 @@ def _after(
 
 
 def _marked(like: Tensor, mark: int) -> Tensor:
-    return torch.full_like(like, mark % 2 if like.dtype == torch.bool else mark, device="cpu")
+    # In float32 whatever the precision, as materialise draws: torch draws other numbers in float64.
+    dtype = torch.float32 if like.is_floating_point() else like.dtype
+    return torch.full_like(like, mark % 2 if like.dtype == torch.bool else mark, device="cpu", dtype=dtype)
 
 
 def _set_what_constructors_set(module: Any) -> None:

@@ -126,7 +126,7 @@ def _options(norm: _BatchNorm, initialise: ModuleInitialiser | None, whole: bool
 def _as_called(ours: Any, norm: _BatchNorm) -> None:
     ours.is_frozen = not norm.training
     ours.time_steps = 1  # the input has all time steps
-    ours.multi_step = is_multi_step(norm)  # type: ignore[assignment]
+    ours.multi_step = is_multi_step(norm)
     if norm.affine and norm.bias is None:  # in SpikingJelly's BatchNormThroughTime
         drop_tensor(ours, "bias")
 

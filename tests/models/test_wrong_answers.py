@@ -203,7 +203,8 @@ CONTAINERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("kind", CONTAINERS)
 def test_containers_of_spikingjelly_call_neurons_in_single_step_mode(kind: str) -> None:
     torch.manual_seed(0)
-    layers = describe(_layers(("container", CONTAINERS[kind]), ("image", Image))).named_layers(BuildContext(time_steps=2))
+    described = describe(_layers(("container", CONTAINERS[kind]), ("image", Image)))
+    layers = described.named_layers(BuildContext(time_steps=2))
     materialise(layers, CPU, 0)
     container, x = dict(layers)["container"], torch.rand(2, 3, 4, 1, 1)
     first = apply_layer(container, x, range(3))
