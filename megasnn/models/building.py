@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -45,7 +45,7 @@ MOST_LAYERS = 4_000
 
 
 def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescription:
-    """The layers of a model with these dimensions and neurons.
+    """The layers of a model with these dimensions and neurons; equal ones are described once.
 
     Args:
         neuron: None for what the model takes by default.
@@ -54,24 +54,45 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
             says, nothing takes what it gives, or the last one gives no logits.
     """
     neuron = neuron or model.neuron().spec
+    try:
+        hash(model)
+    except TypeError:  # of a field, such as a list
+        return _described_anew(type(model), model, neuron)
+    return _described_once(type(model), cast(Any, model), neuron)
+
+
+def _described_anew(kind: type, model: ModelConfig, neuron: NeuronSpec) -> ModelDescription:
     layers = built(model, BuildContext(), neuron)
     names = [each.name for each in layers]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise ValueError(f"two layers of {model.name} have the name {twice[0]!r}; a name is for one layer")
-    _refuse_made_before(layers, built(model, BuildContext(), neuron))
     named = [(each.name, each.module) for each in layers]
     taken = _sources(layers)
-    outputs = dry_run(named, taken, model.input_shape)
+    recorded: dict[str, Recorder] = {}
+    outputs = dry_run(named, taken, model.input_shape, learns=True, watch=partial(_recorder, recorded))
     _require_logits(model, names[-1], outputs[-1])
     refuse_other_calls(named)
     described = [
         LayerDescription(each.name, each.unit, _described(each, y), each.takes or ())
         for each, y in zip(layers, outputs, strict=True)
     ]
-    build, run = partial(_build, model, neuron), partial(_built_and_run, model, neuron)
-    ties = tuple(_ties(named))
-    return ModelDescription(tuple(described), build, model.time_steps, model.input_shape, model.num_classes, ties, run)
+    events = {name: recorder.events for name, recorder in recorded.items()}
+    run = partial(_built_and_run, model, neuron, layers, events)
+    tensors, ties = tuple(sharded_tensors(named)), tuple(_ties(named))
+    return ModelDescription(
+        tuple(described),
+        partial(_build, run),
+        model.time_steps,
+        model.input_shape,
+        model.num_classes,
+        ties,
+        run,
+        tensors,
+    )
+
+
+_described_once = lru_cache(maxsize=8)(_described_anew)
 
 
 def _ties(named_layers: Sequence[tuple[str, nn.Module]]) -> Iterator[Tie]:
@@ -215,18 +236,29 @@ def _refuse_unshareable(each: Layer, context: BuildContext) -> None:
         raise ValueError(f"{each.name}: {error}") from error
 
 
-def _build(model: ModelConfig, neuron: NeuronSpec, context: BuildContext) -> Sequence[nn.Module]:
+def _build(run: Callable[..., Sequence[tuple[nn.Module, Bundle]]], context: BuildContext) -> Sequence[nn.Module]:
     """All layers for a rank. Raises ValueError for sizes that do not divide by the tensor parallel ranks."""
-    return [module for module, _ in _built_and_run(model, neuron, context, DRY_SAMPLES)]
+    return [module for module, _ in run(context, DRY_SAMPLES)]
 
 
 def _built_and_run(
-    model: ModelConfig, neuron: NeuronSpec, context: BuildContext, samples: int
+    model: ModelConfig,
+    neuron: NeuronSpec,
+    before: Sequence[Layer],
+    recorded: Mapping[str, list[Event]],
+    context: BuildContext,
+    samples: int,
 ) -> Sequence[tuple[nn.Module, Bundle]]:
-    """All layers for a rank, and what each of them gives in a dry run of so many samples."""
-    recorded = _recorded(model, neuron, samples) if context.tensor.size > 1 else None
+    """All layers for a rank, and what each of them gives in a dry run of so many samples.
+
+    Args:
+        before: the layers of one rank, and recorded: what they do with `DRY_SAMPLES` samples.
+    """
+    if samples != DRY_SAMPLES and context.tensor.size > 1:
+        recorded = _recorded(model, neuron, samples)
     while True:
         layers = built(model, context, neuron)
+        _refuse_made_before(before, layers)
         named = [(each.name, each.module) for each in layers]
         freeze(named, context.is_frozen)
         try:
@@ -251,21 +283,19 @@ def _built_and_run(
 
 
 def _recorded(model: ModelConfig, neuron: NeuronSpec, samples: int) -> dict[str, list[Event]]:
-    """What each layer does on one rank."""
-    layers = built(model, BuildContext(), neuron)
-    recorders: dict[str, Recorder] = {}
-
-    def watch(name: str, layer: nn.Module) -> Recorder:
-        recorders[name] = Recorder(layer)
-        return recorders[name]
-
-    named = [(each.name, each.module) for each in layers]
+    """What each layer does on one rank with so many samples."""
+    layers, recorders = built(model, BuildContext(), neuron), dict[str, Recorder]()
+    named, watch = [(each.name, each.module) for each in layers], partial(_recorder, recorders)
     dry_run(named, _sources(layers), model.input_shape, samples=samples, learns=True, watch=watch)
     return {name: recorder.events for name, recorder in recorders.items()}
 
 
-def _tracker(recorded: Mapping[str, list[Event]] | None, size: int, name: str, layer: nn.Module) -> CutTracker | None:
-    return None if recorded is None or is_whole(layer) else CutTracker(layer, recorded[name], size)
+def _recorder(recorders: dict[str, Recorder], name: str, layer: nn.Module) -> Recorder:
+    return recorders.setdefault(name, Recorder(layer))
+
+
+def _tracker(recorded: Mapping[str, list[Event]], size: int, name: str, layer: nn.Module) -> CutTracker | None:
+    return None if size == 1 or is_whole(layer) else CutTracker(layer, recorded[name], size)
 
 
 def dry_run(

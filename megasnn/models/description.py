@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megasnn.bundle import Bundle, Key
 from megasnn.comm.codec import Content
 from megasnn.layers.context import BuildContext
+from megasnn.sharded_tensors import ShardedTensor
 
 INPUT = -1
 """In place of a layer's number: the model's input."""
@@ -88,6 +89,7 @@ class ModelDescription:
         ties: copies of tensors, in the order of the layers that have them.
         dry_run: gives a rank's layers, built anew, and what each of them gives for a micro-batch of so many samples,
             all without values; None where that is not known before it is computed.
+        tensors: parameters and buffers, as one rank has them; None where they are found by building.
     """
 
     layers: tuple[LayerDescription, ...]
@@ -97,6 +99,7 @@ class ModelDescription:
     num_classes: int
     ties: tuple[Tie, ...] = ()
     dry_run: Callable[[BuildContext, int], Sequence[tuple[nn.Module, Bundle]]] | None = None
+    tensors: tuple[ShardedTensor, ...] | None = None
 
     def named_layers(self, context: BuildContext) -> list[tuple[str, nn.Module]]:
         """All layers for a rank with their names, without memory."""

@@ -36,7 +36,7 @@ from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, Schedule, plan_schedule
 from megasnn.sharded_tensors import materialise
-from tests.models.networks import CLASSES, Bundles, First, Random, Sum, UNet, Up, between
+from tests.models.networks import CLASSES, Bundles, Random, Sum, UNet, Up, between
 from tests.models.steps import assert_equal, images, one_step
 from tests.parity.ranks import Layout, assemble
 from tests.parity.test_layouts import name_of

@@ -438,7 +438,7 @@ MADE_BEFORE = ConvNormNeuron(8, 8)
 
 def test_sharded_modules_too_are_made_where_they_are_yielded() -> None:
     with pytest.raises(ValueError, match=r"plain\.0: made outside `layers`"):
-        describe(_model(lambda: MADE_BEFORE))
+        describe(_model(lambda: MADE_BEFORE)).build(BuildContext())
 
 
 def test_a_class_that_is_no_model_yet_is_refused_with_what_it_lacks() -> None:
