@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import sys
 
-from megasnn.process.early import signals_end_it
+from megasnn import pretrain
 
 
 def main(argv: list[str]) -> int:
-    with signals_end_it():
-        from megasnn import pretrain
-
-        return pretrain("spikformer", argv)
+    return pretrain("spikformer", argv)
 
 
 if __name__ == "__main__":

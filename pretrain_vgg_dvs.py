@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import sys
 
-from megasnn.process.early import signals_end_it
+from megasnn import pretrain
 
 
 def main(argv: list[str]) -> int:
-    with signals_end_it():
-        from megasnn import pretrain
-
-        return pretrain("vgg_dvs", argv)
+    return pretrain("vgg_dvs", argv)
 
 
 if __name__ == "__main__":

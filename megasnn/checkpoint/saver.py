@@ -22,7 +22,7 @@ from megasnn.files.problems import CheckpointError
 from megasnn.sharded_tensors import ShardedTensor
 from megasnn.sharding import Piece
 
-# Ranks wait for each other as long as the slowest disk takes. megasnn.process.fault notices the loss of a rank.
+# Ranks wait for each other as long as the slowest disk takes. megasnn.engine.faults ends them when one is lost.
 _PATIENCE = datetime.timedelta(days=7)
 
 

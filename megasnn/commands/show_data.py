@@ -20,7 +20,6 @@ from PIL import Image
 from megasnn.config.cli import command_line
 from megasnn.data.show import read_samples
 from megasnn.files.sample_size import SAMPLE_MB
-from megasnn.process.terminal import keep_going
 from megasnn.telemetry.pictures import sample_sheet
 
 
@@ -61,7 +60,6 @@ def show(
 
 def program() -> int:
     """The program megasnn-show-data."""
-    keep_going()
     return main()
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.format import Box, Metadata
+from megasnn.checkpoint.job import FolderLock
 from megasnn.checkpoint.save import Written, commit, file_name
 from megasnn.checkpoint.tensor_io import LocalBox, boxes_of, synced, write_safetensors
 from megasnn.files.problems import CheckpointError
-from megasnn.process.job import FolderLock
 from megasnn.sharded_tensors import ShardedTensor
 from megasnn.sharding import Piece
 from megasnn.telemetry.log import byte_bar

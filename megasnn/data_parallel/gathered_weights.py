@@ -25,7 +25,7 @@ from megasnn.data_parallel.owned_rows import by_owner, joined, rows_of
 from megasnn.layers.cast_weights import CastWeights
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.linear import MeanLinear, ParallelLinear
-from megasnn.schedule.weights import AT_ONCE
+from megasnn.schedule.fsdp_passes import AT_ONCE
 from megasnn.sharded_tensors import ShardedTensor
 
 ALIGNMENT = 64  # bytes, as of torch's own tensors on the CPU: a product may sum in another order at another alignment

@@ -8,9 +8,9 @@ from megasnn.comm.agreement import decided_by_first
 from megasnn.config import PretrainConfig
 from megasnn.data import BatchLoader, Datasets, check_shares, epoch_samples, open_datasets, order_identity
 from megasnn.engine import Engine
+from megasnn.engine.faults import placed
 from megasnn.parallel_state import ParallelState
 from megasnn.preprocess.sample import shards_of_sample
-from megasnn.process.fault import placed
 
 
 class RunData:

@@ -18,9 +18,9 @@ import pytest
 
 from megasnn.config import parse
 from megasnn.data.remote import incoming, running, shard
+from megasnn.engine.faults import in_full
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.process.fault import in_full
 from megasnn.training.data import RunData
 from tests.data.shard_files import write_shards
 from tests.data.shard_server import serving

@@ -264,11 +264,11 @@ def flip_in_a_weight() -> None:
     """Before the comparison of the second iteration: no step has computed with it."""
     compare = ReplicaCheck.__call__
 
-    def flipped(self: ReplicaCheck, iteration: int) -> str:
+    def flipped(self: ReplicaCheck, iteration: int) -> None:
         if iteration == 2:
             (entry,) = [entry for entry in self._entries() if entry.name == "blocks.0.mlp.fc1.conv.weight"]
             in_memory_order(entry.tensor).view(torch.int32)[-1] ^= 1
-        return compare(self, iteration)
+        compare(self, iteration)
 
     mock.patch.object(ReplicaCheck, "__call__", flipped).start()
 

@@ -1,0 +1,203 @@
+"""Costs of layers and of links between ranks, as numbers; `profile_layers` measures them."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megasnn.schedule import ChunkCost, Kind, Transfer
+from megasnn.schedule.memory import stage_shares
+
+if TYPE_CHECKING:
+    from megasnn.models.description import ModelDescription
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """A message of b bytes takes `latency + b * per_byte` seconds with both ends idle.
+
+    Where every core of a host computes, the transport takes its time from the computing: `sender_per_byte` and
+    `receiver_per_byte` seconds, parts of `per_byte`. Both are 0 where there are cores to spare, and on GPUs.
+    """
+
+    latency: float = 0.0
+    per_byte: float = 0.0
+    sender_per_byte: float = 0.0
+    receiver_per_byte: float = 0.0
+
+    def exchange(self, ranks: int, size: float) -> float:
+        """Seconds in which each rank sends each other one so many bytes, in pairs: n - 1 steps (R. Thakur,
+        R. Rabenseifner, W. Gropp, Optimization of Collective Communication Operations in MPICH, 2005)."""
+        return (ranks - 1) * (self.latency + self.per_byte * size)
+
+    def all_reduce(self, ranks: int, size: float, on_gpu: bool) -> float:
+        """Seconds of a sum of so many bytes that all ranks get: by Gloo in a ring, whose steps grow with the ranks; by
+        NCCL, which takes the faster algorithm for a size, in two trees (of the same paper)."""
+        if ranks == 1:
+            return 0.0
+        steps = math.ceil(math.log2(ranks)) if on_gpu else ranks - 1
+        return 2 * (steps * self.latency + self.per_byte * size * (ranks - 1) / ranks)
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One micro-batch through one layer, seconds and bytes.
+
+    Attributes:
+        forward, input_gradient, weight_gradient: seconds to compute.
+        held: bytes kept from the forward until the weight gradient is done.
+        working: most bytes that forward, input gradient and weight gradient need, above those before each; their inputs
+            and the gradient of the output were there.
+        message, gradient: bytes of the output and of its gradient on the way to another stage; in PipelineCosts of all
+            that crosses a boundary behind the layer.
+        pack, unpack: seconds to make those messages, and to restore what they hold.
+        parameters: bytes of this rank's part of them.
+        collectives, exchanged: calls between tensor parallel ranks, forward and backward, and the bytes that this rank
+            receives from the others.
+        found: bytes kept beside the input where the forward is computed again: statistics of norms, received tensors.
+        again: seconds of a forward that is computed again; None: those of the forward.
+        working_again: bytes that it needs, as in `working`; None: those of the forward.
+        working_whole: bytes that a backward in one part needs; None: the larger one of the parts'.
+        deferred: bytes that an input gradient leaves for the weight gradient; None: all that the forward has kept.
+        output: bytes of the output where the layer runs, and of its gradient; None: those of the gradient on its way.
+            In PipelineCosts of all that crosses a boundary behind the layer.
+        cast: bytes of the weights' copies in the type of the products, which a step makes once and keeps.
+    """
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    held: int = 0
+    working: tuple[int, int, int] = (0, 0, 0)
+    message: int = 0
+    gradient: int = 0
+    pack: float = 0.0
+    unpack: float = 0.0
+    parameters: int = 0
+    collectives: int = 0
+    exchanged: int = 0
+    found: int = 0
+    again: float | None = None
+    working_again: int | None = None
+    working_whole: int | None = None
+    deferred: int | None = None
+    output: int | None = None
+    cast: int = 0
+
+    @property
+    def waiting(self) -> int:
+        """Bytes of what crosses a boundary behind the layer, before it is sent."""
+        return self.gradient if self.output is None else self.output
+
+    @property
+    def deferred_bytes(self) -> int:
+        """Bytes that an input gradient leaves for the weight gradient."""
+        return self.held if self.deferred is None else self.deferred
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+
+@dataclass(frozen=True)
+class PipelineCosts:
+    """Costs of every layer of a model for one micro-batch, and of the links between ranks.
+
+    Attributes:
+        link: between two stages. replicas: between replicas that shard weights; None: as between stages.
+    """
+
+    layers: tuple[LayerCost, ...]
+    link: LinkCost
+    replicas: LinkCost | None = None
+
+    def of_chunks(self, bounds: Sequence[range], placement: Sequence[int]) -> list[ChunkCost]:
+        """Costs of chunks for the simulator, in seconds; activations in whole stages' micro-batches.
+
+        Args:
+            bounds: layers of each chunk. placement: its rank.
+        """
+        shares = stage_shares(placement)
+        return [self._of_chunk(span, share) for span, share in zip(bounds, shares, strict=True)]
+
+    def with_unshards(self, costs: Sequence[ChunkCost], unit_bytes: Sequence[int], ranks: int) -> list[ChunkCost]:
+        """Adds the time of UNSHARD and REDUCE_SCATTER to units whose weights `ranks` replicas shard."""
+        link = self.replicas or self.link
+        times = [link.exchange(ranks, size / ranks) if size else 0.0 for size in unit_bytes]
+        return [replace(cost, unshard=time, reduce_scatter=time) for cost, time in zip(costs, times, strict=True)]
+
+    def _of_chunk(self, span: range, share: float) -> ChunkCost:
+        layers = [self.layers[i] for i in span]
+        # A chunk without layers hands its input on.
+        last = self.layers[span.stop - 1] if span.stop > 0 else LayerCost(0, 0, 0)
+        inputs, weights = (sum(getattr(each, f"{part}_gradient") for each in layers) for part in ("input", "weight"))
+        return ChunkCost(
+            forward=sum(each.forward for each in layers),
+            backward=inputs + weights,
+            activation=share,
+            input_gradient=inputs,
+            weight_gradient=weights,
+            output=self._transfer(last.message, last.pack, last.unpack),
+            gradient=self._transfer(last.gradient, 0.0, 0.0),
+            again=sum(each.forward if each.again is None else each.again for each in layers),
+        )
+
+    def _transfer(self, size: int, pack: float, unpack: float) -> Transfer:
+        link = self.link
+        sender, receiver = size * link.sender_per_byte, size * link.receiver_per_byte
+        on_the_way = link.latency + size * link.per_byte - sender - receiver
+        return Transfer(on_the_way, pack + sender, unpack + receiver)
+
+
+def with_recompute_in_backward(costs: Sequence[ChunkCost]) -> list[ChunkCost]:
+    """Adds forwards that are computed again to the backwards right behind them."""
+    return [
+        replace(
+            each,
+            backward=each.backward + each.time(Kind.RECOMPUTE),
+            input_gradient=each.time(Kind.INPUT_GRADIENT) + each.time(Kind.RECOMPUTE),
+        )
+        for each in costs
+    ]
+
+
+def crossing(model: ModelDescription, costs: Sequence[LayerCost]) -> list[LayerCost]:
+    """Replaces messages by those of all that crosses a boundary behind each layer, skip connections included."""
+    found = []
+    for number, cost in enumerate(costs):
+        carried = [costs[other] for other in model.needed_from(number + 1)]
+        sizes = {name: sum(getattr(each, name) for each in carried) for name in ("message", "gradient")}
+        sizes["output"] = sum(each.waiting for each in carried)
+        times = {name: sum(getattr(each, name) for each in carried) for name in ("pack", "unpack")}
+        found.append(replace(cost, **sizes, **times))
+    return found
+
+
+def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]) -> LayerCost:
+    """Bytes of a layer for so many samples, on the straight line through those counted for the two nearest sizes.
+
+    Args:
+        sizes: numbers of samples that `counted` is for, in ascending order. Where there is one, it is `samples`.
+    """
+    upper = min(max(bisect_left(sizes, samples), 1), len(sizes) - 1)
+    lower = max(0, upper - 1)
+    first, second = counted[lower], counted[upper]
+
+    def grown(few: int, more: int) -> int:
+        return max(0, few + (samples - sizes[lower]) * (more - few) // max(1, sizes[upper] - sizes[lower]))
+
+    values = {name: grown(getattr(first, name) or 0, getattr(second, name) or 0) for name in _IN_BYTES}
+    forward, inputs, weights = map(grown, first.working, second.working)
+    return replace(first, working=(forward, inputs, weights), **values)
+
+
+_IN_BYTES = "held", "message", "gradient", "found", "working_again", "working_whole", "deferred", "output", "exchanged"
+
+
+def layers_per_chunk(bounds: Sequence[range]) -> str:
+    """Layers of each chunk, as `--pipeline-model-parallel-layout` takes them."""
+    return "|".join(str(len(span)) for span in bounds)

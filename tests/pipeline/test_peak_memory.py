@@ -1,0 +1,100 @@
+"""Bytes of a rank at each of its computations, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from megasnn.pipeline.arrivals import known_arrivals
+from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
+from megasnn.pipeline.peak_memory import UnitMemory, moments, peak_moments
+from megasnn.schedule import Action, Kind, generate
+from megasnn.schedule.passes import insert_recompute, refine
+
+WORKING = {Kind.FORWARD: 5, Kind.BACKWARD: 7, Kind.INPUT_GRADIENT: 6, Kind.WEIGHT_GRADIENT: 4, Kind.RECOMPUTE: 3}
+UNIT = UnitMemory(100, 10, WORKING, deferred=60, again=1.0, output=40, message=2, gradient=20, cast=0)
+
+
+def _told(name: str, rank: int, micro_batches: int) -> dict[str, tuple[int, int, int]]:
+    """On two stages."""
+    found = moments(generate(name, 2, micro_batches), rank, [UNIT, UNIT])
+    return {str(each.action): (each.kept, each.working, each.messages) for each in found}
+
+
+def test_messages_are_there_until_they_are_known_to_have_arrived() -> None:
+    """1F1B with three micro-batches on two stages: 0F0 0F1 0B0 0F2 0B1 0B2, and 1F0 1B0 1F1 1B1 1F2 1B2."""
+    first = _told("1f1b", 0, 3)
+    assert first["0F0"] == (0, 5, 0)
+    assert first["0F1"] == (100, 5, 2 + 20), "the first message, and room for the gradient that comes next"
+    assert first["0B0"] == (200, 7, 2), "the gradient itself is in what it needs; the first message has arrived"
+    last = _told("1f1b", 1, 3)
+    assert last["1B0"] == (100, 7, 2), "room for the next message"
+    assert last["1F1"] == (0, 5, 20), "a gradient on its way"
+    assert last["1B1"] == (100, 7, 20 + 2)
+    assert last["1B2"] == (100, 7, 20), "the first one has arrived: the third message was sent behind it"
+
+
+def test_a_backward_in_two_parts_leaves_less() -> None:
+    last = _told("zb1p", 1, 2)
+    assert last["1I0"] == (100, 6, 2)
+    assert last["1F1"][0] == 60 and last["1W1"][0] == 60
+
+
+def test_what_waits_between_units_and_for_a_forward_that_is_computed_again() -> None:
+    schedule = insert_recompute(refine(generate("gpipe", 1, 2), [2]), lambda unit, m: True)
+    found = {str(action): numbers for action, *numbers in moments(schedule, 0, [UNIT, UNIT])}
+    assert found["0F0"] == [10, 5, 0] and found["1F0"] == [20, 5, 0]
+    assert found["1R0"] == [40, 3, 0]
+    assert found["0R0"] == [30, 3, 40], "the gradient of what it gives waits"
+
+
+def test_the_peak_of_a_step() -> None:
+    """1F1B keeps two micro-batches on the first of two stages, one on the second."""
+    layers = [
+        LayerCost(1, 1, 1, held=10, working=(30, 5, 2), message=3, gradient=12),
+        LayerCost(1, 1, 1, held=20, working=(25, 40, 2), message=0, gradient=0),
+    ]
+    costs = PipelineCosts(tuple(layers), LinkCost())
+    first, last = peak_moments(generate("1f1b", 2, 4), [range(0, 1), range(1, 2)], costs)
+    assert first[1:] == (10, 30, 15), "the second forward"
+    assert last[1:] == (20, 40, 15), "any backward"
+    (alone,) = peak_moments(generate("1f1b", 1, 4), [range(0, 2)], costs)
+    assert alone.messages == 0 and alone.total == 10 + 20 + 40
+    (behind,) = peak_moments(generate("1f1b", 1, 4), [range(0, 2)], costs, exchanged=[500])
+    assert behind.total == 500
+
+
+def test_who_sends_something_has_received_what_it_was_to_receive_before() -> None:
+    schedule = generate("1f1b", 2, 3)
+    receives = [Action.parse(f"0RECV_B{m}") for m in range(3)]
+    assert [known_arrivals(schedule, 0)[each] for each in receives] == [1, 2, 3]
+    receives = [Action.parse(f"1RECV_F{m}") for m in range(3)]
+    assert [known_arrivals(schedule, 1)[each] for each in receives] == [0, 0, 1]
+
+
+class _NotRead(tuple[Action, ...]):
+    """Actions of a rank that nobody has to look at."""
+
+    def __iter__(self) -> Iterator[Action]:
+        raise AssertionError("actions of a rank that exchanges nothing with this one")
+
+
+def test_only_ranks_that_exchange_tensors_are_looked_at() -> None:
+    """Otherwise what all ranks need takes the square of their number."""
+    schedule = generate("zbv", 8, 4)
+    for rank in range(8):
+        near = {rank - 1, rank, rank + 1}
+        rows = tuple(row if other in near else _NotRead(row) for other, row in enumerate(schedule.actions))
+        assert known_arrivals(replace(schedule, actions=rows), rank) == known_arrivals(schedule, rank)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zbv"])
+def test_chunks_need_what_their_layers_need_one_after_another(name: str) -> None:
+    costs = PipelineCosts((LayerCost(1, 1, 1, held=10, working=(30, 20, 5), message=3, gradient=12),) * 8, LinkCost())
+    schedule = generate(name, 2, 4)
+    size = 8 // schedule.chunks
+    bounds = [range(size * chunk, size * chunk + size) for chunk in range(schedule.chunks)]
+    units = peak_moments(refine(schedule, [size] * schedule.chunks), [range(i, i + 1) for i in range(8)], costs)
+    assert [each.total for each in peak_moments(schedule, bounds, costs)] == [each.total for each in units]
