@@ -93,13 +93,14 @@ class Model(ABC):
 
     @classmethod
     def dialects(cls) -> Sequence[Dialect]:
-        """The names that other programs have for the model's tensors: SPIKINGJELLY of the module `spikingjelly_names`
-        beside that of the class, where there is one."""
+        """The names that other programs have for the model's tensors: DIALECTS of the module `spikingjelly_names` beside
+        that of the class, or its SPIKINGJELLY alone, where there is one."""
         package = cls.__module__.rpartition(".")[0]
         if not package or find_spec(f"{package}.spikingjelly_names") is None:
             return ()
-        dialect: Dialect = import_module(f"{package}.spikingjelly_names").SPIKINGJELLY
-        return (dialect,)
+        module = import_module(f"{package}.spikingjelly_names")
+        found: Sequence[Dialect] = getattr(module, "DIALECTS", None) or (module.SPIKINGJELLY,)
+        return found
 
     def from_spikingjelly(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A state_dict of SpikingJelly's model under our global names. The tensors are not copied.
