@@ -89,6 +89,7 @@ def _described_anew(kind: type, model: ModelConfig, neuron: NeuronSpec) -> Model
         ties,
         run,
         tensors,
+        getattr(model, "example_input", None),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, Key
@@ -89,6 +90,7 @@ class ModelDescription:
         ties: copies of tensors, in the order of the layers that have them.
         dry_run: gives a rank's layers, built anew, and what each of them gives for a micro-batch of so many samples,
             all without values; None where that is not known before it is computed.
+        example_input: makes samples that layers are measured on; None for normal numbers.
         tensors: parameters and buffers, as one rank has them; None where they are found by building.
     """
 
@@ -100,6 +102,7 @@ class ModelDescription:
     ties: tuple[Tie, ...] = ()
     dry_run: Callable[[BuildContext, int], Sequence[tuple[nn.Module, Bundle]]] | None = None
     tensors: tuple[ShardedTensor, ...] | None = None
+    example_input: Callable[[int, torch.Generator], Tensor] | None = None
 
     def named_layers(self, context: BuildContext) -> list[tuple[str, nn.Module]]:
         """All layers for a rank with their names, without memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from megasnn.layers import (
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
+from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.profile_layers import profile_layers
 from megasnn.sharded_tensors import materialise
 from tests.models.networks import CLASSES, between
 from tests.models.steps import assert_equal, one_step
@@ -209,3 +212,48 @@ def test_containers_of_spikingjelly_call_neurons_in_single_step_mode(kind: str) 
     container, x = dict(layers)["container"], torch.rand(2, 3, 4, 1, 1)
     first = apply_layer(container, x, range(3))
     assert torch.equal(apply_layer(container, x, range(3)), first), "it starts anew"
+
+
+def test_attention_over_samples_is_refused_where_ranks_share_them_out() -> None:
+    def attends(batch_first: bool) -> nn.Module:
+        return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=batch_first)
+
+    shared = BuildContext(context=Group("context", (0, 1)))
+    for batch_first in (True, False):
+        described = describe(_layers(("tokens", Tokens), ("mixes", partial(attends, batch_first)), ("image", Image)))
+        if batch_first:
+            with pytest.raises(ValueError, match="mixes.*batch_first=True"):
+                described.build(shared)
+        else:
+            assert described.build(shared)
+
+
+class Embeds(nn.Module):
+    """Numbers of tokens `[T, N, 1, L]` to their vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embedding(x.long()).flatten(2, 3).transpose(2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedded(WholeOutputs):
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return 1, 6
+
+    def example_input(self, samples: int, generator: torch.Generator) -> Tensor:
+        return torch.randint(0, 5, (samples, *self.input_shape), generator=generator)
+
+    def layers(self) -> Iterable[Layer]:
+        yield layer("embedding", Embeds())
+        yield layer("unit", ConvNormNeuron(8, 8, dims=1))
+        yield layer("head", MeanLinear(8, self.num_classes))
+
+
+def test_layers_are_measured_on_examples_of_the_model() -> None:
+    context = BuildContext(time_steps=2)
+    assert len(profile_layers(describe(Embedded()), 2, context, CPU, WireOptions(), rounds=1)) == 3
