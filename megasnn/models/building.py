@@ -19,8 +19,7 @@ from megasnn.kernels import NeuronSpec
 from megasnn.layers.channels import MixedChannels, mark_replicated
 from megasnn.layers.context import BuildContext, building
 from megasnn.layers.cut_tracking import CutTracker, Event, Recorder, is_ours
-from megasnn.layers.holding import Holding, content_of, note_never_called, say_input
-from megasnn.layers.need_of_gradient import showing_need_of_gradient
+from megasnn.layers.holding import Holding, content_of, note_never_called, say_input, showing_need_of_gradient
 from megasnn.layers.own_values import initialise_sharded, tensors_of, without_memory
 from megasnn.layers.plain import SHARDED, forget_state, is_plain, refuse_plain_parts
 from megasnn.layers.shareable import one_height, refuse_unshareable

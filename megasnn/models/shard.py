@@ -16,7 +16,6 @@ from torch import nn
 from megasnn.layers import swapped
 from megasnn.layers.context import BuildContext, context_for, is_building
 from megasnn.layers.conv import ParallelConv, cheaper_style
-from megasnn.layers.gathered import gather_inside
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.own_values import (
     ModuleInitialiser,
@@ -36,7 +35,7 @@ from megasnn.layers.plain import (
     stepped_inside,
 )
 from megasnn.layers.swapped import SWAPS, SwappedTemporalBatchNorm, class_name, is_multi_step, spec_of
-from megasnn.layers.whole import call_as_sharded
+from megasnn.layers.whole import call_as_sharded, gather_inside
 from megasnn.models.layer import Layer, require_module
 
 _REFUSED = "refused: "
