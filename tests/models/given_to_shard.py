@@ -170,13 +170,13 @@ def gates() -> nn.Sequential:
 
 
 def odd() -> nn.Sequential:
-    """Channels that do not divide by two ranks, and a norm in evaluation mode."""
+    """Channels that do not divide by two ranks."""
     parts = OrderedDict(
         stem=sj.Conv2d(3, 5, 3, padding=1),
         norm=sj.BatchNorm2d(5),
         fire=neuron.ParametricLIFNode(),
         wide=sj.Conv2d(5, 8, 3, padding=1),
-        still=sj.BatchNorm2d(8).eval(),
+        deep=sj.BatchNorm2d(8),
         narrow=sj.Conv2d(8, 3, 1),
         head=Head(3),
     )

@@ -34,7 +34,7 @@ from megasnn.pipeline.profile_layers import profile_layers
 from megasnn.sharded_tensors import materialise
 from tests.models.networks import CLASSES, between
 from tests.models.steps import assert_equal, one_step
-from tests.parity.ranks import Layout
+from tests.parity.ranks import Layout, assemble
 
 CPU, TWO = torch.device("cpu"), Group("tensor", (0, 1))
 
@@ -257,3 +257,18 @@ class Embedded(WholeOutputs):
 def test_layers_are_measured_on_examples_of_the_model() -> None:
     context = BuildContext(time_steps=2)
     assert len(profile_layers(describe(Embedded()), 2, context, CPU, WireOptions(), rounds=1)) == 3
+
+
+class Still(WholeOutputs):
+    def layers(self) -> Iterable[Layer]:
+        yield layer("stem", ConvNormNeuron(3, 4))
+        yield layer("conv", nn.Conv2d(4, 4, 1))
+        yield layer("still", nn.BatchNorm2d(4).eval())
+        yield layer("head", MeanLinear(4, self.num_classes))
+
+
+def test_a_norm_in_evaluation_mode_keeps_its_statistics(ranks) -> None:
+    (step,) = ranks(1, one_step, Still(), Layout())
+    buffers = assemble([step], "buffers")
+    assert torch.equal(buffers["still.running_mean"], torch.zeros(4, dtype=torch.float64))
+    assert buffers["stem.norm.running_mean"].abs().max() > 0
