@@ -53,9 +53,8 @@ def counted(
 
 def refusal_of(config: PretrainConfig, tensor: int, context: int = 1, cut: ContextCut = "samples") -> str | None:
     """Returns why the model cannot be built for so many ranks; None where it can."""
-    neuron = config.neuron
     wrong = config.model.problems(tensor)
-    wrong = wrong or building_problems(config.model, neuron.spec, tensor, neuron.neuron_backend, context, cut)
+    wrong = wrong or building_problems(config.model, config.neuron.spec, tensor, context, cut)
     return wrong[0] if wrong else None
 
 
