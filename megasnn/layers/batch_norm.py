@@ -7,12 +7,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megasnn.comm.shared_statistics import shared_over
 from megasnn.kernels.reference import REDUCED, batch_norm
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.holding import count_call, note_exchanges
+from megasnn.layers.holding import calls_of, count_call, note_exchanges
 from megasnn.layers.initialisers import ones, zeros
 from megasnn.layers.shared_norm import shared_batch_norm
+from megasnn.parallel.sync_batch_norm import shared_over
 from megasnn.sharded_tensors import declare_buffer, declare_parameter
 from megasnn.sharding import Initialiser
 
@@ -79,6 +79,11 @@ class ParallelBatchNorm(nn.Module):
     @property
     def uses_batch_statistics(self) -> bool:
         return self.training or self.running_mean is None
+
+    @property
+    def calls(self) -> int:
+        """Number of calls in a forward of the model."""
+        return calls_of(self)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta and x.shape[2] != self._local_channels:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from megasnn.comm.collectives import exchange_bytes
 from megasnn.comm.group import Group
-from megasnn.data_parallel.buckets import BUCKET_BYTES, BucketedDataParallel
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
+from megasnn.parallel.gradient_buckets import BUCKET_BYTES, GradientBuckets
 from megasnn.pipeline.peaks import Travelling, under_way
 from megasnn.sharded_tensors import copied_tensors, sharded_tensors
 
@@ -57,11 +57,11 @@ def _exchanged(
         mine = layers[bounds[chunk].start : bounds[chunk].stop]
         tensors.append((chunk, [*sharded_tensors(mine), *copied_tensors(mine)]))
     most = exchange_bytes(copies, device, BUCKET_BYTES)
-    data_parallel = BucketedDataParallel(tensors, copies, context.tensor, most, rows_have_owners=True)
+    data_parallel = GradientBuckets(tensors, copies, context.tensor, most, rows_have_owners=True)
     return travelling(data_parallel, ((i, layers[i][1]) for chunk in chunks for i in bounds[chunk]))
 
 
-def travelling(data_parallel: BucketedDataParallel, layers: Iterable[tuple[int, nn.Module]]) -> Travelling:
+def travelling(data_parallel: GradientBuckets, layers: Iterable[tuple[int, nn.Module]]) -> Travelling:
     """What a rank exchanges with those who own rows.
 
     Args:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megasnn.data_parallel.gathered_weights import gathered_bytes, travelling_bytes
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
+from megasnn.parallel.fsdp import gathered_bytes, travelling_bytes
 from megasnn.schedule.weights import SharedWeights
 
 
