@@ -21,7 +21,7 @@ nitpicky = True
 highlight_language = "none"  # of blocks that name none
 
 CONTENTS = {
-    "Models": ["models", "python", "recipes", "optimizers", "precision"],
+    "Models": ["models", "python", "recipes", "precision"],
     "Data": ["data", "events"],
     "Many ranks": [
         *(
@@ -31,11 +31,10 @@ CONTENTS = {
             "memory",
             "sharded_optimizer",
             "weight_parallel",
-            "cuda_graphs",
             "clusters",
         ),
     ],
-    "Runs": ["flags", "checkpoints", "restarts", "security"],
+    "Runs": ["flags", "checkpoints", "restarts", "security", "gpu"],
 }
 LISTED = {name for names in CONTENTS.values() for name in names}
 OTHERS = sorted(file.stem for file in Path(__file__).parent.glob("*.md") if file.stem not in LISTED)

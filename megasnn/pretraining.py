@@ -192,8 +192,10 @@ def _saved_values(model: type[Model], given: PretrainConfig) -> Values:
     empty where it does not say them, or there is none of this model. A damaged checkpoint is reported when it is
     loaded."""
     options = given.checkpoint
+    if options.load is None or options.loads_weights:
+        return {}
     try:
-        found = first_legible(Path(options.load), options.ckpt_step) if options.load else None
+        found = first_legible(Path(options.load), options.ckpt_step)
     except OSError:  # a folder that may not be read, a name that is too long
         return {}
     if found is None or found.config is None or saved_model_name(found) not in (None, model.name):

@@ -152,7 +152,7 @@ def waits_of_steps(model: str, flags: str = "", fewer: int = 7) -> Waits:
     size = config.training.global_batch_size
     with (
         mock.patch.object(dist, "get_backend", lambda group=None: "another"),  # one operation gathers
-        Engine(config, length=Length(config.training.iterations or 0)) as engine,
+        Engine(config, length=Length(config.training.train_iters or 0)) as engine,
     ):
         watch = Watch(engine.distributed, engine.state, engine.steps.timers)
         random = torch.Generator().manual_seed(0)

@@ -120,7 +120,7 @@ def copies_of_a_step(model: str, flags: str = "") -> list[str]:
     size = config.training.global_batch_size
     with (
         mock.patch.object(dist, "get_backend", lambda group=None: "another"),  # one operation gathers
-        Engine(config, length=Length(config.training.iterations or 0)) as engine,
+        Engine(config, length=Length(config.training.train_iters or 0)) as engine,
     ):
         images = torch.rand(size, *config.model.input_shape, generator=torch.Generator().manual_seed(0))
         labels = torch.arange(size) % config.model.num_classes

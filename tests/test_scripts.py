@@ -44,7 +44,7 @@ EVENT_DIGITS = (
     "--lr-warmup-iters 10 --log-interval 10 --eval-interval 50 --save-interval 50"
 )
 TIMM = (
-    "--augment crop --crop-scale 1 --random-erasing 0.25 --random-erasing-mode const --last-batch drop "
+    "--augment crop --crop-scale 1 --random-erasing 0.25 --last-batch drop "
     "--precision bf16 --label-smoothing 0.1 --train-epochs 310 --lr 5e-4 --min-lr 1e-5 --lr-warmup-epochs 20 "
     "--lr-cooldown-epochs 10 --lr-interval epoch --clip-grad 0"
 )

@@ -6,8 +6,7 @@
     megasnn-preprocess-data cifar10-dvs --help
     megasnn-preprocess-data verify SHARDS
 
-An interrupted run continues where it was when the same command is given again. The same seed gives the same shards, for
-any number of processes. docs/data.md says more.
+The same input gives the same shards, for any number of processes. docs/data.md says more.
 """
 
 from __future__ import annotations
@@ -16,20 +15,19 @@ import sys
 from collections.abc import Sequence
 
 from megasnn.config.cli import command_line
-from megasnn.preprocess.command import run
 from megasnn.preprocess.options import Command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0; 1 when the data or the options cannot be used, after saying why on stderr; 130 when interrupted."""
-    command = command_line(Command, arguments, description=__doc__)
     try:
-        print(run(command))
-    except (ValueError, OSError) as error:
+        command = command_line(Command, arguments, description=__doc__)
+        print(command.run())
+    except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command continues where this run was", file=sys.stderr)
+        print("interrupted; nothing was written", file=sys.stderr)
         return 130
     return 0
 

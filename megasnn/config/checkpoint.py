@@ -9,11 +9,13 @@ import tyro
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from megasnn.config.checks import needs
+from megasnn.config.checks import flag, needs
 from megasnn.config.fields import Count, Size
 from megasnn.files.described import STRICT
 
 Folder = Annotated[str, Field(pattern=r"\S")]
+WEIGHTS = (".pt", ".pth", ".tar", ".bin", ".safetensors")
+"""Ends of the names of files of weights."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -34,9 +36,9 @@ class CheckpointConfig:
     """Also save whenever an evaluation finds the highest accuracy so far, and keep that checkpoint beside those of
     --keep-last; best_checkpointed_iteration.txt names it."""
     load: Folder | None = None
-    """Folder to continue from, at its latest checkpoint; or one of its folders iter_N. Without one there the run stops,
-    unless --save is the same folder: then it starts from the beginning, as the first run of a job that is restarted
-    does."""
+    """Folder to continue from, at its latest checkpoint; or one of its folders iter_N; or a file of SpikingJelly's
+    weights to start from (.pt, .pth, .safetensors). Without a checkpoint there the run stops, unless --save is the same
+    folder: then it starts from the beginning, as the first run of a job that is restarted does."""
     ckpt_step: Count | None = None
     """Continue from the checkpoint of this iteration instead of the latest."""
     finetune: bool = False
@@ -45,13 +47,16 @@ class CheckpointConfig:
     """With --finetune: leave the last layer as it is initialised, for another task or number of classes."""
     no_load_optim: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Continue with a new optimizer state."""
-    load_spikingjelly: str | None = None
-    """File with a state_dict of SpikingJelly's model to start from."""
 
     @property
     def saves_where_it_loads(self) -> bool:
         """Whether --save and --load are one folder, however the two flags spell it."""
         return bool(self.save and self.load) and Path(str(self.save)).resolve() == Path(str(self.load)).resolve()
+
+    @property
+    def loads_weights(self) -> bool:
+        """Whether --load names a file of weights, rather than a folder; by its name, which all ranks see alike."""
+        return self.load is not None and Path(self.load).suffix in WEIGHTS
 
     @property
     def may_begin_anew(self) -> bool:
@@ -63,8 +68,10 @@ class CheckpointConfig:
         wrong = needs(self, "save", "save_interval", "async_save", "keep_last", "keep_best")
         wrong += needs(self, "keep_last", "keep_every") + needs(self, "finetune", "reset_head")
         wrong += needs(self, "load", "ckpt_step", "finetune", "no_load_optim")
-        if self.load and self.load_spikingjelly:
-            wrong.append(
-                f"--load {self.load} and --load-spikingjelly {self.load_spikingjelly} both give the initial weights"
-            )
+        if self.loads_weights:
+            wrong += [
+                f"--load {self.load} is a file of weights: leave {flag(name)} out"
+                for name in ("ckpt_step", "finetune", "reset_head", "no_load_optim")
+                if getattr(self, name)
+            ]
         return wrong

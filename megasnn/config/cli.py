@@ -16,7 +16,6 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from megasnn.config.checks import ConfigError, flag
 from megasnn.config.data import PATHS
@@ -28,8 +27,6 @@ Config = TypeVar("Config")
 Result = TypeVar("Result")
 ORDER = ("model", "data", "training", "optimizer", "parallel", "checkpoint", "logging", "neuron")
 """Parts as --help shows them."""
-
-_registry = ConstructorRegistry()
 
 
 def parse(
@@ -68,7 +65,8 @@ def parse(
     values = _values(defaults, given)
     if unknown:
         known = [flag(name) for part in values.values() for name in part]
-        raise ConfigError([_unknown(word, known) for word in unknown if word.startswith("--")] or [_stray(unknown)])
+        flags = [_unknown(word, known) for word in unknown if word.startswith("--")]
+        raise ConfigError(flags or [f"{unknown[0]!r} belongs to no flag"])
     return from_dict(config_class, values, texts=True)
 
 
@@ -82,10 +80,6 @@ def _unknown(word: str, known: Sequence[str]) -> str:
     name = word.partition("=")[0].replace("_", "-")
     near = get_close_matches(name, known, 1, 0.75)
     return f"unknown flag {name}" + "".join(f"; is it {each}?" for each in near)
-
-
-def _stray(words: Sequence[str]) -> str:
-    return f"{words[0]!r} belongs to no flag"
 
 
 def _expanded_by_the_shell(argv: Sequence[str]) -> list[str]:
@@ -103,44 +97,13 @@ def _expanded_by_the_shell(argv: Sequence[str]) -> list[str]:
 
 
 def command_line(of: Any, argv: Sequence[str] | None, **options: Any) -> Any:
-    """`tyro.cli`, where an optional flag says INT or STR: for the tools, whose flags are a dataclass or a function.
-
-    Raises:
-        SystemExit: 0 after the help, 2 after an error in the command line.
-    """
-    with _registry:
-        return tyro.cli(of, args=argv, **options)
+    """Reads the flags of a tool, a dataclass or the arguments of a function. Raises SystemExit as tyro does."""
+    return tyro.cli(of, args=argv, **options)
 
 
 def subcommands(commands: dict[str, Callable[..., Result]], argv: Sequence[str] | None, description: str) -> Result:
-    """Runs one of the functions, by its name on the command line. Raises SystemExit as `command_line` does."""
-    with _registry:
-        return tyro.extras.subcommand_cli_from_dict(commands, description=description, args=argv)
-
-
-@_registry.primitive_rule
-def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """``float | None`` and the like, where tyro takes "None" only: here also "none", and None is not in the help."""
-    members = [member for member in get_args(info.type) if member is not NoneType]
-    if get_origin(info.type) not in (Union, UnionType) or len(members) != 1:
-        return None
-    choices = [str(choice) for choice in get_args(members[0])]
-    convert = str if choices else members[0]
-
-    def from_text(texts: list[str]) -> Any:
-        if texts[0].lower() == "none":
-            return None
-        if choices and texts[0] not in choices:
-            raise ValueError(f"{texts[0]!r} is not one of {', '.join(choices)}")
-        return convert(texts[0])
-
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=_metavar(members[0]),
-        instance_from_str=from_text,
-        is_instance=lambda value: value is None or str(value) in choices or isinstance(value, convert),
-        str_from_instance=lambda value: [shown(value)],
-    )
+    """Runs one of the functions, by its name on the command line. Raises SystemExit as tyro does."""
+    return tyro.extras.subcommand_cli_from_dict(commands, description=description, args=argv)
 
 
 def _groups(defaults: Any, recipes: Iterable[str]) -> type:

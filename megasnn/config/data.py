@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from megasnn.augment import AUGMENTATIONS
 from megasnn.augment.images import ImageRecipe
 from megasnn.augment.rand_augment import parse_rand_augment
-from megasnn.config.checks import flag, needs, refusal
+from megasnn.config.checks import flag, refusal
 from megasnn.config.fields import Count, NonNegative, Positive, Share, Size
 from megasnn.files.described import STRICT
 from megasnn.files.sample_size import SAMPLE_MB
@@ -21,7 +21,7 @@ SAMPLE = "sample"
 PATHS = ("data_path", "valid_data_path")
 """Fields that name shards, or commands whose output is one."""
 CHANGES = (
-    *("crop_scale", "crop_ratio", "rand_augment", "random_erasing", "random_erasing_mode", "normalize_images"),
+    *("crop_scale", "crop_ratio", "rand_augment", "random_erasing", "normalize_images"),
     *("center_crop", "mixup_alpha", "cutmix_alpha", "mixup_off_epoch"),
 )
 """Fields that say how samples are made and changed beside `augment`, all of them for images alone."""
@@ -57,9 +57,7 @@ class DataConfig:
     """RandAugment on top, named as timm names it, rand-m9-mstd0.5-inc1; behind a colon the operations to choose from
     instead of all fifteen, rand-m9-n1:rotate,shear-x."""
     random_erasing: Share = 0.0
-    """Share of the images of which a rectangle is replaced, after all other changes."""
-    random_erasing_mode: Literal["pixel", "rand", "const"] = "pixel"
-    """By normal numbers for each pixel (pixel), one for each channel (rand), or the mean (const)."""
+    """Share of the images of which a rectangle is replaced by the mean, after all other changes."""
     normalize_images: Literal["generic", "cifar10", "imagenet", "digits"] | None = None
     """Constants by which images are normalised; by default those that go with --augment in colour, generic ones for
     grey images, and those of the digits for --data-path sample. An evaluation and --finetune take those of --load."""
@@ -133,7 +131,7 @@ class DataConfig:
             self.crop_scale,
             self.crop_ratio,
             erasing=self.random_erasing,
-            erasing_mode=self.random_erasing_mode,
+            erasing_mode="const",
             **changes,
         )
 
@@ -148,8 +146,6 @@ class DataConfig:
             ]
         if self.mixup_off_epoch and not self.mixes:
             wrong.append(f"--mixup-off-epoch {self.mixup_off_epoch} needs --mixup-alpha or --cutmix-alpha")
-        if self._differs("random_erasing_mode"):
-            wrong += needs(self, "random_erasing", "random_erasing_mode")
         paths = (self.data_path, self.valid_data_path or "")
         if not any(beginning in path for path in paths for beginning in ("://", "pipe:")):
             wrong += [

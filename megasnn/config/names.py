@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import tyro
@@ -11,24 +10,17 @@ from megasnn.config.checks import flag
 from megasnn.registry import Registry
 
 
-@dataclass(frozen=True, eq=False)
-class _Choices:
-    registry: Registry[Any]
-
-    def __call__(self) -> Any:
-        return Literal[self.registry.choices]
-
-
 def name_in(registry: Registry[Any]) -> Any:
-    """Choices of a program's flag, `Annotated[str, name_in(SCHEDULES)]`. Fields of a configuration have the registry
-    itself as annotation."""
-    return tyro.conf.arg(constructor_factory=_Choices(registry), help_behavior_hint=_default)
+    """Choices of a tool's flag, `Annotated[str, name_in(SCHEDULES)]`; a configuration's has the registry itself."""
 
+    def choices() -> Any:
+        return Literal[registry.choices]
 
-def _default(label: str) -> str:
-    """How --help ends: of such a field tyro gives the default as a list of words."""
-    default = label.strip("[']")
-    return "(required)" if default == label else f"(default: {default})"
+    def hint(default: str) -> str:  # tyro gives it as a list
+        default = default.strip("[']")
+        return f"(default: {default})" if default else "(required)"
+
+    return tyro.conf.arg(constructor_factory=choices, help_behavior_hint=hint)
 
 
 def registry_of(hint: Any) -> Registry[Any] | None:

@@ -53,7 +53,7 @@ class TrainingConfig:
     train_epochs: Size | None = None
     """Epochs to train, instead of --train-iters: how often to go through the training data."""
     evaluate_only: bool = False
-    """Evaluate what --load or --load-spikingjelly gives on the validation data, and end."""
+    """Evaluate what --load gives on the validation data, and end."""
     max_skipped_steps: Count = 10
     """End the run, with exit status 4, after so many steps in a row that were skipped, since loss or gradient were not
     finite: it has diverged. 0 goes on."""
@@ -85,12 +85,6 @@ class TrainingConfig:
     """With --loss tet, the share of the term that keeps logits near 1; 0 leaves it out."""
     label_smoothing: ShareBelowOne = 0.0
     """Share of the target spread evenly over all classes."""
-
-    @property
-    def iterations(self) -> int | None:
-        """Optimizer steps of the whole training; None where they depend on the data (--train-epochs), or no length is
-        given."""
-        return self.train_iters
 
     def length(self, epoch_samples: int, keeps_last_batch: bool = False) -> Length:
         """The length of a training on data with so many samples in an epoch; 0 iterations with --evaluate-only.

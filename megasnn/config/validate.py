@@ -93,8 +93,8 @@ def _evaluation_problems(config: PretrainConfig) -> list[str]:
     data, logging, options = config.data, config.logging, config.checkpoint
     wrong = []
     if config.training.evaluate_only:
-        if options.load is None and options.load_spikingjelly is None:
-            wrong.append("--evaluate-only needs --load or --load-spikingjelly")
+        if options.load is None:
+            wrong.append("--evaluate-only needs --load")
         if options.save:
             wrong.append(f"--evaluate-only saves nothing: leave --save {options.save} out")
         if logging.eval_iters == 0:

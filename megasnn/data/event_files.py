@@ -10,68 +10,20 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.events import LARGEST_SIDE, FrameOptions, Recording, events_to_frames, recording_of_arrays
+from megasnn.events import LARGEST_SIDE, FrameOptions, Recording, recording_of_arrays
+from megasnn.events import make_frames as make_frames
 from megasnn.files.arrays import read_arrays
 from megasnn.files.sample_size import SAMPLE_BYTES
 
 FRAMES, EVENTS = "frames.npz", "events.npz"
+FrameSettings = FrameOptions
 # Levels of zlib. Higher ones save a few per cent of space for several times the time.
 _FRAMES_LEVEL, _EVENTS_LEVEL = 4, 1
-
-
-@dataclass(frozen=True)
-class FrameSettings:
-    """How a recording becomes exactly `time_steps` frames.
-
-    Attributes:
-        time_steps: number of frames, T.
-        split_by: what the frames have equal shares of, time or the number of events.
-        frame_duration: microseconds of a frame instead: what comes after T of them is left out, and a recording that
-            ends before is filled up with empty frames.
-        size: height and width to scale to; None keeps the sensor's.
-        normalize: see `megasnn.events.FrameOptions`.
-    """
-
-    time_steps: int = 10
-    split_by: Literal["number", "time"] = "number"
-    frame_duration: int | None = None
-    size: int | None = None
-    normalize: Literal["none", "frame-max"] = "none"
-
-    def __post_init__(self) -> None:
-        for name in ("time_steps", "frame_duration", "size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        self.options()
-
-    def options(self) -> FrameOptions:
-        steps = None if self.frame_duration is not None else self.time_steps
-        return FrameOptions(steps, self.split_by, self.frame_duration, self.size, self.normalize)
-
-
-def make_frames(recording: Recording, settings: FrameSettings, limit: int = SAMPLE_BYTES) -> NDArray[Any]:
-    """Frames [T, 2, H, W] of a recording: int32 counts, or float32 where they are scaled or normalised.
-
-    Raises:
-        ValueError: it is too short for so many frames by time, or they would take more bytes than `limit`.
-    """
-    if recording.sensor == (settings.size, settings.size):
-        settings = replace(settings, size=None)
-    if settings.frame_duration is None:
-        return events_to_frames(recording.events, recording.sensor, settings.options(), limit)
-    events, duration = recording.events, settings.frame_duration
-    start = int(events.t[0])
-    whole = events.between(start, start + settings.time_steps * duration)
-    frames = events_to_frames(whole, recording.sensor, settings.options(), limit)
-    missing = settings.time_steps - len(frames)
-    return np.concatenate([frames, np.zeros((missing, *frames.shape[1:]), frames.dtype)])
 
 
 def encode_frames(frames: NDArray[Any]) -> bytes:

@@ -40,7 +40,7 @@ def configuration(model: Model | PretrainConfig, flags: Mapping[str, Any]) -> Pr
         raise ValueError(f"give an instance of a subclass of megasnn.Model, not {model!r}{made}")
     build_part(type(model), to_dict(model), type(model).__name__)  # refuses values of other types
     config = with_keywords(run_config(type(model))(model=model), flags)
-    if config.training.iterations is None:
+    if config.training.train_iters is None:
         if config.optimizer.lr_decay_style != "constant":
             raise ConfigError(["give train_iters: the learning rate decays until then; or lr_decay_style='constant'"])
         config = replace(config, training=replace(config.training, train_iters=_ENDLESS))

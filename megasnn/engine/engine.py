@@ -95,7 +95,7 @@ class Engine:
         **flags: Any,
     ) -> None:
         self.config = config = configuration(model, flags)
-        self.length = length or Length(config.training.iterations or 0)
+        self.length = length or Length(config.training.train_iters or 0)
         described, self.windows = described_model(config), window_count(config)
         require_matches(config.optimizer, parameter_names(described))
         if not config.training.evaluate_only:

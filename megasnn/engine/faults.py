@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,10 +105,13 @@ class FaultWatch:
         self.stop()
         if self._is_first is not None:
             return self._is_first
+        if self.has_seen_fault:
+            return False
         cause, place = cause_and_place(error)
         fault = json.dumps({"rank": self._rank, "host": self._host, "place": place, "kind": type(cause).__name__})
         try:
             self._is_first = self._store.compare_set(_KEY, "", fault) == fault.encode()
+            time.sleep(2 * POLL_SECONDS)  # until all have read it: when this process ends, connections break
         except RuntimeError:  # the store is gone with its process
             self._is_first = True
         return self._is_first

@@ -1,7 +1,7 @@
 """Event cameras: recordings of the usual formats, checked, as frames for a network; and a simulated camera."""
 
 from megasnn.events.frames import FrameOptions as FrameOptions
-from megasnn.events.frames import events_to_frames as events_to_frames
+from megasnn.events.frames import make_frames as make_frames
 from megasnn.events.frames import resize_frames as resize_frames
 from megasnn.events.reading import SUFFIXES as SUFFIXES
 from megasnn.events.reading import read_recording as read_recording

@@ -9,91 +9,77 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.events.recording import Events, SensorSize
+from megasnn.events.recording import Events, Recording, SensorSize
 from megasnn.files.sample_size import SAMPLE_BYTES, require_size
 
 
 @dataclass(frozen=True)
 class FrameOptions:
-    """How a recording becomes frames. Without `size` and `normalize` frames are counts, bit for bit SpikingJelly's.
+    """How a recording becomes frames. Unscaled and not normalised they are counts, bit for bit SpikingJelly's.
 
     Attributes:
-        time_steps: number of frames; None gives as many frames of `duration` as the recording has.
-        split_by: what the frames have equal shares of, the number of events or time; the last one also takes the
-            remainder, as in SpikingJelly's `integrate_events_by_fixed_frames_number`.
-        duration: microseconds of a frame, instead of equal shares. What comes after `time_steps` frames is left out,
-            and a shorter recording is filled up with empty frames. Without `time_steps` it is SpikingJelly's
-            `integrate_events_by_fixed_duration`.
-        size: height and width to scale to, e.g. 48; None keeps the sensor's.
-        normalize: frame-max divides each frame by its largest count (over both polarities), before scaling.
+        time_steps: Frames of a sample, T.
+        split_by: What frames have equal shares of: a recording's events (number) or its time.
+        frame_duration: Microseconds of a frame, instead of equal shares: what comes after T frames is left out, what is
+            missing is empty.
+        size: Height and width to scale frames to (48 is usual for CIFAR10-DVS); by default the sensor's.
+        normalize: frame-max divides each frame by its largest count, before scaling; none leaves counts.
 
     Raises:
-        ValueError: values below 1, another name, or neither a number of frames nor their duration.
+        ValueError: values below 1, another name, or `split_by` beside `frame_duration`.
     """
 
-    time_steps: int | None = 10
+    time_steps: int = 10
     split_by: Literal["number", "time"] = "number"
-    duration: int | None = None
+    frame_duration: int | None = None
     size: int | None = None
     normalize: Literal["none", "frame-max"] = "none"
 
     def __post_init__(self) -> None:
-        if self.time_steps is None and self.duration is None:
-            raise ValueError("give time_steps, duration or both: a number of frames, or microseconds of each")
-        for name in ("time_steps", "duration", "size"):
+        for name in ("time_steps", "frame_duration", "size"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        for name, choices in (("split_by", ("number", "time")), ("normalize", ("none", "frame-max"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.split_by not in ("number", "time"):
+            raise ValueError(f"--split-by must be number or time, got {self.split_by!r}")
+        if self.normalize not in ("none", "frame-max"):
+            raise ValueError(f"--normalize-frames must be none or frame-max, got {self.normalize!r}")
+        if self.frame_duration is not None and self.split_by == "time":
+            raise ValueError(f"--split-by time and --frame-duration {self.frame_duration} exclude each other")
 
 
-def events_to_frames(
-    events: Events, sensor: SensorSize, options: FrameOptions, limit: int = SAMPLE_BYTES
-) -> NDArray[Any]:
+def make_frames(recording: Recording, options: FrameOptions, limit: int = SAMPLE_BYTES) -> NDArray[Any]:
     """Counts the events of each frame, then normalises and scales as the options say.
 
     Args:
-        events: in order of time and inside the sensor, as readers give them; at least one.
-        sensor: height and width.
-        options: number of frames, scaling and normalisation.
+        recording: checked, as readers give it.
         limit: bytes that the frames may take, before scaling and after.
 
     Returns:
         [T, 2, H, W], polarity 0 before polarity 1: int32 counts, or float32 where they are scaled or normalised.
 
     Raises:
-        ValueError: no events, time that runs backwards, an event outside the sensor, a recording too short for the
-            number of frames by time, or frames that are too large.
+        ValueError: a recording too short for the number of frames by time, or frames that are too large.
     """
-    height, width = sensor
-    t = events.t
-    if not len(t) or (t[1:] < t[:-1]).any():
-        raise ValueError("frames need at least one event, and events in order of time")
-    if events.y.max() >= height or events.x.max() >= width:
-        raise ValueError(f"event at y {events.y.max()}, x {events.x.max()} outside the sensor of {sensor}")
-    # An event exactly at the end of a frame still belongs to the last one, hence not floor + 1.
-    count = options.time_steps or max(1, -(-int(t[-1] - t[0]) // (options.duration or 1)))
-    pixels = max(height * width, (options.size or 0) ** 2)
+    sensor, count, size = recording.sensor, options.time_steps, options.size
+    pixels = max(sensor.height * sensor.width, (size or 0) ** 2)
     require_size(f"{count} frames of {pixels} pixels", 8 * count * pixels, limit)  # two polarities, four bytes each
-
-    frames: NDArray[Any] = _count(events, sensor, _bounds(t, count, options))
+    frames: NDArray[Any] = _count(recording.events, sensor, _bounds(recording.events.t, options))
     if options.normalize == "frame-max":
         frames = frames.astype(np.float32) / np.maximum(frames.max(axis=(1, 2, 3), keepdims=True), 1)
-    if options.size is not None and sensor != (options.size, options.size):
-        frames = resize_frames(frames, options.size)
+    if size is not None and sensor != (size, size):
+        frames = resize_frames(frames, size)
     return frames
 
 
-def _bounds(t: NDArray[np.int64], count: int, options: FrameOptions) -> NDArray[np.int64]:
-    """First event of each frame and, as the last entry, the end of the last frame: shape [count + 1]."""
-    if options.duration is not None:
-        starts = t[0] + options.duration * np.arange(count + 1)
-        bounds = np.searchsorted(t, starts)
-        if options.time_steps is None:
-            bounds[-1] = len(t)
-        return bounds
+def _bounds(t: NDArray[np.int64], options: FrameOptions) -> NDArray[np.int64]:
+    """First event of each frame and, as the last entry, the end of the last frame: shape [T + 1].
+
+    The last frame takes the remainder too, as in SpikingJelly's `integrate_events_by_fixed_frames_number`.
+    """
+    count = options.time_steps
+    if options.frame_duration is not None:
+        return np.searchsorted(t, t[0] + options.frame_duration * np.arange(count + 1))
     if options.split_by == "number":
         return np.append(len(t) // count * np.arange(count), len(t))
     step = int(t[-1] - t[0]) // count

@@ -251,9 +251,7 @@ def is_followed(module: nn.Module) -> bool:
     """Tells whether a module is MegaSNN's with all in it, or made whole where it is: then it is not looked into."""
     if "_is_whole" in vars(module):
         return True
-    return type(module).forward.__module__.startswith("megasnn.") and all(
-        is_ours(each) for each in module.modules()
-    )
+    return type(module).forward.__module__.startswith("megasnn.") and all(is_ours(each) for each in module.modules())
 
 
 def is_ours(module: nn.Module) -> bool:

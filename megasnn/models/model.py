@@ -111,7 +111,7 @@ class Model(ABC):
             if dialect.name == "spikingjelly":
                 recipe = dialect.to_ours(state_dict)
                 return {ours: made.of(state_dict[name] for name in made.sources) for ours, made in recipe.items()}
-        raise ValueError(f"SpikingJelly has no model {self.name}; leave --load-spikingjelly out")
+        raise ValueError(f"SpikingJelly has no model {self.name}; --load takes a checkpoint's folder")
 
 
 def layers_beside(module: str) -> Callable[[Any], Iterable[Layer]]:

@@ -23,7 +23,7 @@ class MemoryForecast:
         messages: between stages; or what sharded gradients and rows take between replicas, where that is more than all
         of a step's other moments. samples: the batch in use, and on a CPU the one read ahead.
         snapshot: the copy that --async-save writes from; on a GPU 0, it is in the host's memory.
-        graphs: what CUDA graphs keep beside all that (docs/cuda_graphs.md).
+        graphs: what CUDA graphs keep beside all that (docs/gpu.md).
         update: what the optimizer's step computes with, as far as that is more than what forward and backward needed
             and have given back.
     """

@@ -1,4 +1,1 @@
-"""From a data set as it is downloaded to webdataset shards with an index: what megasnn-preprocess-data does.
-
-Nothing here needs torch, so that its worker processes start at once.
-"""
+"""Makes webdataset shards with an index of data sets as they are downloaded."""

@@ -1,56 +1,67 @@
-"""The data of ``--data-path sample``: scikit-learn's bundled digits as webdataset shards, without a download.
+"""Sample data of ``--data-path sample``: scikit-learn's bundled digits as webdataset shards, without a download.
 
-1,797 scans of handwritten digits, 8 × 8 pixels, 17 grey levels (UCI "Optical Recognition of Handwritten
-Digits", test part). Every fifth sample of each class is held out: 1,442 train, 355 validate. For a model that takes
-events, the digits are moved before a simulated camera, which records them.
+1,797 scans of handwritten digits, 8 × 8 pixels, 17 grey levels (UCI "Optical Recognition of Handwritten Digits", test
+part). Every fifth sample of each class is held out: 1,442 train, 355 validate. For a model that takes events, the
+digits are moved before a simulated camera, which records them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 from tqdm import tqdm
 
 from megasnn.cache import build_once, cache_folder
 from megasnn.data.event_files import EVENTS, encode_events
 from megasnn.events import simulate_recording
-from megasnn.preprocess.image_sets import encode_digit, find_digits, read_digits
-from megasnn.preprocess.writing import Sample, write_shard
+from megasnn.preprocess.image_sets import encode_image
+from megasnn.preprocess.writing import write_shard
 
 _IMAGES, _EVENTS = "digits-v2", "digits-events-v2"  # folders in the cache; change them when the bytes change
-_SEED = 0
 
 
 def shards_of_sample(events: bool) -> tuple[Path, Path]:
-    """The train and the validation shard, made on first use. Safe when many processes call it at once.
-
-    Recordings have 34 x 34 pixels and 0.3 s, as in N-MNIST, and the same split as the images. They are kept as events,
-    so that any number of time steps can be made of them.
+    """Train and validation shard, made on first use. Many processes may call it at once.
 
     Args:
-        events: recordings of an event camera, instead of images.
+        events: recordings of 34 x 34 pixels and 0.3 s, as in N-MNIST, instead of images; kept as events, so that any
+            number of time steps can be made of them.
     """
     folder = cache_folder(_EVENTS if events else _IMAGES)
-    samples = _recordings if events else _images
 
     def write(split: str, path: Path) -> None:
-        write_shard(path, samples(split))
+        write_shard(path, digit_samples(split, events))
 
     train, valid = (build_once(folder / f"{split}-00000.tar", partial(write, split)) for split in ("train", "valid"))
     return train, valid
 
 
-def _images(split: str) -> Iterator[Sample]:
-    for item in find_digits().splits[split]:
-        yield item.key, {**encode_digit(item), "cls": str(item.label).encode()}
+def digit_samples(split: str, events: bool) -> Iterator[tuple[str, Mapping[str, bytes]]]:
+    """Key and files of each digit of the split train or valid."""
+    scans, labels = read_digits()
+    held_out = np.zeros(len(labels), bool)
+    for label in range(10):
+        held_out[np.flatnonzero(labels == label)[4::5]] = True
+    chosen = np.flatnonzero(held_out if split == "valid" else ~held_out).tolist()
+    for row in tqdm(chosen, f"digits ({split})", unit=" samples", disable=None, leave=False):
+        if events:
+            recording = simulate_recording(scans[row] / np.float64(16), "digits", 0, row)
+            files = {EVENTS: encode_events(recording)}
+        else:
+            # Stored rather than compressed: the bytes then do not depend on the zlib at hand.
+            pixels = np.rint(scans[row] * (255 / 16)).astype(np.uint8)
+            files = {"png": encode_image(Image.fromarray(pixels), "PNG", compress_level=0)}
+        yield f"digit_{row:04d}", {**files, "cls": str(labels[row]).encode()}
 
 
-def _recordings(split: str) -> Iterator[Sample]:
-    scans, _ = read_digits()
-    items = find_digits().splits[split]
-    for item in tqdm(items, f"recording digits ({split})", unit=" samples", disable=None, leave=False):
-        recording = simulate_recording(scans[item.part[0]] / np.float64(16), "digits", _SEED, item.part[0])
-        yield item.key, {EVENTS: encode_events(recording), "cls": str(item.label).encode()}
+@lru_cache(maxsize=1)
+def read_digits() -> tuple[np.ndarray, np.ndarray]:
+    """(scans uint8 [1797, 8, 8] with levels 0..16, classes)."""
+    from sklearn.datasets import load_digits
+
+    scans, labels = load_digits(return_X_y=True)
+    return scans.reshape(-1, 8, 8).astype(np.uint8), labels

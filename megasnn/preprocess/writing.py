@@ -1,101 +1,168 @@
-"""Writes shards, and what is kept of them: aside, to disk, then in place, so that a file is whole or not there."""
+"""Writes the shards of a data set, several at a time, and their index.
+
+All is written into a folder `<output>.partial`, which gets its name last of all: what has the name of the output is
+complete, also after a kill or a power cut.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
-import json
+import multiprocessing
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from megasnn.files.durable import sync, write_whole
+from pydantic_core import to_json
+from tqdm import tqdm
 
-PARTIAL = ".partial"
+from megasnn.data.index import INDEX_NAME, Index, ShardRecord
+from megasnn.preprocess.listing import Item, Listing, shuffled
+
 Sample = tuple[str, Mapping[str, bytes]]
 """Key, and the contents of its files by suffix."""
-_BUFFER = 1 << 20
+Encode = Callable[[Item], Mapping[str, bytes]]
+"""Reads an item and returns its files by suffix. Raises ValueError for one that cannot be used; can be pickled."""
 
 
-class _Output(io.FileIO):
-    """The file of a shard while it is written; counts and hashes all that passes.
+@dataclass(frozen=True)
+class Job:
+    """Shards that are to be made of a data set.
 
-    Raises:
-        ValueError: the file cannot be written (disk full, no right); the message names `path`, which it is to become.
+    Attributes:
+        listing: what goes into them.
+        encode: makes the files of a sample.
+        samples_per_shard: the last one of a split has the rest.
+        skip_broken: leaves out and counts items that cannot be used.
+        options: what it was made with, for the index, as JSON values.
     """
 
-    def __init__(self, partial: Path, path: Path) -> None:
-        self._path, self.digest, self.size = path, hashlib.sha256(), 0
-        with _named(f"shard {path}"):
-            super().__init__(partial, "w", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
-
-    def write(self, data: Any) -> int:
-        with _named(f"shard {self._path}"):
-            written = super().write(data)  # a disk that is nearly full takes a part
-        self.digest.update(memoryview(data)[:written])
-        self.size += written
-        return written
-
-    def to_disk(self) -> None:
-        with _named(f"shard {self._path}"):
-            os.fsync(self.fileno())
+    listing: Listing
+    encode: Encode
+    samples_per_shard: int = 500
+    skip_broken: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
 
-def write_shard(path: Path, samples: Iterable[Sample]) -> tuple[int, int, str]:
-    """Write a shard whose bytes depend on `samples` only; returns the number of samples, the size and the sha256.
+def preprocess(job: Job, output: Path, workers: int = 1) -> Index:
+    """Writes the shards of a job and their index, which it returns. The bytes are the same for any number of workers.
 
-    Neither the shard nor a part of it is left when something goes wrong, here or in `samples`.
+    Args:
+        output: folder for them, which must not exist, or be empty.
 
     Raises:
-        ValueError: it cannot be written (disk full, no right); the message names it.
+        ValueError: the folder exists, or cannot be written; an item cannot be used (without `skip_broken`); a worker
+            process was killed. Nothing is left then.
     """
-    partial = path.with_name(path.name + PARTIAL)
-    try:
-        with _Output(partial, path) as output:
-            count = _fill(output, samples)
-            output.to_disk()
-        with _named(f"shard {path}"):
-            os.replace(partial, path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-    with contextlib.suppress(OSError):  # not every file system brings a name to disk
-        sync(path.parent)
-    return count, output.size, output.digest.hexdigest()
+    aside = output.with_name(f"{output.name}.partial")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"--output {output} exists, and is no empty folder; choose another one, or remove it")
+    with _named(output):
+        try:
+            aside.mkdir(parents=True)
+        except FileExistsError:
+            raise ValueError(
+                f"{aside} exists: another run is writing there, or was killed; wait for it, or remove the folder"
+            ) from None
+        try:
+            index = Index(job.options, job.listing.classes, _write_shards(job, aside, workers))
+            with open(aside / INDEX_NAME, "wb") as file:
+                file.write(to_json(asdict(index)))
+                os.fsync(file.fileno())
+            os.replace(aside, output)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+    return index
 
 
-def _fill(output: _Output, samples: Iterable[Sample]) -> int:
-    from webdataset import TarWriter  # imports torch: not where nothing is written
+def write_shard(path: Path, samples: Iterable[Sample]) -> int:
+    """Writes a shard whose bytes depend on `samples` only; returns their number."""
+    from webdataset import TarWriter  # what its ShardWriter writes each shard with; imports torch
 
     count = 0
-    buffer = io.BufferedWriter(output, _BUFFER)
-    # Owner, rights and time of change are the same everywhere and always.
-    with TarWriter(buffer, user="", group="", mode=0o644, mtime=0, encoder=False, compress=False) as archive:
-        for key, files in samples:
-            archive.write({"__key__": key, **files})
-            count += 1
-    buffer.detach()  # writes what is left, and leaves the file open
+    with open(path, "wb") as file:
+        # Owner, rights and time of change are the same everywhere and always. GNU's tar has names of any length.
+        attributes: dict[str, Any] = {"user": "", "group": "", "mode": 0o644, "mtime": 0, "format": "GNU_FORMAT"}
+        with TarWriter(file, encoder=False, compress=False, **attributes) as archive:
+            for key, files in samples:
+                archive.write({"__key__": key, **files})
+                count += 1
+        file.flush()
+        os.fsync(file.fileno())
     return count
 
 
-def write_json(path: Path, content: object) -> None:
-    """Writes a file that is complete or not there, also after a power cut.
+def _write_shards(job: Job, folder: Path, workers: int) -> list[ShardRecord]:
+    """Writes all shards; after the first error only those that are being written."""
+    tasks = []
+    for split, items in job.listing.splits.items():
+        ordered = shuffled(items, split)
+        for number, start in enumerate(range(0, len(ordered), job.samples_per_shard)):
+            tasks.append((folder / f"{split}-{number:05d}.tar", split, ordered[start : start + job.samples_per_shard]))
+    write = partial(_write_task, job.encode, job.skip_broken)
+    records = []
+    with ExitStack() as stack:
+        run: Callable[..., Iterator[ShardRecord]] = map
+        if workers > 1:
+            context = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker)
+            stack.callback(pool.shutdown, cancel_futures=True)
+            run = pool.map
+        total = sum(len(items) for _, _, items in tasks)
+        bar = stack.enter_context(tqdm(total=total, unit=" samples", disable=None))
+        try:
+            for record in run(write, *zip(*tasks, strict=True)):
+                records.append(record)
+                bar.update(record.samples + len(record.broken))
+        except BrokenProcessPool as error:
+            raise ValueError("a worker process was killed (out of memory?); try fewer --workers") from error
+    return records
 
-    Raises:
-        ValueError: it cannot be written (disk full, no right); the message names it.
-    """
+
+def _write_task(encode: Encode, skip_broken: bool, path: Path, split: str, items: list[Item]) -> ShardRecord:
+    broken: list[str] = []
+
+    def samples() -> Iterator[Sample]:
+        for item in items:
+            try:
+                files = encode(item)
+            except (ValueError, OSError) as error:
+                if not skip_broken:
+                    raise ValueError(f"{error}; mend it, or leave such samples out with --skip-broken") from error
+                broken.append(str(error).encode("utf-8", "backslashreplace").decode())
+            else:
+                yield item.key, {**files, "cls": str(item.label).encode()}
+        if len(broken) == len(items):
+            raise ValueError(f"none of the {len(items)} samples of {path.name} can be used; the first: {broken[0]}")
+
     with _named(path):
-        write_whole(path, json.dumps(content, indent=1))
+        count = write_shard(path, samples())
+    with open(path, "rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return ShardRecord(path.name, split, count, path.stat().st_size, sha256, broken)
 
 
-@contextlib.contextmanager
-def _named(path: object) -> Iterator[None]:
+def _start_worker() -> None:
+    """Leaves Ctrl-C to the parent process, and ends when that does, however it ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(
-            f"cannot write {path}: {error.strerror or error}; the shards that are finished stay, and the same command "
-            f"goes on from there"
-        ) from error
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error

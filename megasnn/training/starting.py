@@ -46,11 +46,13 @@ def refuse_other_model(config: PretrainConfig, state: ParallelState) -> None:
         if saved not in (None, model):
             raise checkpoint.CheckpointError(f"--load {options.load}: {checkpoint.other_model(saved, model)}")
         if metadata.config is not None and not options.finetune:
-            title = f"the checkpoint of --load {options.load} does not fit this run:"
+            title = (
+                f"the checkpoint of --load {options.load} does not fit this run; --finetune takes its weights alone:"
+            )
             raise_problems(title, config_differences(metadata.config, mine))
         return mine
 
-    if options.load:  # each rank has taken from it what no flag gives
+    if options.load and not options.loads_weights:  # each rank has taken from it what no flag gives
         of_first = checkpoint.first_decides(state.world.handle, refuse)
 
         def compare() -> None:
@@ -179,8 +181,8 @@ class Start:
         begin = StartingPoint()
         if restarted:
             begin = self._continue(str(options.save), restarted=True)
-        elif options.load_spikingjelly:
-            theirs = read_state_dict(options.load_spikingjelly)
+        elif options.loads_weights:
+            theirs = read_state_dict(str(options.load))
             weights = self._config.model.from_spikingjelly(theirs)
             checkpoint.load_globals_into(self._engine.distributed.tensors, weights, self._world.handle)
         elif options.load:

@@ -18,7 +18,6 @@ from megasnn.cache import build_once
 from megasnn.files import locks
 from megasnn.files.locks import LockError, held
 from megasnn.kernels import runtime
-from megasnn.preprocess.run import _only_run_in
 
 ROOT = Path(__file__).parents[2]
 
@@ -156,14 +155,6 @@ def test_after_the_limit_the_holder_is_named(cache, monkeypatch, holder, use):
     os.kill(process, 9)
     monkeypatch.setenv("MEGASNN_LOCK_TIMEOUT", "30")
     action()  # the lock went with its holder
-
-
-def test_preprocessing_names_the_other_run(tmp_path, holder):
-    (tmp_path / ".preprocess").mkdir()
-    process = holder(tmp_path / ".preprocess" / "lock")
-    with pytest.raises(ValueError, match=f"another run is writing into {tmp_path}: process {process} on"):
-        with _only_run_in(tmp_path):
-            pass
 
 
 def test_a_limit_that_is_no_number(cache, monkeypatch):

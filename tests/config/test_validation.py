@@ -71,7 +71,6 @@ REFUSED = [
     ("--rand-augment rand-w0", 1, "--rand-augment rand-w0", "rand-m9"),
     ("--rand-augment rand:rotate,spin", 1, "--rand-augment", "spin"),
     ("--crop-scale 0.2", 1, "--crop-scale", "--augment crop"),
-    ("--random-erasing-mode rand", 1, "--random-erasing-mode rand", "--random-erasing"),
     ("--mixup-off-epoch 3", 1, "--mixup-off-epoch 3", "--mixup-alpha"),
     ("--mixup-alpha 0.2 --micro-batch-size 1", 1, "--mixup-alpha", "--micro-batch-size 1"),
     ("--split-by time --frame-duration 10", 1, "--split-by time", "--frame-duration 10"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import struct
 import tarfile
 import zipfile
@@ -21,7 +20,6 @@ from megasnn.data.images import ImageFormat
 from megasnn.data.open import _KINDS
 from megasnn.data.shards import open_shard
 from megasnn.events import read_recording
-from megasnn.preprocess.image_sets import _read_batch
 from tests.data.shard_files import image_file, write_shard
 from tests.events import files
 
@@ -228,25 +226,6 @@ def recordings() -> dict[str, tuple[str, bytes]]:
     }
 
 
-def pickles(folder: Path) -> dict[str, bytes]:
-    """CIFAR-10 files that cannot be used, by what is wrong with them."""
-    start = b"\x80\4"
-    reconstruct = b"cnumpy.core.multiarray\n_reconstruct\n"
-    return {
-        "runs a program": pickle.dumps(Runs(folder / "run")),
-        "imports a program": b"cnumpy.f2py.__main__\nndarray\n.",
-        "makes an array of 8 TB": start + b"cnumpy\nndarray\n(J\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x86t\x86R.",
-        "text of 1 TB": start + b"\x8e" + struct.pack("<Q", 1 << 40) + b"abc.",
-        "frame of 1 TB": start + b"\x95" + struct.pack("<Q", 1 << 40) + b"N.",
-        "memory of 2^31 places": start + b"Nr" + struct.pack("<I", 2**31 - 1) + b".",
-        "changes its reader": start + reconstruct + b"}\x8c\x08__call__Nsb.",
-        "array of another size": pickle.dumps({b"data": np.zeros((2, 5), np.uint8), b"labels": [1, 2]}),
-        "array of floats": pickle.dumps({b"data": np.zeros((1, 3072)), b"labels": [1]}),
-        "label out of range": pickle.dumps({b"data": np.zeros((1, 3072), np.uint8), b"labels": [10]}),
-        "labels that are no list": pickle.dumps({b"data": np.zeros((1, 3072), np.uint8), b"labels": {0: 1}}),
-    }
-
-
 def read_sample(path: Path) -> None:
     """Decodes the samples of a shard."""
     shard = open_shard(path, tuple(_KINDS))
@@ -289,8 +268,4 @@ def cases(folder: Path) -> dict[str, tuple[Callable[[Path], object], Path, str]]
     found["recording: pipe"] = read_recording, path, ""
     (folder / "device.bin").symlink_to("/dev/zero")
     found["recording: device"] = read_recording, folder / "device.bin", ""
-    for number, (name, data) in enumerate(pickles(folder).items()):
-        path = folder / f"batch{number}"
-        path.write_bytes(data)
-        found[f"pickle: {name}"] = _read_batch, path, ""
     return found

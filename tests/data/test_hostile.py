@@ -21,7 +21,7 @@ from tests.data.test_loader import sequence
 
 ROOT = Path(__file__).parents[2]
 ROOM = 160 << 20  # bytes of addresses above those of the imported libraries: less than one sample may take
-KINDS = ("sample", "shard", "recording", "pickle")
+KINDS = ("sample", "shard", "recording")
 
 
 def read_all(folder: Path) -> None:

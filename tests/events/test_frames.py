@@ -9,12 +9,16 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.events import Events, FrameOptions, SensorSize, events_to_frames, resize_frames
+from megasnn.events import Events, FrameOptions, Recording, SensorSize, make_frames, resize_frames
 from tests.events.files import event_lists, random_events
 from tests.events.spikingjelly_events import utils
 
 SENSOR = SensorSize(5, 7)
 quick = settings(max_examples=150, deadline=None)
+
+
+def frames_of(events: Events, options: FrameOptions, sensor: SensorSize = SENSOR) -> np.ndarray:
+    return make_frames(Recording(events, sensor), options)
 
 
 def as_dict(events: Events) -> dict[str, np.ndarray]:
@@ -24,7 +28,7 @@ def as_dict(events: Events) -> dict[str, np.ndarray]:
 @quick
 @given(event_lists(*SENSOR, longest_time=40), st.integers(1, 12))
 def test_equal_numbers_of_events(events, time_steps):
-    frames = events_to_frames(events, SENSOR, FrameOptions(time_steps, "number"))
+    frames = frames_of(events, FrameOptions(time_steps, "number"))
     theirs = utils().integrate_events_by_fixed_frames_number(as_dict(events), "number", time_steps, *SENSOR)
     assert frames.dtype == np.int32 and frames.shape == (time_steps, 2, *SENSOR)
     assert np.array_equal(frames, theirs)
@@ -36,9 +40,9 @@ def test_equal_times(events, time_steps):
     options = FrameOptions(time_steps, "time")
     if events.t[-1] - events.t[0] < time_steps:
         with pytest.raises(ValueError, match=f"{time_steps} frames"):
-            events_to_frames(events, SENSOR, options)
+            frames_of(events, options)
         return
-    frames = events_to_frames(events, SENSOR, options)
+    frames = frames_of(events, options)
     assert frames.sum() == len(events)
     try:
         theirs = utils().integrate_events_by_fixed_frames_number(as_dict(events), "time", time_steps, *SENSOR)
@@ -52,18 +56,17 @@ def test_equal_times(events, time_steps):
 @quick
 @given(event_lists(*SENSOR, longest_time=40), st.integers(1, 50))
 def test_equal_durations(events, duration):
-    frames = events_to_frames(events, SENSOR, FrameOptions(time_steps=None, duration=duration))
-    if events.t[0] == events.t[-1]:
-        assert frames.shape[0] == 1 and frames.sum() == len(events)  # an IndexError there
-        return
-    assert np.array_equal(frames, utils().integrate_events_by_fixed_duration(as_dict(events), duration, *SENSOR))
+    if events.t[0] == events.t[-1] or (events.t[-1] - events.t[0]) % duration == 0:
+        return  # there an IndexError, or the last event one frame earlier
+    theirs = utils().integrate_events_by_fixed_duration(as_dict(events), duration, *SENSOR)
+    assert np.array_equal(frames_of(events, FrameOptions(len(theirs), frame_duration=duration)), theirs)
 
 
 @quick
 @given(event_lists(*SENSOR, longest_time=40), st.integers(1, 30), st.integers(1, 8))
 def test_a_number_of_frames_of_a_duration(events, duration, time_steps):
     """What comes after them is left out, what is missing is empty."""
-    frames = events_to_frames(events, SENSOR, FrameOptions(time_steps, duration=duration))
+    frames = frames_of(events, FrameOptions(time_steps, frame_duration=duration))
     assert frames.shape == (time_steps, 2, *SENSOR)
     number = (events.t - events.t[0]) // duration
     assert frames.sum(axis=(1, 2, 3)).tolist() == [(number == frame).sum() for frame in range(time_steps)]
@@ -71,7 +74,7 @@ def test_a_number_of_frames_of_a_duration(events, duration, time_steps):
 
 def test_every_count_lies_where_its_event_was():
     events = Events.make([0, 1, 2, 3], [6, 6, 0, 2], [4, 4, 1, 3], [1, 1, 0, 1])
-    frames = events_to_frames(events, SENSOR, FrameOptions(2))
+    frames = frames_of(events, FrameOptions(2))
     expected = np.zeros((2, 2, 5, 7), int)
     expected[0, 1, 4, 6] = 2
     expected[1, 0, 1, 0] = 1
@@ -93,25 +96,25 @@ def test_resizing_is_pytorchs(old, new):
 def test_normalisation_comes_before_scaling():
     events = random_events(3000, 16, 16)
     sensor = SensorSize(16, 16)
-    counts = events_to_frames(events, sensor, FrameOptions(4))
-    normalized = events_to_frames(events, sensor, FrameOptions(4, normalize="frame-max"))
+    counts = frames_of(events, FrameOptions(4), sensor)
+    normalized = frames_of(events, FrameOptions(4, normalize="frame-max"), sensor)
     np.testing.assert_allclose(normalized, counts / counts.max(axis=(1, 2, 3), keepdims=True), rtol=1e-6)
-    both = events_to_frames(events, sensor, FrameOptions(4, size=6, normalize="frame-max"))
+    both = frames_of(events, FrameOptions(4, size=6, normalize="frame-max"), sensor)
     assert np.array_equal(both, resize_frames(normalized, 6))
-    assert events_to_frames(events, sensor, FrameOptions(4, size=16)).dtype == np.int32, "not scaled, still counts"
-    empty = events_to_frames(events[:1], sensor, FrameOptions(3, duration=9, normalize="frame-max"))
+    assert frames_of(events, FrameOptions(4, size=16), sensor).dtype == np.int32, "not scaled, still counts"
+    empty = frames_of(events[:1], FrameOptions(3, frame_duration=9, normalize="frame-max"), sensor)
     assert empty.sum() == 1 and np.isfinite(empty).all()
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"time_steps": None}, "time_steps"),
-        ({"time_steps": 0}, "time_steps.* 0"),
-        ({"time_steps": None, "duration": -5}, "duration.* -5"),
-        ({"size": 0}, "size.* 0"),
-        ({"split_by": "count"}, "split_by.*'count'"),
-        ({"normalize": "max"}, "normalize.*'max'"),
+        ({"time_steps": 0}, "--time-steps.* 0"),
+        ({"frame_duration": -5}, "--frame-duration.* -5"),
+        ({"size": 0}, "--size.* 0"),
+        ({"split_by": "count"}, "--split-by.*'count'"),
+        ({"normalize": "max"}, "--normalize-frames.*'max'"),
+        ({"split_by": "time", "frame_duration": 9}, "--split-by.*--frame-duration 9"),
     ],
 )
 def test_options_that_make_no_sense(options, named):
@@ -119,14 +122,8 @@ def test_options_that_make_no_sense(options, named):
         FrameOptions(**options)
 
 
-def test_events_that_cannot_be_counted():
-    events = random_events(10, 5, 7)
-    with pytest.raises(ValueError, match="at least one event"):
-        events_to_frames(events[:0], SENSOR, FrameOptions())
-    with pytest.raises(ValueError, match="5 x 6"):
-        events_to_frames(Events.make([0, 1], [6, 0], [4, 0], [0, 0]), SensorSize(5, 6), FrameOptions(1))
-    with pytest.raises(ValueError, match="order of time"):
-        events_to_frames(Events.make([1, 0], [0, 0], [0, 0], [0, 0]), SENSOR, FrameOptions(1))
-    for options in (FrameOptions(10**9), FrameOptions(None, duration=1), FrameOptions(1, size=10**5)):
+def test_frames_that_would_be_too_large():
+    events = Events.make([0, 10**9], [0, 0], [0, 0], [0, 0])
+    for options in (FrameOptions(10**9), FrameOptions(10**9, frame_duration=1), FrameOptions(1, size=10**5)):
         with pytest.raises(ValueError, match="--max-sample-mb"):
-            events_to_frames(Events.make([0, 10**9], [0, 0], [0, 0], [0, 0]), SENSOR, options)
+            frames_of(events, options)

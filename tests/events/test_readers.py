@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.events import Events, FrameOptions, Recording, RecordingError, events_to_frames, read_recording
+from megasnn.events import Events, FrameOptions, Recording, RecordingError, make_frames, read_recording
 from tests.events import files
 from tests.events.files import equal, event_lists, random_events, write
 from tests.events.spikingjelly_events import cifar10_dvs, utils
@@ -326,7 +326,7 @@ def test_a_recording_of_jaer(tmp_path) -> None:
     theirs = cifar10_dvs()._load_origin_data(path)
     assert like_spikingjelly(recording.events, theirs)
     for split_by in ("number", "time"):
-        frames = events_to_frames(recording.events, recording.sensor, FrameOptions(10, split_by))
+        frames = make_frames(recording, FrameOptions(10, split_by))
         expected = utils().integrate_events_by_fixed_frames_number(theirs, split_by, 10, *recording.sensor)
         assert np.array_equal(frames, expected)
 

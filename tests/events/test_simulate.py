@@ -14,7 +14,7 @@ from megasnn.events import (
     FrameOptions,
     SensorSize,
     SimulatedSensor,
-    events_to_frames,
+    make_frames,
     simulate_recording,
 )
 from megasnn.events.recording import check_recording
@@ -43,7 +43,7 @@ def test_a_recording_is_what_a_reader_would_give():
     assert recording.sensor == (34, 34)
     assert recording.events.t[0] >= 0 and recording.events.t[-1] <= 300_000
     assert set(np.unique(recording.events.p)) == {0, 1}
-    frames = events_to_frames(recording.events, recording.sensor, FrameOptions(10))
+    frames = make_frames(recording, FrameOptions(10))
     assert frames.shape == (10, 2, 34, 34)
 
 
@@ -105,7 +105,7 @@ def test_mismatch_belongs_to_the_camera():
 
     def counts(*key: str, **changes) -> np.ndarray:
         recording = simulate_recording(bar, *key, sensor=replace(sensor, **changes))
-        return events_to_frames(recording.events, recording.sensor, FrameOptions(1))[0, 1, 7:27, 15:20].ravel()
+        return make_frames(recording, FrameOptions(1))[0, 1, 7:27, 15:20].ravel()
 
     same, other = np.corrcoef([counts("a"), counts("b"), counts("a", seed=1)])[0, 1:]
     assert same > 0.95 > other

@@ -20,7 +20,7 @@ def test_three_steps_equal_spikingjelly(ranks, tmp_path, name: str) -> None:
     published = PUBLISHED[name]
     reference = zoo.with_other_norms(published.reference)
     torch.save(reference.state_dict(), tmp_path / "start.pt")
-    start = ("--load-spikingjelly", str(tmp_path / "start.pt"), "--data-path", str(recipes.shard(tmp_path)))
+    start = ("--load", str(tmp_path / "start.pt"), "--data-path", str(recipes.shard(tmp_path)))
     flags = (*SMALL, *published.flags.split(), *start)
     (alone,) = ranks(1, recipes.train_recipe, name, *flags)
     before = {key: value.clone() for key, value in reference.state_dict().items()}

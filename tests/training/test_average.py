@@ -73,7 +73,7 @@ def test_with_and_without_it(cache, tmp_path, capsys) -> None:
     weights = load_global_tensors(tmp_path / "run")
     folders = ("--load", str(tmp_path / "run"), "--save", str(tmp_path / "run"))
     train(cache, *COMMON, *folders, "--exit-interval", "2", "--ema-decay", "0.75")
-    assert "--ema-decay from None to 0.75" in capsys.readouterr().out
+    assert "--ema-decay from 0.0 to 0.75" in capsys.readouterr().out
     now, found = load_global_tensors(tmp_path / "run"), averages(tmp_path / "run")
     expected = 0.75 * weights["head.weight"] + 0.25 * now["head.weight"]
     torch.testing.assert_close(found["head.weight"], expected, rtol=1e-6, atol=1e-7)
@@ -101,7 +101,7 @@ def test_it_is_what_is_evaluated(ranks, cache, tmp_path) -> None:
     flags = ("--train-iters", "3", "--precision", "fp64", "--ema-decay", "0.5")
     ranks(2, train, cache, *flags, "--save", str(tmp_path / "run"), "--tensor-model-parallel-size", "2")
     export_weights(open_source(tmp_path / "run"), tmp_path / "out.pt", "spikingjelly", averaged=True)
-    start = ("--load-spikingjelly", str(tmp_path / "out.pt"), "--evaluate-only", "--precision", "fp64")
+    start = ("--load", str(tmp_path / "out.pt"), "--evaluate-only", "--precision", "fp64")
     train(cache, *start, "--tensorboard-dir", str(tmp_path / "exported"))
     again = ("--load", str(tmp_path / "run"), "--evaluate-only", "--precision", "fp64")
     train(cache, *again, "--tensorboard-dir", str(tmp_path / "average"), "--ema-decay", "0.5")

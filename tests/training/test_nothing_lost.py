@@ -84,7 +84,7 @@ def test_a_folder_named_by_mistake_is_refused_and_a_first_start_is_not(tmp_path_
 
 def test_what_a_resumed_run_does_otherwise_is_told_or_refused(tmp_path_factory, tmp_path, capsys) -> None:
     cache, folder = str(tmp_path_factory.mktemp("cache")), str(tmp_path)
-    train(cache, "--train-iters", "1", "--eval-iters", "0", "--save", folder)
+    train(cache, "--train-iters", "2", "--exit-interval", "1", "--eval-iters", "0", "--save", folder)
     capsys.readouterr()
     again = ("--train-iters", "2", "--eval-iters", "0", "--load", folder)
     train(cache, *again)

@@ -193,7 +193,7 @@ def test_a_run_starts_from_spikingjellys_weights(ranks, cache, tmp_path) -> None
     model = Spikformer(T=2, in_channels=1, img_size_h=8, img_size_w=8, patch_size=4, num_classes=10, embed_dims=32,
                        num_heads=4, mlp_ratio=2.0, depths=1)  # fmt: skip
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    flags = ("--train-iters", "1", "--load-spikingjelly", str(tmp_path / "model.pt"))
+    flags = ("--train-iters", "1", "--load", str(tmp_path / "model.pt"))
     loaded = whole(ranks(4, _load_only, cache, *flags, *TP2_PP2))
     expected = from_spikingjelly(model.state_dict())
     assert loaded.keys() == expected.keys()

@@ -1,0 +1,155 @@
+"""Runs are repeated, killed, run out of disk, or meet something else in their folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megasnn.data.index import read_index, verify
+from megasnn.data.shards import open_shard
+from megasnn.preprocess.listing import Item, Listing
+from megasnn.preprocess.writing import Job, preprocess
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path / "cache"))
+
+
+def encode(item: Item) -> dict[str, bytes]:
+    """Stands for the reading of an image; the source's name says what is wrong with it."""
+    if item.source.name == "bad":
+        raise ValueError(f"{item.source} of {item.key} is broken")
+    if item.source.name == "dying":
+        os._exit(9)
+    if item.source.name == "slow":
+        time.sleep(0.05)
+    return {"png": item.key.encode() * 300}
+
+
+def job(samples: int = 23, wrong: tuple[int, ...] = (), how: str = "bad", **options) -> Job:
+    items = [Item(f"s{n}", n % 3, Path(how if n in wrong else str(n))) for n in range(samples)]
+    return Job(Listing({"train": items, "test": items[:5]}, ["a", "b", "c"]), encode, 4, **options)
+
+
+def bytes_of(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def test_the_index_tells_what_is_there(tmp_path) -> None:
+    index = preprocess(job(options={"some": 1}), tmp_path / "out")
+    names = [f"train-{n:05d}.tar" for n in range(6)] + [f"test-{n:05d}.tar" for n in range(2)]
+    assert sorted(bytes_of(tmp_path / "out")) == sorted([*names, "index.json"])
+    assert [shard.samples for shard in index.shards] == [4, 4, 4, 4, 4, 3, 4, 1]
+    assert index == read_index(tmp_path / "out") and index.options == {"some": 1}
+    keys = []
+    for shard in index.shards:
+        data = (tmp_path / "out" / shard.file).read_bytes()
+        assert (len(data), hashlib.sha256(data).hexdigest()) == (shard.size, shard.sha256)
+        opened = open_shard(tmp_path / "out" / shard.file, ("png",))
+        places = zip(opened.keys.tolist(), opened.offsets.tolist(), opened.sizes.tolist(), strict=True)
+        assert all(data[start : start + size] == key * 300 for key, start, size in places)
+        keys += opened.keys.tolist() if shard.split == "train" else []
+    assert sorted(keys) == sorted(b"s%d" % n for n in range(23)) and keys != sorted(keys)
+
+
+def test_the_same_shards_for_any_number_of_processes(tmp_path) -> None:
+    for name, workers in (("one", 1), ("three", 3)):
+        preprocess(job(), tmp_path / name, workers)
+    assert bytes_of(tmp_path / "one") == bytes_of(tmp_path / "three")
+    assert sorted(os.listdir(tmp_path)) == ["one", "three"]
+
+
+def test_a_folder_that_is_there_is_refused(tmp_path) -> None:
+    (tmp_path / "empty").mkdir()
+    preprocess(job(), tmp_path / "empty")
+    before = bytes_of(tmp_path / "empty")
+    (tmp_path / "killed.partial").mkdir()
+    (tmp_path / "file").write_text("mine")
+    for output, named in (("empty", "--output"), ("file", "--output"), ("killed", "killed.partial")):
+        with pytest.raises(ValueError, match=named):
+            preprocess(job(), tmp_path / output)
+    assert bytes_of(tmp_path / "empty") == before and (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_broken_sample_ends_the_run_or_is_left_out_and_listed(tmp_path, workers) -> None:
+    with pytest.raises(ValueError, match="s9.*--skip-broken"):
+        preprocess(job(wrong=(9,)), tmp_path / "out", workers)
+    assert not os.listdir(tmp_path)
+    index = preprocess(job(wrong=(9, 14), skip_broken=True), tmp_path / "out", workers)
+    assert sum(shard.samples for shard in index.of_split("train")) == 21
+    assert len([reason for shard in index.shards for reason in shard.broken]) == 2
+    with pytest.raises(ValueError, match="4 samples"):
+        preprocess(job(wrong=tuple(range(23)), skip_broken=True), tmp_path / "all", workers)
+
+
+def test_a_worker_that_dies_ends_the_run(tmp_path) -> None:
+    with pytest.raises(ValueError, match="--workers"):
+        preprocess(job(wrong=(7,), how="dying"), tmp_path / "out", 2)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_is_ended_leaves_nothing_that_looks_complete(tmp_path, workers, how) -> None:
+    code = (
+        "from pathlib import Path; from megasnn.preprocess.writing import preprocess\n"
+        "from tests.preprocess.test_writing import job\n"
+        "if __name__ == '__main__':\n"
+        f"    preprocess(job(wrong=range(23), how='slow'), Path({str(tmp_path / 'out')!r}), {workers})"
+    )
+    (tmp_path / "script.py").write_text(code)
+    run = subprocess.Popen([sys.executable, tmp_path / "script.py"], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "out.partial").glob("*.tar")):
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    run.send_signal(how)
+    run.wait(60)
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / "out.partial").exists() == (how == signal.SIGKILL)
+    time.sleep(0.5)  # the workers notice
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "out.partial").glob("*"))
+    time.sleep(0.5)
+    assert before == sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "out.partial").glob("*"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_disk_that_is_full_is_an_error_that_names_the_shard(tmp_path, workers) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limit[1]))
+        with pytest.raises(ValueError, match=r"train-0000\d\.tar.*File too large"):
+            preprocess(job(), tmp_path / "out", workers)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not os.listdir(tmp_path)
+
+
+def test_names_of_any_length(tmp_path) -> None:
+    items = [Item(letter * 200, 0, Path("1")) for letter in "ab"]
+    preprocess(Job(Listing({"train": items}, ["a"]), encode), tmp_path / "out")
+    assert sorted(open_shard(tmp_path / "out" / "train-00000.tar", ("png",)).keys.tolist()) == [b"a" * 200, b"b" * 200]
+
+
+def test_verify_finds_what_has_changed(tmp_path) -> None:
+    preprocess(job(), tmp_path / "out")
+    assert verify(tmp_path / "out") == []
+    shard = tmp_path / "out" / "train-00001.tar"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:600] + bytes([whole[600] ^ 1]) + whole[601:])
+    (tmp_path / "out" / "train-00002.tar").write_bytes(whole + bytes(10240))
+    (tmp_path / "out" / "train-00003.tar").unlink()
+    wrong = verify(tmp_path / "out")
+    assert len(wrong) == 3 and all(f"train-0000{n}.tar" in line for n, line in enumerate(wrong, 1))
