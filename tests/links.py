@@ -1,7 +1,7 @@
 """What messages and collectives take over links of a stated latency and bandwidth.
 
-A message of b bytes takes `latency + b * per_byte`, as in `megasnn.pipeline.costs.LinkCost`. Collectives are made of
-messages in steps, in each of which a rank sends one message and receives one (R. Thakur, R. Rabenseifner, W. Gropp,
+A message of b bytes takes `latency + b * per_byte`, as in `megasnn.pipeline.cost_model.LinkCost`. Collectives are made
+of messages in steps, in each of which a rank sends one message and receives one (R. Thakur, R. Rabenseifner, W. Gropp,
 Optimization of Collective Communication Operations in MPICH, 2005, which has the formula of each):
 
 - all-gather: a ring; n - 1 steps with the values of one rank each.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megasnn.pipeline.costs import LinkCost
+from megasnn.pipeline.cost_model import LinkCost
 
 
 @dataclass(frozen=True)

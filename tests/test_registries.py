@@ -27,9 +27,9 @@ from megasnn.precisions import PRECISIONS, Precision
 from megasnn.registry import Registry
 from megasnn.schedule import SCHEDULES, Action, Kind, Schedule, plan_schedule
 from megasnn.schedule.actions import COMPUTE
-from megasnn.schedule.evaluate import forecasts_of_named
-from megasnn.schedule.named import FixedOrder, equal_costs
+from megasnn.schedule.named import NamedSchedule, equal_costs
 from megasnn.schedule.partition import PLACEMENTS
+from megasnn.schedule.search import forecast_named
 from tests.training.runs import Outcome, train, whole
 
 REGISTRIES = (
@@ -82,7 +82,7 @@ def adam(groups: Any, lr: float) -> torch.optim.Optimizer:
 @contextmanager
 def one_of_each() -> Iterator[None]:
     entries: list[tuple[Registry[Any], Any]] = [
-        (SCHEDULES, FixedOrder("one more ahead", one_more_ahead, lambda stages, *_: stages + 1)),
+        (SCHEDULES, NamedSchedule("one more ahead", one_more_ahead)),
         (NEURONS, Neuron("halves", half, leaks=False)),
         (LOSSES, Loss("as mse", loss)),
         (AUGMENTATIONS, Augmentation("as cifar", change, (IMAGES,))),
@@ -142,7 +142,7 @@ def test_flags_and_files_take_it_while_it_is_there(capsys: pytest.CaptureFixture
 def test_a_schedule_is_planned_and_forecast() -> None:
     with one_of_each():
         schedule = plan_schedule(NAME, 2, micro_batches=3).training(3)
-        assert NAME in [each.name for each in forecasts_of_named(2, 3, equal_costs(2))]
+        assert NAME in [each.name for each in forecast_named(2, 3, equal_costs(2))]
     computed = [" ".join(str(each) for each in row if each.kind in COMPUTE) for row in schedule.actions]
     assert computed == ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2"] and schedule.name == NAME
 

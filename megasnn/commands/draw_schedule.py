@@ -1,7 +1,7 @@
 """Show a pipeline schedule: how long it takes, how long each rank waits, what it holds, and who does what when.
 
     megasnn-draw-schedule zbv --stages 4 --micro-batches 8
-    megasnn-draw-schedule auto --stages 4 --micro-batches 8 --weight-grad 0.8 --memory-limit 3 --output g.svg
+    megasnn-draw-schedule auto --stages 4 --micro-batches 8 --weight-grad 0.8 --output g.svg
 
 Costs are for a whole stage and one micro-batch, in any unit of time; with v chunks on a rank a chunk costs a
 v-th, a transfer always as much as given. Activations count whole stages' micro-batches.
@@ -31,9 +31,9 @@ from megasnn.schedule import (
     per_stage,
     simulate,
 )
-from megasnn.schedule.gantt import draw_grid, write_chart
-from megasnn.schedule.refine import NEVER, RECOMPUTE, insert_recompute, refine
-from megasnn.schedule.weights import SharedWeights
+from megasnn.schedule.draw import draw_grid, write_chart
+from megasnn.schedule.fsdp_passes import SharedWeights
+from megasnn.schedule.passes import NEVER, RECOMPUTE, insert_recompute, refine
 
 MOST = 1 << 13
 MOST_SEARCHED = 128
@@ -71,8 +71,6 @@ class Options:
     """time of a stage's weight gradient."""
     transfer: float = 0.0
     """time of a transfer between two ranks."""
-    memory_limit: float | None = None
-    """activations a rank may hold; what needs more is refused, auto searches within it."""
     actions: bool = False
     """also list every rank's actions, transfers included."""
     output: Path | None = None
@@ -88,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.transfer,
         input_gradient=options.input_grad,
         weight_gradient=options.weight_grad,
-        gather=options.gather or 0.0,
-        scatter=options.scatter or 0.0,
+        unshard=options.gather or 0.0,
+        reduce_scatter=options.scatter or 0.0,
     )
     costs_of = per_stage([whole] * options.stages)
     schedule = generate(
@@ -98,7 +96,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.micro_batches,
         options.num_virtual_stages_per_pipeline_rank,
         costs_of,
-        options.memory_limit,
     )
     if options.units > 1 or options.recompute != NEVER:
         wanted = RECOMPUTE[options.recompute]
@@ -128,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _gathers(schedule: Schedule, rank: int) -> int:
-    return sum(action.kind is Kind.GATHER_WEIGHTS for action in schedule.actions[rank])
+    return sum(action.kind is Kind.UNSHARD for action in schedule.actions[rank])
 
 
 def _check(options: Options) -> None:

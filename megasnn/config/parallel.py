@@ -12,10 +12,10 @@ from megasnn.config.fields import Count, Positive, Size
 from megasnn.config.names import name_in
 from megasnn.files.described import STRICT
 from megasnn.grid import ContextCut
-from megasnn.schedule.build import chunks_of_schedule
 from megasnn.schedule.named import AUTO, SCHEDULES
 from megasnn.schedule.partition import parse_layout
-from megasnn.schedule.refine import NEVER, RECOMPUTE
+from megasnn.schedule.passes import NEVER, RECOMPUTE
+from megasnn.schedule.plan import chunks_of_schedule
 
 RecomputeName = Annotated[str, RECOMPUTE, name_in(RECOMPUTE)]
 ScheduleName = Annotated[str, SCHEDULES, name_in(SCHEDULES)]

@@ -20,7 +20,7 @@ from megasnn.losses import LOSSES
 from megasnn.optimizers import OPTIMIZERS
 from megasnn.precisions import PRECISIONS
 from megasnn.schedule.named import looks_at_costs
-from megasnn.schedule.refine import NEVER
+from megasnn.schedule.passes import NEVER
 
 
 def validate(config: PretrainConfig, world_size: int) -> None:

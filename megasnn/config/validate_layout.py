@@ -9,7 +9,7 @@ from megasnn.config.checks import refusal
 from megasnn.config.pretrain import PretrainConfig
 from megasnn.grid import Grid
 from megasnn.schedule.partition import layout_to_bounds
-from megasnn.schedule.refine import NEVER
+from megasnn.schedule.passes import NEVER
 
 
 def grid_of(config: PretrainConfig, world_size: int) -> Grid:

@@ -18,7 +18,7 @@ from megasnn.config import PretrainConfig
 from megasnn.config.identity import changed_recipe, identity, recipe
 from megasnn.engine.steps import Steps
 from megasnn.files.problems import CheckpointError
-from megasnn.pipeline.costs import layers_per_chunk
+from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.random import GENERATOR
 from megasnn.sharded_tensors import ShardedTensor

@@ -14,8 +14,8 @@ from megasnn.grid import Grid
 from megasnn.layers import BuildContext
 from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
-from megasnn.pipeline.costs import PipelineCosts
-from megasnn.pipeline.order import PipelineRequest
+from megasnn.pipeline.choose_schedule import PipelineRequest
+from megasnn.pipeline.cost_model import PipelineCosts
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
 from megasnn.planner.analysis import read, whose
@@ -23,7 +23,7 @@ from megasnn.planner.bounds import Bounds
 from megasnn.planner.cluster import Cluster
 from megasnn.planner.layout import Layout
 from megasnn.schedule.partition import layout_to_bounds
-from megasnn.schedule.refine import NEVER
+from megasnn.schedule.passes import NEVER
 from megasnn.telemetry.memory import device_name
 
 
@@ -51,7 +51,6 @@ def plan_of(
     request = PipelineRequest(
         schedule=parallel.pipeline_schedule,
         chunks_per_rank=parallel.chunks_per_rank,
-        memory_limit=None,
         bounds=None if layout is None else tuple(layout_to_bounds(layout, units)),
         micro_batch_size=context.largest_share(training.micro_batch_size),
         micro_batches=tuple(counts),

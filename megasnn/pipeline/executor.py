@@ -98,10 +98,10 @@ class PipelineExecutor:
             Kind.RECV_FORWARD: self._receive_forward,
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.RECV_BACKWARD: self._receive_backward,
-            Kind.SYNC_GRADIENTS: self._sync_gradients,
-            Kind.SCATTER_GRADIENTS: self._scatter_gradients,
-            Kind.GATHER_WEIGHTS: self._gather_weights,
-            Kind.FREE_WEIGHTS: self._free_weights,
+            Kind.REDUCE_GRAD: self._sync_gradients,
+            Kind.REDUCE_SCATTER: self._scatter_gradients,
+            Kind.UNSHARD: self._gather_weights,
+            Kind.RESHARD: self._free_weights,
         }
         self._methods = {kind: self._named(method) for kind, method in methods.items()}
 
@@ -141,7 +141,7 @@ class PipelineExecutor:
                 graphs.begin(makes_graphs)
         actions = schedule.actions[self._state.pipeline.rank]
         repeated = frozenset(_key(each) for each in actions if each.kind is Kind.RECOMPUTE)
-        self._scattered = frozenset(each.chunk for each in actions if each.kind is Kind.SCATTER_GRADIENTS)
+        self._scattered = frozenset(each.chunk for each in actions if each.kind is Kind.REDUCE_SCATTER)
         run = StepState(micro_batches, self._anchor, repeated)
         with torch.no_grad() if forward_only else nullcontext():
             self._transfers.begin(schedule, sizes, partial(self._expected, run), makes_graphs)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megasnn.comm.group import Group
-from megasnn.pipeline.costs import LinkCost
+from megasnn.pipeline.cost_model import LinkCost
 
 MESSAGES = 8
 SMALL, LARGE = 1 << 10, 1 << 22  # bytes

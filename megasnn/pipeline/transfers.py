@@ -15,11 +15,11 @@ from megasnn.comm.codec import Content
 from megasnn.device_checks import explained
 from megasnn.models.description import Carried
 from megasnn.parallel_state import ParallelState
+from megasnn.pipeline.arrivals import known_arrivals, needed_by_senders, sent_by_then
 from megasnn.pipeline.boundaries import Boundaries
 from megasnn.pipeline.p2p import Receiver, Sender, TensorDescriptor, WireOptions
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, PROPAGATING, SENDS
-from megasnn.schedule.arrivals import known_arrivals, needed_by_senders, sent_by_then
 
 
 class Transfers:

@@ -18,7 +18,7 @@ from megasnn.config.values import to_dict
 from megasnn.files.described import STRICT, DescriptionError, FreeForm, described, open_regular, read_bounded
 from megasnn.files.durable import write_whole
 from megasnn.grid import ContextCut
-from megasnn.pipeline.costs import LayerCost
+from megasnn.pipeline.cost_model import LayerCost
 from megasnn.planner.machines import Machine
 
 FORMAT: Literal[1] = 1

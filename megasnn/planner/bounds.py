@@ -10,19 +10,19 @@ from operator import mul
 
 from megasnn.config import PretrainConfig
 from megasnn.grid import ContextCut, Grid
-from megasnn.pipeline.costs import PipelineCosts
+from megasnn.pipeline.cost_model import PipelineCosts
 from megasnn.planner.analysis import Analysis, HeldTensor
 from megasnn.planner.cluster import Cluster
 from megasnn.planner.costs import Links, Share, layer_costs
+from megasnn.planner.held import Held, held_at_backwards, held_before_backwards
 from megasnn.planner.layout import Layout
 from megasnn.planner.memory import sample_bytes
 from megasnn.planner.reduction import Sums
 from megasnn.planner.sized import SizedLayers
 from megasnn.planner.states import States, states_of
 from megasnn.precisions import PRECISIONS
-from megasnn.schedule.held import Held, held_at_backwards, held_before_backwards
 from megasnn.schedule.named import SCHEDULES
-from megasnn.schedule.refine import NEVER
+from megasnn.schedule.passes import NEVER
 
 ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2}
 

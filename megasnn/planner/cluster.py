@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megasnn.grid import AXES, Axis, Grid
-from megasnn.pipeline.costs import LinkCost
+from megasnn.pipeline.cost_model import LinkCost
 from megasnn.planner.layout import Layout
 from megasnn.planner.machines import Machine
 

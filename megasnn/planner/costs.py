@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megasnn.grid import ContextCut
-from megasnn.pipeline.costs import LayerCost, LinkCost, for_samples
+from megasnn.pipeline.cost_model import LayerCost, LinkCost, for_samples
 from megasnn.planner.analysis import Analysis, LayerFacts, LayerSeconds, Timed
 from megasnn.planner.machines import Machine
 

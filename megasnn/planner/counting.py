@@ -19,8 +19,8 @@ from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
 from megasnn.models.description import ModelDescription
 from megasnn.models.problems import building_problems
 from megasnn.parallel_state import ParallelState
-from megasnn.pipeline.memory import COUNTED_AS_THEY_ARE, TRIAL_SAMPLES, measure_memory
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.profile_layers import COUNTED_AS_THEY_ARE, TRIAL_SAMPLES, count_memory
 from megasnn.planner.analysis import Counted, HeldTensor
 from megasnn.planner.pretended import pretended_ranks
 from megasnn.precisions import PRECISIONS
@@ -47,7 +47,7 @@ def counted(
         built_for = context_of(state, config, cut, on_cpu)
         wires = wires_of(config)
         costs = tuple(
-            measure_memory(model, size, built_for, CPU, wires, repeats=True).layers for size in trial_sizes(config)
+            count_memory(model, size, built_for, CPU, wires, repeats=True).layers for size in trial_sizes(config)
         )
         layers = model.named_layers(built_for)
         tensors = tuple(tuple(_tensors_of(name, layer)) for name, layer in layers)

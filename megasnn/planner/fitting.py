@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 
-from megasnn.pipeline.costs import LinkCost
+from megasnn.pipeline.cost_model import LinkCost
 from megasnn.planner.analysis import Analysis, Timed
 from megasnn.planner.costs import PARTS, Share, counted_costs, work_of
 from megasnn.planner.machines import DEVICES, MOVED_IN_SUM, MOVED_IN_UPDATE, Machine

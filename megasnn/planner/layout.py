@@ -11,9 +11,9 @@ from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.grid import AXES, ContextCut, Grid
-from megasnn.schedule.named import SCHEDULES, looks_at_costs, possible_chunks
+from megasnn.schedule.named import SCHEDULES, looks_at_costs
 from megasnn.schedule.partition import layout_text
-from megasnn.schedule.refine import NEVER
+from megasnn.schedule.passes import NEVER
 
 MOST_CHUNKS = 3  # on a rank, of schedules that take any number
 
@@ -122,7 +122,7 @@ def schedules(stages: int) -> Iterator[tuple[str, int]]:
         return
     for name, named in SCHEDULES.items():
         most = MOST_CHUNKS if named.any_chunks else named.chunks
-        yield from ((name, count) for count in range(named.chunks, most + 1) if possible_chunks(name, count))
+        yield from ((name, count) for count in range(named.chunks, most + 1) if named.can_place(count))
 
 
 def with_layout(

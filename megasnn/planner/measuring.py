@@ -18,8 +18,8 @@ from megasnn.grid import ContextCut
 from megasnn.models.description import ModelDescription
 from megasnn.optim import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.costs import LayerCost, PipelineCosts
-from megasnn.pipeline.measured import agreed_costs, measure_layers
+from megasnn.pipeline.cost_model import LayerCost, PipelineCosts
+from megasnn.pipeline.profile_layers import profile_layers, profile_pipeline
 from megasnn.planner.analysis import Analysis, LayerSeconds, Timed
 from megasnn.planner.counting import context_of, one_rank, wires_of
 from megasnn.planner.fitting import fitted_machine
@@ -49,7 +49,7 @@ def measured(
     timed, link = [], None
     if known is not None:
         alone = one_rank(config, device.type == "cpu")
-        layers = measure_layers(model, config.training.micro_batch_size, alone, device, wires_of(config), repeats=True)
+        layers = profile_layers(model, config.training.micro_batch_size, alone, device, wires_of(config), repeats=True)
         timed.append(_timed(config, layers, ONE, 1))
     if ranks > 1:
         for size in first_decides(world, lambda: _sizes(known, config, ranks)):
@@ -95,7 +95,7 @@ def _together(
     try:
         built_for = context_of(state, config, cut, device.type == "cpu")
         samples = built_for.largest_share(config.training.micro_batch_size)
-        return agreed_costs(model, samples, built_for, state, wires_of(config), repeats=True)
+        return profile_pipeline(model, samples, built_for, state, wires_of(config), repeats=True)
     finally:
         destroy_model_parallel()
 

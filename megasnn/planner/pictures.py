@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megasnn.planner.candidates import Candidate
 from megasnn.planner.plan import Plan
-from megasnn.schedule.gantt import SECONDS, View, write_chart
+from megasnn.schedule.draw import SECONDS, View, write_chart
 
 WIDTH, HEIGHT, LEFT, FOOT, TOP = 720, 360, 80, 48, 28
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megasnn.batching import advised_size
 from megasnn.config import ConfigError, PretrainConfig
 from megasnn.config.checks import flag
 from megasnn.config.parallel import ParallelConfig
@@ -172,7 +173,7 @@ def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterato
     training, grid = config.training, layout.grid
     count, stages = layout.micro_batches(training.micro_batches), grid.pipeline
     if stages > 1 and count < 4 * stages:
-        size = max(1, training.global_batch_size // (4 * stages * grid.replicas))
+        size = advised_size(training.global_batch_size // grid.replicas, stages)
         if size < training.micro_batch_size:
             yield (
                 f"{count} micro-batch(es) for {stages} stages are few, about four a stage hide the bubble: "

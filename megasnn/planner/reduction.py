@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.pipeline.costs import LayerCost
+from megasnn.pipeline.cost_model import LayerCost
 from megasnn.planner.analysis import HeldTensor
 from megasnn.planner.cluster import Cluster
 from megasnn.planner.layout import Layout
@@ -144,7 +144,7 @@ def keepers_end(row: Sequence[TimedAction], sums: Mapping[int, float], buckets: 
     """
     free = 0.0
     for place, timed in enumerate(row):
-        if timed.action.kind is Kind.GATHER_WEIGHTS:
+        if timed.action.kind is Kind.UNSHARD:
             free = timed.end
         if place in sums:
             free = max(free, timed.end) + sums[place]

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megasnn.grid import AXES
-from megasnn.pipeline.costs import layers_per_chunk
+from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.planner.analysis import Analysis, CutAxis
 from megasnn.planner.candidates import Candidate
 from megasnn.planner.energy import joules_of_step

@@ -19,11 +19,11 @@ from megasnn.grid import ContextCut, Grid
 from megasnn.planner.analysis import Analysis
 from megasnn.planner.candidates import AS_FAST, Candidate, Choice, Prefer
 from megasnn.planner.cluster import Cluster
+from megasnn.planner.held import identity_of
 from megasnn.planner.layout import Layout, grids, schedules, with_layout
 from megasnn.planner.predicted import Predicted
 from megasnn.planner.step import Predictor
-from megasnn.schedule.named import what_it_is
-from megasnn.schedule.refine import NEVER
+from megasnn.schedule.passes import NEVER
 
 MOST_COMPUTATIONS = 40_000  # of a schedule that is simulated
 PATIENCE = 1.4  # times the time for simulations, where nothing has fitted yet
@@ -70,7 +70,7 @@ def _of_grid(
                 layout = Layout(grid, cut, name, chunks, recompute, shards)
                 if not _is_asked(config, layout, whole=True):
                     continue
-                what = what_it_is(name, grid.pipeline, count), chunks, recompute, shards
+                what = identity_of(name, grid.pipeline, count), chunks, recompute, shards
                 if (first := first_of.setdefault(what, name)) != name:
                     yield layout, f"the same as {first} with {count} micro-batch(es) on {grid.pipeline} stages"
                     continue

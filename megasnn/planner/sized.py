@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts
+from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
+from megasnn.pipeline.peak_memory import unit_memory
 from megasnn.schedule import ChunkCost, Kind
 from megasnn.schedule.partition import placed_bounds
 
@@ -42,12 +43,10 @@ class SizedLayers:
         self.costs = costs
         self._seconds = tuple(layer.seconds for layer in costs)
         self._chunks: dict[tuple[LinkCost, Placement], Chunks] = {}
-        one_by_one, alone = [range(i, i + 1) for i in range(len(costs))], PipelineCosts(costs, LinkCost())
-        self._kept = {False: alone.held_bytes(one_by_one), True: alone.entering_bytes(one_by_one)}
+        units = unit_memory(PipelineCosts(costs, LinkCost()), [range(i, i + 1) for i in range(len(costs))])
+        self._kept = {False: [each.held for each in units], True: [each.entering for each in units]}
         # A schedule may do a backward in one go or in two.
-        self._working = [
-            min(each[Kind.BACKWARD], each[Kind.INPUT_GRADIENT]) for each in alone.working_bytes(one_by_one)
-        ]
+        self._working = [min(each.working[Kind.BACKWARD], each.working[Kind.INPUT_GRADIENT]) for each in units]
 
     def bounds(self, placement: Placement) -> tuple[range, ...]:
         """The layers of each chunk, balanced."""

@@ -7,18 +7,18 @@ from dataclasses import replace
 from itertools import chain
 
 from megasnn.batching import micro_batches_of
-from megasnn.pipeline.costs import PipelineCosts
-from megasnn.pipeline.order import chunk_costs, with_forwards_again
-from megasnn.pipeline.peaks import Travelling, step_peaks, under_way
+from megasnn.pipeline.choose_schedule import executed_costs
+from megasnn.pipeline.cost_model import PipelineCosts, with_recompute_in_backward
+from megasnn.pipeline.peak_memory import peak_moments
 from megasnn.planner.bounds import Bounds
 from megasnn.planner.layout import Layout
 from megasnn.planner.memory import MemoryForecast
 from megasnn.planner.predicted import Predicted, StepTime
-from megasnn.planner.reduction import Summed, gradients_complete, keepers_end, reduction_end, sums_for_keepers
+from megasnn.planner.reduction import gradients_complete, keepers_end, reduction_end, sums_for_keepers
 from megasnn.planner.states import States, gathered_bytes, travelling_bytes
 from megasnn.schedule import ChunkCost, Kind, Schedule, SchedulePlan, plan_schedule, simulate
-from megasnn.schedule.refine import NEVER
-from megasnn.schedule.weights import SharedWeights
+from megasnn.schedule.fsdp_passes import SharedWeights
+from megasnn.schedule.passes import NEVER
 
 
 class Predictor(Bounds):
@@ -40,7 +40,7 @@ class Predictor(Bounds):
             if layout.grid.weight > 1
             for place, seconds in sums_for_keepers(schedule.actions[rank], executed, summed).items()
         }
-        result = simulate(schedule, chunk_costs(plan, bounds, costs, layout.grid.weight), plan.wholes, sums)
+        result = simulate(schedule, executed_costs(plan, bounds, costs, layout.grid.weight), plan.wholes, sums)
         ends = [
             keepers_end(row, {place: seconds for (of, place), seconds in sums.items() if of == rank}, buckets[rank])
             if sums
@@ -61,20 +61,16 @@ class Predictor(Bounds):
             update=update,
             sharing=max(map(sum, behind)) - update,
         )
-        idle = sum(result.idle) / (result.makespan * len(result.idle)) if result.makespan else 0.0
-        exchanged = [
-            Travelling(each.exchanged, _beside(spans, summed))
-            for each, spans, summed in zip(states, chunks, buckets, strict=True)
-        ]
+        exchanged = [each.exchanged for each in states]
         memory = self._memory(layout, plan, schedule, executed, costs, states, exchanged)
-        return Predicted(time, memory, bounds, idle, schedule, result)
+        return Predicted(time, memory, bounds, result.idle_share, schedule, result)
 
     def _schedule_plan(
         self, layout: Layout, bounds: tuple[range, ...], costs: PipelineCosts, count: int
     ) -> SchedulePlan:
         def costs_of(placement: tuple[int, ...]) -> Sequence[ChunkCost]:
             found = costs.of_chunks(self._sized(layout).bounds(placement), placement)
-            return found if layout.recompute == NEVER else with_forwards_again(found)
+            return found if layout.recompute == NEVER else with_recompute_in_backward(found)
 
         plan = plan_schedule(layout.schedule, layout.grid.pipeline, layout.chunks, count, costs_of)
         counts = [count]
@@ -103,7 +99,7 @@ class Predictor(Bounds):
         if plan.weights is not None:
             others, unit_bytes = 1 - 1 / layout.grid.weight, plan.weights.unit_bytes
             shared += others * max(
-                sum(unit_bytes[action.chunk] for action in row if action.kind is Kind.GATHER_WEIGHTS)
+                sum(unit_bytes[action.chunk] for action in row if action.kind is Kind.UNSHARD)
                 for row in schedule.actions
             )
         return sum(
@@ -119,10 +115,10 @@ class Predictor(Bounds):
         executed: Sequence[range],
         costs: PipelineCosts,
         states: Sequence[States],
-        exchanged: Sequence[Travelling],
+        exchanged: Sequence[int],
     ) -> tuple[MemoryForecast, ...]:
         found = []
-        peaks = step_peaks(schedule, executed, costs, exchanged)
+        peaks = peak_moments(schedule, executed, costs, exchanged)
         for rank, (mine, peak) in enumerate(zip(states, peaks, strict=True)):
             gathered = buffers = 0
             if plan.weights is not None:
@@ -142,9 +138,3 @@ class Predictor(Bounds):
                 )
             )
         return tuple(found)
-
-
-def _beside(spans: Sequence[range], buckets: Sequence[Summed]) -> dict[int, int]:
-    """Bytes that travel to owners of rows while layers' last gradients are computed. Args: spans: a rank's chunks."""
-    backwards = chain(*(reversed(span) for span in reversed(spans)))
-    return under_way(backwards, [(each.layers, each.travelling) for each in buckets])

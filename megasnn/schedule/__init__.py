@@ -4,9 +4,6 @@ from megasnn.schedule.actions import Action as Action
 from megasnn.schedule.actions import Kind as Kind
 from megasnn.schedule.actions import Schedule as Schedule
 from megasnn.schedule.actions import format_actions as format_actions
-from megasnn.schedule.build import SchedulePlan as SchedulePlan
-from megasnn.schedule.build import generate as generate
-from megasnn.schedule.build import plan_schedule as plan_schedule
 from megasnn.schedule.costs import ChunkCost as ChunkCost
 from megasnn.schedule.costs import Transfer as Transfer
 from megasnn.schedule.costs import chunk_costs as chunk_costs
@@ -14,6 +11,9 @@ from megasnn.schedule.named import AUTO as AUTO
 from megasnn.schedule.named import SCHEDULES as SCHEDULES
 from megasnn.schedule.named import equal_costs as equal_costs
 from megasnn.schedule.named import per_stage as per_stage
+from megasnn.schedule.plan import SchedulePlan as SchedulePlan
+from megasnn.schedule.plan import generate as generate
+from megasnn.schedule.plan import plan_schedule as plan_schedule
 from megasnn.schedule.search import find_best as find_best
 from megasnn.schedule.simulate import Simulation as Simulation
 from megasnn.schedule.simulate import simulate as simulate

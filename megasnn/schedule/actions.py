@@ -1,15 +1,14 @@
-"""What a pipeline schedule is made of: actions, and for every pipeline rank a list of them.
+"""Actions, and schedules as a list of actions for each pipeline rank.
 
-An action prints in the notation of ``torch.distributed.pipelining`` and parses back: ``2F0`` is the forward
-of chunk 2 on micro-batch 0, ``1B3`` the backward of chunk 1 on micro-batch 3, or
-in two parts ``1I3``, the gradient of its input, and ``1W3``, that of its weights; ``1R3`` computes the forward again
-where it left nothing for the backward;
-``0SEND_F2`` sends what chunk 0 computed from micro-batch 2, ``0SYNC`` reduces the gradients of chunk 0 over the data
-parallel replicas. Where ranks share weights by rows, ``3GATHER`` starts to gather those of chunk 3, ``3FREE`` lets them
-go, and ``3SCATTER5`` sends the gradients that micro-batch 5 has left to the owners of the rows.
+An action prints in the notation of ``torch.distributed.pipelining`` and parses back: ``2F0`` is the forward of chunk 2
+on micro-batch 0 and ``1B3`` the backward of chunk 1 on micro-batch 3, or in two parts ``1I3``, the gradient of its
+input, and ``1W3``, that of its weights. ``1R3`` computes the forward again where it kept nothing for the backward.
+``0SEND_F2`` sends what chunk 0 computed from micro-batch 2. ``0REDUCE_GRAD`` reduces the gradients of chunk 0 over the
+data parallel replicas. Where replicas shard weights, ``3UNSHARD`` starts to gather those of chunk 3, ``3RESHARD`` frees
+them, and ``3REDUCE_SCATTER5`` sends the gradients of micro-batch 5 to the ranks that keep them.
 
-A chunk is a contiguous run of layers (elsewhere: a virtual stage). Chunks are numbered from the input to
-the loss over the whole pipeline, and `Schedule.placement` says on which pipeline rank each of them lives.
+A chunk is a contiguous run of layers (elsewhere: a virtual stage). Chunks are numbered from the input to the loss over
+the whole pipeline, and `Schedule.placement` gives the pipeline rank of each.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What an action does."""
+    """Kind of an action."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -34,10 +33,10 @@ class Kind(Enum):
     RECV_FORWARD = "RECV_F"
     SEND_BACKWARD = "SEND_B"
     RECV_BACKWARD = "RECV_B"
-    SYNC_GRADIENTS = "SYNC"
-    GATHER_WEIGHTS = "GATHER"
-    FREE_WEIGHTS = "FREE"
-    SCATTER_GRADIENTS = "SCATTER"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_SCATTER = "REDUCE_SCATTER"
 
     __hash__ = object.__hash__  # members are single objects; Enum hashes their names, in Python
 
@@ -48,13 +47,13 @@ class Kind(Enum):
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.RECOMPUTE})
 USES_WEIGHTS = COMPUTE - {Kind.WEIGHT_GRADIENT}
-PROPAGATING = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})  # they give what the chunk before waits for
-FINISHING = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})  # after them the chunk lets its activations go
+PROPAGATING = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})  # the chunk before waits for their result
+FINISHING = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})  # they free the activations of the forward
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
-GATHERING = frozenset({Kind.GATHER_WEIGHTS, Kind.FREE_WEIGHTS})
-OF_NO_MICRO_BATCH = GATHERING | {Kind.SYNC_GRADIENTS}
-COLLECTIVES = frozenset({Kind.GATHER_WEIGHTS, Kind.SCATTER_GRADIENTS, Kind.SYNC_GRADIENTS})  # over replicas
+SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD})
+OF_NO_MICRO_BATCH = SHARDING | {Kind.REDUCE_GRAD}
+COLLECTIVES = frozenset({Kind.UNSHARD, Kind.REDUCE_SCATTER, Kind.REDUCE_GRAD})  # over replicas
 
 _NOTATION = re.compile(r"(\d+)(" + "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True)) + r")(\d*)")
 
@@ -68,25 +67,25 @@ class Action(NamedTuple):
 
     chunk: int
     kind: Kind
-    micro_batch: int | None = None  # None for what is done for all of them
+    micro_batch: int | None = None  # None for what is done once a step
 
     def __str__(self) -> str:
         return f"{self.chunk}{self.kind.value}{'' if self.micro_batch is None else self.micro_batch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The inverse of ``str``. Raises ValueError for anything else."""
+        """Inverse of ``str``. Raises ValueError for anything else."""
         match = _NOTATION.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"{text!r} is no action; actions look like 2F0, 1B3, 0SEND_F2, 2RECV_B1 or 0SYNC")
+            raise ValueError(f"{text!r} is no action; actions look like 2F0, 1B3, 0SEND_F2, 2RECV_B1 or 0REDUCE_GRAD")
         chunk, kind, micro_batch = match.groups()
         if (micro_batch == "") != (Kind(kind) in OF_NO_MICRO_BATCH):
-            raise ValueError(f"{text!r}: SYNC, GATHER and FREE belong to no micro-batch, every other action to one")
+            raise ValueError(f"{text!r}: UNSHARD, RESHARD and REDUCE_GRAD have no micro-batch, all other actions one")
         return cls(int(chunk), Kind(kind), int(micro_batch) if micro_batch else None)
 
     @property
     def peer(self) -> Action:
-        """The other end of a transfer. Raises ValueError for an action that is none."""
+        """Other end of a transfer. Raises ValueError for an action that is none."""
         if self.kind not in _OTHER_END:
             raise ValueError(f"{self} is no transfer")
         kind, step = _OTHER_END[self.kind]
@@ -103,13 +102,13 @@ _OTHER_END = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every pipeline rank does, in order.
+    """Actions of every pipeline rank, in order.
 
     Attributes:
         name: of the generator, for messages.
-        placement: the pipeline rank of each chunk.
-        micro_batches: how many each chunk computes.
-        actions: one sequence per pipeline rank.
+        placement: pipeline rank of each chunk.
+        micro_batches: number that each chunk computes.
+        actions: one sequence for each pipeline rank.
         forward_only: evaluation; there are no backward actions.
     """
 
@@ -128,20 +127,21 @@ class Schedule:
         return len(self.placement)
 
     def chunks_of(self, rank: int) -> tuple[int, ...]:
-        """The chunks that live on a pipeline rank, ascending."""
+        """Chunks of a pipeline rank, ascending."""
         return tuple(chunk for chunk, home in enumerate(self.placement) if home == rank)
 
 
-Place = tuple[int, int]  # (pipeline rank, index of its action)
+Position = tuple[int, int]
+"""(pipeline rank, index of its action)."""
 AROUND = 6  # actions shown on each side of a mark
 
 
-def format_actions(orders: Collection[Collection[Action]], marks: Collection[Place] = ()) -> str:
-    """The grid of ``torch.distributed.pipelining``'s messages, turned: time runs to the right.
+def format_actions(orders: Collection[Collection[Action]], marks: Collection[Position] = ()) -> str:
+    """Formats actions as the grid of ``torch.distributed.pipelining``'s messages, turned: time runs to the right.
 
     Args:
-        orders: the actions of each rank. marks: places to point out as ``>1B3<``; an index behind the last
-        action is its end. With marks, only the
+        orders: actions of each rank.
+        marks: positions to point out as ``>1B3<``; an index behind the last action is its end. With marks, only the
             columns near them are shown.
     """
     if not orders:

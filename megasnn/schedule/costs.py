@@ -1,4 +1,4 @@
-"""What the chunks of a schedule cost: times to compute and to move, and what is held, in any one unit."""
+"""Costs of chunks: times to compute and to move, and activations, in any one unit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megasnn.schedule.memory import stage_shares
 
 @dataclass(frozen=True)
 class Transfer:
-    """The way of one tensor to another rank.
+    """Times of one tensor's way to another rank.
 
     Attributes:
         time: from the end of the send, with a receive posted, until everything has arrived.
@@ -25,17 +25,17 @@ class Transfer:
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """Costs of one chunk for one micro-batch, times in any one unit.
+    """Costs of one chunk for one micro-batch: T_F, T_B and T_W of the zero-bubble papers, and M_B.
 
     Attributes:
-        forward, backward: time to compute. input_gradient, weight_gradient: that of a backward's two parts
-        where it is split; each half of `backward` when not given.
+        forward, backward: time to compute.
+        input_gradient, weight_gradient: times of a split backward; half of `backward` each when not given.
         transfer: time to move the chunk's output to the next chunk's rank, and that of its gradient back.
-        activation: what a forward holds until its backward or weight gradient is done; 1 counts micro-batches.
+        activation: kept by a forward until its backward or weight gradient is done; 1 counts micro-batches.
         output, gradient: the two ways in detail, in place of `transfer`.
         again: time of a forward that is computed again; that of the forward when not given.
-        gather, scatter: how long the link to the other replicas takes for the chunk's weights, and for the gradients of
-        one micro-batch.
+        unshard, reduce_scatter: time on the link to the other replicas for the chunk's weights, and for the gradients
+            of one micro-batch.
     """
 
     forward: float
@@ -47,15 +47,15 @@ class ChunkCost:
     output: Transfer | None = None
     gradient: Transfer | None = None
     again: float | None = None
-    gather: float = 0.0
-    scatter: float = 0.0
+    unshard: float = 0.0
+    reduce_scatter: float = 0.0
 
     def time(self, kind: Kind) -> float:
-        """Of one computation. Raises KeyError for a kind that is none."""
+        """Time of one computation. Raises KeyError for a kind that is none."""
         return self.times()[kind]
 
     def times(self) -> dict[Kind, float]:
-        """Of every kind of computation."""
+        """Time of every kind of computation."""
         half = self.backward / 2
         return {
             Kind.FORWARD: self.forward,
@@ -72,7 +72,7 @@ class ChunkCost:
         return times[Kind.INPUT_GRADIENT] + times[Kind.WEIGHT_GRADIENT]
 
     def way(self, forward: bool) -> Transfer:
-        """Of the chunk's output, or of the gradient of it."""
+        """Transfer of the chunk's output, or of the gradient of it."""
         detailed = self.output if forward else self.gradient
         return Transfer(self.transfer) if detailed is None else detailed
 
@@ -94,8 +94,8 @@ def chunk_costs(stages: Sequence[ChunkCost], placement: Sequence[int]) -> list[C
                 input_gradient=stage.time(Kind.INPUT_GRADIENT) * share,
                 weight_gradient=stage.time(Kind.WEIGHT_GRADIENT) * share,
                 again=stage.time(Kind.RECOMPUTE) * share,
-                gather=stage.gather * share,
-                scatter=stage.scatter * share,
+                unshard=stage.unshard * share,
+                reduce_scatter=stage.reduce_scatter * share,
             )
         )
     return costs

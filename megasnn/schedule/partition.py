@@ -1,7 +1,7 @@
-"""Which layers each pipeline chunk holds: balanced by cost, or as an explicit layout says.
+"""Partition of a model's layers into pipeline chunks: balanced by cost, or by an explicit layout.
 
-A model is a flat list of fine-grained layers, grouped in units (Spikformer: the patch stem, each block, the
-head). A chunk is a contiguous range of layers.
+A model is a flat list of fine-grained layers, grouped in units (Spikformer: the patch stem, each block, the head). A
+chunk is a contiguous range of layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_CUTS = 20_000
 
 
 def balanced_bounds(costs: Sequence[float], parts: int, allow_empty: bool = False) -> list[range]:
-    """The contiguous partition whose most costly part costs least; exact.
+    """Contiguous partition whose most costly part costs least; exact.
 
     Among those, the one with the smallest sum of squares, so that the other parts are balanced too.
 
@@ -52,7 +52,7 @@ def _best_cuts(
     combine: Callable[[float, float], float],
     weigh: Callable[[float], float],
 ) -> tuple[float, list[int]]:
-    """The value and the ends of the parts, none empty, that minimise the parts' weights, combined.
+    """Value and ends of the parts, none empty, that minimise the parts' weights, combined.
 
     Dynamic programming: best[p][n] is the least for the first n layers in p parts; every last part is tried.
     """
@@ -76,7 +76,7 @@ def _best_cuts(
 
 
 def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[range]:
-    """The contiguous partition into a chunk for each entry of `placement`, none empty, that balances the ranks.
+    """Contiguous partition into a chunk for each entry of `placement`, none empty, that balances the ranks.
 
     What counts is the most that a rank computes for a micro-batch, and with less weight the most costly chunk, since
     filling and draining the pipeline takes that once a step. With one chunk a rank it is `balanced_bounds`. Otherwise
@@ -108,7 +108,7 @@ def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[rang
 def _moved_while_better(
     cuts: tuple[int, ...], layers: int, badness: Callable[[Sequence[int]], float]
 ) -> tuple[int, ...]:
-    """One or two cuts at a time by one layer."""
+    """Moves one or two cuts at a time by one layer."""
     steps = [((a, x), (b, y)) for a in range(len(cuts)) for b in range(a, len(cuts)) for x in (-1, 1) for y in (-1, 1)]
     least = badness(cuts)
     while True:
@@ -125,12 +125,12 @@ def _moved_while_better(
 
 
 def loop_placement(ranks: int, chunks_per_rank: int = 1) -> tuple[int, ...]:
-    """The rank of each chunk, going round: rank r holds chunks r, ranks + r, 2 ranks + r, ..."""
+    """Rank of each chunk, going round: rank r holds chunks r, ranks + r, 2 ranks + r, ..."""
     return tuple(range(ranks)) * chunks_per_rank
 
 
 def v_placement(ranks: int, chunks_per_rank: int = 2) -> tuple[int, ...]:
-    """The rank of each chunk, down and up again: rank r holds chunks r and 2 ranks - 1 - r.
+    """Rank of each chunk, down and up again: rank r holds chunks r and 2 ranks - 1 - r.
 
     The first and the last chunk then share a rank, and so do the two at the turn. Raises ValueError for another number
     of chunks on each rank than two.
@@ -147,7 +147,7 @@ PLACEMENTS: Registry[Callable[[int, int], tuple[int, ...]]] = Registry(
 
 
 def parse_layout(layout: str | Sequence[int]) -> tuple[int, ...]:
-    """The number of units or layers in each chunk: "1|2|2|1", "1,2,2,1" or a list. Zeros are legal.
+    """Number of units or layers in each chunk: "1|2|2|1", "1,2,2,1" or a list. Zeros are legal.
 
     Raises ValueError for anything that is not a whole number, negative ones, and a layout without a layer.
     """
@@ -169,12 +169,12 @@ def parse_layout(layout: str | Sequence[int]) -> tuple[int, ...]:
 
 
 def layout_text(layout: Sequence[int]) -> str:
-    """The notation of the flag: ``"1|2|2|1"``, quotes included."""
+    """Notation of the flag: ``"1|2|2|1"``, quotes included."""
     return '"' + "|".join(str(size) for size in layout) + '"'
 
 
 def layout_to_bounds(layout: Sequence[int], unit_of_layer: Sequence[str], chunks: int | None = None) -> list[range]:
-    """The layers of each chunk of an explicit layout, which counts either units or single layers.
+    """Layers of each chunk of an explicit layout, which counts either units or single layers.
 
     Args:
         layout: sizes of the chunks.

@@ -1,20 +1,24 @@
 """Transformations of a schedule: from computing alone to what an executor can run.
 
-That communication is added by a pass, and not by the generators, is the idea of ``_add_send_recv`` in
-``torch.distributed.pipelining``: a generator then says in what order to compute, and nothing else.
+Communication is added by a pass, not by the generators, as ``_add_send_recv`` in ``torch.distributed.pipelining`` does:
+a generator says in what order to compute, and nothing else. `refine` and `insert_recompute` are passes over a complete
+schedule; in the result every unit is a chunk, so that whatever reads schedules reads it.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
-from megasnn.schedule.actions import FINISHING, PROPAGATING, Action, Kind, Schedule
+from megasnn.registry import Registry
+from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, RECEIVES, Action, Kind, Schedule
 
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Which chunks exchange tensors with a neighbour on another rank.
+    """Chunks that exchange tensors with a neighbour on another rank.
 
     Attributes:
         before, after: for each chunk, whether its predecessor, its successor, exists and lives elsewhere.
@@ -29,11 +33,16 @@ class Boundaries:
         return cls((False, *crossed), (*crossed, False))
 
 
+def complete(order: Schedule) -> Schedule:
+    """Adds transfers and the reduction of gradients to a schedule that only computes."""
+    return insert_gradient_reduction(insert_transfers(order))
+
+
 def insert_transfers(schedule: Schedule) -> Schedule:
     """Adds a receive right before each computation that needs one and a send after each that has a taker.
 
-    Neighbouring chunks on the same rank hand their tensors over without a transfer. Receives on a link are in
-    the order of the sends: one whose turn comes before it is needed is received early.
+    Neighbouring chunks on the same rank hand their tensors over without a transfer. Receives on a link are in the order
+    of the sends: one whose turn comes before it is needed is received early.
     """
     boundaries = Boundaries.of(schedule.placement)
     inputs, gradients = links = _links(schedule.placement)
@@ -97,13 +106,13 @@ def _receive(needed: Action, link: deque[Action], early: set[Action], result: li
         early.add(following)
 
 
-def insert_gradient_sync(schedule: Schedule) -> Schedule:
-    """Adds a SYNC for each chunk after its last backward and the send that others wait for."""
-    rows = tuple(_with_sync(order, set(schedule.chunks_of(rank))) for rank, order in enumerate(schedule.actions))
+def insert_gradient_reduction(schedule: Schedule) -> Schedule:
+    """Adds a REDUCE_GRAD for each chunk after its last backward and the send that others wait for."""
+    rows = tuple(_with_reduction(order, set(schedule.chunks_of(rank))) for rank, order in enumerate(schedule.actions))
     return replace(schedule, actions=rows)
 
 
-def _with_sync(order: tuple[Action, ...], chunks: set[int]) -> tuple[Action, ...]:
+def _with_reduction(order: tuple[Action, ...], chunks: set[int]) -> tuple[Action, ...]:
     result = list(order)
     for index in range(len(order) - 1, -1, -1):
         if not chunks:
@@ -111,5 +120,79 @@ def _with_sync(order: tuple[Action, ...], chunks: set[int]) -> tuple[Action, ...
         chunk, kind, _ = order[index]
         if chunk in chunks and (kind in FINISHING or kind is Kind.SEND_BACKWARD):
             chunks.discard(chunk)
-            result.insert(index + 1, Action(chunk, Kind.SYNC_GRADIENTS))
+            result.insert(index + 1, Action(chunk, Kind.REDUCE_GRAD))
+    return tuple(result)
+
+
+_OF_ALL_UNITS = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT_GRADIENT: -1, Kind.WEIGHT_GRADIENT: -1}
+_OF_ALL_UNITS[Kind.REDUCE_GRAD] = -1
+_OF_FIRST_UNIT = {Kind.RECV_FORWARD, Kind.SEND_BACKWARD}
+
+
+def refine(schedule: Schedule, units: Sequence[int]) -> Schedule:
+    """Splits every computation of a chunk into those of its units: forwards ascending, backwards descending.
+
+    Same order of all sums, same makespan.
+
+    Args:
+        units: number of units of each chunk.
+    Raises:
+        ValueError: a chunk without one, another number of chunks.
+    """
+    if len(units) != schedule.chunks or min(units) < 1:
+        raise ValueError(f"{list(units)} units for {schedule.chunks} chunks: each needs one or more")
+    firsts = [0, *accumulate(units)]
+    return replace(
+        schedule,
+        placement=tuple(rank for rank, count in zip(schedule.placement, units, strict=True) for _ in range(count)),
+        actions=tuple(tuple(unit for each in row for unit in _of_units(each, firsts)) for row in schedule.actions),
+    )
+
+
+def _of_units(action: Action, firsts: Sequence[int]) -> Iterator[Action]:
+    chunk, kind, m = action
+    units = range(firsts[chunk], firsts[chunk + 1])
+    if kind in _OF_ALL_UNITS:
+        yield from (Action(unit, kind, m) for unit in units[:: _OF_ALL_UNITS[kind]])
+    else:
+        yield Action(units[0] if kind in _OF_FIRST_UNIT else units[-1], kind, m)
+
+
+RECOMPUTE: Registry[Callable[[int, int], bool]] = Registry(
+    "--recompute",
+    {
+        "never": lambda micro_batch, micro_batches: False,
+        "except-last": lambda micro_batch, micro_batches: micro_batch < micro_batches - 1,
+        "always": lambda micro_batch, micro_batches: True,
+    },
+)
+"""By name: (micro-batch, number of micro-batches) -> whether its forwards are computed again."""
+
+NEVER = "never"
+
+
+def insert_recompute(schedule: Schedule, wanted: Callable[[int, int], bool]) -> Schedule:
+    """Adds an R before the backward of each (chunk, micro-batch) that is wanted; its forward keeps its input alone.
+
+    R comes before the rank waits for what the backward needs. Where nothing is computed between forward and backward
+    there is nothing to gain, and no R.
+    """
+    return replace(schedule, actions=tuple(with_recompute(row, wanted) for row in schedule.actions))
+
+
+def with_recompute(row: Sequence[Action], wanted: Callable[[int, int], bool]) -> tuple[Action, ...]:
+    """One rank's actions with R, as `insert_recompute` adds them."""
+    result: list[Action] = []
+    computed: Action | None = None  # the last computation
+    for action in row:
+        chunk, kind, m = action
+        forward = Action(chunk, Kind.FORWARD, m)
+        if kind in PROPAGATING and m is not None and wanted(chunk, m) and computed != forward:
+            at = len(result)
+            while at and result[at - 1].kind in RECEIVES:
+                at -= 1
+            result.insert(at, Action(chunk, Kind.RECOMPUTE, m))
+        result.append(action)
+        if kind in COMPUTE:
+            computed = action
     return tuple(result)

@@ -1,8 +1,23 @@
 """Zero-bubble schedules: ZB-H1 and ZB-H2 (arXiv 2401.10241), ZBV, V-Half and V-Min (arXiv 2405.15362).
 
-Each is an order of forwards and input gradients, `fill` adds the weight gradients. The V schedules choose among
-building blocks: one micro-batch's way down and up the V, forward and backward, repeated every six ticks, so
-that no two repetitions meet on a rank. How long the way takes says how many micro-batches are under way.
+Letters of the papers: the backward of a stage is split into B (here I), the gradient of its input, which the stage
+before waits for, and W, that of its weights, which fills bubbles. T_F, T_B and T_W are their times, M_B is what a
+forward keeps, p and m are the numbers of stages and micro-batches. Each schedule is an order of F and B, to which
+`fill` adds W, within a limit of activations in units of M_B:
+
+======  ========================================  ===============
+name    order                                     limit
+======  ========================================  ===============
+zb1p    1F1B's; bubble (p-1)(T_F + T_B - T_W)     p (ZB-H1)
+zb2p    2(p-r-1) warm-up forwards; no bubble      2p (ZB-H2)
+zbv     two chunks as a V; no bubble if all equal p (ZBV)
+v-half  two chunks as a V                         p // 2 + 1
+v-min   two chunks as a V                         (p+2) / 3
+======  ========================================  ===============
+
+The V schedules choose among building blocks: one micro-batch's way down and up the V, forward and backward, repeated
+every six ticks so that no two repetitions meet on a rank. How long the way takes says how many micro-batches are under
+way.
 """
 
 from __future__ import annotations
@@ -10,11 +25,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megasnn.schedule.fill import NO_CUTOFF, Filled, fill
+from megasnn.schedule.fill import (
+    FORWARD,
+    INPUT_GRADIENT,
+    NO_CUTOFF,
+    Filled,
+    Rows,
+    Ticks,
+    fill,
+    stream,
+)
 from megasnn.schedule.partition import loop_placement, v_placement
-from megasnn.schedule.streams import FORWARD, INPUT_GRADIENT, Rows, Ticks, stream
 
-PERIOD = 6  # ticks in which a rank has room for both chunks' F, I and W
+PERIOD = 6  # ticks in which a rank has room for both chunks' F, B and W
 # Ticks between neighbouring ranks on each of the four ways, and at the three turns between the ways.
 BLOCKS = (
     ((1, 1, 1, 1), (1, 1, 1)),
@@ -31,18 +54,18 @@ BLOCKS = (
 
 
 def half_limit(stages: int) -> int:
-    """The activations V-Half may hold, in whole stages' micro-batches."""
+    """Activations that V-Half may hold, in whole stages' micro-batches."""
     return stages // 2 + 1
 
 
 def min_limit(stages: int) -> int:
-    """The activations V-Min may hold, in whole stages' micro-batches."""
+    """Activations that V-Min may hold, in whole stages' micro-batches."""
     return -(-(stages + 2) // 3)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A way to a zero-bubble schedule: an order, or several to choose from, and what decides where weight gradients go.
+    """Order of F and B, or several to choose from, and what decides where W goes.
 
     Attributes:
         name: of the schedule. stages: pipeline ranks.
@@ -66,12 +89,9 @@ class Recipe:
         return v_placement(self.stages) if self.v else loop_placement(self.stages)
 
     def fill(self, ticks: Ticks, micro_batches: int, cutoff: tuple[float, float] = NO_CUTOFF) -> Filled | None:
-        """The fastest of its orders that keeps its limit and beats the cutoff, None if none does.
+        """Fills the fastest of its orders that keeps its limit and beats the cutoff; None if none does.
 
-        Of equally fast ones that with the smallest bubble inside a rank's span.
-
-        Args:
-            cutoff: as in `fill`.
+        Of equally fast ones that with the smallest bubble inside a rank's span. Args: cutoff: as in `fill`.
         """
         best = None
         for order in self.orders(micro_batches):
@@ -93,7 +113,7 @@ class Recipe:
 
 
 def _one_chunk_order(stages: int, micro_batches: int, pace: int, most: int | None) -> Rows:
-    """The warm-up; then a forward and an input gradient in turn."""
+    """Warm-up, then a forward and an input gradient in turn."""
     rows = []
     for rank in range(stages):
         ahead = min(pace * (stages - rank - 1), micro_batches, micro_batches if most is None else most)
@@ -103,7 +123,7 @@ def _one_chunk_order(stages: int, micro_batches: int, pace: int, most: int | Non
 
 
 def _block(stages: int, steps: Sequence[int], turns: Sequence[int]) -> dict[int, int]:
-    """The tick of the first micro-batch in each stream; later than asked where a repetition is in the way."""
+    """Tick of the first micro-batch in each stream; later than asked where a repetition is in the way."""
     placement = v_placement(stages)
     down, up = range(stages), range(stages, 2 * stages)
     ways = [(FORWARD, down), (FORWARD, up), (INPUT_GRADIENT, up[::-1]), (INPUT_GRADIENT, down[::-1])]

@@ -26,7 +26,7 @@ from megasnn.kernels.backends import backend_told
 from megasnn.layers.holding import calls_of, exchanges_of
 from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
 from megasnn.parallel_state import ParallelState
-from megasnn.pipeline.costs import layers_per_chunk
+from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Kind
 from megasnn.sharding import row_bounds
@@ -280,7 +280,7 @@ def _shared_weights(config: PretrainConfig, engine: DistributedModel, plan: Pipe
     evaluates = config.training.evaluate_only
     schedule = (plan.schedules.evaluation if evaluates else plan.schedules.training)(plan.micro_batches)
     mine = schedule.actions[pipeline.rank]
-    gathers = [weights.unit_bytes[action.chunk] for action in mine if action.kind is Kind.GATHER_WEIGHTS]
+    gathers = [weights.unit_bytes[action.chunk] for action in mine if action.kind is Kind.UNSHARD]
     kept = [entry.tensor for entry in (*engine.tensors, *engine.copies) if entry.is_parameter]
     rows = sum(each.nbytes for each in kept if each.requires_grad)
     units = [size for size, rank in zip(weights.unit_bytes, schedule.placement, strict=True) if rank == pipeline.rank]

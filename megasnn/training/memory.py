@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -17,17 +15,14 @@ from megasnn.free_memory import release_free_memory
 from megasnn.grid import SUMMED_AXES
 from megasnn.optim import held_state_bytes, state_bytes, working_bytes
 from megasnn.parallel_state import ParallelState
-from megasnn.pipeline.costs import PipelineCosts
-from megasnn.pipeline.memory import NotMeasuredError, measure_memory
-from megasnn.pipeline.owned_rows_memory import travelling
-from megasnn.pipeline.peaks import StepPeak, graphs_bytes, step_peaks
+from megasnn.pipeline.cost_model import PipelineCosts
+from megasnn.pipeline.peak_memory import Moment, graphs_bytes, peak_moments
 from megasnn.pipeline.plan import PipelinePlan
+from megasnn.pipeline.profile_layers import count_memory
 from megasnn.planner.memory import MemoryForecast, sample_bytes
 from megasnn.sharded_tensors import ShardedTensor
 from megasnn.telemetry.memory import gather_peak_memory_mb, held_memory_mb
 from megasnn.telemetry.reporter import Reporter
-
-TRIAL_SECONDS = 3.0
 
 
 def forecast_memory(
@@ -40,12 +35,11 @@ def forecast_memory(
 ) -> list[MemoryForecast]:
     """Of every rank, the same on all of them; none where the layers cannot be tried out. Collective over the world.
 
-    Measures the layers' memory where the plan has not; see `megasnn.pipeline.memory`.
+    Counts the layers' memory where the plan has not; see `megasnn.pipeline.profile_layers`.
     """
-    try:
-        costs = _costs(config, distributed, plan, state, TRIAL_SECONDS)
-    except NotMeasuredError as reason:
-        reporter.line(f"memory is not predicted: {reason}")
+    costs = _agreed_costs(config, distributed, plan, state)
+    if isinstance(costs, str):
+        reporter.line(f"memory is not predicted: {costs}")
         return []
     peak, owned = _peak(costs, distributed, plan), distributed.owned
     held = (*distributed.copies, *distributed.tensors)
@@ -87,40 +81,51 @@ def forecast_memory(
 
 def step_peak(
     config: PretrainConfig, distributed: DistributedModel, plan: PipelinePlan, state: ParallelState
-) -> StepPeak:
-    """What this rank will need in a usual step, without graphs. Collective over the world.
-
-    Raises:
-        NotMeasuredError: on every rank, where the layers cannot be tried out.
-    """
-    return _peak(_costs(config, distributed, plan, state, math.inf), distributed, plan)
+) -> Moment:
+    """Moment of a usual step at which this rank will need most, without graphs. Collective over the ranks that share a
+    micro-batch."""
+    return _peak(_costs(config, distributed, plan, state), distributed, plan)
 
 
 def _costs(
-    config: PretrainConfig, distributed: DistributedModel, plan: PipelinePlan, state: ParallelState, seconds: float
+    config: PretrainConfig, distributed: DistributedModel, plan: PipelinePlan, state: ParallelState
 ) -> PipelineCosts:
-    """Those that the plan has, or of the layers' memory alone. Args: seconds: see `measure_memory`."""
-    return plan.costs or measure_memory(
+    """Costs of the plan, or of the layers' memory alone."""
+    return plan.costs or count_memory(
         distributed.model,
         distributed.context.largest_share(config.training.micro_batch_size),
         distributed.context,
         state.device,
         wire_options(config.parallel),
-        state.world,
-        seconds,
         plan.schedules.units is not None,
     )
 
 
-def _peak(costs: PipelineCosts, distributed: DistributedModel, plan: PipelinePlan) -> StepPeak:
+def _agreed_costs(
+    config: PretrainConfig, distributed: DistributedModel, plan: PipelinePlan, state: ParallelState
+) -> PipelineCosts | str:
+    """The same, or on every rank why a layer of one cannot be tried out. Collective over the world."""
+    found: PipelineCosts | str
+    try:
+        found = _costs(config, distributed, plan, state)
+    except Exception as error:
+        if state.tensor.size > 1 or state.context.size > 1:  # others wait for this rank in the middle of a layer
+            raise
+        found = f"{type(error).__name__}: {error}"
+    reasons: list[str] = [found if isinstance(found, str) else ""]
+    if state.world.size > 1:
+        reasons *= state.world.size
+        dist.all_gather_object(reasons, reasons[0], group=state.world.handle)
+    return next(filter(None, reasons), found)
+
+
+def _peak(costs: PipelineCosts, distributed: DistributedModel, plan: PipelinePlan) -> Moment:
     schedule = plan.schedules.training(plan.micro_batches)
-    chunks = distributed.chunks.values()
-    layers = chain(*(zip(plan.bounds[chunk.index], chunk.layers, strict=True) for chunk in chunks))
-    exchanged = [travelling(distributed.data_parallel, layers)] * schedule.ranks
-    return step_peaks(schedule, plan.executed_bounds, costs, exchanged)[distributed.state.pipeline.rank]
+    exchanged = [distributed.data_parallel.exchanged_bytes] * schedule.ranks
+    return peak_moments(schedule, plan.executed_bounds, costs, exchanged)[distributed.state.pipeline.rank]
 
 
-def _graphs(costs: PipelineCosts, distributed: DistributedModel, plan: PipelinePlan, peak: StepPeak) -> int:
+def _graphs(costs: PipelineCosts, distributed: DistributedModel, plan: PipelinePlan, peak: Moment) -> int:
     """Bytes beside that peak; nothing where no layer has graphs."""
     if all(chunk.graphs is None for chunk in distributed.chunks.values()):
         return 0

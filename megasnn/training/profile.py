@@ -16,8 +16,7 @@ from megasnn.parallel.clocks import clock_offsets
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Action, Schedule, Simulation
-from megasnn.schedule.evaluate import idle_share
-from megasnn.schedule.gantt import SECONDS, View, raster
+from megasnn.schedule.draw import SECONDS, View, raster
 from megasnn.schedule.simulate import TimedAction, summarise
 from megasnn.telemetry.reporter import Reporter
 from megasnn.telemetry.timers import Mark
@@ -99,7 +98,7 @@ def scalars_of(profile: PipelineProfile) -> dict[str, float]:
     return {
         f"pipeline/{name}_{what}": value
         for what, result in (("measured", profile.measured), ("predicted", profile.predicted))
-        for name, value in (("ms", 1e3 * result.makespan), ("bubble", idle_share(result)))
+        for name, value in (("ms", 1e3 * result.makespan), ("bubble", result.idle_share))
     }
 
 
@@ -109,7 +108,7 @@ def chart(schedule: Schedule, result: Simulation, title: str, span: float | None
     Args:
         span: seconds that the whole width stands for, to compare charts; the makespan when not given.
     """
-    return np.asarray(raster(schedule, result, View(span, *SECONDS, title)))
+    return raster(schedule, result, View(span, *SECONDS, title))
 
 
 def report(profile: PipelineProfile, reporter: Reporter, iteration: int, samples: int) -> None:

@@ -28,7 +28,7 @@ from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, Schedule, generate, validate
-from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
+from megasnn.schedule.passes import insert_gradient_reduction, insert_transfers
 from tests.distributed.whole import random as random_tensor
 
 CHANNELS, CLASSES, SIDE, STEPS = 8, 3, 3, 2
@@ -72,7 +72,7 @@ def random_schedule(seed: int, ranks: int) -> Schedule:
             done[chunk, advanced] += 1
     orders = tuple(map(tuple, rows))
     schedule = Schedule(f"random {seed}", tuple(placement), micro_batches, orders)
-    return insert_gradient_sync(insert_transfers(schedule))
+    return insert_gradient_reduction(insert_transfers(schedule))
 
 
 def _possible(step: tuple[int, str], done: dict[tuple[int, str], int], chunks: int, micro_batches: int) -> bool:

@@ -24,12 +24,13 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts
+from megasnn.pipeline.choose_schedule import PipelineRequest
+from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.kept_input import KeptInput
-from megasnn.pipeline.memory import measure_memory
-from megasnn.pipeline.order import PipelineRequest
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.peak_memory import unit_memory
 from megasnn.pipeline.plan import plan_pipeline
+from megasnn.pipeline.profile_layers import count_memory
 from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.schedule import Action, Kind, plan_schedule
 from megasnn.schedule.memory import activations_held
@@ -94,11 +95,11 @@ def _held_after_actions(model: Model, recompute: str) -> tuple[list[tuple[Action
             engine.forward_backward(batches, 2 * SAMPLES)
     finally:
         destroy_model_parallel()
-    costs = measure_memory(engine.model, SAMPLES, BuildContext(), CPU, WireOptions(), repeats=True)
-    units = engine.plan.unit_bounds([range(len(engine.model.layers))])
+    costs = count_memory(engine.model, SAMPLES, BuildContext(), CPU, WireOptions(), repeats=True)
+    units = unit_memory(costs, engine.plan.unit_bounds([range(len(engine.model.layers))]))
     schedule = engine.plan.training(2)
     assert [action for action, _ in live.after] == list(schedule.actions[0])
-    return live.after, activations_held(schedule, 0, costs.held_bytes(units), costs.entering_bytes(units))
+    return live.after, activations_held(schedule, 0, [each.held for each in units], [each.entering for each in units])
 
 
 def _small_spikformer() -> Spikformer:
@@ -112,7 +113,7 @@ def test_what_is_held_falls_as_predicted(ranks) -> None:
         ((measured, predicted),) = ranks(1, _held_after_actions, _small_spikformer(), mode)
         peaks[mode] = max(held for _, held in measured)
         for (action, held), expected in zip(measured, predicted, strict=True):
-            if action.kind is not Kind.SYNC_GRADIENTS:
+            if action.kind is not Kind.REDUCE_GRAD:
                 assert held == pytest.approx(expected, rel=0.05), action
     assert peaks["always"] < peaks["never"] / 3
 
@@ -206,7 +207,7 @@ COSTS = PipelineCosts(
 def _planned(budget: float) -> tuple[list[dict[int, list[int]]], list[int], list[str]]:
     state = initialize_model_parallel(1, 1)
     try:
-        request = PipelineRequest("gpipe", 1, None, (range(3),), SAMPLES, (2,), memory_budget=budget)
+        request = PipelineRequest("gpipe", 1, (range(3),), SAMPLES, (2,), memory_budget=budget)
         plan = plan_pipeline(describe(_Between()), request, BuildContext(), state, WireOptions(), COSTS)
         return plan.repeated(), plan.step_bytes(2), plan.describe_recompute()
     finally:

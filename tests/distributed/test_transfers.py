@@ -17,12 +17,12 @@ from megasnn.comm.codec import Content
 from megasnn.comm.communicators import Communicators
 from megasnn.comm.group import Group
 from megasnn.models.description import Carried
+from megasnn.pipeline.arrivals import sent_by_then
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions
 from megasnn.pipeline.transfers import Transfers, linked
 from megasnn.schedule import Action, Schedule, generate, plan_schedule
 from megasnn.schedule.actions import COMPUTE, SENDS
-from megasnn.schedule.arrivals import sent_by_then
-from megasnn.schedule.refine import refine
+from megasnn.schedule.passes import refine
 from tests.distributed.test_random_schedules import random_schedule
 from tests.parity.test_schedules import SCHEDULES
 

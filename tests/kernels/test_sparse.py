@@ -273,8 +273,8 @@ def test_the_planner_measures_what_a_run_computes(flag: str, precision: str, spa
         of_run = engine.distributed.context.sparse_products
     description = describe(config.model, config.neuron.spec)
     with (
-        mock.patch.object(counting, "measure_memory", wraps=counting.measure_memory) as counted,
-        mock.patch.object(measuring, "measure_layers", wraps=measuring.measure_layers) as timed,
+        mock.patch.object(counting, "count_memory", wraps=counting.count_memory) as counted,
+        mock.patch.object(measuring, "profile_layers", wraps=measuring.profile_layers) as timed,
     ):
         known = counted_sizes(description, config, [1], [], on_cpu=True)
         measuring.measured(description, config, known)

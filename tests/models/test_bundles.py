@@ -29,9 +29,8 @@ from megasnn.models.model import Model
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import p2p
 from megasnn.pipeline.chunk import build_chunk
-from megasnn.pipeline.measured import measure_layers
-from megasnn.pipeline.memory import measure_memory
 from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.profile_layers import count_memory, profile_layers
 from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, Schedule, plan_schedule
@@ -153,12 +152,12 @@ def test_each_entry_travels_in_its_own_format_and_gradients_only_where_they_are_
 
 def test_costs_of_a_boundary_are_those_of_all_that_crosses_it() -> None:
     model = describe(UNet())
-    costs = measure_layers(model, 2, BuildContext(), CPU, WireOptions(), 2)
+    costs = profile_layers(model, 2, BuildContext(), CPU, WireOptions(), 1)
     spikes = 2 * 2 * 4 * 8 * 8
     assert costs[0].gradient == 4 * spikes and costs[0].message == spikes // 8
     assert costs[2].gradient == 4 * (spikes + spikes // 2 + spikes // 8)  # stem, down.0, down.1
     assert costs[-1].gradient == 4 * 2 * 2 * CLASSES
-    tried = measure_memory(describe(Bundles()), 2, BuildContext(), CPU, WireOptions())
+    tried = count_memory(describe(Bundles()), 2, BuildContext(), CPU, WireOptions())
     count = 2 * 2 * 4 * 6 * 6  # values of an entry
     assert tried.layers[1].gradient == 2 * 4 * count and tried.layers[1].held > 0  # of the spikes and the dense values
 

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ from megasnn.parallel_state import destroy_model_parallel, initialize_model_para
 from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.pretraining import configuration
 from megasnn.telemetry.records import StepResult
-from megasnn.training import memory
 from megasnn.training.loop import TrainingRun
 from tests.data.shard_files import write_shard
 from tests.parity.zoo import sew_resnets
@@ -218,8 +216,7 @@ def train_recipe(name: str, *flags: str) -> RecipeRun:
     state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     seen = RecipeRun()
     try:
-        with mock.patch.object(memory, "TRIAL_SECONDS", math.inf):  # a busy machine is slow
-            run = TrainingRun(config, state)
+        run = TrainingRun(config, state)
         run.engine.steps.train = _watched(run.engine.steps.train, seen)  # type: ignore[method-assign]
         run.train()
         run.close()

@@ -27,7 +27,7 @@ from megasnn.parallel_state import ParallelState, destroy_model_parallel, initia
 from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
-from megasnn.schedule.refine import RECOMPUTE
+from megasnn.schedule.passes import RECOMPUTE
 from tests.models.networks import Bundles, Tied, UNet
 from tests.parity.networks import CalledAgain
 from tests.parity.ranks import Layout, model_config

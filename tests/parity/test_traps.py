@@ -11,10 +11,10 @@ from megasnn.layers import BuildContext, ParallelBatchNorm
 from megasnn.losses.sums import cross_entropy_sum
 from megasnn.models.building import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline import measured
+from megasnn.pipeline import profile_layers
 from megasnn.pipeline.chunk import build_chunk
-from megasnn.pipeline.costs import LayerCost, PipelineCosts
-from megasnn.pipeline.measured import agreed_costs
+from megasnn.pipeline.cost_model import LayerCost, PipelineCosts
+from megasnn.pipeline.profile_layers import profile_pipeline
 from megasnn.schedule.partition import balanced_bounds
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, assemble, model_config, one_step
@@ -81,9 +81,9 @@ def _costs_with_one_slow_rank() -> PipelineCosts:
     try:
         if state.rank == 1:
             # A rank that would measure something else if it were asked.
-            monkeypatch.setattr(measured, "measure_layers", lambda *_: [LayerCost(1000, 1000, 1000)] * 10)
+            monkeypatch.setattr(profile_layers, "profile_layers", lambda *_: [LayerCost(1000, 1000, 1000)] * 10)
         model = describe(model_config(), NeuronSpec())
-        return agreed_costs(model, 2, BuildContext(state.tensor), state)
+        return profile_pipeline(model, 2, BuildContext(state.tensor), state)
     finally:
         monkeypatch.undo()
         destroy_model_parallel()

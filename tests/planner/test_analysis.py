@@ -9,7 +9,7 @@ import pytest
 from megasnn.config import ConfigError
 from megasnn.models.building import describe
 from megasnn.models.problems import building_problems
-from megasnn.pipeline.costs import LinkCost
+from megasnn.pipeline.cost_model import LinkCost
 from megasnn.planner.analysis import Analysis, LayerSeconds, Timed
 from megasnn.planner.analyze import analyze, counted_sizes
 from megasnn.planner.costs import Links, Share, counted_costs, layer_costs

@@ -10,8 +10,8 @@ import torch
 from megasnn.grid import ContextCut
 from megasnn.models.building import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.costs import LayerCost
-from megasnn.pipeline.memory import measure_memory
+from megasnn.pipeline.cost_model import LayerCost
+from megasnn.pipeline.profile_layers import count_memory
 from megasnn.planner.counting import context_of, counted, trial_sizes, wires_of
 from tests.planner.models import config
 
@@ -26,7 +26,7 @@ def of_rank(tensor: int, context: int, cut: ContextCut, on_cpu: bool) -> list[tu
     try:
         built_for = context_of(state, asked, cut, on_cpu)
         return [
-            measure_memory(model, MICRO_BATCH, built_for, state.device, wires_of(asked), repeats=True).layers
+            count_memory(model, MICRO_BATCH, built_for, state.device, wires_of(asked), repeats=True).layers
             for _ in range(5)
         ]
     finally:

@@ -1,7 +1,10 @@
-"""The validator against single faults that it must see, and against a naive run of arbitrarily disordered
-schedules."""
+"""The validator against single faults that it must see, and against a naive run of disordered schedules."""
 
+from __future__ import annotations
+
+import random
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -9,8 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasnn.schedule import Action, Kind, Schedule, ScheduleError, generate, plan_schedule, validate
-from megasnn.schedule.actions import SENDS
-from megasnn.schedule.passes import insert_gradient_sync, insert_transfers
+from megasnn.schedule.actions import FINISHING, PROPAGATING, SENDS, USES_WEIGHTS
+from megasnn.schedule.fsdp_passes import SharedWeights
+from megasnn.schedule.passes import complete, insert_recompute, refine
+from megasnn.schedule.validate import validate_replicas, validate_weights
+from tests.schedule.test_passes import parsed
+
+Row = list[Action]
 
 
 def of_name(name: str, stages: int, micro_batches: int, forward_only: bool) -> Schedule:
@@ -27,50 +35,28 @@ schedules = st.builds(
 )
 
 
-def parsed(*rows: str) -> tuple[tuple[Action, ...], ...]:
-    return tuple(tuple(Action.parse(text) for text in row.split()) for row in rows)
+def with_row(schedule: Schedule, rank: int, row: Row) -> Schedule:
+    return replace(schedule, actions=(*schedule.actions[:rank], tuple(row), *schedule.actions[rank + 1 :]))
 
 
-def with_row(schedule: Schedule, rank: int, row: list[Action]) -> Schedule:
-    rows = list(schedule.actions)
-    rows[rank] = tuple(row)
-    return replace(schedule, actions=tuple(rows))
-
-
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(schedules, st.data())
-def test_a_lost_action_is_seen(schedule: Schedule, data: st.DataObject) -> None:
-    rank = data.draw(st.integers(0, schedule.ranks - 1))
-    row = list(schedule.actions[rank])
-    lost = row.pop(data.draw(st.integers(0, len(row) - 1)))
-    with pytest.raises(ScheduleError, match=rf"lacks {lost}\b"):
-        validate(with_row(schedule, rank, row))
-
-
-@settings(max_examples=50, deadline=None)
-@given(schedules, st.data())
-def test_a_repeated_action_is_seen(schedule: Schedule, data: st.DataObject) -> None:
-    rank = data.draw(st.integers(0, schedule.ranks - 1))
-    row = list(schedule.actions[rank])
-    again = data.draw(st.sampled_from(row))
-    with pytest.raises(ScheduleError, match=rf"{again} is there twice"):
-        validate(with_row(schedule, rank, [*row, again]))
-
-
-@settings(max_examples=50, deadline=None)
-@given(schedules, st.data())
-def test_a_foreign_action_is_seen(schedule: Schedule, data: st.DataObject) -> None:
+def test_an_action_that_is_lost_repeated_or_foreign_is_seen(schedule: Schedule, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     row = list(schedule.actions[rank])
     at = data.draw(st.integers(0, len(row) - 1))
     foreign = Action(row[at].chunk, Kind.FORWARD, schedule.micro_batches)
-    with pytest.raises(ScheduleError, match=rf"{foreign} does not belong here \(rank {rank} at action {at}\)"):
-        validate(with_row(schedule, rank, [*row[:at], foreign, *row[at + 1 :]]))
+    for mutant, named in (
+        ([*row[:at], *row[at + 1 :]], f"rank {rank} at action"),
+        ([*row, row[at]], str(row[at])),
+        ([*row[:at], foreign, *row[at + 1 :]], rf"{foreign} .*rank {rank} at action {at}"),
+    ):
+        with pytest.raises(ScheduleError, match=named):
+            validate(with_row(schedule, rank, mutant))
 
 
 def runs(schedule: Schedule) -> bool:
-    """Whether a naive executor gets through: tagged messages in queues, and every use of something absent
-    is fatal."""
+    """Whether a naive executor gets through: tagged messages in queues, and every use of something absent is fatal."""
     done: list[set[Action]] = [set() for _ in schedule.actions]
     queues: dict[tuple[int, int, bool], deque[Action]] = defaultdict(deque)
     at = [0] * schedule.ranks
@@ -104,7 +90,7 @@ def ready(schedule: Schedule, action: Action, done: set[Action]) -> bool:
     """For one chunk per rank."""
     chunk, m = action.chunk, action.micro_batch
     backwards = [a.micro_batch for a in done if a.kind is Kind.BACKWARD]
-    if action.kind is Kind.SYNC_GRADIENTS:
+    if action.kind is Kind.REDUCE_GRAD:
         return len(backwards) == schedule.micro_batches
     if action.kind is Kind.FORWARD:
         forwards = [a for a in done if a.kind is Kind.FORWARD]
@@ -132,34 +118,38 @@ def test_a_disordered_schedule_is_valid_exactly_if_a_naive_run_gets_through(
         assert runs(schedule)
 
 
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ("0F0 0W0 0I0", "0W0 .*0I0"),
+        ("0F0 0I0", "0W0"),
+        ("0F0 0I0 0B0 0W0", "0B0"),
+        ("0F0 0F1 0I0 0I1 0W1 0W0", "0W1 .*0W0"),
+        ("0F0 0F1 0I1 0I0 0W0 0W1", "0I1 .*0I0"),
+    ],
+)
+def test_a_wrong_split_is_seen(row: str, named: str) -> None:
+    (actions,) = parsed(row)
+    micro_batches = 1 + max(action.micro_batch or 0 for action in actions)
+    with pytest.raises(ScheduleError, match=named):
+        validate(complete(Schedule("wrong", (0,), micro_batches, (actions,))))
+
+
 def test_a_deadlock_shows_who_waits_where() -> None:
-    schedule = Schedule(
-        "crossed", (0, 1), 1, parsed("0RECV_B0 0F0 0SEND_F0 0B0 0SYNC", "1RECV_F0 1F0 1B0 1SEND_B0 1SYNC")
-    )
+    rows = "0RECV_B0 0F0 0SEND_F0 0B0 0REDUCE_GRAD", "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD"
     with pytest.raises(ScheduleError) as error:
-        validate(schedule)
+        validate(Schedule("crossed", (0, 1), 1, parsed(*rows)))
     text = str(error.value)
     assert "deadlock" in text
-    assert "rank 0: >0RECV_B0< 0F0 0SEND_F0" in text
-    assert "rank 1: >1RECV_F0< 1F0" in text
+    assert "rank 0: >0RECV_B0< 0F0 0SEND_F0" in text and "rank 1: >1RECV_F0< 1F0" in text
 
 
-def test_a_receive_out_of_turn_is_seen() -> None:
-    schedule = Schedule(
-        "turn",
-        (0, 1),
-        2,
-        parsed("0F0 0F1 0SEND_F1 0SEND_F0", "1RECV_F0 1F0 1RECV_F1 1F1"),
-        forward_only=True,
-    )
-    with pytest.raises(ScheduleError, match="1RECV_F0 is next to receive from rank 0, which sends 0SEND_F1 first"):
-        validate(schedule)
-
-
-def test_a_placement_that_leaves_a_rank_without_work_is_refused() -> None:
-    schedule = Schedule("idle", (0,), 1, parsed("0F0 0B0 0SYNC", ""))
+def test_a_receive_out_of_turn_and_an_idle_rank_are_seen() -> None:
+    rows = parsed("0F0 0F1 0SEND_F1 0SEND_F0", "1RECV_F0 1F0 1RECV_F1 1F1")
+    with pytest.raises(ScheduleError, match="1RECV_F0 .* rank 0, .* 0SEND_F1"):
+        validate(Schedule("turn", (0, 1), 2, rows, forward_only=True))
     with pytest.raises(ScheduleError, match=r"placement \(0,\)"):
-        validate(schedule)
+        validate(Schedule("idle", (0,), 1, parsed("0F0 0B0 0REDUCE_GRAD", "")))
 
 
 def test_the_grid_is_cut_to_the_surroundings_of_the_mark() -> None:
@@ -173,21 +163,103 @@ def test_the_grid_is_cut_to_the_surroundings_of_the_mark() -> None:
     assert grid[1].count(">") == 1
 
 
-@pytest.mark.parametrize(
-    ("placement", "rows"),
-    [
-        # Two chunks a rank, in a loop and as a V; in a V the last two chunks' neighbours share a rank.
-        ((0, 1, 0, 1), ("0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1")),
-        ((0, 1, 1, 0), ("0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1")),
-    ],
-)
-def test_several_chunks_on_a_rank(placement: tuple[int, ...], rows: tuple[str, str]) -> None:
-    schedule = insert_gradient_sync(insert_transfers(Schedule("by hand", placement, 2, parsed(*rows))))
+# --- single faults in schedules with gathered weights and recompute
+
+NAMES = ("1f1b", "zb1p", "zbv", "interleaved")
+LIMIT, EACH = 2, 5  # live units; mutants of each kind and schedule
+
+
+def shared(name: str) -> Schedule:
+    """Three units in each of two stages' chunks; all but the last micro-batch are computed again."""
+    schedule = generate(name, 2, 4)
+    refined = insert_recompute(refine(schedule, [3] * schedule.chunks), lambda unit, m: m < 3)
+    return SharedWeights((1,) * refined.chunks, LIMIT, scattered=frozenset(range(refined.chunks))).insert(refined)
+
+
+def prove(schedule: Schedule, replica: Schedule) -> None:
     validate(schedule)
-    for rank, order in enumerate(schedule.actions):
-        assert [a for a in order if a.kind is Kind.SYNC_GRADIENTS] == [
-            Action(chunk, Kind.SYNC_GRADIENTS) for chunk in reversed(schedule.chunks_of(rank))
-        ]
-    local = {(a, b) for a, b in zip(range(3), range(1, 4), strict=True) if placement[a] == placement[b]}
-    sent = {(a.chunk, a.peer.chunk) for order in schedule.actions for a in order if a.kind is Kind.SEND_FORWARD}
-    assert sent == {(0, 1), (1, 2), (2, 3)} - local
+    validate_weights(schedule, [1] * schedule.chunks, LIMIT, range(schedule.chunks))
+    validate_replicas([replica, schedule])
+
+
+def lost(row: Row, at: int) -> Row:
+    return [*row[:at], *row[at + 1 :]]
+
+
+def twice(row: Row, at: int) -> Row:
+    return [*row[: at + 1], row[at], *row[at + 1 :]]
+
+
+def behind(row: Row, at: int, ends: Callable[[Action], bool]) -> Row | None:
+    """The action right behind the next one of its unit that ends its time."""
+    end = next((n for n in range(at + 1, len(row)) if row[n].chunk == row[at].chunk and ends(row[n])), None)
+    return None if end is None else [*lost(row, at)[:end], row[at], *row[end + 1 :]]
+
+
+def before(row: Row, at: int, begins: Callable[[Action], bool]) -> Row:
+    """The action right before the last one of its unit that it must follow."""
+    begin = max(n for n in range(at) if row[n].chunk == row[at].chunk and begins(row[n]))
+    return [*row[:begin], row[at], *lost(row, at)[begin:]]
+
+
+def mutants(row: Row) -> Iterator[tuple[str, Row | None]]:
+    """Rows with one fault, and the kind of it."""
+    for at, action in enumerate(row):
+        kind, m = action.kind, action.micro_batch
+        if kind in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_SCATTER):
+            yield f"{kind.value} lost", lost(row, at)
+            yield f"{kind.value} twice", twice(row, at)
+        if kind is Kind.UNSHARD:
+            yield "gathered too late", behind(row, at, lambda each: each.kind in USES_WEIGHTS)
+            if row[at + 1].kind in (Kind.UNSHARD, Kind.REDUCE_SCATTER):
+                yield "another order than other replicas", [*row[:at], row[at + 1], row[at], *row[at + 2 :]]
+        elif kind is Kind.RESHARD:
+            yield "freed too early", before(row, at, lambda each: each.kind in USES_WEIGHTS)
+            if row[at + 1].kind is Kind.UNSHARD and row[at - 1].kind is not Kind.RESHARD:
+                yield "more than the limit", [*row[:at], row[at + 1], row[at], *row[at + 2 :]]
+        elif kind is Kind.REDUCE_SCATTER:
+            yield "scattered too late", behind(row, at, lambda each: each.kind in FINISHING | {Kind.REDUCE_GRAD})
+            yield "scattered too early", before(row, at, lambda each, m=m: each.kind in FINISHING and each[2] == m)
+        elif kind is Kind.RECOMPUTE:
+            yield "again twice", twice(row, at)
+            yield "again too late", behind(row, at, lambda each, m=m: each.kind in PROPAGATING and each[2] == m)
+            yield "again too early", before(row, at, lambda each, m=m: each.kind is Kind.FORWARD and each[2] == m)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_single_faults_are_seen(name: str) -> None:
+    schedule, draw = shared(name), random.Random(name)
+    prove(schedule, schedule)
+    found: dict[str, list[tuple[int, Row]]] = defaultdict(list)
+    for rank, row in enumerate(schedule.actions):
+        for fault, mutant in mutants(list(row)):
+            if mutant is not None:
+                found[fault].append((rank, mutant))
+    assert len(found) >= 15
+    for fault, rows in found.items():
+        for rank, row in draw.sample(rows, min(EACH, len(rows))):
+            try:
+                prove(with_row(schedule, rank, row), schedule)
+            except ScheduleError as error:
+                assert f"rank {rank} at action" in str(error)
+            else:
+                pytest.fail(f"{fault} is not seen: {' '.join(map(str, row))}")
+
+
+def test_what_has_no_weights_and_what_is_not_scattered() -> None:
+    schedule = shared("1f1b")
+    with pytest.raises(ScheduleError, match=r"0UNSHARD .*rank 0 at action 0"):
+        validate_weights(schedule, [0, *[1] * (schedule.chunks - 1)])
+    with pytest.raises(ScheduleError, match=r"0REDUCE_SCATTER\d"):
+        validate_weights(schedule, [1] * schedule.chunks, scattered=range(1, schedule.chunks))
+    rows = tuple(tuple(each for each in row if "0REDUCE_SCATTER" not in str(each)) for row in schedule.actions)
+    bare = replace(schedule, actions=rows)
+    validate(bare)
+    with pytest.raises(ScheduleError, match=rf"rank 0 lacks 0REDUCE_SCATTER \(rank 0 at action {len(rows[0])}\)"):
+        validate_weights(bare, [1] * schedule.chunks, scattered=range(schedule.chunks))
+
+
+def test_a_replica_that_ends_before_the_others_is_seen() -> None:
+    longer, shorter = (SharedWeights((1,) * 4).insert(refine(generate("1f1b", 1, count), [4])) for count in (3, 2))
+    with pytest.raises(ScheduleError, match="replica 1 .* 3REDUCE_GRAD .* 2UNSHARD"):
+        validate_replicas([longer, shorter])

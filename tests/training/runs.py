@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import plan
-from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts
+from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.telemetry.callback import Callback
 from megasnn.training import memory
 from megasnn.training.loop import TrainingRun
@@ -75,8 +74,7 @@ def train_model(model: str, flags: list[str], only_load: bool = False, callbacks
     finer["context_parallel_size"] = parallel.context_parallel_size
     state = initialize_model_parallel(tensor, pipeline, **finer)
     try:
-        with mock.patch.object(memory, "TRIAL_SECONDS", math.inf):  # a busy machine is slow
-            run = TrainingRun(config, state, callbacks=callbacks)
+        run = TrainingRun(config, state, callbacks=callbacks)
         try:
             if not only_load:
                 run.train()
@@ -111,7 +109,7 @@ def without_trial() -> Iterator[None]:
     def alike(model: ModelDescription, *_: object) -> PipelineCosts:
         return PipelineCosts(tuple(LayerCost(1, 1, 1) for _ in model.layers), LinkCost())
 
-    with mock.patch.object(memory, "measure_memory", alike), mock.patch.object(plan, "agreed_costs", alike):
+    with mock.patch.object(memory, "count_memory", alike), mock.patch.object(plan, "profile_pipeline", alike):
         yield
 
 

@@ -7,9 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -26,46 +23,12 @@ from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.optim import build_optimizer, held_state_bytes, state_bytes
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts
-from megasnn.pipeline.measured_layer import MeasuredLayer, MeasuredLayers
-from megasnn.pipeline.memory import NotMeasuredError, measure_memory
-from megasnn.pipeline.p2p import WireOptions
-from megasnn.pipeline.peaks import StepPeak, step_peaks
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.preprocess.sample import shards_of_sample
-from megasnn.schedule import generate, plan_schedule
+from megasnn.schedule import plan_schedule
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training import memory
 from tests.training.runs import TINY, train, without_trial
-
-
-def test_the_peak_of_a_step_by_hand() -> None:
-    """1F1B keeps two micro-batches on the first of two stages, one on the second."""
-    layers = [
-        LayerCost(1, 1, 1, held=10, working=(30, 5, 2), message=3, gradient=12),
-        LayerCost(1, 1, 1, held=20, working=(25, 40, 2), message=0, gradient=0),
-    ]
-    costs = PipelineCosts(tuple(layers), LinkCost())
-    first, last = step_peaks(generate("1f1b", 2, 4), [range(0, 1), range(1, 2)], costs)
-    assert first == StepPeak(kept=10, working=30, messages=15), "the second forward"
-    assert last == StepPeak(kept=20, working=40, messages=15), "any backward"
-    (alone,) = step_peaks(generate("1f1b", 1, 4), [range(0, 2)], costs)
-    assert alone.messages == 0
-
-
-def test_what_layers_keep_is_measured_with_few_samples_and_grows_with_them() -> None:
-    config = Spikformer(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
-    model, context = describe(config, NeuronSpec()), BuildContext()
-    state = torch.random.get_rng_state()
-    few, more, many = (
-        measure_memory(model, samples, context, torch.device("cpu"), WireOptions()).layers for samples in (2, 7, 12)
-    )
-    assert torch.equal(state, torch.random.get_rng_state()), "training's own randomness has not moved"
-    assert len(few) == len(model.layers)
-    for one, middle, other in zip(few, more, many, strict=True):
-        assert other.held - middle.held == middle.held - one.held > 0 and other.gradient == 6 * one.gradient
-    # The first stage keeps at least its output's spikes, one bit each.
-    assert few[0].held >= 2 * 2 * 4 * 16 * 16 // 8
 
 
 def test_the_state_of_the_optimizer_is_known_before_it_is_there() -> None:
@@ -98,76 +61,15 @@ def test_what_lies_in_the_hosts_memory_is_no_part_of_a_gpus(monkeypatch, device,
     assert mine.snapshot == pytest.approx(snapshots * (mine.weights + mine.optimizer))
 
 
-@contextmanager
-def _tracked(tried: list[str], broken: str = "") -> Iterator[None]:
-    """Inside, the names of layers that are tried are noted, and one of them fails."""
-    inner = MeasuredLayers.__call__
-
-    def call(layers: MeasuredLayers, index: int) -> MeasuredLayer:
-        tried.append(layers._model.layers[index].name)
-        if tried[-1] == broken:
-            raise MemoryError("no room")
-        return inner(layers, index)
-
-    with mock.patch.object(MeasuredLayers, "__call__", call):
-        yield
-
-
-def test_layers_that_are_built_alike_are_tried_once() -> None:
-    config = Spikformer(embed_dim=32, depth=4, num_heads=4, image_size=16, in_channels=1, time_steps=2)
-    model, tried = describe(config), []
-    with _tracked(tried):
-        found = measure_memory(model, 2, BuildContext(), torch.device("cpu"), WireOptions()).layers
-    assert len(found) == len(model.layers) and len(tried) == len(model.layers) - 2 * 3
-    held = {layer.name: cost.held for layer, cost in zip(model.layers, found, strict=True)}
-    assert held["blocks.0.attention"] == held["blocks.3.attention"] > held["head"]
-
-
-def test_a_trial_that_takes_long_or_fails_ends_without_a_forecast(monkeypatch) -> None:
-    config = Spikformer(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
-    model, tried = describe(config), []
-    arguments = (model, 2, BuildContext(), torch.device("cpu"), WireOptions())
-    with _tracked(tried), pytest.raises(NotMeasuredError, match="more than 0 s"):
-        measure_memory(*arguments, seconds=0)
-    assert len(tried) == 1
-    # A busy machine, and one that compiles, let a layer wait; it computes no more for that.
-    run = MeasuredLayer.output_of
-    with mock.patch.object(MeasuredLayer, "output_of", lambda *given: (time.sleep(0.05), run(*given))[1]):
-        assert len(measure_memory(*arguments, seconds=0.5).layers) == len(model.layers) > 0.5 / 0.1
-    second = model.layers[1].name
-    with _tracked(tried, second), pytest.raises(NotMeasuredError, match=f"{second} failed with MemoryError: no room"):
-        measure_memory(*arguments)
-
-
-def _trial_of(broken_rank: int) -> str:
-    config = Spikformer(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=2)
-    model = describe(config, NeuronSpec())
-    state = initialize_model_parallel(1, 1)
-    try:
-        broken = model.layers[1].name if state.rank == broken_rank else ""
-        with _tracked([], broken):
-            measure_memory(model, 2, BuildContext(), state.device, WireOptions(), state.world)
-    except NotMeasuredError as reason:
-        return str(reason)
-    finally:
-        destroy_model_parallel()
-    return ""
-
-
-def test_an_error_on_one_rank_leaves_no_other_waiting(ranks) -> None:
-    first, second = ranks(2, _trial_of, 1)
-    assert first == "a layer failed on another rank" and "no room" in second
-
-
 def test_a_run_without_a_forecast_trains(tmp_path_factory, tmp_path, monkeypatch) -> None:
     def refuse(*_: object) -> None:
-        raise NotMeasuredError("for a reason")
+        raise MemoryError("for a reason")
 
-    monkeypatch.setattr(memory, "measure_memory", refuse)
+    monkeypatch.setattr(memory, "count_memory", refuse)
     flags = ("--train-iters", "1", "--log-interval", "1", "--eval-iters", "0", "--tensorboard-dir", str(tmp_path))
     assert train(str(tmp_path_factory.mktemp("cache")), *flags).iteration == 1
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert "memory is not predicted: for a reason" in [line.get("text") for line in lines]
+    assert "memory is not predicted: MemoryError: for a reason" in [line.get("text") for line in lines]
     (end,) = [line for line in lines if line["kind"] == "memory"]
     assert end["predicted_mb"] == [] and end["peak_mb"][0] > 100
 

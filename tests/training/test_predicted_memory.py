@@ -21,7 +21,7 @@ from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.parallel import gradient_buckets
 from megasnn.parallel.gradient_buckets import BUCKET_BYTES
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline import owned_rows_memory
+from megasnn.pipeline import plan as pipeline_plan
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.memory import forecast_memory, step_peak
@@ -78,7 +78,7 @@ def predicted_and_counted(
         config: PretrainConfig = run_config(type(model))(
             model=model, training=training, parallel=layout, optimizer=frozen
         )
-        modules = gradient_buckets, owned_rows_memory
+        modules = gradient_buckets, pipeline_plan
         small = (mock.patch.object(module, "BUCKET_BYTES", bucket_bytes) for module in modules)
         with next(small), next(small), Engine(config, length=Length(9)) as engine:
             predicted = step_peak(config, engine.distributed, engine.plan, state).total
@@ -263,4 +263,4 @@ def test_a_budget_is_kept_as_it_was_predicted(ranks, name: str) -> None:
     ((without, _),) = ranks(1, predicted_and_counted, MODELS[name], gpipe)
     gpipe["memory_budget"] = budget = 0.7e-6 * without
     ((predicted, counted),) = ranks(1, predicted_and_counted, MODELS[name], gpipe)
-    assert predicted == pytest.approx(counted, rel=0.05) and 0.9 * budget < 1e-6 * predicted <= budget
+    assert predicted == pytest.approx(counted, rel=0.05) and 0.85 * budget < 1e-6 * predicted <= budget

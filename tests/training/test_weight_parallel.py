@@ -26,10 +26,10 @@ from megasnn.models.table import MODELS
 from megasnn.optim import held_state_bytes
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.gradient_buckets import GradientBuckets
-from megasnn.pipeline.costs import LayerCost, LinkCost, PipelineCosts
+from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Kind, plan_schedule
-from megasnn.schedule.weights import AT_ONCE, SharedWeights
+from megasnn.schedule.fsdp_passes import AT_ONCE, SharedWeights
 from megasnn.telemetry.allocations import AllocationCounter
 from tests.models.networks import CLASSES, between
 from tests.training.runs import TINY, close, same, saved, train, without_trial
@@ -184,7 +184,7 @@ def accounts(*flags: str) -> Account:
             unit: sum(each.numel() * multiplied.get(each, each.itemsize) for each in part.parameters())
             for unit, part in distributed.executor._chunks.items()
         }
-        gathers = [action.chunk for action in schedule.actions[0] if action.kind is Kind.GATHER_WEIGHTS]
+        gathers = [action.chunk for action in schedule.actions[0] if action.kind is Kind.UNSHARD]
         kept = [e.tensor for e in distributed.tensors if e.is_parameter]
         rows = [len(each) if each.ndim else 1 for each in of_layers]
         assert weights is not None
@@ -421,7 +421,7 @@ def gathers_predicted(*flags: str) -> list[float]:
         simulation = made.plan.simulation(made.plan.micro_batches)
         assert simulation is not None
         (row,) = simulation.timeline
-        return [each.end - each.start for each in row if each.action.kind is Kind.GATHER_WEIGHTS]
+        return [each.end - each.start for each in row if each.action.kind is Kind.UNSHARD]
 
 
 def test_a_prediction_without_a_pipeline_has_the_time_of_gathers(ranks) -> None:

@@ -12,7 +12,7 @@ from megasnn.config.parallel import ScheduleName
 from megasnn.kernels import BACKENDS
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
-from megasnn.schedule.build import chunks_of_schedule
+from megasnn.schedule.plan import chunks_of_schedule
 from tools.benchmark.harness import Flags
 from tools.benchmark.layouts_rows import CPU_ROWS, GPU_ROWS, MEGASNN, Row, parse_row
 from tools.benchmark.models import IMAGE_SIZES, Dimensions, SpikingJellyName

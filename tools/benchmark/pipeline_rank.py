@@ -17,13 +17,12 @@ from megasnn.engine.setup import build_context
 from megasnn.free_memory import release_free_memory
 from megasnn.models.building import describe
 from megasnn.parallel_state import initialize_model_parallel
-from megasnn.pipeline.costs import PipelineCosts, layers_per_chunk
-from megasnn.pipeline.measured import agreed_costs
-from megasnn.pipeline.order import PipelineRequest
+from megasnn.pipeline.choose_schedule import PipelineRequest
+from megasnn.pipeline.cost_model import PipelineCosts, layers_per_chunk
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
-from megasnn.schedule.build import chunks_of_schedule
-from megasnn.schedule.evaluate import idle_share
+from megasnn.pipeline.profile_layers import profile_pipeline
+from megasnn.schedule.plan import chunks_of_schedule
 from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory
 from tools.benchmark.models import ModelName, configuration, dimensions_of
 from tools.benchmark.pipeline_flags import ONE_BATCH, PipelineBenchmark, PipelineTurn
@@ -63,7 +62,7 @@ class PipelineRank:
 
     def measure_costs(self) -> None:
         state, size = self._state, self._flags.micro_batch_size
-        self._costs = agreed_costs(self._model, size, self._context, state)
+        self._costs = profile_pipeline(self._model, size, self._context, state)
 
     def measure(self, name: str, steps: int) -> PipelineTurn:
         row = self._rows[name]
@@ -84,7 +83,7 @@ class PipelineRank:
         flags, state = self._flags, self._state
         schedule = name if state.pipeline.size > 1 else "1f1b"
         count, size = (1, flags.samples) if name == ONE_BATCH else (flags.micro_batches, flags.micro_batch_size)
-        request = PipelineRequest(schedule, chunks_of_schedule(schedule), None, None, size, (count,))
+        request = PipelineRequest(schedule, chunks_of_schedule(schedule), None, size, (count,))
         plan = plan_pipeline(self._model, request, self._context, state, WireOptions(), self._costs)
         config = configuration(
             self._dimensions,
@@ -137,8 +136,8 @@ class _Row:
         }
         simulation = plan.simulation(count)
         if simulation is not None:
-            facts["bubble"] = idle_share(simulation)
-            facts["peak_mb"] = [held / 1e6 for held in plan.peak_bytes(count)]
+            facts["bubble"] = simulation.idle_share
+            facts["peak_mb"] = [held / 1e6 for held in plan.step_bytes(count)]
         return facts
 
 

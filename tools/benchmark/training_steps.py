@@ -20,7 +20,7 @@ from megasnn.engine import Engine
 from megasnn.kernels.tensor_cores import let_products_round
 from megasnn.models.building import describe
 from megasnn.models.description import ModelDescription
-from megasnn.pipeline.costs import layers_per_chunk
+from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Action, Kind
 from megasnn.telemetry.allocations import AllocationCounter

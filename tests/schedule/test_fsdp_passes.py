@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasnn.schedule import Action, ChunkCost, Kind, Schedule, generate, plan_schedule, simulate, validate
-from megasnn.schedule.actions import GATHERING, USES_WEIGHTS
+from megasnn.schedule.actions import SHARDING, USES_WEIGHTS
+from megasnn.schedule.fsdp_passes import SharedWeights, default_limit, insert_unshards
 from megasnn.schedule.memory import weights_held
 from megasnn.schedule.named import SCHEDULES
-from megasnn.schedule.refine import RECOMPUTE, insert_recompute, refine
-from megasnn.schedule.weights import SharedWeights, default_limit, insert_gathers
+from megasnn.schedule.passes import RECOMPUTE, insert_recompute, refine
 
-ADDED = GATHERING | {Kind.SCATTER_GRADIENTS}
+ADDED = SHARDING | {Kind.REDUCE_SCATTER}
 
 
 def of_units(name: str, stages: int, micro_batches: int, units: int, recompute: str = "never") -> Schedule:
@@ -26,7 +26,7 @@ def of_units(name: str, stages: int, micro_batches: int, units: int, recompute: 
 
 def gathers(schedule: Schedule) -> list[int]:
     """Of each rank."""
-    return [sum(action.kind is Kind.GATHER_WEIGHTS for action in row) for row in schedule.actions]
+    return [sum(action.kind is Kind.UNSHARD for action in row) for row in schedule.actions]
 
 
 def uses(schedule: Schedule) -> list[int]:
@@ -42,21 +42,26 @@ def test_where_they_stand() -> None:
     """The next unit is gathered while one computes; where forward turns to backward nothing is gathered again."""
     schedule = of_units("1f1b", 1, 1, 3)
     assert row(SharedWeights((4, 4, 4)).insert(schedule)) == (
-        "0GATHER 1GATHER 0F0 0FREE 2GATHER 1F0 2F0 2B0 2FREE 0GATHER 1B0 1FREE 0B0 0FREE 2SYNC 1SYNC 0SYNC"
+        "0UNSHARD 1UNSHARD 0F0 0RESHARD 2UNSHARD 1F0 2F0 2B0 "
+        "2RESHARD 0UNSHARD 1B0 1RESHARD 0B0 0RESHARD 2REDUCE_GRAD 1REDUCE_GRAD 0REDUCE_GRAD"
     )
     nothing_ahead = SharedWeights((4, 4, 4), limit=4, ahead=0).insert(schedule)
     assert row(nothing_ahead) == (
-        "0GATHER 0F0 0FREE 1GATHER 1F0 1FREE 2GATHER 2F0 2B0 2FREE 1GATHER 1B0 1FREE 0GATHER 0B0 0FREE "
-        "2SYNC 1SYNC 0SYNC"
+        "0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1RESHARD 2UNSHARD 2F0 2B0 2RESHARD 1UNSHARD 1B0 1RESHARD "
+        "0UNSHARD 0B0 0RESHARD "
+        "2REDUCE_GRAD 1REDUCE_GRAD 0REDUCE_GRAD"
     )
 
 
 def test_what_others_wait_for_goes_first() -> None:
     """Sends, then frees and gathers, then the gradients; what needs no weights stands behind a FREE."""
     schedule = SharedWeights((1, 1, 0, 1), 1, scattered=frozenset({1, 3})).insert(of_units("zb1p", 2, 1, 2))
-    assert row(schedule, 1) == ("3GATHER 2RECV_F0 2F0 3F0 3I0 3FREE 2I0 2SEND_B0 3W0 3SCATTER0 2W0 3SYNC 2SYNC")
+    assert row(schedule, 1) == (
+        "3UNSHARD 2RECV_F0 2F0 3F0 3I0 3RESHARD 2I0 2SEND_B0 3W0 3REDUCE_SCATTER0 2W0 3REDUCE_GRAD 2REDUCE_GRAD"
+    )
     assert row(schedule, 0) == (
-        "0GATHER 0F0 0FREE 1GATHER 1F0 1SEND_F0 1RECV_B0 1I0 1FREE 0GATHER 0I0 0FREE 1W0 1SCATTER0 0W0 1SYNC 0SYNC"
+        "0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1SEND_F0 1RECV_B0 1I0 "
+        "1RESHARD 0UNSHARD 0I0 0RESHARD 1W0 1REDUCE_SCATTER0 0W0 1REDUCE_GRAD 0REDUCE_GRAD"
     )
 
 
@@ -82,21 +87,22 @@ def test_whatever_the_schedule_it_is_only_added_to(data: st.DataObject) -> None:
     ahead, limit = data.draw(st.integers(0, 3)), data.draw(st.none() | st.integers(max(unit_bytes), 30))
     scattered = data.draw(st.frozensets(st.integers(0, plain.chunks - 1)))
     weights = SharedWeights(unit_bytes, limit, ahead, scattered)
+    most = default_limit(plain, unit_bytes, ahead) if limit is None else limit
     schedule = weights.insert(plain)
     validate(schedule)
     for rank, actions in enumerate(schedule.actions):
         assert tuple(action for action in actions if action.kind not in ADDED) == plain.actions[rank]
         held = weights_held(schedule, rank, unit_bytes)
-        assert held[-1] == 0 and max(held) <= weights.limit_of(plain)
-        _check_ahead(actions, unit_bytes, weights.limit_of(plain), ahead)
+        assert held[-1] == 0 and max(held) <= most
+        _check_ahead(actions, unit_bytes, most, ahead)
 
 
 def _check_ahead(actions: tuple[Action, ...], unit_bytes: tuple[int, ...], limit: int, ahead: int) -> None:
     live: set[int] = set()
     for index, (unit, kind, _) in enumerate(actions):
-        if kind is Kind.GATHER_WEIGHTS:
+        if kind is Kind.UNSHARD:
             live.add(unit)
-        elif kind is Kind.FREE_WEIGHTS:
+        elif kind is Kind.RESHARD:
             live.remove(unit)
         elif kind in USES_WEIGHTS and unit_bytes[unit]:
             later = (each.chunk for each in actions[index:] if each.kind in USES_WEIGHTS and unit_bytes[each.chunk])
@@ -135,16 +141,7 @@ def _fewest(used: list[int], limit: int, ahead: int) -> int:
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=14), st.integers(1, 5), st.integers(0, 3))
 def test_no_way_has_fewer_gathers(used: list[int], limit: int, ahead: int) -> None:
     schedule = _by_hand(used)
-    assert gathers(insert_gathers(schedule, [1] * schedule.chunks, limit, ahead)) == [_fewest(used, limit, ahead)]
-
-
-@pytest.mark.parametrize("name, units", [("1f1b", 4), ("zb1p", 4), ("zbv", 2), ("interleaved", 2)])
-def test_nor_in_schedules(name: str, units: int) -> None:
-    schedule = of_units(name, 2, 3, units)
-    for limit, ahead in ((1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)):
-        planned = gathers(insert_gathers(schedule, [1] * schedule.chunks, limit, ahead))
-        used = [[action.chunk for action in row if action.kind in USES_WEIGHTS] for row in schedule.actions]
-        assert planned == [_fewest(each, limit, ahead) for each in used]
+    assert gathers(insert_unshards(schedule, [1] * schedule.chunks, limit, ahead)) == [_fewest(used, limit, ahead)]
 
 
 @pytest.mark.parametrize(
@@ -184,47 +181,44 @@ def test_replicas_with_other_numbers_of_micro_batches() -> None:
         plan.sharing(SharedWeights((2,) * units, limit=2 * whole), [4, 3])
         plan.sharing(SharedWeights((2,) * units, limit=4), [4, 4])
         scattered = SharedWeights((2,) * units, 2 * whole, scattered=frozenset({0}))
-        whole_allowed = f"allow {whole} bytes of gathered weights, which is all of a rank's"
-        for weights, way_out in (
-            (SharedWeights((2,) * units, limit=2), rf"\(--global-batch-size\), or {whole_allowed}"),
-            (scattered, f"or scatter gradients once a step and {whole_allowed}"),
-        ):
-            problem = f"replicas have 3 and 4 micro-batches in one step, and would not gather .* {way_out}"
-            with pytest.raises(ValueError, match=problem):
+        for weights in (SharedWeights((2,) * units, limit=2), scattered):
+            with pytest.raises(ValueError, match=f"3 and 4 micro-batches .*--global-batch-size.* {whole} bytes"):
                 plan.sharing(weights, [4, 3])
 
 
-def test_what_cannot_be_is_refused() -> None:
-    schedule = of_units("1f1b", 2, 2, 2)
-    with pytest.raises(
-        ValueError, match="a limit of 6 bytes of gathered weights is too small for unit 2; the least is 7"
-    ):
-        SharedWeights((1, 2, 7, 3), limit=6).insert(schedule)
-    with pytest.raises(ValueError, match=r"weights of \[1, 2\] bytes for 4 units: each needs 0 or more"):
-        SharedWeights((1, 2)).insert(schedule)
-    with pytest.raises(ValueError, match=r"weights of \[1, 2, -1, 1\] bytes for 4 units"):
-        insert_gathers(schedule, (1, 2, -1, 1))
-    with pytest.raises(ValueError, match="weights are gathered -1 units ahead; it must be 0 or more"):
-        SharedWeights((1,) * 4, ahead=-1).insert(schedule)
+@pytest.mark.parametrize(
+    ("weights", "named"),
+    [
+        (SharedWeights((1, 2, 7, 3), limit=6), "limit of 6 .* unit 2; .* 7"),
+        (SharedWeights((1, 2)), r"\[1, 2\] bytes for 4 units"),
+        (SharedWeights((1, 2, -1, 1)), r"\[1, 2, -1, 1\] bytes for 4 units"),
+        (SharedWeights((1,) * 4, ahead=-1), "-1 units ahead"),
+    ],
+)
+def test_what_cannot_be_is_refused(weights: SharedWeights, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        weights.insert(of_units("1f1b", 2, 2, 2))
 
 
 def test_a_computation_waits_for_its_weights_and_they_for_the_link() -> None:
     """One rank, two units of 10 and 20; forwards take 4, backwards 6; the gather of unit 0 takes 3, of unit 1 5."""
     schedule = SharedWeights((10, 20), scattered=frozenset({0, 1})).insert(of_units("1f1b", 1, 1, 2))
-    result = simulate(schedule, [ChunkCost(4, 6, gather=3, scatter=1), ChunkCost(4, 6, gather=5, scatter=2)])
+    result = simulate(
+        schedule, [ChunkCost(4, 6, unshard=3, reduce_scatter=1), ChunkCost(4, 6, unshard=5, reduce_scatter=2)]
+    )
     assert [(str(action), start, end) for action, start, end in result.timeline[0]] == [
-        ("0GATHER", 0, 3),
-        ("1GATHER", 3, 8),
+        ("0UNSHARD", 0, 3),
+        ("1UNSHARD", 3, 8),
         ("0F0", 3, 7),
         ("1F0", 8, 12),
         ("1B0", 12, 18),
-        ("1FREE", 18, 18),
-        ("1SCATTER0", 18, 20),
+        ("1RESHARD", 18, 18),
+        ("1REDUCE_SCATTER0", 18, 20),
         ("0B0", 18, 24),
-        ("0FREE", 24, 24),
-        ("0SCATTER0", 24, 25),
-        ("1SYNC", 24, 24),
-        ("0SYNC", 24, 24),
+        ("0RESHARD", 24, 24),
+        ("0REDUCE_SCATTER0", 24, 25),
+        ("1REDUCE_GRAD", 24, 24),
+        ("0REDUCE_GRAD", 24, 24),
     ]
     assert result.makespan == 25 and result.busy == (20,) and result.idle == (5,)
     assert weights_held(schedule, 0, (10, 20)) == [10, 30, 30, 30, 30, 10, 10, 10, 0, 0, 0, 0]
@@ -233,7 +227,7 @@ def test_a_computation_waits_for_its_weights_and_they_for_the_link() -> None:
 def test_what_is_gathered_ahead_takes_no_time() -> None:
     """Nothing but the first gather of a step is waited for where the link keeps up; without looking ahead all are."""
     schedule = of_units("zb1p", 4, 8, 4)
-    costs = [ChunkCost(1, 2, gather=0.75)] * schedule.chunks
+    costs = [ChunkCost(1, 2, unshard=0.75)] * schedule.chunks
     without = simulate(schedule, costs).makespan
     ahead = simulate(SharedWeights((1,) * schedule.chunks, limit=2).insert(schedule), costs).makespan
     behind = simulate(SharedWeights((1,) * schedule.chunks, limit=2, ahead=0).insert(schedule), costs).makespan

@@ -11,12 +11,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
-from megasnn.schedule.actions import Kind, Schedule
-from megasnn.schedule.memory import UnitMemory, moments
-from megasnn.schedule.refine import with_recompute
+from megasnn.pipeline.peak_memory import UnitMemory, moments
+from megasnn.schedule import Kind, Schedule
+from megasnn.schedule.passes import with_recompute
+from megasnn.schedule.plan import Repeated
 
-Choice = tuple[int, int]
-"""(unit, micro-batch) of a forward that is computed again."""
 MB = 1e-6
 
 
@@ -37,7 +36,7 @@ class BudgetError(ValueError):
 
 def within_budget(
     schedule: Schedule, units: Sequence[UnitMemory], budget: float, exchanged: Sequence[int] = ()
-) -> frozenset[Choice]:
+) -> Repeated:
     """The forwards to compute again.
 
     Args:
@@ -47,8 +46,8 @@ def within_budget(
     Raises:
         BudgetError: more is needed even with all of them.
     """
-    chosen = frozenset[Choice]()
-    most = 0.0
+    chosen: Repeated = frozenset()
+    most = 0
     for rank in range(schedule.ranks):
         order = _cheapest_first(schedule, rank, units)
         need = partial(_need, schedule, rank, units, exchanged[rank] if exchanged else 0)
@@ -71,17 +70,17 @@ def within_budget(
 
 
 def _need(
-    schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged: int, chosen: Collection[Choice]
-) -> float:
+    schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchanged: int, chosen: Collection[tuple[int, int]]
+) -> int:
     """Bytes of a rank where these forwards are computed again."""
     taken = frozenset(chosen)
     row = with_recompute(schedule.actions[rank], lambda unit, m: (unit, m) in taken)
     rows = (*schedule.actions[:rank], row, *schedule.actions[rank + 1 :])
     found = moments(replace(schedule, actions=rows), rank, units, exchanged)
-    return max((each.kept + each.working + each.messages for each in found), default=0.0)
+    return max((moment.total for moment in found), default=0)
 
 
-def _cheapest_first(schedule: Schedule, rank: int, units: Sequence[UnitMemory]) -> list[Choice]:
+def _cheapest_first(schedule: Schedule, rank: int, units: Sequence[UnitMemory]) -> list[tuple[int, int]]:
     """All forwards of a rank that can be computed again: the most bytes per second first, a unit's together.
 
     Of a unit the last micro-batch is first: when it is computed again, the activations of those before it are gone.
@@ -89,7 +88,7 @@ def _cheapest_first(schedule: Schedule, rank: int, units: Sequence[UnitMemory]) 
     repeated = with_recompute(schedule.actions[rank], lambda unit, m: True)
     choices = [(unit, m) for unit, kind, m in repeated if kind is Kind.RECOMPUTE and m is not None]
 
-    def rank_of(choice: Choice) -> tuple[float, int, int]:
+    def rank_of(choice: tuple[int, int]) -> tuple[float, int, int]:
         number, m = choice
         unit = units[number]
         return -(unit.held - unit.entering) / max(unit.again, 1e-9), number, -m

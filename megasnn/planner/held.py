@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
 
 from megasnn.schedule.actions import Kind
-from megasnn.schedule.named import SCHEDULES, FixedOrder
-from megasnn.schedule.streams import FORWARD, INPUT_GRADIENT, KINDS, Rows, stream
+from megasnn.schedule.fill import FORWARD, INPUT_GRADIENT, KINDS, Rows, stream
+from megasnn.schedule.named import RECIPES, SCHEDULES
 
 Held = tuple[int, tuple[int, ...]]
 """The chunk that goes backward, and how many micro-batches each chunk of its rank holds then."""
@@ -38,8 +38,7 @@ def held_at_backwards(
     Args:
         chunks: on each rank.
     """
-    named = SCHEDULES[name]
-    if isinstance(named, FixedOrder) and named.forwards_first:
+    if name == "gpipe":
         return (tuple(((rank, (micro_batches,)),) for rank in range(stages)),)
     # Further micro-batches begin where those before them go backward: a rank holds no more of them.
     return _of_orders(name, stages, min(micro_batches, 2 * stages), chunks)
@@ -56,11 +55,11 @@ def _of_orders(name: str, stages: int, micro_batches: int, chunks: int) -> tuple
 
 def _orders(name: str, stages: int, micro_batches: int, chunks: int) -> Iterator[Rows]:
     """Forwards and first parts of backwards of each rank, as streams."""
-    named = SCHEDULES[name]
-    if not isinstance(named, FixedOrder):
-        yield from named.recipe(name, stages).orders(micro_batches)
+    of_named = SCHEDULES[name].order
+    if of_named is None:
+        yield from RECIPES[name](stages).orders(micro_batches)
         return
-    order = named.order(stages, micro_batches, chunks)
+    order = of_named(stages, micro_batches, chunks)
     yield [
         [stream(chunk, FORWARD if kind is Kind.FORWARD else INPUT_GRADIENT) for chunk, kind, _ in row]
         for row in order.actions
@@ -79,3 +78,13 @@ def _held(row: Sequence[int], mine: Sequence[int]) -> tuple[Held, ...]:
         found[chunk, tuple(counts.values())] = None
         counts[chunk] -= 1
     return tuple(found)
+
+
+def identity_of(name: str, stages: int, micro_batches: int) -> Hashable:
+    """Equal for named schedules that are the same schedule, whatever the costs: few stages, or few micro-batches, leave
+    some of them no choice."""
+    if name not in RECIPES:
+        return name
+    recipe = RECIPES[name](stages)
+    ahead = tuple(min(recipe.pace * behind, micro_batches) for behind in range(stages))
+    return recipe.v, min(recipe.limit, micro_batches), ahead

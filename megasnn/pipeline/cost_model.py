@@ -1,15 +1,15 @@
-"""What each layer and each boundary between stages costs, as numbers; measuring them is in measured.py."""
+"""Costs of layers and of links between ranks, as numbers; `profile_layers` measures them."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megasnn.schedule import ChunkCost, Kind, Transfer
-from megasnn.schedule.memory import UnitMemory, stage_shares
+from megasnn.schedule.memory import stage_shares
 
 if TYPE_CHECKING:
     from megasnn.models.description import ModelDescription
@@ -35,7 +35,7 @@ class LinkCost:
 
     def all_reduce(self, ranks: int, size: float, on_gpu: bool) -> float:
         """Seconds of a sum of so many bytes that all ranks get: by Gloo in a ring, whose steps grow with the ranks; by
-        NCCL, which takes what is faster for a size, in two trees (of the same paper)."""
+        NCCL, which takes the faster algorithm for a size, in two trees (of the same paper)."""
         if ranks == 1:
             return 0.0
         steps = math.ceil(math.log2(ranks)) if on_gpu else ranks - 1
@@ -47,24 +47,24 @@ class LayerCost:
     """One micro-batch through one layer, seconds and bytes.
 
     Attributes:
-        forward, input_gradient, weight_gradient: to compute.
+        forward, input_gradient, weight_gradient: seconds to compute.
         held: bytes kept from the forward until the weight gradient is done.
-        working: bytes that forward, input gradient and weight gradient need at most, above what was there before each.
-            What they take, the inputs or the gradient of the output, was there.
-        message, gradient: bytes of the output and of its gradient on the way to another stage, and in PipelineCosts of
-            all that crosses a boundary behind the layer.
+        working: most bytes that forward, input gradient and weight gradient need, above those before each; their inputs
+            and the gradient of the output were there.
+        message, gradient: bytes of the output and of its gradient on the way to another stage; in PipelineCosts of all
+            that crosses a boundary behind the layer.
         pack, unpack: seconds to make those messages, and to restore what they hold.
         parameters: bytes of this rank's part of them.
         collectives, exchanged: calls between tensor parallel ranks, forward and backward, and the bytes that this rank
             receives from the others.
-        found: bytes that are kept beside its input where the forward is computed again (megasnn/again.py).
+        found: bytes kept beside the input where the forward is computed again: statistics of norms, received tensors.
         again: seconds of a forward that is computed again; None: those of the forward.
         working_again: bytes that it needs, as in `working`; None: those of the forward.
-        working_whole: bytes that a backward needs which is not in two parts; None: the larger one of the parts'.
+        working_whole: bytes that a backward in one part needs; None: the larger one of the parts'.
         deferred: bytes that an input gradient leaves for the weight gradient; None: all that the forward has kept.
-        cast: bytes of the weights' copies in the type that they are multiplied in, which a step makes once and keeps.
-        output: bytes of the output where the layer runs, and as much is its gradient; None: those of the gradient on
-            its way. In PipelineCosts of all that crosses a boundary behind the layer.
+        output: bytes of the output where the layer runs, and of its gradient; None: those of the gradient on its way.
+            In PipelineCosts of all that crosses a boundary behind the layer.
+        cast: bytes of the weights' copies in the type of the products, which a step makes once and keeps.
     """
 
     forward: float
@@ -94,7 +94,7 @@ class LayerCost:
 
     @property
     def deferred_bytes(self) -> int:
-        """What an input gradient leaves for the weight gradient."""
+        """Bytes that an input gradient leaves for the weight gradient."""
         return self.held if self.deferred is None else self.deferred
 
     @property
@@ -105,10 +105,10 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class PipelineCosts:
-    """Of every layer of a model for one micro-batch, and of the ways between ranks.
+    """Costs of every layer of a model for one micro-batch, and of the links between ranks.
 
     Attributes:
-        link: between two stages. replicas: between replicas that share weights; None: as between stages.
+        link: between two stages. replicas: between replicas that shard weights; None: as between stages.
     """
 
     layers: tuple[LayerCost, ...]
@@ -116,99 +116,23 @@ class PipelineCosts:
     replicas: LinkCost | None = None
 
     def of_chunks(self, bounds: Sequence[range], placement: Sequence[int]) -> list[ChunkCost]:
-        """For the simulator, in seconds; activations in whole stages' micro-batches.
+        """Costs of chunks for the simulator, in seconds; activations in whole stages' micro-batches.
 
         Args:
-            bounds: the layers of each chunk. placement: its rank.
+            bounds: layers of each chunk. placement: its rank.
         """
         shares = stage_shares(placement)
         return [self._of_chunk(span, share) for span, share in zip(bounds, shares, strict=True)]
 
-    def held_bytes(self, bounds: Sequence[range]) -> list[int]:
-        """What each chunk keeps of a micro-batch from forward to backward."""
-        return [sum(self.layers[i].held for i in span) for span in bounds]
-
-    def entering_bytes(self, bounds: Sequence[range]) -> list[int]:
-        """What each chunk keeps of a micro-batch where its forward is computed again; images stay in the batch."""
-        return [
-            (self.layers[span.start - 1].message if span.start else 0) + sum(self.layers[i].found for i in span)
-            for span in bounds
-        ]
-
-    def working_bytes(self, bounds: Sequence[range]) -> list[dict[Kind, int]]:
-        """What each chunk's computations need at most, above what is there before them; what they take is a part."""
-        return [self._working_of(span, {}) for span in bounds]
-
-    def unit_memory(
-        self, bounds: Sequence[range], placement: Sequence[int], beside: Mapping[int, int] | None = None
-    ) -> list[UnitMemory]:
-        """All that is known of the memory of each chunk, for `moments`.
-
-        Args:
-            beside: bytes that travel to those who own rows while a layer's last gradients are computed, by layer.
-        """
-        parts = self.held_bytes(bounds), self.entering_bytes(bounds), self.working_bytes(bounds)
-        found = []
-        for span, cost, held, entering, working in zip(bounds, self.of_chunks(bounds, placement), *parts, strict=True):
-            deferred = sum(each.deferred_bytes for each in self.layers[span.start : span.stop])
-            crossing = self._crossing(span.stop)
-            cast = sum(self.layers[i].cast for i in span)
-            again, last = cost.time(Kind.RECOMPUTE), self._working_of(span, beside) if beside else None
-            found.append(UnitMemory(held, entering, working, again, deferred, *crossing, cast, last))
-        return found
-
-    def with_gathers(self, costs: Sequence[ChunkCost], unit_bytes: Sequence[int], ranks: int) -> list[ChunkCost]:
-        """The costs of units whose weights `ranks` replicas share, with the time to gather and to scatter them."""
+    def with_unshards(self, costs: Sequence[ChunkCost], unit_bytes: Sequence[int], ranks: int) -> list[ChunkCost]:
+        """Adds the time of UNSHARD and REDUCE_SCATTER to units whose weights `ranks` replicas shard."""
         link = self.replicas or self.link
         times = [link.exchange(ranks, size / ranks) if size else 0.0 for size in unit_bytes]
-        return [replace(cost, gather=time, scatter=time) for cost, time in zip(costs, times, strict=True)]
-
-    def _crossing(self, number: int) -> tuple[int, int, int]:
-        """The boundary in front of a layer: bytes of what waits there, of the messages and of the gradients."""
-        if number == 0:
-            return 0, 0, 0
-        last = self.layers[number - 1]
-        return last.waiting, last.message, last.gradient
-
-    def _working_of(self, span: range, beside: Mapping[int, int]) -> dict[Kind, int]:
-        """A forward keeps its layers' activations one after another, and a backward lets them go. A layer takes what
-        the one before it gave, and that goes when it is used up.
-
-        Args:
-            beside: what is there besides, while a layer's gradients are computed to their end.
-        """
-        given = self._crossing(span.start)[0]
-        forward = whole = inputs = weights = again = 0
-        held = 0
-        for i in span:
-            layer = self.layers[i]
-            forward = max(forward, held + self._crossing(i)[0] + layer.working[0])
-            if len(span) == 1:
-                again = given + (layer.working[0] if layer.working_again is None else layer.working_again)
-            held += layer.held
-        freed = freed_inputs = freed_weights = 0
-        for i in reversed(span):
-            layer = self.layers[i]
-            gradient = layer.waiting if layer.gradient and i + 1 < len(self.layers) else 0
-            of_whole = max(layer.working[1:]) if layer.working_whole is None else layer.working_whole
-            travelling = beside.get(i, 0)
-            whole = max(whole, gradient + of_whole + travelling - freed)
-            inputs = max(inputs, gradient + layer.working[1] - freed_inputs)
-            weights = max(weights, layer.working[2] + travelling - freed_weights)
-            freed += layer.held
-            freed_inputs += layer.held - layer.deferred_bytes
-            freed_weights += layer.deferred_bytes
-        return {
-            Kind.FORWARD: forward,
-            Kind.RECOMPUTE: again or forward,
-            Kind.BACKWARD: whole,
-            Kind.INPUT_GRADIENT: inputs,
-            Kind.WEIGHT_GRADIENT: weights,
-        }
+        return [replace(cost, unshard=time, reduce_scatter=time) for cost, time in zip(costs, times, strict=True)]
 
     def _of_chunk(self, span: range, share: float) -> ChunkCost:
         layers = [self.layers[i] for i in span]
-        # What a chunk without layers hands on is what it was given.
+        # A chunk without layers hands its input on.
         last = self.layers[span.stop - 1] if span.stop > 0 else LayerCost(0, 0, 0)
         inputs, weights = (sum(getattr(each, f"{part}_gradient") for each in layers) for part in ("input", "weight"))
         return ChunkCost(
@@ -229,8 +153,20 @@ class PipelineCosts:
         return Transfer(on_the_way, pack + sender, unpack + receiver)
 
 
+def with_recompute_in_backward(costs: Sequence[ChunkCost]) -> list[ChunkCost]:
+    """Adds forwards that are computed again to the backwards right behind them."""
+    return [
+        replace(
+            each,
+            backward=each.backward + each.time(Kind.RECOMPUTE),
+            input_gradient=each.time(Kind.INPUT_GRADIENT) + each.time(Kind.RECOMPUTE),
+        )
+        for each in costs
+    ]
+
+
 def crossing(model: ModelDescription, costs: Sequence[LayerCost]) -> list[LayerCost]:
-    """The costs of layers with messages of all that crosses a boundary behind each, in place of its own output's."""
+    """Replaces messages by those of all that crosses a boundary behind each layer, skip connections included."""
     found = []
     for number, cost in enumerate(costs):
         carried = [costs[other] for other in model.needed_from(number + 1)]
@@ -242,7 +178,7 @@ def crossing(model: ModelDescription, costs: Sequence[LayerCost]) -> list[LayerC
 
 
 def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]) -> LayerCost:
-    """The bytes of a layer for so many samples, on the straight line through those counted for the two nearest sizes.
+    """Bytes of a layer for so many samples, on the straight line through those counted for the two nearest sizes.
 
     Args:
         sizes: numbers of samples that `counted` is for, in ascending order. Where there is one, it is `samples`.
@@ -254,7 +190,7 @@ def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]
     def grown(few: int, more: int) -> int:
         return max(0, few + (samples - sizes[lower]) * (more - few) // max(1, sizes[upper] - sizes[lower]))
 
-    values = {name: grown(getattr(first, name), getattr(second, name)) for name in _IN_BYTES}
+    values = {name: grown(getattr(first, name) or 0, getattr(second, name) or 0) for name in _IN_BYTES}
     forward, inputs, weights = map(grown, first.working, second.working)
     return replace(first, working=(forward, inputs, weights), **values)
 

@@ -1,7 +1,9 @@
-"""Schedules whose order is known beforehand, and evaluation, as computing alone; `passes` adds the rest.
+"""Schedules whose order does not depend on costs, and evaluation, as computing alone; `passes` adds the rest.
 
-Each function is a whole schedule. Micro-batches run backward in ascending order in all of them, so
-gradients are accumulated in the same order and every schedule gives the same bits.
+Letters of the papers: p stages, m micro-batches, v chunks on each rank; T_F, T_B and T_W are the times of a stage's
+forward F, input gradient B and weight gradient W for one micro-batch, and M_B is what its forward keeps. Here B is
+written I where the backward is split. Each function is a whole schedule. Micro-batches run backward in ascending order
+in all of them, so gradients are accumulated in the same order and every schedule gives the same bits.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from megasnn.schedule.partition import loop_placement
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
-    """All forwards, then all backwards (arXiv 1811.06965). Holds the activations of every micro-batch."""
+    """All forwards, then all backwards (arXiv 1811.06965).
+
+    Time (m + p - 1)(T_F + T_B + T_W); peak activations m M_B on every rank.
+    """
     actions = tuple(
         tuple(
             [Action(stage, Kind.FORWARD, m) for m in range(micro_batches)]
@@ -23,9 +28,9 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
-    """Warm-up forwards, then one forward and one backward in turn (PipeDream-flush, arXiv 2006.09503).
+    """Warm-up of p - r - 1 forwards, then one forward and one backward in turn (PipeDream-flush, arXiv 2006.09503).
 
-    As fast as GPipe, but stage s holds the activations of min(stages - s, micro_batches) micro-batches only.
+    Time as of GPipe; peak activations min(p - r, m) M_B on rank r.
     """
     actions = []
     for stage in range(stages):
@@ -41,21 +46,20 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
 
 
 def interleaved(stages: int, micro_batches: int, chunks_per_rank: int = 2) -> Schedule:
-    """1F1B over chunks placed in a loop (arXiv 2104.04473): the bubble shrinks by the number of chunks, and the
-    first rank holds more activations.
+    """1F1B over v chunks on each rank, placed in a loop (arXiv 2104.04473).
 
-    Micro-batches go round the loop in groups as large as the pipeline. Where the last group is not full, the
-    order is that of a full one less what is not there, which leaves every dependency as it was. One chunk a
-    rank is 1F1B.
+    Bubble (p - 1)(T_F + T_B + T_W) / v; peak activations p M_B (1 + (p - 1) / (p v)), after a warm-up of 2 (p - r - 1)
+    + (v - 1) p forwards. Micro-batches go round the loop in groups of p. Where the last group is not full, the order is
+    that of a full one without what is missing, which keeps every dependency. One chunk a rank is 1F1B.
     """
     if chunks_per_rank == 1:
         plain = one_f_one_b(stages, micro_batches)
         return Schedule("interleaved", plain.placement, micro_batches, plain.actions)
-    rows = tuple(_row(rank, stages, micro_batches, chunks_per_rank) for rank in range(stages))
+    rows = tuple(_interleaved_row(rank, stages, micro_batches, chunks_per_rank) for rank in range(stages))
     return Schedule("interleaved", loop_placement(stages, chunks_per_rank), micro_batches, rows)
 
 
-def _row(rank: int, stages: int, micro_batches: int, chunks_per_rank: int) -> tuple[Action, ...]:
+def _interleaved_row(rank: int, stages: int, micro_batches: int, chunks_per_rank: int) -> tuple[Action, ...]:
     groups = range(0, micro_batches, stages)
     rounds = [(local, m) for first in groups for local in range(chunks_per_rank) for m in range(first, first + stages)]
     forwards = [Action(local * stages + rank, Kind.FORWARD, m) for local, m in rounds]
@@ -69,7 +73,7 @@ def _row(rank: int, stages: int, micro_batches: int, chunks_per_rank: int) -> tu
 
 
 def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
-    """Evaluation on any placement: a rank takes what is ready, the chunk nearest to the end first."""
+    """Evaluation on any placement: a rank takes the ready chunk that is nearest to the end."""
     chunks = len(placement)
     rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     done = [0] * chunks  # micro-batches that each chunk has computed

@@ -8,11 +8,13 @@ from itertools import combinations
 
 import pytest
 
+from megasnn.pipeline.peak_memory import UnitMemory
+from megasnn.pipeline.recompute_budget import BudgetError, within_budget
 from megasnn.schedule import Kind, Schedule, generate, validate
-from megasnn.schedule.budget import BudgetError, Choice, within_budget
-from megasnn.schedule.memory import UnitMemory, activations_held
+from megasnn.schedule.memory import activations_held
 from megasnn.schedule.named import SCHEDULES
-from megasnn.schedule.refine import insert_recompute, refine
+from megasnn.schedule.passes import insert_recompute, refine
+from megasnn.schedule.plan import Repeated
 
 MB = 10**6
 
@@ -25,11 +27,11 @@ def units_of(count: int, seed: int) -> list[UnitMemory]:
         kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
         working = {kind: held + draw.randint(0, 5) * MB for kind in kinds}
         working[Kind.RECOMPUTE] = held + draw.randint(0, 5) * MB
-        found.append(UnitMemory(held, held // 20, working, draw.randint(1, 9)))
+        found.append(UnitMemory(held, held // 20, working, held, draw.randint(1, 9), 0, 0, 0, 0))
     return found
 
 
-def peak(schedule: Schedule, rank: int, units: list[UnitMemory], chosen: frozenset[Choice]) -> float:
+def peak(schedule: Schedule, rank: int, units: list[UnitMemory], chosen: Repeated) -> float:
     """By activations alone, not by the sum that found the choice."""
     done = insert_recompute(schedule, lambda unit, m: (unit, m) in chosen)
     validate(done)
@@ -42,10 +44,6 @@ def peak(schedule: Schedule, rank: int, units: list[UnitMemory], chosen: frozens
         for unit, kind, m in actions
     ]
     return max(before + more for before, more in zip([0, *held], needed, strict=False))
-
-
-def seconds(chosen: frozenset[Choice], units: list[UnitMemory]) -> float:
-    return sum(units[unit].again for unit, _ in chosen)
 
 
 def test_what_travels_behind_all_backwards_counts() -> None:
@@ -65,13 +63,17 @@ def test_little_more_than_the_cheapest_choice(seed: int) -> None:
     schedule = refine(generate("gpipe", 1, 2), [4])
     places = [(unit, m) for unit in range(4) for m in range(2)]
     every = [frozenset(some) for count in range(9) for some in combinations(places, count)]
-    by_peak = sorted((peak(schedule, 0, units, some), seconds(some, units)) for some in every)
+
+    def seconds(chosen: Repeated) -> float:
+        return sum(units[unit].again for unit, _ in chosen)
+
+    by_peak = sorted((peak(schedule, 0, units, some), seconds(some)) for some in every)
     most = peak(schedule, 0, units, frozenset(places))
     taken = least = 0.0
     for budget in sorted({each for each, _ in by_peak if each >= most})[::5]:
         found = within_budget(schedule, units, budget + 1)
         assert peak(schedule, 0, units, found) <= budget + 1
-        taken += seconds(found, units)
+        taken += seconds(found)
         least += min(cost for needed, cost in by_peak if needed <= budget)
     assert taken <= 1.3 * least
     with pytest.raises(BudgetError) as refused:
