@@ -280,6 +280,8 @@ class TrainingRun:
 
     def _require_finite(self) -> None:
         """Raises ValueError on every rank where what is to be saved is not finite on one of them. Collective."""
+        if not self.config.checkpoint.save:
+            return
         found = first_non_finite((entry.name, entry.tensor) for entry in self.engine.checkpoints.entries())
         where = next(filter(None, gather(self.state.world.handle, None if found is None else str(found))), None)
         if where is not None:
