@@ -1,6 +1,6 @@
 """Trains a model of the table by its name: `megasnn sew_resnet --train-iters 100 ...`.
 
-On several ranks: `torchrun -m megasnn sew_resnet ...`.
+On several ranks: `torchrun --standalone -m megasnn sew_resnet ...`.
 """
 
 from __future__ import annotations

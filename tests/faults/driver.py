@@ -156,13 +156,13 @@ def stall_in_step() -> None:
 
 def raise_while_saving() -> None:
     """While this rank still writes its part of the first checkpoint, in the background."""
-    write = saver.write_safetensors
+    write = saver.write_image
 
-    def slowly(*arguments: Any) -> None:
+    def slowly(*arguments: Any) -> Any:
         time.sleep(2.5)
-        write(*arguments)
+        return write(*arguments)
 
-    mock.patch.object(saver, "write_safetensors", slowly).start()
+    mock.patch.object(saver, "write_image", slowly).start()
     raise_in_step()
 
 
@@ -213,15 +213,14 @@ def disk_of_its_own() -> None:
 def _fail_saves(which: range) -> None:
     calls = iter(range(1_000))
 
-    write = save.write_safetensors
-
-    def limited(*arguments: Any) -> None:
-        write(*arguments)
+    def limited(write: Callable[..., Any], *arguments: Any) -> Any:
+        results = write(*arguments)
         if next(calls) in which:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return results
 
-    for module in (save, saver):
-        mock.patch.object(module, "write_safetensors", limited).start()
+    mock.patch.object(save, "write_safetensors", partial(limited, save.write_safetensors)).start()
+    mock.patch.object(saver, "write_image", partial(limited, saver.write_image)).start()
 
 
 def raise_before_the_grid() -> None:
