@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.data.shard_files import numbered, write_shard
 from tests.faults.launch import PP2, TINY, TP2, Ended, Ranks, Torchrun, lines_of
 
-SECONDS = 20.0  # start included
+SECONDS = 90.0  # start included
 
 
 def refused(ended: Ended, *expected: str, place: str = "while ") -> None:
