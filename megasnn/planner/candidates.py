@@ -47,7 +47,7 @@ class Choice:
 
     def add(self, each: Candidate) -> None:
         mine = self._preferred(each)
-        if mine > self._least or _seconds(each) > self.slowest:
+        if mine > self._least or _seconds(each) > AS_FAST * self.slowest:
             return
         self._alike = [*(self._alike if mine == self._least else ()), each]
         self._least = mine
@@ -56,7 +56,7 @@ class Choice:
 
     def may_change_by(self, each: Candidate) -> bool:
         """Whether another one may be taken when this one is simulated, which shows no less than its bounds."""
-        if _seconds(each) > self.slowest:
+        if _seconds(each) > AS_FAST * self.slowest:
             return False
         mine = self._preferred(each)
         if self.taken is None or mine != self._least:

@@ -192,8 +192,10 @@ class Search:
         if one and self._prefer != "speed":  # of one device bounds are its time, and no plan is slower
             choice.slowest = one[0].seconds or math.inf
 
+        slower = 0  # of those that were simulated, how many are slower than one device
+
         def enough() -> bool:
-            return len(found) >= simulations or time.monotonic() > until
+            return len(found) - slower >= simulations or time.monotonic() > until
 
         # Where bounds fit and no simulation does, what needs least is tried before the time is up.
         smallest = sorted(fitting, key=lambda each: each.bytes or 0.0)
@@ -216,6 +218,7 @@ class Search:
                 found[each.layout] = replace(each, reason=str(error), seconds=None, bytes=None)
                 continue
             found[each.layout] = mine
+            slower += (mine.seconds or 0.0) > AS_FAST * choice.slowest
             if not mine.reason:
                 choice.add(mine)
                 steps[mine.layout] = predicted

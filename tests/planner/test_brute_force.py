@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from megasnn.grid import Grid
-from megasnn.planner.candidates import Candidate, Choice, Prefer
+from megasnn.planner.candidates import AS_FAST, Candidate, Choice, Prefer
 from megasnn.planner.cluster import Cluster
 from megasnn.planner.layout import Layout
 from megasnn.planner.plan import plan
@@ -74,8 +74,8 @@ def test_no_bound_is_above_what_is_simulated(name: str) -> None:
 def least_need(name: str) -> float:
     """Bytes of the layout that needs least and is not slower than one device, where that fits."""
     memory = CLUSTERS[name].machine.memory
-    alone = simulated(name)[Layout(Grid())][1]
-    slowest = alone.time.total if need(name, alone) <= memory else float("inf")
+    bound, alone = simulated(name)[Layout(Grid())]
+    slowest = AS_FAST * (bound.seconds or 0.0) if need(name, alone) <= memory else float("inf")
     return min(need(name, each) for _, each in simulated(name).values() if each.time.total <= slowest)
 
 
