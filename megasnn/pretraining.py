@@ -96,7 +96,7 @@ def refuse_unbuildable(config: PretrainConfig) -> None:
 def refuse_other_samples(config: PretrainConfig) -> None:
     """Raises ConfigError when the model takes what no shard holds, or the flags of the data do not go with it. Imports
     torch."""
-    from megasnn.data.open import sample_format
+    from megasnn.data.datasets import sample_format
 
     data, shape, evaluates = config.data, config.model.input_shape, config.training.evaluate_only
     if not config.logging.model_summary and (wrong := refusal(sample_format, data, shape, evaluates)):

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageEnhance
+from PIL import Image
 
 from megasnn.augment.rand_augment import RandAugment
 from megasnn.random import Draws
 
 _MARGIN = 4
 _ATTEMPTS = 10  # to find a part of the wanted size and shape that fits
-_JITTER = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 _ERASED = (0.02, 1 / 3)  # shares of the image
 _ERASED_SHAPE = 0.3  # the flattest rectangle's height by its width, and the steepest one's width by its height
 
@@ -32,17 +31,13 @@ class ImageRecipe:
         crop_scale: the least share of an image's area that a random crop keeps.
         crop_ratio: the largest ratio of a crop's longer side to its shorter one.
         rand_augment: None changes nothing.
-        color_jitter: how far brightness, contrast and saturation go from 1; 0 changes nothing.
         erasing: the share of images that lose a rectangle.
-        erasing_mode: what comes in its place: "pixel", "rand" or "const", see `erase`.
     """
 
     crop_scale: float = 0.08
     crop_ratio: float = 4 / 3
     rand_augment: RandAugment | None = None
-    color_jitter: float = 0.0
     erasing: float = 0.0
-    erasing_mode: str = "pixel"
 
     def box(self, size: tuple[int, int], seed: int, epoch: int, sample: int) -> Box:
         """The part of an image of this width and height that a random crop keeps."""
@@ -54,28 +49,22 @@ class ImageChange:
     """An augmentation of images, and behind it what a recipe has besides.
 
     Attributes:
-        mean, deviation: by which pixel values from 0 to 255 are normalised, for each channel.
+        mean: of pixel values from 0 to 255, for each channel.
     """
 
     first: Callable[[NDArray[Any], int, int, int], NDArray[Any]]
     recipe: ImageRecipe
     mean: tuple[float, ...]
-    deviation: tuple[float, ...]
 
     def __call__(self, image: NDArray[Any], seed: int, epoch: int, sample: int) -> NDArray[Any]:
-        """uint8; float32 where a rectangle was erased, whose noise is not bound to the range of pixels."""
+        """Changes an image: uint8, or float32 where a rectangle was erased, since means are no whole numbers."""
         recipe, image = self.recipe, self.first(image, seed, epoch, sample)
-        if recipe.rand_augment or recipe.color_jitter:
-            picture = Image.fromarray(image)
-            if recipe.rand_augment:
-                fill = tuple(min(255, round(value)) for value in self.mean)
-                picture = recipe.rand_augment(picture, Draws(seed, "rand-augment", epoch, sample), fill)
-            if recipe.color_jitter:
-                picture = jitter(picture, recipe.color_jitter, Draws(seed, "color jitter", epoch, sample))
-            image = np.asarray(picture)
+        if recipe.rand_augment:
+            fill = tuple(min(255, round(value)) for value in self.mean)
+            draws = Draws(seed, "rand-augment", epoch, sample)
+            image = np.asarray(recipe.rand_augment(Image.fromarray(image), draws, fill))
         if recipe.erasing:
-            draws = Draws(seed, "erasing", epoch, sample)
-            image = erase(image, recipe.erasing, recipe.erasing_mode, self.mean, self.deviation, draws)
+            image = erase(image, recipe.erasing, self.mean, Draws(seed, "erasing", epoch, sample))
         return image
 
 
@@ -121,29 +110,14 @@ def random_box(size: tuple[int, int], scale: float, ratio: float, draws: Draws) 
     return left, top, left + w, top + h
 
 
-def jitter(image: Image.Image, strength: float, draws: Draws) -> Image.Image:
-    """Brightness, contrast and saturation, in any order, times 1 - strength (at least 0) to 1 + strength."""
-    for place in draws.order(len(_JITTER)):
-        image = _JITTER[place](image).enhance(draws.between(max(0.0, 1 - strength), 1 + strength))
-    return image
+def erase(image: NDArray[Any], probability: float, mean: Sequence[float], draws: Draws) -> NDArray[Any]:
+    """Replaces a rectangle of 2 to 33 percent of the area by the mean (Zhong et al. 2017, arXiv 1708.04896).
 
-
-def erase(
-    image: NDArray[Any],
-    probability: float,
-    mode: str,
-    mean: Sequence[float],
-    deviation: Sequence[float],
-    draws: Draws,
-) -> NDArray[Any]:
-    """Replaces a rectangle of 2 to 33 percent of the area (Zhong et al. 2017, arXiv 1708.04896), as timm does.
-
-    Once the image is normalised, each of its pixels and channels is a normal number ("pixel"), each channel one such
-    number ("rand"), or all are zero ("const").
+    As timm does it in mode "const": zero once the image is normalised.
     """
     if draws.unit() >= probability:
         return image
-    height, width, channels = image.shape
+    height, width, _ = image.shape
     for _ in range(_ATTEMPTS):
         area = height * width * draws.between(*_ERASED)
         shape = math.exp(draws.between(math.log(_ERASED_SHAPE), -math.log(_ERASED_SHAPE)))
@@ -153,8 +127,6 @@ def erase(
     else:
         return image
     top, left = draws.below(height - h + 1), draws.below(width - w + 1)
-    drawn = {"pixel": (h, w, channels), "rand": (1, 1, channels), "const": (0,)}[mode]
-    noise = draws.normals(math.prod(drawn)).reshape(drawn) if mode != "const" else 0
     erased = image.astype(np.float32)
-    erased[top : top + h, left : left + w] = np.array(mean) + np.array(deviation) * noise
+    erased[top : top + h, left : left + w] = mean
     return erased

@@ -11,17 +11,90 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import tyro
+from numpy.typing import NDArray
 from PIL import Image
 
 from megasnn.config.cli import command_line
-from megasnn.data.show import read_samples
+from megasnn.data.dataset import ShardDataset
+from megasnn.data.datasets import open_shards
+from megasnn.data.event_files import FrameSettings, decode_sample, make_frames
+from megasnn.data.formats import SampleFormat
+from megasnn.data.images import open_image
+from megasnn.data.index import read_index
+from megasnn.data.order import SampleOrder
+from megasnn.data.paths import expand_shards
 from megasnn.files.sample_size import SAMPLE_MB
 from megasnn.process.terminal import keep_going
 from megasnn.telemetry.pictures import sample_sheet
+
+_ANY_CLASS = 2**31
+_ZIP = b"PK"  # an .npz is one
+_FETCH_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class AsStored(SampleFormat):
+    """Images in their own size, frames as they are; of events, `time_steps` frames of equal numbers of events."""
+
+    time_steps: int
+    limit: int = SAMPLE_MB << 20
+    kind, suffixes, axes = "samples", (), ()
+
+    def decode(self, data: bytes) -> NDArray[Any]:
+        """uint8 `[H, W, C]` or frames `[T, 2, H, W]`. Raises ValueError for damaged bytes."""
+        if data.startswith(_ZIP):
+            sample = decode_sample(data, self.limit)
+            return sample if isinstance(sample, np.ndarray) else make_frames(sample, FrameSettings(self.time_steps))
+        try:
+            image = open_image(data, self.limit)
+            return np.asarray(image.convert("L" if image.mode == "L" else "RGB"))
+        except Exception as error:  # Pillow has no common class for what damaged bytes make it raise
+            raise ValueError(str(error)) from error
+
+    def fill(self, values: NDArray[np.float32], sample: NDArray[Any]) -> None:
+        """Takes the values as they are."""
+        values[...] = sample
+
+
+def read_samples(
+    data_path: str, count: int, seed: int | None = None, time_steps: int = 10, max_sample_mb: int = SAMPLE_MB
+) -> tuple[list[NDArray[Any]], list[str]]:
+    """Samples of shards, and a caption for each: its key and class.
+
+    Args:
+        data_path: as for training.
+        count: at most so many.
+        seed: takes them at random; None takes the first ones.
+        time_steps: frames of a recording where the shards hold events.
+        max_sample_mb: a sample that takes more, in its file or decoded, is refused.
+    Raises:
+        ValueError: a shard is missing, cut or empty, a sample cannot be decoded, or a number is below 1.
+    """
+    for flag, value in (("samples", count), ("time-steps", time_steps), ("max-sample-mb", max_sample_mb)):
+        if value < 1:
+            raise ValueError(f"--{flag} must be at least 1, got {value}")
+    addresses = expand_shards(data_path, "SHARDS")
+    dataset = ShardDataset(
+        open_shards(addresses, _FETCH_SECONDS), AsStored(time_steps, max_sample_mb << 20), _ANY_CLASS
+    )
+    index = read_index(addresses[0].parent) if isinstance(addresses[0], Path) else None
+    names = dict(enumerate(index.classes if index else ()))
+    samples = len(dataset)
+    order = SampleOrder(samples, seed or 0, seed is not None, samples)
+    chosen = [position.sample for position in order.positions(0, min(count, samples))]
+    labels = [int(dataset.labels[sample]) for sample in chosen]
+    captions = [
+        f"{dataset.key(sample)}   class {label}"
+        + (f" ({names[label]})" if names.get(label, str(label)) != str(label) else "")
+        for sample, label in zip(chosen, labels, strict=True)
+    ]
+    return [dataset.sample(sample) for sample in chosen], captions
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

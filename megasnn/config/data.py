@@ -34,8 +34,8 @@ class DataConfig:
     """The order of samples depends on the seed only, never on the layout or the number of workers."""
 
     data_path: Shards = SAMPLE
-    """Training shards, "dir/train-{00000..00009}.tar" (also .tar.gz), or a URL that webdataset opens (http, s3, gs, and
-    pipe: before a command); "sample" is scikit-learn's bundled digits, for models of event frames as recordings of a
+    """Training shards, "dir/train-{00000..00009}.tar" (also .tar.gz), or a URL (http, s3, gs, hf, and pipe: before a
+    command); "sample" is scikit-learn's bundled digits, for models of event frames as recordings of a
     simulated event camera."""
     valid_data_path: Shards | None = None
     """Validation shards; with --data-path sample, its held-out part by default."""
@@ -84,12 +84,8 @@ class DataConfig:
     """Count samples that cannot be read and go on, instead of stopping."""
     max_sample_mb: Size = SAMPLE_MB
     """A sample that takes more megabytes, in its file or decoded, cannot be read."""
-    max_unpacked_gb: Positive | None = None
-    """Gigabytes that a .tar.gz shard may unpack to; 100 times its own size by default."""
-    fetch_ahead: Size = 4
-    """Shards behind URLs that a rank fetches at a time, before it needs them."""
     fetch_timeout: Positive = 60.0
-    """Seconds after which a source of shards that sends nothing, or less than a kilobyte each, is asked again."""
+    """Seconds of silence after which a source of shards behind a URL, or the processes that read, are given up."""
 
     @property
     def mixes(self) -> bool:
@@ -131,7 +127,6 @@ class DataConfig:
             self.crop_scale,
             self.crop_ratio,
             erasing=self.random_erasing,
-            erasing_mode="const",
             **changes,
         )
 
@@ -146,10 +141,4 @@ class DataConfig:
             ]
         if self.mixup_off_epoch and not self.mixes:
             wrong.append(f"--mixup-off-epoch {self.mixup_off_epoch} needs --mixup-alpha or --cutmix-alpha")
-        paths = (self.data_path, self.valid_data_path or "")
-        if not any(beginning in path for path in paths for beginning in ("://", "pipe:")):
-            wrong += [
-                f"{each} is for shards behind URLs, and --data-path names none"
-                for each in self.changed("fetch_ahead", "fetch_timeout")
-            ]
         return wrong

@@ -1,25 +1,30 @@
-"""Images and events in webdataset shards: opened by index, ordered by the seed alone, cut into global batches.
-
-Training uses `open_datasets` and `BatchLoader`; the rest is reached through its own module. The names below are loaded
-when they are first used: the processes that read samples do without torch.
-"""
+"""Images and events in webdataset shards: opened by index, ordered by the seed alone, cut into global batches."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from megasnn.lazy import lazy_names
-
-if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy_names`
-    from megasnn.data.dataset import BrokenSample as BrokenSample
+if TYPE_CHECKING:
     from megasnn.data.dataset import ShardDataset as ShardDataset
-    from megasnn.data.epochs import check_shares as check_shares
-    from megasnn.data.epochs import epoch_samples as epoch_samples
-    from megasnn.data.epochs import order_identity as order_identity
+    from megasnn.data.datasets import Datasets as Datasets
+    from megasnn.data.datasets import open_datasets as open_datasets
     from megasnn.data.loader import BatchLoader as BatchLoader
     from megasnn.data.loader import GlobalBatch as GlobalBatch
+    from megasnn.data.loader import LoaderOptions as LoaderOptions
     from megasnn.data.loader import MicroBatch as MicroBatch
-    from megasnn.data.open import Datasets as Datasets
-    from megasnn.data.open import open_datasets as open_datasets
+    from megasnn.data.loader import Share as Share
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+_PLACES = {
+    **dict.fromkeys(("BatchLoader", "GlobalBatch", "LoaderOptions", "MicroBatch", "Share"), "loader"),
+    **dict.fromkeys(("Datasets", "open_datasets"), "datasets"),
+    "ShardDataset": "dataset",
+}
+__all__ = sorted(_PLACES)
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a name when it is first used: its module imports torch."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

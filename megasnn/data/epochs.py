@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.data.dataset import ShardDataset
-from megasnn.data.formats import SampleFormat
 
 
-def order_identity(dataset: ShardDataset[SampleFormat], global_batch_size: int, last_batch: str) -> str:
+def order_identity(dataset: ShardDataset, global_batch_size: int, last_batch: str) -> str:
     """What tells orders of training samples apart, with seed and shuffling: equal where a position means the same.
 
     Raises:

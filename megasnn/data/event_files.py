@@ -61,17 +61,17 @@ def decode_sample(data: bytes, limit: int = SAMPLE_BYTES) -> Recording | NDArray
     try:
         arrays = read_arrays(data, limit)
     except ValueError as error:
-        raise ValueError(f"cannot be decoded: {error}") from error
+        raise ValueError(f"{error}") from error
     if "frames" not in arrays:
         return recording_of_arrays(arrays, "its events.npz", limit)
     frames = arrays["frames"]
     if frames.ndim != 4 or frames.shape[1] != 2 or frames.dtype.kind not in "iuf":
-        raise ValueError(f"cannot be decoded: frames are numbers [T, 2, H, W], not {frames.dtype} {list(frames.shape)}")
+        raise ValueError(f"frames are numbers [T, 2, H, W], not {frames.dtype} {list(frames.shape)}")
     if not frames.size or max(frames.shape[2:]) > LARGEST_SIDE:
-        raise ValueError(f"cannot be decoded: frames {list(frames.shape)} are empty or of no sensor")
+        raise ValueError(f"frames {list(frames.shape)} are empty or of no sensor")
     with np.errstate(over="ignore"):
         if frames.dtype.kind == "f" and not np.isfinite(frames.astype(np.float32, copy=False)).all():
-            raise ValueError("cannot be decoded: frames hold values that are no finite numbers (NaN or infinite)")
+            raise ValueError("frames hold values that are no finite numbers (NaN or infinite)")
     return frames
 
 

@@ -1,4 +1,4 @@
-"""From the event samples of a shard to frames [T, 2, H, W] as the model takes them."""
+"""Event frames: from the event samples of a shard to frames [T, 2, H, W] as the model takes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megasnn.files.sample_size import SAMPLE_BYTES
 
 @dataclass(frozen=True)
 class EventFormat(SampleFormat):
-    """What a model expects of an event sample.
+    """Event samples as a model takes them.
 
     Kept events become frames here. Frames that preprocessing made are taken as they are, and scaled where they have
     another size.

@@ -1,36 +1,33 @@
-"""What the loader asks of a kind of sample: images, or the recordings of event cameras.
-
-Nothing here imports torch before a tensor is asked for, so that the processes that read samples start at once.
-"""
+"""From the bytes of a sample's file to the model's input: what images and event frames have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megasnn.augment import AUGMENTATIONS, Augmentation
 
-if TYPE_CHECKING:
-    import torch
-
 
 class FormatMismatch(ValueError):
     """A sample that is whole, but not of the shape that the model takes: the flags are wrong, it is not skipped."""
 
 
-class Decoder(Protocol):
-    """From the bytes of a sample's file to an array.
+class SampleFormat(Protocol):
+    """A kind of samples.
 
     Attributes:
+        kind: of the samples, as augmentations name it.
         suffixes: endings of the files it decodes.
+        axes: the model's axes of a batch, as axes of the array of its samples.
         limit: bytes that a sample may take, in its file or decoded.
     """
 
-    @property
-    def suffixes(self) -> tuple[str, ...]: ...
+    kind: str
+    suffixes: tuple[str, ...]
+    axes: tuple[int, ...]
 
     @property
     def limit(self) -> int: ...
@@ -38,20 +35,8 @@ class Decoder(Protocol):
     def decode(self, data: bytes) -> NDArray[Any]:
         """One sample. Raises ValueError for bytes that cannot be decoded, FormatMismatch for those that do not fit."""
 
-
-class SampleFormat(Decoder, Protocol):
-    """From the bytes of samples' files to the model's input.
-
-    Attributes:
-        kind: of its samples, as augmentations name it.
-        axes: the model's axes of a batch, as axes of the array of its samples.
-    """
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def axes(self) -> tuple[int, ...]: ...
+    def fill(self, values: NDArray[np.float32], sample: NDArray[Any]) -> None:
+        """Writes a decoded sample to `values`, of its shape, as the numbers that the model takes."""
 
     def augmentation(self, name: str) -> Augmentation:
         """A random change by its name. Raises ValueError for one that there is not, or not for such samples."""
@@ -61,18 +46,9 @@ class SampleFormat(Decoder, Protocol):
             raise ValueError(f"--augment {name} is not for {self.kind}; choose one of {', '.join(fitting)}")
         return found
 
-    def fill(self, values: NDArray[np.float32], sample: NDArray[Any]) -> None:
-        """Writes a decoded sample to `values`, of its shape, as the numbers that the model takes."""
-
-    def to_tensor(self, batch: Sequence[NDArray[Any]]) -> torch.Tensor:
-        """Decoded samples as the model takes them: float32, the samples first."""
-        values = np.empty((len(batch), *batch[0].shape), np.float32)
-        for target, sample in zip(values, batch, strict=True):
+    def batch(self, samples: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+        """Decoded samples as the model takes them, float32, the samples first."""
+        values = np.empty((len(samples), *samples[0].shape), np.float32)
+        for target, sample in zip(values, samples, strict=True):
             self.fill(target, sample)
-        return self.as_tensor(values)
-
-    def as_tensor(self, values: NDArray[np.float32]) -> torch.Tensor:
-        """What `fill` wrote to `values [n, *sample]`, in the same memory, with the axes that the model takes."""
-        import torch
-
-        return torch.from_numpy(values).permute(self.axes)
+        return values.transpose(self.axes)

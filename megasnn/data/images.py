@@ -1,4 +1,4 @@
-"""From the bytes of an image file to numbers: which files are read, decoding, size, channels, normalisation."""
+"""Images: from the bytes of a file to normalised numbers of the model's size and channels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ONE_BYTE_MODES = ("1", "L", "P")  # Pillow keeps four bytes for a pixel of all 
 
 
 def open_image(data: bytes, limit: int = SAMPLE_BYTES) -> Image.Image:
-    """An image file that is opened, not decoded yet.
+    """Opens an image file without decoding it yet.
 
     Args:
         data: the whole file.
@@ -82,14 +82,15 @@ def _webp_size(data: bytes) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class ImageFormat(SampleFormat):
-    """What a model expects of an image.
+    """Images as a model takes them.
 
-    size: height and width in pixels.
-    channels: 1 (grey) or 3 (RGB).
-    normalisation: a name in NORMALISATIONS.
-    limit: bytes that a sample may take, in its file or decoded.
-    recipe: what is changed at random in training beside what `--augment` names.
-    center: share of the shorter side that the middle of an image keeps.
+    Attributes:
+        size: height and width in pixels.
+        channels: 1 (grey) or 3 (RGB).
+        normalisation: a name in NORMALISATIONS.
+        limit: bytes that a sample may take, in its file or decoded.
+        recipe: what is changed at random in training beside what `--augment` names.
+        center: share of the shorter side that the middle of an image keeps.
     """
 
     size: int
@@ -109,11 +110,8 @@ class ImageFormat(SampleFormat):
     def augmentation(self, name: str) -> Augmentation:
         """A random change by its name, and behind it what the recipe has. Raises ValueError as for other samples."""
         found = super().augmentation(name)
-        mean, deviation = (
-            tuple(255 * value for value in np.broadcast_to(each, self.channels).tolist())
-            for each in NORMALISATIONS[self.normalisation]
-        )
-        change = ImageChange(found.change, self.recipe, mean, deviation)
+        mean = np.broadcast_to(NORMALISATIONS[self.normalisation][0], self.channels).tolist()
+        change = ImageChange(found.change, self.recipe, tuple(255 * value for value in mean))
         return replace(found, change=change, decoder=self.part_decoder if found.crops else None)
 
     def part_decoder(self, seed: int, epoch: int, sample: int) -> Callable[[bytes], np.ndarray]:
@@ -149,7 +147,7 @@ class ImageFormat(SampleFormat):
         except MemoryError:
             raise
         except Exception as error:  # Pillow has no common class for what damaged bytes make it raise
-            raise ValueError(f"cannot be decoded: {error}") from error
+            raise ValueError(str(error)) from error
         return np.asarray(image, dtype=np.uint8).reshape(self.size, self.size, self.channels)
 
     def _part(self, file: Image.Image, box: Box) -> Image.Image:
@@ -163,7 +161,7 @@ class ImageFormat(SampleFormat):
         return image.resize((self.size, self.size), Image.Resampling.BICUBIC, box=scaled)
 
     def fill(self, values: NDArray[np.float32], sample: NDArray[Any]) -> None:
-        """An image `[size, size, channels]`, values from 0 to 255 -> normalised."""
+        """Normalises an image `[size, size, channels]` with values from 0 to 255."""
         values[...] = sample
         scale, shift = _rows(self.normalisation, self.size, self.channels)
         rows = values.reshape(-1, len(scale))
@@ -173,8 +171,7 @@ class ImageFormat(SampleFormat):
 
 @functools.cache
 def _rows(normalisation: str, size: int, channels: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """What a row of pixels is multiplied by, and then made less by: NumPy is several times faster on rows than on the
-    few numbers of a pixel."""
+    """Scale and shift of a row of pixels: NumPy is several times faster on rows than on the few numbers of a pixel."""
     mean, deviation = (np.array(each, dtype=np.float32) for each in NORMALISATIONS[normalisation])
     scale, shift = (np.broadcast_to(each, channels) for each in (1 / (255 * deviation), mean / deviation))
     return np.tile(scale, size), np.tile(shift, size)

@@ -7,31 +7,54 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import with_config
+from pydantic import Field, with_config
 
-from megasnn.files.described import STRICT, Count, FreeForm, PlainName, Sha256, open_regular, read_described
+from megasnn.files.described import STRICT, Count, FreeForm, described
 
 INDEX_NAME = "index.json"
-WORK_FOLDER = ".preprocess"
-"""Exists in a folder whose preprocessing has begun and not ended."""
 VERSION: Literal[1] = 1
 _BLOCK = 1 << 20
-_ADVICE = "it is no index of shards: make the shards again, or remove it to use them unchecked"
+_ADVICE = "make the shards again, or remove it to use them unchecked"
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Members:
+    """The samples of a shard in file order: their keys and classes, and where their data lie in the tar, in bytes.
+
+    Attributes:
+        suffixes: endings of the samples' data that occur.
+    """
+
+    keys: list[str]
+    labels: list[int]
+    offsets: list[Count]
+    sizes: list[Count]
+    suffixes: list[str]
+
+    def __post_init__(self) -> None:
+        if len({len(self.keys), len(self.labels), len(self.offsets), len(self.sizes)}) > 1:
+            raise ValueError("keys, labels, offsets and sizes should have one entry for each sample")
 
 
 @with_config(STRICT)
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard: file name, split, number of samples, size in bytes, sha256 of the file, and the sources left out."""
+    """A shard: file name, split, number of samples, size in bytes, sha256 of the file, and the sources left out.
 
-    file: PlainName
+    Attributes:
+        members: where its samples lie; None where that has to be read from the tar.
+    """
+
+    file: Annotated[str, Field(pattern="^[^/]+$")]
     split: str
     samples: Count
     size: Count
-    sha256: Sha256
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     broken: list[str]
+    members: Members | None = None
 
 
 @with_config(STRICT)
@@ -49,24 +72,14 @@ class Index:
 
 
 def read_index(folder: Path) -> Index | None:
-    """The index of a folder of shards; None where there is none.
-
-    Raises:
-        DescriptionError: it cannot be read, is of another version, or a field of it makes no sense.
-    """
+    """The index of a folder of shards; None where there is none. Raises ValueError for one that makes no sense."""
     path = folder / INDEX_NAME
-    if not os.path.lexists(path):
-        return None
-    return read_described(Index, path, advice=_ADVICE)
+    return parse_index(path.read_bytes(), path) if os.path.lexists(path) else None
 
 
-def require_finished(folder: Path) -> None:
-    """Raises ValueError when preprocessing into `folder` has begun and not ended."""
-    if (folder / WORK_FOLDER).exists():
-        raise ValueError(
-            f"the shards in {folder} are not complete: their preprocessing was interrupted or is still running; "
-            f"run the same megasnn-preprocess-data again to finish them"
-        )
+def parse_index(content: bytes, source: object) -> Index:
+    """An index of shards from its JSON. Raises ValueError, naming `source` and the field that is wrong."""
+    return described(Index, content, source, advice=_ADVICE)
 
 
 def verify(folder: Path, progress: Callable[[int], object] = lambda size: None) -> list[str]:
@@ -79,7 +92,6 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda size: None) 
     """
     index = read_index(folder)
     if index is None:
-        require_finished(folder)
         raise ValueError(f"{folder} has no {INDEX_NAME}; megasnn-preprocess-data writes one")
     wrong = []
     for record in index.shards:
@@ -88,14 +100,15 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda size: None) 
             wrong.append(f"{path} is missing, or no file")
         elif (size := path.stat().st_size) != record.size:
             wrong.append(f"{path} has {size} bytes, its index says {record.size}")
-        elif (found := _sha256(path, progress)) != record.sha256:
+        elif (found := sha256_of(path, progress)) != record.sha256:
             wrong.append(f"{path} has changed: its sha256 is {found}, its index says {record.sha256}")
     return wrong
 
 
-def _sha256(path: Path, progress: Callable[[int], object]) -> str:
+def sha256_of(path: Path, progress: Callable[[int], object] = lambda size: None) -> str:
+    """Checksum of a file, as hexadecimal text."""
     digest = hashlib.sha256()
-    with open_regular(path) as file:  # training reads shards that are links too
+    with open(path, "rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
             progress(len(block))

@@ -1,52 +1,43 @@
-"""Global batches for one rank: its own micro-batches, or its share of them, read ahead by other processes.
+"""Global batches for one rank: its own micro-batches, or its share of them, read ahead by worker processes.
 
 Nothing here depends on the layout but the choice of micro-batches, and of samples in them: the order is a function of
 the position (`megasnn.data.order`), the cut of the global batch and its sizes (`megasnn.batching`), the augmentation of
-the sample. Workers fill whole micro-batches, and batches leave in order, so that their number cannot change
-anything either.
+the sample. A `torch.utils.data.DataLoader` reads whole micro-batches in order, so the number of its workers cannot
+change anything either.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future
-from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice
+from itertools import count, tee
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch.utils.data import DataLoader
 
 from megasnn.batching import first_sample, micro_batch_sizes, micro_batches_of
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.epochs import epoch_samples
-from megasnn.data.feed import Feed
-from megasnn.data.formats import SampleFormat
-from megasnn.data.order import SampleOrder, Stretch
-from megasnn.data.reading import SlotReader
-from megasnn.data.remote.ahead import ShardsAhead
-from megasnn.data.workers import AHEAD, WorkerPool
+from megasnn.data.order import Position, SampleOrder
+from megasnn.data.reading import PositionDataset
+from megasnn.data.workers import STEP_SECONDS, WorkerWatch, start_worker, worker_context
 from megasnn.sharding import own_rows
-
-_PLANNED = 16  # batches that are looked through for shards to fetch
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Samples that are computed together, or this rank's share of them.
 
-    first: index of this micro-batch in the global batch.
-    start: place of its first sample in the global batch.
-    sample_ids: int64 `[size]`, the samples that the order puts here. They are the same on every rank of a
-        pipeline, whatever it reads: where a broken sample was replaced they still name the broken one.
-    images: float32: images `[size, C, H, W]`, normalised, channels last in memory, or event frames
-        `[size, T, 2, H, W]`.
-    labels: int64 `[size]`.
-    skipped: the broken samples that were replaced, as messages name them; empty on ranks that read nothing.
-    arrived: on a GPU, the event after which images and labels are there.
+    Attributes:
+        first: index of this micro-batch in the global batch.
+        start: place of its first sample in the global batch.
+        sample_ids: int64 `[size]`, the samples that the order puts here. They are the same on every rank of a pipeline,
+            whatever it reads: where a broken sample was replaced they still name the broken one.
+        images: float32: images `[size, C, H, W]`, normalised, channels last in memory, or event frames
+            `[size, T, 2, H, W]`.
+        labels: int64 `[size]`.
+        skipped: the broken samples that were replaced, as messages name them; empty on ranks that read nothing.
     """
 
     first: int
@@ -56,7 +47,6 @@ class MicroBatch:
     images: torch.Tensor | None
     labels: torch.Tensor | None
     skipped: tuple[str, ...] = ()
-    arrived: torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +55,9 @@ class GlobalBatch:
 
     It may have none, or fewer than others: on the last batch of a validation pass, when that has fewer micro-batches
     than there are data parallel ranks, or one of them fewer samples than there are ranks to share it.
-    consumed_samples: the position after this batch.
+
+    Attributes:
+        consumed_samples: the position after this batch.
     """
 
     micro_batches: list[MicroBatch]
@@ -73,170 +65,198 @@ class GlobalBatch:
     consumed_samples: int
 
 
-class BatchLoader:
-    """Cuts the sequence of samples into global batches and loads what one data parallel rank needs of them.
+@dataclass(frozen=True)
+class Share:
+    """This rank's part of every global batch.
 
-    In training the sequence is endless, shuffled by `seed` and augmented as asked. Otherwise it is one pass
-    in file order, every sample once, the last batch as small as the rest is; `shuffle`, `augment` and
-    `last_batch` are then without effect.
-
-    cp_size, cp_rank: the ranks that share a micro-batch by samples.
-    whole: read all of a micro-batch nevertheless, since its samples are to be mixed with each other.
-
-    last_batch: what becomes of the samples at the end of an epoch that fill no batch: "continue" fills it up with the
-    beginning of the next epoch, "drop" leaves them out (others in each epoch), "keep" makes a smaller batch.
-
-    num_workers: processes that load ahead: the next global batch, and more if that does not keep all of them
-    busy. With 0 a batch is loaded when it is asked for.
-    skip_broken: put the next sample of the epoch's order that decodes in the place of one that does not, so
-    that sizes and the places of all others stay. Ranks that need only labels decode each sample once to come
-    to the same choice.
-    skipped: how often that happened on this rank, counted as batches are handed out.
-    pin_for: a GPU, to which images and labels are copied while the rank goes on, as soon as they are loaded.
-
-    Raises:
-        ValueError: an epoch would have no batch.
+    Attributes:
+        dp_size, dp_rank: the replicas, which share the micro-batches of a global batch.
+        cp_size, cp_rank: the ranks that share the samples of a micro-batch.
+        images, labels: what the rank's stage takes. A rank that takes neither reads nothing.
     """
 
-    def __init__(
-        self,
-        dataset: ShardDataset[SampleFormat],
-        *,
-        seed: int,
-        shuffle: bool,
-        augment: str,
-        global_batch_size: int,
-        micro_batch_size: int,
-        dp_size: int,
-        dp_rank: int,
-        need_images: bool,
-        need_labels: bool,
-        num_workers: int = 0,
-        skip_broken: bool = False,
-        training: bool = True,
-        pin_for: torch.device | None = None,
-        last_batch: str = "continue",
-        cp_size: int = 1,
-        cp_rank: int = 0,
-        whole: bool = False,
-    ) -> None:
-        change = dataset.format.augmentation(augment)
-        self.dataset = dataset
-        self.skipped = 0
-        epoch = epoch_samples(len(dataset), global_batch_size, last_batch) if training else None
-        self._order = SampleOrder(len(dataset), seed, shuffle and training, epoch)
-        self._keep_last = last_batch == "keep"
-        self._reader = SlotReader(dataset, self._order, seed, change if training else None, need_images, skip_broken)
-        self._global_batch_size = global_batch_size
-        self._micro_batch_size = micro_batch_size
-        self._dp_size = dp_size
-        self._dp_rank = dp_rank
-        self._cp_size, self._cp_rank = (1, 0) if whole else (cp_size, cp_rank)
-        self._need_images = need_images
-        self._need_labels = need_labels
-        self._reads = need_images or (need_labels and skip_broken)
-        self._num_workers = num_workers if self._reads else 0
-        self._training = training
-        self._feed = None if pin_for is None else Feed(pin_for)
+    global_batch_size: int
+    micro_batch_size: int
+    dp_size: int = 1
+    dp_rank: int = 0
+    cp_size: int = 1
+    cp_rank: int = 0
+    images: bool = True
+    labels: bool = True
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How samples are ordered, changed and read.
+
+    Attributes:
+        last_batch: the samples at the end of an epoch that fill no batch: "continue" fills it up with the beginning of
+            the next epoch, "drop" leaves them out (others in each epoch), "keep" makes a smaller batch.
+        skip_broken: put the next sample of the epoch's order that decodes in the place of one that does not, so that
+            sizes and the places of all others stay.
+        num_workers: processes that read ahead, a global batch or more; with 0 a batch is read when it is asked for.
+        timeout: seconds after which a worker that gives nothing ends the run.
+        pin_memory: hand over images in pinned memory, from which a GPU copies them without the host waiting.
+    """
+
+    seed: int
+    shuffle: bool = True
+    augment: str = "none"
+    last_batch: str = "continue"
+    skip_broken: bool = False
+    num_workers: int = 0
+    timeout: float = 60.0
+    pin_memory: bool = False
+
+
+class BatchLoader:
+    """Cuts the sequence of samples into global batches and loads this rank's share of them.
+
+    In training the sequence is endless, shuffled by `seed` and augmented as asked. Otherwise it is one pass in file
+    order, every sample once, the last batch as small as the rest is; `shuffle`, `augment` and `last_batch` are then
+    without effect.
+
+    Attributes:
+        skipped: how many broken samples were replaced on this rank in the last `batches`.
+    Raises:
+        ValueError: an epoch would have no batch, or the augmentation is for other samples.
+    """
+
+    def __init__(self, dataset: ShardDataset, share: Share, options: LoaderOptions, training: bool = True) -> None:
+        self.dataset, self.skipped = dataset, 0
+        self._share, self._options, self._training = share, options, training
+        change, samples = dataset.format.augmentation(options.augment), len(dataset)
+        epoch = epoch_samples(samples, share.global_batch_size, options.last_batch) if training else samples
+        self._order = SampleOrder(samples, options.seed, options.shuffle and training, epoch)
+        self._reads = share.images or (share.labels and options.skip_broken)
+        self._reader = PositionDataset(
+            dataset, self._order, change if training else None, share.images, options.skip_broken
+        )
+        self._sampler = UpcomingBatches()
+        self._watch: WorkerWatch | None = None
+        self._loader: DataLoader[Any] | None = None
 
     def batches(self, consumed_samples: int = 0, limit: int | None = None) -> Generator[GlobalBatch]:
         """The global batches from a position on, at most `limit` of them.
 
-        Close the iterator (or use it up) to end its workers. What goes wrong while a batch is loaded is
-        raised when that batch is asked for, with any number of workers.
+        What goes wrong while a batch is read is raised when that batch is asked for, with any number of workers. They
+        wait for another pass where this one comes to its end; where it is closed before, they end.
+
+        Raises:
+            BrokenSample, ValueError: as `ShardDataset.sample`; samples of a micro-batch have several shapes; not one
+                sample can be decoded.
+            ChildProcessError: a worker has ended, or gives nothing for too long.
         """
-        plans = self._plans(consumed_samples, limit)
-        if self._reads and self.dataset.fetch_ahead:
-            plans = self._with_shards_ahead(plans, self.dataset.fetch_ahead)
-        loaded = self._load_ahead(plans) if self._num_workers else map(self._load_batch, plans)
-        for batch in loaded:
-            self.skipped += sum(len(micro_batch.skipped) for micro_batch in batch.micro_batches)
-            if self._feed is not None:
-                self._feed.hand_over(batch.micro_batches)
-            yield batch
+        plans, ahead = tee(self._plans(consumed_samples, limit))
+        upcoming = (part.positions for plan in ahead for part in plan.micro_batches)
+        read = self._read(upcoming)
+        self.skipped = 0
+        try:
+            for plan in plans:
+                parts = [self._micro_batch(part, *next(read)) for part in plan.micro_batches]
+                self.skipped += sum(len(part.skipped) for part in parts)
+                yield GlobalBatch(parts, plan.size, plan.consumed_samples)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the workers, also in the middle of a micro-batch. Batches that were given stay valid."""
+        if self._watch is not None:
+            self._watch.end()
+        self._watch = self._loader = None
+
+    def _read(self, upcoming: Iterator[list[Position]]) -> Iterator[tuple[list[int], torch.Tensor | None]]:
+        """The samples that are used in each of the upcoming micro-batches, and their images."""
+        if not self._reads:
+            for positions in upcoming:
+                yield [position.sample for position in positions], None
+            return
+        self._sampler.positions = upcoming
+        if self._loader is None:
+            self._loader = self._start()
+        for found in self._watch.iterate(self._loader) if self._watch else self._loader:
+            if isinstance(found, Exception):
+                raise found
+            yield found
+
+    def _start(self) -> DataLoader[Any]:
+        options, workers = self._options, dict[str, Any]()
+        if options.num_workers:
+            self._watch = WorkerWatch(options.timeout)
+            micro_batches = -(-self._share.global_batch_size // self._share.micro_batch_size)
+            own = -(-micro_batches // self._share.dp_size)
+            workers = {
+                "num_workers": options.num_workers,
+                "multiprocessing_context": worker_context(),
+                "persistent_workers": True,
+                "prefetch_factor": max(2, -(-own // options.num_workers)),  # the next global batch, while one computes
+                "worker_init_fn": start_worker,
+                "timeout": STEP_SECONDS,
+            }
+        return DataLoader(
+            self._reader,
+            batch_sampler=self._sampler,
+            collate_fn=self._reader.collate,
+            pin_memory=options.pin_memory,
+            generator=torch.Generator(),  # otherwise torch's global one would move on by a number
+            **workers,
+        )
 
     def _plans(self, position: int, limit: int | None) -> Iterator[_BatchPlan]:
-        made = 0
-        while limit is None or made < limit:
-            size = self._global_batch_size
+        for _ in count() if limit is None else range(limit):
+            size = self._share.global_batch_size
             if not self._training:
                 size = min(size, len(self.dataset) - position)
                 if size <= 0:
                     return
-            elif self._keep_last:
+            elif self._options.last_batch == "keep":
                 size = min(size, len(self.dataset) - position % len(self.dataset))
             yield _BatchPlan(self._own_micro_batches(position, size), size, position + size)
             position += size
-            made += 1
-
-    def _with_shards_ahead(self, plans: Iterator[_BatchPlan], most: int) -> Iterator[_BatchPlan]:
-        """The plans; shards that they need and the cache has removed are fetched again, `most` of them ahead."""
-        with closing(ShardsAhead(most)) as ahead:
-            coming = deque(islice(plans, _PLANNED))
-            while coming:
-                needed = [list(self.dataset.remote_shards(plan.samples)) for plan in coming]
-                ahead.begin(list(dict.fromkeys(chain.from_iterable(needed)))[: len(needed[0]) + most])
-                yield coming.popleft()
-                coming.extend(islice(plans, 1))
 
     def _own_micro_batches(self, position: int, size: int) -> list[_MicroBatchPlan]:
-        sizes = micro_batch_sizes(size, min(self._micro_batch_size, size))
+        share = self._share
+        sizes = micro_batch_sizes(size, min(share.micro_batch_size, size))
+        plans = []
         # At the end of a validation pass there may be too few for everybody.
-        own = micro_batches_of(len(sizes), self._dp_size, self._dp_rank, may_be_none=True)
-        shares = [own_rows(sizes[index], self._cp_size, self._cp_rank) for index in own]
-        starts = [first_sample(sizes, index) + share.start for index, share in zip(own, shares, strict=True)]
-        return [
-            _MicroBatchPlan(index, start, self._order.stretches(position + start, len(share)))
-            for index, start, share in zip(own, starts, shares, strict=True)
-            if share
-        ]
+        for index in micro_batches_of(len(sizes), share.dp_size, share.dp_rank, may_be_none=True):
+            rows = own_rows(sizes[index], share.cp_size, share.cp_rank)
+            if rows:
+                start = first_sample(sizes, index) + rows.start
+                plans.append(_MicroBatchPlan(index, start, self._order.positions(position + start, len(rows))))
+        return plans
 
-    def _load_batch(self, plan: _BatchPlan) -> GlobalBatch:
-        return plan.batch([self._load(micro_batch) for micro_batch in plan.micro_batches])
+    def _micro_batch(self, plan: _MicroBatchPlan, used: list[int], images: torch.Tensor | None) -> MicroBatch:
+        """
+        Args:
+            used: the samples that were read for the positions.
+        """
+        due = [position.sample for position in plan.positions]
+        labels = torch.from_numpy(self.dataset.labels[used]) if self._share.labels else None
+        replaced = [sample for sample, other in zip(due, used, strict=True) if sample != other]
+        skipped = tuple(map(self.dataset.describe, replaced))
+        return MicroBatch(plan.index, plan.start, len(due), torch.tensor(due), images, labels, skipped)
 
-    def _load_ahead(self, plans: Iterator[_BatchPlan]) -> Iterator[GlobalBatch]:
-        """Keep one batch beyond the one handed out, and enough micro-batches for every worker, in the making."""
-        waiting: deque[tuple[_BatchPlan, list[Future[MicroBatch]]]] = deque()
-        with closing(WorkerPool[MicroBatch](self._reader, self._num_workers)) as pool:
-            for plan in plans:
-                parts = [pool.submit(part.stretches, partial(self._finish, part)) for part in plan.micro_batches]
-                waiting.append((plan, parts))
-                ahead = sum(len(futures) for _, futures in list(waiting)[1:])
-                if len(waiting) > 1 and ahead >= AHEAD * self._num_workers:
-                    yield _wait_for(*waiting.popleft())
-            while waiting:
-                yield _wait_for(*waiting.popleft())
 
-    def _load(self, plan: _MicroBatchPlan) -> MicroBatch:
-        if not self._reads:
-            return self._finish(plan, plan.samples, None)
-        return self._finish(plan, *self._reader.read(plan.stretches, lambda shape: np.empty(shape, np.float32)))
+class UpcomingBatches:
+    """Batch sampler of a DataLoader: the positions of each micro-batch that is to be read.
 
-    def _finish(self, plan: _MicroBatchPlan, samples: list[int], values: NDArray[np.float32] | None) -> MicroBatch:
-        """Args: samples, values: what `SlotReader.read` gave."""
-        images = None if values is None else self.dataset.format.as_tensor(values)
-        labels = torch.from_numpy(self.dataset.labels[samples]) if self._need_labels else None
-        arrived = None
-        if self._feed is not None:
-            (images, labels), arrived = self._feed.begin(images, labels)
-        due, skipped = plan.samples, list[str]()
-        if samples != due:
-            pairs = zip(due, samples, strict=True)
-            skipped = [self.dataset.describe(broken) for broken, used in pairs if broken != used]
-        ids = torch.from_numpy(np.array(due, np.int64))
-        return MicroBatch(plan.index, plan.start, len(due), ids, images, labels, tuple(skipped), arrived)
+    Attributes:
+        positions: is put there before each pass.
+    """
+
+    positions: Iterator[list[Position]] = iter(())
+
+    def __iter__(self) -> Iterator[list[Position]]:
+        return self.positions
 
 
 @dataclass(frozen=True)
 class _MicroBatchPlan:
     index: int
     start: int
-    stretches: list[Stretch]
-
-    @property
-    def samples(self) -> list[int]:
-        """Those that the order puts here."""
-        return [sample for stretch in self.stretches for sample in stretch.samples]
+    positions: list[Position]
 
 
 @dataclass(frozen=True)
@@ -244,15 +264,3 @@ class _BatchPlan:
     micro_batches: list[_MicroBatchPlan]
     size: int
     consumed_samples: int
-
-    @property
-    def samples(self) -> list[int]:
-        """Those that the order puts into these micro-batches."""
-        return [sample for part in self.micro_batches for sample in part.samples]
-
-    def batch(self, micro_batches: list[MicroBatch]) -> GlobalBatch:
-        return GlobalBatch(micro_batches, self.size, self.consumed_samples)
-
-
-def _wait_for(plan: _BatchPlan, futures: list[Future[MicroBatch]]) -> GlobalBatch:
-    return plan.batch([future.result() for future in futures])

@@ -1,92 +1,100 @@
-"""Samples of a micro-batch as a rank needs them: decoded, augmented, and replaced where they are broken."""
+"""Samples at positions of the order: decoded, augmented, replaced where they are broken, joined to micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset, get_worker_info
 
 from megasnn.augment import Augmentation
 from megasnn.data.dataset import BrokenSample, ShardDataset
-from megasnn.data.formats import SampleFormat
-from megasnn.data.order import SampleOrder, Slot, Stretch
+from megasnn.data.order import Position, SampleOrder
+from megasnn.data.workers import SHARED_MEMORY
 
-Room: TypeAlias = "Callable[[tuple[int, ...]], NDArray[np.float32]]"
-"""Gives memory for the values of samples, from their shape `[samples, *sample]`."""
+Item = tuple[int, NDArray[Any] | None]
+"""The sample that is used at a position and, where images are needed, its data."""
 
 
-@dataclass(frozen=True)
-class SlotReader:
-    """Reads the samples of slots, in the training process or in another: it can be pickled and needs no torch.
+class PositionDataset(Dataset[Item | Exception]):
+    """Map-style data set for a DataLoader, from positions of the order to samples.
 
-    Attributes:
+    What is wrong with the data is given as an exception: a DataLoader would raise it with a traceback for its text.
+
+    Args:
         augment: None changes nothing.
-        need_images: False on ranks that need only to know which samples are broken.
+        need_images: False on ranks that need only to know which samples `skip_broken` replaces.
         skip_broken: put the next sample of the epoch's order that decodes in the place of one that does not.
     """
 
-    dataset: ShardDataset[SampleFormat]
-    order: SampleOrder
-    seed: int
-    augment: Augmentation | None
-    need_images: bool
-    skip_broken: bool
+    def __init__(
+        self,
+        dataset: ShardDataset,
+        order: SampleOrder,
+        augment: Augmentation | None,
+        need_images: bool = True,
+        skip_broken: bool = False,
+    ) -> None:
+        self._dataset, self._order, self._augment = dataset, order, augment
+        self._need_images, self._skip_broken = need_images, skip_broken
+        self._decodes: dict[int, bool] = {}  # of samples that are decoded only to know that
 
-    def read(self, stretches: Sequence[Stretch], room: Room) -> tuple[list[int], NDArray[np.float32] | None]:
-        """The samples that are used in their slots, and, where images are needed, their values as `SampleFormat.fill`
-        writes them.
+    def __getitem__(self, position: Position) -> Item | Exception:
+        try:
+            if self._skip_broken:
+                return self._find(position)
+            return position.sample, self._read(position, position.sample)
+        except (ValueError, OSError) as error:
+            return error
 
-        Args:
-            room: asked once, when the first sample is decoded. Each is written there at once: kept until all are
-                decoded, samples would take new memory for every batch.
-        Raises:
-            BrokenSample: one cannot be decoded, and is not to be skipped.
-            ValueError: as `ShardDataset.sample`; not one sample of the data set can be decoded; samples are of several
-                shapes.
-        """
-        slots = [slot for stretch in stretches for slot in stretch.slots()]
-        used, values = list[int](), None
-        for slot in slots:
-            sample, image = self._fetch(slot)
+    def collate(self, items: Sequence[Item | Exception]) -> tuple[list[int], Tensor | None] | Exception:
+        """The samples of a micro-batch and their images as the model takes them; the first exception among them."""
+        samples: list[int] = []
+        images: list[NDArray[Any]] = []
+        for item in items:
+            if isinstance(item, Exception):
+                return item
+            sample, image = item
+            samples.append(sample)
             if image is not None:
-                if values is None:
-                    values = room((len(slots), *image.shape))
-                elif image.shape != values.shape[1:]:
-                    raise ValueError(
-                        f"{self.dataset.describe(sample)} has the shape {image.shape} and the first one of its "
-                        f"micro-batch {values.shape[1:]}; its samples must have one shape"
+                images.append(image)
+                if image.shape != images[0].shape:
+                    return ValueError(
+                        f"{self._dataset.describe(sample)} has the shape {image.shape} and the first one of its "
+                        f"micro-batch {images[0].shape}; its samples must have one shape"
                     )
-                self.dataset.format.fill(values[len(used)], image)
-            used.append(sample)
-        return used, values
-
-    def _fetch(self, slot: Slot) -> tuple[int, NDArray[Any] | None]:
-        if not self.skip_broken:
-            return slot.sample, self._image(slot, slot.sample) if self.need_images else None
-        for sample in self.order.from_slot(slot):
-            if not self.need_images:
-                if self.dataset.decodes(sample):
-                    return sample, None
-                continue
+        if not images:
+            return samples, None
+        values = torch.from_numpy(self._dataset.format.batch(images))
+        if get_worker_info() is not None:
             try:
-                return sample, self._image(slot, sample)
+                values.share_memory_()
+            except RuntimeError as error:
+                return ChildProcessError(f"a data worker has no shared memory ({error}); {SHARED_MEMORY}")
+        return samples, values
+
+    def _find(self, position: Position) -> Item:
+        """The first sample from a position on that can be decoded."""
+        for sample in self._order.substitutes(position):
+            if not self._need_images and self._decodes.get(sample):
+                return sample, None
+            try:
+                image = self._read(position, sample)
             except BrokenSample:
                 continue
-        raise ValueError(f"none of the {len(self.dataset)} samples can be decoded, {self.dataset.describe(0)} for one")
+            self._decodes[sample] = True
+            return sample, image if self._need_images else None
+        raise ValueError(
+            f"none of the {len(self._dataset)} samples can be decoded, {self._dataset.describe(0)} for one"
+        )
 
-    def _image(self, slot: Slot, sample: int) -> NDArray[Any]:
-        """The decoded sample; augmented by the slot's own key, also where another sample stands in."""
-        if self.augment is None:
-            return self.dataset.sample(sample)
-        return augmented(self.dataset, sample, self.augment, self.seed, slot.epoch, slot.sample)
-
-
-def augmented(
-    dataset: ShardDataset[SampleFormat], sample: int, augment: Augmentation, seed: int, epoch: int, number: int
-) -> NDArray[Any]:
-    """A decoded sample, changed under the key of seed, epoch and number. Raises what `ShardDataset.sample` raises."""
-    decode = augment.decoder(seed, epoch, number) if augment.decoder else None
-    return augment(dataset.sample(sample, decode), seed, epoch, number)
+    def _read(self, position: Position, sample: int) -> NDArray[Any]:
+        """The decoded sample; augmented by the key of its position, also where it stands in for another one."""
+        if self._augment is None or not self._need_images:
+            return self._dataset.sample(sample)
+        key = self._order.seed, position.epoch, position.sample
+        decode = self._augment.decoder(*key) if self._augment.decoder else None
+        return self._augment(self._dataset.sample(sample, decode), *key)

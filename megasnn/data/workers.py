@@ -1,209 +1,161 @@
-"""Processes that read micro-batches for a rank, and hand them over in shared memory.
-
-torch's DataLoader does this too. Its workers import torch (seconds and some 200 MB each) or are forked from the rank,
-whose memory, sockets and locks they then hold; each batch lies in new memory of /dev/shm, which costs as much as
-copying it; a worker that was killed is noticed after up to 5 s. Here memory is used again once its tensors are gone,
-and many micro-batches lie in memory that one open file stands for.
-"""
+"""Worker processes of a DataLoader: started without what the rank holds, watched, and gone with the rank."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import socket
+import sys
 import threading
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass
-from math import prod
-from multiprocessing import Pipe
-from multiprocessing.reduction import recv_handle
-from selectors import EVENT_READ, DefaultSelector
-from typing import Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, parent_process, resource_tracker
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from threadpoolctl import threadpool_limits
+from torch.utils.data import DataLoader
 
-from megasnn.data.memory import Places, SharedPlaces, share
-from megasnn.data.order import Stretch
-from megasnn.data.processes import Template, template
-from megasnn.data.reading import SlotReader
+from megasnn.free_memory import keep_free_memory
 
-AHEAD = 2  # tasks that a worker has at a time: while one result is fetched it is at the next
-Result = TypeVar("Result")
-Finish = Callable[[list[int], "NDArray[np.float32] | None"], Result]
-"""From the samples that were used, and their values where images are read, to what the reader of a batch gets."""
+STEP_SECONDS = 2.0
+"""How often the rank looks after its workers while it waits for them."""
+_SAID_SECONDS = 10.0
+_FOR_THE_RANK = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-@dataclass(frozen=True)
-class _Task(Generic[Result]):
-    stretches: Sequence[Stretch]
-    finish: Finish[Result]
-    future: Future[Result]
+def worker_context() -> Any:
+    """Context in which a DataLoader starts its workers: copies of a process that has imported torch and this package.
 
-
-class WorkerPool(Generic[Result]):
-    """`workers` processes with a reader each. Close it to end them; they also end with this process, however it ends.
-
-    Raises:
-        OSError: a process cannot be started.
+    What a launcher or a terminal sends to all processes is for the rank alone, which needs its workers until it has
+    saved: these signals are blocked in the process that is copied, and so in its copies.
     """
-
-    def __init__(self, reader: SlotReader, workers: int) -> None:
-        self._pending: deque[_Task[Result]] = deque()
-        self._lock = threading.Lock()
-        self._lost: Exception | None = None
-        self._closing = False
-        self._workers: list[_Worker[Result]] = []
-        descriptor, places = share(reader)
-        processes = template()
-        try:
-            for _ in range(workers):
-                self._workers.append(_Worker(processes, descriptor, places))
-        finally:
-            os.close(descriptor)
-        self._thread = threading.Thread(target=self._receive, name="megasnn-data", daemon=True)
-        self._thread.start()
-
-    def submit(self, stretches: Sequence[Stretch], finish: Finish[Result]) -> Future[Result]:
-        """Has the samples of stretches read. `finish` makes the result, in a thread that must not be kept waiting.
-
-        The future raises what reading raised, or ChildProcessError when a worker has been lost.
-        """
-        task = _Task(stretches, finish, Future[Result]())
-        with self._lock:
-            self._pending.append(task)
-            self._hand_out()
-        return task.future
-
-    def close(self) -> None:
-        """Ends the processes at once, also in the middle of a micro-batch. Results stay valid."""
-        self._closing = True
-        for worker in self._workers:
-            worker.end()
-        self._thread.join()
-        for worker in self._workers:
-            worker.close()
-
-    def _hand_out(self) -> None:
-        """Gives pending tasks to the workers with the fewest; the caller holds the lock."""
-        while self._pending and self._lost is None:
-            worker = min(self._workers, key=lambda each: len(each.tasks))
-            if len(worker.tasks) >= AHEAD:
-                return
-            worker.give(self._pending.popleft())
-        while self._pending and self._lost is not None:
-            self._pending.popleft().future.set_exception(self._lost)
-
-    def _receive(self) -> None:
-        with DefaultSelector() as connections:
-            for worker in self._workers:
-                connections.register(worker.connection, EVENT_READ, worker)
-            while True:
-                for ready, _ in connections.select():
-                    try:
-                        done = ready.data.receive()
-                    except Exception as error:
-                        self._fail(error)
-                        return
-                    with self._lock:
-                        self._hand_out()
-                    _resolve(*done)
-
-    def _fail(self, error: Exception) -> None:
-        """One lost worker ends all: what it was reading would be missing in the order."""
-        if self._closing:
-            return
-        with self._lock:
-            self._lost = error
-            for worker in self._workers:
-                self._pending.extend(task for task, _ in worker.tasks.values())
-            self._hand_out()
-
-
-class _Worker(Generic[Result]):
-    """One process, this end of its connections, and the shared memory that it fills.
-
-    Descriptors have a connection of their own: on macOS their receipt is acknowledged, and an acknowledgement must not
-    come among the tasks.
-
-    Attributes:
-        tasks: what it has to do, by number, each with the place in memory for its values.
-    """
-
-    def __init__(self, processes: Template, descriptor: int, places: Places) -> None:
-        self.connection, theirs = Pipe()
-        self._descriptors, their_descriptors = Pipe()
-        self.tasks: dict[int, tuple[_Task[Result], int]] = {}
-        self._memory = SharedPlaces()
-        self._free: deque[int] = deque()
-        self._given = self._places = 0
-        with theirs, their_descriptors:
-            self.process = processes.start(theirs, their_descriptors, descriptor)
-        self._processes = processes
-        self.connection.send(places)
-
-    def give(self, task: _Task[Result]) -> None:
-        # Where all places are in use the worker makes a new one, so that the rank may keep as many batches as it likes.
-        if not self._free:
-            self._free.append(self._places)
-            self._places += 1
-        place = self._free.popleft()
-        self.tasks[self._given] = task, place
-        with suppress(OSError):  # it is gone: `receive` finds out
-            self.connection.send((self._given, place, task.stretches))
-        self._given += 1
-
-    def receive(self) -> tuple[_Task[Result], list[int] | Exception, NDArray[np.float32] | None]:
-        """A task that is done, with the samples used or what went wrong, and their values.
-
-        Raises ChildProcessError when the process is gone.
-        """
-        try:
-            number, samples, shape, is_new = self.connection.recv()
-            new = recv_handle(self._descriptors) if is_new else None
-        except (EOFError, OSError):
-            raise self._post_mortem() from None
-        task, place = self.tasks[number]
-        if new is not None:
-            self._memory.add(place, new)
-            os.close(new)
-        del self.tasks[number]
-        if shape is None:
-            self._free.append(place)
-            return task, samples, None
-        values = np.frombuffer(self._memory.at(place, 4 * prod(shape)), np.float32)
-        # Tensors made of the values keep this array alive; when the last one is gone the place is free again.
-        weakref.finalize(values, self._free.append, place).atexit = False
-        return task, samples, values.reshape(shape)
-
-    def end(self) -> int | None:
-        """At once, also in the middle of a task; the exit status, as `Template.end` has it."""
-        for connection in (self.connection, self._descriptors):
-            with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as ours, suppress(OSError):
-                ours.shutdown(socket.SHUT_RDWR)  # both ends notice, whatever became of the template
-        return self._processes.end(self.process)
-
-    def close(self) -> None:
-        self.connection.close()
-        self._descriptors.close()
-
-    def _post_mortem(self) -> Exception:
-        status = self.end()
-        how = "ended" if status is None else f"ended with status {status}"
-        if status is not None and status < 0:
-            how = f"was killed by {signal.Signals(-status).name}"
-        hint = "; has memory run out? Lower --num-workers or --micro-batch-size" if status == -signal.SIGKILL else ""
-        return ChildProcessError(f"data worker {self.process} {how}{hint}")
-
-
-def _resolve(task: _Task[Result], samples: list[int] | Exception, values: NDArray[np.float32] | None) -> None:
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["megasnn.data.reading", "megasnn.data.workers"])
+    resource_tracker.ensure_running()  # which would unblock them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RANK)
     try:
-        if isinstance(samples, Exception):
-            raise samples
-        task.future.set_result(task.finish(samples, values))
-    except Exception as error:
-        task.future.set_exception(error)
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return context
+
+
+def start_worker(number: int) -> None:
+    """Prepares a worker: one thread, and an end as soon as the rank is gone, however that has ended."""
+    keep_free_memory()
+    threadpool_limits(1)
+    threading.Thread(target=_end_with_rank, name="megasnn-rank", daemon=True).start()
+
+
+@contextmanager
+def _starting() -> Iterator[None]:
+    """Starts processes that do not run the user's script once more, which may lack a guard, or be no file at all.
+
+    A rank that is a daemon of multiprocessing may start them too: they end with it by themselves.
+    """
+    main, options = sys.modules["__main__"], multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    daemon = options.pop("daemon", None)
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        options.update({} if daemon is None else {"daemon": daemon})
+
+
+def _end_with_rank() -> None:
+    if rank := parent_process():
+        rank.join()
+    os._exit(1)
+
+
+class WorkerWatch:
+    """The workers of one DataLoader, which end with this object at the latest.
+
+    Args:
+        seconds: after which the run ends where no worker gives anything.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._workers: list[BaseProcess] = []
+        # At exit too, before multiprocessing waits for its children, which do not take SIGTERM.
+        self.end = Finalize(self, _kill, args=(self._workers,), exitpriority=100)
+
+    def iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """What a DataLoader gives, whose `timeout` is `STEP_SECONDS`.
+
+        Raises:
+            ChildProcessError: a worker has ended, or none gives anything for too long; the message names it.
+        """
+        before = multiprocessing.active_children()
+        with _starting():
+            iterator = iter(loader)
+        self._workers += [each for each in multiprocessing.active_children() if each not in before]
+        waited = 0.0
+        while True:
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            except (RuntimeError, EOFError, OSError) as error:  # EOFError: it died while it handed memory over
+                is_silent = "timed out" in str(error)
+                wait([each.sentinel for each in self._workers], 0.0 if is_silent else 1.0)
+                if lost := [each for each in self._workers if not each.is_alive()]:
+                    raise ChildProcessError(_how_lost(lost[0])) from error
+                if not is_silent:
+                    raise
+                waited += STEP_SECONDS
+                self._complain(waited)
+            else:
+                waited = 0.0
+                yield item
+
+    def _complain(self, waited: float) -> None:
+        silent = f"no micro-batch has come for {waited:.0f} s from the data workers {_states(self._workers)}"
+        if waited >= self._seconds:
+            raise ChildProcessError(
+                f"{silent}: a file system hangs, or they were stopped; --fetch-timeout is the limit"
+            )
+        if waited - STEP_SECONDS < _SAID_SECONDS <= waited:
+            sys.stderr.write(f"{silent}; the run ends after {self._seconds:g} s (--fetch-timeout)\n")
+
+
+def _kill(workers: Sequence[BaseProcess]) -> None:
+    for worker in workers:
+        worker.kill()  # also where it is stopped
+    for worker in workers:
+        worker.join()
+
+
+def _states(workers: Sequence[BaseProcess]) -> str:
+    """Process ids, with what the system says of each on Linux: "12 (stopped), 13 (sleeping)"."""
+    found = []
+    for worker in workers:
+        state = ""
+        with suppress(OSError, IndexError):
+            status = Path(f"/proc/{worker.pid}/status").read_text()
+            state = f" ({status.partition('State:')[2].split()[1].strip('()')})"
+        found.append(f"{worker.pid}{state}")
+    return ", ".join(found)
+
+
+def _how_lost(worker: BaseProcess) -> str:
+    status = worker.exitcode
+    if status is not None and status < 0:
+        name = signal.Signals(-status).name
+        hint = {
+            "SIGKILL": "; has memory run out? Lower --num-workers or --micro-batch-size",
+            "SIGBUS": f"; {SHARED_MEMORY}",
+        }.get(name, "")
+        return f"data worker {worker.pid} was killed by {name}{hint}"
+    return f"data worker {worker.pid} ended with status {status}, and says why above"
+
+
+SHARED_MEMORY = "is /dev/shm too small? Raise it (docker run --shm-size=2g), or lower --num-workers"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megasnn.files.described import open_regular
 
-SAMPLE_MB = 256
-"""Default of --max-sample-mb: an RGB image of 67 million pixels, 20 million events."""
+SAMPLE_MB = 512
+"""Default of --max-sample-mb: an RGB image of 134 million pixels, 41 million events."""
 SAMPLE_BYTES = SAMPLE_MB << 20
 
 

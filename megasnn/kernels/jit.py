@@ -15,8 +15,7 @@ import numba
 from numba import njit
 from numba.core.caching import UserProvidedCacheLocator
 
-from megasnn.cache import CacheError, cache_folder
-from megasnn.cache.room import MACHINE_CODE
+from megasnn.cache import MACHINE_CODE, CacheError, cache_folder
 
 COMPILED: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 

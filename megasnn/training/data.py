@@ -6,7 +6,8 @@ from functools import partial
 
 from megasnn.comm.agreement import decided_by_first
 from megasnn.config import PretrainConfig
-from megasnn.data import BatchLoader, Datasets, check_shares, epoch_samples, open_datasets, order_identity
+from megasnn.data import BatchLoader, Datasets, LoaderOptions, Share, open_datasets
+from megasnn.data.epochs import check_shares, epoch_samples, order_identity
 from megasnn.engine import Engine
 from megasnn.parallel_state import ParallelState
 from megasnn.preprocess.sample import shards_of_sample
@@ -30,6 +31,7 @@ class RunData:
     @placed("while opening the data")
     def __init__(self, config: PretrainConfig, state: ParallelState) -> None:
         self._config = config
+        self._loaders: dict[bool, BatchLoader] = {}
         data, training, model = config.data, config.training, config.model
         shape, decide = model.input_shape, partial(decided_by_first, state.world)
         self.datasets: Datasets = open_datasets(
@@ -73,27 +75,35 @@ class RunData:
         return int(engine.distributed.sum_over_ranks([float(samples * counts)])[0])
 
     def loader(self, engine: Engine, training: bool = True) -> BatchLoader:
-        """Reads this rank's shares of the global batches."""
-        config, state, samples = self._config, engine.state, engine.distributed.context.sharing_samples
-        dataset = self.datasets.train if training else self.datasets.valid
-        assert dataset is not None
-        return BatchLoader(
-            dataset,
-            seed=config.training.seed,
-            shuffle=config.data.shuffle,
-            augment=config.data.augment,
-            global_batch_size=config.training.global_batch_size,
-            micro_batch_size=config.training.micro_batch_size,
+        """Reads this rank's shares of the global batches; the same one for all evaluations, which share its workers."""
+        if training not in self._loaders:
+            self._loaders[training] = self._loader(engine, training)
+        return self._loaders[training]
+
+    def _loader(self, engine: Engine, training: bool) -> BatchLoader:
+        data, sizes, state = self._config.data, self._config.training, engine.state
+        samples = engine.distributed.context.sharing_samples
+        whole = training and engine.batches.mixes  # samples of a micro-batch are mixed with each other
+        share = Share(
+            global_batch_size=sizes.global_batch_size,
+            micro_batch_size=sizes.micro_batch_size,
             dp_size=state.data.size,
             dp_rank=state.data.rank,
-            need_images=engine.takes_images,
-            need_labels=engine.takes_labels,
-            num_workers=config.data.num_workers,
-            skip_broken=config.data.skip_broken_samples,
-            training=training,
-            pin_for=state.device if state.device.type == "cuda" else None,
-            last_batch=config.data.last_batch,
-            cp_size=samples.size,
-            cp_rank=samples.rank,
-            whole=training and engine.batches.mixes,
+            cp_size=1 if whole else samples.size,
+            cp_rank=0 if whole else samples.rank,
+            images=engine.takes_images,
+            labels=engine.takes_labels,
         )
+        options = LoaderOptions(
+            seed=sizes.seed,
+            shuffle=data.shuffle,
+            augment=data.augment,
+            last_batch=data.last_batch,
+            skip_broken=data.skip_broken_samples,
+            num_workers=data.num_workers,
+            timeout=data.fetch_timeout,
+            pin_memory=state.device.type == "cuda",
+        )
+        dataset = self.datasets.train if training else self.datasets.valid
+        assert dataset is not None
+        return BatchLoader(dataset, share, options, training)

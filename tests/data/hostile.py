@@ -1,29 +1,18 @@
-"""Files that were made to take the machine, or to run code: a small one each, and what reads it."""
+"""Samples that were made to take the machine, or to run code: a small file each."""
 
 from __future__ import annotations
 
 import io
 import os
 import struct
-import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from megasnn.data.dataset import ShardDataset
-from megasnn.data.event_files import FrameSettings
-from megasnn.data.event_frames import EventFormat
-from megasnn.data.images import ImageFormat
-from megasnn.data.open import _KINDS
-from megasnn.data.shards import open_shard
-from megasnn.events import read_recording
-from tests.data.shard_files import image_file, write_shard
-from tests.events import files
+from tests.data.shard_files import image_file
 
-KEY = "victim"
 PIXELS = np.zeros((8, 8, 3), np.uint8)
 
 
@@ -139,133 +128,3 @@ def samples(folder: Path) -> dict[str, tuple[str, bytes]]:
         "GIF called PNG": ("png", image_file(PIXELS, "GIF")),
         "TIFF called JPEG": ("jpg", image_file(PIXELS, "TIFF")),
     }
-
-
-def header(name: str, size: int = 0, kind: bytes = tarfile.REGTYPE, field: bytes | None = None) -> bytes:
-    """A header of a tar; `field` replaces its twelve bytes of size."""
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname = kind, "target"
-    data = bytearray(info.tobuf(tarfile.GNU_FORMAT))
-    data[124:136] = field or (size.to_bytes(12, "big") if size >= 8**11 else b"%011o\0" % size)
-    if size >= 8**11 and field is None:
-        data[124] |= 0x80
-    data[148:156] = b" " * 8
-    data[148:156] = b"%06o\0 " % sum(data)
-    return bytes(data)
-
-
-def pax(records: dict[str, str], kind: bytes = tarfile.XHDTYPE) -> bytes:
-    content = b""
-    for key, value in records.items():
-        record = f" {key}={value}\n".encode()
-        length = len(record) + 1
-        while length != len(str(length)) + len(record):
-            length = len(str(length)) + len(record)
-        content += str(length).encode() + record
-    return header("pax", len(content), kind) + content + bytes(-len(content) % 512)
-
-
-def sample_members(key: str, label: bytes = b"1") -> bytes:
-    content = image_file(PIXELS)
-    return b"".join(
-        header(f"{key}.{suffix}", len(data)) + data + bytes(-len(data) % 512)
-        for suffix, data in (("png", content), ("cls", label))
-    )
-
-
-END = bytes(1024)
-NEGATIVE = b"\xff" * 10 + (-1536 & 0xFFFF).to_bytes(2, "big")
-
-
-def tars() -> dict[str, bytes]:
-    """Shards that cannot be used, by what is wrong with them."""
-    good = sample_members("good")
-    sparse = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "a.png", "GNU.sparse.realsize": "9"}
-    many = {f"key{number}": "x" for number in range(500)}
-    return {
-        "attributes of 4 GB": good + header("pax", 4 << 30, tarfile.XHDTYPE) + END,
-        "name of 4 GB": good + header("././@LongLink", 4 << 30, tarfile.GNUTYPE_LONGNAME) + END,
-        "attributes of a negative size": good + header("pax", kind=tarfile.XHDTYPE, field=NEGATIVE) + END,
-        "negative size": good + header("a.png", field=NEGATIVE) + END,
-        "negative size in attributes": good + pax({"size": "-1536"}) + header("a.png") + END,
-        "size of 2^70": good + header("a.png", 2**70) + END,
-        "size of 2^70 in attributes": good + pax({"size": str(2**70)}) + header("a.png") + END,
-        "size that is no number": good + pax({"size": "many"}) + header("a.png") + END,
-        "5,000 attributes in a row": good + pax({"comment": "x"}) * 5000 + header("a.png") + END,
-        "500 global attributes": pax(many, tarfile.XGLTYPE) + good + END,
-        "sparse with 10^18 holes": good
-        + pax(sparse)
-        + header("a", 512)
-        + b"1000000000000000000".ljust(512, b"\n")
-        + END,
-        "sparse of the old kind": good + header("a.png", 0, tarfile.GNUTYPE_SPARSE) + header("a.cls", 0) + END,
-        "link": good + header("a.png", 0, tarfile.SYMTYPE) + header("a.cls", 0) + END,
-        "hard link": good + header("a.png", 0, tarfile.LNKTYPE) + header("a.cls", 0) + END,
-        "device": good + header("a.png", 0, tarfile.CHRTYPE) + header("a.cls", 0) + END,
-        "pipe": good + header("a.png", 0, tarfile.FIFOTYPE) + header("a.cls", 0) + END,
-        "name of 100,000 letters": good + pax({"path": "a" * 100_000 + ".png"}) + header("a.png") + END,
-        "name that is not UTF-8": good.replace(b"good", b"go\xff\xfe") + END,
-        "name with control characters": good.replace(b"good", b"go\x1b\x07") + END,
-        "label of 100,000 digits": sample_members("good", b"1" * 100_000) + END,
-        "label that goes on": sample_members("good", b"1".ljust(32) + b"7") + END,
-        "label with an underscore": sample_members("good", b"1_0") + END,
-    }
-
-
-def recordings() -> dict[str, tuple[str, bytes]]:
-    """Recordings that cannot be used, by what is wrong with them: the file's ending, and its content."""
-    return {
-        "AEDAT 2 with a header of 20 million lines": (".aedat", b"#!AER-DAT2.0\n" + b"#\n" * 20_000_000),
-        "AEDAT 3 with room for 2^31 events": (
-            ".aedat",
-            files.aedat3([struct.pack("<hhiiiiii", 1, 1, 8, 4, 0, 2**31 - 1, 2**31 - 1, 0)]),
-        ),
-        "npy of 8 TB": (".npy", npy_header((10**12,))),
-        "npz of 3 GB": (".npz", zip_bomb(3000, 3000 << 20)),
-        "structured npy of objects": (".npy", npy_header((4,), "|O")),
-    }
-
-
-def read_sample(path: Path) -> None:
-    """Decodes the samples of a shard."""
-    shard = open_shard(path, tuple(_KINDS))
-    image = set(shard.suffixes.tolist()) & {b"png", b"jpg", b"webp", b"ppm"}
-    format = ImageFormat(8, 3) if image else EventFormat(FrameSettings(4, size=8))
-    dataset = ShardDataset([shard], format, 10)
-    for index in range(len(dataset)):
-        dataset.sample(index)
-
-
-def cases(folder: Path) -> dict[str, tuple[Callable[[Path], object], Path, str]]:
-    """What reads it, the file, and what the error must name besides the file."""
-    found: dict[str, tuple[Callable[[Path], object], Path, str]] = {}
-    for number, (name, (suffix, data)) in enumerate(samples(folder).items()):
-        path = write_shard(folder / f"sample{number}.tar", {KEY: {suffix: data, "cls": b"1"}})
-        found[f"sample: {name}"] = read_sample, path, f"sample '{KEY}'"
-    for number, (name, data) in enumerate(tars().items()):
-        path = folder / f"shard{number}.tar"
-        path.write_bytes(data)
-        found[f"shard: {name}"] = read_sample, path, ""
-    path = folder / "bomb.tar.gz"
-    path.write_bytes(b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + zeros(300) + bytes(8))
-    found["shard: tar.gz of 300 MB"] = read_sample, path, "--max-unpacked-gb"
-    large = folder / "large.tar"
-    large.write_bytes(header(f"{KEY}.png", 400 << 20))
-    os.truncate(large, 512 + (400 << 20))
-    with open(large, "ab") as file:
-        file.write(header(f"{KEY}.cls", 1) + b"1".ljust(512, b"\0") + END)
-    found["sample: file of 400 MB"] = read_sample, large, "--max-sample-mb"
-    for number, (name, (ending, data)) in enumerate(recordings().items()):
-        path = folder / f"recording{number}{ending}"
-        path.write_bytes(data)
-        found[f"recording: {name}"] = read_recording, path, ""
-    path = folder / "holes.bin"
-    path.touch()
-    os.truncate(path, 1 << 40)
-    found["recording: 1 TB of holes"] = read_recording, path, "--max-sample-mb"
-    path = folder / "pipe.bin"
-    os.mkfifo(path)
-    found["recording: pipe"] = read_recording, path, ""
-    (folder / "device.bin").symlink_to("/dev/zero")
-    found["recording: device"] = read_recording, folder / "device.bin", ""
-    return found

@@ -14,7 +14,7 @@ from webdataset import TarWriter
 from megasnn import data
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.images import ImageFormat
-from megasnn.data.loader import BatchLoader
+from megasnn.data.loader import BatchLoader, LoaderOptions, Share
 from megasnn.data.shards import open_shard
 from megasnn.preprocess.sample import shards_of_sample
 
@@ -66,16 +66,10 @@ def open_all(paths: list[Path], channels: int = 1, size: int = 8) -> ShardDatase
     return ShardDataset([open_shard(path) for path in paths], ImageFormat(size, channels), CLASSES)
 
 
-def loader(dataset: ShardDataset, **changes) -> BatchLoader:
-    options = {
-        "seed": 7,
-        "shuffle": True,
-        "augment": "none",
-        "global_batch_size": 10,
-        "micro_batch_size": 3,
-        "dp_size": 1,
-        "dp_rank": 0,
-        "need_images": True,
-        "need_labels": True,
-    }
-    return BatchLoader(dataset, **(options | changes))
+def loader(dataset: ShardDataset, training: bool = True, **changes) -> BatchLoader:
+    """Batches of 10 samples in micro-batches of 3, with changes to `Share` and `LoaderOptions`."""
+    share = {"global_batch_size": 10, "micro_batch_size": 3}
+    options = {"seed": 7}
+    for name, value in changes.items():
+        (share if name in Share.__dataclass_fields__ else options)[name] = value
+    return BatchLoader(dataset, Share(**share), LoaderOptions(**options), training)

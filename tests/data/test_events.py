@@ -132,7 +132,7 @@ def test_frames_are_scaled_to_the_model() -> None:
 
 def test_another_number_of_time_steps_is_refused_with_the_flag(tmp_path) -> None:
     shard = write_shard(tmp_path / "a.tar", as_frames(range(3), FrameSettings(5)))
-    with pytest.raises(ValueError, match=rf"{shard} .*5 frames.*--time-steps 8; set --time-steps 5.*--keep-events"):
+    with pytest.raises(ValueError, match=rf"{shard} .*5 frames.*--time-steps 8"):
         open_datasets(DataConfig(data_path=str(shard)), (8, 2, 12, 12), 3)
     mixed = as_frames(range(3), FrameSettings(5)) | {"odd": as_frames(range(1), FrameSettings(6))["r0"]}
     dataset = open_datasets(DataConfig(data_path=str(write_shard(tmp_path / "b.tar", mixed))), (5, 2, 12, 12), 3).train
@@ -144,7 +144,7 @@ def test_another_number_of_time_steps_is_refused_with_the_flag(tmp_path) -> None
 
 def test_a_model_is_not_given_another_kind_of_samples(tmp_path) -> None:
     events = DataConfig(data_path=str(write_shard(tmp_path / "a.tar", as_events(range(3)))))
-    with pytest.raises(ValueError, match="holds events, and the model takes images; .*--event-frames"):
+    with pytest.raises(ValueError, match="events.npz.*images.*--event-frames"):
         open_datasets(events, (3, 32, 32), 3)
     with pytest.raises(ValueError, match="--augment cifar is not for event frames.*none, dvs, nda, roll"):
         open_datasets(DataConfig(augment="cifar"), (4, 2, 32, 32), 10)
@@ -171,7 +171,7 @@ def test_damaged_samples_are_broken_samples(tmp_path, damage) -> None:
     samples["r2"]["events.npz"] = damage(samples["r2"]["events.npz"])
     data = DataConfig(data_path=str(write_shard(tmp_path / "a.tar", samples)))
     dataset = open_datasets(data, (5, 2, 12, 12), 3).train
-    with pytest.raises(ValueError, match="'r2'.*cannot be .*--skip-broken-samples"):
+    with pytest.raises(ValueError, match="'r2'.*--skip-broken-samples"):
         next(loader(dataset, shuffle=False).batches())
     batch = next(loader(dataset, shuffle=False, skip_broken=True).batches())
     assert [len(part.skipped) for part in batch.micro_batches] == [1, 0, 1, 0]

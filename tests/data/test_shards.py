@@ -1,142 +1,159 @@
+"""Shards: found by their paths, indexed once, and refused by name where they are cut, changed, incomplete or no tar."""
+
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import tarfile
 
 import numpy as np
 import pytest
 
-from megasnn.data.event_files import FRAMES, encode_frames
-from megasnn.data.shards import open_shard
+from megasnn.data import shards as shards_
+from megasnn.data.index import read_index
+from megasnn.data.paths import expand_shards
+from megasnn.data.shards import open_shard, scan
 from tests.data.shard_files import numbered, open_all, sample_files, write_shard, write_shards
 
 
-def test_samples_are_found_across_shards(tmp_path):
+def values(dataset) -> list[int]:
+    return [int(np.unique(dataset.sample(index)).item()) for index in range(len(dataset))]
+
+
+def test_samples_are_found_across_shards_packed_or_not(tmp_path):
     dataset = open_all(write_shards(tmp_path, samples=7, per_shard=3))
     assert [dataset.key(index) for index in range(7)] == [f"s{number:03d}" for number in range(7)]
-    assert [int(np.unique(dataset.sample(index)).item()) for index in range(7)] == list(range(7))
-    assert dataset.labels.tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert values(dataset) == list(range(7)) and dataset.labels.tolist() == [0, 1, 2, 0, 1, 2, 0]
+    packed = open_all([write_shard(tmp_path / "b.tar.gz", numbered(range(7)))])
+    assert values(packed) == list(range(7)) and packed.fingerprint() == dataset.fingerprint()
 
 
-def test_a_packed_shard_reads_like_the_plain_one(tmp_path):
-    plain = open_all([write_shard(tmp_path / "a.tar", numbered(range(5)))])
-    packed = open_all([write_shard(tmp_path / "b.tar.gz", numbered(range(5)))])
-    assert [int(np.unique(packed.sample(index)).item()) for index in range(5)] == list(range(5))
-    assert packed.fingerprint() == plain.fingerprint()
-
-
-def test_more_shards_than_a_thread_keeps_open(tmp_path):
+def test_more_shards_than_a_process_keeps_open(tmp_path):
     dataset = open_all(write_shards(tmp_path, samples=40, per_shard=1))
     before = len(os.listdir("/proc/self/fd"))
-    assert [int(dataset.sample(index)[0, 0, 0]) for index in range(40)] == list(range(40))
-    assert len(os.listdir("/proc/self/fd")) - before <= 16
+    assert values(dataset) == list(range(40)) and len(os.listdir("/proc/self/fd")) - before <= 16
 
 
 def test_files_of_a_sample_need_not_be_neighbours_and_folders_are_part_of_the_key(tmp_path):
-    path = tmp_path / "a.tar"
+    path, data = tmp_path / "a.tar", tmp_path / "data"
     with tarfile.open(path, "w") as archive:
         for suffix in ("png", "cls", "json"):
             for number in (4, 5):
-                data = tmp_path / "data"
                 data.write_bytes(sample_files(number).get(suffix, b"{}"))
                 archive.add(data, f"images/s{number}.{suffix.upper()}")
     dataset = open_all([path])
-    assert [dataset.key(index) for index in range(2)] == ["images/s4", "images/s5"]
-    assert [int(np.unique(dataset.sample(index)).item()) for index in range(2)] == [4, 5]
+    assert [dataset.key(index) for index in range(2)] == ["images/s4", "images/s5"] and values(dataset) == [4, 5]
 
 
-def test_the_index_is_scanned_once_and_again_when_the_shard_changes(tmp_path, monkeypatch):
-    import megasnn.data.shards as shards
-
+def test_a_shard_is_scanned_once_and_again_when_it_changes(tmp_path, monkeypatch):
     scans = []
-    scan = shards._scan
-    monkeypatch.setattr(shards, "_scan", lambda *args: scans.append(args) or scan(*args))
+    monkeypatch.setattr(shards_, "scan", lambda *args: scans.append(args) or scan(*args))
     path = write_shard(tmp_path / "a.tar", numbered(range(2)))
-    assert len(open_shard(path)) == len(open_shard(path)) == 2
-    assert len(scans) == 1
+    assert len(open_shard(path)) == len(open_shard(path)) == 2 and len(scans) == 1
     write_shard(path, numbered(range(30)))
-    assert len(open_shard(path)) == 30
-    assert len(scans) == 2
+    assert len(open_shard(path)) == 30 and len(scans) == 2
 
 
-def test_the_index_of_a_small_bound_is_not_that_of_a_larger_one(tmp_path):
-    """No sample within the small bound shows the shape of the frames."""
-    frames = encode_frames(np.ones((4, 2, 8, 8), np.uint8))
-    path = write_shard(tmp_path / "a.tar", {"a": {FRAMES: frames, "cls": b"0"}})
-    assert open_shard(path, (FRAMES,), limit=10).frames.tolist() == []
-    assert open_shard(path, (FRAMES,)).frames.tolist() == [4, 2, 8, 8]
+def test_places_in_index_json_spare_the_scan_and_are_checked(tmp_path, monkeypatch):
+    path = write_shard(tmp_path / "a.tar", numbered(range(3)))
+    members = {name: list(value) for name, value in vars(scan(path, "a")).items()}
 
+    def write(**changes: object) -> None:
+        record = {"file": "a.tar", "split": "train", "samples": 3, "size": path.stat().st_size, "broken": []}
+        record |= {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "members": members | changes}
+        content = {"version": 1, "options": {}, "classes": [], "shards": [record]}
+        (tmp_path / "index.json").write_text(json.dumps(content))
 
-def test_a_damaged_index_does_no_harm(tmp_path, cache):
-    path = write_shard(tmp_path / "a.tar", numbered(range(4)))
-    expected = open_shard(path)
-    (index,) = (cache / "index").glob("*.npz")
-    for damage in (b"", index.read_bytes()[:100]):
-        index.write_bytes(damage)
-        assert np.array_equal(open_shard(path).offsets, expected.offsets)
+    write()
+    assert read_index(tmp_path).shards[0].members.keys == ["s000", "s001", "s002"]
+    monkeypatch.setattr(shards_, "scan", lambda *_: pytest.fail("it is scanned"))
+    assert values(open_all([path])) == [0, 1, 2]
+    for changes, named in (
+        ({"offsets": [0, 0, 1 << 40]}, str(path)),
+        ({"sizes": [1]}, "index.json"),
+        ({"labels": ["cat"] * 3}, "index.json: .*labels"),
+        ({"offsets": [-1] * 3}, "index.json: .*offsets"),
+    ):
+        write(**changes)
+        with pytest.raises(ValueError, match=named):
+            open_shard(path)
 
 
 def test_every_cut_of_a_tar_is_noticed(tmp_path):
     whole = write_shard(tmp_path / "whole.tar", numbered(range(2))).read_bytes()
     end = len(whole.rstrip(b"\0")) // 512 * 512 + 512  # of the last file, rounded up to blocks
-    cuts = [*range(0, end + 1, 512), *range(100, end, 700), end + 100]
-    for cut in cuts:
+    for cut in (*range(0, end + 1, 512), *range(100, end, 700), end + 100):
         path = tmp_path / f"cut-{cut}.tar"
         path.write_bytes(whole[:cut])
-        with pytest.raises(ValueError, match=f"shard {path} is cut"):
+        with pytest.raises(ValueError, match=str(path)):
             open_shard(path)
-    assert len(cuts) > 12
 
 
-def test_every_cut_of_a_packed_tar_is_noticed_and_leaves_nothing(tmp_path, cache):
+def test_every_cut_and_a_flipped_byte_of_a_packed_tar_are_noticed_and_leave_nothing(tmp_path, cache):
     whole = write_shard(tmp_path / "whole.tar.gz", numbered(range(20))).read_bytes()
-    for cut in (0, 5, len(whole) // 2, len(whole) - 9, len(whole) - 4):
-        path = tmp_path / f"cut-{cut}.tar.gz"
-        path.write_bytes(whole[:cut])
-        with pytest.raises(ValueError, match=f"(shard {path} is cut)|(is not a tar)"):
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 0xFF
+    for number, content in enumerate((*(whole[:cut] for cut in (0, 5, len(whole) // 2, -9, -4)), flipped)):
+        path = tmp_path / f"damaged-{number}.tar.gz"
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=str(path)):
             open_shard(path)
     assert not [found for found in cache.glob("unpacked/.*") if not found.name.endswith(".lock")]
 
 
-def test_a_flipped_byte_in_a_packed_shard_is_noticed(tmp_path):
-    path = write_shard(tmp_path / "a.tar.gz", numbered(range(20)))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match=f"shard {path} is cut or damaged"):
-        open_shard(path)
-
-
-def test_archives_joined_end_to_end_are_refused(tmp_path):
-    path = write_shard(tmp_path / "a.tar", numbered(range(2)))
-    path.write_bytes(path.read_bytes() * 2)
-    with pytest.raises(ValueError, match=f"shard {path} goes on after its end mark"):
-        open_shard(path)
+@pytest.mark.parametrize("damage", ["cut", "overwritten", "replaced", "removed"])
+def test_a_shard_that_changes_while_in_use_is_named_with_the_member(tmp_path, damage):
+    path = write_shards(tmp_path, samples=4, per_shard=4)[0]
+    dataset = open_all([path])
+    if damage in ("cut", "overwritten"):
+        dataset.sample(0)  # it is open by now
+    if damage == "cut":
+        os.truncate(path, 600)
+    elif damage == "overwritten":
+        path.write_bytes(bytes(path.stat().st_size))
+    else:
+        path.unlink()
+    if damage == "replaced":
+        write_shard(path, numbered(range(4, 8)))
+    with pytest.raises(ValueError, match=f"'s003' of shard {path}"):
+        dataset.sample(3)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        (lambda files: files.pop("cls"), "'s001' of shard .*a.tar has the files png; it needs a label"),
-        (lambda files: files.pop("png"), "'s001' of shard .*a.tar has the files cls; it needs"),
-        (lambda files: files.update(jpg=b"1"), "'s001' of shard .*a.tar has the files cls, jpg, png"),
-        (lambda files: files.update(cls=b"cat"), "label b'cat' of sample 's001' in shard .*a.tar"),
-        (lambda files: files.update(cls=b""), "label b'' of sample 's001' in shard .*a.tar"),
+        (lambda files: files.pop("cls"), "s001.cls"),
+        (lambda files: files.pop("png"), "'s001' of shard .*png"),
+        (lambda files: files.update(jpg=b"1"), "'s001' of shard .*jpg, png"),
+        (lambda files: files.update(cls=b"cat"), "b'cat' of sample 's001'"),
+        (lambda files: files.update(cls=b""), "b'' of sample 's001'"),
+        (lambda files: files.update(cls=b"1" * 1000), "sample 's001'"),
     ],
 )
-def test_an_incomplete_sample_is_named(tmp_path, change, message):
+def test_an_incomplete_sample_is_named(tmp_path, change, named):
     samples = numbered(range(3))
     change(samples["s001"])
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=named):
         open_shard(write_shard(tmp_path / "a.tar", samples))
 
 
-def test_an_empty_shard_and_a_file_that_is_no_tar(tmp_path):
-    with pytest.raises(ValueError, match="a.tar holds no samples"):
-        open_shard(write_shard(tmp_path / "a.tar", {}))
-    (tmp_path / "b.tar").write_bytes(b"something else" * 100)
-    with pytest.raises(ValueError, match="b.tar is cut or is not a tar file"):
-        open_shard(tmp_path / "b.tar")
+@pytest.mark.parametrize("content", ["empty", "no tar", "joined", "twice", "link", "name"])
+def test_what_is_no_sound_shard_is_named(tmp_path, content):
+    path = write_shard(tmp_path / "a.tar", {} if content == "empty" else numbered(range(2)))
+    if content == "no tar":
+        path.write_bytes(b"something else" * 100)
+    if content == "joined":
+        path.write_bytes(path.read_bytes() * 2)
+    if content == "name":
+        path.write_bytes(path.read_bytes().replace(b"s001.png", b"s\xe901.png"))
+    if content in ("twice", "link"):
+        with tarfile.open(path, "a") as archive:
+            info = tarfile.TarInfo("s001.png" if content == "twice" else "link.png")
+            info.type = tarfile.REGTYPE if content == "twice" else tarfile.SYMTYPE
+            archive.addfile(info)
+    with pytest.raises(ValueError, match=str(path)):
+        open_shard(path)
 
 
 @pytest.mark.parametrize("label", [3, -1])
@@ -160,17 +177,46 @@ def test_the_fingerprint_tells_data_sets_apart(tmp_path):
     assert len(prints) == 4
 
 
-def test_a_shard_cut_while_in_use_is_named(tmp_path):
-    paths = write_shards(tmp_path, samples=4, per_shard=4)
-    dataset = open_all(paths)
-    with open(paths[0], "r+b") as file:
-        file.truncate(600)
-    with pytest.raises(ValueError, match=f"sample 's003' of shard {paths[0]} ends early"):
-        dataset.sample(3)
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "shards").mkdir()
+    for name in ("train-00000.tar", "train-00001.tar", "train-00002.tar.gz", "notes.txt"):
+        (tmp_path / "shards" / name).write_bytes(b"x")
+    return tmp_path / "shards"
 
 
-def test_a_cache_that_cannot_be_written_says_which_variable_helps(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("no folder")
-    monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ValueError, match="MEGASNN_CACHE"):
-        open_shard(write_shard(tmp_path / "a.tar", numbered(range(2))))
+def names(path: str) -> list[str]:
+    return [shard if isinstance(shard, str) else shard.name for shard in expand_shards(path)]
+
+
+def test_braces_keep_their_order_globs_and_folders_are_sorted(folder):
+    assert names(f"{folder}/train-{{00001..00000}}.tar") == ["train-00001.tar", "train-00000.tar"]
+    everything = ["train-00000.tar", "train-00001.tar", "train-00002.tar.gz"]
+    assert names(f"{folder}/train-*") == names(str(folder)) == everything
+    assert names(f"{folder}/train-00001.tar::file://{folder}/train-00000.tar") == everything[1::-1]
+    urls = ["https://host/a-0.tar?x=1", "https://host/a-1.tar?x=1", "pipe:cat 1.tar", "pipe:cat 0.tar"]
+    assert names("https://host/a-{0..1}.tar?x=1::pipe:cat {1..0}.tar") == urls
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("{folder}/train-{{00000..00002}}.tar", "--data-path.*train-00002.tar"),
+        ("{folder}/nothing-*.tar", "nothing"),
+        ("{folder}/train-{{00000..00001.tar", "unbalanced"),
+        ("{folder}/train-00000.tar::{folder}/train-00000.tar", "train-00000.tar"),
+        ("http://me:secret@host/1.tar::http://me:secret@host/1.tar", "http://host/1.tar$"),
+        ("{folder}/notes.txt", "notes.txt"),
+        ("{folder}/empty", "empty"),
+        ("{folder}/mixed", r"test, train"),
+        ("{folder}/caf\udce9/a.tar", r"caf\\xe9"),
+        ("{folder}/odd*", r"odd\\xe9"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(folder, path, named):
+    (folder / "empty").mkdir()
+    (folder / "mixed").mkdir()
+    for name in ("mixed/train-0.tar", "mixed/test-0.tar", "odd\udce9.tar"):
+        (folder / name).write_bytes(b"x")
+    with pytest.raises(ValueError, match=named):
+        expand_shards(path.format(folder=folder))

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from megasnn.commands import show_data
+from megasnn.commands.show_data import read_samples
 from megasnn.data.event_files import FrameSettings, make_frames
-from megasnn.data.show import read_samples
 from tests.data.shard_files import write_shard, write_shards
 from tests.data.test_events import as_events, as_frames, recording
 
@@ -53,7 +53,7 @@ def test_images_and_random_ones(tmp_path) -> None:
         (["{shards}/a.tar", "--output", "{shards}/a.jpg"], "must end in .png"),
         (["{shards}/a.tar", "--samples", "0"], "--samples must be at least 1"),
         (["{shards}/a.tar", "--time-steps", "0"], "--time-steps must be at least 1"),
-        (["{shards}/broken.tar"], "sample 'r1' of shard .* cannot be"),
+        (["{shards}/broken.tar"], "sample 'r1' of shard"),
         (["{shards}/a.tar", "--output", "{shards}/no/where.png"], "no/where.png"),
     ],
 )

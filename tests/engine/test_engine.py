@@ -18,7 +18,7 @@ import megasnn
 from megasnn import ConvNormNeuron, Engine, MeanLinear, Model, layer
 from megasnn.checkpoint import load_global_tensors
 from megasnn.config import ConfigError, DataConfig
-from megasnn.data import BatchLoader, open_datasets
+from megasnn.data import BatchLoader, LoaderOptions, Share, open_datasets
 from megasnn.models.layer import Layer
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.parallel_state import model_parallel_is_initialized
@@ -43,10 +43,7 @@ def batches(cache: str) -> Iterator[tuple[Tensor, Tensor]]:
     os.environ["MEGASNN_CACHE"] = cache
     data = open_datasets(DataConfig(), MODEL.input_shape, MODEL.num_classes, shards_of_sample)
     size = SIZES["global_batch_size"]
-    loader = BatchLoader(
-        data.train, seed=1234, shuffle=True, augment="none", global_batch_size=size, micro_batch_size=size, dp_size=1,
-        dp_rank=0, need_images=True, need_labels=True,
-    )  # fmt: skip
+    loader = BatchLoader(data.train, Share(size, size), LoaderOptions(seed=1234))
     for batch in islice(loader.batches(), SIZES["train_iters"]):
         (whole,) = batch.micro_batches
         yield whole.images.contiguous(), whole.labels

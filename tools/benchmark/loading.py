@@ -21,13 +21,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from megasnn.augment import AUGMENTATIONS
+from megasnn.augment import AUGMENTATIONS, Augmentation
 from megasnn.config import DataConfig
 from megasnn.config.checks import at_least
 from megasnn.config.names import name_in
 from megasnn.data import ShardDataset, open_datasets
-from megasnn.data.formats import SampleFormat
-from megasnn.data.reading import augmented
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import CIFAR10_DVS, VggDvs
 from megasnn.preprocess.sample import shards_of_sample
@@ -133,7 +131,7 @@ class Rates:
 class Samples(Dataset[tuple[Any, int]]):
     """A map-style data set over the shards, as one would write it for a DataLoader."""
 
-    def __init__(self, dataset: ShardDataset[SampleFormat], augment: str = "none") -> None:
+    def __init__(self, dataset: ShardDataset, augment: str = "none") -> None:
         self._dataset, self._augment = dataset, dataset.format.augmentation(augment)
 
     def __len__(self) -> int:
@@ -143,10 +141,17 @@ class Samples(Dataset[tuple[Any, int]]):
         return augmented(self._dataset, index, self._augment, 1, 0, index), int(self._dataset.labels[index])
 
     def collate(self, batch: list[tuple[Any, int]]) -> tuple[Tensor, Tensor]:
-        return self._dataset.format.to_tensor([sample for sample, _ in batch]), torch.tensor([b for _, b in batch])
+        images = torch.from_numpy(self._dataset.format.batch([sample for sample, _ in batch]))
+        return images, torch.tensor([label for _, label in batch])
 
 
-def _measure(flags: LoadingBenchmark, dataset: ShardDataset[SampleFormat]) -> dict[int, Rates]:
+def augmented(dataset: ShardDataset, sample: int, augment: Augmentation, seed: int, epoch: int, number: int) -> Any:
+    """A decoded sample, changed under the key of seed, epoch and number."""
+    decode = augment.decoder(seed, epoch, number) if augment.decoder else None
+    return augment(dataset.sample(sample, decode), seed, epoch, number)
+
+
+def _measure(flags: LoadingBenchmark, dataset: ShardDataset) -> dict[int, Rates]:
     """By number of workers; in each round every side has its turn, after one round that does not count."""
     rates = {workers: Rates() for workers in flags.workers}
     for turn in rounds(flags.rounds, untimed=1):
@@ -163,19 +168,19 @@ def _measure(flags: LoadingBenchmark, dataset: ShardDataset[SampleFormat]) -> di
     return rates
 
 
-def _waiting(flags: LoadingBenchmark, dataset: ShardDataset[SampleFormat], workers: int) -> Waiting:
+def _waiting(flags: LoadingBenchmark, dataset: ShardDataset, workers: int) -> Waiting:
     say(f"training with {workers} workers")
     loader = one_rank_loader(dataset, flags.augment, flags.batch_size, workers)
     return measure_waiting(flags.dimensions(), loader, flags.batch_size, flags.steps)
 
 
-def _our_batches(flags: LoadingBenchmark, dataset: ShardDataset[SampleFormat], workers: int) -> Batches:
+def _our_batches(flags: LoadingBenchmark, dataset: ShardDataset, workers: int) -> Batches:
     with closing(one_rank_loader(dataset, flags.augment, flags.batch_size, workers).batches()) as batches:
         for batch in batches:
             yield batch.size
 
 
-def _their_batches(flags: LoadingBenchmark, dataset: ShardDataset[SampleFormat], workers: int) -> Batches:
+def _their_batches(flags: LoadingBenchmark, dataset: ShardDataset, workers: int) -> Batches:
     samples = Samples(dataset, flags.augment)
     while True:
         for images, _labels in DataLoader(
@@ -184,7 +189,7 @@ def _their_batches(flags: LoadingBenchmark, dataset: ShardDataset[SampleFormat],
             yield len(images)
 
 
-def _decoded_batches(flags: LoadingBenchmark, dataset: ShardDataset[SampleFormat]) -> Batches:
+def _decoded_batches(flags: LoadingBenchmark, dataset: ShardDataset) -> Batches:
     """What no loader in one process can be faster than. Samples are in the order of an epoch."""
     augment = dataset.format.augmentation(flags.augment)
     for epoch in count(1):

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megasnn.config import TrainingConfig
-from megasnn.data import BatchLoader, ShardDataset
-from megasnn.data.formats import SampleFormat
+from megasnn.data import BatchLoader, LoaderOptions, ShardDataset, Share
 from megasnn.engine import Engine
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tools.benchmark.models import Dimensions, configuration
@@ -26,21 +25,10 @@ class Waiting:
     share: float
 
 
-def one_rank_loader(dataset: ShardDataset[SampleFormat], augment: str, batch_size: int, workers: int) -> BatchLoader:
+def one_rank_loader(dataset: ShardDataset, augment: str, batch_size: int, workers: int) -> BatchLoader:
     """The loader of a single rank that takes a batch in one go."""
-    return BatchLoader(
-        dataset,
-        seed=1,
-        shuffle=True,
-        augment=augment,
-        global_batch_size=batch_size,
-        micro_batch_size=batch_size,
-        dp_size=1,
-        dp_rank=0,
-        need_images=True,
-        need_labels=True,
-        num_workers=workers,
-    )
+    options = LoaderOptions(seed=1, augment=augment, num_workers=workers)
+    return BatchLoader(dataset, Share(batch_size, batch_size), options)
 
 
 def measure_waiting(dimensions: Dimensions, loader: BatchLoader, batch_size: int, steps: int) -> Waiting:

@@ -1,37 +1,36 @@
-"""From the command line's data options to the data sets of a run."""
+"""From the options of a run to its data sets: which shards, what kind of samples, and whether they fit the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megasnn.config.checks import flag
 from megasnn.config.data import CHANGES, SAMPLE
-from megasnn.data.dataset import ShardDataset
-from megasnn.data.event_files import EVENTS, FRAMES, FrameSettings
+from megasnn.data.dataset import BrokenSample, ShardDataset
+from megasnn.data.event_files import FRAMES, FrameSettings
 from megasnn.data.event_frames import EventFormat
-from megasnn.data.formats import SampleFormat
-from megasnn.data.images import IMAGE_SUFFIXES, NORMALISATIONS, ImageFormat
+from megasnn.data.fetch import describe_remote, open_remote
+from megasnn.data.images import NORMALISATIONS, ImageFormat
 from megasnn.data.paths import Address, expand_shards
-from megasnn.data.remote.shard import FetchOptions
-from megasnn.data.shard_list import Decide, by_itself, open_shards
-from megasnn.data.shards import Shard
+from megasnn.data.shards import Shard, open_shard
 
 if TYPE_CHECKING:
     from megasnn.config import DataConfig
 
-_KINDS = {**dict.fromkeys(IMAGE_SUFFIXES, "images"), FRAMES: "event frames", EVENTS: "events"}
+Decide = Callable[[Callable[[], Any]], Any]
+"""Calls a function on one rank and gives its result to all."""
 
 
 @dataclass(frozen=True)
 class Datasets:
     """The training samples, and those to evaluate on where there are some."""
 
-    train: ShardDataset[SampleFormat]
-    valid: ShardDataset[SampleFormat] | None
+    train: ShardDataset
+    valid: ShardDataset | None
 
 
 def open_datasets(
@@ -39,19 +38,19 @@ def open_datasets(
     input_shape: Sequence[int],
     num_classes: int,
     sample_shards: Callable[[bool], tuple[Path, Path]] | None = None,
-    decide: Decide = by_itself,
+    decide: Decide = lambda read: read(),
     evaluates: bool = False,
 ) -> Datasets:
-    """Index the shards of ``--data-path`` and ``--valid-data-path`` and check all labels.
+    """Opens the shards of ``--data-path`` and ``--valid-data-path`` and checks all labels.
 
     ``sample`` stands for scikit-learn's digits, with their own validation split: as images, or as recordings of a
-    simulated event camera. Pixels of images are normalised by the same constants in training and in evaluation
-    (`DataConfig.normalisation`).
+    simulated event camera.
 
     Args:
         input_shape: of a sample, as the model takes it: (C, H, W) for images, (T, 2, H, W) for event frames.
         sample_shards: makes the shards that ``sample`` stands for, of recordings or (False) of images, to train and
             to validate on; None where ``sample`` is not asked for.
+        decide: what lies behind URLs is asked for on one rank.
         evaluates: and trains on nothing.
 
     Raises:
@@ -63,6 +62,20 @@ def open_datasets(
     train, valid = _paths(config, partial(sample_shards, isinstance(format, EventFormat)) if sample_shards else None)
     opened = partial(_dataset, config, format, num_classes, decide)
     return Datasets(opened(train), opened(valid) if valid else None)
+
+
+def open_shards(
+    addresses: Sequence[Address], fetch_timeout: float, decide: Decide = lambda read: read()
+) -> list[Shard]:
+    """The shards of a data path, those behind URLs fetched into the cache.
+
+    Raises:
+        ValueError: as `open_shard`, `describe_remote` and `open_remote`.
+    """
+    urls = [each for each in addresses if isinstance(each, str)]
+    remote = decide(lambda: describe_remote(urls, fetch_timeout)) if urls else []
+    fetched = dict(zip(urls, open_remote(remote, fetch_timeout), strict=True))
+    return [fetched[each] if isinstance(each, str) else open_shard(each) for each in addresses]
 
 
 def sample_format(config: DataConfig, input_shape: Sequence[int], evaluates: bool = False) -> EventFormat | ImageFormat:
@@ -101,42 +114,36 @@ def _paths(
 
 
 def _dataset(
-    config: DataConfig, format: SampleFormat, num_classes: int, decide: Decide, addresses: Sequence[Address]
-) -> ShardDataset[SampleFormat]:
-    unpacked = None if config.max_unpacked_gb is None else int(config.max_unpacked_gb * 1e9)
-    options = FetchOptions(config.fetch_ahead, config.fetch_timeout, unpacked)
-    shards = open_shards(addresses, tuple(_KINDS), format.limit, options, decide)
+    config: DataConfig,
+    format: EventFormat | ImageFormat,
+    num_classes: int,
+    decide: Decide,
+    addresses: Sequence[Address],
+) -> ShardDataset:
+    shards = open_shards(addresses, config.fetch_timeout, decide)
     for shard in shards:
         _check_kind(config, shard, format)
-    return ShardDataset(shards, format, num_classes)
+    dataset = ShardDataset(shards, format, num_classes)
+    if FRAMES in shards[0].suffixes:
+        with suppress(BrokenSample):
+            dataset.sample(0)  # frames for another number of time steps are refused before the model is built
+    return dataset
 
 
-def _check_kind(config: DataConfig, shard: Shard, format: SampleFormat) -> None:
+def _check_kind(config: DataConfig, shard: Shard, format: EventFormat | ImageFormat) -> None:
     """Raises ValueError unless the shard holds what the model takes, and the options go with that."""
-    found = {suffix.decode() for suffix in shard.suffixes.tolist()}
-    if not found <= set(format.suffixes):
-        kinds = " and ".join(sorted({_KINDS[suffix] for suffix in found}))
+    if wrong := [suffix for suffix in shard.suffixes if suffix not in format.suffixes]:
         hint = "" if isinstance(format, EventFormat) else "; Spikformer takes events with --event-frames"
-        raise ValueError(f"shard {shard.source} holds {kinds}, and the model takes {_kind(format)}{hint}")
-    if FRAMES not in found or not isinstance(format, EventFormat):
-        return
-    if len(shard.frames) and shard.frames[0] != format.settings.time_steps:
         raise ValueError(
-            f"shard {shard.source} holds samples of {shard.frames[0]} frames, and the model takes --time-steps "
-            f"{format.settings.time_steps}; set --time-steps {shard.frames[0]}, or run megasnn-preprocess-data again "
-            f"(with --keep-events, any number goes)"
+            f"shard {shard.name} holds .{wrong[0]} files, and the model takes {format.kind} "
+            f"(.{', .'.join(format.suffixes)}){hint}"
         )
     given = [name for name, value in _frame_options(config).items() if value is not None]
-    if given:
+    if FRAMES in shard.suffixes and given:
         raise ValueError(
-            f"{', '.join(given)}: shard {shard.source} holds finished frames; leave it out (where a checkpoint gives "
-            f"it, {given[0]} none takes it back), or preprocess again with it (or with --keep-events, to choose in "
-            f"training)"
+            f"{', '.join(given)}: shard {shard.name} holds finished frames; leave it out (where a checkpoint gives it, "
+            f"{given[0]} none takes it back), or preprocess again with it, or with --keep-events"
         )
-
-
-def _kind(format: SampleFormat) -> str:
-    return "event frames or events" if isinstance(format, EventFormat) else "images"
 
 
 def _event_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat:
@@ -167,7 +174,7 @@ def _image_format(config: DataConfig, input_shape: Sequence[int], evaluates: boo
     if given:
         raise ValueError(f"{', '.join(given)}: the model takes images; leave it out")
     normalisation = config.normalisation(channels, evaluates)
-    in_colour = [flag(name) for name in ("rand_augment",) if getattr(config, name)]
+    in_colour = ["--rand-augment"] * (config.rand_augment is not None)
     in_colour += ["--normalize-images"] * (len(NORMALISATIONS[normalisation][0]) > 1)
     if channels != 3 and in_colour:
         raise ValueError(f"{', '.join(in_colour)}: for images in colour; set --in-channels 3, or leave it out")
