@@ -2,7 +2,7 @@
 
     python pretrain_spikformer.py --train-iters 100                              one process, the bundled digits
     python pretrain_spikformer.py --config spikformer/cifar10 --data-path "cifar/train-{00..09}.tar"   a recipe
-    torchrun --nproc-per-node 4 pretrain_spikformer.py --tensor-model-parallel-size 2 \\
+    torchrun --standalone --nproc-per-node 4 pretrain_spikformer.py --tensor-model-parallel-size 2 \\
         --pipeline-model-parallel-size 2 --data-path "cifar/train-{00..09}.tar" --train-iters 1000
     python pretrain_spikformer.py --help                                         all flags
 """
@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import sys
 
-from megasnn.process.early import signals_end_it
+from megasnn import pretrain
 
 
 def main(argv: list[str]) -> int:
-    with signals_end_it():
-        from megasnn import pretrain
-
-        return pretrain("spikformer", argv)
+    return pretrain("spikformer", argv)
 
 
 if __name__ == "__main__":

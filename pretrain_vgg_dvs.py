@@ -1,7 +1,7 @@
 """Pretrain the VGG of the event-camera literature with data, tensor and pipeline parallelism.
 
     python pretrain_vgg_dvs.py --channels 16,P,32,P,64,P --image-size 32 --time-steps 4 --train-iters 100
-    torchrun --nproc-per-node 4 pretrain_vgg_dvs.py --tensor-model-parallel-size 2 \\
+    torchrun --standalone --nproc-per-node 4 pretrain_vgg_dvs.py --tensor-model-parallel-size 2 \\
         --pipeline-model-parallel-size 2 --data-path "cifar10-dvs/train-{00000..00017}.tar" --train-iters 10000
     python pretrain_vgg_dvs.py --help                                            all flags
 
@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import sys
 
-from megasnn.process.early import signals_end_it
+from megasnn import pretrain
 
 
 def main(argv: list[str]) -> int:
-    with signals_end_it():
-        from megasnn import pretrain
-
-        return pretrain("vgg_dvs", argv)
+    return pretrain("vgg_dvs", argv)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Trains a model of the table by its name: `megasnn sew_resnet --train-iters 100 ...`.
 
-On several ranks: `torchrun -m megasnn sew_resnet ...`.
+On several ranks: `torchrun --standalone -m megasnn sew_resnet ...`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megasnn.process.early import signals_end_it
 from megasnn.version import __version__
 
 USAGE = (
@@ -20,11 +19,7 @@ USAGE = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status of the run; 2 without a model's name. By default it reads the command line."""
-    with signals_end_it():
-        return _chosen(list(sys.argv[1:] if argv is None else argv))
-
-
-def _chosen(argv: list[str]) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
     from megasnn.models.table import MODELS
     from megasnn.pretraining import pretrain
 

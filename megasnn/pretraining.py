@@ -18,7 +18,6 @@ from megasnn.config.sources import Values, early_flags, sources_of, with_sources
 from megasnn.files.described import in_message
 from megasnn.models.model import Model, run_config
 from megasnn.models.table import MODELS, saved_model_name
-from megasnn.process.launch import launch
 from megasnn.telemetry.callback import Callback
 
 
@@ -45,25 +44,35 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
         raise ValueError('in a notebook give the flags: pretrain(..., argv=["--train-iters", "100"])')
     flags = sys.argv[1:] if argv is None else argv
 
-    def read(speaks: bool) -> PretrainConfig:
-        config = configuration(chosen, flags, speaks)
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        with sources_told(chosen, flags, config):
+    status = _train(chosen, flags, callbacks)
+    if argv is None:
+        sys.exit(status)
+    return status
+
+
+def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callback]) -> int:
+    """Reads the flags, then trains. What is wrong with them is told by the first rank of each machine, since each has a
+    command line of its own, before torch is imported where that can be."""
+    rank, world_size = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        config = configuration(model, flags, speaks)
+        with sources_told(model, flags, config):
             validate(config, world_size)
             refuse_unbuildable(config)
             refuse_other_samples(config)
             refuse_other_device(config, world_size)
-        return config
+    except SystemExit as end:  # after the help, or what the parser has told
+        if not end.code:
+            raise
+        return 2
+    except ConfigError as error:
+        if speaks:
+            sys.stderr.write(f"[rank {rank}] {error}\n")
+        return 2
+    from megasnn import training  # torch, once the flags are right
 
-    def train(config: PretrainConfig) -> int:
-        from megasnn import training  # torch, once the flags are right
-
-        return training.run(config, callbacks)
-
-    status = launch(read, train)
-    if argv is None:
-        sys.exit(status)
-    return status
+    return training.run(config, callbacks)
 
 
 def _in_table(model: str | type[Model]) -> type[Model]:
@@ -85,7 +94,6 @@ def refuse_unbuildable(config: PretrainConfig) -> None:
         config.model,
         neuron.spec,
         parallel.tensor_model_parallel_size,
-        neuron.neuron_backend,
         parallel.context_parallel_size,
         parallel.context_cut(config.training.micro_batch_size),
     )

@@ -6,11 +6,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 
 # on_ranks NUMBER: so many ranks on this machine.
 on_ranks() {
-    trap 'say "told to stop (SIGINT) while starting"; exit 130' INT
     prepare_python
     choose_device "$1"
-    trap - INT
-    START=("$PYTHON" -m megasnn.process.torchrun --standalone --nproc-per-node "$1")
+    START=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$1")
 }
 
 # on_ranks_of FLAGS...: as many ranks as the flags for tensor and pipeline parallelism ask for.
@@ -21,9 +19,7 @@ on_ranks_of() {
 }
 
 in_one_process() {
-    trap 'say "told to stop (SIGINT) while starting"; exit 130' INT
     prepare_python
-    trap - INT
     START=("$PYTHON")
 }
 

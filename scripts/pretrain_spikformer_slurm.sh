@@ -23,7 +23,7 @@ SUBMIT=sbatch
 GPUS=${SLURM_GPUS_ON_NODE:-8}
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK / GPUS))}
-START=(srun "$PYTHON" -m megasnn.process.torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$GPUS"
+START=(srun "$PYTHON" -m torch.distributed.run --nnodes "$SLURM_NNODES" --nproc-per-node "$GPUS"
     --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$HEAD:${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}")
 train "$ROOT/runs/spikformer_slurm_$SLURM_JOB_ID" spikformer/imagenet \
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \

@@ -46,7 +46,7 @@ def test_ssh_starts_one_torchrun_on_each_host(tmp_path) -> None:
     endpoints = []
     for host in ("one", "two"):
         said = [line.removeprefix(f"{host}: ") for line in ended.stdout.splitlines() if line.startswith(host)]
-        assert said[:4] == [f"in {tmp_path}", "3", "-m", "megasnn.process.torchrun"]
+        assert said[:4] == [f"in {tmp_path}", "3", "-m", "torch.distributed.run"]
         options = parse_args(said[4:])
         assert (options.nnodes, options.nproc_per_node, options.max_restarts) == ("2", "8", 3)
         assert (options.rdzv_id, options.rdzv_backend) == ("night", "c10d")
@@ -74,7 +74,7 @@ def documents(name: str) -> list[Any]:
 def program(template: dict[str, Any]) -> tuple[Any, list[str]]:
     """What a pod's command says to torchrun, and the flags of the training."""
     (container,) = template["spec"]["containers"]
-    assert container["command"][:3] == ["python", "-m", "megasnn.process.torchrun"]
+    assert container["command"][:3] == ["python", "-m", "torch.distributed.run"]
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in template["spec"]["volumes"]}
     options = parse_args(container["command"][3:])

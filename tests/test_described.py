@@ -40,7 +40,7 @@ def test_what_is_right_is_read():
         ("null", "Infinity", "Infinity"),
         ('{"note"', '{"a": ' + "[" * 9000 + "]" * 9000 + ', "note"', "."),
         ("}}", "}", "."),
-        ('"x"', '"\\u001b[2J"]}, "steer\\u001b": [', r"steer\\x1b"),
+        ("}}", '}, "steer\\u001b": 1}', r"steer\\x1b"),
     ],
 )
 def test_what_is_wrong_names_file_and_field(old, new, named):

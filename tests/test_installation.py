@@ -1,4 +1,4 @@
-"""torch, torchvision and torchaudio in builds that do not fit: not needed by us, and told in a sentence.
+"""torchvision and torchaudio, whose builds may not fit torch's, are not needed by us.
 
 Recipes, which are installed with the package."""
 
@@ -10,15 +10,9 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
 import megasnn
-from megasnn.config import parse
-from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
-from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.pretraining import pretrain
-from megasnn.process.launch import launch, misfit
 from tests.forking import forking
 
 ROOT = Path(__file__).parents[1]
@@ -48,23 +42,6 @@ def test_nothing_of_ours_imports_torchvision_or_torchaudio(tmp_path) -> None:
     assert process.exitcode == 0
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError(NMS),
-        OSError("Could not load this library: /venv/lib/torchaudio/lib/_torchaudio.abi3.so"),
-        ImportError("/venv/lib/libtorch_cuda.so: undefined symbol: ncclCommWindowRegister"),
-    ],
-)
-def test_builds_that_do_not_fit_are_told_in_a_sentence(error, capsys) -> None:
-    def train(config: run_config(VggDvs)) -> int:
-        raise error
-
-    assert launch(lambda speaks: parse(run_config(VggDvs), ["--train-iters", "1"], speaks), train) == 1
-    text = capsys.readouterr().err
-    assert text.count("\n") == 1 and str(error) in text and "torchvision" in text and "pip install" in text
-
-
 def test_recipes_are_installed_with_the_package() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     (pattern,) = settings["package-data"]["*"]
@@ -80,7 +57,3 @@ def test_an_unknown_recipe_lists_those_there_are(capsys) -> None:
     assert "--config spikformer/cifar100 is neither" in text and "spikformer/cifar10, spikformer/digits" in text
     assert pretrain("vgg_dvs", ["--config", "spikformer/cifar10", "--train-iters", "1"]) == 2
     assert "run it with python -m megasnn spikformer --config spikformer/cifar10" in capsys.readouterr().err
-
-
-def test_other_errors_pass() -> None:
-    assert misfit(ValueError("torchvision")) is None and misfit(ImportError("no module named numba")) is None

@@ -124,7 +124,7 @@ def test_a_script_gives_its_recipe_and_the_users_flags(script, arguments, ranks,
     model = "vgg_dvs" if script.startswith("vgg") else "spikformer"
     place = started.words.index(str(ROOT / f"pretrain_{model}.py"))
     starter, given = started.words[:place], started.words[place + 1 :]
-    assert starter[:2] == (["-m", "megasnn.process.torchrun"] if ranks else [])
+    assert starter[:2] == (["-m", "torch.distributed.run"] if ranks else [])
     assert not ranks or starter[starter.index("--nproc-per-node") + 1] == str(ranks)
     found = configuration(model, given)
     folder = Path(str(found.checkpoint.save)).parent

@@ -81,7 +81,7 @@ def test_a_wheel_installs_and_trains_without_the_checkout(source, tmp_path) -> N
         assert "usage" in run(programs / name, "--help", cwd=tmp_path).lower()
     short = ["--config", "spikformer/digits", "--lr-warmup-iters", "0", "--train-iters", "2", "--save", "here"]
     run(programs / "megasnn", "spikformer", *short, cwd=tmp_path)
-    launcher = [programs / "python", "-m", "megasnn.process.torchrun", "--standalone", "--nproc-per-node", "2"]
+    launcher = [programs / "python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     more = ["--load", "here", "--train-iters", "4", "--pipeline-model-parallel-size", "2"]
     run(*launcher, "-m", "megasnn", "spikformer", *short, *more, cwd=tmp_path)
     assert "no problem(s)" in run(programs / "megasnn-convert-checkpoint", "verify", "here", cwd=tmp_path)

@@ -24,7 +24,7 @@ from megasnn.checkpoint.folder import choose, reading
 from megasnn.checkpoint.format import AVERAGE, BESIDE, OPTIMIZER, Metadata, SavedTensor, read_metadata
 from megasnn.checkpoint.optimizer_state import LocalState, States, allocate, describe, of_frozen
 from megasnn.checkpoint.save import Group, PathLike, kind_of
-from megasnn.checkpoint.tensor_io import damage, read_boxes
+from megasnn.checkpoint.tensor_io import damage, read_boxes, require_intact
 from megasnn.comm.agreement import all_do, first_decides, gather, rank_in, size_of
 from megasnn.files.problems import CheckpointError, DamagedError, raise_problems
 from megasnn.precisions import PRECISIONS
@@ -106,7 +106,8 @@ def load_checkpoint(
         aside = (OPTIMIZER,) * (state.optimizer is None) + (AVERAGE,) * (state.averages is None)
         taken = [*(entry.name for entry in wanted), *of_frozen(state.tensors, saved)]
         _require_fit(saved, wanted, taken, aside, process_group, title)
-        all_do(process_group, lambda: _require_intact(path, metadata, process_group), f"cannot load {path}:")
+        share = rank_in(process_group), size_of(process_group)
+        all_do(process_group, lambda: require_intact(path, metadata, *share), f"cannot load {path}:")
         all_do(process_group, lambda: read_boxes(path, saved, wanted), f"cannot load {path}:")
         if state.optimizer is not None:
             state.optimizer.state.update(states)
@@ -146,14 +147,6 @@ def _first_intact(
         else:
             return loaded, tuple(remarks)
     raise DamagedError(f"{folder} holds no checkpoint that is intact:", *remarks)
-
-
-def _require_intact(path: Path, metadata: Metadata, process_group: Group) -> None:
-    """Reads this rank's share of all bytes of a checkpoint. Raises DamagedError."""
-    with reading(path):
-        found = damage(path, metadata, rank_in(process_group), size_of(process_group))
-        if problems := [problem for _, problem in found if problem is not None]:
-            raise DamagedError(*problems)
 
 
 def _require_fit(
@@ -224,7 +217,7 @@ def load_global_tensors(
 
     def load(path: Path) -> dict[str, Tensor]:
         metadata = read_metadata(path)
-        _require_intact(path, metadata, None)
+        require_intact(path, metadata)
         tensors = {
             name: torch.empty(told.shape, dtype=getattr(torch, told.dtype))
             for name, told in metadata.tensors.items()

@@ -24,7 +24,7 @@ import megasnn
 from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.format import Box, Metadata, Progress, SavedFile, SavedTensor, covers_once
 from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.checkpoint.tensor_io import LocalBox, boxes_of, synced, write_safetensors
+from megasnn.checkpoint.tensor_io import LocalBox, boxes_of, write_safetensors
 from megasnn.comm.agreement import all_do, first_decides, first_gathers, is_first, rank_in
 from megasnn.files.problems import CheckpointError, problem_list
 from megasnn.sharded_tensors import ShardedTensor
@@ -56,14 +56,12 @@ def save_checkpoint(
         CheckpointError: on every rank, when a tensor cannot be described, the ranks together do not hold each
             element of a tensor exactly once, or writing fails (names rank and cause). Earlier ones stay.
     """
-    entries = all_do(process_group, state.entries, "this run cannot be saved:")
-    boxes = all_do(process_group, lambda: boxes_of(written_here(entries)), "this run cannot be saved:")
+    boxes = all_do(process_group, lambda: boxes_of(written_here(state.entries())), "this run cannot be saved:")
 
-    def write(path: Path) -> Sequence[LocalBox]:
+    def write(path: Path) -> Written | None:
         mine = [box for box, _, _ in boxes]
-        if mine:
-            write_safetensors(path, mine, (piece.of_local(entry.tensor.detach()) for _, entry, piece in boxes))
-        return mine
+        values = (piece.of_local(entry.tensor.detach()) for _, entry, piece in boxes)
+        return Written(path.name, write_safetensors(path, mine, values), mine) if mine else None
 
     return write_checkpoint(folder, progress, kind_of(state.optimizer), write, process_group, best)
 
@@ -84,7 +82,7 @@ def write_checkpoint(
     folder: PathLike,
     progress: Progress,
     optimizer: str | None,
-    write: Callable[[Path], Sequence[LocalBox]],
+    write: Callable[[Path], Written | None],
     process_group: Group,
     best: bool = False,
 ) -> Path:
@@ -92,7 +90,7 @@ def write_checkpoint(
 
     Args:
         optimizer: class name of the one whose state is among it.
-        write: writes this rank's file, none where it has no boxes; returns them.
+        write: writes this rank's file, none where it has nothing to write.
     """
     root = Path(folder)
     rank = rank_in(process_group)
@@ -100,17 +98,15 @@ def write_checkpoint(
     aside = first_decides(process_group, lambda: folders.begin(root, progress.iteration))
     title = f"cannot write the checkpoint {aside}:"
 
-    def written() -> Written:
-        path = aside / file_name(rank)
+    def written() -> Written | None:
         try:
-            boxes = write(path)
-            return Written(path.name, synced(path) if boxes else SavedFile(0, ""), boxes)
+            return write(aside / file_name(rank))
         except Exception as error:
             raise CheckpointError(f"rank {rank}: {type(error).__name__}: {error}") from None
 
     try:
         ranks = first_gathers(process_group, all_do(process_group, written, title))
-        return first_decides(process_group, lambda: commit(root, metadata, ranks, best))
+        return first_decides(process_group, lambda: commit(root, metadata, list(filter(None, ranks)), best))
     except CheckpointError:
         if is_first(process_group):
             folders.discard(root, progress.iteration)
@@ -160,7 +156,7 @@ def commit(
     tensors = {
         name: SavedTensor(found[name][0].shape, found[name][0].dtype, tuple(places[name])) for name in sorted(found)
     }
-    files = {written.file: written.facts for written in ranks if written.boxes}
+    files = {written.file: written.facts for written in ranks}
     return folders.commit(root, Metadata(**{**vars(metadata), "tensors": tensors, "files": files}), best)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -13,62 +13,73 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasnn.checkpoint.folder import Retention, remove, superfluous
-from megasnn.checkpoint.format import BESIDE, Progress
+from megasnn.checkpoint.format import BESIDE, Progress, SavedFile
 from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.checkpoint.save import Group, kind_of, save_checkpoint, write_checkpoint, written_here
-from megasnn.checkpoint.tensor_io import LocalBox, boxes_of, write_safetensors
+from megasnn.checkpoint.save import Group, Written, kind_of, save_checkpoint, write_checkpoint, written_here
+from megasnn.checkpoint.tensor_io import LocalBox, boxes_of, file_layout, write_image
 from megasnn.comm.agreement import is_first
 from megasnn.files.problems import CheckpointError
 from megasnn.sharded_tensors import ShardedTensor
-from megasnn.sharding import Piece
 
-# Ranks wait for each other as long as the slowest disk takes. megasnn.process.fault notices the loss of a rank.
+# Ranks wait for each other as long as the slowest disk takes. megasnn.engine.faults ends them when one is lost.
 _PATIENCE = datetime.timedelta(days=7)
 
 
 class StagingBuffer:
-    """Copies of a rank's boxes as they are at one moment, in memory of the CPU that is kept from one save to the next.
+    """The file of a rank in memory of the CPU, with its tensors as they are at one moment; kept for the next save.
 
     On a GPU copies to pinned memory are put into the queue at once, in front of what changes the tensors. On a CPU only
-    what a forward pass changes (running statistics) is: weights and the optimizer's state stay as they are until the
-    next update, so `rest` may copy them beside the forward and backward passes.
+    what a forward pass changes (running statistics) is copied at once: weights and the optimizer's state stay as they
+    are until the next update, so `rest` may copy them beside the forward and backward passes.
     """
 
     def __init__(self) -> None:
-        self._memory: dict[LocalBox, Tensor] = {}
-        self._left: list[tuple[LocalBox, ShardedTensor, Piece]] = []
+        self.boxes: list[LocalBox] = []
+        self._image = torch.empty(0, dtype=torch.uint8)
+        self._memory: list[Tensor] = []  # of each box, in the image
+        self._left: list[tuple[Tensor, Tensor]] = []
         self._events: list[torch.cuda.Event] = []
 
-    def take(self, entries: Sequence[ShardedTensor]) -> list[LocalBox]:
-        """Begins a copy of these tensors; returns the boxes in it."""
+    def take(self, entries: Sequence[ShardedTensor]) -> None:
+        """Begins a copy of these tensors."""
         boxes = boxes_of(written_here(entries))
-        self._left, self._events = [], []
-        for each in boxes:
-            box, entry, _ = each
-            if entry.tensor.is_cuda or not (entry.is_parameter or box.tensor.startswith(BESIDE)):
-                self._copy(*each)
-            else:
-                self._left.append(each)
-        for device in {entry.tensor.device for _, entry, _ in boxes if entry.tensor.is_cuda}:
-            self._events.append(torch.cuda.current_stream(device).record_event())
-        return [box for box, _, _ in boxes]
+        devices = {entry.tensor.device for _, entry, _ in boxes if entry.tensor.is_cuda}
+        if self.boxes != (found := [box for box, _, _ in boxes]):
+            self._allocate(found, pinned=bool(devices))
+        now = list[tuple[Tensor, Tensor]]()
+        self._left = []
+        for memory, (box, entry, piece) in zip(self._memory, boxes, strict=True):
+            at_once = entry.tensor.is_cuda or not (entry.is_parameter or box.tensor.startswith(BESIDE))
+            (now if at_once else self._left).append((memory, piece.of_local(entry.tensor.detach())))
+        _copy(now)
+        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def _allocate(self, boxes: list[LocalBox], pinned: bool) -> None:
+        self.boxes, (header, places) = boxes, file_layout(boxes)
+        self._image = torch.empty(places[-1].stop if places else 0, dtype=torch.uint8, pin_memory=pinned)
+        self._memory = [
+            self._image[place].view(getattr(torch, box.dtype)).view(box.sizes)
+            for place, box in zip(places, boxes, strict=True)
+        ]
+        if boxes:
+            self._image.numpy()[: len(header)] = list(header)
 
     def rest(self) -> None:
         """Copies what `take` has left."""
-        for each in self._left:
-            self._copy(*each)
+        _copy(self._left)
+        self._left = []
 
-    def values(self, boxes: Sequence[LocalBox]) -> Iterator[Tensor]:
-        """The copies, once they have come from the GPU."""
+    def write(self, path: Path) -> SavedFile:
+        """Writes the copies, once they have come from the GPU. Raises OSError."""
         for event in self._events:
             event.synchronize()
-        return map(self._memory.__getitem__, boxes)
+        return write_image(path, self._image.numpy().data)
 
-    def _copy(self, box: LocalBox, entry: ShardedTensor, piece: Piece) -> None:
-        if box not in self._memory:
-            values = entry.tensor
-            self._memory[box] = torch.empty(box.sizes, dtype=values.dtype, pin_memory=values.is_cuda)
-        self._memory[box].copy_(piece.of_local(entry.tensor.detach()), non_blocking=True)
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copies tensors by one call, which needs the interpreter's lock once."""
+    if pairs:
+        torch._foreach_copy_([memory for memory, _ in pairs], [values for _, values in pairs], non_blocking=True)
 
 
 class Saver:
@@ -127,9 +138,8 @@ class Saver:
     def _start(self, staging: StagingBuffer, progress: Progress, state: LocalState, best: bool) -> None:
         """Begins a save in the background. What goes wrong with this rank's copies fails the save on all ranks."""
         problem: Exception | None = None
-        boxes: list[LocalBox] = []
         try:
-            boxes = staging.take(state.entries())
+            staging.take(state.entries())
         except Exception as error:
             problem = error
         optimizer = state.optimizer
@@ -149,12 +159,10 @@ class Saver:
         def save() -> None:
             wrong = copy()
 
-            def write(path: Path) -> Sequence[LocalBox]:
+            def write(path: Path) -> Written | None:
                 if wrong is not None:
                     raise wrong
-                if boxes:
-                    write_safetensors(path, boxes, staging.values(boxes))
-                return boxes
+                return Written(path.name, staging.write(path), staging.boxes) if staging.boxes else None
 
             kind = kind_of(optimizer)
             self._attempt(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import sys
+import threading
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -19,12 +22,11 @@ from torch import Tensor
 
 from megasnn.checkpoint.folder import reading
 from megasnn.checkpoint.format import DTYPES, Box, Metadata, SavedFile, SavedTensor, size_problem
-from megasnn.files.durable import sync
 from megasnn.files.problems import CheckpointError, DamagedError
 from megasnn.sharded_tensors import ShardedTensor
 from megasnn.sharding import Piece
 
-_BLOCK = 4 << 20
+_BLOCK = 8 << 20
 _HASHING_THREADS = 4
 
 
@@ -65,40 +67,71 @@ def boxes_of(entries: Iterable[ShardedTensor]) -> list[tuple[LocalBox, ShardedTe
     return sorted(found, key=lambda each: -DTYPES[each[0].dtype][1])
 
 
-def write_safetensors(path: Path, boxes: Sequence[LocalBox], values: Iterable[Tensor]) -> None:
-    """Writes a safetensors file, one tensor after the other. Raises OSError.
+def file_layout(boxes: Sequence[LocalBox]) -> tuple[bytes, list[slice]]:
+    """The header of a safetensors file, and where in the file the values of each box lie.
 
-    The library of that name wants all tensors in memory at once. The format is the length of a header (8 bytes, little
-    endian), the header of JSON, and the values in its order.
+    The format is the length of the header (8 bytes, little endian), the header of JSON, and the values in its order.
+    """
+    told, ends = {}, [0]
+    for box in boxes:
+        code, item = DTYPES[box.dtype]
+        ends.append(ends[-1] + prod(box.sizes) * item)
+        told[box.name] = {"dtype": code, "shape": box.sizes, "data_offsets": ends[-2:]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **told}).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, [slice(len(header) + begin, len(header) + end) for begin, end in pairwise(ends)]
+
+
+def write_safetensors(path: Path, boxes: Sequence[LocalBox], values: Iterable[Tensor]) -> SavedFile:
+    """Writes a file one tensor after the other, safely on disk: the library of that name wants all in memory at once.
 
     Args:
         values: of the boxes, in their order; each is asked for when it is due.
+    Raises:
+        OSError: it cannot be written.
     """
-    header, end = {}, 0
-    for box in boxes:
-        code, item = DTYPES[box.dtype]
-        begin, end = end, end + prod(box.sizes) * item
-        header[box.name] = {"dtype": code, "shape": box.sizes, "data_offsets": [begin, end]}
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    text += b" " * (-len(text) % 8)
     with open(path, "wb", buffering=0) as stream:
-        for memory in chain([memoryview(len(text).to_bytes(8, "little") + text)], map(memory_of, values)):
-            while memory:
-                memory = memory[stream.write(memory) :]
+        _write_all(stream, memoryview(file_layout(boxes)[0]))
+        for value in values:
+            _write_all(stream, memory_of(value))
+        with ThreadPoolExecutor(1) as thread:  # while the disk works, from the memory of the system
+            crc32 = thread.submit(checksum, path)
+            os.fsync(stream.fileno())
+        return SavedFile(path.stat().st_size, crc32.result())
+
+
+def write_image(path: Path, image: memoryview) -> SavedFile:
+    """Writes a file that lies in memory as a whole, safely on disk, beside training: by threads that get what it leaves
+    of the cores. Each makes one call for the whole file, and so does not hold the interpreter's lock while it waits.
+    """
+
+    def write() -> None:
+        with open(path, "wb", buffering=0) as stream:
+            _write_all(stream, image)
+            os.fsync(stream.fileno())
+
+    with ThreadPoolExecutor(2, initializer=_low_priority) as threads:
+        crc32, written = threads.submit(zlib.crc32, image), threads.submit(write)
+        written.result()
+        return SavedFile(len(image), f"{crc32.result():08x}")
+
+
+def _low_priority() -> None:
+    """A tenth of a core beside threads that train, where no core is free."""
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def _write_all(stream: io.FileIO, memory: memoryview) -> None:
+    while memory:
+        memory = memory[stream.write(memory) :]
 
 
 def memory_of(values: Tensor) -> memoryview:
     """All elements in C order, as bytes."""
     flat = values.cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-
-
-def synced(path: Path) -> SavedFile:
-    """Waits until a file is on disk, and meanwhile computes its checksum from the memory of the system."""
-    with ThreadPoolExecutor(1) as thread:
-        crc32 = thread.submit(checksum, path)
-        sync(path)
-        return SavedFile(path.stat().st_size, crc32.result())
 
 
 def checksum(path: Path) -> str:
@@ -131,6 +164,13 @@ def damage(path: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> Ite
     names = list(metadata.files)[part::parts]
     with ThreadPoolExecutor(min(_HASHING_THREADS, os.cpu_count() or 1)) as threads:
         yield from zip(names, threads.map(problem, names), strict=True)
+
+
+def require_intact(path: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> None:
+    """Reads every byte of a checkpoint's files, or of one part of them. Raises DamagedError, which names the files."""
+    with reading(path):
+        if problems := [problem for _, problem in damage(path, metadata, part, parts) if problem is not None]:
+            raise DamagedError(*problems)
 
 
 def read_boxes(path: Path, saved: Mapping[str, SavedTensor], entries: Iterable[ShardedTensor]) -> None:

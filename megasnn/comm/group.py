@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megasnn.grid import AXES, Axis, Grid
@@ -102,8 +104,18 @@ class Groups:
 
     def _made(self, name: str, partition: tuple[tuple[int, ...], ...]) -> Handle:
         # Every rank of the world takes part in making every group.
-        made = {ranks: dist.new_group(list(ranks), group_desc=name) for ranks in partition}
+        made = {ranks: dist.new_group(list(ranks), _timeout_of_world(), group_desc=name) for ranks in partition}
         return Handle(next(each for ranks, each in made.items() if self._rank in ranks))
+
+
+def _timeout_of_world() -> timedelta | None:
+    """How long its ranks wait for each other; groups that are made later have torch's default of 30 minutes instead."""
+    world: Any = dist.group.WORLD
+    try:
+        timeout: timedelta = world._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):  # a transport of somebody else's
+        return None
+    return timeout
 
 
 def _partition(grid: Grid, axes: tuple[Axis, ...]) -> tuple[tuple[int, ...], ...]:

@@ -30,7 +30,6 @@ from megasnn.convert.exchange import Names, export_weights, import_weights
 from megasnn.convert.report import as_json, as_text, differences, size_text
 from megasnn.convert.reshard import Target, reshard, saved_model, target_ranks
 from megasnn.convert.source import Source, in_our_names, open_source
-from megasnn.process.terminal import keep_going
 from megasnn.schedule.partition import PLACEMENTS
 
 Place = Annotated[Path, tyro.conf.Positional]
@@ -205,7 +204,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def program() -> int:
     """The program megasnn-convert-checkpoint."""
-    keep_going()
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     return main()
 

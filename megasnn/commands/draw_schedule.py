@@ -20,7 +20,6 @@ import tyro
 
 from megasnn.config.cli import command_line
 from megasnn.config.parallel import RecomputeName, ScheduleName
-from megasnn.process.terminal import keep_going
 from megasnn.schedule import (
     AUTO,
     SCHEDULES,
@@ -169,7 +168,6 @@ def _check(options: Options) -> None:
 
 def program() -> int:
     """The program megasnn-draw-schedule."""
-    keep_going()
     try:
         main()
     except ValueError as error:

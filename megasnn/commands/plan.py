@@ -32,7 +32,6 @@ from megasnn.planner.machines import AUTO, DEVICES, Machine, with_memory
 from megasnn.planner.plan import Plan, plan, problems
 from megasnn.planner.report import as_json, cuts, table
 from megasnn.pretraining import configuration, sources_told
-from megasnn.process.terminal import keep_going
 
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
@@ -231,7 +230,6 @@ def _draw(found: Plan, path: Path) -> None:
 
 def program() -> int:
     """The program megasnn-plan."""
-    keep_going()
     try:
         main()
     except ValueError as error:

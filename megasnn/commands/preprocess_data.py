@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 from megasnn.config.cli import command_line
 from megasnn.preprocess.options import Command
-from megasnn.process.terminal import keep_going
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def program() -> int:
     """The program megasnn-preprocess-data."""
-    keep_going()
     return main()
 
 

@@ -31,7 +31,6 @@ from megasnn.data.order import SampleOrder
 from megasnn.data.paths import expand_shards
 from megasnn.events import FrameOptions, make_frames
 from megasnn.files.sample_size import SAMPLE_MB
-from megasnn.process.terminal import keep_going
 from megasnn.telemetry.pictures import sample_sheet
 
 _ANY_CLASS = 2**31
@@ -135,7 +134,6 @@ def show(
 
 def program() -> int:
     """The program megasnn-show-data."""
-    keep_going()
     return main()
 
 

@@ -6,14 +6,23 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from pydantic import Field
+from pydantic import PlainValidator
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from megasnn.config.checks import flag, needs
 from megasnn.config.fields import Count, Size
 from megasnn.files.described import STRICT
 
-Folder = Annotated[str, Field(pattern=r"\S")]
+
+def _folder(value: object) -> object:
+    if not isinstance(value, str) or not value.strip():
+        raise PydanticCustomError("folder", "Input should be the name of a folder")
+    return value
+
+
+Folder = Annotated[str, PlainValidator(_folder)]
+"""A name that need not be UTF-8, as names of files need not."""
 WEIGHTS = (".pt", ".pth", ".tar", ".bin", ".safetensors")
 """Ends of the names of files of weights."""
 

@@ -83,12 +83,15 @@ def _unknown(word: str, known: Sequence[str]) -> str:
 
 
 def _expanded_by_the_shell(argv: Sequence[str]) -> list[str]:
-    """Paths of shards that were not in quotes: several words behind a flag, or a flag that is given several times."""
+    """Paths of shards that were not in quotes: several words behind a flag, or `flag=a flag=b` as braces make it."""
     wrong = []
     for name in map(flag, PATHS):
-        places = [place for place, word in enumerate(argv) if word == name or word.startswith(f"{name}=")]
-        words = [word for place in places for word in argv[place + 2 : place + 3] if argv[place] == name]
-        if len(places) > 1 or any(not word.startswith("-") for word in words):
+        several = any(
+            (first == name and not third.startswith("-"))
+            or (first.startswith(f"{name}=") and second.startswith(f"{name}="))
+            for first, second, third in zip(argv, argv[1:], [*argv[2:], "-"], strict=False)
+        )
+        if several:
             wrong.append(
                 f"{name} takes one value, and here are several, as a shell makes them of braces and stars: put it in "
                 f'quotes, as {name} "train-{{00000..00009}}.tar"'

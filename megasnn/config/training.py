@@ -54,6 +54,9 @@ class TrainingConfig:
     """Epochs to train, instead of --train-iters: how often to go through the training data."""
     evaluate_only: bool = False
     """Evaluate what --load gives on the validation data, and end."""
+    max_skipped_steps: Count = 10
+    """End the run, with exit status 4, after so many steps in a row that were skipped, since loss or gradient were not
+    finite: it has diverged. 0 goes on."""
     exit_interval: Size | None = None
     """Stop at the next iteration that is a multiple of it, and save if --save is given."""
     exit_duration_in_mins: Positive | None = None

@@ -12,9 +12,9 @@ import torch
 
 from megasnn.checkpoint.format import AVERAGE, BESIDE, Progress
 from megasnn.checkpoint.save import new_metadata
-from megasnn.checkpoint.tensor_io import boxes_of, write_safetensors
+from megasnn.checkpoint.tensor_io import boxes_of, require_intact, write_safetensors
 from megasnn.convert.rank_files import write_rank_files
-from megasnn.convert.source import Source, derived, in_our_names, require_intact
+from megasnn.convert.source import Source, derived, in_our_names
 from megasnn.files.durable import sync
 from megasnn.files.problems import CheckpointError
 from megasnn.models.dialects import all_dialects, dialect_for, dialect_of, is_ours, model_of
@@ -35,9 +35,11 @@ def weights_as(source: Source, names: Names, averaged: bool = False) -> Source:
     Args:
         averaged: their running average in their place.
     Raises:
-        CheckpointError: the source is of no model that the program has, tensors are missing or unexpected, or there is
-            no average of them.
+        CheckpointError: the source is damaged or of no model that the program has, tensors are missing or unexpected,
+            or there is no average of them.
     """
+    if source.is_checkpoint:  # files of other programs have no checksums of ours
+        require_intact(source.path, source.metadata)
     ours = in_our_names(source)
     if averaged:
         of_averages = {name.removeprefix(AVERAGE): name for name in ours.tensors if name.startswith(AVERAGE)}
@@ -57,10 +59,9 @@ def export_weights(source: Source, output: Path, names: Names, averaged: bool = 
         output: safetensors where its name ends so, one tensor at a time; otherwise a state_dict of torch.save, for
             programs that read nothing else.
     Raises:
-        CheckpointError: as `weights_as`, the source is damaged, or there is such a file already.
+        CheckpointError: as `weights_as`, or there is such a file already.
     """
     weights = weights_as(source, names, averaged)
-    require_intact(source)
     with new_file(output) as aside:
         if output.suffix == ".safetensors":
             boxes = [box for box, _, _ in boxes_of(whole_entries(weights))]
@@ -80,7 +81,6 @@ def import_weights(source: Source, save: Path) -> tuple[Path, str]:
     """
     title = "MegaSNN" if is_ours(source.tensors) else dialect_of(source.tensors).title
     weights = weights_as(source, "megasnn")
-    require_intact(source)
     model = model_of(source.metadata.model, weights.tensors)
     progress = Progress(model=None if model is None else model.name, extra={"source": source.path.name})
     metadata = new_metadata(progress, None)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.format import Box, Metadata
+from megasnn.checkpoint.job import FolderLock
 from megasnn.checkpoint.save import Written, commit, file_name
-from megasnn.checkpoint.tensor_io import LocalBox, boxes_of, synced, write_safetensors
+from megasnn.checkpoint.tensor_io import LocalBox, boxes_of, write_safetensors
 from megasnn.files.problems import CheckpointError
-from megasnn.process.job import FolderLock
 from megasnn.sharded_tensors import ShardedTensor
 from megasnn.sharding import Piece
 from megasnn.telemetry.log import byte_bar
@@ -54,10 +54,10 @@ def write_rank_files(
         with byte_bar("writing", size) as bar:
             for rank, entries in enumerate(ranks):
                 boxes, path = boxes_of(entries), aside / file_name(rank)
-                write_safetensors(path, [box for box, _, _ in boxes], _values(boxes, read, bar.update))
+                facts = write_safetensors(path, [box for box, _, _ in boxes], _values(boxes, read, bar.update))
                 own = [box for box, entry, _ in boxes if entry.shard.is_primary()]
                 copies += [box.in_file(path.name) for box, entry, _ in boxes if not entry.shard.is_primary()]
-                written.append(Written(path.name, synced(path), own))
+                written.append(Written(path.name, facts, own))
         return commit(save, metadata, written, copies=copies)
     except BaseException:
         folders.discard(save, step)

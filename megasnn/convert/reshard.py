@@ -14,10 +14,11 @@ from torch import Tensor
 
 from megasnn.checkpoint.format import AVERAGE, OPTIMIZER
 from megasnn.checkpoint.optimizer_state import state_names
+from megasnn.checkpoint.tensor_io import require_intact
 from megasnn.comm.group import Group
 from megasnn.config import ModelConfig, PretrainConfig, from_dict
 from megasnn.convert.rank_files import write_rank_files
-from megasnn.convert.source import Source, read_shard, require_intact
+from megasnn.convert.source import Source, read_shard
 from megasnn.files.problems import CheckpointError, raise_problems
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
@@ -108,7 +109,7 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
     model, told = saved_model(source), source.metadata
     bounds = target.bounds(model, str((told.layout or {}).get("bounds", "")) or None)
     ranks = target_ranks(model, source.tensors, target, bounds)
-    require_intact(source)
+    require_intact(source.path, told)
     layout = "|".join(str(len(span)) for span in bounds)
     sizes = {"tensor": target.tensor, "pipeline": target.pipeline, "data": 1, "virtual": target.virtual}
     metadata = replace(told, model=model.name, layout={**sizes, "bounds": layout}, tensors={}, files={})

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint.folder import find_checkpoint, reading
+from megasnn.checkpoint.folder import find_checkpoint
 from megasnn.checkpoint.format import METADATA, Metadata, read_metadata
 from megasnn.checkpoint.state_dict import read_state_dict
-from megasnn.checkpoint.tensor_io import damage, read_boxes
-from megasnn.files.problems import CheckpointError, DamagedError
+from megasnn.checkpoint.tensor_io import read_boxes
+from megasnn.files.problems import CheckpointError
 from megasnn.models.dialects import dialect_of, is_ours
 from megasnn.models.names import Recipe
 from megasnn.sharded_tensors import ShardedTensor
@@ -86,15 +86,6 @@ def read_shard(path: Path, metadata: Metadata, name: str, shard: Shard) -> Tenso
     value = torch.empty(shard.local_shape, dtype=getattr(torch, metadata.tensors[name].dtype))
     read_boxes(path, metadata.tensors, [ShardedTensor(name, value, shard, False)])
     return value
-
-
-def require_intact(source: Source) -> None:
-    """Reads every byte of a checkpoint before anything is made of it. Raises DamagedError; files have no checksums."""
-    if not source.is_checkpoint:
-        return
-    with reading(source.path):
-        if problems := [problem for _, problem in damage(source.path, source.metadata) if problem]:
-            raise DamagedError(*problems)
 
 
 def in_our_names(source: Source) -> Source:

@@ -51,22 +51,25 @@ class StepSums:
     """What a step came to, summed over all ranks, on the device: nothing has waited for it.
 
     Attributes:
-        values: float64 `[5 + parameters]`: loss, correct samples, votes to stop, ranks that lack CUDA graphs, findings
-            of checks, and the parts that `GradientNorm` sums.
+        values: float64 `[6 + parameters]`: loss, correct samples, votes to stop, ranks that lack CUDA graphs, findings
+            of checks, statistics of norms that do not fit their type, and the parts that `GradientNorm` sums.
+        most: that the sum of the gradients' squares may be, so that optimizers can keep squares of them.
     """
 
     values: Tensor
+    most: float
 
     @property
-    def norm(self) -> Tensor:
-        """The gradient's, without sizes."""
-        return self.values[5:].sum().sqrt()
+    def squares(self) -> Tensor:
+        """Of the gradient's norm, without sizes."""
+        return self.values[6:].sum()
 
     @property
     def is_void(self) -> Tensor:
-        """Whether the step must change nothing, without sizes: something was found, or loss or norm are not finite."""
-        loss, found = self.values[0], self.values[4]
-        return (found != 0) | ~(loss.isfinite() & self.norm.isfinite())
+        """True where the step must change nothing, without sizes: something was found, or something that training
+        keeps would not be finite."""
+        loss, found, overflowing = self.values[0], self.values[4], self.values[5]
+        return (found != 0) | (overflowing != 0) | ~(loss.isfinite() & (self.squares <= self.most))
 
 
 class DistributedModel:
@@ -98,6 +101,7 @@ class DistributedModel:
         parameters, trained_parameters: number of elements of the whole model's parameters.
         stop_votes: how many ranks wanted that in the last step or batch, the same on every rank.
         correct: samples of the last step, over all replicas, whose class had the highest logit; the same on every rank.
+        is_finite: whether the last step may change anything, the same on every rank.
         norm: of the last step's gradient, the same on every rank; gradient_norm: what it follows from, and clips.
         checks: what is wrong in a step, an evaluation or a prediction on this rank.
         plan: the schedules and the placement of the chunks.
@@ -169,6 +173,7 @@ class DistributedModel:
         self._global_batch_size = 1
         self._wants_to_stop = wants_to_stop
         self.stop_votes = self.correct = self.norm = 0.0
+        self.is_finite = True
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
         self.executor = PipelineExecutor(
             executed,
@@ -251,7 +256,9 @@ class DistributedModel:
     def finish_step(self, sums: StepSums) -> float:
         """The second part of `forward_backward`: the loss. The one place in a step where the host waits for the
         device."""
-        total, self.correct, self.stop_votes, lacking, found, *parts = sums.values.tolist()
+        told = torch.cat([sums.is_void.to(sums.values.dtype).reshape(1), sums.values]).tolist()
+        is_void, total, self.correct, self.stop_votes, lacking, found, _, *parts = told
+        self.is_finite = not is_void
         check_step(found, self.checks, self.state.world)
         self.executor.make_graphs(lacking > 0)
         self.norm = self.gradient_norm.of(parts)
@@ -277,10 +284,21 @@ class DistributedModel:
                 self._where_logits_are(torch.stack([loss, self._correct_here])),
                 self._told(self._wants_to_stop(), self.executor.lacks_graphs),
                 self.checks.count(),
+                self._overflowing(),
                 self.gradient_norm.squares(),
             ]
         )
-        return StepSums(all_reduce_sum(mine, self.state.world, "step"))
+        return StepSums(all_reduce_sum(mine, self.state.world, "step"), torch.finfo(self.context.dtype).max)
+
+    def _overflowing(self) -> Tensor:
+        """How many statistics of the step's micro-batches the running ones cannot hold, `[1]`: an unbiased variance is
+        at most twice the biased one."""
+        tracked = [norm for norm in self.norms if norm.running_mean is not None]
+        recorded = [value for norm in tracked for mean, variance, _ in norm.pending for value in (mean, variance)]
+        if not recorded:
+            return torch.zeros(1, dtype=torch.float64, device=self.state.device)
+        largest = torch.stack([each.double() for each in torch._foreach_norm(recorded, math.inf)])
+        return (~(largest <= torch.finfo(self.context.dtype).max / 2)).sum(0, keepdim=True, dtype=torch.float64)
 
     def _told(self, *what: bool) -> Tensor:
         """What this rank's host has to say."""

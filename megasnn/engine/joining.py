@@ -11,6 +11,7 @@ from megasnn.comm.world import start_process_group
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.engine.arithmetic import prepare_cublas, set_precision
+from megasnn.engine.faults import placed, watch_ranks
 from megasnn.parallel_state import (
     ParallelState,
     destroy_model_parallel,
@@ -18,7 +19,6 @@ from megasnn.parallel_state import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
-from megasnn.process.fault import placed
 
 _open: tuple[ParallelState, Callable[[], None]] | None = None
 """The grid of the Engine that is open, and what leaves it."""
@@ -87,9 +87,11 @@ def get_or_create_grid(parallel: ParallelConfig) -> tuple[ParallelState, Callabl
     was_joined = dist.is_initialized()
     with placed("while joining the other ranks"):
         device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes)
+    stop_watch = watch_ranks()
     state = initialize_model_parallel(tensor, pipeline, device, weight, context)
 
     def free() -> None:
+        stop_watch()
         if is_current(state):  # others may have freed it
             destroy_model_parallel()
             if dist.is_initialized() and not was_joined:

@@ -15,6 +15,7 @@ from megasnn.config import PretrainConfig
 from megasnn.config.training import TrainingConfig
 from megasnn.config.validate import no_graphs
 from megasnn.engine.distributed_model import DistributedModel, SampleLoss
+from megasnn.engine.faults import placed
 from megasnn.engine.planning import plan_of, wire_options
 from megasnn.grid import ContextCut
 from megasnn.kernels.backends import BACKENDS, backend_for
@@ -32,7 +33,6 @@ from megasnn.pipeline.capture import Capture, CudaCapture, GraphOptions
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.precisions import PRECISIONS
-from megasnn.process.fault import placed
 from megasnn.telemetry.timers import Timers
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from megasnn.config import PretrainConfig
 from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
 from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.faults import claim_fault
 from megasnn.engine.not_finite import first_place
 from megasnn.engine.setup import window_count
 from megasnn.engine.without_gradient import names_without_gradient
@@ -28,6 +28,8 @@ from megasnn.parallel_state import abandon_model_parallel
 from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.telemetry.records import EvaluationRecord, StepResult
 from megasnn.telemetry.timers import Timers
+
+_OVERFLOW = "values too large for their type, in statistics of a norm or in squares of gradients; the step is skipped"
 
 
 class Steps:
@@ -76,26 +78,25 @@ class Steps:
             with self.timers("optimizer"):
                 updates_unread = self._masks and device_checks.runs_ahead(self._state.device)
                 if updates_unread:
-                    self._change_weights(sums.norm, sums.is_void)
+                    self._change_weights(sums.squares.sqrt(), sums.is_void)
                 loss = distributed.finish_step(sums)
-                norm, rate, finite = self.update(loss, samples, has_changed_weights=updates_unread)
-            where = None if finite else first_place(distributed, micro_batches)
+                norm, rate, finite = self.update(samples, has_changed_weights=updates_unread)
+            where = None if finite else first_place(distributed, micro_batches) or _OVERFLOW
             self.iteration += 1
             self.consumed_samples = batch.consumed_samples
             return StepResult(loss, distributed.correct, samples, norm, rate, not finite, where)
 
-    def update(self, loss: float, samples: int, has_changed_weights: bool = False) -> tuple[float, float, bool]:
+    def update(self, samples: int, has_changed_weights: bool = False) -> tuple[float, float, bool]:
         """After forward and backward of so many samples: running statistics, clipping, weights, average of weights.
 
         Args:
             has_changed_weights: whether clipping and the optimizer's step are done already.
         Returns:
-            the gradient's norm before clipping, the learning rate, and whether both loss and norm are finite. Where
-            they are not, everything stays as it was: weights, optimizer state and running statistics.
+            the gradient's norm before clipping, the learning rate, and whether all that training keeps is finite. Where
+            it is not, everything stays as it was: weights, optimizer state and running statistics.
         """
         distributed = self.distributed
-        norm = distributed.norm
-        finite = math.isfinite(norm) and math.isfinite(loss)
+        norm, finite = distributed.norm, distributed.is_finite
         if finite:
             distributed.merge_statistics(self._most_micro_batches(samples))
             if not has_changed_weights:
@@ -222,6 +223,7 @@ class Steps:
                     kind, (text, *_) = type(error).__name__, (*str(error).splitlines(), "")
                     self._failure = f"{kind}: {text}" if text else kind
                     if self._state.world.size > 1:
+                        claim_fault(error)  # the other ranks end: nobody comes to what they wait for
                         abandon_model_parallel()
                 raise
 

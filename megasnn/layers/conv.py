@@ -31,7 +31,6 @@ from megasnn.kernels.packed import bits_of
 from megasnn.kernels.products import ConvolutionProducts
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.convolve import Convolve, ConvPlan
-from megasnn.layers.convolve_rows import ConvolveRows, Halo
 from megasnn.layers.holding import content_of, count_call, is_input, joined, note_exchanges
 from megasnn.layers.initialisers import uniform
 from megasnn.layers.rows import Rows, Windows, rows_of
@@ -79,7 +78,6 @@ class ParallelConv(nn.Module):
     weight: Tensor
     bias: Tensor | None
     _move: RowMove | None
-    _halo: Halo | None
 
     def __init__(
         self,
@@ -107,7 +105,7 @@ class ParallelConv(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        group, self._rows, self._move, self._halo = context.tensor, rows_of(context), None, None
+        group, self._rows, self._move = context.tensor, rows_of(context), None
         self._pooled_behind = pooled_behind
         if style is None:
             style = "column" if whole_input else cheaper_style(in_channels, out_channels)
@@ -161,7 +159,7 @@ class ParallelConv(nn.Module):
             return y.squeeze(-1) if is_signal else y
         bits = bits_of(x) if self.plan.content is Content.SPIKES else None
         (above, below), (left, right) = self._pads
-        if self._rows is not None and self._move is not None and self._halo is None:
+        if self._rows is not None and self._move is not None:
             x, above, below = self._rows.move(x, self._move, self.plan.content, self.plan.pool), 0, 0
             bits = pack_bits(x) if self.plan.content is Content.SPIKES else None
         if self._padding_mode is not None:
@@ -169,10 +167,7 @@ class ParallelConv(nn.Module):
             x, bits = padded.unflatten(0, x.shape[:2]), None
         owed = self.weight_gradients.of(self.weight)
         weight = self._cast_weights.of(self.weight, self.compute_dtype)
-        if self._halo is None:
-            y = Convolve.apply(x.to(self.compute_dtype), bits, weight, *owed, self.plan)
-        else:
-            y = ConvolveRows.apply(x.to(self.compute_dtype), bits, weight, *owed, self.plan, self._halo)
+        y = Convolve.apply(x.to(self.compute_dtype), bits, weight, *owed, self.plan)
         # After a row style's sum each rank holds its own channels, so the bias is added once, to those.
         y = y if self.bias is None or not add_bias else y + self.bias.to(y.dtype).view(-1, 1, 1)
         return y.squeeze(-1) if is_signal else y
@@ -225,14 +220,9 @@ class ParallelConv(nn.Module):
         windows = Windows(
             self._kernel[0], geometry.stride[0], geometry.dilation[0], before, self._padding_mode, self.plan.pool
         )
-        self._halo, self._move = None, rows.needed(height, outputs, windows)
-        if self._move is None:
-            return
-        note_exchanges(self, backward=0 if is_input(x) else 1)
-        is_plain = self.plan.group.size == geometry.stride[0] == 1 and self._pads[0] == (windows.reach,) * 2
-        if is_plain and self._padding_mode is None:
-            self._halo = rows.halo(height, outputs, windows)
-        if self._halo is None:
+        self._move = rows.needed(height, outputs, windows)
+        if self._move is not None:
+            note_exchanges(self, backward=0 if is_input(x) else 1)
             geometry = replace(geometry, padding=(0, geometry.padding[1]))
             self.plan = replace(self.plan, products=replace(self.plan.products, geometry=geometry))
 

@@ -6,9 +6,8 @@ follows from that alone (`megasnn.comm.rows.shared_rows`), and residual branches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -45,11 +44,6 @@ class Windows:
     mode: str | None = None
     pool: int = 1
 
-    @property
-    def reach(self) -> int:
-        """How many rows of the pooled input the window of an output has on either side of it, where that is as many."""
-        return self.dilation * (self.kernel // 2)
-
     def inputs(self, outputs: range, height: int) -> tuple[int, ...]:
         """The rows of an image that some rows of its output are computed from, those outside of it by what stands
         there."""
@@ -62,49 +56,6 @@ class Windows:
         return tuple(
             NO_ROW if row == NO_ROW else row * self.pool + within for row in inside for within in range(self.pool)
         )
-
-
-class Side(NamedTuple):
-    """One of the two borders of a rank's rows.
-
-    Attributes:
-        halo: its rows among all that come from neighbours. outputs: the rows of the output that its windows reach.
-        kernel: the rows of the kernel that reach it. above, below: rows of zeros that make it the input of a
-            convolution with these.
-    """
-
-    halo: slice
-    outputs: slice
-    kernel: slice
-    above: int
-    below: int
-
-
-@dataclass(frozen=True)
-class Halo:
-    """The rows of neighbours that the windows of a rank's outputs reach.
-
-    Attributes:
-        move: brings each rank these rows of the input. pooled: the same of the input behind its average pooling.
-    """
-
-    group: Group
-    windows: Windows
-    move: RowMove
-    pooled: RowMove
-
-    @property
-    def sides(self) -> Iterator[Side]:
-        """The borders that this rank has neighbours at."""
-        half, reach = self.windows.kernel // 2, self.windows.reach
-        more = reach - self.windows.dilation
-        above = reach * (self.group.rank > 0)
-        if above:
-            yield Side(slice(0, reach), slice(0, reach), slice(0, half), 0, more)
-        if self.group.rank < self.group.size - 1:
-            height = len(self.pooled.owned[self.group.rank])
-            outputs = slice(height - reach, height)
-            yield Side(slice(above, above + reach), outputs, slice(half + 1, self.windows.kernel), more, 0)
 
 
 @dataclass(frozen=True)
@@ -123,25 +74,6 @@ class Rows:
         owned = shared_rows(height, self.group.size)
         move = RowMove(owned, tuple(windows.inputs(rows, height) for rows in outputs))
         return move if move.is_needed else None
-
-    def halo(self, height: int, outputs: tuple[range, ...], windows: Windows) -> Halo | None:
-        """The rows beside each rank's own that its outputs need, for windows of stride 1 around each output; None where
-        they are not those beside the rows of the outputs, or not all of them a neighbour's.
-
-        Args: as of `needed`.
-        """
-        owned, reach, pool = shared_rows(height, self.group.size), windows.reach, windows.pool
-        pooled = tuple(range(rows.start // pool, rows.stop // pool) for rows in owned)
-        in_squares = all(rows.start % pool == 0 for rows in owned)
-        if not windows.kernel % 2 or pooled != outputs or not in_squares or min(map(len, pooled)) < reach:
-            return None
-        whole = range(pooled[-1].stop)
-        beside = [
-            [row for row in (*range(own.start - reach, own.start), *range(own.stop, own.stop + reach)) if row in whole]
-            for own in pooled
-        ]
-        unpooled = (tuple(row * pool + within for row in rows for within in range(pool)) for rows in beside)
-        return Halo(self.group, windows, RowMove(owned, tuple(unpooled)), RowMove(pooled, tuple(map(tuple, beside))))
 
     def shared(self, height: int) -> tuple[range, ...]:
         """The rows of whole images that each rank has."""

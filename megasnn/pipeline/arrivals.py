@@ -1,4 +1,4 @@
-"""What the order of actions says of a rank's messages: which have arrived, and what others need to send theirs."""
+"""Messages of a rank that have arrived, and what others need to send theirs, from the order of actions."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _worked_off(schedule: Schedule, comes: Callable[[int, Action], bool]) -> Ite
 
 
 def peers(placement: Sequence[int], rank: int) -> list[int]:
-    """The ranks that a rank exchanges tensors with, ascending: those of the chunks beside its own."""
+    """Ranks that a rank exchanges tensors with, ascending: those of the chunks beside its own."""
     found = {other for pair in pairwise(placement) for other in pair if rank in pair}
     return sorted(found - {rank})
 

@@ -24,7 +24,7 @@ ExchangedOf = Callable[[Sequence[range], Sequence[int]], Sequence[int]]
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """What a run asks of its pipeline.
+    """Request of a run for its pipeline.
 
     Attributes:
         schedule: a name, or "auto".
@@ -35,9 +35,7 @@ class PipelineRequest:
         predicts: whether costs are wanted even where the plan would not need any.
         recompute: a name in `RECOMPUTE`.
         memory_budget: bytes that a step may need on a rank; forwards are computed again to keep it.
-        weight_limit: bytes of gathered weights that a rank may hold, where replicas shard weights; None: as few as let
-            the next ones be gathered while others are used.
-        scatters: whether gradients then go to those who keep the rows after every micro-batch.
+        scatters: whether gradients go to those who keep the rows after every micro-batch, where replicas shard weights.
         rows_have_owners: whether each row of a trained parameter belongs to one of the replicas.
     """
 
@@ -49,13 +47,12 @@ class PipelineRequest:
     predicts: bool = False
     recompute: str = NEVER
     memory_budget: float | None = None
-    weight_limit: float | None = None
     scatters: bool = False
     rows_have_owners: bool = False
 
     @property
     def repeats(self) -> bool:
-        """Whether forwards may be computed again."""
+        """True if forwards may be computed again."""
         return self.recompute != NEVER or self.memory_budget is not None
 
 
@@ -178,7 +175,7 @@ def _possible_chunks(request: PipelineRequest, stages: int, layers: int) -> tupl
 def _fastest_first(
     request: PipelineRequest, stages: int, first: SchedulePlan, counts: Sequence[int], partitioner: Partitioner
 ) -> Iterator[tuple[str, float, SchedulePlan]]:
-    """The schedule that was searched for, and the named ones that are another, with their seconds alone.
+    """Schedule that was searched for, and the named ones that are another, with their seconds alone.
 
     Args:
         counts: numbers of chunks that each rank may have.

@@ -1,4 +1,4 @@
-"""What a message between two stages, or two replicas, costs: seconds on the way, and of either end's processor."""
+"""Cost of a message between two stages, or two replicas: seconds on the way, and of either end's processor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def measure_link(group: Group, device: torch.device) -> LinkCost:
 
 
 def seconds_per_byte(small: float, large: float) -> float:
-    """Of round trips with a small and with a large message, in seconds.
+    """Seconds of a byte, from round trips with a small and with a large message, in seconds.
 
     Where a busy machine made the small one as slow, the whole of the large one: a link whose bytes are free would be
     planned on.

@@ -174,7 +174,7 @@ def plan_pipeline(
     if needs_costs and costs is None:
         costs = profile_pipeline(model, request.micro_batch_size, context, state, wires, request.repeats)
     request = replace(request, bounds=bounds)
-    weights = partial(shared_weights, model, context=context, limit=request.weight_limit, scatters=request.scatters)
+    weights = partial(shared_weights, model, context=context, scatters=request.scatters)
     exchanged_of: ExchangedOf | None = None
     if request.memory_budget is not None and request.rows_have_owners and state.copies.size > 1 and ranks == 1:
         exchanged_of = partial(exchanged_with_owners, model, context, state.copies, state.device)
@@ -202,7 +202,7 @@ def shared_weights(
     model: ModelDescription,
     units: Sequence[range],
     context: BuildContext,
-    limit: float | None = None,
+    limit: int | None = None,
     scatters: bool = False,
 ) -> SharedWeights:
     """Weights that replicas shard by rows, of each unit; nothing gets memory for that.
@@ -211,22 +211,12 @@ def shared_weights(
         units: layers of each.
         limit: bytes of gathered weights that a rank may hold; None: of a unit and the one that is used behind it.
         scatters: whether gradients are scattered after every micro-batch.
-    Raises:
-        ValueError: a limit that the largest unit does not fit.
     """
     layers = model.build(context)
     unit_bytes = tuple(gathered_bytes([layers[number] for number in unit]) for unit in units)
     travelling = tuple(travelling_bytes([layers[number] for number in unit], context.weight) for unit in units)
-    largest = max(range(len(units)), key=unit_bytes.__getitem__)
-    if limit is not None and limit < unit_bytes[largest]:
-        name, least = model.layers[units[largest].start].name, (unit_bytes[largest] // 1000 + 1) / 1000
-        raise ValueError(
-            f"--weight-memory-limit {1e-6 * limit:g}: the weights of {name} alone are {unit_bytes[largest]} bytes; "
-            f"give {least:.3f} (MB) or more, or leave it out"
-        )
-    most = None if limit is None else int(min(limit, sum(unit_bytes)))
     scattered = frozenset(unit for unit, size in enumerate(unit_bytes) if size) if scatters else frozenset()
-    return SharedWeights(unit_bytes, most, scattered=scattered, travelling=travelling)
+    return SharedWeights(unit_bytes, limit, scattered=scattered, travelling=travelling)
 
 
 def exchanged_with_owners(

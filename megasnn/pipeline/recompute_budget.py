@@ -37,7 +37,7 @@ class BudgetError(ValueError):
 def within_budget(
     schedule: Schedule, units: Sequence[UnitMemory], budget: float, exchanged: Sequence[int] = ()
 ) -> Repeated:
-    """The forwards to compute again.
+    """Chooses the forwards to compute again.
 
     Args:
         schedule: of units, complete, in which nothing is computed again.

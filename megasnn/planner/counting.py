@@ -40,7 +40,7 @@ def counted(
     """What the first of so many ranks has and keeps, or why it cannot be. Args: on_cpu: as of `one_rank`."""
     refused = config.model.problems(tensor)
     neuron = config.neuron
-    refused = refused or building_problems(config.model, neuron.spec, tensor, neuron.neuron_backend, context, cut)
+    refused = refused or building_problems(config.model, neuron.spec, tensor, context, cut)
     if refused:
         return Counted(tensor, context, cut, refused[0])
     with pretended_ranks(tensor, context) as state:

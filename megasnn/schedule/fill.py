@@ -98,7 +98,7 @@ class Filled:
     bubble: int
 
     def schedule(self, name: str, placement: tuple[int, ...], micro_batches: int) -> Schedule:
-        """The same as actions, computing alone."""
+        """Actions of the rows, computing alone."""
         actions = []
         for rank, row in enumerate(self.rows):
             following = {

@@ -52,7 +52,7 @@ class NamedSchedule:
         return self.order is None
 
     def can_place(self, chunks_per_rank: int) -> bool:
-        """Whether it can place so many chunks on each rank."""
+        """True if it can place so many chunks on each rank."""
         return self.any_chunks or chunks_per_rank == self.chunks
 
     def placement(self, stages: int, chunks: int) -> tuple[int, ...]:
@@ -87,7 +87,7 @@ def per_stage(stages: Sequence[ChunkCost]) -> CostsOf:
 
 
 def looks_at_costs(name: str) -> bool:
-    """Whether the costs of the chunks make a difference to a named schedule, or to the search."""
+    """True if the costs of the chunks make a difference to a named schedule, or to the search."""
     return name == AUTO or SCHEDULES[name].looks_at_costs
 
 

@@ -47,7 +47,7 @@ class SchedulePlan:
     weights: SharedWeights | None = None
 
     def in_units(self, bounds: Sequence[range], recompute: str) -> SchedulePlan:
-        """The same, executed layer by layer.
+        """Plan of the same schedule, executed layer by layer.
 
         Args:
             bounds: layers of each chunk. recompute: as the attribute.
@@ -55,7 +55,7 @@ class SchedulePlan:
         return replace(self, units=tuple(max(1, len(span)) for span in bounds), recompute=recompute)
 
     def sharing(self, weights: SharedWeights, micro_batches: Collection[int]) -> SchedulePlan:
-        """The same with weights that are gathered where they are used, in training and evaluation.
+        """Plan of the same schedule with weights that are gathered where they are used, in training and evaluation.
 
         Args:
             weights: of the units that are executed.
@@ -132,7 +132,7 @@ class SchedulePlan:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def of_chunks(self, micro_batches: int) -> Schedule:
-        """The same before chunks are split into units, validated."""
+        """Validated schedule before chunks are split into units."""
         for schedule in self.decided:
             if schedule.micro_batches == micro_batches:
                 return schedule

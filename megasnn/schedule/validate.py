@@ -111,7 +111,7 @@ def _expected(schedule: Schedule, boundaries: Boundaries, chunk: int, scattered:
 
 
 def _needed(action: Action, schedule: Schedule, boundaries: Boundaries, scattered: bool) -> Iterator[Action]:
-    """What must come before an action on its rank; what comes from other ranks arrives by a receive."""
+    """Actions that must come before an action on its rank; results of other ranks arrive by a receive."""
     chunk, kind, m = action
     if kind is Kind.REDUCE_GRAD:
         last = schedule.micro_batches - 1

@@ -25,16 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megasnn.schedule.fill import (
-    FORWARD,
-    INPUT_GRADIENT,
-    NO_CUTOFF,
-    Filled,
-    Rows,
-    Ticks,
-    fill,
-    stream,
-)
+from megasnn.schedule.fill import FORWARD, INPUT_GRADIENT, NO_CUTOFF, Filled, Rows, Ticks, fill, stream
 from megasnn.schedule.partition import loop_placement, v_placement
 
 PERIOD = 6  # ticks in which a rank has room for both chunks' F, B and W

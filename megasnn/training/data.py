@@ -9,9 +9,9 @@ from megasnn.config import PretrainConfig
 from megasnn.data import BatchLoader, Datasets, LoaderOptions, Share, open_datasets
 from megasnn.data.epochs import check_shares, epoch_samples, order_identity
 from megasnn.engine import Engine
+from megasnn.engine.faults import placed
 from megasnn.parallel_state import ParallelState
 from megasnn.preprocess.sample import shards_of_sample
-from megasnn.process.fault import placed
 
 
 class RunData:

@@ -10,7 +10,7 @@ from megasnn.comm.statistics import statistics
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
-from megasnn.process.fault import placed
+from megasnn.engine.faults import placed
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.data import RunData
 from megasnn.training.saving import Saves

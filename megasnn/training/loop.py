@@ -6,20 +6,20 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
-from megasnn.comm.agreement import all_do
+from megasnn.comm.agreement import all_do, gather
 from megasnn.comm.statistics import statistics
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
 from megasnn.data_parallel import ReplicaCheck, ReplicaError
 from megasnn.engine import Engine
+from megasnn.engine.faults import placed
 from megasnn.engine.setup import parameter_names
 from megasnn.engine.without_gradient import notice_of
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.building import describe
+from megasnn.non_finite import first_non_finite
 from megasnn.optim import require_matches
 from megasnn.parallel_state import ParallelState
-from megasnn.process.fault import placed
-from megasnn.process.signals import StopSignals
 from megasnn.telemetry.callback import Callback
 from megasnn.telemetry.memory import memory_scalars
 from megasnn.telemetry.reporter import Reporter, RunOutline
@@ -31,6 +31,7 @@ from megasnn.training.memory import MemoryForecast, announce, compare, forecast_
 from megasnn.training.pictures import Pictures
 from megasnn.training.profile import PipelineProfiler, report
 from megasnn.training.saving import Saves
+from megasnn.training.signals import StopSignals
 from megasnn.training.starting import Start, claim, refuse_other_model
 from megasnn.training.trace import StepTrace
 from megasnn.training.watch import Watch
@@ -57,10 +58,11 @@ class TrainingRun:
         stop: StopSignals | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        self.config, self.state, self.stop = config, state, stop or StopSignals(state.rank)
+        self.config, self.state, self.stop = config, state, stop or StopSignals()
         self._started = time.monotonic()
         self._skipped_samples, self._prepared, self.saved = 0, False, True
         self._skipped_steps = 0  # since the last save
+        self._skipped_in_a_row = 0
         refuse_other_model(config, state)
         require_matches(config.optimizer, parameter_names(describe(config.model, config.neuron.spec)))
         self.data = RunData(config, state)
@@ -133,6 +135,12 @@ class TrainingRun:
         return self.engine.iteration
 
     @property
+    def has_diverged(self) -> bool:
+        """True when so many steps in a row were skipped that the run ends."""
+        most = self.config.training.max_skipped_steps
+        return 0 < most <= self._skipped_in_a_row
+
+    @property
     def consumed_samples(self) -> int:
         """Training samples used; the place in the data."""
         return self.engine.consumed_samples
@@ -162,6 +170,13 @@ class TrainingRun:
                     if self._should_exit():
                         break
             trace.close(self.iteration)
+            if self.has_diverged:
+                self.reporter.line(
+                    f"WARNING: the last {self._skipped_in_a_row} steps were skipped, since loss or gradient were not "
+                    f"finite (--max-skipped-steps): the run ends at iteration {self.iteration}, and saves nothing more"
+                )
+                self.saved = self.saves.finish()
+                return
             if self.engine.stop_votes:
                 self.reporter.line(f"asked to stop: the run ends at iteration {self.iteration} of {self.iterations}")
             else:
@@ -179,6 +194,7 @@ class TrainingRun:
         with self._profiled(number, batch), trace.around(number):
             result = self.engine.train_on(batch)
         self.watch.spikes.enabled = False
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
         if not self._prepared:
             if self.engine.steps.without_gradient:
@@ -241,7 +257,8 @@ class TrainingRun:
             report(profile, self.reporter, number, batch.consumed_samples)
 
     def _should_exit(self) -> bool:
-        return _due(self.iteration, self.config.training.exit_interval) or self.engine.stop_votes > 0
+        exits = _due(self.iteration, self.config.training.exit_interval) or self.engine.stop_votes > 0
+        return exits or self.has_diverged
 
     def _wants_to_stop(self) -> bool:
         """After a signal to this rank, or when a callback has asked for it; after so many minutes by the first rank's
@@ -256,9 +273,18 @@ class TrainingRun:
         if not due:
             return
         self._compare_replicas_if(True)
+        self._require_finite()
         with self.reporter.pause():
             self.saves.save(self.iteration, self.consumed_samples, self._skipped_steps, self.evaluations.owed)
         self._skipped_steps = 0
+
+    def _require_finite(self) -> None:
+        """Raises ValueError on every rank where what is to be saved is not finite on one of them. Collective."""
+        found = first_non_finite((entry.name, entry.tensor) for entry in self.engine.checkpoints.entries())
+        where = next(filter(None, gather(self.state.world.handle, None if found is None else str(found))), None)
+        if where is not None:
+            self.saves.finish()
+            raise ValueError(f"iteration {self.iteration} is not saved, since it is not finite: {where}")
 
     def _compare_replicas_if(self, due: bool) -> None:
         """Ends the run where replicas differ, once the checkpoint that is being written is complete: it is good."""

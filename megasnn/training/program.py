@@ -7,54 +7,74 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from megasnn import checkpoint
+from megasnn.comm.agreement import gather
 from megasnn.comm.world import start_process_group
 from megasnn.config import PretrainConfig
 from megasnn.data_parallel import ReplicaError
 from megasnn.engine.arithmetic import prepare_cublas
+from megasnn.engine.faults import cause_and_place, claim_fault, end_process, in_full, placed, watch_ranks
 from megasnn.parallel_state import (
     ParallelState,
     destroy_model_parallel,
     initialize_model_parallel,
 )
-from megasnn.process.fault import FaultWatch, cause_and_place, in_brief, in_full, placed
-from megasnn.process.signals import StopSignals
-from megasnn.process.torchrun import tell_torchrun
 from megasnn.telemetry.callback import Callback
 from megasnn.training.introduction import print_summary
 from megasnn.training.loop import TrainingRun
+from megasnn.training.signals import StopSignals
 
-SAVE_FAILED = 3
+SAVE_FAILED, DIVERGED, INTERRUPTED = 3, 4, 130
 SAVING_SECONDS = 5.0
 """How long an error of one of several ranks waits for a checkpoint that is being written."""
 
 
 def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
-    """A whole run as a program: the exit status, with the error named on this rank's standard error.
+    """A whole run as a program: the exit status, with the error named on standard error, or for torchrun.
 
     0: the run has come to its end, or was asked to stop by a signal, and what it should save is saved. 1: an error.
-    3: it has come to its end, but the last checkpoint could not be written. 128 and a signal's number: that signal to
-    this rank has ended an evaluation that was all there was to do; the other ranks have 1. Mistakes in flags, data and
-    checkpoints and replicas that differ are told without a traceback; anything else with it.
+    3: it has come to its end, but the last checkpoint could not be written. 4: it has ended early, since too many steps
+    in a row were skipped (--max-skipped-steps). 128 and a signal's number: that signal to this rank has ended an
+    evaluation that was all there was to do, in which case the other ranks have 1, or Ctrl-C has ended the run before
+    its first step. Mistakes in flags, data and checkpoints and replicas that differ are told without a traceback;
+    anything else with it.
 
     Args:
         config: validated (megasnn.config.validate).
         callbacks: are told what happens.
     """
     try:
+        return _recorded(config, callbacks) or 0
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted while starting\n")
+        status = INTERRUPTED
+    except Exception as error:
+        status = 1
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # torchrun prints what `record` has written there
+            sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {_told(error)}\n")
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        end_process()
+    return status
+
+
+@record
+def _recorded(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
+    """For torchrun: the error of the rank that has failed first. What follows from it on other ranks is not told."""
+    try:
         return _train(config, callbacks)
     except Exception as error:
-        cause, _ = cause_and_place(error)
-        mistake = isinstance(cause, (ValueError, OSError, checkpoint.CheckpointError, ReplicaError))
-        tell_torchrun(in_brief(error), in_full(error, with_traceback=False))
-        sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {in_full(error, with_traceback=not mistake)}\n")
-    if torch.distributed.is_initialized():
-        # The other ranks may be gone: nothing that waits for them may run any more.
-        sys.stdout.flush()
-        os._exit(1)
-    return 1
+        if not claim_fault(error):
+            end_process()
+        raise
+
+
+def _told(error: Exception) -> str:
+    cause, _ = cause_and_place(error)
+    is_mistake = isinstance(cause, (ValueError, OSError, checkpoint.CheckpointError, ReplicaError))
+    return in_full(error, with_traceback=not is_mistake)
 
 
 def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
@@ -63,54 +83,44 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
     Returns:
         the exit status.
     Raises:
-        whatever goes wrong on this rank, after the other ranks have been told; see megasnn.process.fault.
+        whatever goes wrong on this rank.
     """
     parallel = config.parallel
-    stop = StopSignals(int(os.environ.get("RANK", "0")))
-    stop.listen()
     prepare_cublas(config.training)
     with placed("while joining the other ranks"):
         device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes)
-    with FaultWatch() as watch:
-        with placed("while making the groups of ranks"):
-            state = initialize_model_parallel(
-                parallel.tensor_model_parallel_size,
-                parallel.pipeline_model_parallel_size,
-                device,
-                parallel.weight_parallel_size,
-                parallel.context_parallel_size,
-            )
-        status = 0
-        try:
-            if config.logging.model_summary:
-                with placed(f"on pipeline stage {state.pipeline.rank}"):
-                    print_summary(config, state)
-            else:
-                status = _trained(config, state, stop, callbacks, watch)
-        except Exception:
-            if state.world.size == 1:  # the program may go on, with another run
-                destroy_model_parallel()
-            raise
-        destroy_model_parallel()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    stop_watch = watch_ranks()
+    with placed("while making the groups of ranks"):
+        state = initialize_model_parallel(
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            device,
+            parallel.weight_parallel_size,
+            parallel.context_parallel_size,
+        )
+    status = 0
+    try:
+        if config.logging.model_summary:
+            with placed(f"on pipeline stage {state.pipeline.rank}"):
+                print_summary(config, state)
+        else:
+            status = _trained(config, state, callbacks)
+        gather(state.world.handle, None)  # an error of another rank at its end still ends all
+        stop_watch()
+    finally:
+        if state.world.size == 1 or sys.exc_info()[0] is None:  # else nothing that waits for other ranks may run
+            destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return status
 
 
-def _trained(
-    config: PretrainConfig, state: ParallelState, stop: StopSignals, callbacks: Sequence[Callback], watch: FaultWatch
-) -> int:
+def _trained(config: PretrainConfig, state: ParallelState, callbacks: Sequence[Callback]) -> int:
     """Builds, loads, trains, evaluates, saves; the exit status."""
-    stage = f"pipeline stage {state.pipeline.rank}"
-    watch.place = lambda: f"rank {state.rank}, {stage}"
+    stage, stop = f"pipeline stage {state.pipeline.rank}", StopSignals()
     with placed(f"on {stage}"):
         run = TrainingRun(config, state, stop, callbacks)
-
-    def step() -> str:
-        return f"{stage}, after iteration {run.iteration}"
-
-    watch.place = lambda: run.engine.distributed.executor.place() or f"rank {state.rank}, {step()}"
-    with placed(lambda: f"on {step()}"):
+    with placed(lambda: f"on {stage}, after iteration {run.iteration}"):
         try:
             run.train()
         except Exception:
@@ -124,4 +134,6 @@ def _trained(
         run.close()
     if config.training.evaluate_only and not run.evaluations.finished:
         return stop.status
+    if run.has_diverged:
+        return DIVERGED
     return 0 if run.saved else SAVE_FAILED

@@ -10,7 +10,7 @@ from megasnn import checkpoint
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import NORMALISATION, identity, normalisation, recipe
 from megasnn.engine import Engine
-from megasnn.process.fault import is_ending
+from megasnn.engine.faults import another_failed
 from megasnn.random import GENERATOR
 from megasnn.training.starting import Best, Claim, StartingPoint
 
@@ -59,7 +59,7 @@ class Saves:
 
     def _tell(self, text: str) -> None:
         """What becomes of a save; that one fails because another rank has ended was told as the reason to end."""
-        if not is_ending():
+        if not another_failed():
             self._report(text)
 
     def save(self, iteration: int, consumed_samples: int, skipped_steps: int, owes_evaluation: bool = False) -> None:

@@ -8,19 +8,19 @@ from pathlib import Path
 
 from megasnn import checkpoint
 from megasnn.checkpoint.compare import config_differences, model_differences
+from megasnn.checkpoint.job import JobFolder
 from megasnn.checkpoint.state_dict import read_state_dict
 from megasnn.comm.agreement import all_do
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import Identity, changed_recipe, changed_samples, identity, recipe
 from megasnn.engine import Engine
+from megasnn.engine.faults import placed
 from megasnn.files.described import in_message
 from megasnn.files.problems import raise_problems
 from megasnn.layers import BuildContext, KeyedLayer, ParallelNeuron
 from megasnn.models.description import ModelDescription
 from megasnn.models.table import saved_model_name
 from megasnn.parallel_state import ParallelState
-from megasnn.process.fault import placed
-from megasnn.process.job import JobFolder
 from megasnn.random import GENERATOR
 from megasnn.sharded_tensors import owner_name
 from megasnn.training.hosts import require_shared

@@ -11,7 +11,7 @@ set -euo pipefail
 read -ra hosts <<<"${HOSTS:?the hosts, between spaces}"
 job=${JOB:-$$-$(date +%s)}
 port=${PORT:-$((20000 + $(cksum <<<"$job" | cut -d " " -f 1) % 10000))} # of the job: two jobs on a host do not meet
-torchrun=("$(command -v python)" -m megasnn.process.torchrun --nnodes "${#hosts[@]}"
+torchrun=("$(command -v python)" -m torch.distributed.run --nnodes "${#hosts[@]}"
     --nproc-per-node "${GPUS:?GPUs on each host}" --max-restarts "${RESTARTS:-0}" --rdzv-id "$job"
     --rdzv-backend c10d --rdzv-endpoint "${hosts[0]}:$port")
 passed=()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megasnn.checkpoint import CheckpointError, save_global_tensors
-from megasnn.process.job import FolderLock, JobFolder
+from megasnn.checkpoint.job import FolderLock, JobFolder
 from tests.checkpoint.test_folder import save
 
 

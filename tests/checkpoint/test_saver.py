@@ -56,13 +56,13 @@ def is_known(folder: Path, step: int) -> bool:
 @contextmanager
 def held_writes() -> Iterator[threading.Event]:
     """No data file is written before the event is set."""
-    go, write = threading.Event(), saver.write_safetensors
+    go, write = threading.Event(), saver.write_image
 
-    def waiting(*arguments: object) -> None:
+    def waiting(*arguments: object) -> object:
         assert go.wait(30)
-        write(*arguments)
+        return write(*arguments)
 
-    with mock.patch.object(saver, "write_safetensors", waiting):
+    with mock.patch.object(saver, "write_image", waiting):
         yield go
         go.set()
 
@@ -116,13 +116,13 @@ def fail_once(folder: Path, background: bool, fault: str) -> tuple[list[str], li
     """The first save meets a fault on one rank: a state that cannot be saved, or memory that runs out."""
     session = Session(folder, Layout(tensor=2), background)
     state = next(iter(session.rank.optimizer.state.values()))
-    copy, outcomes = saver.StagingBuffer._copy, []
+    copy, outcomes = saver._copy, []
     for step in (1, 2):
         fails = step == 1 and dist.get_rank() == 1
         if fails and fault == "state":
             state["odd"] = torch.zeros(7)
         error = MemoryError("injected") if fails and fault == "memory" else None
-        with mock.patch.object(saver.StagingBuffer, "_copy", mock.Mock(side_effect=error) if error else copy):
+        with mock.patch.object(saver, "_copy", mock.Mock(side_effect=error) if error else copy):
             outcomes.append(session.saved(step))
         state.pop("odd", None)
     return session.said, outcomes

@@ -116,6 +116,11 @@ def test_a_mistake_is_one_sentence_and_status_2(flags: str, capsys: pytest.Captu
     assert told.count("\n") == 1 and all(part in told for part in MISTAKES[flags]), told
 
 
+def test_a_later_path_wins_where_others_stand_between() -> None:
+    flags = "--data-path=a.tar --train-iters 2 --data-path=b.tar --valid-data-path c --data-path d"
+    assert cli(*flags.split()).data.data_path == "d"
+
+
 def test_a_flag_without_its_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli("--lr")

@@ -12,10 +12,10 @@ import torch
 
 from megasnn.checkpoint import find_checkpoint, list_checkpoints, read_metadata, save_global_tensors
 from megasnn.checkpoint.folder import LATEST
+from megasnn.checkpoint.job import FolderLock
 from megasnn.commands.convert_checkpoint import main
 from megasnn.convert.report import largest_difference
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
-from megasnn.process.job import FolderLock
 from tests.checkpoint.test_interchange import spikformer
 from tests.convert.saved import MODELS, save_whole
 

@@ -35,7 +35,7 @@ from megasnn.sharded_tensors import materialise
 from megasnn.sharding import own_rows
 from tests.distributed.test_conv import CASES as CONVOLUTIONS
 from tests.distributed.test_conv import Case as Convolution
-from tests.distributed.whole import channels_last, everybody, random, spikes
+from tests.distributed.whole import channels_last, everybody, fill_mantissas, random, spikes
 
 T, N, C = 2, 3, 8
 CLOSE = dict(rtol=1e-9, atol=1e-11)
@@ -59,15 +59,18 @@ class Case:
     Attributes:
         shape: of the input, `[C, H, W]` or `[C, L]`. holds_spikes: whether it is spikes.
         is_alike: whether every rank has the whole output.
+        is_striped: whether all rows are equal, so that windows one below the other see the same.
     """
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     holds_spikes: bool = True
     is_alike: bool = False
+    is_striped: bool = False
 
     def input(self) -> Tensor:
-        return (spikes if self.holds_spikes else random)(T, N, *self.shape, seed=3)
+        x = (spikes if self.holds_spikes else random)(T, N, *self.shape, seed=3)
+        return x[..., :1, :].expand_as(x) if self.is_striped else x
 
 
 def images(make: Callable[[], nn.Module], *heights: int, **options: bool) -> list[Case]:
@@ -98,6 +101,10 @@ CASES: dict[str, list[Case]] = {
     "unit, stride and max pooling": images(
         lambda: ConvNormNeuron(C, C, 7, stride=2, max_pool=True, neuron=SOFT), 11, 14, holds_spikes=False
     ),
+    "unit, max pooling of equal values": [
+        Case(partial(ConvNormNeuron, 16, C, size, max_pool=True), (16, height, 12), is_striped=True)
+        for size, height in ((3, 12), (3, 15), (5, 16))
+    ],
     "unit, another norm": images(lambda: ConvNormNeuron(C, C, 3, max_pool=True, norm=nn.Identity()), 7),
     "pooled unit": images(lambda: PooledUnit(C, C, 3), 5, 8),
     "neurons first": images(lambda: NeuronConvNorm(C, C, 3), 7, holds_spikes=False),
@@ -128,6 +135,7 @@ def computed(case: Case, context: BuildContext) -> dict[str, Tensor]:
         meta = torch.empty_like(x, device="meta")
         shape = layer(hold(meta, 1) if case.holds_spikes else meta, *keys).shape
     materialise([("layer", layer)], torch.device("cpu"), seed=1)
+    fill_mantissas(layer)
     own = own_rows(x.shape[3], group.size, group.rank)
     x = channels_last(x[:, :, :, own.start : own.stop]).requires_grad_()
     weights = random(*shape, seed=4)
@@ -177,7 +185,9 @@ def test_rows_of_what_one_rank_computes(ranks, name: str) -> None:
         require_equal(ranks, size, name, "torch")
 
 
-@pytest.mark.parametrize("name", ["unit, max pooling", "unit, both poolings", "pooled unit"])
+@pytest.mark.parametrize(
+    "name", ["unit, max pooling", "unit, max pooling of equal values", "unit, both poolings", "pooled unit"]
+)
 def test_fused_units(ranks, name: str) -> None:
     require_equal(ranks, 3, name, "fused")
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from megasnn.engine import Engine
+from megasnn.engine.faults import in_full
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import build_chunk
 from megasnn.pipeline.executor import PipelineError, PipelineExecutor
 from megasnn.pipeline.step_state import MicroBatchInput
-from megasnn.process.fault import in_full
 from megasnn.schedule import generate
 from megasnn.telemetry.timers import DeviceClock, Timers
 from tests.engine.test_engine import MODEL

@@ -157,13 +157,13 @@ def stall_in_step() -> None:
 
 def raise_while_saving() -> None:
     """While this rank still writes its part of the first checkpoint, in the background."""
-    write = saver.write_safetensors
+    write = saver.write_image
 
-    def slowly(*arguments: Any) -> None:
+    def slowly(*arguments: Any) -> Any:
         time.sleep(2.5)
-        write(*arguments)
+        return write(*arguments)
 
-    mock.patch.object(saver, "write_safetensors", slowly).start()
+    mock.patch.object(saver, "write_image", slowly).start()
     raise_in_step()
 
 
@@ -214,15 +214,14 @@ def disk_of_its_own() -> None:
 def _fail_saves(which: range) -> None:
     calls = iter(range(1_000))
 
-    write = save.write_safetensors
-
-    def limited(*arguments: Any) -> None:
-        write(*arguments)
+    def limited(write: Callable[..., Any], *arguments: Any) -> Any:
+        results = write(*arguments)
         if next(calls) in which:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return results
 
-    for module in (save, saver):
-        mock.patch.object(module, "write_safetensors", limited).start()
+    mock.patch.object(save, "write_safetensors", partial(limited, save.write_safetensors)).start()
+    mock.patch.object(saver, "write_image", partial(limited, saver.write_image)).start()
 
 
 def raise_before_the_grid() -> None:
@@ -264,11 +263,11 @@ def flip_in_a_weight() -> None:
     """Before the comparison of the second iteration: no step has computed with it."""
     compare = ReplicaCheck.__call__
 
-    def flipped(self: ReplicaCheck, iteration: int) -> str:
+    def flipped(self: ReplicaCheck, iteration: int) -> None:
         if iteration == 2:
             (entry,) = [entry for entry in self._entries() if entry.name == "blocks.0.mlp.fc1.conv.weight"]
             in_memory_order(entry.tensor).view(torch.int32)[-1] ^= 1
-        return compare(self, iteration)
+        compare(self, iteration)
 
     mock.patch.object(ReplicaCheck, "__call__", flipped).start()
 

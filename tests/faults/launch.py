@@ -120,10 +120,7 @@ def _rank(file: Path, environment: dict[str, str], argv: list[str], fault: tuple
     import torch
 
     torch.set_num_threads(1)
-    from megasnn.process import fault as watch
     from tests.faults import driver
-
-    watch.LAST_SECONDS = watch.FAREWELL_SECONDS + 0.1  # the rest is for a launcher, and here is none
 
     if fault is not None and fault[1] == int(environment["RANK"]):
         driver.FAULTS[fault[0]]()
@@ -155,10 +152,10 @@ class Torchrun:
         )
         self.process.start()
 
-    def kill_stalled(self) -> None:
+    def kill_stalled(self, number: signal.Signals = signal.SIGKILL) -> None:
         process = wait_for_pid(self.pid_file, self.process.is_alive, self.file.read_text)
         self.started = time.monotonic()
-        os.kill(process, signal.SIGKILL)
+        os.kill(process, number)
 
     def output(self) -> str:
         return self.file.read_text()

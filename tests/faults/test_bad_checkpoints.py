@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megasnn.process.job import LOCK
+from megasnn.checkpoint.job import LOCK
 from tests.faults.launch import PP2, TINY, TP2, Ended, Ranks
 from tests.faults.test_bad_data import SECONDS, refused
 

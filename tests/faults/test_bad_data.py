@@ -11,20 +11,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.data.shard_files import numbered, write_shard
 from tests.faults.launch import PP2, TINY, TP2, Ended, Ranks, Torchrun, lines_of
 
-SECONDS = 20.0  # start included
+SECONDS = 90.0  # start included
 
 
 def refused(ended: Ended, *expected: str, place: str = "while ") -> None:
-    """One rank wrote the message, which says all that is expected and where; the others a line; nobody a traceback."""
+    """One rank wrote the message, which says all that is expected and where; nobody a traceback."""
     assert ended.status == [1] * len(ended.output), ended.output
-    told = []
-    for rank, text in enumerate(ended.output):
-        message = text[text.index(f"[rank {rank}] ") :]
-        assert len(lines_of(rank, text)) == 1 and "Traceback" not in text, text
-        assert "because of rank" not in message or message.count("\n") == 1
-        told += [message] if "because of rank" not in message else []
-    (message,) = told
-    assert all(part in message for part in (*expected, place)), message
+    lines = [line for rank, text in enumerate(ended.output) for line in lines_of(rank, text)]
+    text = "".join(ended.output)
+    assert len(lines) == 1 and "Traceback" not in text, ended.output
+    assert all(part in text[text.index(lines[0]) :] for part in (*expected, place)), text
 
 
 def run(tmp_path: Path, data: object, *flags: str) -> Ended:
@@ -86,8 +82,5 @@ def test_a_missing_shard_under_torchrun(tmp_path) -> None:
     flags = [*TINY, *PP2, "--data-path", str(tmp_path / "absent.tar")]
     ended = Torchrun(tmp_path, 2, "pretrain_spikformer.py", *flags).end(30)
     assert ended.status == [1]
-    lines = [line for rank in range(2) for line in lines_of(rank, ended.output[0])]
-    (own,) = [line for line in lines if "because of" not in line]
-    assert len(lines) == 2 and "while opening the data, on pipeline stage " in own and "--data-path" in own
-    assert ended.output[0].count("absent.tar") == 2  # by the rank, and at the end of what torchrun adds
-    assert "absent.tar" in "".join(ended.output[0].splitlines()[-3:])
+    (text,) = ended.output
+    assert text.count("absent.tar") == 1 and "while opening the data" in text[text.index("Root Cause") :]

@@ -1,147 +1,107 @@
-"""A rank that raises or is killed ends all ranks within seconds, with a launcher and without, and each says why."""
+"""A rank that raises, is killed or is stopped ends all ranks, and its place is named once."""
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 
 import pytest
 
-from megasnn.process.fault import GONE
-from tests.faults.launch import PP2, PP3, TINY, Ranks, Torchrun, lines_of
+from tests.data.shard_files import numbered, write_shard
+from tests.faults.launch import PP2, PP3, TINY, TP2, Ranks, Torchrun
 from tests.faults.test_signals import wait_for
 
-
-def one_line_each(output: list[str], ranks: list[int]) -> list[str]:
-    """The line in which each of the ranks says why it ends; none says it twice."""
-    lines = [lines_of(rank, output[rank]) for rank in ranks]
-    assert all(len(found) == 1 for found in lines), output
-    return [found[0] for found in lines]
-
-
-@pytest.mark.parametrize("faulty", [0, 2])
-def test_all_ranks_name_the_place_where_one_raised(tmp_path, faulty) -> None:
-    ended = Ranks(tmp_path, 3, *TINY, *PP3, fault=("raise_in_step", faulty)).end(30)
-    assert ended.status == [1, 1, 1]
-    place = f"rank {faulty}, pipeline stage {faulty}, action {faulty}F1, micro-batch 1"
-    others = [rank for rank in range(3) if rank != faulty]
-    for line in one_line_each(ended.output, others):
-        assert line.endswith(f"stopping, because of rank {faulty}: RuntimeError {place}")
-    own = ended.output[faulty]
-    assert own.count(f"[rank {faulty}] Traceback") == 1
-    assert own.rstrip().endswith(f"{place}: RuntimeError: injected fault")
-
-
-@pytest.mark.parametrize("schedule, faulty, action", [("zbv", 0, "3W1")])
-def test_the_place_is_named_inside_a_split_backward(tmp_path, schedule, faulty, action) -> None:
-    argv = ("--pipeline-schedule", schedule, "--pipeline-model-parallel-size", "2")
-    ended = Ranks(tmp_path, 2, *TINY, *argv, fault=("raise_in_weight_gradient", faulty)).end(30)
-    assert ended.status == [1, 1]
-    place = f"rank {faulty}, pipeline stage {faulty}, action {action}, micro-batch 1"
-    (line,) = one_line_each(ended.output, [1 - faulty])
-    assert line.endswith(f"stopping, because of rank {faulty}: RuntimeError {place}")
-    assert ended.output[faulty].rstrip().endswith(f"{place}: RuntimeError: injected fault")
-
-
-@pytest.mark.parametrize("schedule", ["zbv"])
-def test_a_slow_rank_is_waited_for(tmp_path, schedule) -> None:
-    argv = ("--pipeline-schedule", schedule, "--pipeline-model-parallel-size", "2")
-    ended = Ranks(tmp_path, 2, *TINY, *argv, fault=("slow_rank", 1)).end(30)
-    assert ended.status == [0, 0] and "iteration 4/" in ended.output[0]
-
-
-@pytest.mark.parametrize("killed, pipeline", [(0, PP3), (1, ("--pipeline-schedule", "v-min", *PP3[2:4]))])
-def test_all_ranks_end_when_one_is_killed(tmp_path, killed, pipeline) -> None:
-    ranks = Ranks(tmp_path, 3, *TINY, *pipeline, fault=("stall_in_step", killed))
-    ranks.kill_stalled()
-    ended = ranks.end(within=15)
-    others = [rank for rank in range(3) if rank != killed]
-    assert ended.status[killed] == -signal.SIGKILL and all(ended.status[rank] == 1 for rank in others)
-    for rank, line in zip(others, one_line_each(ended.output, others), strict=True):
-        # Where the others are tells what the lost one did not send any more.
-        assert f"stopping, because of rank {killed}: {GONE}; here: rank {rank}, pipeline stage {rank}, action " in line
-        assert ", micro-batch " in line
-
-
-CUTS = ["samples", "rows"]
-
-
-def shared_by(cut: str) -> tuple[str, ...]:
-    return "--context-parallel-size", "2", "--context-parallel-cut", cut
-
-
-@pytest.mark.parametrize("cut", CUTS)
-def test_all_end_when_one_of_those_that_share_a_micro_batch_is_killed(tmp_path, cut) -> None:
-    """The other one waits for its statistics, or its rows, in the middle of a layer."""
-    ranks = Ranks(tmp_path, 2, *TINY, *shared_by(cut), fault=("stall_in_step", 1))
-    ranks.kill_stalled()
-    ended = ranks.end(within=15)
-    assert ended.status == [1, -signal.SIGKILL]
-    (line,) = one_line_each(ended.output, [0])
-    assert f"stopping, because of rank 1: {GONE}; here: rank 0, pipeline stage 0, action 0F1, micro-batch 1" in line
-
-
-def test_the_place_is_named_where_ranks_share_a_micro_batch(tmp_path) -> None:
-    ended = Ranks(tmp_path, 2, *TINY, *shared_by("rows"), fault=("raise_in_step", 0)).end(30)
-    assert ended.status == [1, 1]
-    place = "rank 0, pipeline stage 0, action 0F1, micro-batch 1"
-    (line,) = one_line_each(ended.output, [1])
-    assert line.endswith(f"stopping, because of rank 0: RuntimeError {place}")
-    assert ended.output[0].rstrip().endswith(f"{place}: RuntimeError: injected fault")
-
-
-@pytest.mark.parametrize("cut", CUTS)
-def test_a_slow_rank_that_shares_micro_batches_is_waited_for(tmp_path, cut) -> None:
-    ended = Ranks(tmp_path, 2, *TINY, *shared_by(cut), fault=("slow_rank", 1)).end(30)
-    assert ended.status == [0, 0] and "iteration 4/" in ended.output[0]
+QUICK = (*TINY, "--neuron-backend", "torch")  # nothing has to be compiled
+PLACE = r"rank \d, pipeline stage \d, action "
+SHARED = ("--context-parallel-size", "2", "--context-parallel-cut", "rows")
 
 
 @pytest.mark.parametrize(
-    ("fault", "faulty"),
+    ("layout", "size", "fault", "faulty", "place"),
     [
-        ("raise_before_the_grid", 0),
-        ("raise_at_the_end", 1),
-        pytest.param("raise_before_the_grid", 1, marks=pytest.mark.matrix),
-        pytest.param("raise_at_the_end", 0, marks=pytest.mark.matrix),
+        (PP3, 3, "raise_in_step", 2, "pipeline stage 2, action 2F1, micro-batch 1"),
+        (("--pipeline-schedule", "zbv", *PP2[2:4]), 2, "raise_in_weight_gradient", 0, "pipeline stage 0, action 3W1"),
+        (SHARED, 2, "raise_in_step", 0, "pipeline stage 0, action 0F1, micro-batch 1"),
+        (PP2, 2, "raise_in_save", 1, "while saving, on pipeline stage 1, after iteration 2"),
+        (PP2, 2, "raise_before_the_grid", 0, "while making the groups of ranks"),
+        (PP2, 2, "raise_at_the_end", 1, "on pipeline stage 1, after iteration 4"),
     ],
+    ids=lambda value: value if isinstance(value, str) and value.startswith("raise") else None,
 )
-def test_before_and_after_the_training_too(tmp_path, fault, faulty) -> None:
-    ended = Ranks(tmp_path, 2, *TINY, *PP2, fault=(fault, faulty)).end(30)
-    assert ended.status == [1, 1]
-    text = fault.removeprefix("raise_").replace("_", " ")
-    early = fault == "raise_before_the_grid"
-    place = "while making the groups of ranks" if early else f"on pipeline stage {faulty}, after iteration 4"
-    lines = one_line_each(ended.output, [0, 1])
-    assert lines[faulty] == f"[rank {faulty}] {place}: OSError: injected fault {text}"
-    assert lines[1 - faulty].endswith(f"stopping, because of rank {faulty}: OSError {place}")
+def test_one_that_raises(tmp_path, layout, size, fault, faulty, place) -> None:
+    save = ("--save", str(tmp_path / "run"), "--save-interval", "2") if fault == "raise_in_save" else ()
+    ended = Ranks(tmp_path / "ranks", size, *QUICK, *layout, *save, fault=(fault, faulty)).end(40)
+    assert ended.status == [1] * size
+    tellers = [rank for rank, output in enumerate(ended.output) if "injected fault" in output]
+    assert tellers == [faulty] and "".join(ended.output).count(place) == 1, ended.output
+    assert place in ended.output[faulty].splitlines()[-1] and "injected fault" in ended.output[faulty].splitlines()[-1]
+
+
+def test_a_mistake_has_no_traceback(tmp_path) -> None:
+    """Each rank finds the one in the data by itself, and the first one tells it."""
+    argv = [*QUICK, *PP3, "--data-path", str(tmp_path / "absent.tar")]
+    output = "".join(Ranks(tmp_path, 3, *argv).end(40).output)
+    assert output.count("absent.tar") == output.count("while opening the data") == 1 and "Traceback" not in output
+
+
+def test_a_worker_of_one_rank(tmp_path) -> None:
+    shard = write_shard(tmp_path / "train-00000.tar", numbered(range(8)))
+    shard.write_bytes(b"")
+    output = "".join(Ranks(tmp_path / "ranks", 2, *QUICK, *PP2, "--data-path", str(shard)).end(60).output)
+    assert output.count("train-00000.tar") == 1, output
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "lost"),
+    [((*PP2, *TP2), 4, 2), (("--pipeline-schedule", "v-min", *PP3[2:4]), 3, 1), (SHARED, 2, 1)],
+    ids=["stages", "v-min", "rows"],
+)
+def test_one_that_is_killed(tmp_path, layout, size, lost) -> None:
+    ranks = Ranks(tmp_path, size, *QUICK, *layout, fault=("stall_in_step", lost))
+    ranks.kill_stalled()
+    ended = ranks.end(within=10)
+    others = [status for rank, status in enumerate(ended.status) if rank != lost]
+    assert ended.status[lost] == -signal.SIGKILL and others == [1] * (size - 1)
+    assert len(re.findall(PLACE, "".join(ended.output))) == 1, ended.output
+
+
+def test_one_that_is_stopped_is_noticed_by_the_timeout(tmp_path) -> None:
+    flags = ("--distributed-timeout-minutes", "0.1")
+    ranks = Ranks(tmp_path, 4, *QUICK, *PP2, *TP2, *flags, fault=("stall_in_step", 3))
+    ranks.kill_stalled(signal.SIGSTOP)
+    deadline = time.monotonic() + 20
+    while any(process.is_alive() for process in ranks.processes[:3]):
+        assert time.monotonic() < deadline, ranks.output()
+        time.sleep(0.05)
+    assert [process.exitcode for process in ranks.processes[:3]] == [1] * 3
+    assert len(re.findall(PLACE, ranks.output())) == 1, ranks.output()
+
+
+@pytest.mark.parametrize("layout", [("--pipeline-schedule", "zbv", *PP2[2:4]), SHARED], ids=["stages", "rows"])
+def test_a_slow_rank_is_waited_for(tmp_path, layout) -> None:
+    ended = Ranks(tmp_path, 2, *TINY, *layout, fault=("slow_rank", 1)).end(40)
+    assert ended.status == [0, 0] and "iteration 4/" in ended.output[0]
 
 
 def test_a_rank_that_never_joins_is_waited_for_as_long_as_asked(tmp_path) -> None:
     argv = [*TINY, *PP2, "--distributed-timeout-minutes", "0.05"]
     ended = Ranks(tmp_path, 2, *argv, fault=("leave_before_joining", 1)).end(30)
-    assert ended.status == [1, 0]
-    (line,) = one_line_each(ended.output, [0])
-    assert "the 2 ranks did not come together within --distributed-timeout-minutes 0.05" in line
+    assert ended.status == [1, 0] and ended.output[0].count("--distributed-timeout-minutes 0.05") == 1
 
 
-def test_one_raises_under_torchrun(tmp_path) -> None:
-    """The launcher stops the other ranks when one ends: by then all have spoken, the one with the error too."""
-    faulty = 2
-    argv = ["raise_in_step", str(faulty), *TINY, *PP3]
-    run = Torchrun(tmp_path, 3, "tests/faults/driver.py", *argv)
-    wait_for(run, "iteration 1/", 120)  # three ranks that import torch
-    run.started = time.monotonic()
-    ended = run.end(15)
-    assert ended.status == [1]
+@pytest.mark.parametrize("fault", ["raise_in_step", "stall_in_step"])
+def test_under_torchrun(tmp_path, fault) -> None:
+    """It prints what the rank has recorded, as the root cause."""
+    run = Torchrun(tmp_path, 4, "tests/faults/driver.py", fault, "2", *QUICK, *PP2, *TP2)
+    if fault == "stall_in_step":
+        run.kill_stalled()
+    else:
+        wait_for(run, "iteration 1/", 120)  # four ranks that import torch
+        run.started = time.monotonic()
+    ended = run.end(10)
     (text,) = ended.output
-    place = f"rank {faulty}, pipeline stage {faulty}, action {faulty}F1, micro-batch 1"
-    for rank in range(3):
-        (line,) = lines_of(rank, text)
-        assert line == f"[rank {rank}] " + (
-            "Traceback (most recent call last):"
-            if rank == faulty
-            else f"stopping, because of rank {faulty}: RuntimeError {place}"
-        )
-    assert f"\n{place}: RuntimeError: injected fault\n" in text
-    # What the launcher reports as the root cause is the rank that raised.
-    assert f": {faulty} (local_rank: {faulty})" in text[text.index("Root Cause") :]
+    assert ended.status == [1] and len(re.findall(PLACE, text)) == 1, text
+    root = text[text.index("Root Cause") :]
+    assert ": 2 (local_rank: 2)" in root
+    assert ("injected fault" if fault == "raise_in_step" else "SIGKILL") in root

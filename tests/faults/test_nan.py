@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from megasnn.checkpoint import list_checkpoints
 from tests.faults.launch import PP2, PP3, TINY, TP2, Ranks
 
 
@@ -23,10 +24,13 @@ def test_an_injected_nan(tmp_path, layout, faulty) -> None:
     assert re.search(r"not finite in forward, first in blocks\.0\.attention\.projection\.conv: \d+ nan", text), text
 
 
-def test_an_absurd_learning_rate(tmp_path) -> None:
-    flags = ["--lr", "1e30", "--clip-grad", "0", "--lr-decay-style", "constant", "--train-iters", "6"]
-    ended = Ranks(tmp_path, 2, *TINY, *PP2, *flags).end(30)
-    assert ended.status == [0, 0], ended.output
-    last = [line for line in ended.output[0].splitlines() if "loss:" in line][-1]
-    assert "grad norm: nan" in last and "number of skipped iterations: 1" in last
+def test_a_run_that_diverges_ends_with_a_status_of_its_own_and_keeps_its_checkpoints(tmp_path) -> None:
+    flags = ["--lr", "1e30", "--clip-grad", "0", "--lr-decay-style", "constant", "--train-iters", "20"]
+    save = ["--save", str(tmp_path / "run"), "--save-interval", "1", "--keep-last", "2", "--max-skipped-steps", "4"]
+    ended = Ranks(tmp_path / "ranks", 2, *TINY, *PP2, *flags, *save).end(40)
+    assert ended.status == [4, 4], ended.output
+    assert "--max-skipped-steps" in ended.output[0]
     assert re.search(r"not finite in (forward|backward), first in ", ended.output[0])
+    steps = [line for line in ended.output[0].splitlines() if "loss:" in line]
+    done = [number for number, line in enumerate(steps, start=1) if "skipped iterations" not in line]
+    assert len(steps) == len(done) + 4 and done[-1] in list_checkpoints(tmp_path / "run")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megasnn.checkpoint import list_checkpoints
-from tests.faults.launch import PP2, TINY, TP2, Ended, Ranks, Torchrun, lines_of
+from tests.faults.launch import PP2, TINY, TP2, Ended, Ranks, Torchrun
 
 ENDLESS = ("--train-iters", "100000", "--log-interval", "1")
 
@@ -20,19 +20,6 @@ def wait_for(ranks: Ranks | Torchrun, text: str, seconds: float = 40.0) -> None:
     while text not in (output := ranks.output()):
         assert time.monotonic() < deadline, f"{text!r} did not appear:\n{output}"
         time.sleep(0.02)
-
-
-def wait_until_listening(pid: int, seconds: float = 30.0) -> None:
-    """Until the process has a handler for SIGTERM, which Python by itself does not set. Linux only."""
-    deadline = time.monotonic() + seconds
-    while not _caught(pid) >> (signal.SIGTERM - 1) & 1:
-        assert time.monotonic() < deadline, f"process {pid} never listened to signals"
-        time.sleep(0.02)
-
-
-def _caught(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
 
 
 def ended_after(ranks: Ranks, rank: int, number: signal.Signals, within: float = 15.0) -> Ended:
@@ -62,42 +49,25 @@ def test_the_run_is_saved_and_ends_well(tmp_path, number, rank, flags) -> None:
     assert resumed.status == [0] and f"continuing at iteration {reached}," in resumed.output[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.matrix)])
-def test_a_second_signal_ends_at_once(tmp_path, number) -> None:
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_at_once(tmp_path, second) -> None:
     """In a step that does not end; a repetition within a second is the launcher's, and still the first one."""
-    ranks = Ranks(tmp_path, 2, *TINY, *PP2, fault=("stall_in_step", 1))
-    ranks.kill_stalled(number)
-    wait_for(ranks, "once more ends it at once")
-    os.kill(ranks.processes[1].pid, number)
-    time.sleep(1.2)
-    assert all(process.is_alive() for process in ranks.processes)
-    os.kill(ranks.processes[1].pid, number)
-    ended = ranks.end(10)
-    assert ended.status == [1, 128 + number]
-    assert f"{number.name} again: ending at once" in lines_of(1, ended.output[1])[1]
-    assert "because of rank 1: ended without a word" in lines_of(0, ended.output[0])[0]
-
-
-def test_a_second_signal_of_another_kind_is_not_the_first_again(tmp_path) -> None:
-    """As torchrun passes a second Ctrl-C on."""
-    ranks = Ranks(tmp_path, 2, *TINY, *PP2, fault=("stall_in_step", 1))
+    ranks = Ranks(tmp_path, 2, *TINY, *PP2, fault=("stall_in_step", 0))
     ranks.kill_stalled(signal.SIGINT)
     wait_for(ranks, "once more ends it at once")
+    os.kill(ranks.processes[0].pid, second)
     time.sleep(1.2)
-    os.kill(ranks.processes[1].pid, signal.SIGTERM)
-    ended = ranks.end(10)
-    assert ended.status == [1, 143]
-    assert "SIGTERM after SIGINT, perhaps a launcher's for it: ending" in lines_of(1, ended.output[1])[1]
+    assert all(process.is_alive() for process in ranks.processes)
+    os.kill(ranks.processes[0].pid, second)
+    assert ranks.end(10).status == [128 + second, 1]
 
 
 def test_before_training_there_is_nothing_to_save(tmp_path) -> None:
     ranks = Ranks(tmp_path, 2, *TINY, *PP2, fault=("leave_before_joining", 1))
     ranks.processes[1].join(30)
-    wait_until_listening(ranks.processes[0].pid)
     ranks.started = time.monotonic()
     os.kill(ranks.processes[0].pid, signal.SIGTERM)
-    ended = ranks.end(10)
-    assert ended.status == [128 + signal.SIGTERM, 0] and "told to stop (SIGTERM)" in ended.output[0]
+    assert ranks.end(10).status == [-signal.SIGTERM, 0]
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

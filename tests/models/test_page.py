@@ -33,7 +33,7 @@ def test_it_trains_saves_and_resumes_on_two_ranks(program: Path, tmp_path: Path)
     alone = run_program(ROOT, program, *FLAGS, "--save", tmp_path)
     assert alone.returncode == 0, alone.stderr
     assert "SmallSewResNet with" in alone.stdout and "validation at iteration 2" in alone.stdout
-    ranks = ("-m", "megasnn.process.torchrun", "--standalone", "--nproc-per-node", "2")
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     flags = (*FLAGS, "--load", tmp_path, "--train-iters", "3", "--tensor-model-parallel-size", "2")
     two = run(*ranks, program, *flags)
     assert two.returncode == 0, two.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,11 @@ from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from tests.distributed.whole import fill_mantissas
+
 DIMS = dict(T=3, in_channels=3, patch_size=4, num_classes=5, embed_dims=32, num_heads=4, mlp_ratio=2.0, depths=2)
 IMAGE_SIZE = 16
+AREA = 8
 
 
 @dataclass
@@ -31,8 +35,16 @@ class ReferenceStep:
 
 
 def data(samples: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Images with areas of nearly one colour, as photographs have them, and labels.
+
+    Neurons fire alike all over such an area. So what a convolution gives for its pixels is equal, and the gradient of
+    max pooling goes to the first of them, unless a sum was formed in another order at one of them.
+    """
     generator = torch.Generator().manual_seed(7)
-    images = torch.randn(samples, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator, dtype=torch.float64)
+    randn = partial(torch.randn, generator=generator, dtype=torch.float64)
+    areas = randn(samples, 3, 3, 3).repeat_interleave(AREA, 2).repeat_interleave(AREA, 3)
+    inside = slice(AREA // 2, AREA // 2 + IMAGE_SIZE)
+    images = areas[:, :, inside, inside] + 0.1 * randn(samples, 3, IMAGE_SIZE, IMAGE_SIZE)
     return images.to(dtype), torch.randint(0, DIMS["num_classes"], (samples,), generator=generator)
 
 
@@ -44,6 +56,7 @@ def build(seed: int = 0, dtype: torch.dtype = torch.float64, **neuron_arguments:
         if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
             nn.init.uniform_(module.weight, 0.8, 1.6)
             nn.init.uniform_(module.bias, 0.2, 1.2)
+    fill_mantissas(model)
     return model
 
 

@@ -47,7 +47,12 @@ def by_our_names(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:
-    return ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-300)).item()
+    """The largest difference of an element, relative to its size, or to a thousandth of the largest one where it is
+    smaller: AdamW divides by an element's own size."""
+    theirs = theirs.double()
+    sizes = theirs.abs()
+    floor = (sizes.max() * 1e-3).clamp_min(1e-300)
+    return ((ours.double() - theirs).abs() / sizes.maximum(floor)).max().item()
 
 
 def run_step(
@@ -128,4 +133,4 @@ def test_tensor_parallel_float32_differs_by_rounding_only(ranks) -> None:
     """In float32 a rounding difference may flip a spike; here none does, and gradients agree to float32's precision."""
     one = assemble(run_step(ranks, Layout(), dtype=torch.float32), "gradients")
     two = assemble(run_step(ranks, Layout(tensor=2), dtype=torch.float32), "gradients")
-    assert max(error(two[name], one[name]) for name in one) < 1e-4
+    assert max(error(two[name], one[name]) for name in one) < 1e-3

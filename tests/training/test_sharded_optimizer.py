@@ -178,10 +178,11 @@ def seconds_to_save(folder: str, *flags: str) -> float:
     """Of a model of some size, where each rank writes 20 MB a second."""
     write = save.write_safetensors
 
-    def throttled(path: Path, *arguments: Any) -> None:
+    def throttled(path: Path, *arguments: Any) -> Any:
         begin = time.monotonic()
-        write(path, *arguments)
-        time.sleep(max(0.0, path.stat().st_size / BYTES_A_SECOND - (time.monotonic() - begin)))
+        written = write(path, *arguments)
+        time.sleep(max(0.0, written.bytes / BYTES_A_SECOND - (time.monotonic() - begin)))
+        return written
 
     with engine("--embed-dim", "384", "--depth", "4", *flags) as made:
         made.train_step(*batch(made))

@@ -29,7 +29,7 @@ from megasnn.optim import held_state_bytes
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Kind, plan_schedule
-from megasnn.schedule.fsdp_passes import AT_ONCE, SharedWeights
+from megasnn.schedule.fsdp_passes import AT_ONCE, SharedWeights, default_limit
 from megasnn.telemetry.allocations import AllocationCounter
 from tests.models.networks import CLASSES, between
 from tests.training.runs import TINY, close, same, saved, train, without_trial
@@ -201,7 +201,7 @@ def accounts(*flags: str) -> Account:
             state=held_state_bytes(made.steps.optimizer),
             live=max(live),
             left=sum(each.untyped_storage().nbytes() for each in of_layers),
-            limit=weights.limit_of(schedule),
+            limit=default_limit(schedule, weights.unit_bytes, weights.ahead),
         )
 
 

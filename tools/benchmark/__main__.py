@@ -8,8 +8,6 @@ from pathlib import Path
 if __name__ == "__main__":
     # The repository in place of this folder, whose files have names like `log`; ranks are started with the same path.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
-    from megasnn.process.terminal import keep_going
     from tools.benchmark.program import main
 
-    keep_going()
     sys.exit(main())

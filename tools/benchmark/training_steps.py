@@ -152,7 +152,7 @@ class MegaSNNStep:
         return self._loss
 
     def update(self) -> None:
-        self.engine.steps.update(self._loss, self._samples)
+        self.engine.steps.update(self._samples)
 
     def whole(self) -> None:
         """Both parts."""

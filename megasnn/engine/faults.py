@@ -1,0 +1,172 @@
+"""Faults: the place of an error, and the end of all ranks when one fails.
+
+torchrun ends the ranks of a node when one of them ends, and no others. So the rank that fails first writes one key into
+the store through which the ranks have found each other, with its place, and a thread of every rank looks for it twice a
+second, also while the main thread is blocked in a collective. A rank that is killed writes nothing: the connections of
+others to it break, and the first one to notice writes the key. A rank that is stopped is noticed by the timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+POLL_SECONDS = 0.5
+LAST_SECONDS = 1.0
+"""How long ranks that have read the key wait before they end: torchrun reports the first rank that ends."""
+_KEY = "fault"
+
+
+class _Place(str):
+    """A note that says where an error arose. Other notes, such as a data worker's traceback, belong to the error."""
+
+
+@contextmanager
+def placed(where: str | Callable[[], str]) -> Iterator[None]:
+    """Notes on an error that leaves the block, or the function that this decorates, where it arose."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(_Place(where if isinstance(where, str) else where()))
+        raise
+
+
+def cause_and_place(error: BaseException) -> tuple[BaseException, str]:
+    """An error, and where it arose: what `placed` noted, the innermost first; "" where that is not known.
+
+    The pipeline's executor raises an error of its own from the one of an action, with the `place` of that action.
+    """
+    place = getattr(error, "place", None)
+    if place is not None and error.__cause__ is not None:
+        return error.__cause__, place
+    return error, ", ".join(note for note in _notes(error) if isinstance(note, _Place))
+
+
+def in_full(error: BaseException, with_traceback: bool) -> str:
+    """Place, kind and message of an error in the last line; above it the traceback, if that is wanted."""
+    cause, place = cause_and_place(error)
+    text = f"{place}{place and ': '}{type(cause).__name__}: {cause}{_LATE if _is_told_late(cause) else ''}"
+    if not with_traceback:
+        return text
+    others = [f"{note}\n" for note in _notes(cause) if not isinstance(note, _Place)]
+    return "".join(["Traceback (most recent call last):\n", *traceback.format_tb(cause.__traceback__), *others, text])
+
+
+_LATE = (
+    "\nA GPU computes behind the program, and its error is noticed by whatever comes next: run it again with "
+    "CUDA_LAUNCH_BLOCKING=1 in the environment, where the place is that of the action in which the error arose."
+)
+_TOLD_LATE = "CUDA error", "Triton Error [CUDA]", "cuDNN error"
+
+
+def _is_told_late(error: BaseException) -> bool:
+    """True for an error of a GPU's work, which began earlier. Memory that is short is noticed at once."""
+    from_gpu = isinstance(error, torch.AcceleratorError) or any(text in str(error) for text in _TOLD_LATE)
+    return isinstance(error, RuntimeError) and from_gpu and not isinstance(error, torch.OutOfMemoryError)
+
+
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+class FaultWatch:
+    """Ends this process with status 1 when another rank has failed. The first rank of each other host says why.
+
+    Args:
+        store: of the ranks, with keys of this watch alone.
+    """
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        shared: Any = store
+        self._store = shared.clone()  # a connection of its own: a store serves one thread at a time, and others wait
+        self._rank, self._host = rank, socket.gethostname()
+        self._is_over = threading.Event()
+        self._is_first: bool | None = None
+        self.has_seen_fault = False
+        threading.Thread(target=self._look, name="megasnn-faults", daemon=True).start()
+
+    def stop(self) -> None:
+        self._is_over.set()
+
+    def claim(self, error: BaseException) -> bool:
+        """Tells the other ranks of the first error on this one; False where another rank has failed before."""
+        self.stop()
+        if self._is_first is not None:
+            return self._is_first
+        if self.has_seen_fault:
+            return False
+        cause, place = cause_and_place(error)
+        fault = json.dumps({"rank": self._rank, "host": self._host, "place": place, "kind": type(cause).__name__})
+        try:
+            self._is_first = self._store.compare_set(_KEY, "", fault) == fault.encode()
+            time.sleep(2 * POLL_SECONDS)  # until all have read it: when this process ends, connections break
+        except RuntimeError:  # the store is gone with its process
+            self._is_first = True
+        return self._is_first
+
+    def _look(self) -> None:
+        while not self._is_over.wait(POLL_SECONDS):
+            try:
+                if not self._store.check([_KEY]):
+                    continue
+                fault = json.loads(self._store.get(_KEY))
+            except RuntimeError:  # the store is gone with its process: the ranks' connections break, too
+                return
+            self.has_seen_fault = True
+            if self._is_over.wait(LAST_SECONDS):
+                return
+            if fault["host"] != self._host and os.environ.get("LOCAL_RANK", "0") == "0":
+                why = f"rank {fault['rank']} on {fault['host']}: {fault['kind']} {fault['place']}"
+                sys.stderr.write(f"[rank {self._rank}] stopping, because of {why}\n")
+            end_process()
+
+
+_watch: FaultWatch | None = None
+_started = 0
+
+
+def watch_ranks() -> Callable[[], None]:
+    """Starts a FaultWatch over the ranks that have joined, and returns what stops it; collective. Nothing happens in a
+    world of one process, or where a watch has been started."""
+    global _watch, _started
+    if _watch is not None or not dist.is_initialized() or dist.get_world_size() == 1:
+        return lambda: None
+    _started += 1
+    mine = _watch = FaultWatch(dist.PrefixStore(f"megasnn/watch-{_started}", _get_default_store()), dist.get_rank())
+
+    def stop() -> None:
+        global _watch
+        mine.stop()
+        _watch = None
+
+    return stop
+
+
+def claim_fault(error: BaseException) -> bool:
+    """Tells the other ranks, if they are watched, of an error on this one, so that they end; False where another rank
+    has failed before, from which this error may follow."""
+    return _watch is None or _watch.claim(error)
+
+
+def another_failed() -> bool:
+    """True when this process is about to end, since another rank has failed."""
+    return _watch is not None and _watch.has_seen_fault
+
+
+def end_process() -> None:
+    """Ends this process with status 1, and waits for nothing: other ranks may be gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
