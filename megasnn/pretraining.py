@@ -94,7 +94,6 @@ def refuse_unbuildable(config: PretrainConfig) -> None:
         config.model,
         neuron.spec,
         parallel.tensor_model_parallel_size,
-        neuron.neuron_backend,
         parallel.context_parallel_size,
         parallel.context_cut(config.training.micro_batch_size),
     )

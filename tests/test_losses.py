@@ -20,10 +20,10 @@ def logits() -> torch.Tensor:
 LABELS = torch.tensor([1, 4, 0])
 
 
-def test_tet_is_the_mean_of_each_steps_loss_and_the_distance_from_the_mean(logits) -> None:
+def test_tet_is_the_mean_of_each_steps_loss_and_the_distance_from_one(logits) -> None:
     entropy = sum(-logits[t, n].log_softmax(0)[LABELS[n]] for t in range(T) for n in range(N)) / T
-    distance = sum((logits[:, n] - 0.5).square().sum() / (T * CLASSES) for n in range(N))
-    torch.testing.assert_close(tet_sum(logits, LABELS, share=0.2, mean=0.5), 0.8 * entropy + 0.2 * distance)
+    distance = sum((logits[:, n] - 1).square().sum() / (T * CLASSES) for n in range(N))
+    torch.testing.assert_close(tet_sum(logits, LABELS, share=0.2), 0.8 * entropy + 0.2 * distance)
     torch.testing.assert_close(tet_sum(logits, LABELS, share=0), entropy)
 
 

@@ -72,10 +72,10 @@ def parse_rand_augment(text: str, only: str | None = None) -> RandAugment:
     for section in sections:
         found = re.fullmatch(r"(m|n|mstd|mmax|p|inc)([0-9]{1,9}(?:\.[0-9]{1,9})?)", section)
         if not found or found[1] in values:
-            raise ValueError(f"--rand-augment {text[:80]!r}: it is written like {_FORM}")
+            raise ValueError(f"--rand-augment {text[:80]}: it is written like {_FORM}")
         values[found[1]] = float(found[2])
     if first != "rand":
-        raise ValueError(f"--rand-augment {text[:80]!r}: it is written like {_FORM}")
+        raise ValueError(f"--rand-augment {text[:80]}: it is written like {_FORM}")
     count, increasing, probability = values.get("n", 2.0), values.get("inc", 0.0), values.get("p", 0.5)
     if count not in range(1, _MOST + 1) or increasing not in (0, 1) or probability > 1:
         raise ValueError(f"--rand-augment {text}: n is one of 1 to {_MOST}, inc is 0 or 1, and p at most 1")

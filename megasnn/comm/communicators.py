@@ -23,7 +23,7 @@ posted all before it, which a has sent before. So b waits for a to reach that se
 nobody up before the end of the step, and then every receive has been reached.
 
 Why collectives end: the ranks of one communicator call it in the same order. Along tensor they run the same actions; in
-a model and the world they meet between steps; along data, buckets are reduced in one order (BucketedDataParallel), and
+a model and the world they meet between steps; along data, buckets are reduced in one order (GradientBuckets), and
 nothing waits for that before the end of the step, when this rank owes nobody a message.
 
 What else could wait for a posted receive, or for a send that nobody has come to receive: whatever waits for the whole

@@ -23,12 +23,13 @@ from PIL import Image
 from megasnn.config.cli import command_line
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.datasets import open_shards
-from megasnn.data.event_files import FrameSettings, decode_sample, make_frames
+from megasnn.data.event_files import decode_sample
 from megasnn.data.formats import SampleFormat
 from megasnn.data.images import open_image
 from megasnn.data.index import read_index
 from megasnn.data.order import SampleOrder
 from megasnn.data.paths import expand_shards
+from megasnn.events import FrameOptions, make_frames
 from megasnn.files.sample_size import SAMPLE_MB
 from megasnn.telemetry.pictures import sample_sheet
 
@@ -49,7 +50,7 @@ class AsStored(SampleFormat):
         """uint8 `[H, W, C]` or frames `[T, 2, H, W]`. Raises ValueError for damaged bytes."""
         if data.startswith(_ZIP):
             sample = decode_sample(data, self.limit)
-            return sample if isinstance(sample, np.ndarray) else make_frames(sample, FrameSettings(self.time_steps))
+            return sample if isinstance(sample, np.ndarray) else make_frames(sample, FrameOptions(self.time_steps))
         try:
             image = open_image(data, self.limit)
             return np.asarray(image.convert("L" if image.mode == "L" else "RGB"))

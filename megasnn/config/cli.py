@@ -114,7 +114,7 @@ def _groups(defaults: Any, recipes: Iterable[str]) -> type:
     text = "File to take values from: config.json of a run, or some of what stands in one"
     if names := ", ".join(recipes):
         text += f"; or the name of a recipe: {names}"
-    config = ("config", Annotated[str | None, tyro.conf.arg(help=f"{text}.")], None)
+    config = ("config", Annotated[str, tyro.conf.arg(help=f"{text}.", metavar="FILE")], "none")
     groups = [_group("configuration", [config], "Values from a file; flags win over them.")]
     for name in ORDER:
         part = getattr(defaults, name)

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from megasnn.config.data import CHANGES, SAMPLE
 from megasnn.data.dataset import BrokenSample, ShardDataset
-from megasnn.data.event_files import FRAMES, FrameSettings
+from megasnn.data.event_files import FRAMES
 from megasnn.data.event_frames import EventFormat
 from megasnn.data.fetch import describe_remote, open_remote
 from megasnn.data.images import NORMALISATIONS, ImageFormat
 from megasnn.data.paths import Address, expand_shards
 from megasnn.data.shards import Shard, open_shard
+from megasnn.events import FrameOptions
 
 if TYPE_CHECKING:
     from megasnn.config import DataConfig
@@ -155,7 +156,7 @@ def _event_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat
             f"event frames have 2 channels and are square, not {channels} x {height} x {width}; set --in-channels to 2"
         )
     return EventFormat(
-        FrameSettings(
+        FrameOptions(
             time_steps=time_steps,
             split_by=config.split_by or "number",
             frame_duration=config.frame_duration,

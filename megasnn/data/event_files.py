@@ -1,4 +1,4 @@
-"""An event sample inside a shard: ``<key>.frames.npz`` or ``<key>.events.npz``, and what makes frames of a recording.
+"""An event sample inside a shard: ``<key>.frames.npz`` or ``<key>.events.npz``.
 
 frames.npz holds one array "frames" [T, 2, H, W]: counts as uint8 or uint16, or float32 where they were scaled or
 normalised. events.npz holds t (µs from the first event), x, y, p, height and width, so that a program may choose the
@@ -15,13 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.events import LARGEST_SIDE, FrameOptions, Recording, recording_of_arrays
-from megasnn.events import make_frames as make_frames
+from megasnn.events import LARGEST_SIDE, Recording, recording_of_arrays
 from megasnn.files.arrays import read_arrays
 from megasnn.files.sample_size import SAMPLE_BYTES
 
 FRAMES, EVENTS = "frames.npz", "events.npz"
-FrameSettings = FrameOptions
 # Levels of zlib. Higher ones save a few per cent of space for several times the time.
 _FRAMES_LEVEL, _EVENTS_LEVEL = 4, 1
 

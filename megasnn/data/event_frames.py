@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasnn import augment
-from megasnn.data.event_files import EVENTS, FRAMES, FrameSettings, decode_sample, make_frames
+from megasnn.data.event_files import EVENTS, FRAMES, decode_sample
 from megasnn.data.formats import FormatMismatch, SampleFormat
-from megasnn.events import resize_frames
+from megasnn.events import FrameOptions, make_frames, resize_frames
 from megasnn.files.sample_size import SAMPLE_BYTES
 
 
@@ -27,7 +27,7 @@ class EventFormat(SampleFormat):
         limit: bytes that a sample may take, packed or decoded.
     """
 
-    settings: FrameSettings
+    settings: FrameOptions
     limit: int = SAMPLE_BYTES
     suffixes = (FRAMES, EVENTS)
     kind = augment.FRAMES

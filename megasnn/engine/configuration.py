@@ -51,7 +51,6 @@ def configuration(model: Model | PretrainConfig, flags: Mapping[str, Any]) -> Pr
         config.model,
         neuron.spec,
         parallel.tensor_model_parallel_size,
-        neuron.neuron_backend,
         parallel.context_parallel_size,
         parallel.context_cut(config.training.micro_batch_size),
     )

@@ -17,7 +17,6 @@ from torch import Tensor
 from megasnn.bundle import Bundle, logits_of
 from megasnn.comm.agreement import gather
 from megasnn.comm.collectives import all_reduce_sum
-from megasnn.data_parallel import BucketedDataParallel, merge_running_statistics
 from megasnn.device_checks import DeviceChecks
 from megasnn.engine.check_step import check_step
 from megasnn.engine.parts import executed_parts, gathered_weights, planned
@@ -29,6 +28,8 @@ from megasnn.losses.sums import correct_predictions, count_correct, cross_entrop
 from megasnn.models.compare_cut import compare_with_whole
 from megasnn.models.description import ModelDescription
 from megasnn.optim import GradientNorm
+from megasnn.parallel.gradient_buckets import GradientBuckets
+from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.parallel_state import ParallelState
 from megasnn.pinned import without_waiting
 from megasnn.pipeline.boundaries import Boundaries
@@ -143,7 +144,7 @@ class DistributedModel:
         self._modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
         self.norms = [module for module in self._modules if isinstance(module, ParallelBatchNorm)]
         executed, reduced = executed_parts(self.plan, self.chunks, units)
-        self.data_parallel = BucketedDataParallel(
+        self.data_parallel = GradientBuckets(
             [(index, part.sharded_tensors() + part.copied_tensors()) for index, part in reduced.items()],
             state.copies,
             state.tensor,

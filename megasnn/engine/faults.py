@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 POLL_SECONDS = 0.5
-LAST_SECONDS = 1.0
+LAST_SECONDS = 3.0
 """How long ranks that have read the key wait before they end: torchrun reports the first rank that ends."""
 _KEY = "fault"
 
@@ -125,12 +125,12 @@ class FaultWatch:
             except RuntimeError:  # the store is gone with its process: the ranks' connections break, too
                 return
             self.has_seen_fault = True
-            if self._is_over.wait(LAST_SECONDS):
-                return
             if fault["host"] != self._host and os.environ.get("LOCAL_RANK", "0") == "0":
                 why = f"rank {fault['rank']} on {fault['host']}: {fault['kind']} {fault['place']}"
                 sys.stderr.write(f"[rank {self._rank}] stopping, because of {why}\n")
-            end_process()
+            if not self._is_over.wait(LAST_SECONDS):
+                end_process()
+            return
 
 
 _watch: FaultWatch | None = None

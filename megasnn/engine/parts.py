@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from megasnn.data_parallel.gathered_weights import GatheredWeights
 from megasnn.layers import BuildContext
+from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.schedule import SchedulePlan, plan_schedule

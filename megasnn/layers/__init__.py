@@ -4,8 +4,7 @@ from megasnn.layers.attention import SpikeDrivenAttention, SpikingSelfAttention,
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
-from megasnn.layers.drop_path import DropPath
-from megasnn.layers.dropout import ParallelDropout
+from megasnn.layers.dropout import DropPath, ParallelDropout
 from megasnn.layers.keyed import KeyedLayer
 from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.layers.max_pool import MaxPool

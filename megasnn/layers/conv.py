@@ -75,6 +75,8 @@ class ParallelConv(nn.Module):
             pooling together with a padding mode that pads first.
     """
 
+    multiplies_by_weight = True  # and uses it in no other way: see megasnn.parallel.fsdp
+
     weight: Tensor
     bias: Tensor | None
     _move: RowMove | None

@@ -8,15 +8,19 @@ tensor is packed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from megasnn.comm.codec import Content
+from megasnn.layers.channels import cut_of, mark_cut
 
+_OURS = "megasnn."  # classes from there hand gradients on
 LARGEST_COUNT = 255  # what a byte holds
 
 # By the names of torch's functions and methods: what gives some of the values of its inputs, and no others ...
@@ -179,3 +183,30 @@ def _largest(name: str, args: tuple[Any, ...]) -> int | None:
         return a * b
     # 1 - x turns spikes into spikes, where x holds no more than them.
     return b if name in _SUBTRACT_FROM and args[1] == 1 and a <= 1 else None
+
+
+@contextmanager
+def showing_need_of_gradient() -> Iterator[None]:
+    """Inside, tensors of a dry run need a gradient where those of a step would."""
+    hook = register_module_forward_hook(_needing)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        hook.remove()
+
+
+def _needing(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    """The output of a layer of ours, which a gradient leads through; None for what tells by itself, and where someone
+    else's class has a part in it, which may have cut it off."""
+    if not isinstance(output, Tensor) or output.requires_grad or not output.is_floating_point():
+        return None
+    if not _is_from(module, _OURS) or not all(_is_from(each, _OURS, "torch.") for each in module.modules()):
+        return None
+    sources = [*module.parameters(), *(each for each in inputs if isinstance(each, Tensor))]
+    # A product, since what is no leaf may be changed in place.
+    return mark_cut(output.requires_grad_() * 1, cut_of(output)) if any(x.requires_grad for x in sources) else None
+
+
+def _is_from(module: nn.Module, *packages: str) -> bool:
+    return type(module).__module__.startswith(packages)

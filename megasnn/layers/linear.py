@@ -47,6 +47,8 @@ class ParallelLinear(nn.Module):
         ValueError: features that do not divide by the number of ranks, an unknown style.
     """
 
+    multiplies_by_weight = True  # and uses it in no other way: see megasnn.parallel.fsdp
+
     weight: Tensor
     bias: Tensor | None
 
@@ -126,6 +128,8 @@ class ParallelLinear(nn.Module):
 
 class MeanLinear(ParallelLinear):
     """Mean over the space, then a linear layer: `[T, N, C_local, *space]` -> logits `[T, N, num_classes]`."""
+
+    multiplies_by_weight = True  # and uses it in no other way: see megasnn.parallel.fsdp
 
     def __init__(
         self, in_features: int, out_features: int, context: BuildContext | None = None, **options: Any

@@ -7,9 +7,11 @@ Modules are made on the meta device, without values. What has to be known is fou
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from inspect import Parameter, signature
 from itertools import chain
 from typing import Any
 
@@ -17,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megasnn.sharding import Initialiser
+from megasnn.sharding import Initialiser, Shard
 
-ModuleInitialiser = Callable[[nn.Module], None]
+ModuleInitialiser = Callable[..., None]
+"""Sets values of a module: `function(module)`, or `function(module, path)` with its path in the layer."""
 
 
 class _Numbers(TorchFunctionMode):
@@ -143,7 +146,7 @@ def _reset(
     for each in fresh.modules():
         for name, value in list(own_tensors(each)):
             if each is fresh and name in numbers:
-                memory = numbers[name].to(value.dtype, copy=True)
+                memory = numbers[name].to(torch.float32 if value.is_floating_point() else value.dtype, copy=True)
             else:
                 memory = _marked(value, mark)
             if isinstance(value, nn.Parameter):
@@ -157,12 +160,66 @@ def _reset(
             reset()
         _set_what_constructors_set(fresh)
         if initialise is not None:
-            fresh.apply(initialise)
+            for each in reversed(list(fresh.modules())):  # as Module.apply: the parts first
+                call_initialiser(initialise, each)
     return fresh
 
 
+def call_initialiser(initialise: ModuleInitialiser, module: nn.Module) -> None:
+    """Calls a function of the user's with a module, and with its path in the layer where it takes two arguments."""
+    needed = [each for each in signature(initialise).parameters.values() if each.default is Parameter.empty]
+    if len([each for each in needed if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]) > 1:
+        initialise(module, vars(module).get("_path_in_layer", ""))
+    else:
+        initialise(module)
+
+
+def note_paths(layer: nn.Module) -> None:
+    """Tells every module its path in the layer."""
+    for path, module in layer.named_modules():
+        vars(module)["_path_in_layer"] = path
+
+
+def initialise_sharded(layer: nn.Module, initialise: ModuleInitialiser) -> None:
+    """Lets a function of the user's set initial values in modules of MegaSNN, which show it their global tensors."""
+    note_paths(layer)
+    for module in layer.modules():
+        shards: dict[str, Shard] = vars(module).get("_described_shards", {})
+        before = dict(shards)
+        for name, shard in before.items():
+            shards[name] = replace(shard, initialise=partial(_after, module, before, name, initialise))
+
+
+def _after(
+    module: nn.Module,
+    shards: Mapping[str, Shard],
+    name: str,
+    initialise: ModuleInitialiser,
+    tensor: Tensor,
+    generator: torch.Generator,
+) -> None:
+    """Fills a global tensor as its layer does, and then as a function of the user's does to a stand-in for it."""
+    fill = shards[name].initialise
+    if fill is not None:
+        fill(tensor, generator)
+    shown = copy.copy(module)
+    vars(shown).update(_parameters=dict(module._parameters), _buffers=dict(module._buffers))
+    for each, shard in shards.items():
+        value = tensor if each == name else torch.zeros(shard.global_shape)
+        if each in shown._parameters:
+            shown._parameters[each] = nn.Parameter(value)
+        else:
+            shown._buffers[each] = value
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator.initial_seed())
+        call_initialiser(initialise, shown)
+    tensor.copy_(getattr(shown, name).detach())
+
+
 def _marked(like: Tensor, mark: int) -> Tensor:
-    return torch.full_like(like, mark % 2 if like.dtype == torch.bool else mark, device="cpu")
+    # In float32 whatever the precision, as materialise draws: torch draws other numbers in float64.
+    dtype = torch.float32 if like.is_floating_point() else like.dtype
+    return torch.full_like(like, mark % 2 if like.dtype == torch.bool else mark, device="cpu", dtype=dtype)
 
 
 def _set_what_constructors_set(module: Any) -> None:

@@ -30,6 +30,14 @@ CHANNELWISE = (
 """What treats every channel by itself; and Flatten of all but the samples."""
 
 
+_SEQUENCES = (
+    *(nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer),
+    *(nn.TransformerDecoder, nn.TransformerDecoderLayer, nn.RNNBase, nn.RNNCellBase),
+)
+_STEPPING = ("MultiStepContainer", "LinearRecurrentContainer", "ElementWiseRecurrentContainer")
+"""Containers of SpikingJelly that call what is in them at every time step, in step mode "s"."""
+
+
 def is_plain(module: nn.Module) -> bool:
     """Whether there is no sharded layer in a module."""
     return not any(isinstance(each, SHARDED) or is_described(each) for each in module.modules())
@@ -39,12 +47,21 @@ def refuse_what_differs(module: nn.Module) -> None:
     """Raises ValueError for what cannot be computed alike on every layout."""
     if where := where_values_are(module):
         raise ValueError(where)
+    inside = stepped_inside(module)
     for path, each in module.named_modules():
         what = f"{path or type(each).__name__} ({type(each).__name__})"
         _refuse_dropout(what, each)
         refuse_alone(what, each)
-        if getattr(each, "step_mode", "m") != "m":
+        if isinstance(each, _BatchNorm) and each in inside:
+            raise ValueError(f"{what} has the statistics of one time step: take it out of its container")
+        if getattr(each, "step_mode", "m") != "m" and each not in inside:
             raise ValueError(f"{what} is in step mode 's': layers take all time steps at once, so give step_mode='m'")
+
+
+def stepped_inside(module: nn.Module) -> set[nn.Module]:
+    """Modules in containers of SpikingJelly's that call them at every time step."""
+    containers = [each for each in module.modules() if type(each).__name__ in _STEPPING]
+    return {part for each in containers for part in each.modules() if part is not each}
 
 
 def refuse_alone(what: str, module: nn.Module) -> None:
@@ -136,8 +153,15 @@ def instead_of_drawing(module: nn.Module) -> str | None:
 
 
 def folds(module: nn.Module) -> bool:
-    """Whether a plain layer is given all time steps as one batch: it consists of torch's modules."""
-    return all(type(each).__module__.startswith("torch.nn.") for each in module.modules())
+    """Whether a plain layer is given all time steps as one batch `[T * N, C, ...]`: it consists of torch's modules, and
+    none of them works along the first dimension, as attention and recurrent layers do."""
+    return all(
+        type(each).__module__.startswith("torch.nn.")
+        and not isinstance(each, _SEQUENCES)
+        and getattr(each, "dim", None) != 0
+        and getattr(each, "start_dim", None) != 0
+        for each in module.modules()
+    )
 
 
 def is_channelwise(module: nn.Module) -> bool:

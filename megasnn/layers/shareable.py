@@ -33,11 +33,15 @@ def refuse_unshareable(module: nn.Module, context: BuildContext) -> None:
     not."""
     if context.context.size == 1:
         return
+    is_torchs = all(type(each).__module__.startswith("torch.nn.") for each in module.modules())
     for path, each in module.named_modules():
         what = f"{path} ({type(each).__name__})" if path else type(each).__name__
         asked = f"--context-parallel-size {context.context.size}"
-        if context.cut == "samples" and getattr(each, "mixes_samples", False):
-            raise ValueError(f"{what} mixes samples (mixes_samples): it cannot be computed with {asked} by samples")
+        # A layer of torch's is given [T, N, C], and would take the time for the batch.
+        takes_time_for_batch = is_torchs and getattr(each, "batch_first", False) is True
+        if context.cut == "samples" and (getattr(each, "mixes_samples", False) or takes_time_for_batch):
+            reason = "batch_first=True" if takes_time_for_batch else "mixes_samples"
+            raise ValueError(f"{what} mixes samples ({reason}): it cannot be computed with {asked} by samples")
         if context.cut == "rows" and mixes_rows(each):
             raise ValueError(
                 f"{what} mixes rows of images, or does not say that it computes each by itself (mixes_rows = False in "

@@ -31,6 +31,11 @@ class _Steps(nn.Module):
     """Calls the class behind it, which takes `[T, N, C, ...]`, as the plain layer was called."""
 
     multi_step: bool
+    is_frozen = False
+    """Of a norm in evaluation mode, which uses and keeps its running statistics in training too."""
+
+    def train(self, mode: bool = True) -> _Steps:
+        return super().train(mode and not self.is_frozen)
 
     def forward(self, x: Tensor, *args: Any) -> Tensor:
         return super().forward(x, *args) if self.multi_step else super().forward(x.unsqueeze(0), *args).squeeze(0)
@@ -118,9 +123,10 @@ def _options(norm: _BatchNorm, initialise: ModuleInitialiser | None, whole: bool
     )
 
 
-def _as_called(ours: ParallelBatchNorm, norm: _BatchNorm) -> None:
+def _as_called(ours: Any, norm: _BatchNorm) -> None:
+    ours.is_frozen = not norm.training
     ours.time_steps = 1  # the input has all time steps
-    ours.multi_step = is_multi_step(norm)  # type: ignore[assignment]
+    ours.multi_step = is_multi_step(norm)
     if norm.affine and norm.bias is None:  # in SpikingJelly's BatchNormThroughTime
         drop_tensor(ours, "bias")
 

@@ -6,30 +6,41 @@ What treats every channel by itself (pooling, activation functions) stays cut.
 
 A module whose class is one of torch.nn, or a Sequential of such, knows no time: it is given `[T * N, C, ...]`. Any
 other module is given `[T, N, C, ...]`. Those of SpikingJelly must be in step mode "m", and forget their state before
-each micro-batch, or detach it before one that is a later window of the same samples.
+each micro-batch, or detach it before one that is a later window of the same samples. A plain module may also stand
+inside a layer whose other parts are cut, its inputs gathered, and may have been compiled by its author.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map_only
 
 from megasnn.bundle import Bundle, entries_of, map_entries, plain_bundle
 from megasnn.comm.collectives import gather_alike, own_channels
 from megasnn.comm.group import Group
 from megasnn.layers.batch_norm import ParallelBatchNorm
-from megasnn.layers.channels import Cut, is_replicated, mark_cut, mark_replicated, untracked
-from megasnn.layers.compiling import compiling_itself, uncompiled_in_dry_runs
+from megasnn.layers.channels import (
+    UNMARKED,
+    Cut,
+    MixedChannels,
+    cut_of,
+    is_replicated,
+    mark_cut,
+    mark_replicated,
+    untracked,
+)
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.keyed import KeyedLayer
 from megasnn.layers.linear import ParallelLinear
-from megasnn.layers.own_values import ModuleInitialiser, own_tensors, own_values, take_numbers
+from megasnn.layers.own_values import ModuleInitialiser, note_paths, own_tensors, own_values, take_numbers
 from megasnn.layers.plain import folds, is_channelwise, is_stateful, refuse_attached, refuse_what_differs
 from megasnn.layers.swapped import SwappedDropout, our_batch_norm, swapped
 from megasnn.sharded_tensors import describe_tensor
@@ -50,6 +61,7 @@ def make_whole(
             lazy modules, buffers that are not saved, SpikingJelly's single-step mode; a module with values.
     """
     module = compiling_itself(module)
+    note_paths(module)
     refuse_what_differs(module)
     if context.carries:
         refuse_attached(module)
@@ -121,9 +133,6 @@ def call_plain(layer: nn.Module, samples: range | None, *inputs: Bundle, goes_on
 
     Args:
         goes_on: see `apply_layer`.
-    Raises:
-        ValueError: an output without channels, or with channels that do not divide by the number of tensor parallel
-            ranks.
     """
     call: Call = vars(layer)["_call"]
     for each in layer.modules():
@@ -213,11 +222,13 @@ class Call:
         return self.taken(x) if x.is_floating_point() else replace(self, dtype=x.dtype).taken(x)
 
     def given(self, y: Tensor) -> Tensor:
-        """An output as the next layer, or the loss, wants it. Raises ValueError where channels cannot be shared out."""
+        """An output as the next layer, or the loss, wants it: whole where its channels do not divide by the ranks."""
         if self.classes is not None:
             is_cut = y.ndim > 2 and y.shape[2] < self.classes == y.shape[2] * self.group.size
             return mark_replicated(gather_alike(y, self.group)) if is_cut else y
-        return mark_cut(own_channels(y, self.group), Cut(2) if self.group.size > 1 else None)
+        if self.group.size == 1 or y.ndim < 3 or y.shape[2] % self.group.size:
+            return mark_replicated(y)
+        return mark_cut(own_channels(y, self.group), Cut(2))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Call:
         return self  # a process group cannot be copied
@@ -237,3 +248,86 @@ def _with_our_norms(module: nn.Module, context: BuildContext, initialise: Module
     for name, child in module.named_children():
         setattr(module, name, _with_our_norms(child, context, initialise))
     return module
+
+
+def gather_inside(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
+    """Makes a plain module whole where it is, inside a layer whose other parts are cut: what it is given is gathered,
+    and of what it gives every rank keeps its part of the dimension in which the first input was cut.
+
+    Raises ValueError as `make_whole`.
+    """
+    refuse_what_differs(module)
+    module = describe_whole(module, context, initialise)
+    module.forward = _Gathered(module.forward, context.tensor, context.dtype)
+    vars(module)["_is_whole"] = True
+    return module
+
+
+class _Gathered:
+    """The forward of a whole module on a rank's parts of its inputs. The dry run shows how they are cut."""
+
+    def __init__(self, inner: Callable[..., Any], group: Group, dtype: torch.dtype) -> None:
+        self._inner, self._group, self._dtype = inner, group, dtype
+        self._cuts: list[Cut | None] = []
+        self._cut: Cut | None = None
+
+    def __call__(self, *inputs: Any, **options: Any) -> Tensor:
+        tensors = [x for x in (*inputs, *options.values()) if isinstance(x, Tensor)]
+        if tensors and tensors[0].is_meta:
+            self._cuts = [None if self._group.size == 1 or cut_of(x) is UNMARKED else cut_of(x) for x in tensors]
+            self._cut = next(filter(None, self._cuts), None)
+        cuts = iter(self._cuts)
+        with untracked():
+            given, named = tree_map_only(Tensor, lambda x: self._gathered(x, cuts), (inputs, options))
+            y = self._inner(*given, **named)
+            if not isinstance(y, Tensor):
+                raise MixedChannels(f"it gives a {type(y).__name__}; what is whole inside a cut layer gives one tensor")
+            if self._cut is None:
+                return mark_replicated(y)
+            cut = Cut(self._cut.dim)
+            if y.ndim <= cut.dim:
+                raise MixedChannels(f"it gives {list(y.shape)}, without the dimension {cut.dim} that is cut")
+            if y.shape[cut.dim] % self._group.size:
+                return mark_replicated(y)
+            return mark_cut(_along(own_channels, y, cut, self._group), cut)
+
+    def _gathered(self, x: Tensor, cuts: Any) -> Tensor:
+        cut = next(cuts)
+        x = x.to(self._dtype) if x.is_floating_point() else x
+        return x if cut is None else _along(gather_alike, x, cut, self._group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Gathered:
+        return self  # a process group cannot be copied
+
+
+def _along(move: Callable[[Tensor, Group], Tensor], x: Tensor, cut: Cut, group: Group) -> Tensor:
+    """`gather_alike` or `own_channels` along another dimension than the third, each block of it by itself."""
+    first = x.movedim(cut.dim, 0)
+    moved = move(first.reshape(cut.blocks, 1, len(first) // cut.blocks, -1), group)  # [blocks, 1, C, others]
+    return moved.reshape(-1, *first.shape[1:]).movedim(0, cut.dim)
+
+
+def compiling_itself(module: nn.Module) -> nn.Module:
+    """The modules that torch.compile wrapped, which then compile their own call: names stay as they were."""
+    inner: Any = getattr(module, "_orig_mod", None)
+    if inner is not None:
+        compiler: Any = module.dynamo_ctx
+        inner._compiled_call_impl = compiler(inner._call_impl)
+        return compiling_itself(inner)
+    for name, child in module.named_children():
+        setattr(module, name, compiling_itself(child))
+    return module
+
+
+@contextmanager
+def uncompiled_in_dry_runs(layer: nn.Module, x: Tensor) -> Iterator[None]:
+    """Inside, a dry run compiles nothing."""
+    compiled = [each for each in layer.modules() if each._compiled_call_impl is not None] if x.is_meta else []
+    kept = [each._compiled_call_impl for each in compiled]
+    for each in compiled:
+        each._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for each, call in zip(compiled, kept, strict=True):
+            each._compiled_call_impl = call

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
-from functools import partial
-from itertools import chain
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,10 +18,9 @@ from megasnn.config.checks import flag
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.channels import MixedChannels, mark_replicated
 from megasnn.layers.context import BuildContext, building
-from megasnn.layers.cut_tracking import CutTracker, Event, Recorder
-from megasnn.layers.holding import Holding, content_of, note_never_called, say_input
-from megasnn.layers.need_of_gradient import showing_need_of_gradient
-from megasnn.layers.own_values import tensors_of, without_memory
+from megasnn.layers.cut_tracking import CutTracker, Event, Recorder, is_ours
+from megasnn.layers.holding import Holding, content_of, note_never_called, say_input, showing_need_of_gradient
+from megasnn.layers.own_values import initialise_sharded, tensors_of, without_memory
 from megasnn.layers.plain import SHARDED, forget_state, is_plain, refuse_plain_parts
 from megasnn.layers.shareable import one_height, refuse_unshareable
 from megasnn.layers.whole import apply_layer, is_called_as_sharded, is_whole, make_whole, placed
@@ -47,7 +44,7 @@ MOST_LAYERS = 4_000
 
 
 def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescription:
-    """The layers of a model with these dimensions and neurons.
+    """The layers of a model with these dimensions and neurons; equal ones are described once.
 
     Args:
         neuron: None for what the model takes by default.
@@ -56,24 +53,46 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
             says, nothing takes what it gives, or the last one gives no logits.
     """
     neuron = neuron or model.neuron().spec
+    try:
+        hash(model)
+    except TypeError:  # of a field, such as a list
+        return _described_anew(type(model), model, neuron)
+    return _described_once(type(model), cast(Any, model), neuron)
+
+
+def _described_anew(kind: type, model: ModelConfig, neuron: NeuronSpec) -> ModelDescription:
     layers = built(model, BuildContext(), neuron)
     names = [each.name for each in layers]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise ValueError(f"two layers of {model.name} have the name {twice[0]!r}; a name is for one layer")
-    _refuse_made_before(layers, built(model, BuildContext(), neuron))
     named = [(each.name, each.module) for each in layers]
     taken = _sources(layers)
-    outputs = dry_run(named, taken, model.input_shape)
+    recorded: dict[str, Recorder] = {}
+    outputs = dry_run(named, taken, model.input_shape, learns=True, watch=partial(_recorder, recorded))
     _require_logits(model, names[-1], outputs[-1])
     refuse_other_calls(named)
     described = [
         LayerDescription(each.name, each.unit, _described(each, y), each.takes or ())
         for each, y in zip(layers, outputs, strict=True)
     ]
-    build, run = partial(_build, model, neuron), partial(_built_and_run, model, neuron)
-    ties = tuple(_ties(named))
-    return ModelDescription(tuple(described), build, model.time_steps, model.input_shape, model.num_classes, ties, run)
+    events = {name: recorder.events for name, recorder in recorded.items()}
+    run = partial(_built_and_run, model, neuron, layers, events)
+    tensors, ties = tuple(sharded_tensors(named)), tuple(_ties(named))
+    return ModelDescription(
+        tuple(described),
+        partial(_build, run),
+        model.time_steps,
+        model.input_shape,
+        model.num_classes,
+        ties,
+        run,
+        tensors,
+        getattr(model, "example_input", None),
+    )
+
+
+_described_once = lru_cache(maxsize=8)(_described_anew)
 
 
 def _ties(named_layers: Sequence[tuple[str, nn.Module]]) -> Iterator[Tie]:
@@ -193,13 +212,16 @@ def _refuse_shard_of_one(layers: Sequence[Layer]) -> None:
 
 def _as_layer(each: Layer, context: BuildContext, first: bool, last: bool, classes: int) -> Layer:
     """The layer; of a plain module, made one that is whole on every tensor parallel rank."""
+    for module in each.module.modules():
+        if getattr(module, "inplace", False) is True:  # would change what other stages, and a second forward, take
+            module.inplace = False  # type: ignore[assignment]
     try:
         if is_called_as_sharded(each.module):
             return replace(each, module=placed(each.module, each.name, first=first, last=last, classes=classes))
         if not is_plain(each.module):
             refuse_plain_parts(each.module)
             if each.initialise is not None:
-                raise ValueError("initialise=... is for plain modules; layers of MegaSNN are given it themselves")
+                initialise_sharded(each.module, each.initialise)
             return each
         module = make_whole(each.module, context, first=first, last=last, initialise=each.initialise)
     except ValueError as error:
@@ -214,18 +236,29 @@ def _refuse_unshareable(each: Layer, context: BuildContext) -> None:
         raise ValueError(f"{each.name}: {error}") from error
 
 
-def _build(model: ModelConfig, neuron: NeuronSpec, context: BuildContext) -> Sequence[nn.Module]:
+def _build(run: Callable[..., Sequence[tuple[nn.Module, Bundle]]], context: BuildContext) -> Sequence[nn.Module]:
     """All layers for a rank. Raises ValueError for sizes that do not divide by the tensor parallel ranks."""
-    return [module for module, _ in _built_and_run(model, neuron, context, DRY_SAMPLES)]
+    return [module for module, _ in run(context, DRY_SAMPLES)]
 
 
 def _built_and_run(
-    model: ModelConfig, neuron: NeuronSpec, context: BuildContext, samples: int
+    model: ModelConfig,
+    neuron: NeuronSpec,
+    before: Sequence[Layer],
+    recorded: Mapping[str, list[Event]],
+    context: BuildContext,
+    samples: int,
 ) -> Sequence[tuple[nn.Module, Bundle]]:
-    """All layers for a rank, and what each of them gives in a dry run of so many samples."""
-    recorded = _recorded(model, neuron, samples) if context.tensor.size > 1 else None
+    """All layers for a rank, and what each of them gives in a dry run of so many samples.
+
+    Args:
+        before: the layers of one rank, and recorded: what they do with `DRY_SAMPLES` samples.
+    """
+    if samples != DRY_SAMPLES and context.tensor.size > 1:
+        recorded = _recorded(model, neuron, samples)
     while True:
         layers = built(model, context, neuron)
+        _refuse_made_before(before, layers)
         named = [(each.name, each.module) for each in layers]
         freeze(named, context.is_frozen)
         try:
@@ -237,6 +270,7 @@ def _built_and_run(
                 samples,
                 learns=True,
                 watch=partial(_tracker, recorded, context.tensor.size),
+                replicated=context.data.size * context.context.size > 1,
             )
         except MixedChannels as error:
             # A module of a network given to `megasnn.shard` is made whole; of others nobody knows how.
@@ -249,21 +283,19 @@ def _built_and_run(
 
 
 def _recorded(model: ModelConfig, neuron: NeuronSpec, samples: int) -> dict[str, list[Event]]:
-    """What each layer does on one rank."""
-    layers = built(model, BuildContext(), neuron)
-    recorders: dict[str, Recorder] = {}
-
-    def watch(name: str, layer: nn.Module) -> Recorder:
-        recorders[name] = Recorder(layer)
-        return recorders[name]
-
-    named = [(each.name, each.module) for each in layers]
+    """What each layer does on one rank with so many samples."""
+    layers, recorders = built(model, BuildContext(), neuron), dict[str, Recorder]()
+    named, watch = [(each.name, each.module) for each in layers], partial(_recorder, recorders)
     dry_run(named, _sources(layers), model.input_shape, samples=samples, learns=True, watch=watch)
     return {name: recorder.events for name, recorder in recorders.items()}
 
 
-def _tracker(recorded: Mapping[str, list[Event]] | None, size: int, name: str, layer: nn.Module) -> CutTracker | None:
-    return None if recorded is None or is_whole(layer) else CutTracker(layer, recorded[name], size)
+def _recorder(recorders: dict[str, Recorder], name: str, layer: nn.Module) -> Recorder:
+    return recorders.setdefault(name, Recorder(layer))
+
+
+def _tracker(recorded: Mapping[str, list[Event]], size: int, name: str, layer: nn.Module) -> CutTracker | None:
+    return None if size == 1 or is_whole(layer) else CutTracker(layer, recorded[name], size)
 
 
 def dry_run(
@@ -274,6 +306,7 @@ def dry_run(
     samples: int = DRY_SAMPLES,
     learns: bool = False,
     watch: Callable[[str, nn.Module], Recorder | CutTracker | None] = lambda name, layer: None,
+    replicated: bool = False,
 ) -> list[Bundle]:
     """The outputs of layers on the meta device, one after another; the layers learn what their inputs hold.
 
@@ -282,27 +315,35 @@ def dry_run(
         samples: how many there are.
         learns: whether the outputs show what needs a gradient.
         watch: gives what sees the functions of a layer's forward.
+        replicated: whether other ranks run the same layers on other samples.
     Raises:
         MixedChannels: a layer would compute something else with a rank's channels.
         ValueError: a layer cannot take what it is given, changes what another one takes too, or gives no tensors; names
             the layer.
     """
-    uses = Counter(chain.from_iterable(taken))
     frames = say_input(frames_of(torch.empty((samples, *input_shape), dtype=dtype, device="meta"), input_shape))
     mark_replicated(frames)
     outputs: list[Bundle] = []
     with showing_need_of_gradient() if learns else torch.no_grad(), Holding():
         for (name, layer), numbers in zip(named_layers, taken, strict=True):
             inputs = [frames if number == INPUT else outputs[number] for number in numbers]
-            shared = [x for number, x in zip(numbers, inputs, strict=True) if uses[number] > 1]
-            before = _versions(shared)
+            before, buffers = _versions(inputs), dict(_buffers(layer))
             watching = watch(name, layer)
             try:
                 with one_height(layer), watching or nullcontext():
                     output = apply_layer(layer, inputs[0], range(samples), *inputs[1:])
                 entries_of(output)
-                if _versions(shared) != before:
-                    raise ValueError("it changes an input in place that another layer takes too: give it inplace=False")
+                if _versions(inputs) != before:
+                    raise ValueError(
+                        "it changes its input in place, which other layers and a forward that is computed again take "
+                        "as it was: let it work on a clone"
+                    )
+                changed = [name for name, version in _buffers(layer) if buffers.get(name) != version]
+                if changed and replicated:
+                    raise ValueError(
+                        f"it changes its buffer {changed[0]!r} in its forward, and every replica would do so for its "
+                        "own samples: let it keep no state, or train with one replica"
+                    )
             except Exception as error:
                 text = f"{name}, given {shapes_text(*inputs)}: {explained(error, layer, len(inputs))}"
                 if isinstance(error, MixedChannels) and watching is not None and is_called_as_sharded(layer):
@@ -313,6 +354,14 @@ def dry_run(
             note_never_called(layer)
             outputs.append(output)
     return outputs
+
+
+def _buffers(layer: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Buffers of modules that are not ours, with what changes when they do."""
+    for path, module in layer.named_modules():
+        if not is_ours(module):
+            for name, buffer in module.named_buffers(prefix=path, recurse=False):
+                yield name, (id(buffer), buffer._version)
 
 
 def _versions(outputs: Iterable[Bundle]) -> list[int]:

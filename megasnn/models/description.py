@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, Key
 from megasnn.comm.codec import Content
 from megasnn.layers.context import BuildContext
+from megasnn.sharded_tensors import ShardedTensor
 
 INPUT = -1
 """In place of a layer's number: the model's input."""
@@ -88,6 +90,8 @@ class ModelDescription:
         ties: copies of tensors, in the order of the layers that have them.
         dry_run: gives a rank's layers, built anew, and what each of them gives for a micro-batch of so many samples,
             all without values; None where that is not known before it is computed.
+        example_input: makes samples that layers are measured on; None for normal numbers.
+        tensors: parameters and buffers, as one rank has them; None where they are found by building.
     """
 
     layers: tuple[LayerDescription, ...]
@@ -97,6 +101,8 @@ class ModelDescription:
     num_classes: int
     ties: tuple[Tie, ...] = ()
     dry_run: Callable[[BuildContext, int], Sequence[tuple[nn.Module, Bundle]]] | None = None
+    tensors: tuple[ShardedTensor, ...] | None = None
+    example_input: Callable[[int, torch.Generator], Tensor] | None = None
 
     def named_layers(self, context: BuildContext) -> list[tuple[str, nn.Module]]:
         """All layers for a rank with their names, without memory."""

@@ -18,6 +18,7 @@ from megasnn.config.neuron import NeuronConfig
 from megasnn.config.pretrain import PretrainConfig
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from megasnn.models.layer import Layer
@@ -70,6 +71,15 @@ class Model(ABC):
         """Of one sample: (C, H, W) for images, (T, C, H, W) for frames of events."""
         return self.in_channels, self.image_size, self.image_size
 
+    def example_input(self, samples: int, generator: torch.Generator) -> Tensor:
+        """Samples that layers are measured on, `[samples, *input_shape]`: normal numbers.
+
+        A model whose first layer takes whole numbers, such as tokens of an embedding, gives some of these.
+        """
+        import torch
+
+        return torch.randn((samples, *self.input_shape), generator=generator)
+
     def units(self) -> list[str]:
         """The unit of each layer, from input to output."""
         from megasnn.models.building import built
@@ -93,13 +103,14 @@ class Model(ABC):
 
     @classmethod
     def dialects(cls) -> Sequence[Dialect]:
-        """The names that other programs have for the model's tensors: SPIKINGJELLY of the module `spikingjelly_names`
-        beside that of the class, where there is one."""
+        """The names that other programs have for the model's tensors: DIALECTS, or SPIKINGJELLY alone, of the module
+        `spikingjelly_names` beside that of the class, where there is one."""
         package = cls.__module__.rpartition(".")[0]
         if not package or find_spec(f"{package}.spikingjelly_names") is None:
             return ()
-        dialect: Dialect = import_module(f"{package}.spikingjelly_names").SPIKINGJELLY
-        return (dialect,)
+        module = import_module(f"{package}.spikingjelly_names")
+        found: Sequence[Dialect] = getattr(module, "DIALECTS", None) or (module.SPIKINGJELLY,)
+        return found
 
     def from_spikingjelly(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A state_dict of SpikingJelly's model under our global names. The tensors are not copied.

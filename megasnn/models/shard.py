@@ -15,10 +15,16 @@ from torch import nn
 
 from megasnn.layers import swapped
 from megasnn.layers.context import BuildContext, context_for, is_building
-from megasnn.layers.conv import ParallelConv
-from megasnn.layers.gathered import gather_inside
+from megasnn.layers.conv import ParallelConv, cheaper_style
 from megasnn.layers.linear import ParallelLinear
-from megasnn.layers.own_values import ModuleInitialiser, own_tensors, tensors_of, where_values_are, without_values
+from megasnn.layers.own_values import (
+    ModuleInitialiser,
+    note_paths,
+    own_tensors,
+    tensors_of,
+    where_values_are,
+    without_values,
+)
 from megasnn.layers.plain import (
     SHARDED,
     folds,
@@ -26,9 +32,10 @@ from megasnn.layers.plain import (
     is_channelwise,
     refuse_alone,
     refuse_what_differs,
+    stepped_inside,
 )
 from megasnn.layers.swapped import SWAPS, SwappedTemporalBatchNorm, class_name, is_multi_step, spec_of
-from megasnn.layers.whole import call_as_sharded
+from megasnn.layers.whole import call_as_sharded, gather_inside
 from megasnn.models.layer import Layer, require_module
 
 _REFUSED = "refused: "
@@ -126,7 +133,9 @@ class Sharded:
                 raise ValueError(
                     f"{name or 'the network'} is compiled: torch.compile is for plain layers, which are whole"
                 )
-        return without_values(self._network)
+        copied = without_values(self._network)
+        note_paths(copied)
+        return copied
 
     def _walk(self, layer: str = "") -> _Walk:
         context = context_for(None)
@@ -175,11 +184,13 @@ class _Walk:
 
     def __init__(self, context: BuildContext, initialise: ModuleInitialiser | None, layer: str) -> None:
         self._context, self._initialise, self._layer = context, initialise, layer
+        self._stepped = set[nn.Module]()
         self._seen: dict[int, tuple[str, nn.Parameter]] = {}  # by identity, which holds as long as they live
         self.fates: list[Fate] = []
 
     def layer_of(self, module: nn.Module, path: str) -> tuple[nn.Module, ModuleInitialiser | None]:
         """A whole layer of a model, and what initialises it where it stays plain."""
+        self._stepped |= stepped_inside(module)
         if self._refused(module, path):
             return module, None
         folded, why = folds(module), self._why_whole(module, path)
@@ -238,6 +249,9 @@ class _Walk:
             return "it mixes channels"
         size = self._context.tensor.size
         if self._swap(module) is not None:
+            for name, channels in _sizes_that_are_cut(module):
+                if channels % size:
+                    return f"{name} {channels} does not divide by --tensor-model-parallel-size {size}"
             groups = getattr(module, "groups", getattr(module, "num_groups", 1))
             uneven = groups % size and (groups > 1 or isinstance(module, nn.GroupNorm))
             return f"{groups} groups, --tensor-model-parallel-size {size}" if uneven else None
@@ -245,6 +259,8 @@ class _Walk:
             return "it has tensors of its own, and is not in the table"
         if class_name(module) == "VotingLayer":
             return "it joins neighbouring channels"
+        if class_name(module) in ("LinearRecurrentContainer", "ElementWiseRecurrentContainer"):
+            return "it calls its parts at every time step"
         is_torchs = type(module).__module__.startswith("torch.nn.")
         if is_torchs and not is_channelwise(module) and class_name(module) not in _CONTAINERS:
             return "it may mix channels"
@@ -263,7 +279,7 @@ class _Walk:
             if self._swap(module) is None and (instead := instead_of_drawing(module)):
                 raise ValueError(f"it draws random numbers that depend on the layout: {instead}")
             has_state = callable(getattr(module, "reset", None)) and hasattr(module, "step_mode")
-            if has_state and not is_multi_step(module):
+            if has_state and not is_multi_step(module) and module not in self._stepped:
                 raise ValueError("it is in step mode 's': layers take all time steps at once, so give step_mode='m'")
         except ValueError as error:
             self._tell(path, module, str(error), refused=True)
@@ -285,6 +301,17 @@ class _Walk:
 
     def _tell(self, path: str, module: nn.Module, became: str, refused: bool = False) -> None:
         self.fates.append(Fate(path, type(module).__name__, f"{_REFUSED}{became}" if refused else became, refused))
+
+
+def _sizes_that_are_cut(module: Any) -> Iterator[tuple[str, int]]:
+    """Sizes of a layer in the table that ranks share out."""
+    for name in ("out_channels", "in_features", "num_features", "num_channels"):
+        if hasattr(module, name):
+            yield name, getattr(module, name)
+    if hasattr(module, "in_channels") and cheaper_style(module.in_channels, module.out_channels) == "row":
+        yield "in_channels", module.in_channels
+    if hasattr(module, "normalized_shape"):
+        yield "normalized_shape", module.normalized_shape[0]
 
 
 def _how_cut(ours: nn.Module) -> str:

@@ -291,4 +291,12 @@ def build_chunk(
 
 def describe_tensors(model: ModelDescription, context: BuildContext) -> list[ShardedTensor]:
     """The description of every tensor of the whole model, on the meta device: nothing is allocated."""
-    return list(sharded_tensors(model.named_layers(context)))
+    if model.tensors is None or context.place != BuildContext().place:
+        return list(sharded_tensors(model.named_layers(context)))
+    return [replace(entry, tensor=_typed(entry.tensor, context.dtype)) for entry in model.tensors]
+
+
+def _typed(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of this shape, with parameters of the type if it holds fractions."""
+    made = torch.empty_like(like, dtype=dtype if like.is_floating_point() else like.dtype)
+    return made.requires_grad_(like.requires_grad)

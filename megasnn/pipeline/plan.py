@@ -11,10 +11,10 @@ import torch
 from megasnn.comm.agreement import decided_by_first
 from megasnn.comm.collectives import exchange_bytes
 from megasnn.comm.group import Group
-from megasnn.data_parallel.buckets import BUCKET_BYTES, BucketedDataParallel
-from megasnn.data_parallel.gathered_weights import gathered_bytes, travelling_bytes
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
+from megasnn.parallel.fsdp import gathered_bytes, travelling_bytes
+from megasnn.parallel.gradient_buckets import BUCKET_BYTES, GradientBuckets
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.choose_schedule import Candidate, ExchangedOf, PipelineRequest, choose_schedule, executed_costs
 from megasnn.pipeline.cost_model import PipelineCosts
@@ -245,6 +245,6 @@ def exchanged_with_owners(
                 if placement[chunk] == rank:
                     mine = layers[span.start : span.stop]
                     tensors.append((chunk, [*sharded_tensors(mine), *copied_tensors(mine)]))
-            buckets = BucketedDataParallel(tensors, owner, context.tensor, most, rows_have_owners=True)
+            buckets = GradientBuckets(tensors, owner, context.tensor, most, rows_have_owners=True)
             found[rank] = max(size, buckets.exchanged_bytes)
     return found

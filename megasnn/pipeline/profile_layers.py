@@ -113,7 +113,8 @@ def profile_layers(
         rounds: runs by the clock, whose median counts; 0: bytes only.
         repeats: whether forwards that are computed again are measured, too.
     """
-    x = torch.randn((samples, *model.input_shape), generator=torch.Generator().manual_seed(0))
+    generator, draw = torch.Generator().manual_seed(0), model.example_input
+    x = torch.randn((samples, *model.input_shape), generator=generator) if draw is None else draw(samples, generator)
     outputs: dict[int, Bundle] = {
         INPUT: own_rows_of(frames_of(x.to(device, context.dtype), model.input_shape), context)
     }

@@ -17,10 +17,10 @@ from torch import Tensor
 from megasnn.comm.communicators import Communicators
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
-from megasnn.data_parallel.statistics import StepStatistics
 from megasnn.layers import ParallelBatchNorm
 from megasnn.layers.holding import calls_of
 from megasnn.models.description import ModelDescription
+from megasnn.parallel.sync_batch_norm import StepStatistics
 from megasnn.pinned import without_waiting
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.p2p import on_wire

@@ -14,7 +14,7 @@ from megasnn.models.description import INPUT, ModelDescription
 from megasnn.models.problems import building_problems
 from megasnn.models.summary import LayerSummary, summarise
 from megasnn.planner.analysis import FORMAT, Analysis, Counted, LayerFacts, identity
-from megasnn.planner.counting import counted, trial_sizes
+from megasnn.planner.counting import counted, extrapolated, trial_sizes
 from megasnn.planner.measuring import measured
 
 TENSOR_SIZES = 1, 2, 3, 4, 6, 8, 12, 16
@@ -68,12 +68,36 @@ def counted_sizes(
     """
     summaries = summarise(config.model, config.neuron.spec, model, 1)
     layers = tuple(_facts(model, number, each) for number, each in enumerate(summaries))
-    sizes = [counted(model, config, tensor, on_cpu=on_cpu) for tensor in tensor_sizes]
+    alone, *others = [counted(model, config, tensor, on_cpu=on_cpu) for tensor in tensor_sizes[:2]]
     pair = counted(model, config, 1, 2, on_cpu=on_cpu)
+    by_rows = counted(model, config, 1, 2, "rows", on_cpu)
+    sizes = [alone, *others, *_more(model, config, alone, others, tensor_sizes[2:], on_cpu)]
     # Whether samples can be shared does not depend on the number of ranks, and what is exchanged is proportional to it.
     sizes += [pair if size == 2 else Counted(1, size, "samples", pair.refused) for size in context_sizes]
-    sizes += [counted(model, config, 1, size, "rows", on_cpu) for size in context_sizes]
+    rows = [size for size in context_sizes if size != 2]
+    sizes += [by_rows, *_more(model, config, alone, [by_rows], rows, on_cpu)]
     return Analysis(FORMAT, config.model.name, identity(config), layers, trial_sizes(config), tuple(sizes))
+
+
+def _more(
+    model: ModelDescription,
+    config: PretrainConfig,
+    alone: Counted,
+    others: Sequence[Counted],
+    sizes: Sequence[int],
+    on_cpu: bool,
+) -> list[Counted]:
+    """Computes further sizes of an axis from one that could be counted; counts each where none could."""
+    found: list[Counted] = []
+    for size in sizes:
+        some = next((each for each in (*others, *found) if each.refused is None), None)
+        if some is not None:
+            found.append(extrapolated(model, config, alone, some, size))
+        elif others and others[0].context > 1:
+            found.append(counted(model, config, 1, size, "rows", on_cpu))
+        else:
+            found.append(counted(model, config, size, on_cpu=on_cpu))
+    return found
 
 
 def _facts(model: ModelDescription, number: int, told: LayerSummary) -> LayerFacts:

@@ -43,10 +43,11 @@ class Choice:
         self._least = math.inf
         self._alike: list[Candidate] = []  # those that have the least
         self.taken: Candidate | None = None
+        self.slowest = math.inf  # seconds of one device, where that fits: no plan is slower
 
     def add(self, each: Candidate) -> None:
         mine = self._preferred(each)
-        if mine > self._least:
+        if mine > self._least or _seconds(each) > AS_FAST * self.slowest:
             return
         self._alike = [*(self._alike if mine == self._least else ()), each]
         self._least = mine
@@ -55,6 +56,8 @@ class Choice:
 
     def may_change_by(self, each: Candidate) -> bool:
         """Whether another one may be taken when this one is simulated, which shows no less than its bounds."""
+        if _seconds(each) > AS_FAST * self.slowest:
+            return False
         mine = self._preferred(each)
         if self.taken is None or mine != self._least:
             return mine < self._least

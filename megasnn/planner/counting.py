@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
 from megasnn.models.description import ModelDescription
 from megasnn.models.problems import building_problems
 from megasnn.parallel_state import ParallelState
+from megasnn.pipeline.cost_model import LayerCost
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.profile_layers import COUNTED_AS_THEY_ARE, TRIAL_SAMPLES, count_memory
 from megasnn.planner.analysis import Counted, HeldTensor
@@ -37,21 +39,71 @@ def counted(
     cut: ContextCut = "samples",
     on_cpu: bool = False,
 ) -> Counted:
-    """What the first of so many ranks has and keeps, or why it cannot be. Args: on_cpu: as of `one_rank`."""
-    refused = config.model.problems(tensor)
-    neuron = config.neuron
-    refused = refused or building_problems(config.model, neuron.spec, tensor, neuron.neuron_backend, context, cut)
-    if refused:
-        return Counted(tensor, context, cut, refused[0])
+    """Counts in trial steps what the first of so many ranks keeps, or says why it cannot be."""
+    if refused := refusal_of(config, tensor, context, cut):
+        return Counted(tensor, context, cut, refused)
     with pretended_ranks(tensor, context) as state:
         built_for = context_of(state, config, cut, on_cpu)
         wires = wires_of(config)
         costs = tuple(
             count_memory(model, size, built_for, CPU, wires, repeats=True).layers for size in trial_sizes(config)
         )
-        layers = model.named_layers(built_for)
-        tensors = tuple(tuple(_tensors_of(name, layer)) for name, layer in layers)
-    return Counted(tensor, context, cut, None, costs, tensors)
+        return Counted(tensor, context, cut, None, costs, _tensors(model, built_for))
+
+
+def refusal_of(config: PretrainConfig, tensor: int, context: int = 1, cut: ContextCut = "samples") -> str | None:
+    """Returns why the model cannot be built for so many ranks; None where it can."""
+    wrong = config.model.problems(tensor)
+    wrong = wrong or building_problems(config.model, config.neuron.spec, tensor, context, cut)
+    return wrong[0] if wrong else None
+
+
+def extrapolated(model: ModelDescription, config: PretrainConfig, alone: Counted, some: Counted, size: int) -> Counted:
+    """Computes what one of `size` ranks keeps, from one rank and from some ranks that were counted.
+
+    A share of channels takes whole + cut / n bytes; a share of rows cut / n, and the rows of its neighbours. Trial
+    steps of 224 x 224 pixels take seconds for each size, and this none.
+    """
+    is_rows = some.context > 1
+    tensor, context = (1, size) if is_rows else (size, 1)
+    if refused := refusal_of(config, tensor, context, some.cut):
+        return Counted(tensor, context, some.cut, refused)
+    counted_at = some.context if is_rows else some.tensor
+    costs = tuple(
+        tuple(_share(one, part, counted_at, size, is_rows) for one, part in zip(ones, parts, strict=True))
+        for ones, parts in zip(alone.costs, some.costs, strict=True)
+    )
+    tensors = alone.tensors
+    if not is_rows:
+        with pretended_ranks(size, 1) as state:
+            tensors = _tensors(model, context_of(state, config, "samples", False))
+    return Counted(tensor, context, some.cut, None, costs, tensors)
+
+
+def _share(alone: LayerCost, part: LayerCost, counted_at: int, size: int, is_rows: bool) -> LayerCost:
+    def bytes_of(one: int, some: int) -> int:
+        if is_rows:
+            return round(max(some - one / counted_at, 0) + one / size)
+        cut = (one - some) / (1 - 1 / counted_at)
+        return max(0, round(one - cut + cut / size))
+
+    def optional(one: int | None, some: int | None) -> int | None:
+        return some if one is None or some is None else bytes_of(one, some)
+
+    received = (1 - 1 / size) / (1 - 1 / counted_at)  # of what all ranks have, a rank receives the others' part
+    forward, inputs, weights = map(bytes_of, alone.working, part.working)
+    counts: dict[str, Any] = {name: bytes_of(getattr(alone, name), getattr(part, name)) for name in WHOLE}
+    counts |= {name: optional(getattr(alone, name), getattr(part, name)) for name in OPTIONAL}
+    exchanged = part.exchanged if is_rows else round(part.exchanged * received)
+    return replace(part, working=(forward, inputs, weights), exchanged=exchanged, **counts)
+
+
+WHOLE = "held", "message", "gradient", "parameters", "found", "cast"
+OPTIONAL = "working_again", "working_whole", "deferred", "output"
+
+
+def _tensors(model: ModelDescription, built_for: BuildContext) -> tuple[tuple[HeldTensor, ...], ...]:
+    return tuple(tuple(_tensors_of(name, layer)) for name, layer in model.named_layers(built_for))
 
 
 def trial_sizes(config: PretrainConfig) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from megasnn.batching import advised_size
 from megasnn.config import ConfigError, PretrainConfig
@@ -82,15 +83,17 @@ def plan(
         ConfigError: what no layout can be right for. PlanError: costs of another model, or no layout that fits.
     """
     begin = time.monotonic()
+    if prefer not in get_args(Prefer):
+        raise ValueError(f"prefer={prefer!r} is none of {', '.join(get_args(Prefer))}")
     if wrong := problems(config, cluster.ranks, cluster.ranks_of_node):
         raise ConfigError(wrong)
     _check(analysis, config)
     if analysis.machine is not None and _is_of_another(analysis, cluster):
         analysis = replace(analysis, timed=())  # seconds of one device say nothing of another
     search = Search(analysis, config, cluster, prefer)
-    looked_at = [search.looked_at(layout) for layout in layouts(analysis, config, cluster)]
+    looked_at = search.all_looked_at(layouts(analysis, config, cluster, search.may_be_best))
     chosen, predicted, looked_at, simulated = search.best(
-        looked_at, simulations, max(begin + seconds, time.monotonic() + seconds / 4)
+        looked_at, simulations, max(begin + seconds, time.monotonic() + seconds / 2)
     )
     rest = sorted((each for each in looked_at if each.layout != chosen.layout), key=search.rank)
     return Plan(

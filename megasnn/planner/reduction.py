@@ -108,7 +108,7 @@ def reduction_end(row: Sequence[TimedAction], buckets: Sequence[Summed], complet
     """When a rank's last gradients are summed, or its last action is over.
 
     Buckets travel in one order, from the last chunk's last layers to the first, each when all of it is complete and
-    those before it have come, as `BucketedDataParallel` sends them.
+    those before it have come, as `GradientBuckets` sends them.
 
     Args:
         row: what the rank does. buckets: in their order. complete: of each layer.

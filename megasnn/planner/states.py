@@ -1,6 +1,6 @@
 """What weights, gradients and the optimizer's state take on a rank, from the descriptions of the tensors.
 
-The sums are those of a run: `BucketedDataParallel`, `GatheredWeights` and `forecast_memory` come to the same.
+The sums are those of a run: `GradientBuckets`, `GatheredWeights` and `forecast_memory` come to the same.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ complete, also after a kill or a power cut.
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import shutil
@@ -25,7 +24,8 @@ from typing import Any
 from pydantic_core import to_json
 from tqdm import tqdm
 
-from megasnn.data.index import INDEX_NAME, Index, ShardRecord
+from megasnn.data.index import INDEX_NAME, Index, ShardRecord, sha256_of
+from megasnn.data.shards import scan
 from megasnn.preprocess.listing import Item, Listing, shuffled
 
 Sample = tuple[str, Mapping[str, bytes]]
@@ -147,9 +147,7 @@ def _write_task(encode: Encode, skip_broken: bool, path: Path, split: str, items
 
     with _named(path):
         count = write_shard(path, samples())
-    with open(path, "rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return ShardRecord(path.name, split, count, path.stat().st_size, sha256, broken)
+    return ShardRecord(path.name, split, count, path.stat().st_size, sha256_of(path), broken, scan(path, str(path)))
 
 
 def _start_worker() -> None:

@@ -10,7 +10,6 @@ from megasnn.comm.agreement import all_do, gather
 from megasnn.comm.statistics import statistics
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
-from megasnn.data_parallel import ReplicaCheck, ReplicaError
 from megasnn.engine import Engine
 from megasnn.engine.faults import placed
 from megasnn.engine.setup import parameter_names
@@ -19,6 +18,7 @@ from megasnn.grid import HOLDING_AXES
 from megasnn.models.building import describe
 from megasnn.non_finite import first_non_finite
 from megasnn.optim import require_matches
+from megasnn.parallel.replica_check import ReplicaCheck, ReplicaError
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.callback import Callback
 from megasnn.telemetry.memory import memory_scalars
@@ -280,6 +280,8 @@ class TrainingRun:
 
     def _require_finite(self) -> None:
         """Raises ValueError on every rank where what is to be saved is not finite on one of them. Collective."""
+        if not self.config.checkpoint.save:
+            return
         found = first_non_finite((entry.name, entry.tensor) for entry in self.engine.checkpoints.entries())
         where = next(filter(None, gather(self.state.world.handle, None if found is None else str(found))), None)
         if where is not None:

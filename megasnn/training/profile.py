@@ -11,8 +11,8 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megasnn.comm.clocks import clock_offsets
 from megasnn.engine.distributed_model import DistributedModel
+from megasnn.parallel.clocks import clock_offsets
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Action, Schedule, Simulation

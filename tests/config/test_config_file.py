@@ -121,7 +121,7 @@ def test_the_values_of_a_checkpoint_come_before_those_of_a_file(tmp_path) -> Non
         ({"training": 3}, ["training"]),
         ([1], [""]),
         ('{"optimizer": {"lr": 1, "lr": 2}}', ["lr"]),
-        ('{"optimizer": {"lr": NaN}}', ["lr"]),
+        ('{"optimizer": {"lr": NaN}}', ["NaN"]),
         ("lr: 1", [""]),
         (json.dumps({"x" * 10: {"\x1b[2J" * 1000: 1}}), ["x" * 10]),
         (" " * (1 << 21), ["2097152"]),

@@ -41,7 +41,6 @@ SOUND = {
     "--depth 126": (1,),
     "--lr-decay-style constant --lr-warmup-iters 1 --clip-grad 0": (1,),
     "--data-path x.tar --valid-data-path y.tar --eval-interval 5 --surrogate erf": (1,),
-    "--valid-data-path https://host/x.tar --fetch-ahead 2": (1,),
 }
 
 
@@ -74,7 +73,6 @@ REFUSED = [
     ("--mixup-off-epoch 3", 1, "--mixup-off-epoch 3", "--mixup-alpha"),
     ("--mixup-alpha 0.2 --micro-batch-size 1", 1, "--mixup-alpha", "--micro-batch-size 1"),
     ("--split-by time --frame-duration 10", 1, "--split-by time", "--frame-duration 10"),
-    ("--fetch-ahead 2", 1, "--fetch-ahead", "--data-path"),
     ("--data-path x.tar --eval-interval 5", 1, "--eval-interval 5", "--valid-data-path"),
     ("--data-path x.tar --eval-iters 3", 1, "--eval-iters 3", "--valid-data-path"),
     ("--eval-iters 0 --eval-interval 5", 1, "--eval-interval 5", "--eval-iters 0"),

@@ -16,17 +16,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megasnn.data.dataset import BrokenSample, ShardDataset
-from megasnn.data.event_files import FrameSettings
 from megasnn.data.event_frames import EventFormat
 from megasnn.data.images import ImageFormat
 from megasnn.data.shards import open_shard
+from megasnn.events import FrameOptions
 from tests.data import hostile
 from tests.data.shard_files import image_file, loader, numbered, open_all, write_shard
 
 ROOT = Path(__file__).parents[2]
 ROOM = 160 << 20
 """Bytes of addresses above those of the imported libraries: less than one sample may take."""
-IMAGE, EVENTS = ImageFormat(8, 3), EventFormat(FrameSettings(4, size=8))
+IMAGE, EVENTS = ImageFormat(8, 3), EventFormat(FrameOptions(4, size=8))
 
 
 def read_all(folder: Path) -> None:

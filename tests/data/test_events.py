@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megasnn.config import ConfigError, DataConfig, parse, validate
-from megasnn.data.event_files import FrameSettings, decode_sample, encode_events, encode_frames, make_frames
+from megasnn.data.event_files import decode_sample, encode_events, encode_frames
 from megasnn.data.event_frames import EventFormat
-from megasnn.events import Events, Recording, SensorSize
+from megasnn.events import Events, FrameOptions, Recording, SensorSize, make_frames
 from megasnn.files.arrays import read_arrays
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
@@ -34,7 +34,7 @@ def as_events(numbers: range, **changes) -> dict[str, dict[str, bytes]]:
     }
 
 
-def as_frames(numbers: range, settings: FrameSettings, **changes) -> dict[str, dict[str, bytes]]:
+def as_frames(numbers: range, settings: FrameOptions, **changes) -> dict[str, dict[str, bytes]]:
     return {
         f"r{number}": {
             "frames.npz": encode_frames(make_frames(recording(number, **changes), settings)),
@@ -81,13 +81,13 @@ def test_counts_take_the_smallest_type_that_holds_them(largest: int, dtype: type
 @pytest.mark.parametrize(
     "settings",
     [
-        FrameSettings(5),
-        FrameSettings(5, "time", size=8),
-        FrameSettings(5, size=8, normalize="frame-max"),
-        FrameSettings(5, frame_duration=1500),
+        FrameOptions(5),
+        FrameOptions(5, "time", size=8),
+        FrameOptions(5, size=8, normalize="frame-max"),
+        FrameOptions(5, frame_duration=1500),
     ],
 )
-def test_kept_events_and_finished_frames_are_the_same_to_the_model(tmp_path, settings: FrameSettings) -> None:
+def test_kept_events_and_finished_frames_are_the_same_to_the_model(tmp_path, settings: FrameOptions) -> None:
     events = write_shard(tmp_path / "events.tar", as_events(range(4), sensor=(16, 16)))
     frames = write_shard(tmp_path / "frames.tar", as_frames(range(4), settings, sensor=(16, 16)))
     shape = (5, 2, settings.size or 16, settings.size or 16)
@@ -110,31 +110,31 @@ def test_kept_events_and_finished_frames_are_the_same_to_the_model(tmp_path, set
 
 def test_frames_of_a_fixed_duration_are_cut_and_filled_up() -> None:
     whole = recording(3)
-    assert make_frames(whole, FrameSettings(20, frame_duration=1000)).sum() == 500
-    filled = make_frames(whole, FrameSettings(20, frame_duration=1000))
+    assert make_frames(whole, FrameOptions(20, frame_duration=1000)).sum() == 500
+    filled = make_frames(whole, FrameOptions(20, frame_duration=1000))
     assert filled[:10].sum() == 500 and not filled[10:].any()
-    cut = make_frames(whole, FrameSettings(4, frame_duration=1000))
+    cut = make_frames(whole, FrameOptions(4, frame_duration=1000))
     assert np.array_equal(cut, filled[:4])
 
 
 def test_frames_of_the_right_size_stay_counts() -> None:
     whole = recording(0, sensor=(16, 16))
-    frames = make_frames(whole, FrameSettings(4, size=16))
-    assert frames.dtype == np.int32 and np.array_equal(frames, make_frames(whole, FrameSettings(4)))
+    frames = make_frames(whole, FrameOptions(4, size=16))
+    assert frames.dtype == np.int32 and np.array_equal(frames, make_frames(whole, FrameOptions(4)))
 
 
 def test_frames_are_scaled_to_the_model() -> None:
-    frames = make_frames(recording(0, sensor=(16, 16)), FrameSettings(4))
-    scaled = EventFormat(FrameSettings(4, size=8)).decode(encode_frames(frames))
+    frames = make_frames(recording(0, sensor=(16, 16)), FrameOptions(4))
+    scaled = EventFormat(FrameOptions(4, size=8)).decode(encode_frames(frames))
     assert scaled.shape == (4, 2, 8, 8)
     assert np.allclose(scaled.mean(), frames.mean(), rtol=0.05)
 
 
 def test_another_number_of_time_steps_is_refused_with_the_flag(tmp_path) -> None:
-    shard = write_shard(tmp_path / "a.tar", as_frames(range(3), FrameSettings(5)))
+    shard = write_shard(tmp_path / "a.tar", as_frames(range(3), FrameOptions(5)))
     with pytest.raises(ValueError, match=rf"{shard} .*5 frames.*--time-steps 8"):
         open_datasets(DataConfig(data_path=str(shard)), (8, 2, 12, 12), 3)
-    mixed = as_frames(range(3), FrameSettings(5)) | {"odd": as_frames(range(1), FrameSettings(6))["r0"]}
+    mixed = as_frames(range(3), FrameOptions(5)) | {"odd": as_frames(range(1), FrameOptions(6))["r0"]}
     dataset = open_datasets(DataConfig(data_path=str(write_shard(tmp_path / "b.tar", mixed))), (5, 2, 12, 12), 3).train
     for skip_broken in (False, True):
         batches = loader(dataset, shuffle=False, global_batch_size=4, skip_broken=skip_broken).batches()
@@ -157,7 +157,7 @@ def test_a_model_is_not_given_another_kind_of_samples(tmp_path) -> None:
 
 
 def test_options_of_frames_that_are_finished_are_refused(tmp_path) -> None:
-    shard = write_shard(tmp_path / "a.tar", as_frames(range(3), FrameSettings(5)))
+    shard = write_shard(tmp_path / "a.tar", as_frames(range(3), FrameOptions(5)))
     with pytest.raises(ValueError, match=f"--split-by: shard {shard} holds finished frames"):
         open_datasets(DataConfig(data_path=str(shard), split_by="time"), (5, 2, 12, 12), 3)
     flags = "--train-iters 1 --split-by time --frame-duration 10".split()

@@ -269,12 +269,13 @@ def test_skipped_samples_are_counted_as_they_are_handed_out(broken):
 def test_samples_of_several_shapes_are_named(tmp_path):
     from megasnn.data.dataset import ShardDataset
     from megasnn.data.event_files import encode_frames
-    from megasnn.data.event_frames import EventFormat, FrameSettings
+    from megasnn.data.event_frames import EventFormat
     from megasnn.data.shards import open_shard
+    from megasnn.events import FrameOptions
 
     frames = {
         f"r{side}": {"frames.npz": encode_frames(torch.ones(2, 2, side, side).numpy()), "cls": b"0"} for side in (8, 9)
     }
     shard = open_shard(write_shard(tmp_path / "a.tar", frames))
     with pytest.raises(ValueError, match="'r9'"):
-        next(loader(ShardDataset([shard], EventFormat(FrameSettings(2)), 3), shuffle=False).batches())
+        next(loader(ShardDataset([shard], EventFormat(FrameOptions(2)), 3), shuffle=False).batches())

@@ -11,7 +11,7 @@ from PIL import Image
 
 from megasnn.commands import show_data
 from megasnn.commands.show_data import read_samples
-from megasnn.data.event_files import FrameSettings, make_frames
+from megasnn.events import FrameOptions, make_frames
 from tests.data.shard_files import write_shard, write_shards
 from tests.data.test_events import as_events, as_frames, recording
 
@@ -20,14 +20,15 @@ def test_events_are_drawn_as_rows_of_frames(tmp_path) -> None:
     shard = write_shard(tmp_path / "a.tar", as_events(range(5)))
     output = tmp_path / "a.png"
     assert show_data.main([str(shard), "--output", str(output), "--samples", "3", "--time-steps", "4"]) == 0
-    assert Image.open(output).size > (100, 100)
+    picture = np.asarray(Image.open(output))
+    assert picture.shape[1:] == (1200, 3) and (picture[..., 0] != picture[..., 2]).any(), "colours of events"
     arrays, captions = read_samples(str(shard), 3, time_steps=4)
     assert captions == ["r0   class 0", "r1   class 1", "r2   class 2"]
-    assert np.array_equal(arrays[1], make_frames(recording(1), FrameSettings(4)))
+    assert np.array_equal(arrays[1], make_frames(recording(1), FrameOptions(4)))
 
 
 def test_classes_have_names_where_an_index_knows_them(tmp_path) -> None:
-    frames = write_shard(tmp_path / "a.tar", as_frames(range(5), FrameSettings(3)))
+    frames = write_shard(tmp_path / "a.tar", as_frames(range(5), FrameOptions(3)))
     index = {"version": 1, "options": {}, "classes": ["cat", "1", "dog"], "shards": []}
     (tmp_path / "index.json").write_text(json.dumps(index))
     arrays, captions = read_samples(str(frames), 3)

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasnn.comm.group import alone
-from megasnn.data_parallel import merge_running_statistics
 from megasnn.layers import BuildContext, ParallelBatchNorm
 from megasnn.layers.holding import calls_of
 from megasnn.optim.average import WeightAverage
 from megasnn.optim.lamb import Lamb
 from megasnn.optim.squares import Squares
+from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.sharded_tensors import ShardedTensor, materialise
 from megasnn.sharding import Shard
 

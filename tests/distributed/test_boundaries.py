@@ -85,7 +85,7 @@ def test_no_rank_has_to_be_told(ranks, name: str, layout: str) -> None:
     size, flags = LAYOUTS[layout]
     if layout == "frozen":
         layers = describe(SMALL[name]).layers
-        flags = {"freeze": ",".join(f"{each.name}.*" for each in layers[: len(layers) // 2 + 1])}
+        flags = {"lr_scale_of": ",".join(f"{each.name}.*=0" for each in layers[: len(layers) // 2 + 1])}
     assert ranks(size, _headers, name, flags) == [0] * size
 
 

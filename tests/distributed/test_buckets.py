@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from megasnn.comm.collectives import Exchange, start_exchange
 from megasnn.comm.group import alone
 from megasnn.comm.statistics import statistics
-from megasnn.data_parallel import BucketedDataParallel, owned_rows
+from megasnn.parallel import zero
+from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.sharded_tensors import ShardedTensor
 from megasnn.sharding import Shard
@@ -69,7 +70,7 @@ def _steps(bucket_bytes: int, without: str) -> tuple[int, int]:
     group, parameters = everybody("data"), _parameters()
     parameters["c"].tensor.requires_grad_(False)
     before = parameters["c"].tensor.clone()
-    data_parallel = BucketedDataParallel([(0, list(parameters.values()))], group, alone("tensor"), bucket_bytes)
+    data_parallel = GradientBuckets([(0, list(parameters.values()))], group, alone("tensor"), bucket_bytes)
     storage = {name: e.tensor.grad.data_ptr() for name, e in parameters.items() if name != "c"}
     shares = [[1, 2, 3], [4]] + [[5, 6]] * (group.size - 2)
     for step in range(2):
@@ -107,7 +108,7 @@ def test_buckets_of_a_gpu_are_larger(device: str, buckets: int) -> None:
     entries = [
         ShardedTensor(f"{number}", each, Shard(tuple(each.shape)), True) for number, each in enumerate(parameters)
     ]
-    data_parallel = BucketedDataParallel([(0, entries)], alone("data"), alone("tensor"))
+    data_parallel = GradientBuckets([(0, entries)], alone("data"), alone("tensor"))
     assert len(data_parallel._buckets) == buckets
 
 
@@ -117,7 +118,7 @@ def _exchanged(rows: tuple[int, ...]) -> tuple[int, int]:
     parameters = [nn.Parameter(torch.zeros(each, 1000)) for each in rows]
     entries = [ShardedTensor(f"{n}", each, Shard(tuple(each.shape)), True) for n, each in enumerate(parameters)]
     tensors = [(0, entries)]
-    data_parallel = BucketedDataParallel(tensors, everybody("data"), alone("tensor"), 1, rows_have_owners=True)
+    data_parallel = GradientBuckets(tensors, everybody("data"), alone("tensor"), 1, rows_have_owners=True)
 
     def sum_gradients() -> None:
         """Each ends while the next one is on its way."""
@@ -156,7 +157,7 @@ def _steps_or_none(without: str) -> None:
         _steps(65, without)
         return
     parameters = _parameters()
-    data_parallel = BucketedDataParallel([(0, list(parameters.values()))], everybody("data"), alone("tensor"), 65)
+    data_parallel = GradientBuckets([(0, list(parameters.values()))], everybody("data"), alone("tensor"), 65)
     _loss(parameters, 1, "abde").backward()
     data_parallel.finish(0)
     data_parallel.wait()
@@ -171,7 +172,7 @@ def _partial() -> None:
     try:
         parameters = _parameters(b=True, e=True)
         entries = list(parameters.values())
-        data_parallel = BucketedDataParallel([(0, entries)], state.data, state.tensor, 65)
+        data_parallel = GradientBuckets([(0, entries)], state.data, state.tensor, 65)
         data_parallel.zero()
         _loss(parameters, state.rank).backward()
         data_parallel.finish(0)
@@ -191,7 +192,7 @@ def _two_chunks() -> None:
     group = everybody("data")
     first, second, empty = _parameters(), _parameters(), list[ShardedTensor]()
     chunks = [(3, list(first.values())), (0, list(second.values())), (5, empty)]
-    data_parallel = BucketedDataParallel(chunks, group, alone("tensor"), 65)
+    data_parallel = GradientBuckets(chunks, group, alone("tensor"), 65)
     data_parallel.zero(2)
     for chunk in (second, first) if group.rank else (first, second):
         for seed in (1, 2):
@@ -206,7 +207,7 @@ def _two_chunks() -> None:
 def _added_by_hand() -> None:
     """A bucket is reduced as soon as the last gradient was added, whoever added it."""
     group, parameters = everybody("data"), _parameters()
-    data_parallel = BucketedDataParallel([(0, list(parameters.values()))], group, alone("tensor"), 1 << 20)
+    data_parallel = GradientBuckets([(0, list(parameters.values()))], group, alone("tensor"), 1 << 20)
     data_parallel.zero(2)
     statistics.reset()
     with statistics.counting():
@@ -235,7 +236,7 @@ def test_chunks_are_reduced_in_one_order(ranks) -> None:
 def test_one_replica_reduces_nothing() -> None:
     assert not dist.is_initialized()
     parameters = _parameters()
-    data_parallel = BucketedDataParallel([(0, list(parameters.values()))], alone("data"), alone("tensor"))
+    data_parallel = GradientBuckets([(0, list(parameters.values()))], alone("data"), alone("tensor"))
     _loss(parameters, 1).backward()
     data_parallel.finish(0)
     data_parallel.wait()
@@ -244,7 +245,7 @@ def test_one_replica_reduces_nothing() -> None:
 
 def _left_of_exchanges() -> None:
     group, parameters = everybody("data"), _parameters()
-    buckets = BucketedDataParallel([(0, list(parameters.values()))], group, alone("tensor"), 65, rows_have_owners=True)
+    buckets = GradientBuckets([(0, list(parameters.values()))], group, alone("tensor"), 65, rows_have_owners=True)
     left = []
 
     def noted(*args: Any) -> Exchange:
@@ -253,7 +254,7 @@ def _left_of_exchanges() -> None:
         return exchange
 
     buckets.zero()
-    with mock.patch.object(owned_rows, "start_exchange", noted):
+    with mock.patch.object(zero, "start_exchange", noted):
         _loss(parameters, group.rank).backward()
         buckets.finish(0)
         buckets.wait()
@@ -266,7 +267,7 @@ def test_what_owners_were_sent_is_freed_when_it_is_summed_up(ranks) -> None:
 
 def test_weights_and_gradients_are_freed_with_the_buckets() -> None:
     parameters = _parameters()
-    buckets = BucketedDataParallel([(0, list(parameters.values()))], alone("data"), alone("tensor"))
+    buckets = GradientBuckets([(0, list(parameters.values()))], alone("data"), alone("tensor"))
     _loss(parameters, 0).backward()
     left = [weakref.ref(entry.tensor) for entry in parameters.values()]
     del parameters, buckets

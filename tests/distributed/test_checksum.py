@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megasnn.data_parallel import checksum
-from megasnn.data_parallel.checksum import ROW, in_memory_order
+from megasnn.parallel.replica_check import ROW, checksum, in_memory_order
 
 TYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
 # Around the lengths of one row, of rows in one piece, and of rows of rows.

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from megasnn.comm.collectives import all_reduce_sum
 from megasnn.comm.group import Group, alone
-from megasnn.data_parallel import merge_running_statistics
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import (
     BuildContext,
@@ -25,6 +24,7 @@ from megasnn.layers import (
     TemporalEffectiveBatchNorm,
     ThresholdDependentBatchNorm,
 )
+from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from tests.distributed.whole import assemble, build, channels_last, context, everybody, mine, parts, random
 
 T, N, C = 3, 5, 8

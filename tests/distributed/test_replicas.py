@@ -10,10 +10,9 @@ import torch
 
 from megasnn.checkpoint.optimizer_state import describe
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.data_parallel import ReplicaCheck, ReplicaError
-from megasnn.data_parallel.checksum import in_memory_order
 from megasnn.grid import HOLDING_AXES
 from megasnn.optim import build_optimizer
+from megasnn.parallel.replica_check import ReplicaCheck, ReplicaError, in_memory_order
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.parity.ranks import build_engine
 

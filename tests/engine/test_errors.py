@@ -127,12 +127,12 @@ def test_kernels_that_this_device_has_not_are_refused_before_anything_is_built()
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        ({"width": "4"}, r"Net.width \(--width\) cannot be '4'; give a whole number"),
-        ({"width": 4.0}, r"cannot be 4.0; give a whole number"),
-        ({"width": True}, "cannot be True; give a whole number"),
-        ({"width": None}, "cannot be None; give a whole number"),
-        ({"time_steps": "2"}, r"Net.time_steps \(--time-steps\) cannot be '2'"),
-        ({"sizes": 3}, r"Net.sizes \(--sizes\) cannot be 3; give tuple"),
+        ({"width": "4"}, "--width 4 "),
+        ({"width": 4.0}, r"--width 4\.0 "),
+        ({"width": True}, "--width True "),
+        ({"width": None}, "--width None "),
+        ({"time_steps": "2"}, "--time-steps 2 "),
+        ({"sizes": 3}, "--sizes 3 "),
         ({"width": 0}, "by zero .*--width 0"),
         ({"width": -1}, "negative dimension .*--width -1"),
         ({"time_steps": 0}, "--time-steps must be at least 1, got 0"),
@@ -150,7 +150,7 @@ def test_dimensions_from_python_are_checked(wrong: dict[str, Any], problem: str)
 @pytest.mark.parametrize("name", megasnn.MODELS)
 def test_dimensions_of_the_models_in_the_table_are_checked(name: str) -> None:
     for wrong in (0, -1, "2", 2.5):
-        with pytest.raises(ConfigError, match=r"time[-_]steps .*(got|cannot be) "):
+        with pytest.raises(ConfigError, match=r"--time-steps .*(-1|0|2)"):
             Engine(megasnn.MODELS[name](time_steps=wrong), **SIZES)
 
 

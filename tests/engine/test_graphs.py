@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasnn.bundle import Bundle
 from megasnn.comm.codec import Content
 from megasnn.engine import Engine
 from megasnn.layers import ConvNormNeuron, MeanLinear
@@ -26,7 +25,6 @@ from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.pipeline.executor import PipelineError
 from megasnn.pipeline.graph_room import Places
-from megasnn.pipeline.graphs import ChunkGraphs
 from megasnn.pipeline.layer_graphs import LayerGraphs
 from megasnn.pipeline.transfers import Transfers
 from megasnn.telemetry.reporter import Reporter, RunOutline
@@ -162,28 +160,6 @@ def test_what_lacks_a_graph_unforeseen_gets_it_in_the_next_step(what: str) -> No
 
     lacking = NOTHING if what == "all" else REPLAYS
     assert steps_that_make("on", forget, [8] * 6) == [NOTHING, MAKES, REPLAYS, lacking, MAKES, REPLAYS]
-
-
-@pytest.mark.parametrize("step", [0, 1])
-@pytest.mark.parametrize("layer", ["stem", "unit", "head"])
-def test_after_an_interrupt_graphs_fit_each_other(layer: str, step: int) -> None:
-    """Of the step in which layers are seen first, and of the one in which graphs are made."""
-    apply = ChunkGraphs.apply
-
-    def stopped(graphs: ChunkGraphs, name: str, *arguments: Any) -> Bundle:
-        if name == layer:
-            raise KeyboardInterrupt
-        return apply(graphs, name, *arguments)
-
-    def interrupt(engine: Engine, now: int) -> None:
-        (chunk,) = engine.distributed.chunks.values()
-        if now == step and chunk.graphs is not None:
-            with mock.patch.object(ChunkGraphs, "apply", stopped), pytest.raises(KeyboardInterrupt):
-                engine.train_step(torch.rand(8, *engine.distributed.model.input_shape), torch.arange(8) % CLASSES)
-
-    with recorded_graphs() as graphs:
-        found = trained(between(plain), "on", interrupt, [8] * 6)
-        assert graphs.replays > 0 and found == trained(between(plain), "off", sizes=[8] * 6)
 
 
 def test_inputs_of_many_sizes() -> None:

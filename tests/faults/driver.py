@@ -23,9 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pretrain_spikformer
 from megasnn.checkpoint import Saver, save, saver
 from megasnn.data import GlobalBatch
-from megasnn.data_parallel import ReplicaCheck
-from megasnn.data_parallel.checksum import in_memory_order
 from megasnn.engine import Engine
+from megasnn.parallel.replica_check import ReplicaCheck, in_memory_order
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.schedule import Action

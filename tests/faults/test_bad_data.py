@@ -73,12 +73,7 @@ def test_broken_images_are_skipped_and_counted_on_any_layout(tmp_path, broken, l
     assert re.findall(r"number of skipped samples: (\d+)", ended.output[0]) == ["1", "1", "1", "2", "1"]
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
-    assert [event.value for event in board.Scalars("8_data/skipped_samples")] == [
-        1,
-        1,
-        1,
-        2,
-    ]
+    assert [event.value for event in board.Scalars("8_data/skipped_samples")] == [1, 1, 1, 2]
     assert [event.value for event in board.Scalars("8_data/skipped_validation_samples")] == [1]
 
 

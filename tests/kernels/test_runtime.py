@@ -70,7 +70,7 @@ def test_sums_over_spikes_are_compiled_by_one_process_in_each_type(monkeypatch) 
     compiled = []
     one_process = runtime._one_process
     monkeypatch.setattr(runtime, "_one_process", lambda kernel: compiled.append(kernel) or one_process(kernel))
-    sparse = ConvolutionProducts(exact=True, sparse=True)
+    sparse = ConvolutionProducts(sparse=True)
     for dtype in (torch.float32, torch.float64):
         x = (torch.rand(2, 4, 4, 16) < 0.2).to(dtype).movedim(-1, 1)
         weight = torch.randn(16, 16, 1, 1, dtype=dtype)

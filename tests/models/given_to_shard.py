@@ -169,6 +169,20 @@ def gates() -> nn.Sequential:
     return functional.set_step_mode(net := nn.Sequential(parts), "m") or net
 
 
+def odd() -> nn.Sequential:
+    """Channels that do not divide by two ranks."""
+    parts = OrderedDict(
+        stem=sj.Conv2d(3, 5, 3, padding=1),
+        norm=sj.BatchNorm2d(5),
+        fire=neuron.ParametricLIFNode(),
+        wide=sj.Conv2d(5, 8, 3, padding=1),
+        deep=sj.BatchNorm2d(8),
+        narrow=sj.Conv2d(8, 3, 1),
+        head=Head(3),
+    )
+    return functional.set_step_mode(net := nn.Sequential(parts), "m") or net
+
+
 @dataclass(frozen=True, kw_only=True)
 class Given(Model):
     """Images; a layer of each part of a network by its name in this module."""
@@ -279,5 +293,6 @@ CASES = {
     "rest": _case(Rest(), rest),
     # Neurons of what is whole are on every rank, which counts their spikes.
     "maxformer": replace(_case(Given(network="maxformer", image_size=16), maxformer), counts=False),
+    "odd": replace(_case(Given(network="odd"), odd), counts=False),
     "gates": replace(_case(Given(network="gates"), gates), counts=False),
 }

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import megasnn
 from megasnn.comm.codec import Content
 from megasnn.comm.group import Group, alone
-from megasnn.data_parallel import merge_running_statistics
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm, ParallelConv
 from megasnn.layers.own_values import without_memory
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
+from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.sharded_tensors import materialise
 from tests.models.steps import one_step
 from tests.parity.ranks import Layout

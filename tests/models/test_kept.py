@@ -133,20 +133,6 @@ def test_a_compiled_module_is_a_layer_with_the_same_names_and_values() -> None:
         describe(Around(kind="compiled", cut=True))
 
 
-def test_initial_values_for_a_layer_that_does_not_ask_for_them_are_refused() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Wrong(Around):
-        def layers(self) -> Iterable[Layer]:
-            if self.cut:
-                yield layer("stem", megasnn.shard(nn.Conv2d(3, 8, 1)), initialise=_ones)
-            yield layer("stem", ConvNormNeuron(3, 8), initialise=_ones)
-
-    with pytest.raises(ValueError, match="stem: initialise=... is for plain modules"):
-        describe(Wrong())
-    with pytest.raises(ValueError, match="stem: give initialise=... to megasnn.shard"):
-        describe(Wrong(cut=True))
-
-
 def test_sizes_that_a_formula_divides_by_are_named() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Divided(Model):

@@ -119,10 +119,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Sequential(Twice(sj.Dropout(0.1, step_mode="m"))),
         "0, given .* would draw the same both",
     ),
-    "channels": (
-        lambda: nn.Sequential(nn.Conv2d(3, 5, 1), nn.Conv2d(5, 4, 1)),
-        r"0 \(Conv2d\): .*out_channels 5 .*--tensor-model-parallel-size 2",
-    ),
     "dropout of images": (
         lambda: nn.Sequential(nn.Identity(), nn.Dropout(0.1), nn.Conv2d(3, 4, 1)),
         "1, given .* whole on every rank: with --tensor-model-parallel-size 2",

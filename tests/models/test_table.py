@@ -123,3 +123,13 @@ def test_a_new_model_is_known_to_the_converter(line, tmp_path):
     with pytest.raises(CheckpointError, match="--width 4 must be a multiple of 3"):
         saved(tmp_path / "odd", line)
         reshard(open_source(tmp_path / "odd"), tmp_path / "no", Target(3, 1))
+
+
+def test_weights_published_with_sew_resnet_are_known_by_their_names() -> None:
+    ours = {entry.name for entry in describe(MODELS["sew_resnet"]()).tensors or ()}
+    dialect = dialect_for("published", ours)
+    theirs = set(dialect.from_ours(ours))
+    known = "conv1.weight", "layer1.0.conv1.module.0.weight", "layer2.0.downsample.0.module.1.running_var", "fc.bias"
+    assert theirs.issuperset(known) and dialect_of(theirs) is dialect
+    recipe = dialect.to_ours(theirs)
+    assert recipe.keys() == ours and recipe["layer3.1.second.norm.bias"].sources == ("layer3.1.conv2.module.1.bias",)

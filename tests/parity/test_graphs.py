@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megasnn.config import parse
 from megasnn.config.training import Length
-from megasnn.data_parallel import BucketedDataParallel
 from megasnn.engine import Engine
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.layers import BuildContext
@@ -24,6 +23,7 @@ from megasnn.layers.cast_weights import CastWeights
 from megasnn.models.building import describe
 from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
+from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.executor import PipelineError
@@ -159,12 +159,12 @@ def test_gradients_that_no_graph_adds_are_counted() -> None:
     """Buckets of gradients are reduced when all of theirs were added."""
     shapes: list[torch.Size] = []
 
-    def counted(self: BucketedDataParallel, parameter: Tensor) -> None:
+    def counted(self: GradientBuckets, parameter: Tensor) -> None:
         shapes.append(parameter.shape)
         accumulated(self, parameter)
 
-    accumulated, flags = BucketedDataParallel.accumulated, "--global-batch-size 4"
-    with mock.patch.object(BucketedDataParallel, "accumulated", counted):
+    accumulated, flags = GradientBuckets.accumulated, "--global-batch-size 4"
+    with mock.patch.object(GradientBuckets, "accumulated", counted):
         refused = RecordedGraphs(Refused(names_of("vgg_dvs")[1], "_differentiate"))
         with_and_without("vgg_dvs", flags, graphs=refused, asked="auto")
     half = len(shapes) // 2

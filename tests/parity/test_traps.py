@@ -159,7 +159,7 @@ def _statistics_before_and_after_evaluation() -> bool:
 def test_momentum_none_averages_over_steps(momentum: float | None) -> None:
     """Trap 8: momentum None silently lost."""
     from megasnn.comm.group import alone
-    from megasnn.data_parallel import merge_running_statistics
+    from megasnn.parallel.sync_batch_norm import merge_running_statistics
     from megasnn.sharded_tensors import materialise
 
     norm = ParallelBatchNorm(4, BuildContext(dtype=torch.float64), momentum=momentum)

@@ -257,7 +257,6 @@ class Weighted(Small):
     [
         (Small(), 3, "--time-steps 4 does not divide by --bptt-steps 3"),
         (Small(), 8, "--time-steps 4 does not divide by --bptt-steps 8"),
-        (Small(), 0, "--bptt-steps must be at least 1, got 0"),
         (Attached(), 2, r"stateful: Forgetful \(Forgetful\) has a `reset` but no `detach`"),
         (Weighted(), 2, "weighted.weight depends on --time-steps 4: .* windows of --bptt-steps 2"),
     ],

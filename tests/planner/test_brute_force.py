@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from megasnn.grid import Grid
-from megasnn.planner.candidates import Candidate, Choice, Prefer
+from megasnn.planner.candidates import AS_FAST, Candidate, Choice, Prefer
 from megasnn.planner.cluster import Cluster
 from megasnn.planner.layout import Layout
 from megasnn.planner.plan import plan
@@ -71,6 +71,14 @@ def test_no_bound_is_above_what_is_simulated(name: str) -> None:
         assert bound.bytes <= closer <= need(name, predicted) * (1 + 1e-9), layout
 
 
+def least_need(name: str) -> float:
+    """Bytes of the layout that needs least and is not slower than one device, where that fits."""
+    memory = CLUSTERS[name].machine.memory
+    bound, alone = simulated(name)[Layout(Grid())]
+    slowest = AS_FAST * (bound.seconds or 0.0) if need(name, alone) <= memory else float("inf")
+    return min(need(name, each) for _, each in simulated(name).values() if each.time.total <= slowest)
+
+
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_the_plan_is_the_best_of_all(name: str) -> None:
     """For speed the simplest of those that fit and are as fast within 1 %, for memory what needs least."""
@@ -80,7 +88,7 @@ def test_the_plan_is_the_best_of_all(name: str) -> None:
     as_fast = [layout for layout, each in fitting.items() if each.time.total <= 1.01 * fastest]
     fast, small = (plan(analysis(), config(), CLUSTERS[name], prefer, simulations=1000) for prefer in PREFERRED)
     assert fast.layout in as_fast and fast.layout.parts == min(layout.parts for layout in as_fast)
-    assert small.bytes == min(need(name, each) for each in fitting.values())
+    assert small.bytes == least_need(name)
     assert fast.simulated < len(simulated(name)), "bounds leave some of them out"
 
 
@@ -90,7 +98,7 @@ def test_twenty_simulations_are_enough(name: str) -> None:
     fitting = [each for _, each in simulated(name).values() if need(name, each) <= CLUSTERS[name].machine.memory]
     fast, small = (plan(analysis(), config(), CLUSTERS[name], prefer) for prefer in PREFERRED)
     assert fast.predicted.time.total <= 1.02 * min(each.time.total for each in fitting)
-    assert small.bytes == min(need(name, each) for each in fitting)
+    assert small.bytes == least_need(name)
 
 
 def test_slow_links_leave_one_device() -> None:

@@ -19,8 +19,6 @@ from megasnn.events import Events, FrameOptions, Recording, SensorSize, make_fra
 from tests.events import files
 from tests.events.files import equal, random_events
 
-SUFFIXES = ("jpg", "jpeg", "png", "frames.npz", "events.npz")
-
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> None:
@@ -36,7 +34,7 @@ def shards(folder: Path, data_set: str, *flags: object) -> dict[str, dict[str, t
     assert run(data_set, "--input", folder / "in", "--output", folder / "out", *flags) == 0
     found = {}
     for record in read_index(folder / "out").shards:
-        data, shard = (folder / "out" / record.file).read_bytes(), open_shard(folder / "out" / record.file, SUFFIXES)
+        data, shard = (folder / "out" / record.file).read_bytes(), open_shard(folder / "out" / record.file)
         places = zip(shard.offsets.tolist(), shard.sizes.tolist(), strict=True)
         samples = zip(shard.labels.tolist(), (data[start : start + size] for start, size in places), strict=True)
         found[record.split] = dict(zip((key.decode() for key in shard.keys.tolist()), samples, strict=True))
@@ -150,7 +148,7 @@ def test_files_as_spikingjelly_writes_them(tmp_path, data_set, side) -> None:
     assert (
         run("event-folder", "--input", tmp_path / "in", "--output", tmp_path / "some", *sizes, "--time-steps", 3) == 0
     )
-    shard = open_shard(tmp_path / "some" / "train-00000.tar", SUFFIXES)
+    shard = open_shard(tmp_path / "some" / "train-00000.tar")
     data = (tmp_path / "some" / "train-00000.tar").read_bytes()[shard.offsets[0] :][: shard.sizes[0]]
     assert decode_sample(data).shape == (3, 2, 130, 140)
 

@@ -1,4 +1,4 @@
-"""The two commands of the README's section "One GPU computes what eight do", at small dimensions."""
+"""The two commands of docs/recipes.md, section "One GPU computes what eight do", at small dimensions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHOWN = ("iteration", "consumed_samples", "learning_rate", "loss", "accuracy", "
 
 def commands() -> list[list[str]]:
     """The words of the section's command lines, behind what starts Python."""
-    text = (ROOT / "README.md").read_text().split(SECTION)[1].split("```bash\n")[1].split("```")[0]
+    text = (ROOT / "docs" / "recipes.md").read_text().split(SECTION)[1].split("```bash\n")[1].split("```")[0]
     lines = [shlex.split(line) for line in text.replace("\\\n", " ").splitlines() if line]
     return [words[words.index("megasnn") + 1 :] for words in lines]
 

@@ -14,12 +14,12 @@ import torch
 
 from megasnn.config import OptimizerConfig, ParallelConfig, PretrainConfig, TrainingConfig
 from megasnn.config.training import Length
-from megasnn.data_parallel import buckets
-from megasnn.data_parallel.buckets import BUCKET_BYTES
 from megasnn.engine import Engine
 from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.parallel import gradient_buckets
+from megasnn.parallel.gradient_buckets import BUCKET_BYTES
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import plan as pipeline_plan
 from megasnn.telemetry.allocations import AllocationCounter
@@ -78,7 +78,8 @@ def predicted_and_counted(
         config: PretrainConfig = run_config(type(model))(
             model=model, training=training, parallel=layout, optimizer=frozen
         )
-        small = (mock.patch.object(module, "BUCKET_BYTES", bucket_bytes) for module in (buckets, pipeline_plan))
+        modules = gradient_buckets, pipeline_plan
+        small = (mock.patch.object(module, "BUCKET_BYTES", bucket_bytes) for module in modules)
         with next(small), next(small), Engine(config, length=Length(9)) as engine:
             predicted = step_peak(config, engine.distributed, engine.plan, state).total
             return predicted, _counted(engine, samples)

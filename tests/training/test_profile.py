@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megasnn.comm.clocks import clock_offsets
+from megasnn.parallel.clocks import clock_offsets
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.schedule import equal_costs, generate, simulate
 from megasnn.training.profile import measured_simulation
@@ -66,7 +66,7 @@ def _offsets(start: Path | None) -> list[float]:
     state = initialize_model_parallel(1, 2)
     try:
         if state.rank == 1:
-            from megasnn.comm import clocks
+            from megasnn.parallel import clocks
 
             now = clocks.time.perf_counter
             if start is None:

@@ -10,9 +10,8 @@ import torch
 
 from megasnn.checkpoint import list_checkpoints
 from megasnn.data import GlobalBatch
-from megasnn.data_parallel import ReplicaCheck, ReplicaError
-from megasnn.data_parallel.checksum import in_memory_order
 from megasnn.engine import Engine
+from megasnn.parallel.replica_check import ReplicaCheck, ReplicaError, in_memory_order
 from megasnn.telemetry.records import StepResult
 from tests.training.runs import train
 

@@ -17,12 +17,12 @@ from megasnn.checkpoint import read_metadata, save
 from megasnn.comm.statistics import statistics
 from megasnn.config import ConfigError, parse
 from megasnn.config.training import Length
-from megasnn.data_parallel import BucketedDataParallel
 from megasnn.engine import Engine
 from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.optim import held_state_bytes
 from megasnn.optimizers import OPTIMIZERS, OptimizerRecipe
+from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.sharding import row_bounds
 from tests.training.runs import TINY, close, same, saved, train, whole, without_trial
 
@@ -123,14 +123,14 @@ def spoiled() -> tuple[list[bool], str, bool, bool]:
     with engine(SHARDED) as made:
         before = made.state_dict()
         (weight,) = [e.tensor for e in made.distributed.tensors if e.name == "head.weight"]
-        reduce = BucketedDataParallel._reduce
+        reduce = GradientBuckets._reduce
 
-        def spoiling(self: BucketedDataParallel, bucket: Any) -> None:
+        def spoiling(self: GradientBuckets, bucket: Any) -> None:
             if weight.grad is not None and any(weight is each for each in bucket.parameters) and made.state.rank == 1:
                 weight.grad[0] = float("inf")
             reduce(self, bucket)
 
-        with mock.patch.object(BucketedDataParallel, "_reduce", spoiling):
+        with mock.patch.object(GradientBuckets, "_reduce", spoiling):
             result = made.train_step(*batch(made))
         unchanged = same(made.state_dict(), before) and not held_state_bytes(made.steps.optimizer)
         made.steps.iteration = made.steps.consumed_samples = 0

@@ -18,14 +18,14 @@ from megasnn.checkpoint import list_checkpoints
 from megasnn.comm.statistics import statistics
 from megasnn.config import ConfigError, parse, validate
 from megasnn.config.training import Length
-from megasnn.data_parallel import BucketedDataParallel
-from megasnn.data_parallel.gathered_weights import GatheredWeights
 from megasnn.engine import Engine
 from megasnn.layers import ConvNormNeuron, ParallelConv, ParallelLinear
 from megasnn.models.layer import layer
 from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.optim import held_state_bytes
+from megasnn.parallel.fsdp import GatheredWeights
+from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Kind, plan_schedule
@@ -317,14 +317,14 @@ def spoiled() -> tuple[bool, str, bool]:
     with engine(*BY_TWO) as made:
         before = made.state_dict()
         (weight,) = [e.tensor for e in made.distributed.tensors if e.name == "head.weight"]
-        wait = BucketedDataParallel.wait
+        wait = GradientBuckets.wait
 
-        def spoiling(self: BucketedDataParallel) -> None:
+        def spoiling(self: GradientBuckets) -> None:
             wait(self)
             if made.state.rank == 1 and (gradient := self.gradient(weight)) is not None:
                 gradient[0] = float("inf")
 
-        with mock.patch.object(BucketedDataParallel, "wait", spoiling):
+        with mock.patch.object(GradientBuckets, "wait", spoiling):
             result = made.train_step(*samples(made, 8))
         return result.skipped, str(result.not_finite), same(made.state_dict(), before)
 
@@ -434,14 +434,14 @@ def gradients_held(*flags: str) -> tuple[int, int, int]:
     of rows; and those of all parameters."""
     with engine(*flags) as made:
         data_parallel, most = made.distributed.data_parallel, [0]
-        buckets, begin = data_parallel._buckets, BucketedDataParallel.begin
+        buckets, begin = data_parallel._buckets, GradientBuckets.begin
 
-        def watched(self: BucketedDataParallel, *args: Any, **keywords: Any) -> None:
+        def watched(self: GradientBuckets, *args: Any, **keywords: Any) -> None:
             begin(self, *args, **keywords)
             storages = {view.untyped_storage()._cdata: view.untyped_storage() for b in buckets for view in b.views}
             most.append(sum(each.nbytes() for each in storages.values()))
 
-        with mock.patch.object(BucketedDataParallel, "begin", watched):
+        with mock.patch.object(GradientBuckets, "begin", watched):
             made.train_step(*samples(made, 8))
         sums = sum(bucket.sum.nbytes for bucket in buckets)
         return max(most), data_parallel.held_bytes - sums, sum(view.nbytes for b in buckets for view in b.views)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from megasnn.comm.statistics import statistics
 from megasnn.comm.world import BACKENDS
-from megasnn.config import ParallelConfig, TrainingConfig
+from megasnn.config import ParallelConfig, PretrainConfig, TrainingConfig
 from megasnn.engine.setup import build_context
 from megasnn.free_memory import release_free_memory
 from megasnn.models.building import describe
@@ -31,7 +33,7 @@ from tools.benchmark.training_steps import ENDLESS, OPTIMIZER, MegaSNNStep
 
 
 class PipelineRank:
-    """`prepare` makes the engine of a row, the others take its name."""
+    """`prepare` plans a row, the others take its name. A process has one Engine at a time: each turn makes its own."""
 
     def __init__(self, task: RankTask[tuple[PipelineBenchmark, ModelName]]) -> None:
         set_up_rank(task)
@@ -53,11 +55,12 @@ class PipelineRank:
         """Builds the engine and takes two steps, the second with the traffic counted."""
         if self._costs is None and self._state.pipeline.size > 1:
             self.measure_costs()
-        row = self._rows[name] = self._build(name)
-        row.step()
-        statistics.reset()
-        with statistics.counting():
+        row = self._rows[name] = self._planned(name)
+        with row.running():
             row.step()
+            statistics.reset()
+            with statistics.counting():
+                row.step()
         return row.about(self._forward_ratio())
 
     def measure_costs(self) -> None:
@@ -66,10 +69,11 @@ class PipelineRank:
 
     def measure(self, name: str, steps: int) -> PipelineTurn:
         row = self._rows[name]
-        row.step()  # caches saw another row last
-        gc.collect()
-        peak = row.peak_of_schedule(self._device)
-        timed = [row.step() for _ in range(steps)]
+        with row.running():
+            row.step()  # takes memory, and caches saw another row last
+            gc.collect()
+            peak = row.peak_of_schedule(self._device)
+            timed = [row.step() for _ in range(steps)]
         return PipelineTurn([whole for whole, _ in timed], [schedule for _, schedule in timed], peak)
 
     def simulate(self, name: str) -> float:
@@ -79,7 +83,7 @@ class PipelineRank:
         assert result is not None
         return result.makespan
 
-    def _build(self, name: str) -> _Row:
+    def _planned(self, name: str) -> _Row:
         flags, state = self._flags, self._state
         schedule = name if state.pipeline.size > 1 else "1f1b"
         count, size = (1, flags.samples) if name == ONE_BATCH else (flags.micro_batches, flags.micro_batch_size)
@@ -91,7 +95,7 @@ class PipelineRank:
             parallel=ParallelConfig(pipeline_model_parallel_size=state.pipeline.size, pipeline_schedule=schedule),
             optimizer=OPTIMIZER,
         )
-        return _Row(plan, MegaSNNStep(config, plan), count)
+        return _Row(plan, config, count)
 
     def _forward_ratio(self) -> float | None:
         """Bytes of activations that all stages send, as a part of what they take unpacked; None without stages."""
@@ -104,10 +108,18 @@ class PipelineRank:
 
 
 class _Row:
-    """One schedule, with the engine that runs it."""
+    """One schedule, and the engine that runs it in a turn."""
 
-    def __init__(self, plan: PipelinePlan, work: MegaSNNStep, count: int) -> None:
-        self.plan, self._work, self._count = plan, work, count
+    def __init__(self, plan: PipelinePlan, config: PretrainConfig, count: int) -> None:
+        self.plan, self._config, self._count = plan, config, count
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Has an engine inside."""
+        self._work = MegaSNNStep(self._config, self.plan)
+        with closing(self._work.engine):
+            yield
+        del self._work
 
     def step(self) -> tuple[float, float]:
         """Seconds of a whole step, and of its schedule. All ranks begin together and end together."""

@@ -1,4 +1,5 @@
-"""Names of SEW-ResNet's tensors in SpikingJelly; the tensors are the same on both sides, shape by shape."""
+"""Names of SEW-ResNet's tensors in SpikingJelly, and in the code published with the paper (arXiv 2102.04159,
+github.com/fangwei123456/Spike-Element-Wise-ResNet); the tensors are the same on all sides, shape by shape."""
 
 from __future__ import annotations
 
@@ -22,3 +23,23 @@ SPIKINGJELLY = prefix_dialect(
         "head": "fc",
     },
 )
+
+_PUBLISHED_BLOCK = {"first": "conv1", "second": "conv2", "shortcut": "downsample.0"}
+
+PUBLISHED = prefix_dialect(
+    "published",
+    "the published SEW-ResNet",
+    marker="layer1.0.conv1.module.0.weight",
+    prefixes={
+        "stem.conv": "conv1",
+        "stem.norm": "bn1",
+        **{
+            f"layer{{}}.{{}}.{ours}.{part}": f"layer{{}}.{{}}.{theirs}.module.{place}"
+            for ours, theirs in _PUBLISHED_BLOCK.items()
+            for place, part in enumerate(("conv", "norm"))
+        },
+        "head": "fc",
+    },
+)
+
+DIALECTS = (SPIKINGJELLY, PUBLISHED)

@@ -1,16 +1,17 @@
-"""Running statistics of the norms: one update a step, from all micro-batches of the global batch, in global order.
+"""Statistics of norms over ranks: those of a micro-batch that ranks share, and the running ones of a global batch.
 
-A norm that a forward of the model calls several times has one for each call, in their order.
-
-Every replica sees every micro-batch's statistics and merges them in the same order, so that the buffers are equal on
-all of them, and equal to those of one rank.
+What travels are statistics, not values. All ranks form the same sums in the same order, so that they go on from the
+same bits. A norm that a forward of the model calls several times has one update for each call, in their order. Every
+replica sees every micro-batch's statistics, so that the buffers are equal on all of them, and equal to those of one
+rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import repeat, zip_longest
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,16 +19,74 @@ from torch import Tensor
 from megasnn.comm.collectives import all_gather_into
 from megasnn.comm.group import Group
 from megasnn.comm.statistics import statistics
-from megasnn.layers.batch_norm import ParallelBatchNorm
-from megasnn.layers.holding import calls_of
 from megasnn.pinned import without_waiting
 
-StepStatistics = tuple[ParallelBatchNorm, Tensor, Tensor]
+
+@dataclass(frozen=True)
+class SharedStatistics:
+    """The exchange over a group of several ranks; see `megasnn.kernels.norm_neuron.Shared`."""
+
+    group: Group
+
+    def statistics(self, own: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Pools mean and biased variance (Chan et al. 1983, equation 2.1, on biased variances). A rank may have no
+        values: then its own are not looked at.
+
+        Args:
+            own: `[2, C]` in double precision, over `count` values a channel.
+        Returns:
+            `[2, C]` over the values of all ranks, and their number, a scalar on the device.
+        """
+        mine = torch.cat([own.flatten(), own.new_full((1,), count)])
+        parts = self._gathered(mine, "forward")
+        counts, (means, variances) = parts[:, -1:], parts[:, :-1].unflatten(1, own.shape).unbind(1)
+        total = counts.sum(0)
+        shares = counts / total
+        mean = (shares * means).sum(0)
+        variance = (shares * (variances + (means - mean).square())).sum(0)
+        return torch.stack((mean, variance)), total.squeeze(0)
+
+    def total(self, sums: Tensor) -> Tensor:
+        """The sum over the ranks of a tensor in backward, in rank order."""
+        return self._gathered(sums, "backward").sum(0)
+
+    def _gathered(self, mine: Tensor, direction: str) -> Tensor:
+        """`[ranks, ...]`."""
+        statistics.record(self.group.name, "all_gather", direction, (self.group.size - 1) * mine.nbytes)
+        into = mine.new_empty(self.group.size, *mine.shape)
+        all_gather_into(into, mine.reshape(-1), self.group)
+        return into
+
+
+def shared_over(group: Group) -> SharedStatistics | None:
+    """The exchange over a group; None where it has only this rank."""
+    return SharedStatistics(group) if group.size > 1 else None
+
+
+class RunningNorm(Protocol):
+    """A norm that records the statistics of its inputs.
+
+    Attributes:
+        calls: how often a forward of the model calls it.
+        pending: mean and biased variance `[C_local]`, and number of values a channel, of each call.
+    """
+
+    momentum: float | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor
+    pending: list[tuple[Tensor, Tensor, int | Tensor]]
+
+    @property
+    def calls(self) -> int: ...
+
+
+StepStatistics = tuple[RunningNorm, Tensor, Tensor]
 """A norm, and mean and unbiased variance `[calls, C_local]` of all its input of a step: for each call in a forward."""
 
 
 def merge_running_statistics(
-    norms: Sequence[ParallelBatchNorm],
+    norms: Sequence[RunningNorm],
     data: Group,
     most_micro_batches: int,
     of_owners: Callable[[Sequence[StepStatistics]], Sequence[StepStatistics]] = lambda found: found,
@@ -45,12 +104,12 @@ def merge_running_statistics(
     Raises:
         ValueError: a norm was called otherwise than in the dry run.
     """
-    expected = [norm for norm in norms if norm.pending or data.size > 1 and calls_of(norm)]
+    expected = [norm for norm in norms if norm.pending or data.size > 1 and norm.calls]
     tracked = [norm for norm in expected if norm.running_mean is not None]
     if not tracked:
         return
     table = _gathered(_local_table(tracked, most_micro_batches), data)
-    sizes = [(calls_of(norm), norm.running_mean.numel()) for norm in tracked if norm.running_mean is not None]
+    sizes = [(norm.calls, norm.running_mean.numel()) for norm in tracked if norm.running_mean is not None]
     channels = [size for calls, size in sizes for _ in range(calls)]
     counts, means, variances = table.split([len(channels), sum(channels), sum(channels)], dim=1)
     repeats = without_waiting(torch.tensor(channels), table.device)
@@ -67,20 +126,20 @@ def _of_each_call(values: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tens
     return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
 
 
-def _local_table(norms: Sequence[ParallelBatchNorm], rows: int) -> Tensor:
+def _local_table(norms: Sequence[RunningNorm], rows: int) -> Tensor:
     """One row for each micro-batch: counts, means and variances of all calls of all norms; unused rows have count 0.
 
     Raises ValueError for a norm that forwards have not called as often as the dry run.
     """
-    calls = [norm.pending[call :: calls_of(norm)] for norm in norms for call in range(calls_of(norm))]
-    unexpected = any(norm.pending for norm in norms if not calls_of(norm))
+    calls = [norm.pending[call :: norm.calls] for norm in norms for call in range(norm.calls)]
+    unexpected = any(norm.pending for norm in norms if not norm.calls)
     if unexpected or len({len(records) for records in calls}) > 1 or len(calls[0]) > rows:
         raise ValueError(
             f"batch norms recorded {[len(norm.pending) for norm in norms]} statistics, and by the dry run a forward "
-            f"calls them {[calls_of(norm) for norm in norms]} times: let every forward call each of them as often"
+            f"calls them {[norm.calls for norm in norms]} times: let every forward call each of them as often"
         )
     buffers = [norm.running_mean for norm in norms if norm.running_mean is not None]
-    width = sum(calls_of(norm) * (1 + 2 * buffer.numel()) for norm, buffer in zip(norms, buffers, strict=True))
+    width = sum(norm.calls * (1 + 2 * buffer.numel()) for norm, buffer in zip(norms, buffers, strict=True))
     table = torch.zeros(rows, width, dtype=torch.float64, device=buffers[0].device)
     if rows_of_records := list(zip(*calls, strict=True)):
         filled = table[: len(rows_of_records)]
@@ -126,7 +185,7 @@ def _added_up(rows: Tensor) -> Tensor:
 
 def _update(found: Sequence[StepStatistics]) -> None:
     """Gives running statistics those of a step, call by call; norms that are updated alike at once."""
-    calls: dict[ParallelBatchNorm, list[_Call]] = {}
+    calls: dict[RunningNorm, list[_Call]] = {}
     for norm, means, variances in found:
         calls.setdefault(norm, []).extend(map(_Call, repeat(norm), means, variances))
     for of_all in zip_longest(*calls.values()):
@@ -141,7 +200,7 @@ def _update(found: Sequence[StepStatistics]) -> None:
 class _Call(NamedTuple):
     """What all inputs of a step say of one call of a norm: mean and variance `[C_local]`."""
 
-    norm: ParallelBatchNorm
+    norm: RunningNorm
     mean: Tensor
     variance: Tensor
 

@@ -14,21 +14,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megasnn.comm.collectives import Exchange, start_exchange
 from megasnn.comm.group import Group
-from megasnn.data_parallel.owned_rows import by_owner, joined, rows_of
-from megasnn.layers.cast_weights import CastWeights
-from megasnn.layers.conv import ParallelConv
-from megasnn.layers.linear import MeanLinear, ParallelLinear
+from megasnn.parallel.zero import by_owner, joined, rows_of
 from megasnn.schedule.fsdp_passes import AT_ONCE
 from megasnn.sharded_tensors import ShardedTensor
 
 ALIGNMENT = 64  # bytes, as of torch's own tensors on the CPU: a product may sum in another order at another alignment
+
+
+class WeightCache(Protocol):
+    """The layers' `CastWeights`."""
+
+    def give(self, weight: Tensor, values: Tensor) -> None:
+        """From now on these values, of the type that is computed in, are multiplied by."""
 
 
 class GatheredWeights:
@@ -45,10 +49,10 @@ class GatheredWeights:
         multiplied: the weights of convolutions and linear layers, whose gradients are the second part of a backward.
     """
 
-    def __init__(self, group: Group, scatter: Group, cast_weights: CastWeights) -> None:
+    def __init__(self, group: Group, scatter: Group, cast_weights: WeightCache) -> None:
         self.scatter, self._group, self._cast_weights = scatter, group, cast_weights
         self.multiplied: set[Tensor] = set()
-        self._units: dict[int, list[_Together]] = {}
+        self._units: dict[int, list[FlatParameter]] = {}
         self._on_their_way: dict[int, _Gather] = {}
         self._buffers: list[Tensor] = []  # that nothing is on its way in
         self._live: set[int] = set()
@@ -64,7 +68,7 @@ class GatheredWeights:
         self.multiplied.update(multiplied)
         self._units[unit] = []
         for (_, travels_in), parameters in _by_type(layers, multiplied).items():
-            together = _Together(parameters, travels_in, self._group)
+            together = FlatParameter(parameters, travels_in, self._group)
             self._units[unit].append(together)
             self._kept |= zip(parameters, together.rows, strict=True)
             for parameter, values in zip(parameters, together.values, strict=True):
@@ -130,7 +134,7 @@ class _Gather(NamedTuple):
     buffer: Tensor
 
 
-class _Together:
+class FlatParameter:
     """Parameters of a unit that are of one type and travel in one type.
 
     Attributes:
@@ -208,13 +212,12 @@ def _without_memory(parameter: Tensor) -> Tensor:
 
 
 def _multiplied(layers: Iterable[nn.Module]) -> Mapping[Tensor, torch.dtype]:
-    """The weights that `CastWeights` gives to their layers, and the types these compute in."""
+    """The weights that layers take from `CastWeights`, and the types these compute in."""
+    modules: Iterable[Any] = (module for layer in layers for module in layer.modules())
     return {
         module.weight: module.compute_dtype
-        for layer in layers
-        for module in layer.modules()
-        if isinstance(module, (ParallelConv, ParallelLinear))
-        and type(module) in (ParallelConv, ParallelLinear, MeanLinear)
+        for module in modules
+        if vars(type(module)).get("multiplies_by_weight")  # a subclass may use its weight otherwise
     }
 
 

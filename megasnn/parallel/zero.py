@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from megasnn.comm.collectives import Exchange, start_exchange, sum_in_rank_order
 from megasnn.comm.group import Group
-from megasnn.data_parallel.checksum import in_memory_order
+from megasnn.parallel.replica_check import in_memory_order
 from megasnn.sharding import nested_bounds
 
 
-class OwnedRows:
+class RowShards:
     """The rows of some parameters of one type, by the replica that owns them.
 
     Args:

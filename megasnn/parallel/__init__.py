@@ -1,0 +1,1 @@
+"""Data parallelism over groups of ranks: gradients, weights and statistics; replicas that stay equal."""
