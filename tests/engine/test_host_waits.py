@@ -12,7 +12,7 @@ THE_READING = ["megasnn/engine/distributed_model.py, finish_step: tolist"]
 OF_THE_EVALUATION = [
     f"megasnn/engine/distributed_model.py, {each}" for each in ("evaluate: tolist", "total: tensor", "total: tolist")
 ]
-OF_THE_LOG = ["megasnn/telemetry/spikes.py, _merge_parts: tolist"]
+OF_THE_LOG = ["megasnn/telemetry/spikes.py, _statistics: tolist"]
 PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
 
 
