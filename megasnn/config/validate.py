@@ -161,11 +161,15 @@ def _optimizer_problems(config: PretrainConfig, world_size: int) -> list[str]:
     parallel, name = config.parallel, config.optimizer.optimizer
     if OPTIMIZERS[name].elementwise:
         return []
-    sizes = [size for size in ("tensor_model_parallel_size", "weight_parallel_size") if getattr(parallel, size) > 1]
+    sizes = [
+        f"{flag(size)} {getattr(parallel, size)}"
+        for size in ("tensor_model_parallel_size", "weight_parallel_size")
+        if getattr(parallel, size) > 1
+    ]
     if parallel.use_distributed_optimizer and world_size > 1:
-        sizes.append("use_distributed_optimizer")
+        sizes.append(flag("use_distributed_optimizer"))
     return [
-        f"--optimizer {name} needs whole tensors, and with {flag(size)} a rank updates parts of them; leave it out, or "
+        f"--optimizer {name} needs whole tensors, and with {size} a rank updates parts of them; leave it out, or "
         f"take another optimizer ({', '.join(other for other, recipe in OPTIMIZERS.items() if recipe.elementwise)})"
         for size in sizes
     ]

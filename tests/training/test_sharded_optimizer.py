@@ -154,7 +154,7 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused(ranks) -> None:
         assert "--optimizer whole needs whole tensors, and with --use-distributed-optimizer a rank updates" in text
         assert "or take another optimizer (adamw, sgd, lamb, own)" in text
     for text in ranks(2, refusal, "--tensor-model-parallel-size", "2"):
-        assert "--optimizer whole needs whole tensors, and with --tensor-model-parallel-size" in text
+        assert "--optimizer whole needs whole tensors, and with --tensor-model-parallel-size 2 a rank" in text
 
 
 def test_one_replica_owns_everything(cache, tmp_path) -> None:
