@@ -46,6 +46,8 @@ def sources_of(
             given["model"] = {**_dimensions(config_class, given["model"]["variant"]), **given["model"]}
         if early.evaluate_only:
             given = {part: values for part, values in given.items() if part not in ("checkpoint", "logging")}
+            # null was written by a run that had not been told: then the checkpoint says how samples are made
+            given["data"] = {name: value for name, value in given.get("data", {}).items() if value is not None}
         sources[f"--config {in_message(early.config)}"] = given
     if early.variant != _ABSENT:
         variant = None if _is_none(early.variant) else early.variant

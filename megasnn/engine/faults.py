@@ -101,20 +101,24 @@ class FaultWatch:
         self._is_over.set()
 
     def claim(self, error: BaseException) -> bool:
-        """Tells the other ranks of the first error on this one; False where another rank has failed before."""
+        """Tells the other ranks of the first error on this one; False where another rank has failed before.
+
+        Such a rank waits before it ends: its error often is the broken connection to the rank that failed, and
+        torchrun, which looks ten times a second, names the lowest of those that it finds ended."""
         self.stop()
-        if self._is_first is not None:
-            return self._is_first
-        if self.has_seen_fault:
-            return False
+        if self._is_first is None:
+            self._is_first = not self.has_seen_fault and self._write(error)
+            time.sleep(2 * POLL_SECONDS if self._is_first else LAST_SECONDS)
+        return self._is_first
+
+    def _write(self, error: BaseException) -> bool:
+        """Writes the key, unless it is there. All ranks have to read it before connections break."""
         cause, place = cause_and_place(error)
         fault = json.dumps({"rank": self._rank, "host": self._host, "place": place, "kind": type(cause).__name__})
         try:
-            self._is_first = self._store.compare_set(_KEY, "", fault) == fault.encode()
-            time.sleep(2 * POLL_SECONDS)  # until all have read it: when this process ends, connections break
+            return bool(self._store.compare_set(_KEY, "", fault) == fault.encode())
         except RuntimeError:  # the store is gone with its process
-            self._is_first = True
-        return self._is_first
+            return True
 
     def _look(self) -> None:
         while not self._is_over.wait(POLL_SECONDS):

@@ -69,6 +69,22 @@ def test_an_evaluation_finds_what_the_training_found(trained, shard, tmp_path, c
     assert other != loss and f"{WARNING}{told}\n" in capsys.readouterr().out
 
 
+def test_an_evaluation_by_the_file_of_a_run_takes_the_rest_from_the_checkpoint(trained, shard) -> None:
+    """The run was not told its normalisation: the file says null, the checkpoint says what it used."""
+    folder, _ = trained
+    file = ("--config", f"{folder}/config.json", "--load", folder, "--evaluate-only", "--valid-data-path", shard)
+    assert read(*file, "--augment", "none").data.normalize_images == "cifar10"
+    assert read(*file, "--normalize-images", "generic").data.normalize_images == "generic"
+
+
+def test_an_evaluation_makes_the_frames_of_the_training(tmp_path) -> None:
+    sizes = "--channels 4,P,8,P --image-size 16 --time-steps 3 --num-classes 10 --train-iters 1 --save".split()
+    trained = ["--split-by", "time", "--normalize-frames", "frame-max"]
+    assert pretrain("vgg_dvs", [*BATCHES, *sizes, str(tmp_path), *trained, "--eval-iters", "0"]) == 0
+    found = configuration(MODELS["vgg_dvs"], ["--load", str(tmp_path), "--evaluate-only"]).data
+    assert (found.split_by, found.normalize_frames) == ("time", "frame-max")
+
+
 def test_fine_tuning_takes_the_constants_and_says_it(trained, shard, tmp_path, capsys) -> None:
     start = ["--load", trained[0], "--finetune", "--data-path", shard, "--train-iters", "1"]
     found = read(*start)
