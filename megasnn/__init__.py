@@ -15,10 +15,6 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.checkpoint import load_global_tensors as load_global_tensors
     from megasnn.checkpoint import save_checkpoint as save_checkpoint
     from megasnn.checkpoint import save_global_tensors as save_global_tensors
-    from megasnn.comm.codec import COUNTS as COUNTS
-    from megasnn.comm.codec import DENSE as DENSE
-    from megasnn.comm.codec import SPIKES as SPIKES
-    from megasnn.comm.codec import Content as Content
     from megasnn.config import ConfigError as ConfigError
     from megasnn.config import PretrainConfig as PretrainConfig
     from megasnn.config import parse as parse
@@ -57,14 +53,18 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.models.model import Model as Model
     from megasnn.models.shard import shard as shard
     from megasnn.models.table import MODELS as MODELS
+    from megasnn.parallel.codec import COUNTS as COUNTS
+    from megasnn.parallel.codec import DENSE as DENSE
+    from megasnn.parallel.codec import SPIKES as SPIKES
+    from megasnn.parallel.codec import Content as Content
+    from megasnn.parallel.sharded_tensors import ShardedTensor as ShardedTensor
+    from megasnn.parallel.sharding import Shard as Shard
     from megasnn.parallel_state import ParallelState as ParallelState
     from megasnn.parallel_state import destroy_model_parallel as destroy_model_parallel
     from megasnn.parallel_state import get_parallel_state as get_parallel_state
     from megasnn.parallel_state import initialize_model_parallel as initialize_model_parallel
     from megasnn.pipeline.chunk import PipelineChunk as PipelineChunk
     from megasnn.pretraining import pretrain as pretrain
-    from megasnn.sharded_tensors import ShardedTensor as ShardedTensor
-    from megasnn.sharding import Shard as Shard
     from megasnn.telemetry.callback import Callback as Callback
     from megasnn.version import __version__ as __version__
 

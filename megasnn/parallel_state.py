@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megasnn.comm.communicators import Communicators
-from megasnn.comm.group import Group, Groups, Handle, alone, let_computing_go_first
-from megasnn.comm.world import BACKENDS
 from megasnn.grid import AXES, REPLICA_AXES, SUMMED_AXES, Axis, Coordinates, Grid
+from megasnn.parallel.communicators import Communicators
+from megasnn.parallel.group import Group, Groups, Handle, alone, let_computing_go_first
+from megasnn.parallel.world import BACKENDS
 
 _GROUPS: dict[str, tuple[Axis, ...]] = {
     "tensor": ("tensor",),
@@ -53,7 +53,7 @@ class ParallelState:
         summed: all of which gradients are the sum: replicas, and ranks that share a micro-batch with them.
         other_data: the ranks along the data axis alone.
         downward: the pipeline group once more, for messages to lower ranks; those to higher ones go through `pipeline`.
-            No queue has messages in both directions (megasnn/comm/communicators.py).
+            No queue has messages in both directions (megasnn/parallel/communicators.py).
         model: all ranks that together hold one copy of the model (tensor x pipeline).
         world: all ranks.
         device: where this rank computes.

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasnn.grid import AXES, HOLDING_AXES, Coordinates, Grid, Place
-from megasnn.sharding import Cut, Shard, row_bounds
+from megasnn.parallel.sharding import Cut, Shard, row_bounds
 
 
 @st.composite

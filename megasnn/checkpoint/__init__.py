@@ -28,9 +28,9 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.checkpoint.save import save_checkpoint as save_checkpoint
     from megasnn.checkpoint.save import save_global_tensors as save_global_tensors
     from megasnn.checkpoint.saver import Saver as Saver
-    from megasnn.comm.agreement import first_decides as first_decides
     from megasnn.files.problems import CheckpointError as CheckpointError
     from megasnn.files.problems import DamagedError as DamagedError
     from megasnn.files.problems import NoCheckpointError as NoCheckpointError
+    from megasnn.parallel.agreement import first_decides as first_decides
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

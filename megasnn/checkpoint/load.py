@@ -25,11 +25,11 @@ from megasnn.checkpoint.format import AVERAGE, BESIDE, OPTIMIZER, Metadata, Save
 from megasnn.checkpoint.optimizer_state import LocalState, States, allocate, describe, of_frozen
 from megasnn.checkpoint.save import Group, PathLike, kind_of
 from megasnn.checkpoint.tensor_io import damage, read_boxes, require_intact
-from megasnn.comm.agreement import all_do, first_decides, gather, rank_in, size_of
 from megasnn.files.problems import CheckpointError, DamagedError, raise_problems
+from megasnn.parallel.agreement import all_do, first_decides, gather, rank_in, size_of
+from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import Shard
 from megasnn.precisions import PRECISIONS
-from megasnn.sharded_tensors import ShardedTensor
-from megasnn.sharding import Shard
 
 T = TypeVar("T")
 

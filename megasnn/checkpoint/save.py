@@ -25,10 +25,10 @@ from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.format import Box, Metadata, Progress, SavedFile, SavedTensor, covers_once
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.tensor_io import LocalBox, boxes_of, write_safetensors
-from megasnn.comm.agreement import all_do, first_decides, first_gathers, is_first, rank_in
 from megasnn.files.problems import CheckpointError, problem_list
-from megasnn.sharded_tensors import ShardedTensor
-from megasnn.sharding import Shard
+from megasnn.parallel.agreement import all_do, first_decides, first_gathers, is_first, rank_in
+from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import Shard
 
 PathLike = str | os.PathLike[str]
 Group = dist.ProcessGroup | None

@@ -17,9 +17,9 @@ from megasnn.checkpoint.format import BESIDE, Progress, SavedFile
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import Group, Written, kind_of, save_checkpoint, write_checkpoint, written_here
 from megasnn.checkpoint.tensor_io import LocalBox, boxes_of, file_layout, write_image
-from megasnn.comm.agreement import is_first
 from megasnn.files.problems import CheckpointError
-from megasnn.sharded_tensors import ShardedTensor
+from megasnn.parallel.agreement import is_first
+from megasnn.parallel.sharded_tensors import ShardedTensor
 
 # Ranks wait for each other as long as the slowest disk takes. megasnn.engine.faults ends them when one is lost.
 _PATIENCE = datetime.timedelta(days=7)

@@ -15,7 +15,6 @@ from torch import Tensor
 from megasnn.checkpoint.format import AVERAGE, OPTIMIZER
 from megasnn.checkpoint.optimizer_state import state_names
 from megasnn.checkpoint.tensor_io import require_intact
-from megasnn.comm.group import Group
 from megasnn.config import ModelConfig, PretrainConfig, from_dict
 from megasnn.convert.rank_files import write_rank_files
 from megasnn.convert.source import Source, read_shard
@@ -26,8 +25,9 @@ from megasnn.models.description import ModelDescription
 from megasnn.models.dialects import model_of
 from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
+from megasnn.parallel.group import Group
+from megasnn.parallel.sharded_tensors import ShardedTensor, sharded_tensors
 from megasnn.schedule.partition import PLACEMENTS, layout_to_bounds, parse_layout
-from megasnn.sharded_tensors import ShardedTensor, sharded_tensors
 
 TENSOR_FLAG, PIPELINE_FLAG = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
 VIRTUAL_FLAG, PLACEMENT_FLAG = "--target-virtual-stages", "--target-placement"

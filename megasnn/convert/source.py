@@ -19,8 +19,8 @@ from megasnn.checkpoint.tensor_io import read_boxes
 from megasnn.files.problems import CheckpointError
 from megasnn.models.dialects import dialect_of, is_ours
 from megasnn.models.names import Recipe
-from megasnn.sharded_tensors import ShardedTensor
-from megasnn.sharding import Shard
+from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import Shard
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from megasnn.data.epochs import epoch_samples
 from megasnn.data.order import Position, SampleOrder
 from megasnn.data.reading import PositionDataset
 from megasnn.data.workers import STEP_SECONDS, WorkerWatch, start_worker, worker_context
-from megasnn.sharding import own_rows
+from megasnn.parallel.sharding import own_rows
 
 
 @dataclass(frozen=True)

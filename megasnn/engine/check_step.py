@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megasnn.comm.agreement import gather
-from megasnn.comm.group import Group
 from megasnn.device_checks import DeviceChecks
+from megasnn.parallel.agreement import gather
+from megasnn.parallel.group import Group
 from megasnn.pipeline.executor import PipelineError
 
 

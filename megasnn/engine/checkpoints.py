@@ -13,16 +13,16 @@ from torch import Tensor
 from megasnn import checkpoint
 from megasnn.checkpoint.compare import model_differences
 from megasnn.checkpoint.format import BESIDE
-from megasnn.comm.agreement import all_do, gather
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import changed_recipe, identity, recipe
 from megasnn.engine.steps import Steps
 from megasnn.files.problems import CheckpointError
+from megasnn.parallel.agreement import all_do, gather
+from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import Piece
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.random import GENERATOR
-from megasnn.sharded_tensors import ShardedTensor
-from megasnn.sharding import Piece
 
 
 class Checkpoints:

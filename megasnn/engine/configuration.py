@@ -9,13 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megasnn.comm.agreement import gather
-from megasnn.comm.group import Group
 from megasnn.config import ConfigError, PretrainConfig, validate
 from megasnn.config.values import build_part, to_dict, with_keywords
 from megasnn.models.model import Model, run_config
 from megasnn.models.problems import building_problems
 from megasnn.models.table import MODELS
+from megasnn.parallel.agreement import gather
+from megasnn.parallel.group import Group
 
 _ENDLESS = 10**12  # steps of a training whose learning rate does not decay
 

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from megasnn.bundle import Bundle, logits_of
-from megasnn.comm.agreement import gather
-from megasnn.comm.collectives import all_reduce_sum
 from megasnn.device_checks import DeviceChecks
 from megasnn.engine.check_step import check_step
 from megasnn.engine.parts import executed_parts, gathered_weights, planned
@@ -28,7 +26,10 @@ from megasnn.losses.sums import correct_predictions, count_correct, cross_entrop
 from megasnn.models.compare_cut import compare_with_whole
 from megasnn.models.description import ModelDescription
 from megasnn.optim import GradientNorm
+from megasnn.parallel.agreement import gather
+from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.gradient_buckets import GradientBuckets
+from megasnn.parallel.sharded_tensors import ShardedTensor, parameter_count
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.parallel_state import ParallelState
 from megasnn.pinned import without_waiting
@@ -41,7 +42,6 @@ from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.pipeline.ties import Ties
 from megasnn.schedule import SchedulePlan
-from megasnn.sharded_tensors import ShardedTensor, parameter_count
 
 SampleLoss = Callable[[Any, Tensor], Tensor]
 """(what the model's last layer gives: logits, or a bundle with them; labels) -> the sum of the samples' losses."""

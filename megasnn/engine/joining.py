@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from megasnn.comm.world import start_process_group
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.engine.arithmetic import prepare_cublas, set_precision
 from megasnn.engine.faults import placed, watch_ranks
+from megasnn.parallel.world import start_process_group
 from megasnn.parallel_state import (
     ParallelState,
     destroy_model_parallel,

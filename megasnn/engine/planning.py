@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from megasnn.batching import micro_batches_of
-from megasnn.comm.agreement import decided_by_first
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.grid import Grid
 from megasnn.layers import BuildContext
 from megasnn.models.description import ModelDescription
+from megasnn.parallel.agreement import decided_by_first
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.choose_schedule import PipelineRequest
 from megasnn.pipeline.cost_model import PipelineCosts

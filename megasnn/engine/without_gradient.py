@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megasnn.comm.agreement import gather
 from megasnn.engine.distributed_model import DistributedModel
+from megasnn.parallel.agreement import gather
 
 _AT_MOST = 8  # names in a sentence
 

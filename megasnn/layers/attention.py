@@ -8,8 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megasnn.comm.alike import count_type, sum_for_each
-from megasnn.comm.collectives import from_rows, to_rows
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.packed import bits_of
 from megasnn.layers.attend import Attend, AttendPlan
@@ -21,7 +19,9 @@ from megasnn.layers.holding import note_exchanges
 from megasnn.layers.neuron import ParallelNeuron
 from megasnn.layers.rows import rows_of
 from megasnn.layers.unit import ConvNormNeuron
-from megasnn.sharding import Initialiser
+from megasnn.parallel.alike import count_type, sum_for_each
+from megasnn.parallel.collectives import from_rows, to_rows
+from megasnn.parallel.sharding import Initialiser
 
 
 class SpikingSelfAttention(nn.Module):

@@ -15,9 +15,9 @@ from megasnn.kernels.reference import REDUCED, batch_norm
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import calls_of, count_call, note_exchanges
 from megasnn.layers.initialisers import ones, zeros
+from megasnn.parallel.sharded_tensors import declare_buffer, declare_parameter
+from megasnn.parallel.sharding import Initialiser
 from megasnn.parallel.sync_batch_norm import shared_over
-from megasnn.sharded_tensors import declare_buffer, declare_parameter
-from megasnn.sharding import Initialiser
 
 
 class ParallelBatchNorm(nn.Module):

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megasnn.comm.group import Group, alone
 from megasnn.grid import Axis, ContextCut, Coordinates, Grid, Place
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.cast_weights import CastWeights
 from megasnn.layers.weight_gradients import WeightGradients
-from megasnn.sharding import Cut, Initialiser, Shard
+from megasnn.parallel.group import Group, alone
+from megasnn.parallel.sharding import Cut, Initialiser, Shard
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class BuildContext:
 
         Args:
             dim: the dimension that the tensor-parallel ranks cut; None where each of them holds the whole.
-            blocks: see `megasnn.sharding.Cut`.
+            blocks: see `megasnn.parallel.sharding.Cut`.
             partial_gradient: each tensor-parallel rank sees only its own channels' share of the gradient.
         """
         cuts: tuple[tuple[Axis, Cut], ...] = () if dim is None else (("tensor", Cut(dim, blocks)),)

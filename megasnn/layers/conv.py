@@ -22,9 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Content, may_be_sparse
-from megasnn.comm.group import Group
-from megasnn.comm.rows import RowMove
 from megasnn.kernels.codec import pack_bits
 from megasnn.kernels.convolution import Geometry
 from megasnn.kernels.packed import bits_of
@@ -34,8 +31,11 @@ from megasnn.layers.convolve import Convolve, ConvPlan
 from megasnn.layers.holding import content_of, count_call, is_input, joined, note_exchanges
 from megasnn.layers.initialisers import uniform
 from megasnn.layers.rows import Rows, Windows, rows_of
-from megasnn.sharded_tensors import declare_parameter
-from megasnn.sharding import Initialiser
+from megasnn.parallel.codec import Content, may_be_sparse
+from megasnn.parallel.group import Group
+from megasnn.parallel.rows import RowMove
+from megasnn.parallel.sharded_tensors import declare_parameter
+from megasnn.parallel.sharding import Initialiser
 
 Style = Literal["column", "row"]
 Size = int | Sequence[int]

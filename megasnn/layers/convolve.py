@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 from megasnn.again import once
-from megasnn.comm.codec import Content, encode
-from megasnn.comm.collectives import (
+from megasnn.kernels.packed import remember_bits
+from megasnn.kernels.pooling import average_pool, average_pool_gradient, average_pool_of_bits, pooled_space
+from megasnn.kernels.products import ConvolutionProducts
+from megasnn.layers.weight_gradients import Leave
+from megasnn.parallel.codec import Content, encode
+from megasnn.parallel.collectives import (
     all_reduce_sum,
     exchange_bytes,
     from_rows,
@@ -22,11 +26,7 @@ from megasnn.comm.collectives import (
     sum_and_scatter_columns,
     to_rows,
 )
-from megasnn.comm.group import Group
-from megasnn.kernels.packed import remember_bits
-from megasnn.kernels.pooling import average_pool, average_pool_gradient, average_pool_of_bits, pooled_space
-from megasnn.kernels.products import ConvolutionProducts
-from megasnn.layers.weight_gradients import Leave
+from megasnn.parallel.group import Group
 
 SLICE_BYTES = 4 * 1024 * 1024  # on a CPU
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megasnn.sharding import Initialiser
+from megasnn.parallel.sharding import Initialiser
 
 
 def zeros(tensor: Tensor, generator: torch.Generator) -> None:

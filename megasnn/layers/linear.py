@@ -10,16 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.again import once
-from megasnn.comm.codec import Content, encode, may_be_sparse
-from megasnn.comm.collectives import (
-    all_reduce_sum,
-    gather_alike,
-    gather_columns,
-    join_columns,
-    own_channels,
-    sum_and_scatter_columns,
-)
-from megasnn.comm.group import Group
 from megasnn.kernels.packed import bits_of
 from megasnn.kernels.products import MatrixProducts
 from megasnn.layers.channels import mark_replicated
@@ -28,8 +18,18 @@ from megasnn.layers.holding import content_of, count_call, joined
 from megasnn.layers.initialisers import uniform
 from megasnn.layers.weight_gradients import Leave
 from megasnn.layers.whole_images import MeanOverSpace
-from megasnn.sharded_tensors import declare_parameter
-from megasnn.sharding import Initialiser
+from megasnn.parallel.codec import Content, encode, may_be_sparse
+from megasnn.parallel.collectives import (
+    all_reduce_sum,
+    gather_alike,
+    gather_columns,
+    join_columns,
+    own_channels,
+    sum_and_scatter_columns,
+)
+from megasnn.parallel.group import Group
+from megasnn.parallel.sharded_tensors import declare_parameter
+from megasnn.parallel.sharding import Initialiser
 
 
 class ParallelLinear(nn.Module):

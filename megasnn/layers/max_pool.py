@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Content
-from megasnn.comm.rows import RowMove
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import content_of, note_exchanges
 from megasnn.layers.rows import Rows, rows_of
+from megasnn.parallel.codec import Content
+from megasnn.parallel.rows import RowMove
 
 
 class MaxPool(nn.Module):

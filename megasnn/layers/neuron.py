@@ -13,7 +13,7 @@ from megasnn.kernels import NEURONS, NeuronSpec
 from megasnn.kernels.unit import neuron_multi_step
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import hold, once
-from megasnn.sharded_tensors import declare_parameter
+from megasnn.parallel.sharded_tensors import declare_parameter
 
 SpikeObserver = Callable[[Tensor], None]
 

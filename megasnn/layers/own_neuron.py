@@ -11,8 +11,8 @@ from megasnn.kernels.reference import REDUCED, surrogate_function
 from megasnn.kernels.spec import SURROGATES
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.neuron import NeuronLayer
-from megasnn.sharded_tensors import declare_parameter
-from megasnn.sharding import Initialiser
+from megasnn.parallel.sharded_tensors import declare_parameter
+from megasnn.parallel.sharding import Initialiser
 
 State = dict[str, Tensor]
 

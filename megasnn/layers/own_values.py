@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megasnn.sharding import Initialiser, Shard
+from megasnn.parallel.sharding import Initialiser, Shard
 
 ModuleInitialiser = Callable[..., None]
 """Sets values of a module: `function(module)`, or `function(module, path)` with its path in the layer."""

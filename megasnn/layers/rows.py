@@ -1,7 +1,7 @@
 """What a layer needs of images whose rows ranks share out (`--context-parallel-cut rows`), found in the dry run.
 
 The dry run sees whole images. So a layer that mixes rows notes there how high its input is; which rows a rank has
-follows from that alone (`megasnn.comm.rows.shared_rows`), and residual branches fit each other.
+follows from that alone (`megasnn.parallel.rows.shared_rows`), and residual branches fit each other.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megasnn.comm.alike import gather_rows
-from megasnn.comm.codec import Content
-from megasnn.comm.group import Group
-from megasnn.comm.rows import NO_ROW, RowMove, lend_rows, move_rows, shared_rows
 from megasnn.layers.context import BuildContext
+from megasnn.parallel.alike import gather_rows
+from megasnn.parallel.codec import Content
+from megasnn.parallel.group import Group
+from megasnn.parallel.rows import NO_ROW, RowMove, lend_rows, move_rows, shared_rows
 
 OUTSIDE: dict[str | None, Callable[[int, int], int]] = {
     None: lambda row, height: NO_ROW,
@@ -90,15 +90,15 @@ class Rows:
         return RowMove(owned, tuple((rows.start - 1,) if rows.start else () for rows in owned))
 
     def gather(self, x: Tensor, height: int, content: Content) -> Tensor:
-        """Whole images of that height; see `megasnn.comm.alike.gather_rows`. Collective."""
+        """Whole images of that height; see `megasnn.parallel.alike.gather_rows`. Collective."""
         return gather_rows(x, self.shared(height), self.group, content)
 
     def move(self, x: Tensor, move: RowMove, content: Content = Content.DENSE, pool: int = 1) -> Tensor:
-        """See `megasnn.comm.rows.move_rows`. Collective."""
+        """See `megasnn.parallel.rows.move_rows`. Collective."""
         return move_rows(x, move, self.group, content, pool)
 
     def lend(self, x: Tensor, move: RowMove) -> tuple[Tensor, Tensor]:
-        """See `megasnn.comm.rows.lend_rows`. Collective."""
+        """See `megasnn.parallel.rows.lend_rows`. Collective."""
         return lend_rows(x, move, self.group)
 
 

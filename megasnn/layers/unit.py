@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Content
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.unit import norm_pool_neuron
 from megasnn.layers.batch_norm import ParallelBatchNorm
@@ -14,7 +13,8 @@ from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv, Style
 from megasnn.layers.max_pool import MaxPool
 from megasnn.layers.neuron import NeuronLayer, ParallelNeuron
-from megasnn.sharding import Initialiser
+from megasnn.parallel.codec import Content
+from megasnn.parallel.sharding import Initialiser
 
 
 class ConvNormNeuron(nn.Module):

@@ -23,8 +23,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from megasnn.bundle import Bundle, entries_of, map_entries, plain_bundle
-from megasnn.comm.collectives import gather_alike, own_channels
-from megasnn.comm.group import Group
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.channels import (
     UNMARKED,
@@ -43,7 +41,9 @@ from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.own_values import ModuleInitialiser, note_paths, own_tensors, own_values, take_numbers
 from megasnn.layers.plain import folds, is_channelwise, is_stateful, refuse_attached, refuse_what_differs
 from megasnn.layers.swapped import SwappedDropout, our_batch_norm, swapped
-from megasnn.sharded_tensors import describe_tensor
+from megasnn.parallel.collectives import gather_alike, own_channels
+from megasnn.parallel.group import Group
+from megasnn.parallel.sharded_tensors import describe_tensor
 
 
 def make_whole(

@@ -17,8 +17,8 @@ from megasnn.layers.own_values import tensors_of
 from megasnn.layers.plain import is_channelwise
 from megasnn.layers.whole import apply_layer, is_whole
 from megasnn.models.description import DRY_SAMPLES, INPUT, ModelDescription, frames_of
+from megasnn.parallel.sharded_tensors import materialise
 from megasnn.random import keyed_generator
-from megasnn.sharded_tensors import materialise
 
 TOLERANCE = 1e-9  # of float64, relative to the largest value
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megasnn.comm.group import Group
 from megasnn.config import ModelConfig
 from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
+from megasnn.parallel.group import Group
 
 
 def building_problems(

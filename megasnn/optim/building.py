@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn.comm.group import Group
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import Axis
 from megasnn.optim.groups import parameter_groups
 from megasnn.optim.norms import ShardedNorms
 from megasnn.optimizers import OPTIMIZERS, Stepped
-from megasnn.sharded_tensors import ShardedTensor
+from megasnn.parallel.group import Group
+from megasnn.parallel.sharded_tensors import ShardedTensor
 
 
 def build_optimizer(

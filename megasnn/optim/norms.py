@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megasnn.comm.collectives import all_reduce_sum
-from megasnn.comm.group import Group
 from megasnn.grid import HOLDING_AXES, SUMMED_AXES, Axis, Place
 from megasnn.optim.squares import Squares
-from megasnn.sharded_tensors import ShardedTensor
+from megasnn.parallel.collectives import all_reduce_sum
+from megasnn.parallel.group import Group
+from megasnn.parallel.sharded_tensors import ShardedTensor
 
 _MODEL_AXES = tuple(axis for axis in HOLDING_AXES if axis not in SUMMED_AXES)
 

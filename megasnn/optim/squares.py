@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megasnn.grid import SUMMED_AXES
-from megasnn.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharded_tensors import ShardedTensor
 
 
 class Squares:

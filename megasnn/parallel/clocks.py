@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megasnn.comm.group import Group
+from megasnn.parallel.group import Group
 
 EXCHANGES = 5
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from megasnn.comm.collectives import Exchange, start_exchange
-from megasnn.comm.group import Group
+from megasnn.parallel.collectives import Exchange, start_exchange
+from megasnn.parallel.group import Group
+from megasnn.parallel.sharded_tensors import ShardedTensor
 from megasnn.parallel.zero import by_owner, joined, rows_of
 from megasnn.schedule.fsdp_passes import AT_ONCE
-from megasnn.sharded_tensors import ShardedTensor
 
 ALIGNMENT = 64  # bytes, as of torch's own tensors on the CPU: a product may sum in another order at another alignment
 

@@ -14,11 +14,11 @@ from weakref import WeakMethod
 
 from torch import Tensor
 
-from megasnn.comm.collectives import all_reduce_sum, exchange_bytes, start_all_reduce_sum
-from megasnn.comm.group import Group
+from megasnn.parallel.collectives import all_reduce_sum, exchange_bytes, start_all_reduce_sum
 from megasnn.parallel.fsdp import ALIGNMENT, GatheredWeights
+from megasnn.parallel.group import Group
+from megasnn.parallel.sharded_tensors import ShardedTensor
 from megasnn.parallel.zero import RowShards
-from megasnn.sharded_tensors import ShardedTensor
 
 BUCKET_BYTES = 8 * 1024 * 1024  # on a CPU
 

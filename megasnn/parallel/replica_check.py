@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.comm.agreement import gather
-from megasnn.comm.group import Group
 from megasnn.grid import Axis
+from megasnn.parallel.agreement import gather
+from megasnn.parallel.group import Group
+from megasnn.parallel.sharded_tensors import ShardedTensor
 from megasnn.random import keyed_generator
-from megasnn.sharded_tensors import ShardedTensor
 
 Key = tuple[str, tuple[tuple[Axis, int], ...]]
 """Global name of a tensor, and which of its parts a rank holds, by axis."""

@@ -16,9 +16,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megasnn.comm.collectives import all_gather_into
-from megasnn.comm.group import Group
-from megasnn.comm.statistics import statistics
+from megasnn.parallel.collectives import all_gather_into
+from megasnn.parallel.group import Group
+from megasnn.parallel.traffic import statistics
 from megasnn.pinned import without_waiting
 
 

@@ -12,10 +12,10 @@ from itertools import accumulate, chain, pairwise
 import torch
 from torch import Tensor, nn
 
-from megasnn.comm.collectives import Exchange, start_exchange, sum_in_rank_order
-from megasnn.comm.group import Group
+from megasnn.parallel.collectives import Exchange, start_exchange, sum_in_rank_order
+from megasnn.parallel.group import Group
 from megasnn.parallel.replica_check import in_memory_order
-from megasnn.sharding import nested_bounds
+from megasnn.parallel.sharding import nested_bounds
 
 
 class RowShards:

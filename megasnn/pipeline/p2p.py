@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.comm.codec import Content, decode_into, encode, encoded_like
-from megasnn.comm.group import Group
-from megasnn.comm.statistics import statistics
 from megasnn.kernels.codec import empty_values
 from megasnn.kernels.packed import bits_of
+from megasnn.parallel.codec import Content, decode_into, encode, encoded_like
+from megasnn.parallel.group import Group
+from megasnn.parallel.traffic import statistics
 from megasnn.pinned import without_waiting
 
 MAX_DIMS = 8

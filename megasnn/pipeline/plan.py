@@ -8,13 +8,14 @@ from functools import partial
 
 import torch
 
-from megasnn.comm.agreement import decided_by_first
-from megasnn.comm.collectives import exchange_bytes
-from megasnn.comm.group import Group
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
+from megasnn.parallel.agreement import decided_by_first
+from megasnn.parallel.collectives import exchange_bytes
 from megasnn.parallel.fsdp import gathered_bytes, travelling_bytes
 from megasnn.parallel.gradient_buckets import BUCKET_BYTES, GradientBuckets
+from megasnn.parallel.group import Group
+from megasnn.parallel.sharded_tensors import copied_tensors, sharded_tensors
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.choose_schedule import Candidate, ExchangedOf, PipelineRequest, choose_schedule, executed_costs
 from megasnn.pipeline.cost_model import PipelineCosts
@@ -26,7 +27,6 @@ from megasnn.schedule.fsdp_passes import SharedWeights
 from megasnn.schedule.named import looks_at_costs
 from megasnn.schedule.passes import NEVER
 from megasnn.schedule.search import Forecast
-from megasnn.sharded_tensors import copied_tensors, sharded_tensors
 
 _NAMED_SHOWN = 3  # of the named schedules, the fastest ones
 

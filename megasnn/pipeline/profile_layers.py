@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 from megasnn.again import Findings, first_forward, second_forward
 from megasnn.bundle import Bundle, bundle_of, entries_of, map_entries
-from megasnn.comm.statistics import statistics
 from megasnn.device_checks import DeviceChecks
 from megasnn.kernels.packed import bits_of, remember_bits
 from megasnn.layers.cast_weights import CastWeights
@@ -31,13 +30,14 @@ from megasnn.layers.rows import own_rows_of
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription, frames_of
+from megasnn.parallel.sharded_tensors import materialise
+from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import carrying_layers
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts, crossing, for_samples
 from megasnn.pipeline.edges import Entry, backward_of
 from megasnn.pipeline.link import measure_link
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, message_of
-from megasnn.sharded_tensors import materialise
 from megasnn.telemetry.allocations import AllocationCounter
 
 ROUNDS = 3

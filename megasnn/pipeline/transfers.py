@@ -11,9 +11,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from megasnn.comm.codec import Content
 from megasnn.device_checks import explained
 from megasnn.models.description import Carried
+from megasnn.parallel.codec import Content
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.arrivals import known_arrivals, needed_by_senders, sent_by_then
 from megasnn.pipeline.boundaries import Boundaries
@@ -26,7 +26,7 @@ class Transfers:
     """A link is all that one rank sends to another, forward and backward, first in, first out. The tensors of one
     boundary follow each other.
 
-    What travels between two ranks in the two directions has a queue each (megasnn/comm/communicators.py): they are
+    What travels between two ranks in the two directions has a queue each (megasnn/parallel/communicators.py): they are
     started here.
 
     Args:

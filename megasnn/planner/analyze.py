@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
-from megasnn.comm.codec import Content
-from megasnn.comm.world import kind_of_device
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError
 from megasnn.models.building import describe
 from megasnn.models.description import INPUT, ModelDescription
 from megasnn.models.problems import building_problems
 from megasnn.models.summary import LayerSummary, summarise
+from megasnn.parallel.codec import Content
+from megasnn.parallel.world import kind_of_device
 from megasnn.planner.analysis import FORMAT, Analysis, Counted, LayerFacts, identity
 from megasnn.planner.counting import counted, extrapolated, trial_sizes
 from megasnn.planner.measuring import measured

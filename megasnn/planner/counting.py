@@ -19,6 +19,7 @@ from megasnn.kernels.products import can_be_sparse
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
 from megasnn.models.description import ModelDescription
 from megasnn.models.problems import building_problems
+from megasnn.parallel.sharded_tensors import sharded_tensors
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import LayerCost
 from megasnn.pipeline.p2p import WireOptions
@@ -26,7 +27,6 @@ from megasnn.pipeline.profile_layers import COUNTED_AS_THEY_ARE, TRIAL_SAMPLES, 
 from megasnn.planner.analysis import Counted, HeldTensor
 from megasnn.planner.pretended import pretended_ranks
 from megasnn.precisions import PRECISIONS
-from megasnn.sharded_tensors import sharded_tensors
 
 CPU = torch.device("cpu")
 

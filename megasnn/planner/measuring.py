@@ -10,20 +10,20 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from megasnn.comm.agreement import first_decides
-from megasnn.comm.world import start_process_group
 from megasnn.config import PretrainConfig
 from megasnn.free_memory import keep_free_memory, release_free_memory
 from megasnn.grid import ContextCut
 from megasnn.models.description import ModelDescription
 from megasnn.optim import build_optimizer
+from megasnn.parallel.agreement import first_decides
+from megasnn.parallel.sharded_tensors import materialise, sharded_tensors
+from megasnn.parallel.world import start_process_group
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.cost_model import LayerCost, PipelineCosts
 from megasnn.pipeline.profile_layers import profile_layers, profile_pipeline
 from megasnn.planner.analysis import Analysis, LayerSeconds, Timed
 from megasnn.planner.counting import context_of, one_rank, wires_of
 from megasnn.planner.fitting import fitted_machine
-from megasnn.sharded_tensors import materialise, sharded_tensors
 from megasnn.telemetry.memory import held_memory_mb
 
 STEPS = 5  # of the optimizer

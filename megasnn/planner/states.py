@@ -12,9 +12,9 @@ from math import prod
 
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.optimizers import Stepped
+from megasnn.parallel.sharding import nested_bounds
 from megasnn.planner.analysis import HeldTensor
 from megasnn.planner.layout import Layout
-from megasnn.sharding import nested_bounds
 
 ALIGNMENT = 64  # bytes: each gradient and each gathered weight begins at a multiple
 BUCKET_BYTES = 8 << 20  # on a CPU

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from megasnn.comm.agreement import decided_by_first
 from megasnn.config import PretrainConfig
 from megasnn.data import BatchLoader, Datasets, LoaderOptions, Share, open_datasets
 from megasnn.data.epochs import check_shares, epoch_samples, order_identity
 from megasnn.engine import Engine
 from megasnn.engine.faults import placed
+from megasnn.parallel.agreement import decided_by_first
 from megasnn.parallel_state import ParallelState
 from megasnn.preprocess.sample import shards_of_sample
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 
-from megasnn.comm.statistics import statistics
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.engine.faults import placed
+from megasnn.parallel.traffic import statistics
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.data import RunData
 from megasnn.training.saving import Saves

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from megasnn import checkpoint
-from megasnn.comm.agreement import all_do, gather
 from megasnn.files.shared import leave_mark, sees_mark
+from megasnn.parallel.agreement import all_do, gather
 from megasnn.parallel_state import ParallelState
 from megasnn.version import __version__
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from megasnn.comm.world import why_not_on_gpus
 from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_json, with_model_name
 from megasnn.config.data import SAMPLE
 from megasnn.config.training import Length
@@ -25,11 +24,12 @@ from megasnn.files.durable import write_whole
 from megasnn.kernels.backends import backend_told
 from megasnn.layers.holding import calls_of, exchanges_of
 from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
+from megasnn.parallel.sharding import row_bounds
+from megasnn.parallel.world import why_not_on_gpus
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Kind
-from megasnn.sharding import row_bounds
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.profile import chart
 

@@ -6,8 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
-from megasnn.comm.agreement import all_do, gather
-from megasnn.comm.statistics import statistics
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
@@ -18,7 +16,9 @@ from megasnn.grid import HOLDING_AXES
 from megasnn.models.building import describe
 from megasnn.non_finite import first_non_finite
 from megasnn.optim import require_matches
+from megasnn.parallel.agreement import all_do, gather
 from megasnn.parallel.replica_check import ReplicaCheck, ReplicaError
+from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.callback import Callback
 from megasnn.telemetry.memory import memory_scalars

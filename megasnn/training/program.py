@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from megasnn import checkpoint
-from megasnn.comm.agreement import gather
-from megasnn.comm.world import start_process_group
 from megasnn.config import PretrainConfig
 from megasnn.engine.arithmetic import prepare_cublas
 from megasnn.engine.faults import cause_and_place, claim_fault, end_process, in_full, placed, watch_ranks
+from megasnn.parallel.agreement import gather
 from megasnn.parallel.replica_check import ReplicaError
+from megasnn.parallel.world import start_process_group
 from megasnn.parallel_state import (
     ParallelState,
     destroy_model_parallel,

@@ -10,7 +10,6 @@ from megasnn import checkpoint
 from megasnn.checkpoint.compare import config_differences, model_differences
 from megasnn.checkpoint.job import JobFolder
 from megasnn.checkpoint.state_dict import read_state_dict
-from megasnn.comm.agreement import all_do
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import Identity, changed_recipe, changed_samples, identity, recipe
 from megasnn.engine import Engine
@@ -20,9 +19,10 @@ from megasnn.files.problems import raise_problems
 from megasnn.layers import BuildContext, KeyedLayer, ParallelNeuron
 from megasnn.models.description import ModelDescription
 from megasnn.models.table import saved_model_name
+from megasnn.parallel.agreement import all_do
+from megasnn.parallel.sharded_tensors import owner_name
 from megasnn.parallel_state import ParallelState
 from megasnn.random import GENERATOR
-from megasnn.sharded_tensors import owner_name
 from megasnn.training.hosts import require_shared
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megasnn.comm.statistics import statistics
 from megasnn.engine.distributed_model import DistributedModel
+from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.memory import gather_peak_memory_mb, memory_scalars
 from megasnn.telemetry.spikes import LayerSpikes, RasterRecorder, SpikeRecorder

@@ -14,9 +14,15 @@ from torch import Tensor, nn
 
 from megasnn.checkpoint import LocalState
 from megasnn.grid import Grid, Place
+from megasnn.parallel.sharded_tensors import (
+    ShardedTensor,
+    declare_buffer,
+    declare_parameter,
+    materialise,
+    sharded_tensors,
+)
+from megasnn.parallel.sharding import Cut, Initialiser, Shard
 from megasnn.random import keyed_generator
-from megasnn.sharded_tensors import ShardedTensor, declare_buffer, declare_parameter, materialise, sharded_tensors
-from megasnn.sharding import Cut, Initialiser, Shard
 
 CONFIG = {"model": {"embed_dim": 16, "depth": 2}, "neuron": {"tau": 2.0, "v_reset": None}}
 CPU = torch.device("cpu")

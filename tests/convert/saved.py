@@ -11,7 +11,6 @@ import torch
 
 from megasnn.checkpoint import LocalState, Progress, save_checkpoint
 from megasnn.checkpoint.format import Metadata
-from megasnn.comm.group import Group
 from megasnn.config.neuron import NeuronConfig
 from megasnn.convert.reshard import SavedModel, saved_model
 from megasnn.convert.source import Source
@@ -19,8 +18,9 @@ from megasnn.layers import BuildContext
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.table import MODELS as TABLE
 from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.parallel.group import Group
+from megasnn.parallel.sharded_tensors import ShardedTensor, materialise, sharded_tensors
 from megasnn.random import keyed_generator
-from megasnn.sharded_tensors import ShardedTensor, materialise, sharded_tensors
 
 CPU = torch.device("cpu")
 MODELS: dict[str, Spikformer | VggDvs] = {

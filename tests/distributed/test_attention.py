@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.comm.alike import sum_for_each
 from megasnn.layers import attend
 from megasnn.layers.attend import EXACT_BFLOAT16, Attend, AttendPlan, exact_type
-from megasnn.sharding import own_rows
+from megasnn.parallel.alike import sum_for_each
+from megasnn.parallel.sharding import own_rows
 from tests.distributed.whole import everybody, random, spikes
 
 FRAMES, HEADS, WIDTH = 2, 3, 8

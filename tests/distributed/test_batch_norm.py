@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasnn.comm.group import alone
 from megasnn.layers import ParallelBatchNorm
+from megasnn.parallel.group import alone
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from tests.distributed.whole import assemble, build, channels_last, context, everybody, mine, parts, random
 

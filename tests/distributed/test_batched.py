@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megasnn.comm.group import alone
 from megasnn.layers import BuildContext, ParallelBatchNorm
 from megasnn.layers.holding import calls_of
 from megasnn.optim.average import WeightAverage
 from megasnn.optim.lamb import Lamb
 from megasnn.optim.squares import Squares
+from megasnn.parallel.group import alone
+from megasnn.parallel.sharded_tensors import ShardedTensor, materialise
+from megasnn.parallel.sharding import Shard
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
-from megasnn.sharded_tensors import ShardedTensor, materialise
-from megasnn.sharding import Shard
 
 BETAS, EPS, RATE = (0.9, 0.999), 1e-6, 0.01
 

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from megasnn import Engine
-from megasnn.comm.codec import Content
-from megasnn.comm.group import Group
 from megasnn.layers import (
     BuildContext,
     ConvNormNeuron,
@@ -30,6 +28,8 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.parallel.codec import Content
+from megasnn.parallel.group import Group
 from megasnn.pipeline.boundaries import Boundaries
 from megasnn.pipeline.p2p import TensorDescriptor
 from tests.models.networks import between

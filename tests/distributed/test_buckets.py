@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megasnn.comm.collectives import Exchange, start_exchange
-from megasnn.comm.group import alone
-from megasnn.comm.statistics import statistics
 from megasnn.parallel import zero
+from megasnn.parallel.collectives import Exchange, start_exchange
 from megasnn.parallel.gradient_buckets import GradientBuckets
+from megasnn.parallel.group import alone
+from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import Shard
+from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.sharded_tensors import ShardedTensor
-from megasnn.sharding import Shard
 from megasnn.telemetry.allocations import AllocationCounter
 from tests.distributed.whole import everybody, random
 

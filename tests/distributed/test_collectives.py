@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.comm import collectives
-from megasnn.comm.codec import Content
-from megasnn.comm.collectives import (
+from megasnn.parallel import collectives
+from megasnn.parallel.codec import Content
+from megasnn.parallel.collectives import (
     all_reduce_sum,
     gather_columns,
     sum_and_scatter_columns,
 )
-from megasnn.comm.group import Group, alone
-from megasnn.comm.statistics import statistics
+from megasnn.parallel.group import Group, alone
+from megasnn.parallel.traffic import statistics
 from tests.distributed.whole import everybody, random, spikes
 
 PAIR = Group("data", (0, 1))

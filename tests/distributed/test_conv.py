@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Content
-from megasnn.comm.collectives import from_rows, gather_columns, sum_and_scatter_columns, to_rows
-from megasnn.comm.group import Group
-from megasnn.comm.statistics import statistics
 from megasnn.layers import ParallelConv
 from megasnn.layers.cast_weights import CastWeights
+from megasnn.parallel.codec import Content
+from megasnn.parallel.collectives import from_rows, gather_columns, sum_and_scatter_columns, to_rows
+from megasnn.parallel.group import Group
+from megasnn.parallel.traffic import statistics
 from tests.distributed.whole import (
     assemble,
     build,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megasnn.comm.group import Group, alone
 from megasnn.layers import BuildContext, DropPath
 from megasnn.layers.whole import apply_layer
+from megasnn.parallel.group import Group, alone
 from megasnn.random import Draws
 
 P = 0.25

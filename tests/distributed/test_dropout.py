@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.comm.group import Group, alone
 from megasnn.layers import BuildContext, ParallelDropout
 from megasnn.layers.whole import apply_layer
+from megasnn.parallel.group import Group, alone
 from megasnn.random import Draws
 
 T, C = 3, 40

@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasnn.comm.group import Group
-from megasnn.comm.statistics import statistics
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import (
     BuildContext,
@@ -31,8 +29,10 @@ from megasnn.layers import (
 )
 from megasnn.layers.context import building
 from megasnn.layers.holding import Holding, exchanges_of, hold
-from megasnn.sharded_tensors import materialise
-from megasnn.sharding import own_rows
+from megasnn.parallel.group import Group
+from megasnn.parallel.sharded_tensors import materialise
+from megasnn.parallel.sharding import own_rows
+from megasnn.parallel.traffic import statistics
 from tests.distributed.test_conv import CASES as CONVOLUTIONS
 from tests.distributed.test_conv import Case as Convolution
 from tests.distributed.whole import channels_last, everybody, fill_mantissas, random, spikes

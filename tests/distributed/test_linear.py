@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megasnn.comm.codec import Content
-from megasnn.comm.group import Group
 from megasnn.kernels import codec
 from megasnn.kernels.packed import remember_bits
 from megasnn.layers import ParallelLinear
+from megasnn.parallel.codec import Content
+from megasnn.parallel.group import Group
 from tests.distributed.whole import assemble, build, context, everybody, mine, nothing, parts, random, spikes
 
 T, N, INPUTS, HIDDEN, OUTPUTS = 2, 3, 8, 16, 12

@@ -12,8 +12,6 @@ from spikingjelly.activation_based import functional
 from spikingjelly.activation_based import layer as sj
 from torch import Tensor, nn
 
-from megasnn.comm.collectives import all_reduce_sum
-from megasnn.comm.group import Group, alone
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import (
     BuildContext,
@@ -24,6 +22,8 @@ from megasnn.layers import (
     TemporalEffectiveBatchNorm,
     ThresholdDependentBatchNorm,
 )
+from megasnn.parallel.collectives import all_reduce_sum
+from megasnn.parallel.group import Group, alone
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from tests.distributed.whole import assemble, build, channels_last, context, everybody, mine, parts, random
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasnn.comm.collectives import all_reduce_sum
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.training import TrainingConfig
 from megasnn.kernels import NeuronSpec
@@ -23,8 +22,9 @@ from megasnn.optim import (
     state_bytes,
 )
 from megasnn.optimizers import OPTIMIZERS
+from megasnn.parallel.collectives import all_reduce_sum
+from megasnn.parallel.sharded_tensors import ShardedTensor
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.sharded_tensors import ShardedTensor
 from tests.distributed.whole import assemble, build, context, nothing, parts, random
 
 NAMES = ("stem", "block", "head")

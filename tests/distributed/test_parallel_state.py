@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megasnn import parallel_state
-from megasnn.comm import world
-from megasnn.comm.group import TASKS
+from megasnn.parallel import world
+from megasnn.parallel.group import TASKS
 from megasnn.parallel_state import (
     destroy_model_parallel,
     get_parallel_state,

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Content
 from megasnn.config import ConfigError, parse, validate
 from megasnn.engine import Engine
 from megasnn.engine.distributed_model import DistributedModel
@@ -23,6 +22,7 @@ from megasnn.models.description import Carried
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.parallel.codec import Content
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.choose_schedule import PipelineRequest
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasnn.comm.codec import Content
-from megasnn.comm.rows import NO_ROW, RowMove, move_rows, shared_rows
-from megasnn.comm.statistics import statistics
+from megasnn.parallel.codec import Content
+from megasnn.parallel.rows import NO_ROW, RowMove, move_rows, shared_rows
+from megasnn.parallel.traffic import statistics
 from tests.distributed.whole import channels_last, everybody, random, spikes
 
 HEIGHT, WIDTH, C = 9, 3, 4

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.comm.statistics import statistics
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.unit import norm_pool_neuron
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm
 from megasnn.parallel.sync_batch_norm import SharedStatistics
+from megasnn.parallel.traffic import statistics
 from tests.distributed.whole import channels_last, everybody, random
 
 C, SAMPLES = 6, 5

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from megasnn.comm.codec import Content
-from megasnn.comm.communicators import Communicators
-from megasnn.comm.group import Group
 from megasnn.models.description import Carried
+from megasnn.parallel.codec import Content
+from megasnn.parallel.communicators import Communicators
+from megasnn.parallel.group import Group
 from megasnn.pipeline.arrivals import sent_by_then
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions
 from megasnn.pipeline.transfers import Transfers, linked

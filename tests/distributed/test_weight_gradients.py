@@ -6,9 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Content
-from megasnn.comm.group import Group, alone
-from megasnn.comm.statistics import statistics
 from megasnn.layers import (
     BuildContext,
     ParallelConv,
@@ -17,6 +14,9 @@ from megasnn.layers import (
 )
 from megasnn.layers.initialisers import trunc_normal
 from megasnn.layers.weight_gradients import Task
+from megasnn.parallel.codec import Content
+from megasnn.parallel.group import Group, alone
+from megasnn.parallel.traffic import statistics
 from tests.distributed.whole import build, channels_last, everybody, mine, random, spikes
 
 T, N, CHANNELS, SIDE = 2, 3, 16, 6

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megasnn import device_checks
-from megasnn.comm.codec import Content
-from megasnn.comm.group import Group
-from megasnn.comm.statistics import statistics
 from megasnn.device_checks import DeviceChecks, explained
 from megasnn.kernels import codec
+from megasnn.parallel.codec import Content
+from megasnn.parallel.group import Group
+from megasnn.parallel.traffic import statistics
 from megasnn.pipeline import p2p
 from megasnn.pipeline.p2p import Receiver, Sender, WireOptions
 

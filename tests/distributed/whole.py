@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megasnn.comm.group import Group, Handle, alone
 from megasnn.layers import BuildContext
-from megasnn.sharded_tensors import ShardedTensor, materialise, sharded_tensors
+from megasnn.parallel.group import Group, Handle, alone
+from megasnn.parallel.sharded_tensors import ShardedTensor, materialise, sharded_tensors
 
 
 def everybody(name: str = "tensor") -> Group:

@@ -21,9 +21,9 @@ from megasnn.engine.distributed_model import DistributedModel
 from megasnn.layers import ConvNormNeuron, ParallelConv
 from megasnn.models.layer import Layer, layer
 from megasnn.optim import build_optimizer, takes_found_inf
+from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import Shard
 from megasnn.pipeline.executor import PipelineError
-from megasnn.sharded_tensors import ShardedTensor
-from megasnn.sharding import Shard
 from tests.models.networks import CLASSES, between
 
 FLAGS = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 9, "clip_grad": 0.01, "ema_decay": 0.9}

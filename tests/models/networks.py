@@ -11,11 +11,11 @@ from spikingjelly.activation_based import layer as sj
 from spikingjelly.activation_based import neuron
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Content
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import ConvNormNeuron, KeyedLayer, MeanLinear, ParallelDropout
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
+from megasnn.parallel.codec import Content
 
 CLASSES = 4
 

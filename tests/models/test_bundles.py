@@ -15,10 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, entries_of, logits_of
-from megasnn.comm.codec import Content
-from megasnn.comm.communicators import Communicators
-from megasnn.comm.group import Group
-from megasnn.comm.statistics import statistics
 from megasnn.device_checks import DeviceChecks
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
@@ -26,6 +22,11 @@ from megasnn.losses.sums import cross_entropy_sum
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
+from megasnn.parallel.codec import Content
+from megasnn.parallel.communicators import Communicators
+from megasnn.parallel.group import Group
+from megasnn.parallel.sharded_tensors import materialise
+from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import p2p
 from megasnn.pipeline.chunk import build_chunk
@@ -34,7 +35,6 @@ from megasnn.pipeline.profile_layers import count_memory, profile_layers
 from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import Action, Kind, Schedule, plan_schedule
-from megasnn.sharded_tensors import materialise
 from tests.models.networks import CLASSES, Bundles, Random, Sum, UNet, Up, between
 from tests.models.steps import assert_equal, images, one_step
 from tests.parity.ranks import Layout, assemble

@@ -15,8 +15,8 @@ from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelNeu
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
+from megasnn.parallel.sharded_tensors import materialise
 from megasnn.pipeline.chunk import build_chunk
-from megasnn.sharded_tensors import materialise
 from tests.models.steps import LAYOUTS, assert_equal, one_step
 from tests.parity.ranks import Layout
 from tests.parity.test_layouts import name_of

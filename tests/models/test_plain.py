@@ -13,8 +13,6 @@ from spikingjelly.activation_based import layer as sj
 from spikingjelly.activation_based import neuron
 from torch import Tensor, nn
 
-from megasnn.comm.codec import Content
-from megasnn.comm.group import Group
 from megasnn.layers import (
     BuildContext,
     ConvNormNeuron,
@@ -28,8 +26,10 @@ from megasnn.layers.holding import content_of
 from megasnn.models.building import describe
 from megasnn.models.layer import Computed, Layer, layer
 from megasnn.models.model import Model, run_config
+from megasnn.parallel.codec import Content
+from megasnn.parallel.group import Group
+from megasnn.parallel.sharded_tensors import materialise
 from megasnn.pipeline.chunk import describe_tensors
-from megasnn.sharded_tensors import materialise
 from tests.models.networks import CLASSES, between
 from tests.models.steps import assert_equal, one_step
 from tests.parity.ranks import Layout

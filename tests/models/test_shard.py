@@ -12,12 +12,12 @@ from spikingjelly.activation_based import neuron
 from torch import Tensor, nn
 
 import megasnn
-from megasnn.comm.group import Group
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelDropout
 from megasnn.layers.swapped import SWAPS
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
+from megasnn.parallel.group import Group
 from tests.models import given_to_shard as networks
 from tests.models import steps
 from tests.models.networks import TwoTied

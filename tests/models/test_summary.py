@@ -13,7 +13,6 @@ from spikingjelly.activation_based.model.spikformer import Spikformer as TheirSp
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megasnn.comm.codec import Content
 from megasnn.config import NeuronConfig
 from megasnn.models.building import describe
 from megasnn.models.model import Model
@@ -21,6 +20,7 @@ from megasnn.models.qkformer.dimensions import QKFormer
 from megasnn.models.sew_resnet.dimensions import SewResNet
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.summary import LayerSummary, as_table, summarise
+from megasnn.parallel.codec import Content
 from tests.forking import run_program
 from tests.parity.zoo import sew_resnets
 from tests.training.runs import train

@@ -12,8 +12,6 @@ from spikingjelly.activation_based import functional
 from torch import Tensor, nn
 
 from megasnn.checkpoint import load_global_tensors
-from megasnn.comm.group import Group
-from megasnn.comm.statistics import statistics
 from megasnn.convert.reshard import Target, reshard, saved_model
 from megasnn.convert.source import open_source
 from megasnn.engine.distributed_model import DistributedModel
@@ -23,10 +21,12 @@ from megasnn.models.building import describe
 from megasnn.models.layer import layer
 from megasnn.models.model import Model
 from megasnn.models.table import MODELS
+from megasnn.parallel.group import Group
+from megasnn.parallel.sharded_tensors import copied_tensors, materialise, parameter_count, sharded_tensors
+from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.step_state import MicroBatchInput
-from megasnn.sharded_tensors import copied_tensors, materialise, parameter_count, sharded_tensors
 from tests.models.networks import Again, Tied, TwoTied, between
 from tests.models.steps import assert_equal, images, one_step
 from tests.parity.ranks import Layout, assemble

@@ -13,7 +13,6 @@ from spikingjelly.activation_based import layer as sj
 from spikingjelly.activation_based import neuron
 from torch import Tensor, nn
 
-from megasnn.comm.group import Group
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import (
     BuildContext,
@@ -29,9 +28,10 @@ from megasnn.layers import (
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
+from megasnn.parallel.group import Group
+from megasnn.parallel.sharded_tensors import materialise
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.profile_layers import profile_layers
-from megasnn.sharded_tensors import materialise
 from tests.models.networks import CLASSES, between
 from tests.models.steps import assert_equal, one_step
 from tests.parity.ranks import Layout, assemble

@@ -21,12 +21,12 @@ from megasnn.models.building import describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
+from megasnn.parallel.sharding import Shard, own_rows
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.plan import shared_weights
 from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.schedule import SchedulePlan, plan_schedule
 from megasnn.schedule.partition import balanced_bounds
-from megasnn.sharding import Shard, own_rows
 from tests.parity.spikingjelly_reference import DIMS, IMAGE_SIZE
 
 

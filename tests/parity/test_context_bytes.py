@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megasnn.comm.statistics import statistics
 from megasnn.grid import ContextCut
 from megasnn.layers.holding import exchanges_of
 from megasnn.models.building import describe
 from megasnn.models.model import Model
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import destroy_model_parallel
 from tests.models.steps import take_steps
 from tests.parity.ranks import Layout, join

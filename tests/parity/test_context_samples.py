@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from megasnn.comm.statistics import Traffic, statistics
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.holding import calls_of
 from megasnn.models.model import Model
+from megasnn.parallel.traffic import Traffic, statistics
 from megasnn.parallel_state import destroy_model_parallel
 from tests.models.networks import Bundles, Tied, UNet
 from tests.models.steps import assert_equal

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from megasnn.comm.agreement import decided_by_first
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
+from megasnn.parallel.agreement import decided_by_first
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import profile_layers
 from megasnn.pipeline.choose_schedule import PipelineRequest

@@ -10,13 +10,13 @@ import torch
 
 import megasnn
 from megasnn.checkpoint import CheckpointError, NoCheckpointError, list_checkpoints
-from megasnn.comm.codec import Content
 from megasnn.data import GlobalBatch
 from megasnn.engine.batches import Batches
 from megasnn.layers import BuildContext, ParallelConv
+from megasnn.parallel.codec import Content
+from megasnn.parallel.sharded_tensors import materialise
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.step_state import MicroBatchInput
-from megasnn.sharded_tensors import materialise
 from megasnn.training import saving
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import build_engine

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megasnn.checkpoint import read_metadata, save
-from megasnn.comm.statistics import statistics
 from megasnn.config import ConfigError, parse
 from megasnn.config.training import Length
 from megasnn.engine import Engine
@@ -23,7 +22,8 @@ from megasnn.models.table import MODELS
 from megasnn.optim import held_state_bytes
 from megasnn.optimizers import OPTIMIZERS, OptimizerRecipe
 from megasnn.parallel.gradient_buckets import GradientBuckets
-from megasnn.sharding import row_bounds
+from megasnn.parallel.sharding import row_bounds
+from megasnn.parallel.traffic import statistics
 from tests.training.runs import TINY, close, same, saved, train, whole, without_trial
 
 SHARDED = "--use-distributed-optimizer"

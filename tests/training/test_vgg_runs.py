@@ -63,4 +63,4 @@ def test_what_tensorboard_shows(ranks, shard, tmp_path) -> None:
     rasters = events.Images("spikes/raster")
     assert [event.step for event in rasters] == [10]
     picture = np.asarray(Image.open(io.BytesIO(rasters[-1].encoded_image_string)))
-    assert (picture == 0).all(axis=2).any() and (picture == 160).all(axis=2).any(), 'spikes, and borders of samples'
+    assert (picture == 0).all(axis=2).any() and (picture == 160).all(axis=2).any(), "spikes, and borders of samples"

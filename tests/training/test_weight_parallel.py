@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.checkpoint import list_checkpoints
-from megasnn.comm.statistics import statistics
 from megasnn.config import ConfigError, parse, validate
 from megasnn.config.training import Length
 from megasnn.engine import Engine
@@ -26,6 +25,7 @@ from megasnn.models.table import MODELS
 from megasnn.optim import held_state_bytes
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.gradient_buckets import GradientBuckets
+from megasnn.parallel.traffic import statistics
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Kind, plan_schedule

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megasnn.comm.statistics import statistics
-from megasnn.comm.world import BACKENDS
 from megasnn.config import ParallelConfig, PretrainConfig, TrainingConfig
 from megasnn.engine.setup import build_context
 from megasnn.free_memory import release_free_memory
 from megasnn.models.building import describe
+from megasnn.parallel.traffic import statistics
+from megasnn.parallel.world import BACKENDS
 from megasnn.parallel_state import initialize_model_parallel
 from megasnn.pipeline.choose_schedule import PipelineRequest
 from megasnn.pipeline.cost_model import PipelineCosts, layers_per_chunk

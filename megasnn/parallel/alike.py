@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasnn.again import once
-from megasnn.comm.codec import Content
-from megasnn.comm.collectives import all_gather_into, all_reduce_sum, start_exchange
-from megasnn.comm.group import Group
-from megasnn.comm.rows import RowMove, move_rows
-from megasnn.comm.statistics import statistics
+from megasnn.parallel.codec import Content
+from megasnn.parallel.collectives import all_gather_into, all_reduce_sum, start_exchange
+from megasnn.parallel.group import Group
+from megasnn.parallel.rows import RowMove, move_rows
+from megasnn.parallel.traffic import statistics
 
 
 def alike(x: Tensor, group: Group) -> Tensor:

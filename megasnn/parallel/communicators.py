@@ -39,7 +39,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megasnn.comm.group import Group
+from megasnn.parallel.group import Group
 
 
 class Communicators:

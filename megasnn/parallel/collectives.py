@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasnn.again import once
-from megasnn.comm.codec import Content, decode_into, encode
-from megasnn.comm.group import Group
-from megasnn.comm.statistics import statistics
 from megasnn.kernels.codec import empty_values
+from megasnn.parallel.codec import Content, decode_into, encode
+from megasnn.parallel.group import Group
+from megasnn.parallel.traffic import statistics
 from megasnn.telemetry.allocations import let_others_go
 
 

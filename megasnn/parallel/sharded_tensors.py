@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.grid import FLAG_OF_AXIS
+from megasnn.parallel.sharding import Shard
 from megasnn.random import keyed_generator
-from megasnn.sharding import Shard
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megasnn.comm.group import Group
 from megasnn.files.problems import CheckpointError, DamagedError, raise_problems
+from megasnn.parallel.group import Group
 
 T = TypeVar("T")
 
