@@ -83,7 +83,7 @@ def help_texts(part: type) -> dict[str, str]:
     texts: dict[str, str] = {}
     for each in filter(is_dataclass, reversed(part.__mro__)):
         try:
-            source = inspect.getsource(each)  # type: ignore[arg-type]
+            source = inspect.getsource(each)
         except OSError:  # a program that was typed in, or read from a pipe
             continue
         (body,) = ast.parse(textwrap.dedent(source)).body
