@@ -34,7 +34,7 @@ from megasnn.kernels.sparse import attention as sparse_attention
 from megasnn.kernels.sparse import products as sparse_products
 from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
-from megasnn.training.watch import Watch
+from megasnn.training.metrics import Watch
 
 PACKAGE = str(Path(__file__).parent.parent / "megasnn")
 READS = {  # operations whose result the host has to know, be it only its size

@@ -16,11 +16,8 @@ from torch import Tensor
 from megasnn.config import PretrainConfig
 from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
-from megasnn.engine.batches import Batches
-from megasnn.engine.checkpoints import Checkpoints
-from megasnn.engine.configuration import configuration, require_alike
-from megasnn.engine.joining import join_ranks
-from megasnn.engine.setup import (
+from megasnn.engine.batch import Batches
+from megasnn.engine.build import (
     built,
     described_model,
     mixing_of,
@@ -28,7 +25,10 @@ from megasnn.engine.setup import (
     require_kernels,
     window_count,
 )
-from megasnn.engine.steps import Steps
+from megasnn.engine.checkpoint import Checkpoints
+from megasnn.engine.configuration import configuration, require_alike
+from megasnn.engine.joining import join_ranks
+from megasnn.engine.step import Steps
 from megasnn.engine.without_gradient import notice_of
 from megasnn.free_memory import keep_free_memory
 from megasnn.models.model import Model

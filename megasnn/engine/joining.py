@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
-from megasnn.engine.arithmetic import prepare_cublas, set_precision
 from megasnn.engine.faults import placed, watch_ranks
+from megasnn.engine.precision import prepare_cublas, set_precision
 from megasnn.parallel.world import start_process_group
 from megasnn.parallel_state import (
     ParallelState,

@@ -8,4 +8,4 @@ saving.py     what it saves
 watch.py      what is measured for the log and TensorBoard
 """
 
-from megasnn.training.program import run as run
+from megasnn.training.main import run as run

@@ -9,8 +9,8 @@ from contextlib import ExitStack, closing, contextmanager
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
+from megasnn.engine.build import parameter_names
 from megasnn.engine.faults import placed
-from megasnn.engine.setup import parameter_names
 from megasnn.engine.without_gradient import notice_of
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.building import describe
@@ -26,15 +26,15 @@ from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.data import RunData
 from megasnn.training.evaluation import Evaluations
 from megasnn.training.hosts import host_notice
-from megasnn.training.introduction import introduce, log_folder
 from megasnn.training.memory import MemoryForecast, announce, compare, forecast_memory
+from megasnn.training.metrics import Watch
 from megasnn.training.pictures import Pictures
-from megasnn.training.profile import PipelineProfiler, report
+from megasnn.training.profiling import PipelineProfiler, report
+from megasnn.training.resume import Start, claim, refuse_other_model
 from megasnn.training.saving import Saves
 from megasnn.training.signals import StopSignals
-from megasnn.training.starting import Start, claim, refuse_other_model
+from megasnn.training.startup_log import introduce, log_folder
 from megasnn.training.trace import StepTrace
-from megasnn.training.watch import Watch
 
 
 class TrainingRun:

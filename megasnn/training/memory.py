@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megasnn.config import PretrainConfig
-from megasnn.engine.distributed_model import DistributedModel
-from megasnn.engine.setup import window_count, wire_options
+from megasnn.engine.build import window_count, wire_options
+from megasnn.engine.model import DistributedModel
 from megasnn.free_memory import release_free_memory
 from megasnn.grid import SUMMED_AXES
 from megasnn.optim import held_state_bytes, state_bytes, working_bytes

@@ -12,7 +12,7 @@ from megasnn.config.identity import NORMALISATION, identity, normalisation, reci
 from megasnn.engine import Engine
 from megasnn.engine.faults import another_failed
 from megasnn.random import GENERATOR
-from megasnn.training.starting import Best, Claim, StartingPoint
+from megasnn.training.resume import Best, Claim, StartingPoint
 
 
 class Saves:

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from megasnn.config import PretrainConfig
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.log import BestEffort
-from megasnn.training.introduction import log_folder
+from megasnn.training.startup_log import log_folder
 
 
 class StepTrace:

@@ -17,7 +17,7 @@ from megasnn.parallel_state import (
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
-from megasnn.training import introduction
+from megasnn.training import startup_log as introduction
 
 AXES = ("tensor", "data", "pipeline", "downward", "model", "world")
 

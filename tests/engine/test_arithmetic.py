@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from megasnn import Engine
 from megasnn.config import TrainingConfig
-from megasnn.engine.arithmetic import WORKSPACE, prepare_cublas, require_possible, told_torch
 from megasnn.engine.configuration import configuration
 from megasnn.engine.joining import join_ranks
+from megasnn.engine.precision import WORKSPACE, prepare_cublas, require_possible, told_torch
 from megasnn.parallel_state import (
     destroy_model_parallel,
     get_parallel_state,
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
-from megasnn.training.program import _train
+from megasnn.training.main import _train
 from tests.engine.test_engine import MODEL, SIZES
 from tests.training.runs import Outcome, train, whole
 
@@ -140,9 +140,9 @@ def test_cublas_is_told_before_a_run_touches_a_gpu(program: bool) -> None:
         assert os.environ[WORKSPACE] == ":4096:8"
         raise Touched
 
-    start = "megasnn.training.program.start_process_group" if program else "megasnn.engine.joining.start_process_group"
+    start = "megasnn.training.main.start_process_group" if program else "megasnn.engine.joining.start_process_group"
     config = configuration(MODEL, {**SIZES, "deterministic": True})
-    with mock.patch(start, touch), mock.patch("megasnn.training.program.StopSignals"), pytest.raises(Touched):
+    with mock.patch(start, touch), mock.patch("megasnn.training.main.StopSignals"), pytest.raises(Touched):
         _train(config, ()) if program else join_ranks(config)
 
 

@@ -266,7 +266,7 @@ def test_images_and_labels_go_to_a_gpu_without_waiting(monkeypatch: pytest.Monke
         moved.append(tuple(values.shape))
         return values
 
-    monkeypatch.setattr("megasnn.engine.batches.without_waiting", noted)
+    monkeypatch.setattr("megasnn.engine.batch.without_waiting", noted)
     with Engine(MODEL, **SIZES) as engine:
         engine.train_step(images(), torch.arange(10))
     assert moved == [shape for size in (4, 4, 2) for shape in ((size, 1, 8, 8), (size,))]

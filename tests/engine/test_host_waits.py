@@ -7,10 +7,10 @@ import torch
 
 from tests.host_waits import MODEL_FLAGS, host_waits, waits_of_steps
 
-THE_READING = ["megasnn/engine/distributed_model.py, finish_step: tolist"]
+THE_READING = ["megasnn/engine/model.py, finish_step: tolist"]
 # Of the one batch that there is, and of the total over all batches, which comes from the host.
 OF_THE_EVALUATION = [
-    f"megasnn/engine/distributed_model.py, {each}" for each in ("evaluate: tolist", "total: tensor", "total: tolist")
+    f"megasnn/engine/model.py, {each}" for each in ("evaluate: tolist", "total: tensor", "total: tolist")
 ]
 OF_THE_LOG = ["megasnn/telemetry/spikes.py, _statistics: tolist"]
 PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"

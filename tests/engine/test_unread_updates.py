@@ -17,7 +17,7 @@ from megasnn.config import OptimizerConfig
 from megasnn.data import GlobalBatch
 from megasnn.device_checks import refuse
 from megasnn.engine import Engine
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel
 from megasnn.layers import ConvNormNeuron, ParallelConv
 from megasnn.models.layer import Layer, layer
 from megasnn.optim import build_optimizer, takes_found_inf

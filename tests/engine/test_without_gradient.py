@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasnn.engine import Engine, steps
+from megasnn.engine import Engine
+from megasnn.engine import step as steps
 from megasnn.engine.without_gradient import notice_of
 from megasnn.layers import ConvNormNeuron, ParallelBatchNorm, ParallelConv
 from megasnn.models.layer import layer

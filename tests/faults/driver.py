@@ -30,7 +30,7 @@ from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.schedule import Action
 from megasnn.telemetry.records import StepResult
 from megasnn.telemetry.timers import DeviceClock
-from megasnn.training import program
+from megasnn.training import main as program
 from megasnn.training.loop import TrainingRun
 from tests.sums import form_sums_where_few
 

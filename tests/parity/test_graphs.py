@@ -16,7 +16,7 @@ from torch import Tensor
 from megasnn.config import parse
 from megasnn.config.training import Length
 from megasnn.engine import Engine
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel
 from megasnn.layers import BuildContext
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.cast_weights import CastWeights
@@ -34,7 +34,7 @@ from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import plan_schedule
 from megasnn.telemetry.spikes import LayerSpikes
-from megasnn.training.watch import Watch
+from megasnn.training.metrics import Watch
 from tests.host_waits import MODEL_FLAGS
 from tests.models.networks import CLASSES, Random
 from tests.recorded_graphs import FAILURE, Pool, RecordedGraphs, Refused, is_recording, recorded_graphs

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megasnn.config import parse
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe

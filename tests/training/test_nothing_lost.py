@@ -11,7 +11,7 @@ import torch
 import megasnn
 from megasnn.checkpoint import CheckpointError, NoCheckpointError, list_checkpoints
 from megasnn.data import GlobalBatch
-from megasnn.engine.batches import Batches
+from megasnn.engine.batch import Batches
 from megasnn.layers import BuildContext, ParallelConv
 from megasnn.parallel.codec import Content
 from megasnn.parallel.sharded_tensors import materialise

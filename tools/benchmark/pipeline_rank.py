@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megasnn.config import ParallelConfig, PretrainConfig, TrainingConfig
-from megasnn.engine.setup import build_context
+from megasnn.engine.build import build_context
 from megasnn.free_memory import release_free_memory
 from megasnn.models.building import describe
 from megasnn.parallel.traffic import statistics

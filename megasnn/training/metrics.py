@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.memory import gather_peak_memory_mb, memory_scalars

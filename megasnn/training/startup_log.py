@@ -17,9 +17,9 @@ from megasnn.config import PretrainConfig, changed_flags, comparable_flags, desc
 from megasnn.config.data import SAMPLE
 from megasnn.config.training import Length
 from megasnn.data.paths import shown_path
-from megasnn.engine.arithmetic import told_torch
-from megasnn.engine.distributed_model import DistributedModel
-from megasnn.engine.setup import built, described_model
+from megasnn.engine.build import built, described_model
+from megasnn.engine.model import DistributedModel
+from megasnn.engine.precision import told_torch
 from megasnn.files.durable import write_whole
 from megasnn.kernels.backends import backend_told
 from megasnn.layers.holding import calls_of, exchanges_of
@@ -31,7 +31,7 @@ from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Kind
 from megasnn.telemetry.reporter import Reporter
-from megasnn.training.profile import chart
+from megasnn.training.profiling import chart
 
 WIDTH = 120
 

@@ -14,8 +14,8 @@ from megasnn.augment.mixing import Mixing
 from megasnn.config import PretrainConfig
 from megasnn.config.training import TrainingConfig
 from megasnn.config.validate import no_graphs
-from megasnn.engine.distributed_model import DistributedModel, SampleLoss
 from megasnn.engine.faults import placed
+from megasnn.engine.model import DistributedModel, SampleLoss
 from megasnn.engine.planning import plan_of, wire_options
 from megasnn.grid import ContextCut
 from megasnn.kernels.backends import BACKENDS, backend_for

@@ -15,8 +15,8 @@ from megasnn.batching import first_sample, micro_batch_sizes, micro_batches_of
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch, MicroBatch
 from megasnn.engine.batch_problems import NO_PAIR, image_problem, label_problem, value_problem
-from megasnn.engine.distributed_model import DistributedModel
-from megasnn.engine.setup import window_count
+from megasnn.engine.build import window_count
+from megasnn.engine.model import DistributedModel
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import own_rows
 from megasnn.pinned import without_waiting

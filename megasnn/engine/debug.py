@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from torch import nn
 
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel
 from megasnn.non_finite import NonFinite, NonFiniteWatch, earliest, first_non_finite
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.step_state import MicroBatchInput

@@ -15,7 +15,7 @@ from megasnn.checkpoint.compare import model_differences
 from megasnn.checkpoint.format import BESIDE
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import changed_recipe, identity, recipe
-from megasnn.engine.steps import Steps
+from megasnn.engine.step import Steps
 from megasnn.files.problems import CheckpointError
 from megasnn.parallel.agreement import all_do, gather
 from megasnn.parallel.sharded_tensors import ShardedTensor

@@ -17,10 +17,10 @@ from megasnn.bundle import Bundle, logits_of
 from megasnn.config import PretrainConfig
 from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.build import window_count
+from megasnn.engine.debug import first_place
 from megasnn.engine.faults import claim_fault
-from megasnn.engine.not_finite import first_place
-from megasnn.engine.setup import window_count
+from megasnn.engine.model import DistributedModel
 from megasnn.engine.without_gradient import names_without_gradient
 from megasnn.grid import HOLDING_AXES
 from megasnn.optim import WeightAverage, build_optimizer, learning_rate, takes_found_inf

@@ -12,8 +12,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from megasnn import checkpoint
 from megasnn.config import PretrainConfig
-from megasnn.engine.arithmetic import prepare_cublas
 from megasnn.engine.faults import cause_and_place, claim_fault, end_process, in_full, placed, watch_ranks
+from megasnn.engine.precision import prepare_cublas
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.replica_check import ReplicaError
 from megasnn.parallel.world import start_process_group
@@ -23,9 +23,9 @@ from megasnn.parallel_state import (
     initialize_model_parallel,
 )
 from megasnn.telemetry.callback import Callback
-from megasnn.training.introduction import print_summary
 from megasnn.training.loop import TrainingRun
 from megasnn.training.signals import StopSignals
+from megasnn.training.startup_log import print_summary
 
 SAVE_FAILED, DIVERGED, INTERRUPTED = 3, 4, 130
 SAVING_SECONDS = 5.0

@@ -11,7 +11,7 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel
 from megasnn.parallel.clocks import clock_offsets
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.plan import PipelinePlan
