@@ -87,17 +87,9 @@ def _in_table(model: str | type[Model]) -> type[Model]:
 
 def refuse_unbuildable(config: PretrainConfig) -> None:
     """Raises ConfigError when the layers of the model cannot be built, or do not fit together. Imports torch."""
-    from megasnn.models.problems import building_problems
+    from megasnn.engine.build import model_problems
 
-    neuron, parallel = config.neuron, config.parallel
-    problems = building_problems(
-        config.model,
-        neuron.spec,
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.context_cut(config.training.micro_batch_size),
-    )
-    if problems:
+    if problems := model_problems(config):
         raise ConfigError(problems)
 
 

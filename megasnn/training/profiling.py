@@ -1,86 +1,91 @@
-"""Measured times of the pipeline's actions in a step, beside the simulated ones."""
+"""Pictures of a run: measured actions beside simulated ones, traces of steps, samples, and which neurons fire when."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
-import numpy as np
-import torch.distributed as dist
-from numpy.typing import NDArray
+from torch.profiler import ProfilerActivity, profile
 
-from megasnn.engine.model import DistributedModel
+from megasnn.config import PretrainConfig
+from megasnn.data import Datasets, GlobalBatch
+from megasnn.engine import Engine
+from megasnn.parallel.agreement import gather
 from megasnn.parallel.clocks import clock_offsets
 from megasnn.parallel_state import ParallelState
-from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Action, Schedule, Simulation
-from megasnn.schedule.draw import SECONDS, View, raster
 from megasnn.schedule.simulate import TimedAction, summarise
+from megasnn.telemetry.pictures import SpikeHistory, raster_sheet, sample_sheet
 from megasnn.telemetry.reporter import Reporter
+from megasnn.telemetry.spikes import LayerSpikes, RasterRecorder
 from megasnn.telemetry.timers import Mark
+from megasnn.training.startup_log import chart, log_folder
 
-
-@dataclass(frozen=True)
-class PipelineProfile:
-    """A step of the first replica's pipeline, in seconds from its first action on."""
-
-    schedule: Schedule
-    measured: Simulation
-    predicted: Simulation
+SAMPLES = 8
 
 
 class PipelineProfiler:
-    """Records single steps: nothing is measured in the others.
+    """Times the actions of single steps (--profile-pipeline): nothing is measured in the others."""
 
-    Args:
-        plan: with measured costs.
-    """
-
-    def __init__(self, distributed: DistributedModel, plan: PipelinePlan, state: ParallelState) -> None:
-        self._distributed, self._plan, self._state = distributed, plan, state
+    def __init__(self, config: PretrainConfig, engine: Engine, reporter: Reporter) -> None:
+        self._is_on, self._engine, self._reporter = config.logging.profile_pipeline, engine, reporter
         self._marks: list[tuple[Mark, Mark]] = []
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Around one training step."""
+    def around(self, number: int, batch: GlobalBatch, is_due: bool) -> Iterator[None]:
+        """Measures the step in the block, and reports it. Collective over each pipeline.
+
+        Args:
+            number: of the iteration.
+        """
+        if not (self._is_on and is_due):
+            yield
+            return
+        executor = self._engine.distributed.executor
         self._marks.clear()
-        self._distributed.executor.clock.start()
-        self._distributed.executor.observer = self._observe
+        executor.clock.start()
+        executor.observer = self._observe
         try:
             yield
         finally:
-            self._distributed.executor.observer = None
+            executor.observer = None
+        with self._reporter.pause():
+            self._report(number, batch)
 
     def _observe(self, action: Action, start: Mark, end: Mark) -> None:
         self._marks.append((start, end))
 
-    def profile(self, micro_batches: int) -> PipelineProfile:
-        """Of the step recorded last. Collective over each pipeline; each of its ranks gets the same."""
-        pipeline = self._state.pipeline
-        offsets, seconds = clock_offsets(pipeline), self._distributed.executor.clock.seconds
-        mine = [(seconds(start), seconds(end)) for start, end in self._marks]
-        times: list[list[tuple[float, float]]] = [[] for _ in range(pipeline.size)]
-        if pipeline.size > 1:
-            dist.all_gather_object(times, mine, group=pipeline.handle)
-        else:
-            times = [mine]
-        schedule = self._plan.schedules.training(micro_batches)
+    def _report(self, number: int, batch: GlobalBatch) -> None:
+        """Writes the log line, the scalars, and the two charts on one scale."""
+        engine, pipeline = self._engine, self._engine.state.pipeline
+        seconds = engine.distributed.executor.clock.seconds
+        offsets, micro_batches = clock_offsets(pipeline), engine.windows * len(batch.micro_batches)
+        times = gather(pipeline.handle, [(seconds(start), seconds(end)) for start, end in self._marks])
+        schedule = engine.plan.schedules.training(micro_batches)
         # A step that was not finite is followed by forwards that look for the place.
         times = [row[: len(actions)] for row, actions in zip(times, schedule.actions, strict=True)]
-        predicted = self._plan.simulation(micro_batches)
+        predicted = engine.plan.simulation(micro_batches)
         assert predicted is not None, "a profile is asked for before the costs are measured"
-        return PipelineProfile(schedule, measured_simulation(schedule, times, offsets), predicted)
+        results = {"measured": measured_simulation(schedule, times, offsets), "predicted": predicted}
+        scalars = {f"pipeline/ms_{what}": 1e3 * each.makespan for what, each in results.items()}
+        scalars |= {f"pipeline/bubble_{what}": each.idle_share for what, each in results.items()}
+        self._reporter.scalars(scalars, number, batch.consumed_samples)
+        told = [f"{k} {1e3 * r.makespan:.1f} ms with a bubble of {r.idle_share:.1%}" for k, r in results.items()]
+        self._reporter.line(f"pipeline at iteration {number}, {schedule.name}: {', '.join(told)}")
+        span = max(each.makespan for each in results.values())
+        for what, result in results.items():
+            self._reporter.picture(f"pipeline/{what}", partial(chart, schedule, result, what, span), number)
 
 
 def measured_simulation(
     schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]], offsets: Sequence[float]
 ) -> Simulation:
-    """A timeline from start and end of every rank's actions, in order, on the ranks' own clocks.
+    """Builds a timeline from start and end of every rank's actions, in order, on the ranks' own clocks.
 
     Args:
-        offsets: what to add to each rank's clock.
+        offsets: seconds to add to each rank's clock.
     """
     origin = min((row[0][0] + offset for row, offset in zip(times, offsets, strict=True) if row), default=0.0)
     timeline = [
@@ -93,40 +98,106 @@ def measured_simulation(
     return summarise(schedule, timeline)
 
 
-def scalars_of(profile: PipelineProfile) -> dict[str, float]:
-    """For TensorBoard: time and bubble share of the schedule, measured and predicted."""
-    return {
-        f"pipeline/{name}_{what}": value
-        for what, result in (("measured", profile.measured), ("predicted", profile.predicted))
-        for name, value in (("ms", 1e3 * result.makespan), ("bubble", result.idle_share))
-    }
-
-
-def chart(schedule: Schedule, result: Simulation, title: str, span: float | None = None) -> NDArray[np.uint8]:
-    """The Gantt chart of times in seconds, uint8 `[height, width, 3]`.
+class StepTrace:
+    """Traces the iterations of --profile-steps on the ranks of the first replica. An error in it ends no run.
 
     Args:
-        span: seconds that the whole width stands for, to compare charts; the makespan when not given.
+        span: iterations that were done before, and those of the whole run.
     """
-    return raster(schedule, result, View(span, *SECONDS, title))
+
+    def __init__(self, config: PretrainConfig, state: ParallelState, span: tuple[int, int], reporter: Reporter) -> None:
+        options, (done, iterations) = config.logging, span
+        steps = options.profiled_steps
+        if steps and not done < steps[-1] <= iterations:
+            reporter.line(
+                f"WARNING: --profile-steps {options.profile_steps}, and the run has iterations {done + 1} to "
+                f"{iterations}: the trace has what lies in both"
+            )
+        self._reporter, self._steps = reporter, steps if state.data.rank == 0 else range(0)
+        self._folder, self._rank = (log_folder(config) or Path()) / "traces", state.rank
+        gpu = [ProfilerActivity.CUDA] if state.device.type == "cuda" else []
+        self._activities = [ProfilerActivity.CPU, *gpu]
+        self._profile: profile | None = None
+        self._first = 0
+
+    @contextmanager
+    def around(self, number: int) -> Iterator[None]:
+        """Traces iteration `number`, where it is one of them, and writes the trace behind the last."""
+        if number in self._steps and self._profile is None:
+            with self._reporter.best_effort("the trace of --profile-steps"):
+                self._profile, self._first = profile(activities=self._activities), number
+                self._profile.start()
+        yield
+        if number in self._steps and number == self._steps[-1]:
+            self.close(number)
+
+    def close(self, number: int) -> None:
+        """Writes the trace up to iteration `number`, where one is being taken."""
+        trace, self._profile = self._profile, None
+        if trace is None:
+            return
+        with self._reporter.best_effort("the trace of --profile-steps"):
+            trace.stop()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"rank{self._rank}-{self._first}-{number}.pt.trace.json"
+            trace.export_chrome_trace(str(path))
+            self._reporter.line(f"wrote {path}")
 
 
-def report(profile: PipelineProfile, reporter: Reporter, iteration: int, samples: int) -> None:
-    """The log line, the scalars, and the two charts on one scale.
+class Pictures:
+    """Shows samples and spikes as pictures in TensorBoard.
 
     Args:
-        samples: consumed up to this iteration.
+        rasters: filled by this rank's neurons.
     """
-    values = scalars_of(profile)
-    reporter.scalars(values, iteration, samples)
-    reporter.line(
-        f"pipeline at iteration {iteration}, {profile.schedule.name}: "
-        + ", ".join(
-            f"{what} {values[f'pipeline/ms_{what}']:.1f} ms with a bubble of {values[f'pipeline/bubble_{what}']:.1%}"
-            for what in ("measured", "predicted")
-        )
-    )
-    span = max(profile.measured.makespan, profile.predicted.makespan)
-    for what, result in (("measured", profile.measured), ("predicted", profile.predicted)):
-        draw = partial(chart, profile.schedule, result, what, span)
-        reporter.picture(f"pipeline/{what}", draw, iteration)
+
+    def __init__(
+        self, config: PretrainConfig, engine: Engine, datasets: Datasets, rasters: RasterRecorder, reporter: Reporter
+    ) -> None:
+        self._interval, self._reporter, self._state = config.logging.picture_interval, reporter, engine.state
+        self._layers = [layer.name for layer in engine.distributed.model.layers]
+        self._labels, self._rasters = datasets.train.labels, rasters
+        # The pipeline of the rank that writes; its other stages send theirs.
+        self._draws = engine.state.summed.rank == 0 and engine.state.tensor.rank == 0
+        self._shown = False
+        self._history = SpikeHistory()
+
+    def begin(self, batch: GlobalBatch, iteration: int) -> None:
+        """Shows samples of the run's first batch before a step, and observes the neurons where that is due.
+
+        Args:
+            iteration: steps done before this one.
+        """
+        if not self._interval:
+            return
+        self._rasters.enabled = self._draws and (iteration + 1) % self._interval == 0
+        if not self._shown and self._state.rank == 0:
+            micro = batch.micro_batches[0]
+            assert micro.images is not None, "the first rank is on the first stage"
+            samples = list(micro.images[:SAMPLES].cpu().numpy())
+            classes = self._labels[micro.sample_ids[: len(samples)].numpy()].tolist()
+            captions = [f"class {label}" for label in classes]
+            self._reporter.picture("samples", lambda: sample_sheet(samples, captions), iteration)
+        self._shown = True
+
+    def add(self, iteration: int, layers: Sequence[LayerSpikes]) -> None:
+        """Takes the spikes of all layers at a log line, for the picture of how they change."""
+        if self._interval:
+            self._history.add(iteration, layers)
+
+    def end(self, iteration: int, last: bool = False) -> None:
+        """Draws rasters and the layers' history after a step, with that one counted.
+
+        Args:
+            last: True where the run ends here: then the history is drawn whatever the interval.
+        """
+        if not self._interval:
+            return
+        if (iteration % self._interval == 0 or last) and len(self._history):
+            self._reporter.picture("spikes/layers", self._history.picture, iteration)
+        if not self._rasters.enabled:
+            return
+        self._rasters.enabled = False
+        rasters = self._rasters.take(self._state.pipeline.handle, self._layers)
+        if self._state.rank == 0 and rasters:
+            self._reporter.picture("spikes/raster", lambda: raster_sheet(rasters), iteration)

@@ -9,13 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
+from megasnn.engine.configuration import configuration
+from megasnn.engine.joining import join_ranks
+from megasnn.engine.precision import WORKSPACE, prepare_cublas, require_possible, told_torch
 from torch import Tensor, nn
 
 from megasnn import Engine
 from megasnn.config import TrainingConfig
-from megasnn.engine.configuration import configuration
-from megasnn.engine.joining import join_ranks
-from megasnn.engine.precision import WORKSPACE, prepare_cublas, require_possible, told_torch
 from megasnn.parallel_state import (
     destroy_model_parallel,
     get_parallel_state,

@@ -54,9 +54,9 @@ def _noting(name: str, order: list[str], owner: type, method: str) -> Iterator[N
 def _state(engine: Engine) -> dict[str, Tensor]:
     """Weights, buffers, their average, and the optimizer's state, as they are on this rank."""
     found = {entry.name: entry.tensor for entry in engine.distributed.tensors}
-    assert engine.steps.average is not None
-    found |= {entry.name: entry.tensor for entry in engine.steps.average.tensors}
-    for number, state in enumerate(engine.steps.optimizer.state.values()):
+    assert engine.step.average is not None
+    found |= {entry.name: entry.tensor for entry in engine.step.average.tensors}
+    for number, state in enumerate(engine.step.optimizer.state.values()):
         found |= {f"{number} {name}": value for name, value in state.items()}
     return {name: value.detach().clone() for name, value in found.items()}
 
@@ -78,7 +78,7 @@ def _trained(flags: dict, runs_ahead: bool) -> tuple[list[float], dict[str, Tens
         mock.patch.object(device_checks, "runs_ahead", lambda device: runs_ahead),
         Engine(between(_layers), **FLAGS, **flags) as engine,
         _noting("read", order, DistributedModel, "finish_step"),
-        _noting("change", order, type(engine.steps.optimizer), "step"),
+        _noting("change", order, type(engine.step.optimizer), "step"),
     ):
         results = [engine.train_on(_batch(engine, number)) for number in range(3)]
         return [value for each in results for value in (each.loss, each.grad_norm)], _state(engine), order

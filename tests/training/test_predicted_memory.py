@@ -198,7 +198,7 @@ def _forecast_and_counted(flags: dict[str, Any], parallel: dict[str, Any], preci
         with Engine(config, length=Length(9)) as engine:
             images, labels = torch.randn(samples, *WIDE.input_shape), torch.arange(samples)
             engine.train_step(images, labels)
-            arguments = engine.distributed, engine.steps.optimizer, engine.plan, state
+            arguments = engine.distributed, engine.step.optimizer, engine.plan, state
             forecasts = forecast_memory(config, *arguments, Reporter(RunOutline(1, 1), is_writer=False))
             mine = forecasts[state.rank]
             gc.collect()

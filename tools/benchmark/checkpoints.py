@@ -122,7 +122,7 @@ class _Run:
     def __init__(self, flags: CheckpointBenchmark, folder: Path, state: ParallelState) -> None:
         self._flags, self._folder = flags, folder
         self._work = megasnn_step(flags.model(), 1, 1, "fp32", "auto")
-        self._state = LocalState(self._work.engine.distributed.tensors, self._work.engine.steps.optimizer)
+        self._state = LocalState(self._work.engine.distributed.tensors, self._work.engine.step.optimizer)
         self._identity = {"model": to_dict(flags.model()), "neuron": to_dict(NeuronConfig())}
         self._step()
         self._at_once, self._aside = (

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from megasnn.config import ParallelConfig
 from megasnn.models.building import describe
-from megasnn.optim.building import held_state_bytes
+from megasnn.optim.build import held_state_bytes
 from megasnn.planner.analysis import Analysis
 from megasnn.planner.measuring import measured
 from megasnn.telemetry.allocations import AllocationCounter
@@ -118,4 +118,4 @@ def held_bytes(work: MegaSNNStep) -> int:
     if (shared := plan.schedules.weights) is not None:
         schedule = plan.schedules.training(plan.micro_batches)
         weights += shared.gathered_and_buffers(schedule, distributed.state.pipeline.rank)[1]
-    return weights + distributed.data_parallel.held_bytes + held_state_bytes(work.engine.steps.optimizer)
+    return weights + distributed.data_parallel.held_bytes + held_state_bytes(work.engine.step.optimizer)

@@ -152,12 +152,13 @@ class MegaSNNStep:
         return self._loss
 
     def update(self) -> None:
-        self.engine.steps.update(self._samples)
+        step = self.engine.step
+        step.finish(self._samples, step.rate())
 
     def whole(self) -> None:
         """Both parts."""
         self._marks.clear()
-        self.engine.steps.train(self._micro_batches, self._batch)
+        self.engine.step(self._micro_batches, self._batch)
 
     def phases_ms(self) -> dict[str, float]:
         """Of computing: what is left of the step are messages, sums of gradients, and waiting for other ranks."""
