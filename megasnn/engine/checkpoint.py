@@ -51,7 +51,7 @@ class Checkpoints:
         """Returns what is written beside the tensors: position, model, layout for people, and `extra`."""
         grid = self._model.state.grid
         sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.replicas, "weight": grid.weight}
-        layout = {**sizes, "context": grid.context, "virtual": len(self._model.chunks)}
+        layout: dict[str, object] = {**sizes, "context": grid.context, "virtual": len(self._model.chunks)}
         layout["bounds"] = layers_per_chunk(self._plan.bounds)
         return checkpoint.Progress(
             self._step.iteration,
