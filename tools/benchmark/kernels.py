@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -104,6 +104,6 @@ class _Row:
 
     def _spikes(self) -> Tensor:
         case = self._case
-        options = dict(spec=NeuronSpec(), training=True, pool=case.pool, backend=case.neuron_backend)
+        options: dict[str, Any] = dict(spec=NeuronSpec(), training=True, pool=case.pool, backend=case.neuron_backend)
         spikes: Tensor = norm_pool_neuron(self._x, *self._learned, **options)[0]
         return spikes

@@ -61,7 +61,9 @@ class Row:
 
     def parallel(self, schedule: str) -> ParallelConfig:
         """As flags. Args: schedule: of rows that name none."""
-        sizes = {f"{SIZES[axis]}_parallel_size": size for axis, size in self.sizes.items() if axis != "dp"}
+        sizes: dict[str, Any] = {
+            f"{SIZES[axis]}_parallel_size": size for axis, size in self.sizes.items() if axis != "dp"
+        }
         return ParallelConfig(
             **sizes,
             context_parallel_cut=("rows" if "rows" in self.options else "samples") if "cp" in self.sizes else "auto",
@@ -278,8 +280,8 @@ def _started(case: Layouts, works: Mapping[Row, Work]) -> Iterator[dict[Row, Ran
         started = {}
         for row, work in works.items():
             variables = {"SJ_LIF_CUDA_IMPLEMENTATION": row.neurons} if row.neurons else {}
-            ranks = start_ranks(row.name, StepRank, work, work.ranks, row.threads, variables)
-            started[row] = stack.enter_context(ranks)
+            ranks = stack.enter_context(start_ranks(row.name, StepRank, work, work.ranks, row.threads, variables))
+            started[row] = ranks
         for ranks in started.values():
             ranks.ready(case.timeout)
         yield started

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +55,7 @@ class Work:
     neuron_backend: str = "auto"
     ranks: int = 1
     threads: int = 1
-    device: str = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
     compiled: bool = False
     anew: bool = False
 
@@ -131,7 +132,8 @@ class StepRank:
         gc.collect()
         release_free_memory()
         reset_peak_memory(self._device)
-        self._baseline, self._step = peak_memory_mb(self._device), None
+        self._baseline = peak_memory_mb(self._device)
+        self._step: _Step | None = None
 
     def turn(self, count: int, warmup: int = 1) -> Turn:
         """Takes untimed steps, then `count` timed ones."""
