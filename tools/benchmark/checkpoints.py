@@ -21,7 +21,7 @@ from typing import ClassVar
 
 import torch
 
-from megasnn.checkpoint import LocalState, Progress, Saver, load_checkpoint
+from megasnn.checkpoint import AsyncWriter, LocalState, Progress, SyncWriter, load_checkpoint
 from megasnn.checkpoint.folder import step_folder
 from megasnn.config import TrainingConfig
 from megasnn.config.checks import at_least
@@ -122,9 +122,9 @@ class _Run:
         self._state = LocalState(engine.distributed.tensors, engine.steps.optimizer)
         self._identity = {"model": to_dict(case.model())}
         self._step()
-        self._savers = {
-            name: Saver(folder / name, process_group=None, background=name == "aside", report=lambda text: None)
-            for name in ("at_once", "aside")
+        self._writers: dict[str, SyncWriter] = {
+            "at_once": SyncWriter(folder / "at_once", process_group=None, report=lambda text: None),
+            "aside": AsyncWriter(folder / "aside", process_group=None, report=lambda text: None),
         }
 
     def round(self, number: int) -> dict[str, float]:
@@ -147,8 +147,8 @@ class _Run:
         began = time.perf_counter()
         self._save("aside", number)
         call = time.perf_counter() - began
-        elapsed, steps = self._train_while(began, lambda: self._savers["aside"].busy)
-        self._savers["aside"].finish()
+        elapsed, steps = self._train_while(began, lambda: self._writers["aside"].busy)
+        self._writers["aside"].finish()
         quiet += self._quiet_steps()
         began = time.perf_counter()
         copy = threading.Thread(target=self._copied(files, IDLE))
@@ -177,8 +177,8 @@ class _Run:
         self._engine.train_step(*self._batch)
 
     def _save(self, name: str, number: int) -> None:
-        self._savers[name].save(Progress(number, number, config=self._identity), self._state)
-        if self._savers[name].failed:
+        self._writers[name].save(Progress(number, number, config=self._identity), self._state)
+        if self._writers[name].failed:
             raise OSError(f"the checkpoint could not be written to {self._folder}; give another --folder")
 
     def _copied(self, files: list[Path], priority: tuple[str, ...] = ()) -> Callable[[], None]:
