@@ -38,7 +38,6 @@ from megasnn.pipeline.capture import Capture, CudaCapture, GraphOptions
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.precisions import PRECISIONS
-from megasnn.telemetry.timers import Timers
 
 _ENDLESS = 10**12  # steps of a training whose learning rate does not decay
 _RATE_FLAGS = ("lr", "min_lr", "lr_decay_style", "lr_interval", "lr_warmup_iters", "lr_warmup_epochs", "lr_warmup_init")
@@ -231,14 +230,13 @@ def build_model(
     state: ParallelState,
     plan: PipelinePlan | None = None,
     wants_to_stop: Callable[[], bool] = lambda: False,
-    timers: Timers | None = None,
 ) -> tuple[PipelinePlan, DistributedModel]:
     """Plans the pipeline, unless a plan is given, and builds this rank's part of the model. Collective.
 
     Args:
-        wants_to_stop: see ModelOptions. timers: of the parts `plan` and `materialise`.
+        wants_to_stop: see ModelOptions.
     """
-    graphs, timers = graph_options(config, state), timers or Timers(state.device)
+    graphs = graph_options(config, state)
     training, parallel, windows = config.training, config.parallel, sample_windows(config)
     cut = parallel.context_cut(training.micro_batch_size)
     context = build_context(state, training.precision, config.neuron.neuron_backend, training.seed, windows > 1, cut)
@@ -248,9 +246,9 @@ def build_model(
         is_frozen=partial(is_frozen, config.optimizer),
         sparse_products=training.sparse_products == "auto" and can_be_sparse(state.device, context.compute_dtype),
     )
-    with placed("while planning the pipeline"), timers("plan"):
+    with placed("while planning the pipeline"):
         plan = plan or plan_of(config, model, context, state, windows)
     options = ModelOptions(windows, wants_to_stop, parallel.use_distributed_optimizer, graphs)
-    with placed("while building the model"), timers("materialise"):
+    with placed("while building the model"):
         schedules, seed = plan.schedules, training.seed
         return plan, DistributedModel(model, state, context, plan.bounds, schedules, seed, sample_loss(config), options)

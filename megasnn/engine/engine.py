@@ -39,7 +39,6 @@ from megasnn.optim import learning_rate, require_matches, require_schedule
 from megasnn.parallel_state import abandon_model_parallel
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.telemetry.records import EvaluationRecord, StepResult
-from megasnn.telemetry.timers import Timers
 
 
 class Engine:
@@ -78,7 +77,6 @@ class Engine:
         optimizer: of the parameters that this rank owns.
         distributed: the model's chunks on this rank. batches: cuts batches. step: takes micro-batches to new weights.
         checkpoints: saves and loads.
-        setup_ms: milliseconds that this rank took to `plan` the pipeline, and to build and `materialise` its layers.
     Raises:
         ConfigError: flags that do not go together, or a model that cannot be built; lists all of it.
         ValueError: patterns of flags that no parameter matches, a pipeline that cannot be planned, another Engine that
@@ -109,9 +107,7 @@ class Engine:
             require_kernels(config, self.state.device)
             if self.state.device.type == "cpu":
                 keep_free_memory()
-            timers = Timers(self.state.device)
-            self.plan, self.distributed = build_model(config, described, self.state, plan, wants_to_stop, timers)
-            self.setup_ms = timers.mean_ms()
+            self.plan, self.distributed = build_model(config, described, self.state, plan, wants_to_stop)
             self.batches = Batches(config, self.distributed, mixing_of(config, described, self.length.epoch_samples))
             self.step = TrainStep(config, self.distributed, lr_schedule or self._scheduled_rate)
             self.optimizer = self.step.optimizer

@@ -228,8 +228,6 @@ class TrainingRun:
         engine, reporter, data = self.engine, self.reporter, self.data
         loader = data.loader(engine, training=False)
         self._in_evaluation = True
-        if engine.step.average is not None:
-            self.saves.settle()  # its values take the weights' place
         batches = loader.batches(limit=self.config.logging.eval_iters)
         of_training = statistics.counting(False)  # the log has the traffic of training
         with of_training, reporter.pause(), closing(batches):

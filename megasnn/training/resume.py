@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import platform
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megasnn import checkpoint
-from megasnn.checkpoint.compare import config_differences, model_differences
-from megasnn.checkpoint.job import JobFolder
+from megasnn.checkpoint.job import FolderLock
+from megasnn.checkpoint.load import config_differences, model_differences
 from megasnn.checkpoint.state_dict import read_state_dict
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import changed_recipe, changed_samples, identity, recipe
 from megasnn.engine import Engine
 from megasnn.engine.faults import placed
-from megasnn.files.described import in_message
-from megasnn.files.problems import raise_problems
-from megasnn.files.shared import leave_mark, sees_mark
+from megasnn.files import in_message, raise_problems
 from megasnn.layers import BuildContext, KeyedLayer, ParallelNeuron
 from megasnn.models.table import saved_model_name
 from megasnn.parallel.agreement import all_do
@@ -40,7 +39,7 @@ def refuse_other_model(config: PretrainConfig, state: ParallelState) -> None:
     def refuse() -> None:
         has_saved = options.save is not None and checkpoint.list_checkpoints(Path(options.save))
         if not options.may_begin_anew and not has_saved:  # with checkpoints of its own a restarted job goes on there
-            checkpoint.choose(Path(str(options.load)), options.ckpt_step)
+            checkpoint.resolve(Path(str(options.load)), options.ckpt_step)
         metadata = checkpoint.first_legible(Path(str(options.load)), options.ckpt_step)
         if metadata is None:
             return
@@ -70,7 +69,7 @@ class Claim:
     """
 
     folder: Path
-    job: JobFolder | None
+    job: FolderLock | None
     resumes: bool
     others: int
     notice: str
@@ -92,11 +91,11 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
     if not options.save:
         return None
     folder, continues = Path(options.save), options.saves_where_it_loads and not options.finetune
-    job: JobFolder | None = None
+    job: FolderLock | None = None
 
     def by_first() -> tuple[bool, int, str]:
         nonlocal job
-        job = JobFolder(folder)
+        job = FolderLock(folder, is_job=True)
         there = checkpoint.list_checkpoints(folder)
         mixed = ""
         if there and not job.resumes and not continues:
@@ -130,6 +129,29 @@ def _require_shared(folder: Path, state: ParallelState) -> None:
     finally:
         if state.rank == 0:
             mark.unlink(missing_ok=True)
+
+
+def leave_mark(folder: Path) -> Path:
+    """Creates an empty file by a new name, by which other hosts find out that they see the same folder."""
+    mark = folder / f".shared_{secrets.token_hex(8)}"
+    mark.touch(exist_ok=False)
+    return mark
+
+
+def sees_mark(mark: Path) -> bool:
+    """Returns True when this process sees the folder in which the mark was left.
+
+    A file server refuses to create a file that is there, whatever a host remembers of the folder; looking for it could
+    find an old state of the folder for a minute. A file created elsewhere is removed.
+    """
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    except OSError:
+        return False
+    mark.unlink()
+    return False
 
 
 @dataclass(frozen=True)

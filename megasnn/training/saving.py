@@ -37,12 +37,12 @@ class Saves:
         self._extra = {**place, **({} if constants is None else {NORMALISATION: constants})}
         self._best, self._saved_best = begin.best, begin.best if begin.saved else None
         self._saves_best = False
-        self._saver: checkpoint.Saver | None = None
+        self._saver: checkpoint.SyncWriter | None = None
         if claim is not None:
-            self._saver = checkpoint.Saver(
+            writer = checkpoint.AsyncWriter if options.async_save else checkpoint.SyncWriter
+            self._saver = writer(
                 claim.folder,
                 process_group=engine.state.world.handle,
-                background=options.async_save,
                 retention=checkpoint.Retention(options.keep_last, options.keep_every, claim.others),
                 report=reporter.line,
                 complete=reporter.saved,
@@ -79,11 +79,6 @@ class Saves:
     def at_best(self, iteration: int) -> bool:
         """Returns True where this iteration is the best so far, and is to be kept as that."""
         return self._best is not None and self._best.iteration == iteration
-
-    def settle(self) -> None:
-        """Waits until a save in the background has its copies, before tensors change otherwise than by a step."""
-        if self._saver is not None:
-            self._saver.settle()
 
     def finish(self, seconds: float | None = None) -> bool:
         """Waits for a save in the background; False when the last save has failed. Collective.

@@ -23,7 +23,7 @@ from megasnn.engine import Engine
 from megasnn.engine.build import build_model, describe_windows
 from megasnn.engine.mesh import describe_precision
 from megasnn.engine.model import DistributedModel
-from megasnn.files.durable import write_whole
+from megasnn.files import write_whole
 from megasnn.kernels.backends import backend_told
 from megasnn.layers.holding import calls_of, exchanges_of
 from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
