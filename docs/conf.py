@@ -23,17 +23,7 @@ highlight_language = "none"  # of blocks that name none
 CONTENTS = {
     "Models": ["models", "python", "recipes", "precision"],
     "Data": ["data", "events"],
-    "Many ranks": [
-        *(
-            "parallelism",
-            "planner",
-            "schedules",
-            "memory",
-            "sharded_optimizer",
-            "weight_parallel",
-            "clusters",
-        ),
-    ],
+    "Many ranks": ["parallelism", "planner", "schedules", "memory", "clusters"],
     "Runs": ["flags", "checkpoints", "restarts", "security", "gpu"],
 }
 LISTED = {name for names in CONTENTS.values() for name in names}

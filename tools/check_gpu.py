@@ -40,8 +40,8 @@ if __name__ == "__main__":  # from any folder
 
 from megasnn.engine import Engine
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.codec import pack_bits, pack_counts, unpack_bits, unpack_counts
-from megasnn.kernels.unit import neuron_multi_step, norm_pool_neuron
+from megasnn.kernels.neuron import neuron_multi_step, norm_pool_neuron
+from megasnn.kernels.spike_codec import pack_bits, pack_counts, unpack_bits, unpack_counts
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 

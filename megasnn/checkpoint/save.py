@@ -26,9 +26,8 @@ from megasnn.checkpoint.format import Box, Metadata, Progress, SavedFile, SavedT
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.tensor_io import LocalBox, boxes_of, write_safetensors
 from megasnn.files.problems import CheckpointError, problem_list
-from megasnn.parallel.agreement import all_do, first_decides, first_gathers, is_first, rank_in
-from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Shard
+from megasnn.parallel.agreement import broadcast_result, first_gathers, is_first, rank_in, run_on_all_ranks
+from megasnn.parallel.sharding import Shard, ShardedTensor
 
 PathLike = str | os.PathLike[str]
 Group = dist.ProcessGroup | None
@@ -56,7 +55,9 @@ def save_checkpoint(
         CheckpointError: on every rank, when a tensor cannot be described, the ranks together do not hold each
             element of a tensor exactly once, or writing fails (names rank and cause). Earlier ones stay.
     """
-    boxes = all_do(process_group, lambda: boxes_of(written_here(state.entries())), "this run cannot be saved:")
+    boxes = run_on_all_ranks(
+        process_group, lambda: boxes_of(written_here(state.entries())), "this run cannot be saved:"
+    )
 
     def write(path: Path) -> Written | None:
         mine = [box for box, _, _ in boxes]
@@ -94,8 +95,8 @@ def write_checkpoint(
     """
     root = Path(folder)
     rank = rank_in(process_group)
-    metadata = all_do(process_group, lambda: new_metadata(progress, optimizer), "this run cannot be saved:")
-    aside = first_decides(process_group, lambda: folders.begin(root, progress.iteration))
+    metadata = run_on_all_ranks(process_group, lambda: new_metadata(progress, optimizer), "this run cannot be saved:")
+    aside = broadcast_result(process_group, lambda: folders.begin(root, progress.iteration))
     title = f"cannot write the checkpoint {aside}:"
 
     def written() -> Written | None:
@@ -105,8 +106,8 @@ def write_checkpoint(
             raise CheckpointError(f"rank {rank}: {type(error).__name__}: {error}") from None
 
     try:
-        ranks = first_gathers(process_group, all_do(process_group, written, title))
-        return first_decides(process_group, lambda: commit(root, metadata, list(filter(None, ranks)), best))
+        ranks = first_gathers(process_group, run_on_all_ranks(process_group, written, title))
+        return broadcast_result(process_group, lambda: commit(root, metadata, list(filter(None, ranks)), best))
     except CheckpointError:
         if is_first(process_group):
             folders.discard(root, progress.iteration)

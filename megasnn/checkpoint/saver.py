@@ -19,7 +19,7 @@ from megasnn.checkpoint.save import Group, Written, kind_of, save_checkpoint, wr
 from megasnn.checkpoint.tensor_io import LocalBox, boxes_of, file_layout, write_image
 from megasnn.files.problems import CheckpointError
 from megasnn.parallel.agreement import is_first
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 
 # Ranks wait for each other as long as the slowest disk takes. megasnn.engine.faults ends them when one is lost.
 _PATIENCE = datetime.timedelta(days=7)

@@ -1,7 +1,8 @@
-"""Batch norm, optional max pooling and neurons as four calls of a backend, and the function that autograd sees.
+"""Neurons, and the unit of batch norm, optional max pooling and neurons: arguments are checked, a backend computes.
 
-Between the calls stand sums over the samples and pixels that one rank has: where ranks share a micro-batch, they
-exchange them there. For backward the input is kept, and the statistics; all else is computed again.
+A backend computes a unit by four calls. Between them stand sums over the samples and pixels that one rank has: where
+ranks share a micro-batch, they exchange them there. For backward the input is kept, and the statistics; all else is
+computed again.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megasnn.again import once
-from megasnn.kernels.packed import remember_bits
-from megasnn.kernels.spec import NeuronSpec
+from megasnn.kernels.backends import AUTO, backend_for
+from megasnn.kernels.neuron_spec import NEURONS, NeuronSpec
+from megasnn.kernels.spike_codec import remember_bits
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What a unit computes, besides its tensors; arguments as in `megasnn.kernels.unit.norm_pool_neuron`.
+    """What a unit computes, besides its tensors; arguments as in `norm_pool_neuron`.
 
     Attributes:
         above: with pooling, how many rows of the input, 0 or 1, come before the middle of the first windows; without
@@ -35,11 +37,11 @@ class Unit:
     above: int = 0
 
     def shape_of_spikes(self, x: Tensor) -> tuple[int, ...]:
-        """For an input `[X, N, C, ...]`."""
+        """The shape for an input `[X, N, C, ...]`."""
         return self.time_steps, *x.shape[1:3], *self.space_of_spikes(x.shape[3:])
 
     def space_of_spikes(self, space: Sequence[int]) -> tuple[int, ...]:
-        """For an input of these sides."""
+        """The sides for an input of these sides."""
         if not self.pool:
             return tuple(space)
         height, width = space
@@ -81,7 +83,7 @@ class UnitOutput(NamedTuple):
 
 
 class UnitCalls(Protocol):
-    """The four calls. Inputs `[X, N, C, ...]`, X = T or 1, and spikes are channels-last in memory; w as in `unit`."""
+    """The four calls. Inputs `[X, N, C, ...]`, X = T or 1, and spikes are channels-last in memory."""
 
     def statistics(self, x: Tensor) -> Tensor:
         """Mean and biased variance of each channel, `[2, C]` in double precision."""
@@ -89,7 +91,7 @@ class UnitCalls(Protocol):
     def fire(
         self, x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Spikes `[T, N, C, ...]` in the type of x; if asked for, also as `codec.pack_bits` packs them."""
+        """Spikes `[T, N, C, ...]` in the type of x; if asked for, also as `spike_codec.pack_bits` packs them."""
 
     def backward_sums(
         self, x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
@@ -115,6 +117,88 @@ class UnitCalls(Protocol):
         """
 
 
+def neuron_multi_step(
+    x: Tensor,
+    spec: NeuronSpec,
+    v0: Tensor | None = None,
+    w: Tensor | None = None,
+    backend: str = AUTO,
+) -> tuple[Tensor, Tensor]:
+    """A layer of neurons over all time steps.
+
+    Args:
+        x: input current ``[T, N, ...]``, in any memory order. On the meta device only shapes are computed.
+        v0: membrane potential before the first step ``[N, ...]``; without it ``v_reset``, or 0 with a soft reset.
+        w: the parameter of a plif neuron, a scalar.
+
+    Returns:
+        Spikes, shaped and typed like ``x``, and the membrane potential ``[N, ...]`` after the last step.
+
+    Raises:
+        ValueError: an unknown backend, a shape that does not fit, a plif neuron without ``w`` (or another with it),
+            or a backend that cannot be used here.
+    """
+    _check_neuron(x, spec, w)
+    if v0 is not None and v0.shape != x.shape[1:]:
+        raise ValueError(f"v0 {tuple(v0.shape)} must have the shape of one time step, {tuple(x.shape[1:])}")
+    if x.is_meta:
+        return torch.empty_like(x), x.new_empty(x.shape[1:])
+    return backend_for(backend, x, spec).neuron_multi_step(x, spec, v0, w)
+
+
+def norm_pool_neuron(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    *,
+    spec: NeuronSpec,
+    training: bool,
+    eps: float = 1e-5,
+    w: Tensor | None = None,
+    pool: bool = False,
+    time_steps: int | None = None,
+    backend: str = AUTO,
+    fires: bool = True,
+    shared: Shared | None = None,
+    above: Tensor | None = None,
+) -> UnitOutput:
+    """Batch norm, then optionally ``MaxPool2d(3, stride=2, padding=1)``, then a layer of neurons at rest.
+
+    In training the norm uses mean and biased variance of ``x`` over time, samples and space, and leaves the running
+    statistics alone: the caller merges what is returned. In evaluation it uses the running statistics.
+
+    Args:
+        x: ``[T, N, C, H, W]`` or ``[T, N, C, L]``; on the meta device as for `neuron_multi_step`. With
+            ``T = 1 < time_steps`` the same input comes at every step.
+        weight, bias: ``[C]`` or None.
+        running_mean, running_var: ``[C]``; without them evaluation normalises with the batch as well.
+        pool: needs ``[T, N, C, H, W]``.
+        fires: False where only the graph is wanted: the spikes are then zeros without memory.
+        shared: with whom the values are shared that are normalised together.
+        above: with ``pool``, the row ``[T, N, C, 1, W]`` above ``x`` that another rank has, which statistics do not
+            count. Then ``x`` begins with an even row of the image; without it, or of no row, at its edge.
+
+    Returns:
+        Spikes, and the statistics that were used (float32 when ``x`` is bfloat16); see `UnitOutput`.
+
+    Raises:
+        ValueError: an unknown backend, shapes or time steps that do not fit, fewer than two values per channel in
+            training, or a backend that cannot be used here.
+    """
+    _check_neuron(x, spec, w)
+    steps = x.shape[0] if time_steps is None else time_steps
+    _check_norm(x, weight, bias, training and shared is None, pool, steps)
+    unit = Unit(spec, eps, pool, steps)
+    if x.is_meta:
+        of_channels = x.new_empty(x.shape[2:3])
+        return UnitOutput(x.new_empty(unit.shape_of_spikes(x)), of_channels, of_channels, x.numel() // x.shape[2])
+    running = None if training or running_mean is None or running_var is None else (running_mean, running_var)
+    calls = backend_for(backend, x, spec).unit_calls()
+    return norm_pool_neuron_by(calls, x, weight, bias, running, w, unit, fires, shared, above)
+
+
 def norm_pool_neuron_by(
     calls: UnitCalls,
     x: Tensor,
@@ -127,7 +211,7 @@ def norm_pool_neuron_by(
     shared: Shared | None = None,
     above: Tensor | None = None,
 ) -> UnitOutput:
-    """The calls, one after the other; see `megasnn.kernels.unit.norm_pool_neuron`.
+    """Makes the calls, one after the other; see `norm_pool_neuron`.
 
     Args:
         running: mean and variance to normalise with; None to normalise with the batch's.
@@ -142,20 +226,6 @@ def norm_pool_neuron_by(
 def channels_last(x: Tensor) -> Tensor:
     """`[T, N, C, ...]` with its channels side by side in memory."""
     return x.movedim(2, -1).contiguous().movedim(-1, 2)
-
-
-def _statistics(calls: UnitCalls, x: Tensor) -> Tensor:
-    """Of what this rank has of shared values, which may be nothing."""
-    return calls.statistics(x) if x.numel() else x.new_zeros((2, x.shape[2]), dtype=torch.float64)
-
-
-def _means_of(x: Tensor, means: Tensor, norm: Norm, eps: float) -> Tensor:
-    """What the input gradient of values has lost by the means of the gradients, and of those by deviations."""
-    precision = (norm.variance + eps).reciprocal()
-    scale = precision.sqrt() if norm.weight is None else precision.sqrt() * norm.weight.detach()
-    of_channels = scale * means[0], scale * means[1] * precision, norm.mean
-    each, slope, mean = (values.view(-1, 1, 1) for values in of_channels)
-    return (each + (x - mean) * slope).to(x.dtype)
 
 
 def gradient_of_w(total: Tensor, w: Tensor, spec: NeuronSpec) -> Tensor:
@@ -238,3 +308,42 @@ class _NormPoolNeuron(torch.autograd.Function):
             gradient_of_w(sums[2].sum(), w, unit.spec) if need_w else None,
             *(None,) * 6,
         )
+
+
+def _statistics(calls: UnitCalls, x: Tensor) -> Tensor:
+    """Statistics of what this rank has of shared values, which may be nothing."""
+    return calls.statistics(x) if x.numel() else x.new_zeros((2, x.shape[2]), dtype=torch.float64)
+
+
+def _means_of(x: Tensor, means: Tensor, norm: Norm, eps: float) -> Tensor:
+    """What the input gradient of values has lost by the means of the gradients, and of those by deviations."""
+    precision = (norm.variance + eps).reciprocal()
+    scale = precision.sqrt() if norm.weight is None else precision.sqrt() * norm.weight.detach()
+    of_channels = scale * means[0], scale * means[1] * precision, norm.mean
+    each, slope, mean = (values.view(-1, 1, 1) for values in of_channels)
+    return (each + (x - mean) * slope).to(x.dtype)
+
+
+def _check_neuron(x: Tensor, spec: NeuronSpec, w: Tensor | None) -> None:
+    if x.ndim < 2 or not x.is_floating_point():
+        raise ValueError(f"a neuron takes floating-point input [T, N, ...], got {x.dtype} {tuple(x.shape)}")
+    if (w is not None) != NEURONS[spec.kind].learns:
+        learning = ", ".join(name for name, neuron in NEURONS.items() if neuron.learns)
+        raise ValueError(f"w is the parameter of a {learning} neuron and of no other; got kind {spec.kind!r} and w={w}")
+    if w is not None and w.numel() != 1:
+        raise ValueError(f"w of a {spec.kind} neuron is a scalar, got {tuple(w.shape)}")
+
+
+def _check_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, pool: bool, time_steps: int
+) -> None:
+    if x.ndim not in (4, 5) or (pool and x.ndim != 5):
+        wanted = "[T, N, C, H, W]" if pool else "[T, N, C, H, W] or [T, N, C, L]"
+        raise ValueError(f"norm{', pool' if pool else ''} and neuron take {wanted}, got {tuple(x.shape)}")
+    if x.shape[0] not in (1, time_steps):
+        raise ValueError(f"input has {x.shape[0]} time steps; it must have 1 or {time_steps} (--time-steps)")
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None and value.shape != x.shape[2:3]:
+            raise ValueError(f"the norm's {name} {tuple(value.shape)} does not fit {x.shape[2]} channels")
+    if training and x.numel() == x.shape[2]:
+        raise ValueError(f"batch norm in training needs more than one value per channel, got input {tuple(x.shape)}")

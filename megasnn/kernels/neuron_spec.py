@@ -1,10 +1,14 @@
-"""What a spiking neuron computes, as a value: the one description for all backends, and the names that it takes."""
+"""What a spiking neuron computes, as a value: the one description for all backends, and the names that it takes.
+
+The tables need neither torch nor numba nor triton: a command line is checked by them before these are imported.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megasnn.registry import Registry
@@ -46,12 +50,15 @@ def _leak(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
 def _divisor(inputs: Tensor, spec: NeuronSpec) -> float | Tensor:
     """What is divided by it is rounded once, on every device. By a number torch does not divide on a GPU: it multiplies
     by its reciprocal, which is rounded as well unless the number is a power of two. So it is a tensor otherwise."""
-    is_power_of_two = math.frexp(spec.tau)[0] == 0.5
-    return spec.tau if is_power_of_two else inputs.new_full((), spec.tau)
+    return spec.tau if _is_power_of_two(spec.tau) else inputs.new_full((), spec.tau)
 
 
 def _learned_leak(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
     return v + (x - (v - spec.rest)) * q if spec.decay_input else v - (v - spec.rest) * q + x
+
+
+def _is_power_of_two(number: float) -> bool:
+    return math.frexp(number)[0] == 0.5
 
 
 NEURONS: Registry[Neuron] = Registry(
@@ -148,3 +155,105 @@ class NeuronSpec:
     def rest(self) -> float:
         """The potential that a membrane decays to and starts from: ``v_reset``, or 0 with a soft reset."""
         return 0.0 if self.v_reset is None else self.v_reset
+
+
+# --- compiled kernels
+
+
+class FusedCharge(NamedTuple):
+    """How the potential before firing follows from input and last potential in compiled kernels.
+
+    Attributes:
+        code: the form that the kernels charge by, named in `numba.neuron` and `triton.neuron`.
+        factor: what it divides or multiplies by.
+        leak: the part of the last potential that goes, and of the input that comes where it decays.
+    """
+
+    code: str
+    factor: float
+    leak: float
+
+
+class FusedSurrogate(NamedTuple):
+    """A surrogate gradient `amplitude * shape(slope * (h - threshold))`, whose numbers grow with alpha."""
+
+    code: str
+    amplitude: float
+    slope: float
+
+
+def _fused_leak(spec: NeuronSpec, learned: float) -> FusedCharge:
+    leak, form = 1.0 / spec.tau, "CHARGE_" if spec.decay_input else "LEAK_"
+    if _is_power_of_two(spec.tau):  # multiplying is the same as dividing, and faster
+        return FusedCharge(form + "SCALE", leak, leak)
+    return FusedCharge(form + "DIVIDE", spec.tau, leak)
+
+
+FUSED_CHARGES: Registry[Callable[[NeuronSpec, float], FusedCharge]] = Registry(
+    "--neuron",
+    {
+        "if": lambda spec, learned: FusedCharge("CHARGE_ADD", 1.0, 0.0),
+        "lif": _fused_leak,
+        "plif": lambda spec, learned: FusedCharge(
+            "CHARGE_SCALE" if spec.decay_input else "LEAK_SCALE", learned, learned
+        ),
+    },
+)
+"""Name of a neuron that compiled kernels know -> (description, the learned leak) -> how it charges."""
+FUSED_SURROGATES: Registry[FusedSurrogate] = Registry(
+    "--surrogate",
+    {"sigmoid": FusedSurrogate("SIGMOID", 1.0, 1.0), "atan": FusedSurrogate("ATAN", 0.5, math.pi / 2)},
+)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A neuron in numbers: what the kernels of all backends compute with.
+
+    Attributes:
+        charge, surrogate: codes of a FusedCharge and a FusedSurrogate.
+        learned: its factor is learned, and perhaps known on the device alone: then factor, into and through are those
+            of the factor that was given.
+        hard: the reset is.
+        factor: what the charge divides or multiplies by.
+        jump, slide: d(v after reset) / d(spike) = jump - slide * h.
+        into, through: d(h) / d(x) and d(h) / d(v).
+        slope, amplitude: the surrogate gradient is amplitude * shape(slope * (h - threshold)).
+    """
+
+    charge: str
+    surrogate: str
+    learned: bool
+    hard: bool
+    rest: float
+    threshold: float
+    factor: float
+    jump: float
+    slide: float
+    into: float
+    through: float
+    slope: float
+    amplitude: float
+
+
+@lru_cache(maxsize=256)  # each launch of a kernel asks; a learned leak changes with every step
+def numbers(spec: NeuronSpec, learned_leak: float = 0.0) -> Numbers:
+    """A neuron in numbers. learned_leak: its factor, where that is learned and known here."""
+    charge, surrogate = FUSED_CHARGES[spec.kind](spec, learned_leak), FUSED_SURROGATES[spec.surrogate]
+    hard = spec.v_reset is not None
+    jump, slide = (spec.rest, 1.0) if hard else (-spec.v_threshold, 0.0)
+    return Numbers(
+        charge=charge.code,
+        surrogate=surrogate.code,
+        learned=NEURONS[spec.kind].learns,
+        hard=hard,
+        rest=spec.rest,
+        threshold=spec.v_threshold,
+        factor=charge.factor,
+        jump=0.0 if spec.detach_reset else jump,
+        slide=0.0 if spec.detach_reset else slide,
+        into=charge.leak if NEURONS[spec.kind].leaks and spec.decay_input else 1.0,
+        through=1.0 - charge.leak,
+        slope=spec.surrogate_alpha * surrogate.slope,
+        amplitude=spec.surrogate_alpha * surrogate.amplitude,
+    )

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from megasnn.kernels.codec import pack_bits
 from megasnn.kernels.layout import memory_order
-from megasnn.kernels.norm_neuron import Norm, Unit, channels_last
-from megasnn.kernels.packed import remember_bits, wants_bits
-from megasnn.kernels.recompute import recomputed
-from megasnn.kernels.spec import NEURONS, SURROGATES, NeuronSpec
+from megasnn.kernels.neuron import Norm, Unit, channels_last
+from megasnn.kernels.neuron_spec import NEURONS, SURROGATES, NeuronSpec
+from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
 
 REDUCED = (torch.bfloat16, torch.float16)
 
@@ -63,7 +62,7 @@ def reset(h: Tensor, spike: Tensor, spec: NeuronSpec) -> Tensor:
 
 
 def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See :func:`megasnn.kernels.unit.neuron_multi_step`."""
+    """See :func:`megasnn.kernels.neuron.neuron_multi_step`."""
     if x.dtype in REDUCED:
         spikes, v = recomputed(partial(_neuron_multi_step, spec=spec), x, v0, w)
     else:
@@ -96,6 +95,43 @@ def _steps(inputs: Tensor, v0: Tensor | None, q: Tensor | None, spec: NeuronSpec
     return stacked.permute([0, *(1 + order.index(dim) for dim in range(len(order)))]), v
 
 
+def recomputed(function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """Calls a function whose intermediate values are computed again in backward: only its inputs are kept.
+
+    Args:
+        function: without effects; gradients reach its arguments and nothing else.
+    """
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    return _Recomputed.apply(function, *inputs)
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.function = function
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        inputs = [None if each is None else each.detach() for each in ctx.saved_tensors]
+        wanted = [
+            each.requires_grad_() for each, needs in zip(inputs, needed, strict=True) if each is not None and needs
+        ]
+        with torch.enable_grad():
+            outputs = ctx.function(*inputs)
+        given = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+        if not given:
+            return (None, *(None for _ in needed))
+        results, of_results = zip(*given, strict=True)
+        found = iter(torch.autograd.grad(results, wanted, of_results, allow_unused=True))
+        return (None, *(next(found) if needs else None for needs in needed))
+
+
 def batch_norm(
     x: Tensor, running: tuple[Tensor, Tensor] | None, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
@@ -111,7 +147,7 @@ def batch_norm(
 
 
 def statistics(x: Tensor) -> Tensor:
-    """This and the next three are the calls of `norm_neuron.UnitCalls`."""
+    """This and the next three are the calls of `neuron.UnitCalls`."""
     frames = _frames(x)
     over = [dim for dim in range(frames.ndim) if dim != 1]
     variance, mean = torch.var_mean(frames, dim=over, correction=0)

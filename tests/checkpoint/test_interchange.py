@@ -15,7 +15,7 @@ from megasnn.layers import BuildContext
 from megasnn.models.building import describe
 from megasnn.models.spikformer.dimensions import Spikformer as Ours
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly, to_spikingjelly
-from megasnn.parallel.sharded_tensors import materialise, sharded_tensors
+from megasnn.parallel.sharding import materialise, sharded_tensors
 from tests.checkpoint.fake_model import Layout, Rank, expected, known
 
 NEURONS = {"lif": None, "plif": partial(neuron.ParametricLIFNode, detach_reset=True)}

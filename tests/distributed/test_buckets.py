@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from megasnn.parallel import zero
 from megasnn.parallel.collectives import Exchange, start_exchange
 from megasnn.parallel.gradient_buckets import GradientBuckets
-from megasnn.parallel.group import alone
-from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Shard
+from megasnn.parallel.sharding import Shard, ShardedTensor
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel_state import alone, destroy_model_parallel, initialize_model_parallel
 from megasnn.telemetry.allocations import AllocationCounter
 from tests.distributed.whole import everybody, random
 
@@ -131,7 +129,7 @@ def _exchanged(rows: tuple[int, ...]) -> tuple[int, int]:
         under_way.popleft()()
 
     peaks = []
-    for exchange in (sum_gradients, data_parallel.share_rows):
+    for exchange in (sum_gradients, data_parallel.all_gather_params):
         counters = [AllocationCounter(torch.device("cpu")) for _ in range(4)]
         for counter in counters:
             with counter.counting():

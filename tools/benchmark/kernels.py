@@ -18,7 +18,7 @@ from megasnn.config.checks import at_least
 from megasnn.config.names import name_in
 from megasnn.free_memory import keep_free_memory
 from megasnn.kernels import BACKENDS, NeuronSpec
-from megasnn.kernels.unit import norm_pool_neuron
+from megasnn.kernels.neuron import norm_pool_neuron
 from tools.benchmark.harness import Case, Figures, Flags, Part, ratios, rounds, seconds, summary
 from tools.benchmark.log import Line
 from tools.benchmark.table import change, quartiles, table

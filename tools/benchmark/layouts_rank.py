@@ -10,10 +10,9 @@ import warnings
 import torch
 
 from megasnn.free_memory import release_free_memory
-from megasnn.parallel.codec import Content, decode_into, encode
+from megasnn.kernels.spike_codec import Content, decode_into, encode
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel.world import BACKENDS
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel_state import BACKENDS, destroy_model_parallel, initialize_model_parallel
 from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory
 from tools.benchmark.layouts_figures import Memory, Preparation, Turn
 from tools.benchmark.layouts_flags import LayoutBenchmark

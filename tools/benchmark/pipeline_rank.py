@@ -17,8 +17,7 @@ from megasnn.engine.setup import build_context
 from megasnn.free_memory import release_free_memory
 from megasnn.models.building import describe
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel.world import BACKENDS
-from megasnn.parallel_state import initialize_model_parallel
+from megasnn.parallel_state import BACKENDS, initialize_model_parallel
 from megasnn.pipeline.choose_schedule import PipelineRequest
 from megasnn.pipeline.cost_model import PipelineCosts, layers_per_chunk
 from megasnn.pipeline.p2p import WireOptions

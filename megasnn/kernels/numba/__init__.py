@@ -5,5 +5,5 @@
 `calls` starts them, `alone` is a layer of neurons without a norm. All loops work on rows of neighbouring elements, one
 row for each time step. A piece of them, small enough for the L1 cache, goes through all time steps before the next one
 starts: membrane potentials never reach memory. No fast-math anywhere: forward does the operations of
-`kernels/reference.py` in their order, and no spike may flip.
+`kernels/torch_backend.py` in their order, and no spike may flip.
 """

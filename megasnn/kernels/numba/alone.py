@@ -10,22 +10,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megasnn.kernels.codec import pack_bits
-from megasnn.kernels.fused.calls import constants_of, no_bits, pieces
-from megasnn.kernels.fused.row import LANES, back, fire
-from megasnn.kernels.jit import kernel, part
 from megasnn.kernels.layout import empty_array, memory_order
-from megasnn.kernels.norm_neuron import gradient_of_w
-from megasnn.kernels.packed import remember_bits, wants_bits
-from megasnn.kernels.reference import REDUCED
-from megasnn.kernels.runtime import run
-from megasnn.kernels.spec import NeuronSpec
+from megasnn.kernels.neuron import gradient_of_w
+from megasnn.kernels.neuron_spec import NeuronSpec
+from megasnn.kernels.numba.calls import constants_of, no_bits, pieces
+from megasnn.kernels.numba.jit import kernel, part, run
+from megasnn.kernels.numba.row import LANES, back, fire
+from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
+from megasnn.kernels.torch_backend import REDUCED
 
 _BLOCK = 1024  # elements: with the potentials of 4 to 10 steps they stay in the L1 cache
 
 
 def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See :func:`megasnn.kernels.unit.neuron_multi_step`."""
+    """See :func:`megasnn.kernels.neuron.neuron_multi_step`."""
     spikes, last, bits = _Neuron.apply(x, v0, w, spec, wants_bits(x))
     return remember_bits(spikes, bits), last
 

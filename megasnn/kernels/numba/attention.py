@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels.layout import empty_strided
-from megasnn.kernels.runtime import run
-from megasnn.kernels.sparse.products import TYPES
+from megasnn.kernels.numba.jit import run
+from megasnn.kernels.numba.spike_sums import TYPES
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def spiking_heads(
 @functools.cache
 def _loops() -> ModuleType | None:
     try:
-        from megasnn.kernels.sparse import attention_loops
+        from megasnn.kernels.numba import attention_loops
     except ImportError:  # no numba for this machine
         return None
     return attention_loops

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from megasnn.kernels.fused.lanes import lanes, load, load_bits, multiply_add, store, where
-from megasnn.kernels.jit import kernel, part
-from megasnn.kernels.sparse.lists import WORD, lowest, without_lowest, word
+from megasnn.kernels.numba.jit import kernel, part
+from megasnn.kernels.numba.lanes import lanes, load, load_bits, multiply_add, store, where
+from megasnn.kernels.numba.spike_lists import WORD, lowest, without_lowest, word
 
 BLOCKS = (128, 64, 32)
 """How many bytes a block may have."""

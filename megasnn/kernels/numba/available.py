@@ -7,7 +7,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from megasnn.kernels.reference import REDUCED
+from megasnn.kernels.torch_backend import REDUCED
 
 
 def refuses(x: Tensor) -> str | None:

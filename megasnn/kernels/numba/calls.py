@@ -1,4 +1,4 @@
-"""The four calls of a norm-(pool-)neuron unit, with tensors: see `megasnn.kernels.norm_neuron`."""
+"""The four calls of a norm-(pool-)neuron unit, with tensors: see `megasnn.kernels.neuron`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasnn.kernels.codec import pack_bits
-from megasnn.kernels.fused import pool
-from megasnn.kernels.fused import unit as loops
-from megasnn.kernels.fused.neuron import Constants, constants
 from megasnn.kernels.layout import empty_array
-from megasnn.kernels.norm_neuron import Norm, Unit
-from megasnn.kernels.reference import REDUCED
-from megasnn.kernels.runtime import run
-from megasnn.kernels.spec import NeuronSpec
+from megasnn.kernels.neuron import Norm, Unit
+from megasnn.kernels.neuron_spec import NeuronSpec
+from megasnn.kernels.numba import pool
+from megasnn.kernels.numba import unit as loops
+from megasnn.kernels.numba.jit import run
+from megasnn.kernels.numba.neuron import Constants, constants
+from megasnn.kernels.spike_codec import pack_bits
+from megasnn.kernels.torch_backend import REDUCED
 
 _ROW = 512  # elements that are summed side by side, rounded up to whole pixels
 _ROWS = 32  # rows of a unit that sums: short enough for float32, long enough that folding costs nothing

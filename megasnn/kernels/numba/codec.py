@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from megasnn.kernels.jit import kernel
+from megasnn.kernels.numba.jit import kernel
+from megasnn.kernels.numba.jit import run as run
 
 UNIT = 1 << 16
 
 
 @kernel
-def pack_spikes(bits, packed, strangers, one, magnitude, first, last):
+def pack_spikes(bits, packed, one, magnitude, strangers, first, last):
     """``bits [M]`` -> ``packed [ceil(M / 8)]``; ``strangers [units]``: whether a unit holds neither 0 nor 1.
 
     ``bits`` are the values as unsigned integers, so that -0 is no 0; ``one`` is how 1 looks among them, ``magnitude``

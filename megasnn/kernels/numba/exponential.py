@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from megasnn.kernels.fused.lanes import constant, multiply_add, of_lanes, where
+from megasnn.kernels.numba.lanes import constant, multiply_add, of_lanes, where
 
 
 def _power_of_two(context, t):

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.extending import overload
 
-from megasnn.kernels.fused.exponential import exp_negative
-from megasnn.kernels.fused.lanes import where
-from megasnn.kernels.fused_constants import numbers
-from megasnn.kernels.spec import NeuronSpec
+from megasnn.kernels.neuron_spec import NeuronSpec, numbers
+from megasnn.kernels.numba.exponential import exp_negative
+from megasnn.kernels.numba.lanes import where
 
 
 class Integrate(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any
 
 from numba import njit
 
-from megasnn.kernels.jit import kernel, part
+from megasnn.kernels.numba.jit import kernel, part
 from megasnn.random import WORD, philox
 
 # Inlined before LLVM sees it: only then are several counters computed at once. Numba does not notice when the other

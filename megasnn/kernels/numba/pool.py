@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from megasnn.kernels.fused.row import LANES, back, fire
-from megasnn.kernels.fused.unit import fold
-from megasnn.kernels.jit import kernel, part
+from megasnn.kernels.numba.jit import kernel, part
+from megasnn.kernels.numba.row import LANES, back, fire
+from megasnn.kernels.numba.unit import fold
 
 
 @part

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from numba import types
 
-from megasnn.kernels.fused.lanes import (
+from megasnn.kernels.numba.jit import part
+from megasnn.kernels.numba.lanes import (
     BYTES,
     count_of,
     filled,
@@ -28,7 +29,7 @@ from megasnn.kernels.fused.lanes import (
     stream,
     where,
 )
-from megasnn.kernels.fused.neuron import (
+from megasnn.kernels.numba.neuron import (
     charged,
     fired,
     of_factor,
@@ -37,7 +38,6 @@ from megasnn.kernels.fused.neuron import (
     scalar,
     surrogate_gradient,
 )
-from megasnn.kernels.jit import part
 
 LANES = BYTES // 4  # at most, of a value
 _AHEAD = 256  # neurons

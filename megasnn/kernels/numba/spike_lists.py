@@ -1,4 +1,4 @@
-"""Where spikes are, as lists of places, from the bits that `megasnn.kernels.codec` packs.
+"""Where spikes are, as lists of places, from the bits that `megasnn.kernels.spike_codec` packs.
 
 `bits [pixels, C / 8]` are those of an input with its channels last; `x [pixels, C]` are its values, or an array without
 elements, where all that are not 0 are 1.
@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from megasnn.kernels.jit import part
+from megasnn.kernels.numba.jit import part
 
 WORD = 64
 """Bits that are looked through at once."""

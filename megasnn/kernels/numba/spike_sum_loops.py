@@ -4,7 +4,7 @@ A sum stays in registers while its rows come from the nearest caches: columns ar
 registers hold, `cuts [blocks, 2]`, the first column of each and how many half lines of the cache it has. The terms of
 an output are added one after the other, by row, column and channel of the kernel, as one dense sum would add them.
 
-Arrays of an input are as in `megasnn.kernels.sparse.lists`; `weight [kh kw C, out]`.
+Arrays of an input are as in `megasnn.kernels.numba.spike_lists`; `weight [kh kw C, out]`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from megasnn.kernels.fused.lanes import count_of, lanes, load, multiply_add, store
-from megasnn.kernels.jit import kernel, part
-from megasnn.kernels.sparse.lists import WORD, by_channel, by_pixel
+from megasnn.kernels.numba.jit import kernel, part
+from megasnn.kernels.numba.lanes import count_of, lanes, load, multiply_add, store
+from megasnn.kernels.numba.spike_lists import WORD, by_channel, by_pixel
 
 HALF_LINE = 32  # bytes
 BLOCKS = (48, 24, 16, 12, 8, 6, 4, 2, 1)

@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasnn.kernels.codec import pack_where_not_zero
 from megasnn.kernels.convolution import Geometry, output_space
 from megasnn.kernels.layout import empty_strided
-from megasnn.kernels.packed import bits_of
-from megasnn.kernels.runtime import run
-from megasnn.kernels.sparse.worth import Work
+from megasnn.kernels.numba.jit import run
+from megasnn.kernels.numba.worth import Work
+from megasnn.kernels.spike_codec import bits_of, pack_where_not_zero
 
 TYPES = torch.float32, torch.float64
 
@@ -39,7 +38,7 @@ class Spikes:
 
     Attributes:
         shape: of the input, `[frames, C, H, W]`.
-        bits: `[pixels, C / 8]`, as `megasnn.kernels.codec` packs spikes, channels last.
+        bits: `[pixels, C / 8]`, as `megasnn.kernels.spike_codec` packs spikes, channels last.
         share: of values that are not 0.
         values: of the input, `[pixels, C]`; `[0, C]` where all that are not 0 are 1.
     """
@@ -183,7 +182,7 @@ def _add_sums(work: Work, total: Tensor, grad: Tensor, spikes: Spikes, geometry:
 @functools.cache
 def _loops() -> ModuleType | None:
     try:
-        from megasnn.kernels.sparse import loops
+        from megasnn.kernels.numba import spike_sum_loops as loops
     except ImportError:  # no numba for this machine
         return None
     return loops
@@ -219,7 +218,7 @@ def _by_place(weight: Tensor) -> Tensor:
 def _cuts(columns: int, dtype: torch.dtype, most: int) -> np.ndarray:
     """Blocks of at most so many bytes of columns, as few as can be: the first column of each, and how many half lines
     of the cache it has. `[blocks, 2]`."""
-    from megasnn.kernels.sparse.loops import BLOCKS, HALF_LINE
+    from megasnn.kernels.numba.spike_sum_loops import BLOCKS, HALF_LINE
 
     found, half = [], 0
     halves = columns * dtype.itemsize // HALF_LINE

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from megasnn.kernels.fused.lanes import count_of, lane_of, lanes_of, load, store
-from megasnn.kernels.fused.row import LANES, back, fire
-from megasnn.kernels.jit import kernel, part
+from megasnn.kernels.numba.jit import kernel, part
+from megasnn.kernels.numba.lanes import count_of, lane_of, lanes_of, load, store
+from megasnn.kernels.numba.row import LANES, back, fire
 
 
 @part
