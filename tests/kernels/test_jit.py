@@ -52,7 +52,7 @@ def added(folder: Path, dtype: str, timeout: float | None = None) -> tuple[list[
 
 def test_a_cached_kernel_takes_no_lock_and_others_wait_for_it(folder: Path) -> None:
     assert added(folder, "f4") == (["9.0", "0"], mock.ANY)
-    with FileLock(cache_folder() / ".compile.lock"):
+    with FileLock(cache_folder() / ".compile.add.add.lock"):
         values, told = added(folder, "f4", timeout=60)
         assert values == ["9.0", "1"] and "compiling" not in told
         with pytest.raises(subprocess.TimeoutExpired):
@@ -70,5 +70,5 @@ def test_machine_code_that_cannot_be_saved_is_run(folder: Path, monkeypatch: pyt
         with torch_threads(3):
             jit.run(add.add, 1000, x)
     assert (x == 1).all()
-    with FileLock(cache_folder() / ".compile.lock", timeout=1):
+    with FileLock(cache_folder() / ".compile.add.add.lock", timeout=1):
         pass

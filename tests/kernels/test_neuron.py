@@ -65,8 +65,8 @@ def test_first_potential(v_reset) -> None:
     """Given potentials continue a sequence: two halves equal the whole, gradients included."""
     spec = NeuronSpec(tau=3.0, v_reset=v_reset, detach_reset=False, surrogate="atan")
     x = channels_last(6, 2, 5, 4).requires_grad_()
-    whole, v_whole = neuron_multi_step(x, spec, backend="torch")
     for backend in BACKENDS:
+        whole, v_whole = neuron_multi_step(x, spec, backend="torch")
         first, v = neuron_multi_step(x[:3], spec, backend=backend)
         second, v = neuron_multi_step(x[3:], spec, v, backend=backend)
         halves = torch.cat([first, second])

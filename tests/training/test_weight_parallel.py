@@ -443,7 +443,7 @@ def gradients_held(*flags: str) -> tuple[int, int, int]:
 
         with mock.patch.object(GradientBuckets, "begin", watched):
             made.train_step(*samples(made, 8))
-        sums = sum(bucket.sum.nbytes for bucket in buckets)
+        sums = sum(bucket.reduced.nbytes for bucket in buckets)
         return max(most), data_parallel.held_bytes - sums, sum(view.nbytes for b in buckets for view in b.views)
 
 

@@ -45,13 +45,17 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FilledByOne(FunctionCache):
-    """Numba's cache of machine code, which one process of this user fills at a time.
+    """Numba's cache of a kernel's machine code, which one process of this user fills at a time.
 
     The ranks that come second find the machine code; those that need nothing compiled wait for nobody.
     """
 
-    _lock: FileLock | None = None
     _told = False
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._name = f".compile.{function.__module__}.{function.__qualname__}.lock"
+        self._lock: FileLock | None = None
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Loads machine code; where there is none, holds the lock until it is compiled and saved."""
@@ -59,7 +63,7 @@ class FilledByOne(FunctionCache):
         if found is None:
             _tell()
             with contextlib.suppress(CacheError, OSError, NotImplementedError, Timeout):  # then it compiles for itself
-                self._lock = FileLock(cache_folder() / ".compile.lock", timeout=PATIENCE_S)
+                self._lock = FileLock(cache_folder() / self._name, timeout=PATIENCE_S)
                 self._lock.acquire()
             found = super().load_overload(sig, target_context)
             if found is not None:
