@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megasnn.data.formats import FormatMismatch, SampleFormat
 from megasnn.data.shards import Shard
-from megasnn.files.sample_size import require_size
+from megasnn.files import require_size
 
 _OPEN_SHARDS = 16
 """Files that a process keeps open."""

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasnn.events import LARGEST_SIDE, Recording, recording_of_arrays
-from megasnn.files.arrays import read_arrays
-from megasnn.files.sample_size import SAMPLE_BYTES
+from megasnn.files import SAMPLE_BYTES, read_arrays
 
 FRAMES, EVENTS = "frames.npz", "events.npz"
 # Levels of zlib. Higher ones save a few per cent of space for several times the time.

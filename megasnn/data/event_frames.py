@@ -12,7 +12,7 @@ from megasnn import augment
 from megasnn.data.event_files import EVENTS, FRAMES, decode_sample
 from megasnn.data.formats import FormatMismatch, SampleFormat
 from megasnn.events import FrameOptions, make_frames, resize_frames
-from megasnn.files.sample_size import SAMPLE_BYTES
+from megasnn.files import SAMPLE_BYTES
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, with_config
 
-from megasnn.files.described import STRICT, Count, FreeForm, described
+from megasnn.files import STRICT, Count, FreeForm, described
 
 INDEX_NAME = "index.json"
 VERSION: Literal[1] = 1

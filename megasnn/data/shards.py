@@ -26,7 +26,7 @@ from megasnn.cache import build_once, cache_folder, cached_name
 from megasnn.data.event_files import EVENTS, FRAMES
 from megasnn.data.images import IMAGE_SUFFIXES
 from megasnn.data.index import INDEX_NAME, Members, ShardRecord, read_index
-from megasnn.files.described import described
+from megasnn.files import described
 
 LABEL = "cls"
 SUFFIXES = (*IMAGE_SUFFIXES, FRAMES, EVENTS)

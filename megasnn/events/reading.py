@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from megasnn.events.aedat import decode_aedat2, decode_aedat3
 from megasnn.events.recording import LARGEST_SIDE, Events, Recording, RecordingError, SensorSize, check_recording
-from megasnn.files.arrays import read_arrays
-from megasnn.files.sample_size import SAMPLE_BYTES, read_file, require_size
+from megasnn.files import SAMPLE_BYTES, read_arrays, read_file, require_size
 
 SUFFIXES = (".aedat", ".aedat4", ".bin", ".bs2", ".npz", ".npy", ".dat", ".raw")
 """Of files that `read_recording` recognises."""

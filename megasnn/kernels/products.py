@@ -1,7 +1,7 @@
 """Products of a layer with weights: its output, and the gradients of its input and of its weight.
 
 Where few values of the input are not 0, the output and the weight gradient are sums over these
-(`megasnn.kernels.sparse`): the terms of the dense product, without those that are 0.
+(`megasnn.kernels.numba.spike_sums`): the terms of the dense product, without those that are 0.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megasnn.data.event_files import EVENTS, FRAMES, encode_events, encode_frames
 from megasnn.events import SUFFIXES, FrameOptions, Recording, make_frames, read_recording
-from megasnn.files.sample_size import SAMPLE_BYTES
+from megasnn.files import SAMPLE_BYTES
 from megasnn.preprocess.listing import (
     Item,
     Listing,

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from megasnn.data.images import IMAGE_SUFFIXES, open_image
-from megasnn.files.sample_size import SAMPLE_BYTES, read_file
+from megasnn.files import SAMPLE_BYTES, read_file
 from megasnn.preprocess.listing import (
     Item,
     Listing,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megasnn.files.sample_size import SAMPLE_BYTES, read_file
+from megasnn.files import SAMPLE_BYTES, read_file
 from megasnn.random import keyed_seed
 
 

@@ -12,7 +12,7 @@ import tyro
 
 from megasnn.data.index import INDEX_NAME, verify
 from megasnn.events import FrameOptions
-from megasnn.files.sample_size import SAMPLE_MB
+from megasnn.files import SAMPLE_MB
 from megasnn.preprocess.event_sets import EncodeRecording, has_trials, list_event_folders, list_gestures
 from megasnn.preprocess.image_sets import CopyImage, encode_cifar, list_cifar, list_image_folders, list_tiny_imagenet
 from megasnn.preprocess.listing import Listing

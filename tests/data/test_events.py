@@ -14,7 +14,7 @@ from megasnn.config import ConfigError, DataConfig, parse, validate
 from megasnn.data.event_files import decode_sample, encode_events, encode_frames
 from megasnn.data.event_frames import EventFormat
 from megasnn.events import Events, FrameOptions, Recording, SensorSize, make_frames
-from megasnn.files.arrays import read_arrays
+from megasnn.files import read_arrays
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from tests.data.shard_files import loader, open_datasets, write_shard

@@ -102,7 +102,7 @@ SURROGATES = {"SIGMOID": Sigmoid, "ATAN": ATan}
 
 
 class Constants(NamedTuple):
-    """A neuron in numbers, all in the type of the data; see `fused_constants.Numbers` for those not told here."""
+    """A neuron in numbers, all in the type of the data; see `neuron_spec.Numbers` for those not told here."""
 
     charge: Any  # one of CHARGES
     reset: Any  # Hard or Soft
