@@ -187,7 +187,7 @@ def _computed(
     Args:
         rounded: type that the input's values are rounded to before they are given as `dtype`.
     """
-    from megasnn.kernels import unit as kernels
+    from megasnn.kernels import neuron as kernels
 
     numbers = torch.float32 if dtype == torch.bfloat16 else dtype  # of parameters
     x = _input(case, rounded, dtype, device)
