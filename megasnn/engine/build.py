@@ -32,8 +32,7 @@ from megasnn.models.problems import building_problems
 from megasnn.models.table import MODELS
 from megasnn.optim import is_frozen
 from megasnn.parallel.agreement import gather
-from megasnn.parallel.group import Group
-from megasnn.parallel_state import ParallelState
+from megasnn.parallel_state import Group, ParallelState
 from megasnn.pipeline.capture import Capture, CudaCapture, GraphOptions
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.plan import PipelinePlan

@@ -17,9 +17,8 @@ from megasnn.config import PretrainConfig
 from megasnn.config.identity import changed_recipe, identity, recipe
 from megasnn.engine.step import TrainStep
 from megasnn.files import CheckpointError
-from megasnn.parallel.agreement import all_do, gather
-from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Piece
+from megasnn.parallel.agreement import gather, run_on_all_ranks
+from megasnn.parallel.sharding import Piece, ShardedTensor
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.random import GENERATOR
@@ -65,12 +64,12 @@ class Checkpoints:
 
     def save(self, folder: object) -> Path:
         """See `Engine.save`."""
-        path = checkpoint.first_decides(self._world.handle, partial(_folder, folder))
+        path = checkpoint.broadcast_result(self._world.handle, partial(_folder, folder))
         return checkpoint.save_checkpoint(path, self.progress({}), self.state, self._world.handle)
 
     def load(self, folder: object, step: object, weights_only: bool) -> list[str]:
         """See `Engine.load`. Returns what the user should know about the checkpoint."""
-        path, iteration = checkpoint.first_decides(self._world.handle, lambda: (_folder(folder), _iteration(step)))
+        path, iteration = checkpoint.broadcast_result(self._world.handle, lambda: (_folder(folder), _iteration(step)))
         model, config = self._config.model.name, None if weights_only else identity(self._config)
         loaded = checkpoint.load_checkpoint(
             path,
@@ -87,7 +86,7 @@ class Checkpoints:
 
     def load_full(self, values: Mapping[str, Tensor]) -> None:
         """See `Engine.load_state_dict`."""
-        all_do(self._world.handle, partial(_require_mapping, values), "load_state_dict:")
+        run_on_all_ranks(self._world.handle, partial(_require_mapping, values), "load_state_dict:")
         checkpoint.load_globals_into(self._model.tensors, values, self._world.handle)
         self._step.loaded()
 

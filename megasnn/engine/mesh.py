@@ -15,13 +15,13 @@ from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import TrainingConfig
 from megasnn.engine.faults import placed, watch_ranks
 from megasnn.kernels.tensor_cores import CAPABILITY, CUBLAS, CUDNN, let_products_round, takes_tf32
-from megasnn.parallel.world import start_process_group
 from megasnn.parallel_state import (
     ParallelState,
     destroy_model_parallel,
     get_parallel_state,
     initialize_model_parallel,
     model_parallel_is_initialized,
+    start_process_group,
 )
 from megasnn.precisions import PRECISIONS
 

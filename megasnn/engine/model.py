@@ -25,7 +25,7 @@ from megasnn.parallel.agreement import gather
 from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.gradient_buckets import GradientBuckets
-from megasnn.parallel.sharded_tensors import ShardedTensor, parameter_count
+from megasnn.parallel.sharding import ShardedTensor, parameter_count
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.parallel_state import ParallelState
 from megasnn.pinned import without_waiting
@@ -126,7 +126,7 @@ class DistributedModel:
         self._weights = _gathered_weights(plan, state, context)
         build = partial(build_chunk, model, bounds, context=context, device=state.device, seed=seed)
         if self._weights is not None:
-            build = partial(build, parts=units, keep=self._weights.keep)
+            build = partial(build, parts=units, keep=self._weights.shard)
         self.chunks: dict[int, PipelineChunk] = {
             index: build(index) for index, home in enumerate(plan.placement) if home == state.pipeline.rank
         }
@@ -140,7 +140,7 @@ class DistributedModel:
         executed, reduced = _executed_parts(plan, self.chunks, units)
         self.data_parallel = GradientBuckets(
             [(index, part.sharded_tensors() + part.copied_tensors()) for index, part in reduced.items()],
-            state.copies,
+            state.dp_replicate_cp,
             state.tensor,
             additions={m.weight: calls_of(m) for m in modules if isinstance(m, (ParallelConv, ParallelLinear))},
             rows_have_owners=options.rows_have_owners,
@@ -282,9 +282,9 @@ class DistributedModel:
         """
         merge_running_statistics(self.norms, self.state.data, most_micro_batches, self._ties.statistics_of_owners)
 
-    def share_rows(self) -> None:
+    def all_gather_params(self) -> None:
         """Gathers the new values of `owned` rows on all replicas (ZeRO-1). Collective."""
-        self.data_parallel.share_rows()
+        self.data_parallel.all_gather_params()
 
     def refresh_copies(self) -> None:
         """Gives the copies of tied tensors the values of their owners. Collective."""

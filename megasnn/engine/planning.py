@@ -11,7 +11,7 @@ from megasnn.config import PretrainConfig
 from megasnn.grid import Grid
 from megasnn.layers import BuildContext
 from megasnn.models.description import ModelDescription
-from megasnn.parallel.agreement import decided_by_first
+from megasnn.parallel.agreement import broadcast_object
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.choose_schedule import PipelineRequest
 from megasnn.pipeline.cost_model import PipelineCosts
@@ -59,7 +59,7 @@ def plan_of(
     costs = None
     if parallel.layer_costs is not None:
         here, device = int(os.environ.get("LOCAL_WORLD_SIZE", state.world.size)), device_name(state.device)
-        costs = decided_by_first(state.world, lambda: planned_costs(config, state.grid, here, device))
+        costs = broadcast_object(state.world, lambda: planned_costs(config, state.grid, here, device))
     return plan_pipeline(model, request, context, state, WireOptions(), costs)
 
 

@@ -81,7 +81,7 @@ class TrainStep:
         model.merge_statistics(self._most_micro_batches(samples))
         if not is_updated:
             self._update(rate, model.norm)
-        model.share_rows()
+        model.all_gather_params()
         model.refresh_copies()
         if self.average is not None:
             self.average.update()
@@ -146,5 +146,5 @@ class TrainStep:
         """Exchanges the values of the weights and of their average. Collective."""
         assert self.average is not None
         self.average.exchange()
-        self.model.share_rows()
+        self.model.all_gather_params()
         self.model.refresh_copies()

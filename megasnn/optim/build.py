@@ -14,8 +14,8 @@ from megasnn.config.patterns import last_match
 from megasnn.grid import Axis
 from megasnn.optim.norms import ShardedNorms
 from megasnn.optimizers import OPTIMIZERS
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
+from megasnn.parallel_state import Group
 
 
 def build_optimizer(

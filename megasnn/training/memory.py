@@ -13,7 +13,7 @@ from megasnn.free_memory import release_free_memory
 from megasnn.grid import SUMMED_AXES
 from megasnn.optim import held_state_bytes, state_bytes, working_bytes
 from megasnn.parallel.agreement import gather
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts
 from megasnn.pipeline.p2p import WireOptions

@@ -12,8 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from megasnn.config import PretrainConfig
 from megasnn.data import Datasets, GlobalBatch
 from megasnn.engine import Engine
-from megasnn.parallel.agreement import gather
-from megasnn.parallel.clocks import clock_offsets
+from megasnn.parallel.agreement import clock_offsets, gather
 from megasnn.parallel_state import ParallelState
 from megasnn.schedule import Action, Schedule, Simulation
 from megasnn.schedule.simulate import TimedAction, summarise
@@ -158,7 +157,7 @@ class Pictures:
         self._layers = [layer.name for layer in engine.distributed.model.layers]
         self._labels, self._rasters = datasets.train.labels, rasters
         # The pipeline of the rank that writes; its other stages send theirs.
-        self._draws = engine.state.summed.rank == 0 and engine.state.tensor.rank == 0
+        self._draws = engine.state.dp_cp.rank == 0 and engine.state.tensor.rank == 0
         self._shown = False
         self._history = SpikeHistory()
 

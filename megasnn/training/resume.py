@@ -19,8 +19,8 @@ from megasnn.engine.faults import placed
 from megasnn.files import in_message, raise_problems
 from megasnn.layers import BuildContext, KeyedLayer, ParallelNeuron
 from megasnn.models.table import saved_model_name
-from megasnn.parallel.agreement import all_do
-from megasnn.parallel.sharded_tensors import owner_name
+from megasnn.parallel.agreement import run_on_all_ranks
+from megasnn.parallel.sharding import owner_name
 from megasnn.parallel_state import ParallelState
 from megasnn.random import GENERATOR
 
@@ -53,7 +53,7 @@ def refuse_other_model(config: PretrainConfig, state: ParallelState) -> None:
             raise_problems(title, config_differences(metadata.config, identity(config)))
 
     if options.load and not options.loads_weights:
-        checkpoint.first_decides(state.world.handle, refuse)
+        checkpoint.broadcast_result(state.world.handle, refuse)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
             )
         return job.resumes, 0 if continues else job.found, "\n".join(filter(None, (job.notice, mixed)))
 
-    decided = checkpoint.first_decides(state.world.handle, by_first)
+    decided = checkpoint.broadcast_result(state.world.handle, by_first)
     claimed = Claim(folder, job, *decided)
     try:
         _require_shared(folder, state)
@@ -118,14 +118,16 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
 def _require_shared(folder: Path, state: ParallelState) -> None:
     """Raises CheckpointError on every rank where a rank sees another folder by this name than the first. Collective."""
     group = state.world.handle
-    mark = checkpoint.first_decides(group, lambda: leave_mark(folder))
+    mark = checkpoint.broadcast_result(group, lambda: leave_mark(folder))
 
     def see() -> None:
         if not sees_mark(mark):
             raise checkpoint.CheckpointError(f"{platform.node()} (rank {state.rank})")
 
     try:
-        all_do(group, see, f"--save {folder} must be one folder that all hosts share; these see another one, or none:")
+        run_on_all_ranks(
+            group, see, f"--save {folder} must be one folder that all hosts share; these see another one, or none:"
+        )
     finally:
         if state.rank == 0:
             mark.unlink(missing_ok=True)

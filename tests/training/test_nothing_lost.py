@@ -13,9 +13,9 @@ from megasnn.checkpoint import CheckpointError, NoCheckpointError, list_checkpoi
 from megasnn.data import GlobalBatch
 from megasnn.engine import checkpoint as engine_checkpoint
 from megasnn.engine.batch import Batches
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ParallelConv
-from megasnn.parallel.codec import Content
-from megasnn.parallel.sharded_tensors import materialise
+from megasnn.parallel.sharding import materialise
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.step_state import MicroBatchInput
 from tests.parity import spikingjelly_reference as reference
