@@ -72,10 +72,11 @@ _NAMES = {
     "megasnn.config": "ConfigError PretrainConfig parse validate",
     "megasnn.engine": "Engine",
     "megasnn.kernels": "NeuronSpec",
+    "megasnn.kernels.spike_codec": "COUNTS DENSE SPIKES Content",
     "megasnn.layers": (
         "BuildContext ConvNormNeuron DropPath KeyedLayer MaxPool MeanLinear MeanOverSpace NeuronConvNorm "
-        "ParallelBatchNorm ParallelConv ParallelDropout ParallelGroupNorm ParallelIF ParallelLayerNorm ParallelLIF "
-        "ParallelLinear ParallelNeuron ParallelPLIF PooledUnit SpikeDrivenAttention SpikingNeuron "
+        "ParallelBatchNorm ParallelConv ParallelDropout ParallelGroupNorm ParallelIF ParallelLayerNorm "
+        "ParallelLIF ParallelLinear ParallelNeuron ParallelPLIF PooledUnit SpikeDrivenAttention SpikingNeuron "
         "SpikingSelfAttention TemporalEffectiveBatchNorm ThresholdDependentBatchNorm TokenAttention WholeImages"
     ),
     "megasnn.models.description": "LayerDescription ModelDescription",
@@ -83,9 +84,7 @@ _NAMES = {
     "megasnn.models.model": "Model",
     "megasnn.models.shard": "shard",
     "megasnn.models.table": "MODELS",
-    "megasnn.parallel.codec": "COUNTS DENSE SPIKES Content",
-    "megasnn.parallel.sharded_tensors": "ShardedTensor",
-    "megasnn.parallel.sharding": "Shard",
+    "megasnn.parallel.sharding": "Shard ShardedTensor",
     "megasnn.parallel_state": "ParallelState destroy_model_parallel get_parallel_state initialize_model_parallel",
     "megasnn.pipeline.chunk": "PipelineChunk",
     "megasnn.pretraining": "pretrain",
