@@ -17,7 +17,7 @@ from megasnn.config.identity import samples_from
 from megasnn.config.sources import Values, early_flags, sources_of, with_sources
 from megasnn.files import in_message
 from megasnn.models.model import Model, run_config
-from megasnn.models.table import MODELS, saved_model_name
+from megasnn.models.registry import MODELS, saved_model_name
 from megasnn.telemetry.callback import Callback
 
 
@@ -25,7 +25,7 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
     """Trains a model as the flags say; the exit status (see `megasnn.training.run`), 2 for wrong flags.
 
     Args:
-        model: its class, or its name in the table (megasnn/models/table.py). A class that it lacks is put in.
+        model: its class, or its name in the table (megasnn/models/registry.py). A class that it lacks is put in.
         argv: flags, without the program's name; a notebook has to give them. None: those of this process, which then
             ends with the exit status, so that a script needs no more than this call.
         callbacks: are told what happens in the run.
@@ -87,17 +87,9 @@ def _in_table(model: str | type[Model]) -> type[Model]:
 
 def refuse_unbuildable(config: PretrainConfig) -> None:
     """Raises ConfigError when the layers of the model cannot be built, or do not fit together. Imports torch."""
-    from megasnn.models.problems import building_problems
+    from megasnn.engine.build import model_problems
 
-    neuron, parallel = config.neuron, config.parallel
-    problems = building_problems(
-        config.model,
-        neuron.spec,
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.context_cut(config.training.micro_batch_size),
-    )
-    if problems:
+    if problems := model_problems(config):
         raise ConfigError(problems)
 
 
@@ -114,7 +106,7 @@ def refuse_other_samples(config: PretrainConfig) -> None:
 def refuse_other_device(config: PretrainConfig, world_size: int) -> None:
     """Raises ConfigError when this rank has no GPU and the flags need one: the device is known before ranks join. What
     a GPU cannot do is found out by using it, after that. Imports torch."""
-    from megasnn.engine.setup import require_kernels
+    from megasnn.engine.build import require_kernels
     from megasnn.parallel_state import device_of_rank, why_no_gpu, why_not_on_gpus
 
     parallel = config.parallel

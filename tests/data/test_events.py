@@ -16,7 +16,7 @@ from megasnn.data.event_frames import EventFormat
 from megasnn.events import Events, FrameOptions, Recording, SensorSize, make_frames
 from megasnn.files import read_arrays
 from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.spikformer.model import Spikformer
 from tests.data.shard_files import loader, open_datasets, write_shard
 
 

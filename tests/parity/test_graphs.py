@@ -16,13 +16,13 @@ from torch import Tensor
 from megasnn.config import parse
 from megasnn.config.training import Length
 from megasnn.engine import Engine
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel, ModelOptions
 from megasnn.layers import BuildContext
-from megasnn.layers.batch_norm import ParallelBatchNorm
-from megasnn.layers.cast_weights import CastWeights
-from megasnn.models.building import describe
+from megasnn.layers.norm import ParallelBatchNorm
+from megasnn.layers.weight_grad import CastWeights
+from megasnn.models.build import describe
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.capture import GraphOptions
@@ -34,7 +34,7 @@ from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import plan_schedule
 from megasnn.telemetry.spikes import LayerSpikes
-from megasnn.training.watch import Watch
+from megasnn.training.metrics import Metrics
 from tests.host_waits import MODEL_FLAGS
 from tests.models.networks import CLASSES, Random
 from tests.recorded_graphs import FAILURE, Pool, RecordedGraphs, Refused, is_recording, recorded_graphs
@@ -52,7 +52,7 @@ def trained(model: str, flags: str, steps: int, watched: int | None = None) -> t
     samples, random = config.training.global_batch_size, torch.Generator().manual_seed(0)
     labels, found = torch.arange(samples) % config.model.num_classes, []
     with Engine(config, length=Length(steps)) as engine:
-        watch = Watch(engine.distributed, engine.state, engine.steps.timers)
+        watch = Metrics(engine)
         for step in range(steps):
             watch.spikes.enabled = step == watched
             images = torch.rand(samples, *config.model.input_shape, generator=random)
@@ -242,7 +242,7 @@ def random_steps(seed: int, chunks: int, graphs: RecordedGraphs | None) -> list[
     context = BuildContext(cast_weights=CastWeights(stay=graphs is not None), neuron_backend="torch")
     try:
         state, options = initialize_model_parallel(1, 1), None if graphs is None else GraphOptions(graphs, False)
-        engine = DistributedModel(model, state, context, bounds, plan, graphs=options)
+        engine = DistributedModel(model, state, context, bounds, plan, options=ModelOptions(graphs=options))
         for step in range(3):
             random = torch.Generator().manual_seed(step)
             images = torch.rand(4, *model.input_shape, generator=random)
@@ -333,7 +333,7 @@ def test_what_a_graph_must_not_do_is_seen(what: str) -> None:
 
 def test_what_is_taken_from_the_host_is_refused() -> None:
     """Keys that are drawn while a graph is made, as one of them."""
-    with mock.patch("megasnn.layers.keyed.RefilledKeys.entered", lambda self: nullcontext()):
+    with mock.patch("megasnn.layers.dropout.RefilledKeys.entered", lambda self: nullcontext()):
         with pytest.raises(PipelineError, match="not permitted when stream is capturing: lift_fresh"):
             with_and_without("vgg_dvs", "--global-batch-size 4")
 

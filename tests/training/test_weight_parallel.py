@@ -21,7 +21,7 @@ from megasnn.engine import Engine
 from megasnn.layers import ConvNormNeuron, ParallelConv, ParallelLinear
 from megasnn.models.layer import layer
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.optim import held_state_bytes
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.gradient_buckets import GradientBuckets
@@ -198,7 +198,7 @@ def accounts(*flags: str) -> Account:
                 each.nbytes / made.state.weight.size + each.nbytes / count
                 for each, count in zip(of_layers, rows, strict=True)
             ),
-            state=held_state_bytes(made.steps.optimizer),
+            state=held_state_bytes(made.step.optimizer),
             live=max(live),
             left=sum(each.untyped_storage().nbytes() for each in of_layers),
             limit=default_limit(schedule, weights.unit_bytes, weights.ahead),
