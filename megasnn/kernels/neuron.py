@@ -356,7 +356,7 @@ class _NormPoolNeuron(torch.autograd.Function):
             sums, carried, of_norm = calls.backward_sums(x, g_spikes, norm, w, unit, need_w)
         else:
             sums = x.new_zeros((3, x.shape[2]), dtype=torch.float64)
-        if of_norm is None and (need_weight or need_bias):
+        if of_norm is None:
             of_norm = parameter_gradients(sums, norm, unit.eps)
         g_x, g_above = None, ctx.without_above
         if need_x or need_above:
