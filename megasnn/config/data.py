@@ -14,7 +14,7 @@ from megasnn.augment.rand_augment import parse_rand_augment
 from megasnn.config.checks import flag, refusal
 from megasnn.config.fields import Count, NonNegative, Positive, Share, Size
 from megasnn.files.described import STRICT
-from megasnn.files.sample_size import SAMPLE_MB
+from megasnn.sample_size import SAMPLE_MB
 
 SAMPLE = "sample"
 """As a path it stands for scikit-learn's digits."""

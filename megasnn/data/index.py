@@ -1,28 +1,25 @@
-"""index.json: what a folder of shards holds, written last. Without it the folder is not finished."""
+"""index.json: contents of a folder of shards, written last. A folder without it is not finished."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, with_config
-
-from megasnn.files.described import STRICT, Count, FreeForm, described
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 INDEX_NAME = "index.json"
 VERSION: Literal[1] = 1
-_BLOCK = 1 << 20
-_ADVICE = "make the shards again, or remove it to use them unchecked"
+_STRICT = with_config(ConfigDict(strict=True, extra="forbid"))
+T = TypeVar("T")
+Count = Annotated[int, Field(ge=0, le=1 << 62)]
 
 
-@with_config(STRICT)
+@_STRICT
 @dataclass(frozen=True)
 class Members:
-    """The samples of a shard in file order: their keys and classes, and where their data lie in the tar, in bytes.
+    """Samples of a shard in file order: keys and classes, and offsets and sizes of their data in the tar, in bytes.
 
     Attributes:
         suffixes: endings of the samples' data that occur.
@@ -39,13 +36,13 @@ class Members:
             raise ValueError("keys, labels, offsets and sizes should have one entry for each sample")
 
 
-@with_config(STRICT)
+@_STRICT
 @dataclass(frozen=True)
 class ShardRecord:
     """A shard: file name, split, number of samples, size in bytes, sha256 of the file, and the sources left out.
 
     Attributes:
-        members: where its samples lie; None where that has to be read from the tar.
+        members: None where the tar has to be scanned.
     """
 
     file: Annotated[str, Field(pattern="^[^/]+$")]
@@ -57,12 +54,12 @@ class ShardRecord:
     members: Members | None = None
 
 
-@with_config(STRICT)
+@_STRICT
 @dataclass(frozen=True)
 class Index:
-    """A folder of shards: the options they were made with, the class names by number, the shards; the version."""
+    """A folder of shards: options they were made with, class names by number, shards, version."""
 
-    options: FreeForm
+    options: dict[str, Any]
     classes: list[str]
     shards: list[ShardRecord]
     version: Literal[1] = VERSION
@@ -72,21 +69,24 @@ class Index:
 
 
 def read_index(folder: Path) -> Index | None:
-    """The index of a folder of shards; None where there is none. Raises ValueError for one that makes no sense."""
+    """Index of a folder of shards; None where there is none. Raises ValueError as `parse_json`."""
     path = folder / INDEX_NAME
-    return parse_index(path.read_bytes(), path) if os.path.lexists(path) else None
+    return parse_json(Index, path.read_bytes(), path) if path.exists() else None
 
 
-def parse_index(content: bytes, source: object) -> Index:
-    """An index of shards from its JSON. Raises ValueError, naming `source` and the field that is wrong."""
-    return described(Index, content, source, advice=_ADVICE)
+def parse_json(kind: type[T], content: bytes, source: object) -> T:
+    """Value of JSON. Raises ValueError, naming `source` and the first wrong field."""
+    try:
+        return TypeAdapter(kind).validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "the file"
+        raise ValueError(f"{source}: {field}: {first['msg']}; make the shards again, or remove it") from None
 
 
-def verify(folder: Path, progress: Callable[[int], object] = lambda size: None) -> list[str]:
-    """Read all shards that the index of `folder` lists; returns what is wrong, a line for each shard.
+def verify(folder: Path) -> list[str]:
+    """Reads all shards that the index of `folder` lists; returns a line for each damaged one.
 
-    Args:
-        progress: called with the number of bytes read, from time to time.
     Raises:
         ValueError: there is no index, or it cannot be read.
     """
@@ -98,18 +98,12 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda size: None) 
         path = folder / record.file
         if not path.is_file():
             wrong.append(f"{path} is missing, or no file")
-        elif (size := path.stat().st_size) != record.size:
-            wrong.append(f"{path} has {size} bytes, its index says {record.size}")
-        elif (found := sha256_of(path, progress)) != record.sha256:
+        elif (found := sha256_of(path)) != record.sha256:
             wrong.append(f"{path} has changed: its sha256 is {found}, its index says {record.sha256}")
     return wrong
 
 
-def sha256_of(path: Path, progress: Callable[[int], object] = lambda size: None) -> str:
+def sha256_of(path: Path) -> str:
     """Checksum of a file, as hexadecimal text."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            progress(len(block))
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

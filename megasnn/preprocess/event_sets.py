@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from megasnn.data.event_files import EVENTS, FRAMES, encode_events, encode_frames
+from megasnn.data.formats import EVENTS, FRAMES, encode_events, encode_frames
 from megasnn.events import SUFFIXES, FrameOptions, Recording, make_frames, read_recording
-from megasnn.files.sample_size import SAMPLE_BYTES
-from megasnn.preprocess.listing import (
+from megasnn.preprocess.sources import (
     Item,
     Listing,
     class_names,
@@ -21,6 +20,7 @@ from megasnn.preprocess.listing import (
     read_lines,
     split_folders,
 )
+from megasnn.sample_size import SAMPLE_BYTES
 
 GESTURES = (
     "hand_clapping,right_hand_wave,left_hand_wave,right_arm_clockwise,right_arm_counter_clockwise,left_arm_clockwise,"
