@@ -1,4 +1,4 @@
-"""The cache folder: this user's alone, each file made once and complete, and machine code that is out of date in time."""
+"""The cache folder: this user's alone; each file is made once and complete; machine code is never out of date."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class EventFormat(SampleFormat):
         if len(sample) != self.settings.time_steps:
             raise FormatMismatch(
                 f"has {len(sample)} frames, and the model takes --time-steps {self.settings.time_steps}; set "
-                f"--time-steps {len(sample)}, or run megasnn-preprocess-data again (with --keep-events, any number goes)"
+                f"--time-steps {len(sample)}, or preprocess again (with --keep-events, any number goes)"
             )
         size = self.settings.size
         return sample if size is None or sample.shape[2:] == (size, size) else resize_frames(sample, size)

@@ -72,7 +72,7 @@ class PositionDataset(Dataset[Item | Exception]):
             return samples, None
         values = torch.from_numpy(self._dataset.format.batch(images))
         if get_worker_info() is not None:
-            values.share_memory_()  # here an error of a full /dev/shm reaches the rank; in torch's own thread it is lost
+            values.share_memory_()  # in torch's own thread an error of a full /dev/shm would be lost
         return samples, values
 
     def _read(self, position: Position, sample: int) -> NDArray[Any] | None:

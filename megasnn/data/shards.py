@@ -127,7 +127,8 @@ def scan(tar: Path, name: str) -> Members:
             labels.append(_label(file.fileno(), files[LABEL], name))
             data.append(files[found[0]])
             seen.add(found[0])
-    return Members(list(samples), labels, [each.offset_data for each in data], [each.size for each in data], sorted(seen))
+    offsets, sizes = [each.offset_data for each in data], [each.size for each in data]
+    return Members(list(samples), labels, offsets, sizes, sorted(seen))
 
 
 def _members(tar: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]:
@@ -154,7 +155,7 @@ def _members(tar: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]
         file.seek(end)
         rest = file.read(1 << 20)
     if len(rest) < tarfile.BLOCKSIZE or any(rest):
-        raise ValueError(f"shard {name} has no end mark at byte {end}: it was cut, or others were joined to it; {_AGAIN}")
+        raise ValueError(f"shard {name} has no end mark at byte {end}: it was cut, or joined to another; {_AGAIN}")
 
 
 def _label(file: int, member: tarfile.TarInfo, name: str) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, parent_process, resource_tracker
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from types import ModuleType
@@ -42,11 +44,19 @@ def worker_context() -> Any:
 
 
 def start_worker(number: int) -> None:
-    """Prepares a worker. torch ends it within seconds of its rank, however that has ended."""
+    """Prepares a worker: one thread, and an end as soon as the rank is gone, however that has ended."""
     # By name: a descriptor is asked for at the worker, and a stopped one never answers.
     torch.multiprocessing.set_sharing_strategy("file_system")
     keep_free_memory()
     threadpool_limits(1)
+    threading.Thread(target=_end_with_rank, name="megasnn-rank", daemon=True).start()
+
+
+def _end_with_rank() -> None:
+    # torch's own watchdog looks at the process that forks, which lives as long as its copies.
+    if rank := parent_process():
+        rank.join()
+    os._exit(1)
 
 
 @contextmanager
@@ -104,11 +114,11 @@ class WorkerWatch:
             yield item
 
     def _problem(self, waited: float, error: Exception) -> str:
-        states = (f"{each.pid}" + ("" if each.is_alive() else f": exit status {each.exitcode}") for each in self._workers)
+        states = [f"{each.pid}: {'alive' if each.is_alive() else f'status {each.exitcode}'}" for each in self._workers]
         return (
-            f"no data for {waited:g} s from the data workers ({', '.join(states)}): {error}. Killed: lower --num-workers "
-            "or --micro-batch-size if memory ran out; /dev/shm full: raise it (docker run --shm-size=2g); silent: a file "
-            "system hangs or they were stopped (--fetch-timeout is the limit)"
+            f"no data for {waited:g} s from the data workers ({', '.join(states)}): "
+            f"{error}. If memory ran out, lower --num-workers or --micro-batch-size; if /dev/shm is full, raise it "
+            "(docker run --shm-size=2g); if they are silent, a file system hangs (--fetch-timeout is the limit)"
         )
 
 

@@ -66,7 +66,7 @@ def decode_aedat2(data: bytes, sensor: SensorSize | None = None) -> Recording:
     if sensor == DVS128:
         if (foreign := address & _DVS128_FOREIGN != 0).any():
             index = int(foreign.argmax())
-            raise ValueError(f"address {address[index]:#x} at event {index} is none of a DVS128's; pass its sensor size")
+            raise ValueError(f"address {address[index]:#x} at event {index} is no DVS128's; pass its sensor size")
         kept = address & _DVS128_TRIGGERS == 0
         events = Events.make(t, 127 - (address >> 8 & 0x7F), 127 - (address >> 1 & 0x7F), ~address & 1)
     else:

@@ -205,7 +205,8 @@ def test_choice_magnitude_and_chance_of_operations() -> None:
         found = drawn(parse_rand_augment("rand-m9-n1-p1-inc1", name), 20)
         assert any(np.array_equal(np.asarray(each), expected) for each in found), name
         assert len({each.tobytes() for each in found}) <= 2, name
-    same = [sum(each is picture for each in drawn(parse_rand_augment(f"rand-m9-n1-p{p}-inc1"), 200)) for p in (1, 0.5, 0)]
+    chances = [parse_rand_augment(f"rand-m9-n1-p{p}-inc1") for p in (1, 0.5, 0)]
+    same = [sum(each is picture for each in drawn(variant, 200)) for variant in chances]
     assert same[0] == 0 and 70 < same[1] < 130 and same[2] == 200
     shifts = []
     for each in drawn(parse_rand_augment("rand-m5-n1-mstd1-p1", "translate-y"), 400):

@@ -159,7 +159,7 @@ def test_commands_and_object_stores(folder, cache, monkeypatch):
             store.pipe(f"/{bucket}/{path.name}", path.read_bytes())
         assert samples(opened(f"memory://{bucket}/{BRACES}")) == list(range(9))
         write_index(folder)
-    for url in ("memory://bucket/none.tar", "nowhere://host/a.tar"):
+    for url in ("memory://bucket/none.tar", "nowhere://host/"):
         with pytest.raises(FetchError, match=url):
             opened(url)
 
