@@ -65,12 +65,15 @@ def open_datasets(
             raise ValueError(f"--data-path {SAMPLE}: its shards are not made here; name shards")
         made = sample_shards(isinstance(format, EventFormat))
 
-    def opened(path: str, flag: str, split: int) -> ShardDataset:
-        addresses: Sequence[Address] = [made[split]] if path == SAMPLE else expand_shards(path, flag)
-        return _dataset(config, format, num_classes, open_shards(addresses, config.fetch_timeout, decide))
-
-    train = opened(config.data_path, "--data-path", 0)
-    return Datasets(train, opened(valid_path, "--valid-data-path", 1) if valid_path else None)
+    paths = [(config.data_path, "--data-path")] + ([(valid_path, "--valid-data-path")] if valid_path else [])
+    splits: list[Sequence[Address]] = [
+        [made[split]] if path == SAMPLE else expand_shards(path, flag) for split, (path, flag) in enumerate(paths)
+    ]
+    found = [
+        _dataset(config, format, num_classes, open_shards(addresses, config.fetch_timeout, decide))
+        for addresses in splits
+    ]
+    return Datasets(found[0], found[1] if valid_path else None)
 
 
 def open_shards(

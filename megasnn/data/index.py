@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -39,19 +38,13 @@ class Members:
 @_STRICT
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard: file name, split, number of samples, size in bytes, sha256 of the file, and the sources left out.
-
-    Attributes:
-        members: None where the tar has to be scanned.
-    """
+    """A shard: file name, split, size in bytes, samples, and the sources left out."""
 
     file: Annotated[str, Field(pattern="^[^/]+$")]
     split: str
-    samples: Count
     size: Count
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     broken: list[str]
-    members: Members | None = None
+    members: Members
 
 
 @_STRICT
@@ -82,28 +75,3 @@ def parse_json(kind: type[T], content: bytes, source: object) -> T:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "the file"
         raise ValueError(f"{source}: {field}: {first['msg']}; make the shards again, or remove it") from None
-
-
-def verify(folder: Path) -> list[str]:
-    """Reads all shards that the index of `folder` lists; returns a line for each damaged one.
-
-    Raises:
-        ValueError: there is no index, or it cannot be read.
-    """
-    index = read_index(folder)
-    if index is None:
-        raise ValueError(f"{folder} has no {INDEX_NAME}; megasnn-preprocess-data writes one")
-    wrong = []
-    for record in index.shards:
-        path = folder / record.file
-        if not path.is_file():
-            wrong.append(f"{path} is missing, or no file")
-        elif (found := sha256_of(path)) != record.sha256:
-            wrong.append(f"{path} has changed: its sha256 is {found}, its index says {record.sha256}")
-    return wrong
-
-
-def sha256_of(path: Path) -> str:
-    """Checksum of a file, as hexadecimal text."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

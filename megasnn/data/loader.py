@@ -230,7 +230,7 @@ class BatchLoader:
         labels = torch.from_numpy(self.dataset.labels[used]) if self._share.labels else None
         replaced = [sample for sample, other in zip(due, used, strict=True) if sample != other]
         skipped = tuple(map(self.dataset.describe, replaced))
-        return MicroBatch(plan.index, plan.start, len(due), torch.tensor(due), images, labels, skipped)
+        return MicroBatch(plan.first, plan.start, len(due), torch.tensor(due), images, labels, skipped)
 
 
 class UpcomingBatches:
@@ -247,7 +247,7 @@ class UpcomingBatches:
 
 
 class _MicroBatchPlan(NamedTuple):
-    index: int
+    first: int
     start: int
     positions: list[Position]
 

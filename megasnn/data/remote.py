@@ -12,16 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
 import requests
 
 from megasnn.cache import build_once, cache_folder, name_in_cache
-from megasnn.data.index import INDEX_NAME, Index, ShardRecord, parse_json, sha256_of
 from megasnn.data.paths import PIPE, shown
 from megasnn.data.shards import Shard, open_shard
 from megasnn.telemetry.log import byte_bar
@@ -29,7 +28,6 @@ from megasnn.telemetry.log import byte_bar
 _HTTP = ("http://", "https://")
 _AT_A_TIME = 4
 _TRIES, _PAUSE_SECONDS = 3, 1.0
-_BLOCK = 1 << 20
 _PATIENCE_SECONDS = 86400.0  # for another process of this host that fetches the shard: it gives up by itself
 _FINAL = (FileNotFoundError, PermissionError, ImportError, ValueError)  # not tried again
 T = TypeVar("T")
@@ -39,47 +37,30 @@ class FetchError(ValueError):
     """A URL cannot be fetched. The message names the URL and what to do."""
 
 
-@dataclass(frozen=True)
-class RemoteShard:
-    """A shard behind a URL.
-
-    Attributes:
-        size: in bytes; None where its source does not say it.
-        record: of the index.json in its folder; None where there is none.
-    """
+class RemoteShard(NamedTuple):
+    """A shard behind a URL, and its size in bytes; None where its source does not say it."""
 
     url: str
     size: int | None
-    record: ShardRecord | None
 
     @property
     def target(self) -> Path:
-        """Place in the cache; another one where size or checksum have changed."""
+        """Place in the cache; another one where the size has changed."""
         name = "pipe" if self.url.startswith(PIPE) else PurePosixPath(urlsplit(self.url).path).name
-        checksum = self.record.sha256 if self.record else ""
-        return cache_folder("shards") / name_in_cache(name, ".tar", self.url, str(self.size), checksum)
+        return cache_folder("shards") / name_in_cache(name, ".tar", self.url, str(self.size))
 
 
 def describe_remote(urls: Sequence[str], seconds: float) -> list[RemoteShard]:
-    """Asks for the index.json in the shards' folders, and for the sizes of shards that it does not list.
+    """Asks for the sizes of shards.
 
     Args:
         seconds: of silence after which an http server is given up.
     Raises:
-        FetchError: one is not there, or its source does not answer. ValueError: an index.json makes no sense.
+        FetchError: one is not there, or its source does not answer.
     """
-    folders = {_folder(url) for url in urls if not url.startswith(PIPE)}
-    records = {folder: _records(folder, seconds) for folder in folders}
-
-    def describe(url: str) -> RemoteShard:
-        if url.startswith(PIPE):
-            return RemoteShard(url, None, None)
-        record = records[_folder(url)].get(PurePosixPath(urlsplit(url).path).name)
-        size = record.size if record else _persist(url, lambda: _size(url, seconds))
-        return RemoteShard(url, size, record)
-
     with ThreadPoolExecutor(4 * _AT_A_TIME) as pool:
-        return list(pool.map(describe, urls))
+        sizes = pool.map(lambda url: _persist(url, partial(_size, url, seconds)), urls)
+        return list(map(RemoteShard, urls, sizes))
 
 
 def open_remote(shards: Sequence[RemoteShard], seconds: float) -> list[Shard]:
@@ -88,7 +69,7 @@ def open_remote(shards: Sequence[RemoteShard], seconds: float) -> list[Shard]:
     Args:
         seconds: as for `describe_remote`.
     Raises:
-        FetchError: one cannot be fetched, or is not what index.json says. ValueError: as `open_shard`.
+        FetchError: one cannot be fetched. ValueError: as `open_shard`.
         CacheError: it cannot be written.
     """
     missing = [each for each in shards if not each.target.exists()]
@@ -96,42 +77,19 @@ def open_remote(shards: Sequence[RemoteShard], seconds: float) -> list[Shard]:
     quiet = not missing or os.environ.get("LOCAL_RANK", "0") != "0"
     with byte_bar("fetching shards", total, quiet=quiet) as bar, ThreadPoolExecutor(_AT_A_TIME) as pool:
 
-        def provide(remote: RemoteShard) -> None:
-            fetch = lambda path: _persist(remote.url, lambda: _download(remote, path, seconds, bar.update))  # noqa: E731
-            build_once(remote.target, fetch, _PATIENCE_SECONDS)
+        def fetch(remote: RemoteShard, path: Path) -> None:
+            _persist(remote.url, partial(_download, remote, path, seconds, bar.update))
 
-        list(pool.map(provide, missing))
+        list(pool.map(lambda each: build_once(each.target, partial(fetch, each), _PATIENCE_SECONDS), missing))
     return [_opened(each) for each in shards]
 
 
 def _opened(remote: RemoteShard) -> Shard:
     try:
-        return open_shard(remote.target, shown(remote.url), remote.record)
+        return open_shard(remote.target, shown(remote.url))
     except ValueError:
         remote.target.unlink(missing_ok=True)  # the next run fetches it anew
         raise
-
-
-def _folder(url: str) -> str:
-    return url.partition("?")[0].rpartition("/")[0]
-
-
-def _records(folder: str, seconds: float) -> dict[str, ShardRecord]:
-    """Records of the index.json in a folder, by file name; empty where there is none."""
-    url = f"{folder}/{INDEX_NAME}"
-
-    def read() -> bytes:
-        with closing(_open(url, seconds)) as stream:
-            content: bytes = stream.read()
-            return content
-
-    try:
-        index = parse_json(Index, _persist(url, read), shown(url))
-    except FetchError as error:
-        if isinstance(error.__cause__, FileNotFoundError | PermissionError):  # S3 refuses what it may not list
-            return {}
-        raise
-    return {record.file: record for record in index.shards}
 
 
 def _persist(url: str, action: Callable[[], T]) -> T:
@@ -140,8 +98,6 @@ def _persist(url: str, action: Callable[[], T]) -> T:
         try:
             return action()
         except Exception as error:  # each of the packages behind fsspec has its own
-            if isinstance(error, FetchError):
-                raise
             if isinstance(error, _FINAL) or attempt == _TRIES:
                 reason = re.sub(r"//[^/@\s]*@", "//", str(error).replace(url, shown(url)))
                 reason = re.sub(r"[?][^\s)]+", "?...", reason)[:300]
@@ -151,16 +107,12 @@ def _persist(url: str, action: Callable[[], T]) -> T:
 
 
 def _download(remote: RemoteShard, path: Path, seconds: float, arrived: Callable[[int], object]) -> None:
-    """Fetches a shard. Raises FetchError for one that is not what its source, or index.json, says."""
     with closing(_open(remote.url, seconds)) as stream, open(path, "wb") as file:
-        while block := stream.read(_BLOCK):
+        while block := stream.read(1 << 20):
             file.write(block)
             arrived(len(block))
-    found, record, name = path.stat().st_size, remote.record, shown(remote.url)
-    if remote.size is not None and found != remote.size:
-        raise OSError(f"{name} has {found} bytes, and should have {remote.size}: it was cut or changed")
-    if record is not None and (checksum := sha256_of(path)) != record.sha256:
-        raise FetchError(f"{name} has the sha256 {checksum}, and {INDEX_NAME} beside it says {record.sha256}")
+    if remote.size is not None and (found := path.stat().st_size) != remote.size:
+        raise OSError(f"{found} bytes have come, and there should be {remote.size}: it was cut or changed")
 
 
 def _open(url: str, seconds: float) -> Any:
@@ -175,7 +127,8 @@ def _open(url: str, seconds: float) -> Any:
 
 
 def _size(url: str, seconds: float) -> int | None:
-    """Bytes behind a URL, or None where its source does not say it."""
+    if url.startswith(PIPE):
+        return None
     if url.startswith(_HTTP):
         with closing(_http(url, seconds)) as response:
             length = response.headers.get("Content-Length")
@@ -198,7 +151,7 @@ def _http(url: str, seconds: float) -> requests.Response:
         said = f"the server answers {response.status_code} ({response.reason})"
         if response.status_code in (404, 410):
             raise FileNotFoundError(f"{said}; correct the address, braces and numbers too")
-        if response.status_code < 500 and response.status_code not in (408, 425, 429):
+        if response.status_code in (400, 401, 403):
             raise PermissionError(f"{said}; see that it may be read")
         raise OSError(said)
     return response

@@ -62,19 +62,17 @@ class Shard:
         return len(self.labels)
 
 
-def open_shard(source: Path, name: str | None = None, record: ShardRecord | None = None) -> Shard:
+def open_shard(source: Path, name: str | None = None) -> Shard:
     """Opens a shard.
 
     Args:
         source: a tar, or one packed by gzip.
         name: for messages, by default its path.
-        record: of an index.json elsewhere; by default it is looked for in the shard's folder.
     Raises:
         ValueError: it is cut, empty or no tar, a sample is incomplete, or it is not the one that index.json lists;
             the message names the shard, and the sample.
     """
-    name, record = name or str(source), record or _record_beside(source)
-    tar, members = source, record.members if record else None
+    name, tar, members = name or str(source), source, _members_beside(source)
     if _is_packed(source):
         tar, members = cache_folder("unpacked") / cached_name(source, ".tar"), None
         build_once(tar, lambda path: _unpack(source, path, name))
@@ -82,8 +80,6 @@ def open_shard(source: Path, name: str | None = None, record: ShardRecord | None
         target = cache_folder("index") / cached_name(tar, ".json", _INDEX_VERSION)
         build_once(target, lambda path: path.write_bytes(to_json(asdict(scan(tar, name)))))
         members = parse_json(Members, target.read_bytes(), target)
-    if record is not None and len(members.keys) != record.samples:
-        raise ValueError(f"shard {name} holds {len(members.keys)} samples, {INDEX_NAME} says {record.samples}")
     status = tar.stat()
     offsets, sizes = np.array(members.offsets, np.int64), np.array(members.sizes, np.int64)
     if int((offsets + sizes).max(initial=0)) > status.st_size:
@@ -182,8 +178,8 @@ def _unpack(packed: Path, target: Path, name: str) -> None:
         raise ValueError(f"shard {name} is cut or damaged ({error}); {_AGAIN}") from error
 
 
-def _record_beside(source: Path) -> ShardRecord | None:
-    """Record of a shard in the index.json of its folder, if any. Raises ValueError where the sizes differ."""
+def _members_beside(source: Path) -> Members | None:
+    """Samples of a shard by the index.json of its folder, if any. Raises ValueError where the sizes differ."""
     index = source.parent / INDEX_NAME
     if not index.exists():
         return None
@@ -191,9 +187,9 @@ def _record_beside(source: Path) -> ShardRecord | None:
     if record is not None and source.stat().st_size != record.size:
         raise ValueError(
             f"shard {source} has {source.stat().st_size} bytes, {INDEX_NAME} beside it says {record.size}: it was cut "
-            "or changed; make it again (megasnn-preprocess-data verify finds all such shards)"
+            "or changed; make it again"
         )
-    return record
+    return record.members if record else None
 
 
 @lru_cache(maxsize=8)  # read once for all shards of a folder

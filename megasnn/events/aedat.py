@@ -59,7 +59,7 @@ def decode_aedat2(data: bytes, sensor: SensorSize | None = None) -> Recording:
         raise ValueError(f"is cut: it ends inside an event of {_EVENT_BYTES} bytes, at byte {len(data)}")
     chip = next((line for line in lines if re.match(r"#\s*AEChip\s*:", line, re.IGNORECASE)), None)
     sensor = (sensor or DVS128) if chip is None else _sensor_in(chip)
-    if sensor not in SENSORS.values():
+    if sensor is None or sensor not in SENSORS.values():
         raise ValueError(f"comes from a sensor of unknown addresses ({chip or sensor}); known: {', '.join(SENSORS)}")
     words = np.frombuffer(data, ">u4", offset=start).astype(np.uint32)
     address, t = words[::2], words[1::2].astype(np.int64)

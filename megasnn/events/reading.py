@@ -115,7 +115,7 @@ def _decode_n_mnist(data: bytes, sensor: SensorSize | None) -> Recording:
 
 def _of_arrays(arrays: Mapping[str, NDArray], sensor: SensorSize | None, limit: int) -> Recording:
     """Arrays t (or ts, timestamp), x, y, p (or on, polarity; 0 and 1, or -1 and 1), and perhaps height and width."""
-    fields = {}
+    fields: dict[str, NDArray] = {}
     for field, aliases in _ARRAY_NAMES.items():
         found = next((arrays[alias] for alias in aliases if alias in arrays), None)
         if found is None:

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from megasnn.data.index import INDEX_NAME, verify
+from megasnn.data.index import INDEX_NAME
 from megasnn.events import FrameOptions
 from megasnn.preprocess.event_sets import EncodeRecording, has_trials, list_event_folders, list_gestures
 from megasnn.preprocess.image_sets import CopyImage, encode_cifar, list_cifar, list_image_folders, list_tiny_imagenet
@@ -61,7 +61,7 @@ class ShardOptions(ABC):
         for split in job.listing.splits:
             shards = index.of_split(split)
             braces = f"{{00000..{len(shards) - 1:05d}}}" if len(shards) > 1 else "00000"
-            samples, size = sum(shard.samples for shard in shards), sum(shard.size for shard in shards)
+            samples, size = sum(len(shard.members.keys) for shard in shards), sum(shard.size for shard in shards)
             lines.append(f"{samples} samples, {size / 1e6:.1f} MB in {self.output / split}-{braces}.tar")
         if broken := [reason for shard in index.shards for reason in shard.broken]:
             lines.append(f"{len(broken)} samples cannot be used and were left out ({INDEX_NAME} has all): {broken[0]}")
@@ -176,19 +176,6 @@ class Cifar100(Cifar10):
     classes = 100
 
 
-@dataclass(frozen=True)
-class Verify:
-    """Read all shards of a folder and compare them with the checksums of its index.json."""
-
-    folder: tyro.conf.Positional[Path]
-    """Folder of shards."""
-
-    def run(self) -> str:
-        if wrong := verify(self.folder):
-            raise ValueError("\n".join(wrong))
-        return f"the shards in {self.folder} are as they were made"
-
-
 Command = (
     Annotated[Cifar10Dvs, tyro.conf.subcommand("cifar10-dvs")]
     | Annotated[NMnist, tyro.conf.subcommand("n-mnist")]
@@ -198,5 +185,4 @@ Command = (
     | Annotated[Cifar100, tyro.conf.subcommand("cifar100")]
     | Annotated[TinyImageNet, tyro.conf.subcommand("tiny-imagenet")]
     | Annotated[ImageFolder, tyro.conf.subcommand("image-folder")]
-    | Annotated[Verify, tyro.conf.subcommand("verify")]
 )

@@ -23,7 +23,7 @@ from typing import Any
 from pydantic_core import to_json
 from tqdm import tqdm
 
-from megasnn.data.index import INDEX_NAME, Index, ShardRecord, sha256_of
+from megasnn.data.index import INDEX_NAME, Index, ShardRecord
 from megasnn.data.shards import scan
 from megasnn.preprocess.sources import Item, Listing, shuffled
 
@@ -81,21 +81,18 @@ def preprocess(job: Job, output: Path, workers: int = 1) -> Index:
     return index
 
 
-def write_shard(path: Path, samples: Iterable[Sample]) -> int:
-    """Writes a shard whose bytes depend on `samples` only; returns their number."""
+def write_shard(path: Path, samples: Iterable[Sample]) -> None:
+    """Writes a shard whose bytes depend on `samples` only."""
     from webdataset import TarWriter  # with which its ShardWriter writes each shard; imports torch
 
-    count = 0
     # Owner, rights and time of change are the same everywhere and always. GNU's tar has names of any length.
     attributes: dict[str, Any] = {"user": "", "group": "", "mode": 0o644, "mtime": 0, "format": "GNU_FORMAT"}
     with open(path, "wb") as file:
         with TarWriter(file, encoder=False, compress=False, **attributes) as archive:
             for key, files in samples:
                 archive.write({"__key__": key, **files})
-                count += 1
         file.flush()
         os.fsync(file.fileno())
-    return count
 
 
 def _write_shards(job: Job, folder: Path, workers: int) -> list[ShardRecord]:
@@ -117,7 +114,7 @@ def _write_shards(job: Job, folder: Path, workers: int) -> list[ShardRecord]:
         try:
             for record in run(partial(_write_task, job.encode, job.skip_broken), *zip(*tasks, strict=True)):
                 records.append(record)
-                bar.update(record.samples + len(record.broken))
+                bar.update(len(record.members.keys) + len(record.broken))
         except BrokenProcessPool as error:
             raise ValueError("a worker process was killed (out of memory?); try fewer --workers") from error
     return records
@@ -140,16 +137,20 @@ def _write_task(encode: Encode, skip_broken: bool, path: Path, split: str, items
             raise ValueError(f"none of the {len(items)} samples of {path.name} can be used; the first: {broken[0]}")
 
     with _named(path):
-        count = write_shard(path, samples())
-    return ShardRecord(path.name, split, count, path.stat().st_size, sha256_of(path), broken, scan(path, str(path)))
+        write_shard(path, samples())
+    return ShardRecord(path.name, split, path.stat().st_size, broken, scan(path, str(path)))
 
 
 def _start_worker() -> None:
     """Leaves Ctrl-C to the parent process, and ends when that does, however it ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    if parent := multiprocessing.parent_process():
+        parent.join()
+    os._exit(1)
 
 
 @contextmanager

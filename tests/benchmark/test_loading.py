@@ -53,7 +53,7 @@ def test_a_run(shard: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     [
         (["--samples", "8", "--batch-size", "9"], "--samples 8 are less than one --batch-size 9"),
         (["--workers", "-1"], "--workers -1 must be at least 0"),
-        (["--data-path", "nowhere.tar"], "do not exist"),
+        (["--data-path", "nowhere.tar"], "nowhere.tar"),
     ],
 )
 def test_flags_without_sense(flags: list[str], problem: str, capsys) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -13,7 +11,7 @@ import fsspec
 import pytest
 
 from megasnn.cache import CacheError
-from megasnn.data.dataset import ShardDataset
+from megasnn.data.dataset import ShardDataset, _opened
 from megasnn.data.datasets import open_shards
 from megasnn.data.images import ImageFormat
 from megasnn.data.paths import expand_shards
@@ -36,23 +34,6 @@ def server(folder, monkeypatch):
     monkeypatch.setattr("megasnn.data.remote._PAUSE_SECONDS", 0.05)
     with serving(folder) as running:
         yield running
-
-
-def write_index(folder: Path, **changes: object) -> None:
-    shards = [
-        {
-            "file": path.name,
-            "split": "train",
-            "samples": 3,
-            "size": path.stat().st_size,
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-            "broken": [],
-        }
-        | changes
-        for path in sorted(folder.glob("*.tar"))
-    ]
-    content = {"version": 1, "options": {}, "classes": ["a", "b", "c"], "shards": shards}
-    (folder / "index.json").write_text(json.dumps(content))
 
 
 def opened(url: str, seconds: float = 10.0) -> ShardDataset:
@@ -78,30 +59,28 @@ def test_samples_are_those_of_local_files_and_a_host_fetches_each_shard_once(ran
         dataset = opened(server.url(BRACES))
         assert samples(dataset) == list(range(9))
         assert dataset.fingerprint() == open_all(sorted(folder.glob("*.tar"))).fingerprint()
-    assert sorted(server.asked) == sorted(names * 3), "without an index each of the two runs asks for the sizes"
+    assert sorted(server.asked) == sorted(names * 3), "each of the two runs asks for the sizes"
     shutil.rmtree(cache)
-    write_index(folder)
     server.asked.clear()
     assert ranks(3, _open_on_a_rank, server.url(BRACES), str(cache)) == [list(range(9))] * 3
-    assert sorted(server.asked) == names
+    assert sorted(server.asked) == sorted(names * 4)
+    write_shard(folder / names[0], numbered(range(20, 22)))
     dataset = opened(server.url(BRACES))
+    assert samples(dataset) == [20, 21, *range(3, 9)], "a shard of another size is fetched anew"
     shutil.rmtree(cache / "shards")
-    with pytest.raises(ValueError, match=re.escape(f"'s004' of shard {server.url('train-00001.tar')}")):
-        dataset.sample(4)
+    with pytest.raises(ValueError, match=re.escape(f"'s007' of shard {server.url('train-00002.tar')}")):
+        _opened.cache_clear()
+        dataset.sample(6)
 
 
 def test_a_server_that_breaks_off_is_asked_again_and_one_that_truncates_or_stalls_is_named(folder, server, cache):
-    write_index(folder)
-    server.cuts, server.statuses = [500, 700], [503]
+    server.cuts, server.statuses = [10**6] * 3 + [500, 700], [503]
     assert samples(opened(server.url(BRACES))) == list(range(9))
     shutil.rmtree(cache)
     url = server.url("train-00000.tar")
-    for has_index in (True, False):
-        if not has_index:
-            (folder / "index.json").unlink()
-        server.cuts = [500] * 3 if has_index else [10**6, 500, 500, 500]
-        with pytest.raises(FetchError, match=re.escape(url)):
-            opened(url)
+    server.cuts = [10**6, 500, 500, 500]
+    with pytest.raises(FetchError, match=re.escape(url)):
+        opened(url)
     server.silent = 2.0
     with pytest.raises(FetchError, match=f"{re.escape(url)}.*timed out"):
         opened(url, seconds=0.2)
@@ -136,17 +115,6 @@ def test_redirects_pages_packed_shards_and_servers_without_a_length(tmp_path, fo
     assert samples(opened(server.url("train-00002.tar"))) == [6, 7, 8]
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [({"size": 7}, "should have 7"), ({"sha256": "0" * 64}, "sha256"), ({"samples": 4}, "4"), ({"size": -1}, "size")],
-)
-def test_shards_that_differ_from_index_json_are_refused(folder, server, cache, changes, named):
-    write_index(folder, **changes)
-    with pytest.raises(ValueError, match=named):
-        opened(server.url("train-00000.tar"))
-    assert not in_cache(cache)
-
-
 def test_commands_and_object_stores(folder, cache, monkeypatch):
     """fsspec's file system in memory stands for s3, gs and hf, which need a package each."""
     monkeypatch.setattr("megasnn.data.remote._TRIES", 1)
@@ -154,11 +122,9 @@ def test_commands_and_object_stores(folder, cache, monkeypatch):
     with pytest.raises(FetchError, match="pipe:cat .*none.tar"):
         opened(f"pipe:cat {folder}/none.tar")
     store = fsspec.filesystem("memory")
-    for bucket in ("plain", "indexed"):
-        for path in folder.iterdir():
-            store.pipe(f"/{bucket}/{path.name}", path.read_bytes())
-        assert samples(opened(f"memory://{bucket}/{BRACES}")) == list(range(9))
-        write_index(folder)
+    for path in folder.iterdir():
+        store.pipe(f"/bucket/{path.name}", path.read_bytes())
+    assert samples(opened(f"memory://bucket/{BRACES}")) == list(range(9))
     for url in ("memory://bucket/none.tar", "nowhere://host/"):
         with pytest.raises(FetchError, match=url):
             opened(url)

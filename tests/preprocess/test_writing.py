@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megasnn.data.index import read_index, verify
+from megasnn.data.index import read_index
 from megasnn.preprocess.sources import Item, Listing
 from megasnn.preprocess.writing import Job, preprocess
 
@@ -49,12 +49,12 @@ def test_the_index_tells_what_is_there(tmp_path) -> None:
     index = preprocess(job(options={"some": 1}), tmp_path / "out")
     names = [f"train-{n:05d}.tar" for n in range(6)] + [f"test-{n:05d}.tar" for n in range(2)]
     assert sorted(bytes_of(tmp_path / "out")) == sorted([*names, "index.json"])
-    assert [shard.samples for shard in index.shards] == [4, 4, 4, 4, 4, 3, 4, 1]
+    assert [len(shard.members.keys) for shard in index.shards] == [4, 4, 4, 4, 4, 3, 4, 1]
     assert index == read_index(tmp_path / "out") and index.options == {"some": 1}
     keys = []
     for shard in index.shards:
         data = (tmp_path / "out" / shard.file).read_bytes()
-        assert (len(data), hashlib.sha256(data).hexdigest()) == (shard.size, shard.sha256)
+        assert len(data) == shard.size
         places = zip(shard.members.keys, shard.members.offsets, shard.members.sizes, strict=True)
         assert all(data[start : start + size] == key.encode() * 300 for key, start, size in places)
         keys += shard.members.keys if shard.split == "train" else []
@@ -86,7 +86,7 @@ def test_a_broken_sample_ends_the_run_or_is_left_out_and_listed_and_a_dead_worke
             preprocess(job(wrong=wrong, how=how), tmp_path / "out", 2)
         assert not os.listdir(tmp_path)
     index = preprocess(job(wrong=(9, 14), skip_broken=True), tmp_path / "out")
-    assert sum(shard.samples for shard in index.of_split("train")) == 21
+    assert sum(len(shard.members.keys) for shard in index.of_split("train")) == 21
     assert len([reason for shard in index.shards for reason in shard.broken]) == 2
     with pytest.raises(ValueError, match="4 samples"):
         preprocess(job(wrong=tuple(range(23)), skip_broken=True), tmp_path / "all")
@@ -131,15 +131,3 @@ def test_a_disk_that_is_full_is_an_error_that_names_the_shard(tmp_path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert not os.listdir(tmp_path)
-
-
-def test_verify_finds_what_has_changed(tmp_path) -> None:
-    preprocess(job(), tmp_path / "out")
-    assert verify(tmp_path / "out") == []
-    shard = tmp_path / "out" / "train-00001.tar"
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:600] + bytes([whole[600] ^ 1]) + whole[601:])
-    (tmp_path / "out" / "train-00002.tar").write_bytes(whole + bytes(10240))
-    (tmp_path / "out" / "train-00003.tar").unlink()
-    wrong = verify(tmp_path / "out")
-    assert len(wrong) == 3 and all(f"train-0000{n}.tar" in line for n, line in enumerate(wrong, 1))

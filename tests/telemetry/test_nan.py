@@ -52,18 +52,6 @@ def test_watch_finds_the_layer_whose_nan_the_neuron_hides():
     assert watch.found is None
 
 
-def test_watch_looks_into_what_a_layer_returns_and_leaves_no_hooks():
-    class Pair(nn.Module):
-        def forward(self, x: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-            return {"pair": (x, x / 0)}
-
-    pair = Pair()
-    with NonFiniteWatch([("pair", pair)]) as watch:
-        pair(torch.ones(2))
-    assert watch.found == NonFinite("pair", nan=0, infinite=2, total=2)
-    assert not pair._forward_hooks
-
-
 def _find(stages: list[int], bad: list[bool]) -> NonFinite | None:
     rank = dist.get_rank()
     found = NonFinite(f"layer of rank {rank}", 1, 0, 2) if bad[rank] else None
@@ -74,8 +62,3 @@ def test_all_ranks_name_the_lowest_stage(ranks):
     for found in ranks(3, _find, [0, 2, 1], [False, True, True]):
         assert found is not None and found.name == "layer of rank 2"
     assert ranks(3, _find, [0, 2, 1], [False] * 3) == [None] * 3
-
-
-def test_earliest_of_one_rank():
-    found = NonFinite("a", 1, 0, 2)
-    assert earliest(found, 3, None) is found
