@@ -21,20 +21,9 @@ nitpicky = True
 highlight_language = "none"  # of blocks that name none
 
 CONTENTS = {
-    "Models": ["models", "python", "recipes", "precision"],
-    "Data": ["data", "events"],
-    "Many ranks": [
-        *(
-            "parallelism",
-            "planner",
-            "schedules",
-            "memory",
-            "sharded_optimizer",
-            "weight_parallel",
-            "clusters",
-        ),
-    ],
-    "Runs": ["flags", "checkpoints", "restarts", "security", "gpu"],
+    "Start": ["quickstart", "models", "data", "recipes", "python"],
+    "Many ranks": ["parallelism", "schedules", "memory", "planner", "clusters"],
+    "Runs": ["checkpoints", "flags", "gpu"],
 }
 LISTED = {name for names in CONTENTS.values() for name in names}
 OTHERS = sorted(file.stem for file in Path(__file__).parent.glob("*.md") if file.stem not in LISTED)

@@ -15,7 +15,7 @@ from megasnn.config import ConfigError, PretrainConfig, flags_between, from_dict
 from megasnn.config.checks import refusal
 from megasnn.config.identity import samples_from
 from megasnn.config.sources import Values, early_flags, sources_of, with_sources
-from megasnn.files.described import in_message
+from megasnn.files import in_message
 from megasnn.models.model import Model, run_config
 from megasnn.models.table import MODELS, saved_model_name
 from megasnn.telemetry.callback import Callback

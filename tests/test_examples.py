@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -41,3 +43,18 @@ def test_the_notebook_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
             exec(compile("".join(cell["source"]), "notebook", "exec"), notebook.__dict__)
     accuracy = float(capsys.readouterr().out.split("accuracy ")[1].split("%")[0])
     assert accuracy > 60 and (tmp_path / "notebook_checkpoints").is_dir()
+
+
+@pytest.mark.slow
+def test_the_quickstarts_three_commands(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    for name in ("tools", "megasnn", "pretrain_spikformer.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    commands = page.split("```bash\n")[1].split("```")[0]
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": programs, "PYTHONPATH": str(ROOT)}
+    shell = ["bash", "-ec", commands]
+    ended = subprocess.run(shell, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert (tmp_path / "spikingjelly.pt").is_file()
+    assert {path.name for path in (tmp_path / "runs/first").iterdir()} >= {"log.jsonl", "config.json", "iter_0000060"}

@@ -13,7 +13,6 @@ LAYERS = [
     ["registry", "lazy", "version", "child_process", "free_memory", "device_checks", "again"],
     [
         *("files", "grid", "batching", "random", "bundle", "losses", "non_finite", "optimizers", "pinned"),
-        "sample_size",
         *("precisions", "telemetry"),
     ],
     ["schedule", "augment"],

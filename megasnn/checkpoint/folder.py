@@ -2,30 +2,28 @@
 
     checkpoints/
         latest_checkpointed_iteration.txt      "200"
-        best_checkpointed_iteration.txt        "100": the best by validation, where a run keeps that
+        best_checkpointed_iteration.txt        "100": the best by validation, with --keep-best
         iter_0000100/
         iter_0000200/                          metadata.json and a safetensors file for each rank that writes
         iter_0000300.tmp/                      being written, or left by a run that was killed: never loaded
 
-A checkpoint is written aside, synced to disk, renamed, and only then named by the `latest` file. What is removed is
+A checkpoint is written aside, synced to disk, renamed, and only then named by the `latest` file. A removed one is
 renamed first, so that half of it is not taken for a checkpoint.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megasnn.checkpoint.format import METADATA, Metadata, read_metadata, serial_of, size_problem, to_text
-from megasnn.files.durable import sync, write_whole
-from megasnn.files.problems import CheckpointError, DamagedError, NoCheckpointError
+from megasnn.files import CheckpointError, DamagedError, NoCheckpointError, sync, write_whole
 
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
@@ -49,12 +47,12 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[int]:
-    """The iterations of all complete checkpoints in a folder, ascending; empty without such a folder."""
+    """Iterations of all complete checkpoints in a folder, ascending; empty without such a folder."""
     return list(checkpoints(Path(folder)))
 
 
 def named(folder: Path, file: str) -> int | None:
-    """The iteration that `LATEST` or `BEST` names, whether it is there or not; None where it names none."""
+    """Iteration that `LATEST` or `BEST` names, even if that checkpoint is missing; None where it names none."""
     try:
         text = (folder / file).read_bytes().strip()
     except OSError:
@@ -62,26 +60,20 @@ def named(folder: Path, file: str) -> int | None:
     return int(text) if re.fullmatch(rb"[0-9]{1,18}", text) else None
 
 
-def _set_named(folder: Path, file: str, step: int) -> None:
-    write_whole(folder / file, f"{step}\n")
-    sync(folder)
-
-
 # --- writing
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write the checkpoint of this iteration into, until `commit`. Raises CheckpointError where the
-    folder around it cannot be made."""
+    """Makes an empty folder to write the checkpoint of this iteration into, until `commit`. Raises CheckpointError
+    where the folder around it cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = "it is a file" if folder.is_file() else error.strerror
         raise CheckpointError(f"cannot make {folder} a folder of checkpoints: {reason}; choose another") from None
     discard(folder, step)
-    aside = _aside(folder, step)
-    aside.mkdir()
-    return aside
+    _aside(folder, step).mkdir()
+    return _aside(folder, step)
 
 
 def _aside(folder: Path, step: int) -> Path:
@@ -89,25 +81,25 @@ def _aside(folder: Path, step: int) -> Path:
 
 
 def commit(folder: Path, metadata: Metadata, best: bool = False) -> Path:
-    """Makes what was written since `begin` the checkpoint of its iteration and the latest, safely on disk.
+    """Makes the files written since `begin` the checkpoint of their iteration and the latest, safely on disk.
 
     Args:
-        best: whether it is the best, too.
+        best: name it as the best by validation, too.
     """
     step = metadata.iteration
     aside, final = _aside(folder, step), step_folder(folder, step)
     write_whole(aside / METADATA, to_text(replace(metadata, serial=1 + last_serial(folder))))
     sync(aside)
     replaced = folder / f"{final.name}.replaced.tmp"
-    # A run that went back to an older checkpoint comes by here again; what it saves now counts.
+    # A run that went back to an older checkpoint comes by here again; its own save counts now.
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     aside.rename(final)
     sync(folder)
-    _set_named(folder, LATEST, step)
-    if best:
-        _set_named(folder, BEST, step)
+    for file in (LATEST, BEST) if best else (LATEST,):
+        write_whole(folder / file, f"{step}\n")
+        sync(folder)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
 
@@ -118,12 +110,12 @@ def last_serial(folder: Path) -> int:
 
 
 def discard(folder: Path, step: int) -> None:
-    """Removes what was written since `begin`."""
+    """Removes files written since `begin`."""
     shutil.rmtree(_aside(folder, step), ignore_errors=True)
 
 
 def clean(folder: Path) -> None:
-    """Removes what killed runs left half written. Only for the run that holds the folder's lock."""
+    """Removes half-written checkpoints of killed runs. Only for the run that holds the folder's lock."""
     needed = set(checkpoints(folder).values())
     for path in folder.glob("iter_*.tmp"):
         if path not in needed:
@@ -133,42 +125,14 @@ def clean(folder: Path) -> None:
 # --- reading
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[Path]:
-    """Keeps a checkpoint from being removed while it is read, where the file system has locks.
+def resolve(folder: Path, step: int | None) -> tuple[list[Path], list[str]]:
+    """Checkpoints to try, in this order, and remarks on that order for the user.
 
-    Yields:
-        the folder under a name that the safetensors library takes: UTF-8.
-    Raises:
-        DamagedError: it is not there.
-    """
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise DamagedError(f"cannot open {path}: {error.strerror}") from None
-    try:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        is_utf8 = os.fsencode(path) == str(path).encode(errors="replace")
-        yield path if is_utf8 else Path(f"/proc/self/fd/{handle}")
-    finally:
-        os.close(handle)
+    That is the checkpoint of iteration `step` alone, or of a folder that is one itself ("checkpoints/iter_0000100");
+    or the latest, and after it the others from the newest on.
 
-
-@dataclass(frozen=True)
-class Choice:
-    """The checkpoints to try, in this order, and remarks on that order for the user."""
-
-    paths: tuple[Path, ...]
-    remarks: tuple[str, ...] = ()
-
-
-def choose(folder: Path, step: int | None) -> Choice:
-    """The checkpoint of iteration `step` alone, or of a folder that is one itself ("checkpoints/iter_0000100"); or the
-    latest, and after it the others from the newest on.
-
-    Newest is what was saved last. Where a run had gone back to an older checkpoint, those of a later iteration that
-    were saved before are of a course that was given up: they are left out.
+    Newest is the one that was saved last. Where a run had gone back to an older checkpoint, those of a later iteration
+    that were saved before are of a course that was given up: they are left out.
 
     Raises:
         NoCheckpointError: there is none at all.
@@ -179,36 +143,34 @@ def choose(folder: Path, step: int | None) -> Choice:
     if (match := _STEP_FOLDER.fullmatch(folder.name)) and (folder / METADATA).is_file():
         if step not in (None, int(match[1])):
             raise CheckpointError(f"{folder} is the checkpoint of iteration {int(match[1])}, not of {step}")
-        return Choice((folder,))
+        return [folder], []
     found = checkpoints(folder)
-    if step is not None and step not in found:
-        there = ", ".join(map(str, found)) or "none"
-        raise CheckpointError(f"{folder} has no checkpoint of iteration {step} (--ckpt-step); complete ones: {there}")
     if step is not None:
-        return Choice((found[step],))
-    if not found and not (folder / LATEST).exists():
-        raise NoCheckpointError(f"{folder} holds no checkpoint (no {LATEST}); check its path (--load)")
+        if step not in found:
+            there = ", ".join(map(str, found)) or "none"
+            raise CheckpointError(f"{folder} has no checkpoint of iteration {step} (--ckpt-step); complete: {there}")
+        return [found[step]], []
     if not found:
-        raise CheckpointError(f"{folder} has no complete checkpoint; check its path (--load)")
-    return _latest_first(folder, found)
+        kind = CheckpointError if (folder / LATEST).exists() else NoCheckpointError
+        raise kind(f"{folder} holds no complete checkpoint; check its path (--load)")
+    order, remarks = _latest_first(folder, found)
+    return [found[each] for each in order], remarks
 
 
-def _latest_first(folder: Path, found: dict[int, Path]) -> Choice:
+def _latest_first(folder: Path, found: dict[int, Path]) -> tuple[list[int], list[str]]:
     serials = {step: serial_of(path) for step, path in found.items()}
     remarks = [f"{found[step] / METADATA} is not legible" for step, serial in serials.items() if serial is None]
     newest = _not_given_up({step: serial for step, serial in serials.items() if serial is not None})
     latest = named(folder, LATEST)
     if latest not in found:
         names = "names no iteration" if latest is None else f"names iteration {latest}, which is not there"
-        remarks.append(f"{folder / LATEST} {names}; taking the newest that is intact")
-        return Choice(tuple(found[step] for step in newest), tuple(remarks))
+        return newest, [*remarks, f"{folder / LATEST} {names}; taking the newest that is intact"]
     if newest and latest != newest[0] and serials[latest] is not None:
         remarks.append(
             f"{folder / LATEST} names iteration {latest}, though iteration {newest[0]} was saved later (--ckpt-step "
             f"{newest[0]} takes that one)"
         )
-    order = [latest, *(step for step in newest if step != latest)]
-    return Choice(tuple(found[step] for step in order), tuple(remarks))
+    return [latest, *(step for step in newest if step != latest)], remarks
 
 
 def _not_given_up(serials: dict[int, int]) -> list[int]:
@@ -221,22 +183,22 @@ def _not_given_up(serials: dict[int, int]) -> list[int]:
 
 
 def find_checkpoint(folder: Path, step: int | None) -> Path:
-    """The folder of one checkpoint: of iteration `step`, or the latest; warns when `latest` is not right.
+    """Folder of one checkpoint: of iteration `step`, or the latest; warns when `latest` is not right.
 
-    Raises as `choose`, and DamagedError when none is legible.
+    Raises as `resolve`, and DamagedError when none is legible.
     """
-    choice = choose(folder, step)
-    if not choice.paths:
-        raise DamagedError(*choice.remarks)
-    for remark in choice.remarks:
+    paths, remarks = resolve(folder, step)
+    if not paths:
+        raise DamagedError(*remarks)
+    for remark in remarks:
         warnings.warn(remark, stacklevel=2)
-    return choice.paths[0]
+    return paths[0]
 
 
 def first_legible(folder: Path, step: int | None) -> Metadata | None:
-    """What the first checkpoint to try says of itself, or the next one that can be read; None when none can."""
+    """Description of the first checkpoint to try, or of the next one that can be read; None when none can."""
     with suppress(CheckpointError):
-        for path in choose(folder, step).paths:
+        for path in resolve(folder, step)[0]:
             with suppress(CheckpointError):
                 return read_metadata(path)
     return None
@@ -261,7 +223,7 @@ class Retention:
 
 
 def superfluous(folder: Path, retention: Retention) -> list[Path]:
-    """The checkpoints that may go, the oldest first. The best by validation stays.
+    """Checkpoints that may go, the oldest first. The best by validation stays.
 
     One with missing or cut files neither goes nor counts. One that followed skipped steps does not push out one that
     did not: the weights may have gone bad before the first step that was not finite.
@@ -272,7 +234,7 @@ def superfluous(folder: Path, retention: Retention) -> list[Path]:
     for path in checkpoints(folder).values():
         with suppress(CheckpointError):
             metadata = read_metadata(path)
-            damaged = any(size_problem(path / name, told) for name, told in metadata.files.items())
+            damaged = any(size_problem(path / name, saved) for name, saved in metadata.files.items())
             if metadata.serial > retention.others and not damaged:
                 found[path] = metadata
     newest_first = sorted(found, key=lambda path: (found[path].serial, found[path].iteration), reverse=True)
@@ -287,19 +249,10 @@ def superfluous(folder: Path, retention: Retention) -> list[Path]:
 
 
 def remove(paths: Iterable[Path]) -> Iterator[Path]:
-    """Removes checkpoints, except what a process is reading: that goes another time. Yields what was removed."""
+    """Removes checkpoints. Yields each that is gone."""
     for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            with suppress(OSError):  # a file system without locks
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue
-            aside = path.with_name(f"{path.name}.removed.tmp")
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
-        finally:
-            os.close(handle)
+        aside = path.with_name(f"{path.name}.removed.tmp")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
         yield path

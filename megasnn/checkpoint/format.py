@@ -1,7 +1,7 @@
-"""`metadata.json`: what a checkpoint says of itself, and where each part of each tensor lies.
+"""`metadata.json`: progress of the run, and where each box of each tensor lies.
 
 A tensor is saved as boxes (offsets and sizes, an entry for each dimension), each under a name of its own in a
-safetensors file. The description ends with a checksum of its own text, and has one for each file.
+safetensors file. The last line of the text is a checksum of what is before it; each file has one as well.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import re
 import zlib
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +18,10 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+import numpy as np
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, with_config
 
-from megasnn.files.problems import CheckpointError, DamagedError, problem_list
+from megasnn.files import STRICT, CheckpointError, Count, DamagedError, raise_problems
 
 METADATA = "metadata.json"
 FORMAT = 4
@@ -44,10 +46,6 @@ DTYPES = {
     "bool": ("BOOL", 1),
 }
 """Types of elements by their names in torch: the name in safetensors, and bytes."""
-_FORMAT = re.compile(rb'\A{\s*"format": (\d{1,9}),')
-_SERIAL = re.compile(rb'\n  "serial": (\d{1,18}),')
-_ITERATION = re.compile(r"iter_(\d{7,18})(?!\d)")
-_STRICT = with_config(ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 
 
 def _known_dtype(name: str) -> str:
@@ -56,17 +54,15 @@ def _known_dtype(name: str) -> str:
     return name
 
 
-Count = Annotated[int, Field(ge=0, le=1 << 62)]
 Numbers = tuple[Count, ...]
 FileName = Annotated[str, Field(pattern=r"^\w+\.safetensors$")]
-Dtype = Annotated[str, AfterValidator(_known_dtype)]
 Json = dict[str, Any]
 
 
-@_STRICT
+@with_config(STRICT)
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor, and where it lies: `name` in `file`. The same box in another file is a copy."""
+    """Part of a tensor: `name` in `file`. The same box in another file is a copy."""
 
     file: FileName
     name: str
@@ -74,13 +70,13 @@ class Box:
     sizes: Numbers
 
 
-@_STRICT
+@with_config(STRICT)
 @dataclass(frozen=True)
 class SavedTensor:
     """A global tensor and the boxes that it was saved in."""
 
     shape: Numbers
-    dtype: Dtype
+    dtype: Annotated[str, AfterValidator(_known_dtype)]
     boxes: tuple[Box, ...]
 
     @property
@@ -88,19 +84,19 @@ class SavedTensor:
         return prod(self.shape) * DTYPES[self.dtype][1]
 
 
-@_STRICT
+@with_config(STRICT)
 @dataclass(frozen=True)
 class SavedFile:
-    """The size of a file, and the CRC-32 of all of it."""
+    """Size of a file, and the CRC-32 of all of it."""
 
     bytes: Count
     crc32: Annotated[str, Field(pattern="^[0-9a-f]{8}$")]
 
 
-@_STRICT
+@with_config(STRICT)
 @dataclass(frozen=True)
 class Progress:
-    """What a run saves beside its tensors.
+    """State of a run that is no tensor.
 
     Attributes:
         iteration, consumed_samples: how far the run is.
@@ -120,15 +116,15 @@ class Progress:
     skipped_steps: Count = 0
 
 
-@_STRICT
+@with_config(STRICT)
 @dataclass(frozen=True)
 class Metadata(Progress):
-    """All that `metadata.json` says.
+    """Content of `metadata.json`.
 
     Attributes:
         optimizer: class name of the optimizer whose state is inside; None without one.
         versions: of the programs that wrote it.
-        serial: counts the checkpoints saved in a folder, so that their order is known where a run went back.
+        serial: counts the checkpoints saved in a folder: their order is known even where a run went back.
         tensors: by global name; an optimizer's are called `optimizer.<state>.<name of the parameter>`.
         files: by name.
     """
@@ -144,14 +140,13 @@ _READER = TypeAdapter(Metadata)
 
 
 def to_text(metadata: Metadata) -> str:
-    """The text of `metadata.json`: a line for each field, tensor and file, and the checksum of the text as the last."""
-    values = dict(vars(metadata))
-    first = {"format": FORMAT, "serial": values.pop("serial")}  # `serial_of` reads no further
-    last = {name: values.pop(name) for name in ("tensors", "files")}
-    lines = [f'  "{name}": {_dumped(value)}' for name, value in (first | values).items()]
-    for name, table in last.items():
-        rows = (f"    {json.dumps(key)}: {_dumped(value)}" for key, value in table.items())
-        lines.append(f'  "{name}": {{\n' + ",\n".join(rows) + "\n  }")
+    """Text of `metadata.json`: a line for each field, tensor and file, and the checksum as the last."""
+    values = {"format": FORMAT, "serial": 0, **vars(metadata)}  # `serial_of` reads no further than these two
+    tables = {name: values.pop(name) for name in ("tensors", "files")}
+    lines = [f'  "{name}": {_dumped(value)}' for name, value in values.items()]
+    for name, table in tables.items():
+        rows = ",\n".join(f"    {json.dumps(key)}: {_dumped(value)}" for key, value in table.items())
+        lines.append(f'  "{name}": {{\n{rows}\n  }}')
     text = "{\n" + ",\n".join(lines)
     return text + _ending(text.encode())
 
@@ -176,7 +171,7 @@ def read_metadata(path: Path) -> Metadata:
         content = file.read_bytes()
     except OSError as error:
         raise DamagedError(f"cannot read {file}: {error.strerror}") from None
-    if (found := _FORMAT.match(content)) and int(found[1]) != FORMAT:
+    if (found := re.match(rb'{\s*"format": (\d{1,9}),', content)) and int(found[1]) != FORMAT:
         raise CheckpointError(f"{file} is of format {int(found[1])}, this megasnn reads format {FORMAT}")
     text = content[: -len(_ending(b""))]
     if content != text + _ending(text).encode():
@@ -187,30 +182,29 @@ def read_metadata(path: Path) -> Metadata:
         problem = error.errors(include_url=False)[0]
         raise DamagedError(f"{file}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
     problems = list(_problems(metadata))
-    if (named := _ITERATION.match(path.name)) and int(named[1]) != metadata.iteration:
+    if (named := re.match(r"iter_(\d{7,18})(?!\d)", path.name)) and int(named[1]) != metadata.iteration:
         problems.append(f"the folder is called {path.name}, and iteration is {metadata.iteration}")
-    if problems:
-        raise problem_list(f"{file} describes what cannot be:", problems, DamagedError)
+    raise_problems(f"{file} describes what cannot be:", problems, DamagedError)
     return metadata
 
 
 def serial_of(path: Path) -> int | None:
-    """`serial` of the checkpoint in this folder, from its first bytes, unchecked; None when not legible."""
+    """Reads `serial` of the checkpoint in this folder from its first bytes, unchecked; None when not legible."""
     try:
         with open(path / METADATA, "rb") as stream:
-            found = _SERIAL.search(stream.read(100))
+            found = re.search(rb'\n  "serial": (\d{1,18}),', stream.read(100))
     except OSError:
         return None
     return int(found[1]) if found else None
 
 
-def size_problem(path: Path, told: SavedFile) -> str | None:
-    """Says that a file is missing or of another size than it was written with; its content is not read."""
+def size_problem(path: Path, saved: SavedFile) -> str | None:
+    """Names a file that is missing or of another size than it was written with; its content is not read."""
     try:
         size = os.stat(path).st_size
     except OSError as error:
         return f"cannot read {path}: {error.strerror}"
-    return None if size == told.bytes else f"{path} is cut or was altered: {size} bytes, {told.bytes} were written"
+    return None if size == saved.bytes else f"{path} is cut or was altered: {size} bytes, {saved.bytes} were written"
 
 
 def _problems(metadata: Metadata) -> Iterator[str]:
@@ -229,25 +223,17 @@ def _problems(metadata: Metadata) -> Iterator[str]:
 def covers_once(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
     """True when boxes (offsets, sizes) hold each element of a shape exactly once.
 
-    Sweeps along the first dimension; between two edges, the boxes that lie there have to cover the other dimensions.
+    Counts on a grid whose lines are the edges of the boxes: all that is between two lines is held equally often.
     """
     filled = [(offsets, sizes) for offsets, sizes in boxes if all(sizes)]
     if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in filled):
         return False
-    if not all(shape) or len(filled) < 2:
-        whole = [((0,) * len(shape), tuple(shape))] * all(shape)
-        return [(tuple(offsets), tuple(sizes)) for offsets, sizes in filled] == whole
-    if not shape:
+    spans = [[(offset, offset + size) for offset, size in zip(*box, strict=True)] for box in filled]
+    if any(last > length for box in spans for (_, last), length in zip(box, shape, strict=True)):
         return False
-    starting = defaultdict(list)
-    for offsets, sizes in filled:
-        starting[offsets[0]].append((offsets, sizes))
-    edges = sorted({0, shape[0], *starting, *(offsets[0] + sizes[0] for offsets, sizes in filled)})
-    if edges[-1] > shape[0]:
-        return False
-    here: list[tuple[Sequence[int], Sequence[int]]] = []
-    for edge in edges[:-1]:
-        here = [(offsets, sizes) for offsets, sizes in here if offsets[0] + sizes[0] > edge] + starting[edge]
-        if not covers_once(shape[1:], [(offsets[1:], sizes[1:]) for offsets, sizes in here]):
-            return False
-    return True
+    edges = [sorted({0, length, *(edge for box in spans for edge in box[dim])}) for dim, length in enumerate(shape)]
+    held = np.zeros([len(lines) - 1 for lines in edges], dtype=np.int32)
+    for box in spans:
+        at = (slice(bisect_left(lines, a), bisect_left(lines, b)) for (a, b), lines in zip(box, edges, strict=True))
+        held[tuple(at)] += 1
+    return bool((held == 1).all())

@@ -1,12 +1,14 @@
 """Loading a checkpoint of any layout into this rank's tensors; only the boxes that the rank needs are read.
 
-What does not fit and what is damaged is refused on all ranks, with the same words, before anything of the model or the
-optimizer has changed. In place of a damaged checkpoint the newest one that is intact is taken, unless one was asked for
-by its iteration.
+A checkpoint that does not fit or is damaged is refused on all ranks, with the same words, before anything of the model
+or the optimizer has changed. In place of a damaged one the newest that is intact is taken, unless one was asked for by
+its iteration.
 """
 
 from __future__ import annotations
 
+import json
+import reprlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,13 +21,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint.compare import optimizer_difference
-from megasnn.checkpoint.folder import choose, reading
+from megasnn.checkpoint.folder import resolve
 from megasnn.checkpoint.format import AVERAGE, BESIDE, OPTIMIZER, Metadata, SavedTensor, read_metadata
-from megasnn.checkpoint.optimizer_state import LocalState, States, allocate, describe, of_frozen
+from megasnn.checkpoint.optimizer_state import LocalState, States, allocate, describe, state_names
 from megasnn.checkpoint.save import Group, PathLike, kind_of
-from megasnn.checkpoint.tensor_io import damage, read_boxes, require_intact
-from megasnn.files.problems import CheckpointError, DamagedError, raise_problems
+from megasnn.checkpoint.tensor_io import dtype_name, read_boxes, require_intact
+from megasnn.files import CheckpointError, DamagedError, raise_problems
 from megasnn.parallel.agreement import all_do, first_decides, gather, rank_in, size_of
 from megasnn.parallel.sharded_tensors import ShardedTensor
 from megasnn.parallel.sharding import Shard
@@ -36,13 +37,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoadedState:
-    """Where the loaded run stood: completed iterations, samples seen, and what was saved as `extra`.
+    """Progress of the loaded run: completed iterations, samples seen, and `extra` as it was saved.
 
     Attributes:
         path: the checkpoint that was loaded.
         remarks: why it is not the one that was to be expected; the user must see them.
-        averaged: whether averages were loaded.
-        initial: names of those optional tensors that it does not have, which stay as they are.
+        averaged: True when averages were loaded.
+        initial: names of those optional tensors that the checkpoint lacks, which stay as they are.
     """
 
     iteration: int
@@ -72,8 +73,8 @@ def load_checkpoint(
     Args:
         state: without an optimizer or averages, those of the checkpoint are left aside (--finetune, --no-load-optim);
             averages are loaded where the checkpoint has them.
-        check: problems that the caller sees with a checkpoint; `megasnn.checkpoint.compare` has some to look for.
-        leave: a layer whose tensors stay as they are, whatever the checkpoint holds of them (--reset-head).
+        check: problems that the caller sees with a checkpoint, like `model_differences`.
+        leave: a layer whose tensors stay as they are, whatever the checkpoint has for them (--reset-head).
         optional: tensors that stay as they are where the checkpoint has none of this name.
 
     Raises:
@@ -85,26 +86,30 @@ def load_checkpoint(
         Nothing has changed then.
     """
 
+    def stays(name: str) -> bool:
+        return leave is not None and name.startswith(f"{leave}.")
+
     def load(path: Path) -> LoadedState:
         metadata = first_decides(process_group, lambda: read_metadata(path))
         title = f"the checkpoint {path} does not fit this run:"
-        saved = {name: told for name, told in metadata.tensors.items() if not _of_layer(name, leave)}
+        saved = {name: told for name, told in metadata.tensors.items() if not stays(name)}
         averaged = state.averages is not None and any(name.startswith(AVERAGE) for name in saved)
 
         def prepare() -> tuple[list[ShardedTensor], States]:
-            wrong = [*check(metadata), *optimizer_difference(metadata, kind_of(state.optimizer))]
-            if wrong:
+            if wrong := [*check(metadata), *_optimizer_difference(metadata, kind_of(state.optimizer))]:
                 raise CheckpointError(*wrong)
-            stepped = [entry for entry in state.stepped if not _of_layer(entry.name, leave)]
+            stepped = [entry for entry in state.stepped if not stays(entry.name)]
             states = allocate(stepped, state.optimizer, saved) if state.optimizer is not None else {}
             averages = (state.averages or ()) if averaged else ()
             return [*state.tensors, *averages, *describe(stepped, states)], states
 
         entries, states = all_do(process_group, prepare, title)
-        initial = tuple(entry.name for entry in entries if entry.name in optional and entry.name not in saved)
-        wanted = [entry for entry in entries if entry.name not in initial and not _of_layer(entry.name, leave)]
+        initial = [entry.name for entry in entries if entry.name in optional and entry.name not in saved]
+        wanted = [entry for entry in entries if entry.name not in initial and not stays(entry.name)]
+        frozen = {entry.name for entry in state.tensors if entry.is_parameter and not entry.tensor.requires_grad}
+        taken = {entry.name for entry in wanted}
+        taken |= {f"{OPTIMIZER}{kind}.{name}" for kind, name in state_names(saved) if name in frozen}  # left aside
         aside = (OPTIMIZER,) * (state.optimizer is None) + (AVERAGE,) * (state.averages is None)
-        taken = [*(entry.name for entry in wanted), *of_frozen(state.tensors, saved)]
         _require_fit(saved, wanted, taken, aside, process_group, title)
         share = rank_in(process_group), size_of(process_group)
         all_do(process_group, lambda: require_intact(path, metadata, *share), f"cannot load {path}:")
@@ -120,24 +125,19 @@ def load_checkpoint(
     return replace(loaded, remarks=remarks)
 
 
-def _of_layer(name: str, layer: str | None) -> bool:
-    return layer is not None and name.startswith(f"{layer}.")
-
-
 def _first_intact(
     folder: PathLike, step: int | None, process_group: Group, load: Callable[[Path], T]
 ) -> tuple[T, tuple[str, ...]]:
-    """Tries to load one checkpoint after the other until one is intact; what it gave, and what to tell the user.
+    """Loads the first checkpoint that is intact: the result of `load`, and remarks for the user.
 
     Args:
         step: try this iteration only; None begins with the latest.
         load: raises DamagedError on all ranks or on none.
     Raises:
-        DamagedError: none is intact; lists what is wrong with each. Otherwise whatever `choose` and `load` raise.
+        DamagedError: none is intact; lists what is wrong with each. Otherwise whatever `resolve` and `load` raise.
     """
-    choice = first_decides(process_group, lambda: choose(Path(folder), step))
-    remarks = list(choice.remarks)
-    for path in choice.paths:
+    paths, remarks = first_decides(process_group, lambda: resolve(Path(folder), step))
+    for path in paths:
         try:
             loaded = load(path)
         except DamagedError as error:
@@ -152,31 +152,32 @@ def _first_intact(
 def _require_fit(
     saved: Mapping[str, SavedTensor],
     entries: Iterable[ShardedTensor],
-    taken: Iterable[str],
+    taken: Collection[str],
     aside: tuple[str, ...],
     process_group: Group,
     title: str,
+    rounds: bool = False,
 ) -> None:
     """Raises CheckpointError on every rank where a tensor is missing, of another shape or of a type that would lose
     digits, or where no rank takes one that is saved.
 
     Args:
-        taken: names of all that this rank has a use for.
+        taken: names that this rank has a use for.
         aside: beginnings of names that are left aside on purpose.
+        rounds: floating-point values may lose digits.
     """
     problems = []
     for entry in entries:
         told = saved.get(entry.name)
         if told is None:
-            problems.append(f"{entry.name}: not in the checkpoint")
+            problems.append(f"{entry.name}: missing")
         elif told.shape != entry.shard.global_shape:
             problems.append(f"{entry.name}: saved with shape {list(told.shape)}, now {list(entry.shard.global_shape)}")
-        elif not _keeps_values(getattr(torch, told.dtype), entry.tensor.dtype):
+        elif not _keeps_values(getattr(torch, told.dtype), entry.tensor.dtype, rounds):
             able = [name for name, precision in PRECISIONS.items() if precision.weights == told.dtype]
             advice = f"; load it with --precision {' or '.join(able)}" if able else ""
             problems.append(f"{entry.name}: saved as {told.dtype}, {entry.tensor.dtype} cannot hold it{advice}")
-    here = set(taken)
-    mine = sum(1 << bit for bit, name in enumerate(saved) if name in here)  # all names of thousands of ranks are long
+    mine = sum(1 << bit for bit, name in enumerate(saved) if name in taken)  # all names of thousands of ranks are long
     reports = gather(process_group, (mine, problems))
     anywhere = reduce(or_, (bits for bits, _ in reports))
     unused = [
@@ -187,23 +188,74 @@ def _require_fit(
     raise_problems(title, [*chain(*(found for _, found in reports)), *unused])
 
 
-def _keeps_values(source: torch.dtype, target: torch.dtype) -> bool:
+def _keeps_values(source: torch.dtype, target: torch.dtype, rounds: bool) -> bool:
     """True when every value of one type is a value of the other, so that a conversion is exact."""
     if source.is_floating_point != target.is_floating_point:
-        return False
+        return rounds and target == torch.int64
+    if rounds:
+        return True
     try:
         return torch.promote_types(source, target) == target
     except RuntimeError:  # torch promotes no float8
         return False
 
 
-# --- whole tensors
+# --- another model
+
+
+def model_differences(metadata: Metadata, model: str | None, config: Mapping[str, Any] | None) -> Iterator[str]:
+    """Differences between the saved model and that of this run, in words.
+
+    Args:
+        model: its name; None accepts any.
+        config: what defines it; None accepts any model whose tensors fit (--finetune).
+    """
+    if model is not None and metadata.model not in (None, model):
+        yield other_model(metadata.model, model)
+    elif config is not None and metadata.config is None:
+        yield "it holds weights without a model configuration; load it with --finetune"
+    elif config is not None and metadata.config is not None:
+        yield from config_differences(metadata.config, config)
+
+
+def other_model(saved: str | None, now: str) -> str:
+    """Message for a checkpoint of another model."""
+    return f"it is a checkpoint of the model {saved}, and this run trains {now}"
+
+
+def config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """One line for each field whose value differs, with both values; nested fields as `neuron.tau`."""
+    before, after = _flat(saved), _flat(json.loads(json.dumps(now)))
+    for field in sorted(before.keys() | after.keys()):
+        old, new = (reprlib.repr(values[field]) if field in values else "absent" for values in (before, after))
+        if old != new or before.get(field) != after.get(field):
+            yield f"{field}: saved {old}, now {new}"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _optimizer_difference(metadata: Metadata, optimizer: str | None) -> Iterator[str]:
+    """Reason why this optimizer, by its class name, cannot take the saved state; nothing without an optimizer."""
+    if optimizer is None or metadata.optimizer == optimizer:
+        return
+    if metadata.optimizer is None:
+        yield "it holds no optimizer state; load it with --finetune or --no-load-optim"
+    else:
+        yield f"its optimizer state is of {metadata.optimizer}, this run uses {optimizer}; load it with --no-load-optim"
+
+
+# --- full tensors
 
 
 def load_global_tensors(
     folder: PathLike, step: int | None = None, *, prefix: str = "", with_optimizer: bool = False
 ) -> dict[str, Tensor]:
-    """Whole tensors of a checkpoint by global name, on the CPU, in one process.
+    """Full tensors of a checkpoint by global name, on the CPU, in one process.
 
     Warns when it is not the latest that they are of, because that one is damaged.
 
@@ -223,8 +275,8 @@ def load_global_tensors(
             for name, told in metadata.tensors.items()
             if name.startswith(prefix) and (with_optimizer or not name.startswith(BESIDE))
         }
-        whole = [ShardedTensor(name, value, Shard(tuple(value.shape)), False) for name, value in tensors.items()]
-        read_boxes(path, metadata.tensors, whole)
+        full = [ShardedTensor(name, value, Shard(tuple(value.shape)), False) for name, value in tensors.items()]
+        read_boxes(path, metadata.tensors, full)
         return tensors
 
     tensors, remarks = _first_intact(folder, step, None, load)
@@ -233,53 +285,24 @@ def load_global_tensors(
     return tensors
 
 
-def verify_checkpoint(path: Path) -> Iterator[tuple[int, str | None]]:
-    """Reads every byte of one checkpoint (`.../iter_0000100`) and checks it.
-
-    Yields:
-        for each file the number of its bytes, and what is wrong with it, or None.
-    Raises:
-        CheckpointError: the description of the files is damaged itself.
-    """
-    with reading(path):
-        metadata = read_metadata(path)
-        for name, found in damage(path, metadata):
-            yield metadata.files[name].bytes, found
-
-
 def load_globals_into(
     tensors: Iterable[ShardedTensor], values: Mapping[str, Tensor], process_group: Group = None
 ) -> None:
     """Copies this rank's part of every global tensor into the model, converted to the model's dtype.
 
     Collective over `process_group`, the group of all ranks (None for a process on its own): together they
-    must take exactly the tensors given.
+    must take exactly these tensors.
 
     Raises:
         CheckpointError: on every rank, before anything is changed: a tensor is missing, one is taken by
             no rank, or a shape differs.
     """
     entries = list(tensors)
-    reports = gather(process_group, ([entry.name for entry in entries], list(_mismatches(entries, values))))
-    unexpected = set(values) - {name for names, _ in reports for name in names}
-    problems = [problem for _, found in reports for problem in found]
-    problems += [f"{name}: given, but this model has no such tensor" for name in unexpected]
-    raise_problems("these weights are not this model's:", problems)
+    given = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    shapes = {name: SavedTensor(tuple(value.shape), dtype_name(value), ()) for name, value in given.items()}
+    taken = {entry.name for entry in entries}
+    _require_fit(shapes, entries, taken, (), process_group, "these weights are not this model's:", rounds=True)
     with torch.no_grad():
         for entry in entries:
             for piece in entry.shard.pieces():
                 piece.of_local(entry.tensor).copy_(piece.of_global(values[entry.name]))
-
-
-def _mismatches(entries: Iterable[ShardedTensor], values: Mapping[str, Tensor]) -> Iterator[str]:
-    for entry in entries:
-        value = values.get(entry.name)
-        if value is None:
-            yield f"{entry.name}: missing"
-        elif not isinstance(value, Tensor):
-            yield f"{entry.name}: is a {type(value).__name__}, not a tensor"
-        elif entry.tensor.is_floating_point() and not value.is_floating_point():
-            yield f"{entry.name}: has values of {value.dtype}, this model needs {entry.tensor.dtype}"
-        elif tuple(value.shape) != entry.shard.global_shape:
-            needed = list(entry.shard.global_shape)
-            yield f"{entry.name}: has shape {list(value.shape)}, this model needs {needed}"

@@ -1,4 +1,4 @@
-"""What a rank holds of a run, its optimizer's state seen as global tensors: moments are cut like their parameter.
+"""State of a run on one rank, the optimizer's included, as global tensors: moments are cut like their parameter.
 
 The state `exp_avg` of the parameter `head.weight` becomes `optimizer.exp_avg.head.weight`. A single number
 (`step`) is a whole tensor that every tensor-parallel rank holds.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megasnn.checkpoint.format import OPTIMIZER, SavedTensor
-from megasnn.files.problems import CheckpointError
+from megasnn.files import CheckpointError
 from megasnn.parallel.sharded_tensors import ShardedTensor
 
 States = dict[Tensor, dict[str, Tensor]]
@@ -22,12 +22,12 @@ States = dict[Tensor, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class LocalState:
-    """What one rank holds of a run.
+    """Tensors of a run on one rank.
 
     Attributes:
         tensors: parameters and buffers.
         optimizer: None where its state is neither saved nor loaded.
-        owned: what the optimizer has of the tensors, where replicas share them by rows; None: the tensors themselves.
+        owned: the optimizer's part of the tensors, where replicas share them by rows; None: the tensors themselves.
         averages: the running average of what is owned; None without one.
     """
 
@@ -38,11 +38,11 @@ class LocalState:
 
     @property
     def stepped(self) -> Sequence[ShardedTensor]:
-        """What the optimizer has of the tensors."""
+        """The optimizer's part of the tensors."""
         return self.tensors if self.owned is None else self.owned
 
     def entries(self) -> list[ShardedTensor]:
-        """All that a checkpoint has of this rank. Raises CheckpointError for a state that cannot be described."""
+        """Everything that a checkpoint takes from this rank. Raises CheckpointError as `describe`."""
         states = self.optimizer.state if self.optimizer is not None else {}
         return [*self.stepped, *(self.averages or ()), *describe(self.stepped, states)]
 
@@ -53,10 +53,10 @@ def describe(tensors: Iterable[ShardedTensor], states: Mapping[Tensor, Mapping[s
     A state of None (SGD without momentum has that) is nothing to store.
 
     Raises:
-        CheckpointError: a parameter that `tensors` does not hold, or a value that is neither a tensor of the
-            parameter's local shape nor a single-number tensor.
+        CheckpointError: a parameter that `tensors` lacks, or a value that is neither a tensor of the parameter's
+            local shape nor a single-number tensor.
     """
-    entry_of = _entries_by_parameter(tensors)
+    entry_of = {id(entry.tensor): entry for entry in tensors}
     return [
         _describe_value(_entry(entry_of, parameter), kind, value)
         for parameter, state in states.items()
@@ -77,20 +77,34 @@ def _describe_value(entry: ShardedTensor, kind: str, value: Any) -> ShardedTenso
     )
 
 
+def _entry(entry_of: Mapping[int, ShardedTensor], parameter: Tensor) -> ShardedTensor:
+    if id(parameter) not in entry_of:
+        raise CheckpointError(f"the optimizer holds a parameter of shape {list(parameter.shape)} without a name")
+    return entry_of[id(parameter)]
+
+
+def state_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Kind of state and name of the parameter, of those names that are an optimizer's."""
+    for name in names:
+        if name.startswith(OPTIMIZER):
+            kind, _, parameter = name.removeprefix(OPTIMIZER).partition(".")
+            yield kind, parameter
+
+
 def allocate(
     tensors: Iterable[ShardedTensor], optimizer: torch.optim.Optimizer, saved: Mapping[str, SavedTensor]
 ) -> States:
-    """Memory without values for the saved state of this rank's parameters; the optimizer is not touched.
+    """Allocates memory, without values, for the saved state of this rank's parameters; the optimizer is not touched.
 
     A parameter without saved state (it was frozen, or nothing had been stepped yet) gets an empty one.
 
     Raises:
-        CheckpointError: the optimizer has a parameter that `tensors` does not hold.
+        CheckpointError: the optimizer has a parameter that `tensors` lacks.
     """
     kinds_of: dict[str, list[str]] = {}
     for kind, parameter_name in state_names(saved):
         kinds_of.setdefault(parameter_name, []).append(kind)
-    entry_of = _entries_by_parameter(tensors)
+    entry_of = {id(entry.tensor): entry for entry in tensors}
     states: States = {}
     for group in optimizer.param_groups:
         # These two variants of torch's optimizers keep `step` beside the parameter, all others on the CPU.
@@ -102,36 +116,11 @@ def allocate(
     return states
 
 
-def state_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Kind of state and name of the parameter, of those names that are an optimizer's."""
-    for name in names:
-        if name.startswith(OPTIMIZER):
-            kind, _, parameter = name.removeprefix(OPTIMIZER).partition(".")
-            yield kind, parameter
-
-
-def of_frozen(tensors: Iterable[ShardedTensor], saved: Iterable[str]) -> list[str]:
-    """The saved state of those parameters that are frozen now: an optimizer leaves it aside."""
-    frozen = {entry.name for entry in tensors if entry.is_parameter and not entry.tensor.requires_grad}
-    return [f"{OPTIMIZER}{kind}.{parameter}" for kind, parameter in state_names(saved) if parameter in frozen]
-
-
 def _memory(entry: ShardedTensor, kind: str, saved: Mapping[str, SavedTensor], beside_parameter: bool) -> Tensor:
-    told = saved[f"{OPTIMIZER}{kind}.{entry.name}"]
-    dtype, device = getattr(torch, told.dtype), entry.tensor.device if beside_parameter else torch.device("cpu")
-    if kind == "step" or told.shape != entry.shard.global_shape:
+    state = saved[f"{OPTIMIZER}{kind}.{entry.name}"]
+    dtype, device = getattr(torch, state.dtype), entry.tensor.device if beside_parameter else torch.device("cpu")
+    if kind == "step" or state.shape != entry.shard.global_shape:
         return torch.empty((), dtype=dtype, device=device)
-    # Moments that had their parameter's precision when they were saved have it now, too.
-    as_parameter = told.dtype == saved.get(entry.name, told).dtype
-    dtype = entry.tensor.dtype if as_parameter else dtype
+    if state.dtype == saved.get(entry.name, state).dtype:  # moments that had their parameter's precision keep doing so
+        dtype = entry.tensor.dtype
     return torch.empty_like(entry.tensor, dtype=dtype, device=device, requires_grad=False)
-
-
-def _entries_by_parameter(tensors: Iterable[ShardedTensor]) -> dict[int, ShardedTensor]:
-    return {id(entry.tensor): entry for entry in tensors}
-
-
-def _entry(entry_of: Mapping[int, ShardedTensor], parameter: Tensor) -> ShardedTensor:
-    if id(parameter) not in entry_of:
-        raise CheckpointError(f"the optimizer holds a parameter of shape {list(parameter.shape)} without a name")
-    return entry_of[id(parameter)]

@@ -1,7 +1,7 @@
 """Saving a run: model, optimizer and progress, as global tensors that any layout can load.
 
 Every function is collective over `process_group` (the group of all ranks; None for a process on its own), and
-every rank passes only what it holds.
+every rank passes its own part.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.format import Box, Metadata, Progress, SavedFile, SavedTensor, covers_once
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.tensor_io import LocalBox, boxes_of, write_safetensors
-from megasnn.files.problems import CheckpointError, problem_list
+from megasnn.files import CheckpointError, raise_problems
 from megasnn.parallel.agreement import all_do, first_decides, first_gathers, is_first, rank_in
 from megasnn.parallel.sharded_tensors import ShardedTensor
 from megasnn.parallel.sharding import Shard
 
 PathLike = str | os.PathLike[str]
 Group = dist.ProcessGroup | None
+Content = tuple[Sequence[LocalBox], Iterable[Tensor]]
+"""Boxes of one file, and their values in the same order."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """The file that a rank has written, and the boxes in it."""
+    """A file that was written: its boxes, and the boxes that are copies of those in another file."""
 
     file: str
     facts: SavedFile
     boxes: Sequence[LocalBox]
+    copies: Sequence[LocalBox] = ()
 
 
 def save_checkpoint(
@@ -50,63 +53,66 @@ def save_checkpoint(
 
     Args:
         progress: that of the group's first rank is written.
-        best: whether it becomes the folder's best checkpoint by validation, too.
-
+        best: name it as the folder's best checkpoint by validation, too.
     Raises:
         CheckpointError: on every rank, when a tensor cannot be described, the ranks together do not hold each
             element of a tensor exactly once, or writing fails (names rank and cause). Earlier ones stay.
     """
-    boxes = all_do(process_group, lambda: boxes_of(written_here(state.entries())), "this run cannot be saved:")
-
-    def write(path: Path) -> Written | None:
-        mine = [box for box, _, _ in boxes]
-        values = (piece.of_local(entry.tensor.detach()) for _, entry, piece in boxes)
-        return Written(path.name, write_safetensors(path, mine, values), mine) if mine else None
-
-    return write_checkpoint(folder, progress, kind_of(state.optimizer), write, process_group, best)
+    kind = kind_of(state.optimizer)
+    return write_checkpoint(folder, progress, kind, lambda: content_of(state.entries()), process_group, best)
 
 
 def save_global_tensors(
     folder: PathLike, tensors: Mapping[str, Tensor], *, iteration: int = 0, **progress: Any
 ) -> Path:
-    """Writes whole tensors, in one process, as a checkpoint of weights only; load it with --finetune.
+    """Writes full tensors, in one process, as a checkpoint of weights only; load it with --finetune.
 
     Args:
         progress: further fields of `Progress`.
     """
-    whole = [ShardedTensor(name, value, Shard(tuple(value.shape)), False) for name, value in tensors.items()]
-    return save_checkpoint(folder, Progress(iteration, **progress), LocalState(whole))
+    full = [ShardedTensor(name, value, Shard(tuple(value.shape)), False) for name, value in tensors.items()]
+    return save_checkpoint(folder, Progress(iteration, **progress), LocalState(full))
+
+
+def content_of(entries: Iterable[ShardedTensor]) -> Content:
+    """Content of this rank's file. Of the ranks that hold the same, one writes it."""
+    mine = [entry for entry in entries if entry.shard.is_primary() and entry.shard.pieces()]
+    boxes = boxes_of(mine)
+    return [box for box, _, _ in boxes], [piece.of_local(entry.tensor.detach()) for _, entry, piece in boxes]
 
 
 def write_checkpoint(
     folder: PathLike,
     progress: Progress,
     optimizer: str | None,
-    write: Callable[[Path], Written | None],
+    prepare: Callable[[], Content],
     process_group: Group,
     best: bool = False,
 ) -> Path:
-    """`save_checkpoint` of what `write` writes.
+    """`save_checkpoint` of prepared content.
 
     Args:
         optimizer: class name of the one whose state is among it.
-        write: writes this rank's file, none where it has nothing to write.
+        prepare: gives the content of this rank's file, empty where it has nothing to write.
     """
-    root = Path(folder)
-    rank = rank_in(process_group)
-    metadata = all_do(process_group, lambda: new_metadata(progress, optimizer), "this run cannot be saved:")
-    aside = first_decides(process_group, lambda: folders.begin(root, progress.iteration))
-    title = f"cannot write the checkpoint {aside}:"
+    root, rank = Path(folder), rank_in(process_group)
 
-    def written() -> Written | None:
+    def prepared() -> tuple[Metadata, Content]:
+        return new_metadata(progress, optimizer), prepare()
+
+    metadata, (boxes, values) = all_do(process_group, prepared, "this run cannot be saved:")
+    aside = first_decides(process_group, lambda: folders.begin(root, progress.iteration))
+
+    def write() -> Written | None:
         try:
-            return write(aside / file_name(rank))
+            file = file_name(rank)
+            return Written(file, write_safetensors(aside / file, boxes, values), boxes) if boxes else None
         except Exception as error:
             raise CheckpointError(f"rank {rank}: {type(error).__name__}: {error}") from None
 
     try:
-        ranks = first_gathers(process_group, all_do(process_group, written, title))
-        return first_decides(process_group, lambda: commit(root, metadata, list(filter(None, ranks)), best))
+        written = first_gathers(process_group, all_do(process_group, write, f"cannot write the checkpoint {aside}:"))
+        return first_decides(process_group, lambda: commit(root, metadata, list(filter(None, written)), best))
     except CheckpointError:
         if is_first(process_group):
             folders.discard(root, progress.iteration)
@@ -114,7 +120,7 @@ def write_checkpoint(
 
 
 def new_metadata(progress: Progress, optimizer: str | None) -> Metadata:
-    """The description of a checkpoint, but for tensors and files. Raises CheckpointError for what JSON cannot say."""
+    """Description of a checkpoint without tensors and files. Raises CheckpointError for values that JSON lacks."""
     for label in ("extra", "config", "layout"):
         try:
             json.dumps(getattr(progress, label), allow_nan=False)
@@ -124,49 +130,38 @@ def new_metadata(progress: Progress, optimizer: str | None) -> Metadata:
     return Metadata(**vars(progress), optimizer=optimizer, versions=versions)
 
 
-def commit(
-    root: Path, metadata: Metadata, ranks: Sequence[Written], best: bool = False, copies: Iterable[Box] = ()
-) -> Path:
+def commit(root: Path, metadata: Metadata, written: Sequence[Written], best: bool = False) -> Path:
     """Makes a checkpoint of the files that the ranks have written.
 
     Args:
         metadata: without tensors and files.
-        copies: boxes that are in these files once more.
     Raises:
         CheckpointError: a tensor is written in part, twice, or with different descriptions (names all).
     """
-    found: dict[str, list[LocalBox]] = defaultdict(list)
-    places: dict[str, list[Box]] = defaultdict(list)
-    for written in ranks:
-        for box in written.boxes:
-            found[box.tensor].append(box)
-            places[box.tensor].append(box.in_file(written.file))
-    for copy in copies:
-        places[copy.name].append(copy)
-    problems = set()
-    for name, boxes in found.items():
+    owned: dict[str, list[LocalBox]] = defaultdict(list)
+    saved: dict[str, list[Box]] = defaultdict(list)
+    for each in written:
+        for box in each.boxes:
+            owned[box.tensor].append(box)
+        for box in (*each.boxes, *each.copies):
+            saved[box.tensor].append(box.in_file(each.file))
+    problems = []
+    for name, boxes in owned.items():
         if len(described := {(box.shape, box.dtype) for box in boxes}) > 1:
-            problems.add(f"{name}: ranks describe it as {' and as '.join(map(str, sorted(described)))}")
+            problems.append(f"{name}: ranks describe it as {' and as '.join(map(str, sorted(described)))}")
         elif not covers_once(boxes[0].shape, [(box.offsets, box.sizes) for box in boxes]):
             elements = sum(prod(box.sizes) for box in boxes)
-            problems.add(f"{name}: ranks would write {elements} elements of {prod(boxes[0].shape)}, or some twice")
-    if problems:
-        title = f"cannot write the checkpoint of iteration {metadata.iteration}:"
-        raise problem_list(title, problems)
+            problems.append(f"{name}: ranks would write {elements} elements of {prod(boxes[0].shape)}, or some twice")
+    raise_problems(f"cannot write the checkpoint of iteration {metadata.iteration}:", problems)
     tensors = {
-        name: SavedTensor(found[name][0].shape, found[name][0].dtype, tuple(places[name])) for name in sorted(found)
+        name: SavedTensor(owned[name][0].shape, owned[name][0].dtype, tuple(saved[name])) for name in sorted(owned)
     }
-    files = {written.file: written.facts for written in ranks}
+    files = {each.file: each.facts for each in written}
     return folders.commit(root, Metadata(**{**vars(metadata), "tensors": tensors, "files": files}), best)
 
 
 def file_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
-
-
-def written_here(entries: Iterable[ShardedTensor]) -> list[ShardedTensor]:
-    """The tensors that this rank writes, of those that it holds; of which it owns no row, it writes nothing."""
-    return [entry for entry in entries if entry.shard.is_primary() and entry.shard.pieces()]
 
 
 def kind_of(optimizer: torch.optim.Optimizer | None) -> str | None:

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megasnn.files.problems import CheckpointError
+from megasnn.files import CheckpointError
 
-_USUAL = ("state_dict", "model_state_dict", "model", "net")
-"""Where programs keep a state_dict among other things, the commonest first."""
+_USUAL = ("", "state_dict", "model_state_dict", "model", "net")
+"""Keys under which programs keep a state_dict among other things, the commonest first."""
 _PREFIXES = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put in front of every name."""
+"""Put in front of every name by DistributedDataParallel and torch.compile."""
 
 
 def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> dict[str, Tensor]:
@@ -27,7 +27,7 @@ def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> dic
     Norms whose `num_batches_tracked` is missing, as torch wrote them before 0.4.1, get a 0.
 
     Args:
-        key: where in the file it is, like "model" or "student.state_dict"; None looks for it.
+        key: its place in the file, like "model" or "student.state_dict"; None looks for it.
     Raises:
         CheckpointError: no such file, it cannot be read or was altered, or holds no state_dict, or several.
     """
@@ -40,13 +40,22 @@ def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> dic
         # Torch says first how to let the file run what it likes.
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
         raise CheckpointError(f"cannot read weights from {path}: {reason.splitlines()[0][:300]}") from None
-    found = dict(_chosen(path, content, key))
+    found = dict(_state_dicts(content))
+    usual = [name for name in (_USUAL if key is None else (key,)) if name in found]
+    if not usual and key is None and len(found) > 1:
+        raise CheckpointError(f"{path} holds several state_dicts, choose one with --key: {', '.join(sorted(found))}")
+    if not usual and (key is not None or not found):
+        others = ", ".join(sorted(map(str, content))[:5]) if isinstance(content, Mapping) else type(content).__name__
+        raise CheckpointError(
+            f"{path} holds no state_dict{f' under {key}' if key else ''}: expected names with tensors, found {others}"
+        )
+    values = dict(found[usual[0]] if usual else next(iter(found.values())))
     for prefix in _PREFIXES:
-        if all(name.startswith(prefix) for name in found):
-            found = {name.removeprefix(prefix): value for name, value in found.items()}
-    for norm in [name.removesuffix("running_mean") for name in found if name.endswith("running_mean")]:
-        found.setdefault(f"{norm}num_batches_tracked", torch.tensor(0))
-    return found
+        if all(name.startswith(prefix) for name in values):
+            values = {name.removeprefix(prefix): value for name, value in values.items()}
+    for norm in [name.removesuffix("running_mean") for name in values if name.endswith("running_mean")]:
+        values.setdefault(f"{norm}num_batches_tracked", torch.tensor(0))
+    return values
 
 
 def _load(path: Path) -> Any:
@@ -59,25 +68,8 @@ def _load(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
 
 
-def _chosen(path: Path, content: Any, key: str | None) -> Mapping[str, Tensor]:
-    found = dict(_state_dicts(content))
-    if "" in found and key is None:
-        return found[""]
-    for name in _USUAL if key is None else (key,):
-        if name in found:
-            return found[name]
-    if len(found) == 1 and key is None:
-        return next(iter(found.values()))
-    if key is None and found:
-        raise CheckpointError(f"{path} holds several state_dicts, choose one with --key: {', '.join(sorted(found))}")
-    others = ", ".join(sorted(map(str, content))[:5]) if isinstance(content, Mapping) else type(content).__name__
-    raise CheckpointError(
-        f"{path} holds no state_dict{f' under {key}' if key else ''}: expected names with tensors, found {others}"
-    )
-
-
 def _state_dicts(content: Any, at: str = "") -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """All dictionaries of tensors by names, and where they are; those of an optimizer have numbers."""
+    """All dictionaries of tensors by names, and their keys; those of an optimizer have numbers."""
     if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
         return
     if content and all(isinstance(value, Tensor) for value in content.values()):

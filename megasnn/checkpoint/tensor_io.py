@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import sys
-import threading
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -20,9 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megasnn.checkpoint.folder import reading
-from megasnn.checkpoint.format import DTYPES, Box, Metadata, SavedFile, SavedTensor, size_problem
-from megasnn.files.problems import CheckpointError, DamagedError
+from megasnn.checkpoint.format import DTYPES, Box, Metadata, SavedFile, SavedTensor, read_metadata, size_problem
+from megasnn.files import CheckpointError, DamagedError
 from megasnn.parallel.sharded_tensors import ShardedTensor
 from megasnn.parallel.sharding import Piece
 
@@ -47,18 +43,26 @@ class LocalBox:
 
     @property
     def name(self) -> str:
-        """In a file: that of the tensor where it is whole, so that other programs read it by this name."""
+        """Name in a file: that of a complete tensor is its own, so that other programs find it by it."""
         return self.tensor if self.sizes == self.shape else f"{self.tensor}@{','.join(map(str, self.offsets))}"
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.sizes) * DTYPES[self.dtype][1]
 
     def in_file(self, file: str) -> Box:
         return Box(file, self.name, self.offsets, self.sizes)
 
 
+def dtype_name(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
 def boxes_of(entries: Iterable[ShardedTensor]) -> list[tuple[LocalBox, ShardedTensor, Piece]]:
-    """The boxes of a rank's tensors, the largest type first: so all values in a file are aligned."""
+    """Boxes of a rank's tensors, the largest type first: so all values in a file are aligned."""
     found = []
     for entry in entries:
-        if (dtype := str(entry.tensor.dtype).removeprefix("torch.")) not in DTYPES:
+        if (dtype := dtype_name(entry.tensor)) not in DTYPES:
             raise CheckpointError(f"{entry.name}: {entry.tensor.dtype} cannot be saved; known: {', '.join(DTYPES)}")
         shape = entry.shard.global_shape
         is_whole = entry.shard.local_shape == shape  # even where it consists of blocks
@@ -67,75 +71,41 @@ def boxes_of(entries: Iterable[ShardedTensor]) -> list[tuple[LocalBox, ShardedTe
     return sorted(found, key=lambda each: -DTYPES[each[0].dtype][1])
 
 
-def file_layout(boxes: Sequence[LocalBox]) -> tuple[bytes, list[slice]]:
-    """The header of a safetensors file, and where in the file the values of each box lie.
+def write_safetensors(path: Path, boxes: Sequence[LocalBox], values: Iterable[Tensor]) -> SavedFile:
+    """Writes a file one tensor after the other, safely on disk: `save_file` wants all of them in memory at once.
 
     The format is the length of the header (8 bytes, little endian), the header of JSON, and the values in its order.
-    """
-    told, ends = {}, [0]
-    for box in boxes:
-        code, item = DTYPES[box.dtype]
-        ends.append(ends[-1] + prod(box.sizes) * item)
-        told[box.name] = {"dtype": code, "shape": box.sizes, "data_offsets": ends[-2:]}
-    text = json.dumps({"__metadata__": {"format": "pt"}, **told}).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    return header, [slice(len(header) + begin, len(header) + end) for begin, end in pairwise(ends)]
-
-
-def write_safetensors(path: Path, boxes: Sequence[LocalBox], values: Iterable[Tensor]) -> SavedFile:
-    """Writes a file one tensor after the other, safely on disk: the library of that name wants all in memory at once.
 
     Args:
         values: of the boxes, in their order; each is asked for when it is due.
     Raises:
         OSError: it cannot be written.
     """
+    header, end = {}, 0
+    for box in boxes:
+        offsets = [end, end := end + box.nbytes]
+        header[box.name] = {"dtype": DTYPES[box.dtype][0], "shape": box.sizes, "data_offsets": offsets}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
     with open(path, "wb", buffering=0) as stream:
-        _write_all(stream, memoryview(file_layout(boxes)[0]))
+        _write_all(stream.fileno(), memoryview(len(text).to_bytes(8, "little") + text))
         for value in values:
-            _write_all(stream, memory_of(value))
-        with ThreadPoolExecutor(1) as thread:  # while the disk works, from the memory of the system
+            flat = value.cpu().contiguous().view(-1)
+            if flat.numel():
+                _write_all(stream.fileno(), flat.view(torch.uint8).numpy().data)
+        with ThreadPoolExecutor(1) as thread:  # reads from the memory of the system while the disk works
             crc32 = thread.submit(checksum, path)
             os.fsync(stream.fileno())
         return SavedFile(path.stat().st_size, crc32.result())
 
 
-def write_image(path: Path, image: memoryview) -> SavedFile:
-    """Writes a file that lies in memory as a whole, safely on disk, beside training: by threads that get what it leaves
-    of the cores. Each makes one call for the whole file, and so does not hold the interpreter's lock while it waits.
-    """
-
-    def write() -> None:
-        with open(path, "wb", buffering=0) as stream:
-            _write_all(stream, image)
-            os.fsync(stream.fileno())
-
-    with ThreadPoolExecutor(2, initializer=_low_priority) as threads:
-        crc32, written = threads.submit(zlib.crc32, image), threads.submit(write)
-        written.result()
-        return SavedFile(len(image), f"{crc32.result():08x}")
-
-
-def _low_priority() -> None:
-    """A tenth of a core beside threads that train, where no core is free."""
-    if sys.platform == "linux":  # where a thread has a priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-
-
-def _write_all(stream: io.FileIO, memory: memoryview) -> None:
+def _write_all(handle: int, memory: memoryview) -> None:
     while memory:
-        memory = memory[stream.write(memory) :]
-
-
-def memory_of(values: Tensor) -> memoryview:
-    """All elements in C order, as bytes."""
-    flat = values.cpu().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+        memory = memory[os.write(handle, memory) :]
 
 
 def checksum(path: Path) -> str:
-    """The CRC-32 of a file, 8 hexadecimal digits. Raises OSError."""
+    """CRC-32 of a file, 8 hexadecimal digits. Raises OSError."""
     crc32, memory = 0, memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as stream:
         while count := stream.readinto(memory):
@@ -143,38 +113,42 @@ def checksum(path: Path) -> str:
     return f"{crc32:08x}"
 
 
-def damage(path: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> Iterator[tuple[str, str | None]]:
-    """Reads every byte of a checkpoint's files.
+def verify_checkpoint(
+    path: Path, metadata: Metadata | None = None, part: int = 0, parts: int = 1
+) -> Iterator[tuple[int, str | None]]:
+    """Reads every byte of one checkpoint's files (`.../iter_0000100`) and checks it.
 
     Args:
         part: of so many parts the one whose files are read: ranks share them out.
     Yields:
-        each file, and what is wrong with it, if anything.
+        for each file the number of its bytes, and what is wrong with it, or None.
+    Raises:
+        CheckpointError: the description of the files is damaged itself.
     """
+    files = (metadata or read_metadata(path)).files
 
     def problem(name: str) -> str | None:
-        file, told = path / name, metadata.files[name]
-        if (wrong := size_problem(file, told)) is not None:
+        if (wrong := size_problem(path / name, files[name])) is not None:
             return wrong
         try:
-            return None if checksum(file) == told.crc32 else f"{file} was altered: its checksum differs"
+            is_intact = checksum(path / name) == files[name].crc32
+            return None if is_intact else f"{path / name} was altered: its checksum differs"
         except OSError as error:
-            return f"cannot read {file}: {error.strerror}"
+            return f"cannot read {path / name}: {error.strerror}"
 
-    names = list(metadata.files)[part::parts]
+    names = list(files)[part::parts]
     with ThreadPoolExecutor(min(_HASHING_THREADS, os.cpu_count() or 1)) as threads:
-        yield from zip(names, threads.map(problem, names), strict=True)
+        yield from zip((files[name].bytes for name in names), threads.map(problem, names), strict=True)
 
 
 def require_intact(path: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> None:
-    """Reads every byte of a checkpoint's files, or of one part of them. Raises DamagedError, which names the files."""
-    with reading(path):
-        if problems := [problem for _, problem in damage(path, metadata, part, parts) if problem is not None]:
-            raise DamagedError(*problems)
+    """Raises DamagedError, which names the damaged files; see `verify_checkpoint`."""
+    if problems := [problem for _, problem in verify_checkpoint(path, metadata, part, parts) if problem is not None]:
+        raise DamagedError(*problems)
 
 
 def read_boxes(path: Path, saved: Mapping[str, SavedTensor], entries: Iterable[ShardedTensor]) -> None:
-    """Copies this rank's parts of saved tensors into its memory; what other ranks need is not read.
+    """Copies this rank's parts of saved tensors into its memory; boxes that only other ranks need are not read.
 
     Args:
         entries: each with the shape that it was saved in.
@@ -183,12 +157,12 @@ def read_boxes(path: Path, saved: Mapping[str, SavedTensor], entries: Iterable[S
     """
     wanted: dict[str, list[_Overlap]] = defaultdict(list)
     needed: Counter[str] = Counter()
-    # Boxes of which there are copies come last: those are taken that lie in files that have to be opened anyway.
+    # Boxes with copies come last: the copy is read that lies in the file from which most is read anyway.
     for overlaps in sorted(_overlaps(saved, entries), key=len):
         file = max(overlaps, key=lambda file: needed[file])
         wanted[file].append(overlaps[file])
         needed[file] += overlaps[file].target.numel()
-    with reading(path) as openable:
+    with _utf8_name(path) as openable:
         for file, parts in sorted(wanted.items()):
             try:
                 with safe_open(openable / file, framework="pt") as content:
@@ -196,6 +170,19 @@ def read_boxes(path: Path, saved: Mapping[str, SavedTensor], entries: Iterable[S
                         part.target.copy_(content.get_slice(part.name)[part.slices])
             except (OSError, SafetensorError, ValueError, RuntimeError) as error:
                 raise DamagedError(f"cannot read {path / file}: {error}") from None
+
+
+@contextmanager
+def _utf8_name(folder: Path) -> Iterator[Path]:
+    """A name of the folder that the safetensors library takes: it knows only UTF-8."""
+    if os.fsencode(folder) == str(folder).encode(errors="replace"):
+        yield folder
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        yield Path(f"/proc/self/fd/{handle}")
+    finally:
+        os.close(handle)
 
 
 @dataclass(frozen=True)
@@ -208,32 +195,26 @@ class _Overlap:
 
 
 def _overlaps(saved: Mapping[str, SavedTensor], entries: Iterable[ShardedTensor]) -> Iterator[dict[str, _Overlap]]:
-    """All that entries have in common with saved boxes; for each such part, by file, where it is found."""
+    """Everything that entries have in common with saved boxes: for each such part, by file, its overlap."""
     for entry in entries:
         boxes = saved[entry.name].boxes
         for piece in entry.shard.pieces():
             found: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[str, _Overlap]] = defaultdict(dict)
-            for box in _near(boxes, piece):
+            for box in boxes:
                 if (overlap := _overlap(box, piece, entry.tensor.detach())) is not None:
                     found[box.offsets, box.sizes][box.file] = overlap
             yield from found.values()
 
 
-def _near(boxes: Sequence[Box], piece: Piece) -> Sequence[Box]:
-    """Those that lie in the same rows, soon found among the boxes of thousands of ranks."""
-    if len(boxes) < 2 or not piece.sizes:
-        return boxes
-    first, last = piece.global_offset[0], piece.global_offset[0] + piece.sizes[0]
-    return [box for box in boxes if box.offsets[0] < last and first < box.offsets[0] + box.sizes[0]]
-
-
 def _overlap(box: Box, piece: Piece, local: Tensor) -> _Overlap | None:
-    target, slices = piece.of_local(local), []
-    spans = zip(box.offsets, box.sizes, piece.global_offset, piece.sizes, strict=True)
-    for dim, (saved, length, held, size) in enumerate(spans):
-        first, last = max(saved, held), min(saved + length, held + size)
-        if first >= last:
-            return None
-        slices.append(slice(first - saved, last - saved))
-        target = target.narrow(dim, first - held, last - first)
+    spans = [
+        (max(saved, own), min(saved + length, own + size))
+        for saved, length, own, size in zip(box.offsets, box.sizes, piece.global_offset, piece.sizes, strict=True)
+    ]
+    if any(first >= last for first, last in spans):
+        return None
+    target = piece.of_local(local)
+    for dim, (first, last) in enumerate(spans):
+        target = target.narrow(dim, first - piece.global_offset[dim], last - first)
+    slices = (slice(first - saved, last - saved) for (first, last), saved in zip(spans, box.offsets, strict=True))
     return _Overlap(box.name, tuple(slices), target)

@@ -29,7 +29,7 @@ from megasnn.data.index import read_index
 from megasnn.data.order import SampleOrder
 from megasnn.data.paths import expand_shards
 from megasnn.events import FrameOptions, make_frames
-from megasnn.sample_size import SAMPLE_MB
+from megasnn.files import SAMPLE_MB
 from megasnn.telemetry.pictures import sample_sheet
 
 _ANY_CLASS = 2**31

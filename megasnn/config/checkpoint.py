@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from megasnn.config.checks import flag, needs
 from megasnn.config.fields import Count, Size
-from megasnn.files.described import STRICT
+from megasnn.files import STRICT
 
 
 def _folder(value: object) -> object:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Literal, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from megasnn.registry import Registry
 
 
 class ConfigError(ValueError):
@@ -48,37 +50,29 @@ def needs(config: object, needed: str, *names: str) -> list[str]:
 
 def at_least(config: object, minimum: float, *names: str) -> list[str]:
     """Fields that are smaller, or not finite; None passes."""
-    return [
-        f"{flag(name)} must be at least {minimum}, got {value}"
-        for name in names
-        if (value := getattr(config, name)) is not None and not (math.isfinite(value) and value >= minimum)
-    ]
+    found = _numbers(config, names)
+    return [f"{flag(name)} must be at least {minimum}, got {value}" for name, value in found if not value >= minimum]
 
 
 def above(config: object, bound: float, *names: str) -> list[str]:
     """Fields that are not greater than `bound`, or not finite; None passes."""
-    return [
-        f"{flag(name)} must be greater than {bound}, got {value}"
-        for name in names
-        if (value := getattr(config, name)) is not None and not (math.isfinite(value) and value > bound)
-    ]
+    found = _numbers(config, names)
+    return [f"{flag(name)} must be greater than {bound}, got {value}" for name, value in found if not value > bound]
 
 
-def from_zero_to_below_one(config: object, *names: str) -> list[str]:
-    """Fields outside [0, 1)."""
-    return [
-        f"{flag(name)} must be at least 0 and below 1, got {value}"
-        for name in names
-        if not 0 <= (value := getattr(config, name)) < 1
-    ]
+def _numbers(config: object, names: Iterable[str]) -> Iterator[tuple[str, float]]:
+    """Values that are given; one that is not finite compares with nothing."""
+    for name in names:
+        if (value := getattr(config, name)) is not None:
+            yield name, value if math.isfinite(value) else math.nan
 
 
-def not_a_choice(config: object) -> list[str]:
-    """Fields of a Literal type that have another value."""
-    hints = get_type_hints(type(config))
-    choices = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
-    return [
-        f"{flag(name)} must be {' or '.join(map(str, allowed))}, got {getattr(config, name)}"
-        for name, allowed in choices.items()
-        if getattr(config, name) not in allowed
-    ]
+def flags_of_others(part: Any, field: str, registry: Registry[Any]) -> list[str]:
+    """Flags that were given although they belong to other names of a registry than the one that `field` has."""
+    chosen, wrong = getattr(part, field), []
+    for name in dict.fromkeys(name for entry in registry.values() for name in entry.flags):
+        value = getattr(part, name)
+        if name not in registry[chosen].flags and value != getattr(type(part), name):
+            those = " or ".join(other for other, entry in registry.items() if name in entry.flags)
+            wrong.append(f"{flag(name)} {value} is for {flag(field)} {those}, not {chosen}")
+    return wrong

@@ -13,8 +13,7 @@ from megasnn.augment.images import ImageRecipe
 from megasnn.augment.rand_augment import parse_rand_augment
 from megasnn.config.checks import flag, refusal
 from megasnn.config.fields import Count, NonNegative, Positive, Share, Size
-from megasnn.files.described import STRICT
-from megasnn.sample_size import SAMPLE_MB
+from megasnn.files import SAMPLE_MB, STRICT
 
 SAMPLE = "sample"
 """As a path it stands for scikit-learn's digits."""

@@ -10,7 +10,7 @@ from megasnn.config.checks import flag
 from megasnn.config.data import CHANGES, DataConfig
 from megasnn.config.pretrain import PretrainConfig
 from megasnn.config.values import to_dict
-from megasnn.files.described import in_message
+from megasnn.files import in_message
 from megasnn.losses import LOSSES
 from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS
 

@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from megasnn.config.checks import refusal
 from megasnn.config.fields import Count, Size
-from megasnn.files.described import STRICT
+from megasnn.files import STRICT
 
 PICTURE_LINES = 10
 """Log lines between two pictures of spikes."""

@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from megasnn.config.checks import above
 from megasnn.config.fields import NonNegative, Positive
-from megasnn.files.described import STRICT
+from megasnn.files import STRICT
 from megasnn.kernels import BACKENDS, NEURONS, SURROGATES, NeuronSpec
 
 Surrogate = Annotated[str, SURROGATES]

@@ -13,7 +13,7 @@ from megasnn.config.checks import flag, refusal
 from megasnn.config.fields import Count, NonNegative, Positive, ShareBelowOne
 from megasnn.config.names import flags_of_others
 from megasnn.config.patterns import Pattern, last_match, patterns
-from megasnn.files.described import STRICT
+from megasnn.files import STRICT
 from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS, Stepped
 
 

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from megasnn.config.checks import refusal
 from megasnn.config.fields import Count, Positive, Size
 from megasnn.config.names import name_in
-from megasnn.files.described import STRICT
+from megasnn.files import STRICT
 from megasnn.grid import ContextCut
 from megasnn.schedule.named import AUTO, SCHEDULES
 from megasnn.schedule.partition import parse_layout

@@ -12,13 +12,12 @@ from typing import Any, TypeVar
 from megasnn.config.checks import ConfigError, flag
 from megasnn.config.data import PATHS
 from megasnn.config.values import ABOUT, as_flag, from_dict, to_dict
-from megasnn.files.described import DescriptionError, FreeForm, described, in_message, open_regular, read_bounded
+from megasnn.files import DescriptionError, FreeForm, described, in_message
 
 Config = TypeVar("Config")
 Values = Mapping[str, Mapping[str, Any]]
 """Values of fields by part and name, as `to_dict` gives them; not all of them need to be there."""
 
-LARGEST = 1 << 20
 _ADVICE = "correct the file, or give one that a run of this model wrote"
 _ABSENT = "(not given)"
 _FLAGS = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
@@ -108,8 +107,7 @@ def _read(config_class: type[Any], name: str, recipes: Mapping[str, Path]) -> di
     path = recipes.get(name, Path(name))
     shown = in_message(str(path))
     try:
-        with open_regular(path) as stream:
-            content = read_bounded(stream, shown, LARGEST)
+        content = path.read_bytes()
         values = described(dict[str, FreeForm], content, shown, advice=_ADVICE)
         mine = config_class().model.name
         if (named := values.pop(ABOUT, {}).get("model", mine)) != mine:

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from megasnn.config.checks import flag
 from megasnn.config.fields import Count, Positive, ShareBelowOne, Size
 from megasnn.config.names import flags_of_others
-from megasnn.files.described import STRICT
+from megasnn.files import STRICT
 from megasnn.losses import LOSSES
 from megasnn.precisions import PRECISIONS
 

@@ -14,22 +14,17 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from megasnn.config.checks import ConfigError, flag
-from megasnn.files.described import in_message
+from megasnn.files import in_message
 
 Config = TypeVar("Config")
 ABOUT = "about"
 """Beside the parts in a file: of which model the values are. A file need not say it."""
-_FOR_RUNS = ("data", "checkpoint", "logging")
-_FLAGS_FOR_RUNS = {
+_FOR_RUNS = {
     *("train_epochs", "evaluate_only", "exit_interval", "exit_duration_in_mins", "check_replicas_interval"),
     *("lr_warmup_epochs", "lr_cooldown_epochs", "lr_interval"),
 }
-_FLAGS_FOR_ENGINES = {"mixup_alpha", "cutmix_alpha"}
-_COMPARED = {
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "pipeline_schedule"),
-    *("micro_batch_size", "global_batch_size", "seed", "precision", "loss", "label_smoothing", "augment"),
-    *("lr", "min_lr", "lr_decay_style", "weight_decay", "clip_grad", "tau", "surrogate"),
-}
+_FOR_ENGINES = {"mixup_alpha", "cutmix_alpha"}
+_COMPARED = {"micro_batch_size", "global_batch_size", "seed", "precision", "loss", "lr", "weight_decay", "tau"}
 
 
 def from_dict(config_class: type[Config], values: Mapping[str, Any], texts: bool = False) -> Config:
@@ -58,32 +53,24 @@ def build_part(part: type[Config], values: Any, name: str, texts: bool = False) 
     if not isinstance(values, dict):
         raise ConfigError([f"{name} must be a dictionary, got {reprlib.repr(values)}"])
     known = {entry.name for entry in fields(part)}  # type: ignore[arg-type]  # a dataclass
-    wrong = [f"unknown name {name}.{in_message(each)}" for each in values if each not in known]
+    wrong = {each: f"unknown name {name}.{in_message(each)}" for each in values if each not in known}
     values = {each: value for each, value in values.items() if each in known}
     try:
         adapter = _adapter(part)  # type: ignore[arg-type]  # hashable
-        built = (
-            adapter.validate_python(values, strict=False)
-            if texts
-            else adapter.validate_json(json.dumps(values), strict=True)
-        )
+        if texts:
+            built: Config = adapter.validate_python(values, strict=False)
+        else:  # JSON has lists where a field has a tuple
+            built = adapter.validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
-        raise ConfigError(wrong + field_problems(error)) from None
+        for each in error.errors(include_url=False):
+            field, text = str(each["loc"][0]) if each["loc"] else "", each["msg"].partition(", unable")[0]
+            given = in_message(each["input"]) if each["input"] != "" else '""'
+            sentence = f"{flag(field)} {given}: {text}".replace(": Input should", " should")
+            own = text.removeprefix("Value error, ")
+            wrong.setdefault(field, own if each["type"] == "value_error" else sentence)
     if wrong:
-        raise ConfigError(wrong)
+        raise ConfigError(wrong.values())
     return built
-
-
-def field_problems(error: ValidationError) -> list[str]:
-    """One sentence for each field that pydantic refuses: flag, value, and what it should be."""
-    told: dict[str, str] = {}
-    for each in error.errors(include_url=False):
-        name, text = str(each["loc"][0]) if each["loc"] else "", each["msg"].partition(", unable")[0]
-        own = each["type"] == "value_error"
-        shown = in_message(each["input"]) if each["input"] != "" else '""'
-        sentence = text.removeprefix("Value error, ") if own else f"{flag(name)} {shown}: {text}"
-        told.setdefault(name, sentence.replace(": Input should", " should"))
-    return list(told.values())
 
 
 @cache
@@ -107,7 +94,7 @@ def with_keywords(config: Config, given: Mapping[str, Any]) -> Config:
             wrong.append(f"unknown name {name!r}" + "".join(f"; is it {each!r}?" for each in near))
         elif part == "model":
             wrong.append(f"{name} is a dimension of the model: {type(config.model).__name__}({name}=...)")  # type: ignore[attr-defined]
-        elif name not in _FLAGS_FOR_ENGINES and (part in _FOR_RUNS or name in _FLAGS_FOR_RUNS):
+        elif name in _FOR_RUNS or (part in ("data", "checkpoint", "logging") and name not in _FOR_ENGINES):
             wrong.append(f"{name} is for whole runs, which megasnn.pretrain starts; an Engine has no use for it")
         else:
             changed.setdefault(part, {})[name] = value
@@ -148,8 +135,7 @@ def describe(config: Any) -> str:
 
 
 def changed_flags(config: Any) -> dict[str, list[str]]:
-    """Flags of each part that differ from their defaults, as a command line gives them; parts without any are left
-    out."""
+    """Flags by part that differ from their defaults, as a command line gives them."""
     changed: dict[str, list[str]] = {}
     defaults = _defaults(config)
     for part, name, value in _entries(config):
@@ -165,8 +151,7 @@ def flags_between(before: Any, after: Any) -> list[str]:
 
 
 def comparable_flags(config: Any) -> dict[str, bool | int | float | str]:
-    """Values that runs are compared by: the model, `_COMPARED`, and all other flags that define what is computed where
-    they differ from the default."""
+    """Values that runs are compared by: the model, `_COMPARED`, and others that differ from the default."""
     defaults = _defaults(config)
     return {
         name: "none" if value is None else value

@@ -1,1 +1,1 @@
-"""What megasnn-convert-checkpoint does: checkpoints and weights of any format, read and written tensor by tensor."""
+"""Checkpoints and weights between layouts and programs, from one process without a GPU."""

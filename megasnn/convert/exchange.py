@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -15,8 +13,7 @@ from megasnn.checkpoint.save import new_metadata
 from megasnn.checkpoint.tensor_io import boxes_of, require_intact, write_safetensors
 from megasnn.convert.rank_files import write_rank_files
 from megasnn.convert.source import Source, derived, in_our_names
-from megasnn.files.durable import sync
-from megasnn.files.problems import CheckpointError
+from megasnn.files import CheckpointError, sync
 from megasnn.models.dialects import all_dialects, dialect_for, dialect_of, is_ours, model_of
 from megasnn.models.names import renamed
 from megasnn.parallel.sharded_tensors import ShardedTensor
@@ -26,7 +23,7 @@ if TYPE_CHECKING:
     Names = str
 else:  # so that the command line lists them
     Names = Literal[(*dict.fromkeys(dialect.name for dialect in all_dialects()), "megasnn")]
-"""Whose names tensors get: those of a program that some model in the registry has names for, or ours."""
+"""Program whose names tensors get: one that some model in the registry has names for, or ours."""
 
 
 def weights_as(source: Source, names: Names, averaged: bool = False) -> Source:
@@ -53,7 +50,7 @@ def weights_as(source: Source, names: Names, averaged: bool = False) -> Source:
 
 
 def export_weights(source: Source, output: Path, names: Names, averaged: bool = False) -> Source:
-    """Writes the model's tensors, or their averages, to a new file; what was written.
+    """Writes the model's tensors, or their averages, to a new file. Returns what was written.
 
     Args:
         output: safetensors where its name ends so, one tensor at a time; otherwise a state_dict of torch.save, for
@@ -62,12 +59,21 @@ def export_weights(source: Source, output: Path, names: Names, averaged: bool = 
         CheckpointError: as `weights_as`, or there is such a file already.
     """
     weights = weights_as(source, names, averaged)
-    with new_file(output) as aside:
+    if output.exists():
+        raise CheckpointError(f"{output} exists already; remove it or give another --output")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    aside = output.with_name(f"{output.name}.tmp")
+    try:
         if output.suffix == ".safetensors":
-            boxes = [box for box, _, _ in boxes_of(whole_entries(weights))]
+            boxes = [box for box, _, _ in boxes_of(_full_entries(weights))]
             write_safetensors(aside, boxes, (weights.read(box.tensor) for box in boxes))
         else:
             torch.save({name: weights.read(name).clone() for name in weights.tensors}, aside)
+            sync(aside)
+        os.rename(aside, output)
+        sync(output.parent)
+    finally:
+        aside.unlink(missing_ok=True)
     return weights
 
 
@@ -75,7 +81,7 @@ def import_weights(source: Source, save: Path) -> tuple[Path, str]:
     """Writes weights as a checkpoint of iteration 0 without optimizer state and configuration, for --finetune.
 
     Returns:
-        the checkpoint, and whose names the weights had.
+        the checkpoint, and the program whose names the weights had.
     Raises:
         CheckpointError: they are of no model and program known here, or there is such a checkpoint already.
     """
@@ -84,30 +90,9 @@ def import_weights(source: Source, save: Path) -> tuple[Path, str]:
     model = model_of(source.metadata.model, weights.tensors)
     progress = Progress(model=None if model is None else model.name, extra={"source": source.path.name})
     metadata = new_metadata(progress, None)
-    path = write_rank_files(save, metadata, [whole_entries(weights)], lambda entry: weights.read(entry.name))
-    return path, title
+    return write_rank_files(save, metadata, [_full_entries(weights)], lambda entry: weights.read(entry.name)), title
 
 
-def whole_entries(source: Source) -> list[ShardedTensor]:
-    """All tensors as one rank holds them, without memory."""
+def _full_entries(source: Source) -> list[ShardedTensor]:
+    """All tensors as one rank has them, without memory."""
     return [ShardedTensor(name, value, Shard(tuple(value.shape)), False) for name, value in source.tensors.items()]
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[Path]:
-    """A path aside to write the file to; renamed to `path` at the end, safely on disk, or removed on an error.
-
-    Raises:
-        CheckpointError: there is such a file already.
-    """
-    if path.exists():
-        raise CheckpointError(f"{path} exists already; remove it or give another --output")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.tmp")
-    try:
-        yield aside
-        sync(aside)
-        os.rename(aside, path)
-        sync(path.parent)
-    finally:
-        aside.unlink(missing_ok=True)

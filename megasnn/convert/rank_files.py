@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 
 from torch import Tensor
 
 from megasnn.checkpoint import folder as folders
-from megasnn.checkpoint.format import Box, Metadata
+from megasnn.checkpoint.format import Metadata
 from megasnn.checkpoint.job import FolderLock
 from megasnn.checkpoint.save import Written, commit, file_name
-from megasnn.checkpoint.tensor_io import LocalBox, boxes_of, write_safetensors
-from megasnn.files.problems import CheckpointError
+from megasnn.checkpoint.tensor_io import boxes_of, write_safetensors
+from megasnn.files import CheckpointError
 from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Piece
 from megasnn.telemetry.log import byte_bar
 
 
@@ -27,12 +25,12 @@ def write_rank_files(
 ) -> Path:
     """Writes the checkpoint `<save>/iter_<iteration>` with a file for each rank, and makes it the latest.
 
-    A rank's file also holds copies of the whole tensors that another rank of its tensor-parallel group answers for.
+    A rank's file also holds copies of the tensors that another rank of its tensor-parallel group answers for.
 
     Args:
         metadata: without tensors and files.
         ranks: each rank's tensors, without memory.
-        read: what a rank holds of a tensor; asked when it is due to be written.
+        read: gives a rank's part of a tensor; asked when it is due to be written.
     Raises:
         CheckpointError: there is a checkpoint of this iteration already, or a later one, of which this one would take
             the place as the latest; a run saves there; or a tensor cannot be read.
@@ -49,16 +47,11 @@ def write_rank_files(
     lock = FolderLock(save)
     try:
         aside = folders.begin(save, step)
-        written, copies = [], list[Box]()
-        size = sum(entry.tensor.nbytes for rank in ranks for entry in rank)
-        with byte_bar("writing", size) as bar:
-            for rank, entries in enumerate(ranks):
-                boxes, path = boxes_of(entries), aside / file_name(rank)
-                facts = write_safetensors(path, [box for box, _, _ in boxes], _values(boxes, read, bar.update))
-                own = [box for box, entry, _ in boxes if entry.shard.is_primary()]
-                copies += [box.in_file(path.name) for box, entry, _ in boxes if not entry.shard.is_primary()]
-                written.append(Written(path.name, facts, own))
-        return commit(save, metadata, written, copies=copies)
+        with byte_bar("writing", sum(entry.tensor.nbytes for rank in ranks for entry in rank)) as bar:
+            written = [
+                _write_rank(aside / file_name(rank), entries, read, bar.update) for rank, entries in enumerate(ranks)
+            ]
+        return commit(save, metadata, written)
     except BaseException:
         folders.discard(save, step)
         raise
@@ -66,15 +59,23 @@ def write_rank_files(
         lock.release()
 
 
-def _values(
-    boxes: Sequence[tuple[LocalBox, ShardedTensor, Piece]],
+def _write_rank(
+    path: Path,
+    entries: Sequence[ShardedTensor],
     read: Callable[[ShardedTensor], Tensor],
     progress: Callable[[int], object],
-) -> Iterator[Tensor]:
-    """The values of boxes, whose tensors are read one by one."""
-    for _, same in groupby(boxes, key=lambda each: each[1].name):
-        held = list(same)
-        local = read(held[0][1])
-        for _, _, piece in held:
+) -> Written:
+    boxes = boxes_of(entries)
+
+    def values() -> Iterator[Tensor]:
+        name, local = "", None
+        for _, entry, piece in boxes:
+            if local is None or entry.name != name:
+                name, local = entry.name, read(entry)
+                progress(local.nbytes)
             yield piece.of_local(local)
-        progress(local.nbytes)
+
+    facts = write_safetensors(path, [box for box, _, _ in boxes], values())
+    own = [box for box, entry, _ in boxes if entry.shard.is_primary()]
+    copies = [box for box, entry, _ in boxes if not entry.shard.is_primary()]
+    return Written(path.name, facts, own, copies)

@@ -1,4 +1,4 @@
-"""What a source holds as text and as JSON, and how far two of them are apart, tensor by tensor."""
+"""Content of a source as text and as JSON, and the distance between two of them, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ import torch
 from torch import Tensor
 
 from megasnn.checkpoint.format import AVERAGE, BESIDE, OPTIMIZER, to_text
+from megasnn.checkpoint.tensor_io import dtype_name
 from megasnn.convert.source import Source
 
 PIECE = 1 << 20  # elements compared at a time, in float64
 
 
 def as_text(source: Source) -> str:
-    """What it is, its tensors with type, size, shape and the files that they lie in, and totals."""
-    told = source.metadata
+    """Progress, tensors with type, size, shape and the files that they lie in, and totals."""
+    metadata = source.metadata
     what = "checkpoint" if source.is_checkpoint else "state_dict"
-    lines = [f"{source.path}: {what}" + (f" of the model {told.model}" if told.model else "")]
+    lines = [f"{source.path}: {what}" + (f" of the model {metadata.model}" if metadata.model else "")]
     if source.is_checkpoint:
-        lines.append(f"iteration {told.iteration}, {told.consumed_samples} samples consumed")
-        lines.append(f"written by {_pairs(told.versions)}; layout: {_pairs(told.layout or 'one process')}")
-        lines += [f"{part}: {_pairs(values)}" for part, values in (told.config or {}).items()]
+        lines.append(f"iteration {metadata.iteration}, {metadata.consumed_samples} samples consumed")
+        lines.append(f"written by {_pairs(metadata.versions)}; layout: {_pairs(metadata.layout or {'ranks': 1})}")
+        lines += [f"{part}: {_pairs(values)}" for part, values in (metadata.config or {}).items()]
     width = max(map(len, source.tensors), default=0)
     for name, value in source.tensors.items():
-        files = dict.fromkeys(box.file for box in told.tensors[name].boxes) if source.is_checkpoint else ()
+        files = dict.fromkeys(box.file for box in metadata.tensors[name].boxes) if source.is_checkpoint else ()
         row = f"{name:<{width}}  {dtype_name(value):<8}  {size_text(value.nbytes):>10}  {list(value.shape)!s:<20}"
         lines.append(f"{row}  {', '.join(files)}".rstrip())
-    of = {name: next(filter(name.startswith, BESIDE), "") for name in source.tensors}
-    kind = f" of {told.optimizer}" if told.optimizer else ""
-    for label, prefix in (("model", ""), ("average of the model", AVERAGE), (f"optimizer state{kind}", OPTIMIZER)):
-        chosen = [value for name, value in source.tensors.items() if of[name] == prefix]
+    for label, prefix in (("model", ""), ("average of the model", AVERAGE), ("optimizer state", OPTIMIZER)):
+        chosen = [value for name, value in source.tensors.items() if _beginning(name) == prefix]
         elements, size = sum(value.numel() for value in chosen), sum(value.nbytes for value in chosen)
-        lines.append(f"{label}: {len(chosen)} tensors, {elements:,} elements, {size_text(size)}")
+        kind = f" of {metadata.optimizer}" if prefix == OPTIMIZER and metadata.optimizer else ""
+        lines.append(f"{label}{kind}: {len(chosen)} tensors, {elements:,} elements, {size_text(size)}")
     return "\n".join(lines)
 
 
-def as_json(source: Source) -> dict[str, Any]:
-    """All that metadata.json says, and of a file its tensors."""
-    tensors = {name: {"shape": list(value.shape), "dtype": dtype_name(value)} for name, value in source.tensors.items()}
-    said = json.loads(to_text(source.metadata)) if source.is_checkpoint else {"tensors": tensors}
-    return {"path": str(source.path), **said}
-
-
-def dtype_name(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
+def _beginning(name: str) -> str:
+    return next(filter(name.startswith, BESIDE), "")
 
 
 def _pairs(values: Any) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items()) if isinstance(values, dict) else f"{values}"
+
+
+def as_json(source: Source) -> dict[str, Any]:
+    """Content of metadata.json; of a file its tensors."""
+    tensors = {name: {"shape": list(value.shape), "dtype": dtype_name(value)} for name, value in source.tensors.items()}
+    said = json.loads(to_text(source.metadata)) if source.is_checkpoint else {"tensors": tensors}
+    return {"path": str(source.path), **said}
 
 
 def size_text(count: float) -> str:
@@ -64,10 +64,9 @@ def size_text(count: float) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a tensor of two sources is apart.
+    """Distance between a tensor of two sources.
 
     Attributes:
-        name: of the tensor.
         absolute: largest difference of two elements; infinite where one side has a nan and the other a number.
         relative: that divided by the largest value of the tensor on either side.
         note: why it could not be compared, or how the types differ.
@@ -85,34 +84,31 @@ class Difference:
 
 
 def differences(first: Source, second: Source, model_only: bool) -> Iterator[Difference]:
-    """For each tensor of either source, in both under the same names; reads one of them at a time."""
+    """Compares every tensor of either source, in both under the same names; reads one of them at a time."""
     for name in sorted({*first.tensors, *second.tensors}):
-        if not (model_only and name.startswith(BESIDE)):
-            yield _difference(name, first, second)
-
-
-def _difference(name: str, first: Source, second: Source) -> Difference:
-    one, other = first.tensors.get(name), second.tensors.get(name)
-    if one is None or other is None:
-        return Difference(name, note=f"missing in {(first if one is None else second).path}", is_comparable=False)
-    if one.shape != other.shape:
-        return Difference(name, note=f"shapes {list(one.shape)} and {list(other.shape)}", is_comparable=False)
-    absolute, largest = largest_difference(first.read(name), second.read(name))
-    note = f"{dtype_name(one)} and {dtype_name(other)}" if one.dtype != other.dtype else ""
-    return Difference(name, absolute, absolute / largest if absolute > 0 else 0.0, note)
+        if model_only and _beginning(name):
+            continue
+        one, other = first.tensors.get(name), second.tensors.get(name)
+        if one is None or other is None:
+            lacks = first if one is None else second
+            yield Difference(name, note=f"missing in {lacks.path}", is_comparable=False)
+        elif one.shape != other.shape:
+            yield Difference(name, note=f"shapes {list(one.shape)} and {list(other.shape)}", is_comparable=False)
+        else:
+            absolute, largest = largest_difference(first.read(name), second.read(name))
+            note = f"{dtype_name(one)} and {dtype_name(other)}" if one.dtype != other.dtype else ""
+            yield Difference(name, absolute, absolute / largest if largest else absolute, note)
 
 
 def largest_difference(one: Tensor, other: Tensor) -> tuple[float, float]:
     """(largest difference of two elements, largest finite value on either side). Two nans are equal."""
     absolute = largest = 0.0
     for a, b in zip(one.flatten().split(PIECE), other.flatten().split(PIECE), strict=True):
-        if not a.numel() or torch.equal(a, b):
+        if not a.numel():
             continue
         a, b = a.double(), b.double()
         same = (a == b) | (a.isnan() & b.isnan())
         gap = (a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
         absolute = max(absolute, gap.max().item())
-    for values in (one, other):
-        if absolute > 0:
-            largest = max(largest, values.double().abs().nan_to_num(0.0, 0.0, 0.0).max().item())
+        largest = max(largest, *(each.abs().nan_to_num(0.0, 0.0, 0.0).max().item() for each in (a, b)))
     return absolute, largest

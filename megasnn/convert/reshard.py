@@ -1,7 +1,6 @@
 """A checkpoint laid out for the ranks of another grid, so that each of them reads one file.
 
-What a rank holds follows from the description of the model that the checkpoint's configuration tells, without building
-it.
+A rank's part follows from the description of the model in the checkpoint's configuration, without building it.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from megasnn.checkpoint.optimizer_state import state_names
 from megasnn.checkpoint.tensor_io import require_intact
 from megasnn.config import ModelConfig, PretrainConfig, from_dict
 from megasnn.convert.rank_files import write_rank_files
-from megasnn.convert.source import Source, read_shard
-from megasnn.files.problems import CheckpointError, raise_problems
+from megasnn.convert.source import Source
+from megasnn.files import CheckpointError, raise_problems
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
 from megasnn.models.description import ModelDescription
@@ -36,7 +35,7 @@ LAYOUT_FLAG = "--pipeline-model-parallel-layout"
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The model that a checkpoint is of: its name, dimensions and layers."""
+    """Model of a checkpoint: its name, dimensions and layers."""
 
     name: str
     config: ModelConfig
@@ -45,7 +44,7 @@ class SavedModel:
 
 @dataclass(frozen=True)
 class Target:
-    """The grid that a checkpoint is laid out for.
+    """Grid that a checkpoint is laid out for.
 
     Attributes:
         tensor, pipeline, virtual: sizes of the target grid.
@@ -62,7 +61,7 @@ class Target:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """The pipeline rank of each chunk. Raises CheckpointError for chunks that a placement does not have."""
+        """Pipeline rank of each chunk. Raises CheckpointError for chunks that a placement does not have."""
         for flag, size in ((TENSOR_FLAG, self.tensor), (PIPELINE_FLAG, self.pipeline), (VIRTUAL_FLAG, self.virtual)):
             if size < 1:
                 raise CheckpointError(f"{flag} must be at least 1, got {size}")
@@ -72,25 +71,25 @@ class Target:
             raise CheckpointError(f"{PLACEMENT_FLAG} {self.shape}: {error}; {VIRTUAL_FLAG} is {self.virtual}") from None
 
     def bounds(self, model: SavedModel, saved: str | None) -> list[range]:
-        """The layers of each chunk. Raises CheckpointError for a layout that does not fit, and where none is known.
+        """Layers of each chunk. Raises CheckpointError for a layout that does not fit, and where none is known.
 
         Args:
-            saved: the layout that the checkpoint was written with.
+            saved: layers in each chunk of the run that wrote the checkpoint.
         """
         layers, chunks = model.description.layers, len(self.placement)
-        if self.layout is None and chunks == 1:
-            return [range(len(layers))]
-        if self.layout is None and (saved is None or len(parse_layout(saved)) != chunks):
-            raise CheckpointError(
-                f"{PIPELINE_FLAG} {self.pipeline} with {VIRTUAL_FLAG} {self.virtual} makes {chunks} chunks, and the "
-                f"checkpoint was cut as {saved!r}: give {LAYOUT_FLAG} the cut of the run, which its log names"
-            )
         try:
             if self.layout is not None:
                 return layout_to_bounds(parse_layout(self.layout), [layer.unit for layer in layers], chunks)
-            return layout_to_bounds(parse_layout(str(saved)), [layer.name for layer in layers], chunks)
+            if chunks == 1:
+                return [range(len(layers))]
+            if saved and len(parse_layout(saved)) == chunks:
+                return layout_to_bounds(parse_layout(saved), [layer.name for layer in layers], chunks)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
+        raise CheckpointError(
+            f"{PIPELINE_FLAG} {self.pipeline} with {VIRTUAL_FLAG} {self.virtual} makes {chunks} chunks, and the "
+            f"checkpoint was cut as {saved!r}: give {LAYOUT_FLAG} the cut of the run, which its log names"
+        )
 
 
 def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
@@ -106,22 +105,19 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
     """
     if save.resolve() in (source.path.resolve(), source.path.resolve().parent):
         raise CheckpointError(f"--save {save} is where the checkpoint is read from; give another folder")
-    model, told = saved_model(source), source.metadata
-    bounds = target.bounds(model, str((told.layout or {}).get("bounds", "")) or None)
+    model, saved = saved_model(source), source.metadata
+    bounds = target.bounds(model, str((saved.layout or {}).get("bounds", "")))
     ranks = target_ranks(model, source.tensors, target, bounds)
-    require_intact(source.path, told)
+    require_intact(source.path, saved)
     layout = "|".join(str(len(span)) for span in bounds)
     sizes = {"tensor": target.tensor, "pipeline": target.pipeline, "data": 1, "virtual": target.virtual}
-    metadata = replace(told, model=model.name, layout={**sizes, "bounds": layout}, tensors={}, files={})
-
-    def read(entry: ShardedTensor) -> Tensor:
-        return read_shard(source.path, told, entry.name, entry.shard)
-
-    return write_rank_files(save, metadata, ranks, read), layout
+    metadata = replace(saved, model=model.name, layout={**sizes, "bounds": layout}, tensors={}, files={})
+    path = write_rank_files(save, metadata, ranks, lambda entry: source.read_shard(entry.name, entry.shard))
+    return path, layout
 
 
 def saved_model(source: Source) -> SavedModel:
-    """The model that a checkpoint is of.
+    """Describes the model of a checkpoint.
 
     Raises:
         CheckpointError: it is none of the registry of models, there is no configuration of it (weights from
@@ -147,41 +143,44 @@ def saved_model(source: Source) -> SavedModel:
 def target_ranks(
     model: SavedModel, tensors: Mapping[str, Tensor], target: Target, bounds: Sequence[range]
 ) -> list[list[ShardedTensor]]:
-    """What each rank of the target holds of a checkpoint, without memory, pipeline stage by pipeline stage.
+    """Tensors of each rank of the target, without memory, pipeline stage by pipeline stage.
 
     Args:
-        tensors: what the checkpoint holds, for shapes and types.
+        tensors: of the checkpoint, for shapes and types.
         bounds: the layers of each chunk.
     Raises:
         CheckpointError: the model cannot be cut like this, or the checkpoint does not hold exactly its tensors.
     """
     if problems := model.config.problems(target.tensor):
         raise CheckpointError(*(text.replace("--tensor-model-parallel-size", TENSOR_FLAG) for text in problems))
-    ranks, missing = [], list[str]()
+    ranks, wrong = [], list[str]()
     for stage in range(target.pipeline):
         mine = [index for span, home in zip(bounds, target.placement, strict=True) if home == stage for index in span]
         for rank in range(target.tensor):
             group = Group("tensor", tuple(range(target.tensor)), rank)
             layers = model.description.named_layers(BuildContext(group))
-            entries = sharded_tensors([layers[index] for index in mine])
-            ranks.append([held for entry in entries for held in _saved(entry, tensors, missing)])
-    taken = {entry.name for rank in ranks for entry in rank}
-    unknown = [f"{name}: saved, but its model has no such tensor" for name in tensors if name not in taken]
-    raise_problems("the checkpoint is not of the model that it describes:", missing + unknown)
+            entries = list(sharded_tensors([layers[index] for index in mine]))
+            wrong += [problem for entry in entries if (problem := _shape_problem(entry, tensors))]
+            ranks.append([saved for entry in entries for saved in _as_saved(entry, tensors)])
+    known = {entry.name for rank in ranks for entry in rank}
+    wrong += [f"{name}: saved, but its model has no such tensor" for name in tensors if name not in known]
+    raise_problems("the checkpoint is not of the model that it describes:", wrong)
     return ranks
 
 
-def _saved(entry: ShardedTensor, tensors: Mapping[str, Tensor], missing: list[str]) -> Iterator[ShardedTensor]:
-    """A tensor of the model as it is saved, its average and its optimizer state."""
-    shape = entry.shard.global_shape
-    if entry.name not in tensors or tuple(tensors[entry.name].shape) != shape:
-        found = "missing" if entry.name not in tensors else f"saved with shape {list(tensors[entry.name].shape)}"
-        missing.append(f"{entry.name}: {found}, the model needs {list(shape)}")
-        return
-    kinds = {f"{OPTIMIZER}{kind}." for kind, _ in state_names(tensors)} if entry.is_parameter else set()
-    for name in (entry.name, *(f"{prefix}{entry.name}" for prefix in (AVERAGE, *sorted(kinds)))):
+def _shape_problem(entry: ShardedTensor, tensors: Mapping[str, Tensor]) -> str | None:
+    needed, saved = list(entry.shard.global_shape), tensors.get(entry.name)
+    if saved is not None and list(saved.shape) == needed:
+        return None
+    found = "missing" if saved is None else f"saved with shape {list(saved.shape)}"
+    return f"{entry.name}: {found}, the model needs {needed}"
+
+
+def _as_saved(entry: ShardedTensor, tensors: Mapping[str, Tensor]) -> Iterator[ShardedTensor]:
+    """A tensor of the model with the type that it is saved in, its average and its optimizer state."""
+    kinds = sorted({f"{OPTIMIZER}{kind}." for kind, _ in state_names(tensors)}) if entry.is_parameter else []
+    for name in (entry.name, *(f"{prefix}{entry.name}" for prefix in (AVERAGE, *kinds))):
         if name in tensors:
-            whole = tuple(tensors[name].shape) != shape
-            shard = entry.shard.whole(tuple(tensors[name].shape)) if whole else entry.shard
-            local = tensors[name].new_empty(shard.local_shape)
-            yield ShardedTensor(name, local, shard, False)
+            shape = tuple(tensors[name].shape)
+            shard = entry.shard if shape == entry.shard.global_shape else entry.shard.whole(shape)
+            yield ShardedTensor(name, tensors[name].new_empty(shard.local_shape), shard, False)

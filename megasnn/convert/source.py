@@ -1,5 +1,4 @@
-"""Whatever a path leads to, a checkpoint or a file of weights, as names with shapes and tensors that are read one at a
-time."""
+"""A checkpoint or a file of weights as names with shapes, and tensors that are read one at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from megasnn.checkpoint.folder import find_checkpoint
 from megasnn.checkpoint.format import METADATA, Metadata, read_metadata
 from megasnn.checkpoint.state_dict import read_state_dict
 from megasnn.checkpoint.tensor_io import read_boxes
-from megasnn.files.problems import CheckpointError
+from megasnn.files import CheckpointError
 from megasnn.models.dialects import dialect_of, is_ours
 from megasnn.models.names import Recipe
 from megasnn.parallel.sharded_tensors import ShardedTensor
@@ -30,9 +29,9 @@ class Source:
     Attributes:
         path: file or folder.
         tensors: on the meta device, for their shapes and types.
-        read: one of them, whole, contiguous, on the CPU.
-        metadata: of a checkpoint; of a file it says nothing.
-        is_checkpoint: whether it is one of ours.
+        read: gives one of them, complete and contiguous, on the CPU.
+        metadata: of a checkpoint; empty for a file.
+        is_checkpoint: False for a file.
     """
 
     path: Path
@@ -47,18 +46,24 @@ class Source:
         found = (self.metadata.config or {}).get("model")
         return found if isinstance(found, dict) else None
 
+    def read_shard(self, name: str, shard: Shard) -> Tensor:
+        """Part of a checkpoint's tensor. Raises DamagedError."""
+        value = torch.empty(shard.local_shape, dtype=self.tensors[name].dtype)
+        read_boxes(self.path, self.metadata.tensors, [ShardedTensor(name, value, shard, False)])
+        return value
+
 
 def open_source(path: Path, step: int | None = None, key: str | None = None) -> Source:
-    """A file of torch.save or safetensors, a run's folder of checkpoints, or one checkpoint in it.
+    """Opens a file of torch.save or safetensors, a run's folder of checkpoints, or one checkpoint in it.
 
     Args:
         step: iteration, for a run's folder; the latest when not given.
-        key: where in a file the state_dict is.
+        key: place of the state_dict in a file.
     Raises:
         CheckpointError: there is nothing, or nothing that can be read.
     """
     if path.is_dir():
-        return open_checkpoint(path if (path / METADATA).is_file() else find_checkpoint(path, step))
+        return _open_checkpoint(path if (path / METADATA).is_file() else find_checkpoint(path, step))
     if not path.is_file():
         raise CheckpointError(f"{path} is not there: name a file of weights or a folder of checkpoints")
     if step is not None:
@@ -67,25 +72,18 @@ def open_source(path: Path, step: int | None = None, key: str | None = None) -> 
     return Source(path, {name: value.to("meta") for name, value in values.items()}, lambda name: values[name])
 
 
-def open_checkpoint(path: Path) -> Source:
-    """One checkpoint (`.../iter_0000100`). Raises CheckpointError where its description is damaged."""
+def _open_checkpoint(path: Path) -> Source:
     metadata = read_metadata(path)
     tensors = {
-        name: torch.empty(told.shape, dtype=getattr(torch, told.dtype), device="meta")
-        for name, told in metadata.tensors.items()
+        name: torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device="meta")
+        for name, saved in metadata.tensors.items()
     }
 
     def read(name: str) -> Tensor:
-        return read_shard(path, metadata, name, Shard(metadata.tensors[name].shape))
+        return source.read_shard(name, Shard(metadata.tensors[name].shape))
 
-    return Source(path, tensors, read, metadata, True)
-
-
-def read_shard(path: Path, metadata: Metadata, name: str, shard: Shard) -> Tensor:
-    """What a rank holds of a tensor of a checkpoint. Raises DamagedError."""
-    value = torch.empty(shard.local_shape, dtype=getattr(torch, metadata.tensors[name].dtype))
-    read_boxes(path, metadata.tensors, [ShardedTensor(name, value, shard, False)])
-    return value
+    source = Source(path, tensors, read, metadata, True)
+    return source
 
 
 def in_our_names(source: Source) -> Source:
@@ -99,8 +97,8 @@ def derived(source: Source, recipe: Recipe) -> Source:
     """Tensors made from those of another source when they are read. Raises CheckpointError where they do not fit
     together."""
 
-    def made(read: Callable[[str], Tensor], name: str) -> Tensor:
+    def make(read: Callable[[str], Tensor], name: str) -> Tensor:
         return recipe[name].of(map(read, recipe[name].sources)).contiguous()
 
-    described = {name: made(source.tensors.__getitem__, name) for name in recipe}
-    return replace(source, tensors=described, read=partial(made, source.read))
+    tensors = {name: make(source.tensors.__getitem__, name) for name in recipe}
+    return replace(source, tensors=tensors, read=partial(make, source.read))

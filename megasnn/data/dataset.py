@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megasnn.data.formats import FormatMismatch, SampleFormat
 from megasnn.data.shards import Shard
-from megasnn.sample_size import require_size
+from megasnn.files import require_size
 
 
 class BrokenSample(ValueError):

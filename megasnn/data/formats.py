@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megasnn import augment
 from megasnn.augment import AUGMENTATIONS, Augmentation
 from megasnn.events import LARGEST_SIDE, FrameOptions, Recording, make_frames, recording_of_arrays, resize_frames
-from megasnn.sample_size import SAMPLE_BYTES, load_arrays
+from megasnn.files import SAMPLE_BYTES, read_arrays
 
 FRAMES, EVENTS = "frames.npz", "events.npz"
 # Levels of zlib. Higher ones save a few per cent of space for several times the time.
@@ -113,7 +113,7 @@ def decode_events(data: bytes, limit: int = SAMPLE_BYTES) -> Recording | NDArray
         ValueError: damaged, neither, or of more bytes than `limit`; events out of order or outside their sensor; frames
             with values that are no finite numbers.
     """
-    arrays = load_arrays(data, limit)
+    arrays = read_arrays(data, limit)
     if "frames" not in arrays:
         return recording_of_arrays(arrays, limit)
     frames = arrays["frames"]

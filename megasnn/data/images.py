@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from megasnn.augment import IMAGES, Augmentation
 from megasnn.augment.images import Box, ImageChange, ImageRecipe
 from megasnn.data.formats import SampleFormat
-from megasnn.sample_size import SAMPLE_BYTES, require_size
+from megasnn.files import SAMPLE_BYTES, require_size
 
 # Mean and standard deviation of a channel, of pixel values in [0, 1]. "generic" brings any photograph to
 # about zero mean and unit variance; the first batch norm takes care of the rest.

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import Field, with_config
+
+from megasnn.files import STRICT, Count, FreeForm, described
 
 INDEX_NAME = "index.json"
 VERSION: Literal[1] = 1
-_STRICT = with_config(ConfigDict(strict=True, extra="forbid"))
-T = TypeVar("T")
-Count = Annotated[int, Field(ge=0, le=1 << 62)]
+_ADVICE = "make the shards again, or remove it"
 
 
-@_STRICT
+@with_config(STRICT)
 @dataclass(frozen=True)
 class Members:
     """Samples of a shard in file order: keys and classes, and offsets and sizes of their data in the tar, in bytes.
@@ -35,7 +35,7 @@ class Members:
             raise ValueError("keys, labels, offsets and sizes should have one entry for each sample")
 
 
-@_STRICT
+@with_config(STRICT)
 @dataclass(frozen=True)
 class ShardRecord:
     """A shard: file name, split, size in bytes, samples, and the sources left out."""
@@ -47,12 +47,12 @@ class ShardRecord:
     members: Members
 
 
-@_STRICT
+@with_config(STRICT)
 @dataclass(frozen=True)
 class Index:
     """A folder of shards: options they were made with, class names by number, shards, version."""
 
-    options: dict[str, Any]
+    options: FreeForm
     classes: list[str]
     shards: list[ShardRecord]
     version: Literal[1] = VERSION
@@ -62,16 +62,6 @@ class Index:
 
 
 def read_index(folder: Path) -> Index | None:
-    """Index of a folder of shards; None where there is none. Raises ValueError as `parse_json`."""
+    """Index of a folder of shards; None where there is none. Raises ValueError, naming the first wrong field."""
     path = folder / INDEX_NAME
-    return parse_json(Index, path.read_bytes(), path) if path.exists() else None
-
-
-def parse_json(kind: type[T], content: bytes, source: object) -> T:
-    """Value of JSON. Raises ValueError, naming `source` and the first wrong field."""
-    try:
-        return TypeAdapter(kind).validate_json(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "the file"
-        raise ValueError(f"{source}: {field}: {first['msg']}; make the shards again, or remove it") from None
+    return described(Index, path.read_bytes(), path, advice=_ADVICE) if path.exists() else None

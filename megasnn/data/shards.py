@@ -25,7 +25,8 @@ from pydantic_core import to_json
 from megasnn.cache import build_once, cache_folder, cached_name
 from megasnn.data.formats import EVENTS, FRAMES
 from megasnn.data.images import IMAGE_SUFFIXES
-from megasnn.data.index import INDEX_NAME, Members, ShardRecord, parse_json, read_index
+from megasnn.data.index import INDEX_NAME, Members, ShardRecord, read_index
+from megasnn.files import described
 
 LABEL = "cls"
 SUFFIXES = (*IMAGE_SUFFIXES, FRAMES, EVENTS)
@@ -79,7 +80,7 @@ def open_shard(source: Path, name: str | None = None) -> Shard:
     if members is None:
         target = cache_folder("index") / cached_name(tar, ".json", _INDEX_VERSION)
         build_once(target, lambda path: path.write_bytes(to_json(asdict(scan(tar, name)))))
-        members = parse_json(Members, target.read_bytes(), target)
+        members = described(Members, target.read_bytes(), target)
     status = tar.stat()
     offsets, sizes = np.array(members.offsets, np.int64), np.array(members.sizes, np.int64)
     if int((offsets + sizes).max(initial=0)) > status.st_size:

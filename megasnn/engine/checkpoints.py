@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from megasnn import checkpoint
-from megasnn.checkpoint.compare import model_differences
 from megasnn.checkpoint.format import BESIDE
+from megasnn.checkpoint.load import model_differences
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import changed_recipe, identity, recipe
 from megasnn.engine.steps import Steps
-from megasnn.files.problems import CheckpointError
+from megasnn.files import CheckpointError
 from megasnn.parallel.agreement import all_do, gather
 from megasnn.parallel.sharded_tensors import ShardedTensor
 from megasnn.parallel.sharding import Piece

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasnn.events.recording import Events, Recording, SensorSize
-from megasnn.sample_size import SAMPLE_BYTES, require_size
+from megasnn.files import SAMPLE_BYTES, require_size
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megasnn.events.aedat import decode_aedat2, decode_aedat3
 from megasnn.events.recording import LARGEST_SIDE, Events, Recording, RecordingError, SensorSize, check_recording
-from megasnn.sample_size import SAMPLE_BYTES, load_arrays, read_file, require_size
+from megasnn.files import SAMPLE_BYTES, read_arrays, read_file, require_size
 
 SUFFIXES = (".aedat", ".aedat4", ".bin", ".bs2", ".npz", ".npy", ".dat", ".raw")
 """Endings of the files that `read_recording` recognises."""
@@ -86,7 +86,7 @@ def _decode(data: bytes, name: str, sensor: SensorSize | None, limit: int) -> Re
     if data.startswith(_AEDAT4):
         return _read_aedat4(data, name, limit)
     if data.startswith((b"PK\x03\x04", b"\x93NUMPY")):
-        return _of_arrays(load_arrays(data, limit), sensor, limit)
+        return _of_arrays(read_arrays(data, limit), sensor, limit)
     suffix = Path(name).suffix.lower()
     if data and suffix in (".bin", ".bs2"):
         return _decode_n_mnist(data, sensor)

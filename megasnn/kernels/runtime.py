@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 
 from megasnn.cache import CacheError, cache_folder
-from megasnn.files.locks import held
 
 ANNOUNCED_AFTER_S = 3.0
 COMPILED_AFTER_S = 600.0
@@ -82,15 +82,12 @@ def _announce() -> None:
 def _one_process(kernel: Callable[..., None]) -> Iterator[None]:
     """Held by one process of this user at a time: the ranks that come second find the machine code in the cache.
 
-    Where the cache cannot be written each process compiles for itself, all at the same time.
-
-    Raises:
-        LockError: another process has been compiling for minutes; the message names it.
+    Where the cache cannot be written, or another process has been compiling for minutes, each compiles for itself.
     """
     with contextlib.ExitStack() as stack:
         stats = getattr(kernel, "stats", None)
         if stats is None or stats.cache_path is not None:  # otherwise `jit` found no place for its machine code
             with contextlib.suppress(CacheError, OSError):
-                lock = cache_folder() / ".compile.lock"
-                stack.enter_context(held(lock, "compiles the kernels", COMPILED_AFTER_S))
+                lock = FileLock(cache_folder() / ".compile.lock", timeout=COMPILED_AFTER_S)
+                stack.enter_context(lock)
         yield

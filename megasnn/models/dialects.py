@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from megasnn.files.problems import CheckpointError
+from megasnn.files import CheckpointError
 from megasnn.models.model import Model
 from megasnn.models.names import Dialect
 from megasnn.models.table import MODELS, guess_model

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megasnn.config.checks import at_least, not_a_choice
+from megasnn.config.checks import at_least
 from megasnn.config.neuron import NeuronConfig
 from megasnn.config.pretrain import PretrainConfig
 
@@ -89,7 +89,7 @@ class Model(ABC):
     def problems(self, tensor_parallel: int) -> list[str]:
         """What is wrong with the dimensions, with value and flag; what does not divide by the tensor parallel ranks is
         found out when layers are built. A model with more to say adds it to this."""
-        return not_a_choice(self) + at_least(self, 1, "image_size", "in_channels", "time_steps", "num_classes")
+        return at_least(self, 1, "image_size", "in_channels", "time_steps", "num_classes")
 
     @classmethod
     def recipes(cls) -> dict[str, Path]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megasnn.config.checks import flag
-from megasnn.files.problems import CheckpointError, raise_problems
+from megasnn.files import CheckpointError, raise_problems
 
 NORM_TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 

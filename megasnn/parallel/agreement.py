@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megasnn.files.problems import CheckpointError, DamagedError, raise_problems
+from megasnn.files import CheckpointError, DamagedError, raise_problems
 from megasnn.parallel.group import Group
 
 T = TypeVar("T")

@@ -15,8 +15,7 @@ from pydantic import with_config
 
 from megasnn.config.pretrain import PretrainConfig
 from megasnn.config.values import to_dict
-from megasnn.files.described import STRICT, DescriptionError, FreeForm, described, open_regular, read_bounded
-from megasnn.files.durable import write_whole
+from megasnn.files import STRICT, DescriptionError, FreeForm, described, write_whole
 from megasnn.grid import ContextCut
 from megasnn.pipeline.cost_model import LayerCost
 from megasnn.planner.machines import Machine
@@ -196,8 +195,7 @@ def write(analysis: Analysis, path: Path) -> None:
 def read(path: Path) -> Analysis:
     """The costs in a file. Raises DescriptionError for one that cannot be read, or is none."""
     try:
-        with open_regular(path) as stream:
-            content = read_bounded(stream, path)
+        content = path.read_bytes()
     except OSError as error:
         raise DescriptionError(f"cannot read {path}: {error}; {_ADVICE}") from None
     return described(Analysis, content, path, advice=_ADVICE)

@@ -9,7 +9,7 @@ from pathlib import Path
 from megasnn.config import PretrainConfig
 from megasnn.config.training import LENGTHS
 from megasnn.config.values import to_json
-from megasnn.files.durable import write_whole
+from megasnn.files import write_whole
 from megasnn.planner.layout import with_layout
 from megasnn.planner.plan import Plan
 

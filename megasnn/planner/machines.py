@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import with_config
 
-from megasnn.files.described import STRICT
+from megasnn.files import STRICT
 from megasnn.pipeline.cost_model import LinkCost
 from megasnn.registry import Registry
 

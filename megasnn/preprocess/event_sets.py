@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megasnn.data.formats import EVENTS, FRAMES, encode_events, encode_frames
 from megasnn.events import SUFFIXES, FrameOptions, Recording, make_frames, read_recording
+from megasnn.files import SAMPLE_BYTES
 from megasnn.preprocess.sources import (
     Item,
     Listing,
@@ -20,7 +21,6 @@ from megasnn.preprocess.sources import (
     read_lines,
     split_folders,
 )
-from megasnn.sample_size import SAMPLE_BYTES
 
 GESTURES = (
     "hand_clapping,right_hand_wave,left_hand_wave,right_arm_clockwise,right_arm_counter_clockwise,left_arm_clockwise,"

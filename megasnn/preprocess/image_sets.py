@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from megasnn.data.images import IMAGE_SUFFIXES, open_image
+from megasnn.files import SAMPLE_BYTES, read_file
 from megasnn.preprocess.sources import (
     Item,
     Listing,
@@ -24,7 +25,6 @@ from megasnn.preprocess.sources import (
     read_lines,
     split_folders,
 )
-from megasnn.sample_size import SAMPLE_BYTES, read_file
 
 _SUFFIXES = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
 _PIXELS = 3 * 32 * 32

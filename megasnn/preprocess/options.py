@@ -12,11 +12,11 @@ import tyro
 
 from megasnn.data.index import INDEX_NAME
 from megasnn.events import FrameOptions
+from megasnn.files import SAMPLE_MB
 from megasnn.preprocess.event_sets import EncodeRecording, has_trials, list_event_folders, list_gestures
 from megasnn.preprocess.image_sets import CopyImage, encode_cifar, list_cifar, list_image_folders, list_tiny_imagenet
 from megasnn.preprocess.sources import Listing
 from megasnn.preprocess.writing import Encode, Job, preprocess
-from megasnn.sample_size import SAMPLE_MB
 
 
 @dataclass(frozen=True, kw_only=True)

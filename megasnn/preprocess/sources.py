@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megasnn.files import SAMPLE_BYTES, read_file
 from megasnn.random import keyed_seed
-from megasnn.sample_size import SAMPLE_BYTES, read_file
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,6 @@ class Evaluations:
         engine, reporter = self._engine, self._reporter
         loader = self._data.loader(engine, training=False)
         self.running = True
-        if engine.steps.average is not None:
-            self._saves.settle()  # its values take the weights' place
         of_training = statistics.counting(False)  # what is logged is the traffic of training
         with of_training, reporter.pause(), closing(loader.batches(limit=self._options.eval_iters)) as batches:
             record = engine.evaluate_on(self._until_asked_to_stop(batches))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import platform
+import secrets
 import time
 from pathlib import Path
 
 import torch
 
 from megasnn import checkpoint
-from megasnn.files.shared import leave_mark, sees_mark
 from megasnn.parallel.agreement import all_do, gather
 from megasnn.parallel_state import ParallelState
 from megasnn.version import __version__
@@ -31,6 +31,29 @@ def require_shared(folder: Path, state: ParallelState) -> None:
     finally:
         if state.rank == 0:
             mark.unlink(missing_ok=True)
+
+
+def leave_mark(folder: Path) -> Path:
+    """Creates an empty file by a new name, by which other hosts find out that they see the same folder."""
+    mark = folder / f".shared_{secrets.token_hex(8)}"
+    mark.touch(exist_ok=False)
+    return mark
+
+
+def sees_mark(mark: Path) -> bool:
+    """True when this process sees the folder in which the mark was left.
+
+    A file server refuses to create a file that is there, whatever a host remembers of the folder; looking for it could
+    find an old state of the folder for a minute. A file created elsewhere is removed.
+    """
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    except OSError:
+        return False
+    mark.unlink()
+    return False
 
 
 def host_notice(state: ParallelState) -> str:

@@ -20,7 +20,7 @@ from megasnn.data.paths import shown_path
 from megasnn.engine.arithmetic import told_torch
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.engine.setup import built, described_model
-from megasnn.files.durable import write_whole
+from megasnn.files import write_whole
 from megasnn.kernels.backends import backend_told
 from megasnn.layers.holding import calls_of, exchanges_of
 from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise

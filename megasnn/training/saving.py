@@ -45,12 +45,12 @@ class Saves:
         self._best = self._best_before = begin.best
         self._saved_best = begin.best if begin.saved else None
         self._saves_best = False
-        self._saver: checkpoint.Saver | None = None
+        self._saver: checkpoint.SyncWriter | None = None
         if claim is not None:
-            self._saver = checkpoint.Saver(
+            writer = checkpoint.AsyncWriter if options.async_save else checkpoint.SyncWriter
+            self._saver = writer(
                 claim.folder,
                 process_group=engine.state.world.handle,
-                background=options.async_save,
                 retention=checkpoint.Retention(options.keep_last, options.keep_every, claim.others),
                 report=self._tell,
                 complete=complete,
@@ -101,11 +101,6 @@ class Saves:
     def at_best(self, iteration: int) -> bool:
         """Whether this iteration is the best so far, and is to be kept as that."""
         return self._best is not None and self._best.iteration == iteration
-
-    def settle(self) -> None:
-        """Before tensors are changed otherwise than by the optimizer: what is being saved is copied then."""
-        if self._saver is not None:
-            self._saver.settle()
 
     def finish(self, seconds: float | None = None) -> bool:
         """Waits for what is being saved; False when the save that was asked for last has failed. Collective.

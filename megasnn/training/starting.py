@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megasnn import checkpoint
-from megasnn.checkpoint.compare import config_differences, model_differences
-from megasnn.checkpoint.job import JobFolder
+from megasnn.checkpoint.job import FolderLock
+from megasnn.checkpoint.load import config_differences, model_differences
 from megasnn.checkpoint.state_dict import read_state_dict
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import Identity, changed_recipe, changed_samples, identity, recipe
 from megasnn.engine import Engine
 from megasnn.engine.faults import placed
-from megasnn.files.described import in_message
-from megasnn.files.problems import raise_problems
+from megasnn.files import in_message, raise_problems
 from megasnn.layers import BuildContext, KeyedLayer, ParallelNeuron
 from megasnn.models.description import ModelDescription
 from megasnn.models.table import saved_model_name
@@ -38,7 +37,7 @@ def refuse_other_model(config: PretrainConfig, state: ParallelState) -> None:
     def refuse() -> Identity:
         has_saved = options.save is not None and checkpoint.list_checkpoints(Path(options.save))
         if not options.may_begin_anew and not has_saved:  # with checkpoints of its own a restarted job goes on there
-            checkpoint.choose(Path(str(options.load)), options.ckpt_step)
+            checkpoint.resolve(Path(str(options.load)), options.ckpt_step)
         metadata = checkpoint.first_legible(Path(str(options.load)), options.ckpt_step)
         if metadata is None:
             return mine
@@ -74,7 +73,7 @@ class Claim:
     """
 
     folder: Path
-    job: JobFolder | None
+    job: FolderLock | None
     resumes: bool
     others: int
     notice: str
@@ -95,11 +94,11 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
     if not options.save:
         return None
     folder, continues = Path(options.save), options.saves_where_it_loads and not options.finetune
-    job: JobFolder | None = None
+    job: FolderLock | None = None
 
     def by_first() -> tuple[bool, int, str]:
         nonlocal job
-        job = JobFolder(folder)
+        job = FolderLock(folder, is_job=True)
         there = checkpoint.list_checkpoints(folder)
         other = there and not job.resumes and not continues
         mixed = (

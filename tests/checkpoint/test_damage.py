@@ -34,10 +34,6 @@ def cut(file: Path, seed: int) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def empty(file: Path, seed: int) -> None:
-    file.write_bytes(b"")
-
-
 def flip_a_bit(file: Path, seed: int) -> None:
     content = bytearray(file.read_bytes())
     bit = random.Random(f"{file.name} {seed}").randrange(8 * len(content))
@@ -49,7 +45,7 @@ def remove(file: Path, seed: int) -> None:
     file.unlink()
 
 
-DAMAGES = [cut, empty, flip_a_bit, remove]
+DAMAGES = [cut, flip_a_bit, remove]
 FILES = ["rank_00000.safetensors", "rank_00001.safetensors", "metadata.json"]
 
 
@@ -82,7 +78,7 @@ def folder(three, tmp_path) -> Path:
 
 
 def everything(folder: Path, step: int | None = None) -> tuple[float, str]:
-    """The iteration that all values are of, and what was said about it."""
+    """The iteration that all values are of, and the warnings."""
     iterations = set()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -99,46 +95,39 @@ def everything(folder: Path, step: int | None = None) -> tuple[float, str]:
 def test_without_damage_nothing_is_said(folder):
     loaded, said = everything(folder)
     assert loaded == 300 and "iter_" not in said
-    checked = list(verify_checkpoint(path := find_checkpoint(folder, None)))
-    assert {problem for _, problem in checked} == {None}
-    assert sum(count for count, _ in checked) == sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    path = find_checkpoint(folder, None)
+    assert {problem for _, problem in verify_checkpoint(path)} == {None}
+    for name, told in read_metadata(path).files.items():  # checksums are those that other tools compute
+        content = (path / name).read_bytes()
+        assert (told.bytes, told.crc32) == (len(content), f"{zlib.crc32(content):08x}")
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_never_loaded(folder, name, damage: Callable[[Path, int], None]):
-    for seed in range(30 if damage is flip_a_bit else 1):
+    for seed in range(20 if damage is flip_a_bit else 1):
         file = folder / "iter_0000300" / name
-        whole = file.read_bytes()
+        intact = file.read_bytes()
         damage(file, seed)
         loaded, said = everything(folder)
         assert loaded == 200 and (name in said or (name, damage) == ("metadata.json", remove))
         assert f"{folder}" in said and "300" in said
         with pytest.raises((DamagedError, ValueError), match="300"):
             everything(folder, 300)
-        file.write_bytes(whole)
+        file.write_bytes(intact)
     assert everything(folder)[0] == 300
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, None])
-def test_a_damaged_latest_is_told(folder, damage: Callable[[Path, int], None] | None):
+@pytest.mark.parametrize("text", [None, "", "30\x010", "250", "100"])
+def test_a_damaged_latest_is_told(folder, text: str | None):
     """It may come to name another checkpoint that is there: that is told as well."""
-    latest = folder / LATEST
-    for seed in range(32 if damage is flip_a_bit else 1):
-        latest.write_text("300\n" if damage else "250\n")
-        if damage:
-            damage(latest, seed)
-        now = latest.read_text(errors="replace").strip() if latest.exists() else ""
-        loaded, said = everything(folder)
-        assert loaded == (int(now) if now in ("100", "200") else 300)
-        assert LATEST in said or now == "300"
-    latest.write_text("100")
+    (folder / LATEST).unlink() if text is None else (folder / LATEST).write_text(text)
     loaded, said = everything(folder)
-    assert loaded == 100 and LATEST in said and "300" in said
+    assert loaded == (100 if text == "100" else 300) and LATEST in said
 
 
 def reseal(path: Path, change: Callable[[dict], object]) -> None:
-    """Changes metadata.json and gives it the checksum that belongs to it, as somebody would who knows how."""
+    """Changes metadata.json and gives it the checksum that belongs to it."""
     lines = (path / "metadata.json").read_bytes().rpartition(b",\n")[0]
     values = json.loads(lines + b"}")
     change(values)
@@ -155,7 +144,6 @@ def reseal(path: Path, change: Callable[[dict], object]) -> None:
     (lambda told: told["tensors"].update(huge={"shape": [2**40], "dtype": "float64", "boxes": [
         {"file": "rank_00000.safetensors", "name": "huge", "offsets": [0], "sizes": [2**40]}]}), "rank_00000"),
     (lambda told: told.update(iteration=7), "iteration"),
-    (lambda told: told.update(iteration=-1), "iteration"),
     (lambda told: told.update(unknown=1), "unknown"),
     (lambda told: told["tensors"]["head.bias"]["boxes"][0].update(name="stem.weight"), "rank_0000"),
 ])  # fmt: skip
@@ -165,18 +153,22 @@ def test_a_description_of_what_cannot_be_is_refused(folder, change, named):
         load_global_tensors(folder / "iter_0000300", with_optimizer=True)
 
 
+def test_another_format_is_refused_by_its_number(folder):
+    reseal(folder / "iter_0000300", lambda told: told.update(format=99))
+    with pytest.raises(ValueError, match="99.*4"):
+        load_global_tensors(folder, 300)
+
+
 def test_when_none_is_intact_all_are_named(folder):
     for step in (100, 200, 300):
         flip_a_bit(folder / f"iter_0000{step}" / "rank_00001.safetensors", 0)
     with pytest.raises(DamagedError) as raised:
         everything(folder)
     assert all(f"iter_0000{step}/rank_00001.safetensors" in str(raised.value) for step in (100, 200, 300))
-    (found,) = [problem for _, problem in verify_checkpoint(folder / "iter_0000200") if problem]
-    assert "rank_00001.safetensors" in found
 
 
 def load_on_two(folder: Path, step: int | None) -> tuple[list[str], tuple[str, ...], list[str]]:
-    """What is wrong after a load, or what refused it and changed nothing; the remarks; the files this rank checked."""
+    """Problems after a load, or the refusal, which changed nothing; the remarks; the files this rank checked."""
     rank, files, checksum = Rank(Layout(pipeline=2), seed=1), [], tensor_io.checksum
     before = rank.snapshot()
     tensor_io.checksum = lambda file: (files.append(file.name), checksum(file))[1]
@@ -210,17 +202,3 @@ def test_a_course_that_was_given_up_is_not_taken_up_again(tmp_path):
     flip_a_bit(tmp_path / "iter_0000150" / FILES[0], 0)
     with pytest.warns(UserWarning, match="iter_0000150"):
         assert load_global_tensors(tmp_path)["w"] == 100
-
-
-def test_every_file_has_the_checksum_that_other_tools_compute(folder):
-    path = find_checkpoint(folder, None)
-    for name, told in read_metadata(path).files.items():
-        content = (path / name).read_bytes()
-        assert (told.bytes, told.crc32) == (len(content), f"{zlib.crc32(content):08x}")
-
-
-@pytest.mark.parametrize("format", [3, 99])
-def test_another_format_is_refused_by_its_number(folder, format):
-    reseal(folder / "iter_0000300", lambda told: told.update(format=format))
-    with pytest.raises(ValueError, match=f"{format}.*4"):
-        load_global_tensors(folder, 300)

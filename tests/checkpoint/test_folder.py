@@ -1,26 +1,21 @@
-"""A checkpoint is there as a whole or not at all, and those go that a run keeps no longer."""
+"""A checkpoint is there as a whole or not at all; superfluous ones go; one run saves in a folder at a time."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from megasnn.checkpoint import (
-    CheckpointError,
-    Retention,
-    find_checkpoint,
-    list_checkpoints,
-    load_global_tensors,
-    save_global_tensors,
-    verify_checkpoint,
-)
-from megasnn.checkpoint.folder import BEST, LATEST, reading, remove, superfluous
+from megasnn.checkpoint import CheckpointError, Retention, list_checkpoints, load_global_tensors, save_global_tensors
+from megasnn.checkpoint.folder import BEST, LATEST, remove, superfluous
+from megasnn.checkpoint.job import FolderLock
 
 
 def save(folder: Path, iteration: int, value: float = 0.0, **progress: int) -> None:
@@ -35,11 +30,8 @@ def test_checkpoints_are_listed_in_order(tmp_path):
     for iteration in (12345678, 20, 3):
         save(tmp_path, iteration, iteration)
     (tmp_path / "iter_0000007").mkdir()
-    (tmp_path / "notes").mkdir()
-    assert list_checkpoints(tmp_path) == [3, 20, 12345678]
-    assert list_checkpoints(tmp_path / "absent") == []
+    assert list_checkpoints(tmp_path) == [3, 20, 12345678] and list_checkpoints(tmp_path / "absent") == []
     assert (loaded(tmp_path), loaded(tmp_path, 20), loaded(tmp_path, 12345678)) == (3, 20, 12345678)
-    assert find_checkpoint(tmp_path, 20) == tmp_path / "iter_0000020"
     for step in (None, 20):
         assert loaded(tmp_path / "iter_0000020", step) == 20
     with pytest.raises(CheckpointError, match="iter_0000020 .*not of 3"):
@@ -54,26 +46,13 @@ def test_what_a_killed_run_left_behind_never_counts(tmp_path):
     with pytest.raises(CheckpointError, match="20 .*--ckpt-step.*10"):
         loaded(tmp_path, 20)
     save(tmp_path, 20, 2.0)
-    assert loaded(tmp_path) == 2.0
-    assert not (tmp_path / "iter_0000020.tmp").exists()
-    assert not (tmp_path / "iter_0000020" / "left.safetensors").exists()
-
-
-def test_a_step_saved_again_is_replaced(tmp_path):
-    for value in (1.0, 2.0):
-        save(tmp_path, 10, value)
-    assert loaded(tmp_path) == 2.0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", LATEST]
-
-
-def test_a_run_killed_while_it_replaced_a_checkpoint_leaves_the_old_one(tmp_path):
-    save(tmp_path, 7, 1.0)
-    (tmp_path / "iter_0000007").rename(tmp_path / "iter_0000007.replaced.tmp")
-    assert list_checkpoints(tmp_path) == [7] and loaded(tmp_path) == 1.0
-    save(tmp_path, 7, 2.0)
-    assert loaded(tmp_path) == 2.0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000007", LATEST]
-    assert all(problem is None for _, problem in verify_checkpoint(tmp_path / "iter_0000007"))
+    save(tmp_path, 20, 3.0)  # again: it is replaced
+    assert loaded(tmp_path) == 3.0 and not (tmp_path / "iter_0000020" / "left.safetensors").exists()
+    (tmp_path / "iter_0000020").rename(tmp_path / "iter_0000020.replaced.tmp")  # killed while it was replaced
+    assert list_checkpoints(tmp_path) == [10, 20] and loaded(tmp_path) == 3.0
+    (tmp_path / "iter_0000030.tmp").mkdir()
+    FolderLock(tmp_path).release()  # the next run cleans up
+    assert sorted(path.name for path in tmp_path.glob("iter*")) == ["iter_0000010", "iter_0000020.replaced.tmp"]
 
 
 def test_killed_before_any_step_of_a_save_an_intact_checkpoint_remains(tmp_path):
@@ -115,11 +94,11 @@ def _deadly(function: Callable[..., None], remaining: Iterator[int]) -> Callable
     return counted
 
 
-# --- what is kept
+# --- retention
 
 
 def kept(folder: Path, steps: Iterable[int], retention: Retention, bad: Iterable[int] = ()) -> list[int]:
-    """What stays when each save is followed by a removal; those of `bad` followed skipped steps."""
+    """Iterations that stay when each save is followed by a removal; those of `bad` followed skipped steps."""
     for step in steps:
         save(folder, step, skipped_steps=int(step in bad))
         list(remove(superfluous(folder, retention)))
@@ -129,7 +108,7 @@ def kept(folder: Path, steps: Iterable[int], retention: Retention, bad: Iterable
 def test_so_many_are_kept(tmp_path):
     assert kept(tmp_path / "a", range(1, 8), Retention(2)) == [6, 7]
     assert kept(tmp_path / "b", range(1, 8), Retention(2, 3)) == [3, 6, 7]
-    assert kept(tmp_path / "c", (10, 20, 30, 5, 6), Retention(2)) == [5, 6]  # went back: what was saved last counts
+    assert kept(tmp_path / "c", (10, 20, 30, 5, 6), Retention(2)) == [5, 6]  # went back: the last saved count
     assert kept(tmp_path / "d", range(1, 4), Retention()) == [1, 2, 3]
     assert not [path for path in tmp_path.glob("*/*") if path.name.endswith(".tmp")]
 
@@ -142,17 +121,62 @@ def test_the_best_and_those_of_another_run_stay(tmp_path):
     assert kept(tmp_path, (4, 5), Retention(1, others=2)) == [3, 5, 100, 200]
 
 
-def test_one_that_followed_skipped_steps_pushes_out_no_good_one(tmp_path):
+def test_a_bad_or_damaged_one_pushes_out_no_good_one(tmp_path):
     assert kept(tmp_path, range(1, 9), Retention(2), bad=range(4, 9)) == [2, 3, 7, 8]
     assert kept(tmp_path, (9, 10), Retention(2)) == [9, 10]
-
-
-def test_one_that_is_being_read_or_damaged_is_not_removed(tmp_path):
-    save(tmp_path, 1)
-    with reading(tmp_path / "iter_0000001"):
-        assert kept(tmp_path, [2], Retention(1)) == [1, 2]
-    assert kept(tmp_path, [3], Retention(1)) == [3]
-    for file in (tmp_path / "iter_0000003").glob("*.safetensors"):
+    for file in (tmp_path / "iter_0000010").glob("*.safetensors"):
         file.write_bytes(b"")
-    assert kept(tmp_path, [4], Retention(1)) == [3, 4]
-    assert kept(tmp_path, [5], Retention(2)) == [3, 4, 5]
+    assert kept(tmp_path, [11], Retention(2)) == [9, 10, 11]
+
+
+# --- the lock, and restarted jobs
+
+
+def test_a_second_run_is_refused_until_the_first_has_ended_however(tmp_path):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        lock = FolderLock(tmp_path)
+        os.write(writing, b"x")
+        time.sleep(60)
+        lock.release()
+        os._exit(0)
+    os.read(reading, 1)
+    with pytest.raises(CheckpointError, match=rf"another run \(.*process {child}.*--save"):
+        FolderLock(tmp_path)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    FolderLock(tmp_path).release()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="--save"):
+        FolderLock(tmp_path / "file")
+
+
+def resumes(monkeypatch, folder: Path, name: str, restarts: int = 0) -> bool:
+    """Whether a job of this name, restarted so often, goes on with what it finds."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+    lock = FolderLock(folder, is_job=True)
+    lock.release()
+    return lock.resumes
+
+
+def test_a_restarted_job_goes_on_with_its_own_checkpoints_only(tmp_path, monkeypatch):
+    save(tmp_path, 10)
+    assert not resumes(monkeypatch, tmp_path, "none")
+    assert not resumes(monkeypatch, tmp_path, "none", restarts=1)  # the one there was there before
+    save(tmp_path, 5)
+    assert resumes(monkeypatch, tmp_path, "none", restarts=2)
+    assert not resumes(monkeypatch, tmp_path, "none")
+    assert not resumes(monkeypatch, tmp_path, "a")
+    save(tmp_path, 6)
+    assert resumes(monkeypatch, tmp_path, "a")  # torchrun counts no restart where nodes come and go
+    assert not resumes(monkeypatch, tmp_path, "b")
+
+
+def test_a_restarted_run_waits_for_the_one_before(tmp_path, monkeypatch):
+    before = FolderLock(tmp_path)
+    threading.Timer(0.4, before.release).start()
+    began = time.monotonic()
+    resumes(monkeypatch, tmp_path, "none", restarts=1)
+    assert 0.3 < time.monotonic() - began < 15

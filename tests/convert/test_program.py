@@ -16,8 +16,8 @@ from megasnn.checkpoint.job import FolderLock
 from megasnn.commands.convert_checkpoint import main
 from megasnn.convert.report import largest_difference
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
-from tests.checkpoint.test_interchange import spikformer
 from tests.convert.saved import MODELS, save_whole
+from tests.convert.test_round_trip import spikformer
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,7 @@ def answers(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
 
 def weights(folder: Path, change: float = 0.0, **others: torch.Tensor) -> Path:
     """A file of SpikingJelly's Spikformer, one element of whose head is changed."""
+    torch.manual_seed(0)
     values = spikformer().state_dict() | others
     values["head.weight"] = values["head.weight"].clone()
     values["head.weight"][1, 2] += change
@@ -66,7 +67,7 @@ def test_diff_across_formats(run, tmp_path, capsys):
     status, text = answers(capsys, "diff", tmp_path / "ours", changed)
     (line,) = (line for line in text.splitlines() if line.startswith("head.weight"))
     assert status == 1 and "differs  0.5 " in line and "1 of 80 tensors" in text
-    assert answers(capsys, "diff", tmp_path / "ours", changed, "--tolerance", "1")[0] == 0
+    assert answers(capsys, "diff", tmp_path / "ours", changed, "--tolerance", "2")[0] == 0
     assert answers(capsys, "export", "--load", run, "--output", tmp_path / "weights.pt")[0] == 0
     status, text = answers(capsys, "diff", run, tmp_path / "weights.pt")
     assert status == 1 and "optimizer.exp_avg.head.bias" in text

@@ -1,20 +1,29 @@
-"""Weights of other programs go through a checkpoint on four ranks and come back with the same logits."""
+"""Weights of other programs go through a checkpoint on four ranks and come back; strangers are refused by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from spikingjelly.activation_based import functional
+from spikingjelly.activation_based import functional, neuron
 from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
 
-from megasnn.checkpoint import LocalState, Progress, load_global_tensors, load_globals_into, save_checkpoint
+from megasnn.checkpoint import (
+    CheckpointError,
+    LocalState,
+    Progress,
+    load_global_tensors,
+    load_globals_into,
+    save_checkpoint,
+)
 from megasnn.commands.convert_checkpoint import main
 from megasnn.models.spikformer.dimensions import Spikformer as Ours
+from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly, to_spikingjelly
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.checkpoint.published_spikformer import PublishedSpikformer, published
@@ -28,10 +37,12 @@ CONFIGS = {
 }
 
 
-def spikformer() -> Spikformer:
-    return Spikformer(
-        T=2, img_size_h=32, img_size_w=32, patch_size=4, num_classes=5, embed_dims=16, num_heads=2, depths=2
-    )
+NEURONS = {"lif": None, "plif": partial(neuron.ParametricLIFNode, detach_reset=True)}
+
+
+def spikformer(kind: str = "lif", depth: int = 2) -> Spikformer:
+    sizes = dict(img_size_h=32, img_size_w=32, patch_size=4, num_classes=5, embed_dims=16, num_heads=2, depths=depth)
+    return Spikformer(T=2, spiking_neuron=NEURONS[kind], **sizes)
 
 
 def lively(model: nn.Module) -> nn.Module:
@@ -90,8 +101,7 @@ def test_spikingjellys_models(ranks, tmp_path: Path, name: str, make: Callable[[
     assert torch.equal(logits(other, x), expected) and expected.std() > 1e-4
 
 
-@pytest.mark.parametrize("kind, name", [("cifar10", "spikformer"), ("imagenet", "imagenet")])
-def test_the_published_models(ranks, tmp_path: Path, kind: str, name: str) -> None:
+def test_the_published_model(ranks, tmp_path: Path, kind: str = "cifar10", name: str = "spikformer") -> None:
     model, x = published(kind).float(), torch.rand(3, 3, 32, 32)
     back = there_and_back(ranks, tmp_path, model, name, "published", "out.pt")
     other = PublishedSpikformer(kind)
@@ -102,3 +112,27 @@ def test_the_published_models(ranks, tmp_path: Path, kind: str, name: str) -> No
 
 def test_safetensors_hold_the_same(ranks, tmp_path: Path) -> None:
     there_and_back(ranks, tmp_path, lively(spikformer()), "spikformer", "spikingjelly", "out.safetensors")
+
+
+@pytest.mark.parametrize("kind", NEURONS)
+def test_our_model_takes_and_gives_spikingjellys_weights(kind) -> None:
+    """Names and shapes of the table are those of the model itself, which has no table."""
+    rank = build(model_like(CONFIGS["spikformer"], neuron=kind))
+    state_dict = lively(spikformer(kind)).state_dict()
+    load_globals_into(rank.tensors, from_spikingjelly(state_dict, 2))
+    back = to_spikingjelly({entry.name: entry.tensor for entry in rank.tensors}, 2)
+    assert all(torch.equal(value, back[name]) for name, value in state_dict.items())
+
+
+def test_weights_that_do_not_fit_are_refused_by_name() -> None:
+    plif = spikformer("plif").state_dict()
+    rank = build(model_like(CONFIGS["spikformer"], neuron="lif"))
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.attention\.neuron\.w"):  # no place for time constants
+        load_globals_into(rank.tensors, from_spikingjelly(plif, 2))
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.mlp\.fc1\.0\.weight: unexpected"):
+        from_spikingjelly(spikformer().state_dict(), depth=1)
+    with pytest.raises(CheckpointError, match=r"blocks\.2\.mlp\.fc1\.conv\.weight: missing"):
+        to_spikingjelly(from_spikingjelly(spikformer().state_dict()), depth=3)
+    del plif["blocks.1.attn.attn_lif.w"]
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.attn\.attn_lif\.w: missing"):
+        from_spikingjelly(plif)

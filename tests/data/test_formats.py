@@ -17,8 +17,8 @@ from megasnn.data.datasets import sample_format
 from megasnn.data.formats import EventFormat, decode_events, encode_events, encode_frames
 from megasnn.data.images import NORMALISATIONS, ImageFormat
 from megasnn.events import FrameOptions, Recording, make_frames
+from megasnn.files import read_arrays
 from megasnn.preprocess import sample
-from megasnn.sample_size import load_arrays
 from tests.data.shard_files import (
     as_events,
     as_frames,
@@ -98,7 +98,7 @@ def test_arrays_come_back_as_numpy_reads_them(version: tuple[int, int]) -> None:
         np.lib.format.write_array(npy, before, version)
         with zipfile.ZipFile(npz, "w") as archive:
             archive.writestr("values.npy", npy.getvalue())
-        after = load_arrays(npz.getvalue())["values"]
+        after = read_arrays(npz.getvalue())["values"]
         assert after.dtype == before.dtype and after.shape == before.shape and np.array_equal(after, before)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain_spikformer
-from megasnn.checkpoint import Saver, save, saver
+from megasnn.checkpoint import SyncWriter, save
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.parallel.replica_check import ReplicaCheck, in_memory_order
@@ -156,13 +156,13 @@ def stall_in_step() -> None:
 
 def raise_while_saving() -> None:
     """While this rank still writes its part of the first checkpoint, in the background."""
-    write = saver.write_image
+    write = save.write_safetensors
 
     def slowly(*arguments: Any) -> Any:
         time.sleep(2.5)
         return write(*arguments)
 
-    mock.patch.object(saver, "write_image", slowly).start()
+    mock.patch.object(save, "write_safetensors", slowly).start()
     raise_in_step()
 
 
@@ -220,7 +220,6 @@ def _fail_saves(which: range) -> None:
         return results
 
     mock.patch.object(save, "write_safetensors", partial(limited, save.write_safetensors)).start()
-    mock.patch.object(saver, "write_image", partial(limited, saver.write_image)).start()
 
 
 def raise_before_the_grid() -> None:
@@ -236,7 +235,7 @@ def leave_before_joining() -> None:
 
 def raise_in_save() -> None:
     """At the first save."""
-    mock.patch.object(Saver, "save", side_effect=RuntimeError("injected fault while saving")).start()
+    mock.patch.object(SyncWriter, "save", side_effect=RuntimeError("injected fault while saving")).start()
 
 
 def raise_at_the_end() -> None:

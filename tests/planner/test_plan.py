@@ -14,7 +14,7 @@ from megasnn import MeanLinear, Model, layer
 from megasnn.commands.plan import main
 from megasnn.config import ConfigError
 from megasnn.config.validate import validate
-from megasnn.files.described import DescriptionError
+from megasnn.files import DescriptionError
 from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.planner.analysis import LayerSeconds, Timed, read, write

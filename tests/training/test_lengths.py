@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint import CheckpointError, list_checkpoints, load_global_tensors, read_metadata, saver
+from megasnn.checkpoint import CheckpointError, list_checkpoints, load_global_tensors, read_metadata, writer
 from megasnn.config import ConfigError, TrainingConfig, parse, validate
 from megasnn.engine.distributed_model import DistributedModel
 from megasnn.models.model import run_config
@@ -147,14 +147,14 @@ def test_a_best_that_is_found_without_a_step_is_saved_once(cache, tmp_path, monk
 def test_a_best_that_was_not_saved_is_none(cache, tmp_path, monkeypatch, how: str) -> None:
     accuracies(monkeypatch, 0.2, 0.5, 0.3, 0.1, 0.1)
     name = "save_checkpoint" if how == "--no-async-save" else "write_checkpoint"
-    write = getattr(saver, name)
+    write = getattr(writer, name)
 
     def fails_once(folder, progress, *others):
         if progress.iteration == 2:
             raise OSError("no space")
         return write(folder, progress, *others)
 
-    monkeypatch.setattr(saver, name, fails_once)
+    monkeypatch.setattr(writer, name, fails_once)
     flags = ("--train-iters", "4", "--eval-interval", "1", "--save", str(tmp_path), "--keep-best", how)
     train(cache, *flags)
     assert (tmp_path / BEST).read_text() == "3\n" and list_checkpoints(tmp_path) == [1, 3, 4]

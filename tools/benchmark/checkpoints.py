@@ -22,7 +22,7 @@ from statistics import median
 
 import torch
 
-from megasnn.checkpoint import LocalState, Progress, Saver, load_checkpoint
+from megasnn.checkpoint import AsyncWriter, LocalState, Progress, SyncWriter, load_checkpoint
 from megasnn.checkpoint.folder import step_folder
 from megasnn.config.checks import at_least
 from megasnn.config.neuron import NeuronConfig
@@ -125,15 +125,8 @@ class _Run:
         self._state = LocalState(self._work.engine.distributed.tensors, self._work.engine.steps.optimizer)
         self._identity = {"model": to_dict(flags.model()), "neuron": to_dict(NeuronConfig())}
         self._step()
-        self._at_once, self._aside = (
-            Saver(
-                folder / name,
-                process_group=None,
-                background=name == "aside",
-                report=lambda text: None,
-            )
-            for name in ("at_once", "aside")
-        )
+        self._at_once = SyncWriter(folder / "at_once", process_group=None, report=lambda text: None)
+        self._aside = AsyncWriter(folder / "aside", process_group=None, report=lambda text: None)
 
     def round(self, number: int) -> dict[str, float]:
         """Seconds of each of FIGURES."""
@@ -192,7 +185,7 @@ class _Run:
         self._work.forward_backward()
         self._work.update()
 
-    def _save(self, saver: Saver, number: int) -> None:
+    def _save(self, saver: SyncWriter, number: int) -> None:
         saver.save(Progress(number, number, config=self._identity), self._state)
         if saver.failed:
             raise OSError(f"the checkpoint could not be written to {self._folder}; give another --folder")

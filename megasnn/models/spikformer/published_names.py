@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megasnn.files.problems import CheckpointError
+from megasnn.files import CheckpointError
 from megasnn.models.names import NORM_TENSORS, Dialect, Made, ModelValues, Recipe
 from megasnn.models.spikformer.dimensions import STEM_STAGES
 from megasnn.models.spikformer.spikingjelly_names import block_count

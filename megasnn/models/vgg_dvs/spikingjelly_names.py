@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from megasnn.files.problems import CheckpointError
+from megasnn.files import CheckpointError
 from megasnn.models.names import NORM_TENSORS, Dialect, ModelValues, Recipe, renamed, require_equal
 from megasnn.models.vgg_dvs.dimensions import CIFAR10_DVS, parse_channels
 

@@ -1,1 +1,0 @@
-"""Files of strangers, read strictly and within bounds; locks that name the process that holds them."""

@@ -1,0 +1,184 @@
+"""Saves of a run: in the background with the values of their moment, one at a time, and a failed one is survived."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megasnn.checkpoint import (
+    AsyncWriter,
+    LocalState,
+    Progress,
+    Retention,
+    SyncWriter,
+    list_checkpoints,
+    load_global_tensors,
+    save,
+)
+from megasnn.checkpoint.folder import BEST, LATEST
+from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known
+from tests.small_disk import fill, small_disk
+
+BOTH = pytest.mark.parametrize("kind", [SyncWriter, AsyncWriter])
+
+
+class Session:
+    """A writer of a fake rank's tensors, and its lines."""
+
+    def __init__(self, kind: type[SyncWriter], folder: Path, layout: Layout, **options: object) -> None:
+        self.rank, self.said = Rank(layout), list[str]()
+        self.rank.fill()
+        self.writer = kind(folder, process_group=self.rank.group, report=self.said.append, **options)
+
+    def save(self, iteration: int, best: bool = False) -> None:
+        self.writer.save(Progress(iteration, 10 * iteration, config=CONFIG), self.rank.state, best)
+
+    def saved(self, iteration: int) -> bool:
+        """Whether a save succeeds, once it has ended."""
+        self.save(iteration)
+        self.writer.finish()
+        return not self.writer.failed
+
+    def spoil(self) -> None:
+        for entry in self.rank.everything():
+            entry.tensor.detach().zero_()
+
+
+def is_known(folder: Path, step: int) -> bool:
+    tensors = load_global_tensors(folder, step, with_optimizer=True)
+    return all(torch.equal(value.double(), known(name, tuple(value.shape))) for name, value in tensors.items())
+
+
+@contextmanager
+def held_writes() -> Iterator[threading.Event]:
+    """No data file is written before the event is set."""
+    go, write = threading.Event(), save.write_safetensors
+
+    def waiting(*arguments: object) -> object:
+        assert go.wait(30)
+        return write(*arguments)
+
+    with mock.patch.object(save, "write_safetensors", waiting):
+        yield go
+        go.set()
+
+
+def save_while_training(folder: Path) -> tuple[list[str], int | None, bool]:
+    session = Session(AsyncWriter, folder, Layout(tensor=2))
+    with held_writes() as go:
+        session.save(1)
+        session.spoil()  # training goes on
+        dist.all_reduce(torch.zeros(1))  # and so do its collectives, while the other thread has its own
+        assert session.writer.saved is None and session.writer.busy and not list_checkpoints(folder)
+        dist.barrier()
+        go.set()
+        session.writer.finish()
+    session.rank.fill()
+    session.save(2)
+    session.save(3)  # waits for the one before
+    session.save(3)
+    session.writer.finish()
+    return session.said, session.writer.saved, session.writer.failed
+
+
+def test_a_save_in_the_background_has_the_values_of_its_moment(ranks, tmp_path):
+    (said, saved, failed), (silent, _, _) = ranks(2, save_while_training, tmp_path)
+    assert (saved, failed, silent) == (3, False, [])
+    assert [line.split(" in ")[0] for line in said if line.startswith("saved")] == [
+        f"saved {tmp_path / f'iter_000000{step}'}" for step in (1, 2, 3)
+    ]
+    assert all(is_known(tmp_path, step) for step in (1, 2, 3))
+
+
+def fail_once(folder: Path, kind: type[SyncWriter], fault: str) -> tuple[list[str], list[bool]]:
+    """The first save meets a fault on one rank: a state that cannot be saved, or memory that runs out."""
+    session, outcomes = Session(kind, folder, Layout(tensor=2)), []
+    state = next(iter(session.rank.optimizer.state.values()))
+    for step in (1, 2):
+        fails = step == 1 and dist.get_rank() == 1
+        if fails and fault == "state":
+            state["odd"] = torch.zeros(7)
+        copy, error = torch._foreach_copy_, MemoryError("injected")
+        with mock.patch.object(torch, "_foreach_copy_", mock.Mock(side_effect=error) if fails else copy):
+            outcomes.append(session.saved(step))
+        state.pop("odd", None)
+    return session.said, outcomes
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "told"),
+    [
+        (SyncWriter, "state", "optimizer.odd"),
+        (AsyncWriter, "state", "optimizer.odd"),
+        (AsyncWriter, "memory", "inject"),
+    ],
+)
+def test_a_failure_on_one_rank_fails_the_save_on_all_and_no_run(ranks, tmp_path, kind, fault, told):
+    (said, outcomes), (_, other) = ranks(2, fail_once, tmp_path, kind, fault)
+    assert outcomes == other == [False, True]
+    assert "iteration 1 " in said[0] and "NOT SAVED" in said[0] and told in said[0]
+    assert list_checkpoints(tmp_path) == [2] and is_known(tmp_path, 2)
+
+
+def test_a_second_save_waits_for_the_first_and_other_shapes_are_staged_anew(tmp_path):
+    session = Session(AsyncWriter, tmp_path, Layout())
+    with held_writes() as go:
+        session.save(1)
+        threading.Timer(0.2, go.set).start()
+        session.save(2)
+    session.writer.finish()
+    assert "waiting" in session.said[0]
+    assert list_checkpoints(tmp_path) == [1, 2] and is_known(tmp_path, 1) and is_known(tmp_path, 2)
+    session.writer.save(Progress(3), LocalState(session.rank.tensors[1:]))
+    session.writer.finish()
+    names = {entry.name for entry in session.rank.tensors[1:]}
+    assert load_global_tensors(tmp_path, 3, with_optimizer=True).keys() == names and is_known(tmp_path, 3)
+
+
+@BOTH
+def test_the_best_is_named_and_old_ones_go(tmp_path, kind):
+    session = Session(kind, tmp_path, Layout(), retention=Retention(last=1))
+    assert session.saved(1)
+    session.save(1, best=True)
+    assert session.saved(2) and session.saved(3)
+    assert list_checkpoints(tmp_path) == [1, 3] and (tmp_path / BEST).read_text() == "1\n"
+    assert [line for line in session.said if "removed" in line and "iter_0000002" in line]
+
+
+def save_until_full(folder: Path, kind: type[SyncWriter], free: int) -> tuple[list[bool], list[str]]:
+    session, outcomes = Session(kind, folder, Layout(tensor=2)), []
+    for step in (1, 2, 3):
+        if dist.get_rank() == 0 and step == 2:
+            fill(folder, free)
+        elif dist.get_rank() == 0 and step == 3:
+            (folder / "ballast").unlink()
+        dist.barrier()
+        outcomes.append(session.saved(step))
+    return outcomes, session.said
+
+
+@BOTH
+def test_a_full_disk(ranks, tmp_path, kind):
+    with small_disk(tmp_path / "disk", "512k") as disk:
+        (first, said), (second, _) = ranks(2, save_until_full, disk, kind, 20_000)
+        assert first == second == [True, False, True]
+        assert [line for line in said if "iteration 2 " in line and "No space left on device" in line]
+        assert list_checkpoints(disk) == [1, 3] and is_known(disk, 3)
+        assert sorted(path.name for path in disk.iterdir()) == ["iter_0000001", "iter_0000003", LATEST]
+
+
+def test_a_disk_that_becomes_read_only(tmp_path):
+    with small_disk(tmp_path / "disk", "512k") as disk:
+        session = Session(AsyncWriter, disk, Layout())
+        assert session.saved(1)
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        assert not session.saved(2) and "Read-only file system" in session.said[-1]
+        assert list_checkpoints(disk) == [1] and is_known(disk, 1)
