@@ -134,6 +134,7 @@ def test_an_interval_is_summed_up(tmp_path, clock, capsys) -> None:
     with reporter.pause():
         clock[0] += 2.0  # an evaluation: no part of the pace of training, but of the time left
     reporter.log(4, 40, {"time/data_ms": 3.0}, [LayerSpikes("a", 0.5, 0.0, 0.0)], skipped_samples=2)
+    clock[0] += 0.5
     reporter.step(StepResult(nan, 0, 10, nan, 0.1))
     reporter.log(5, 50, {})
     reporter.close()
