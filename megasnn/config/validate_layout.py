@@ -17,10 +17,10 @@ def grid_of(config: PretrainConfig, world_size: int) -> Grid:
     parallel = config.parallel
     return Grid.fit(
         world_size,
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.weight_parallel_size,
-        parallel.context_parallel_size,
+        tensor=parallel.tensor_model_parallel_size,
+        pipeline=parallel.pipeline_model_parallel_size,
+        weight=parallel.weight_parallel_size,
+        context=parallel.context_parallel_size,
     )
 
 
