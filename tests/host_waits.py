@@ -34,7 +34,7 @@ from megasnn.kernels import spike_codec as codec
 from megasnn.kernels.numba import attention as sparse_attention
 from megasnn.kernels.numba import spike_sums as sparse_products
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.training.metrics import Metrics
 
 PACKAGE = str(Path(__file__).parent.parent / "megasnn")

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megasnn.again import once
 from megasnn.kernels.backends import AUTO, backend_for
 from megasnn.kernels.neuron_spec import NEURONS, NeuronSpec
 from megasnn.kernels.spike_codec import remember_bits
+from megasnn.recompute import cached_collective
 
 
 @dataclass(frozen=True)
@@ -254,9 +254,9 @@ class _NormPoolNeuron(torch.autograd.Function):
         own = x.numel() // x.shape[2]
         count: int | Tensor = own
         if running is None and shared is not None:
-            found, count = once(lambda: shared.statistics(_statistics(calls, x), own))
+            found, count = cached_collective(lambda: shared.statistics(_statistics(calls, x), own))
         elif running is None:
-            found = once(lambda: calls.statistics(x))
+            found = cached_collective(lambda: calls.statistics(x))
         else:
             found = torch.stack([each.detach().double() for each in running])
         mean, variance = found.unbind()
