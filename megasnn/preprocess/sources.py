@@ -20,8 +20,8 @@ class Item:
     Attributes:
         key: its name in the shard, unique in its split, without dots (a webdataset key ends at the first one).
         label: class number.
-        source: the file that it is in.
-        part: where that file holds several samples: the row, or first and last time in microseconds.
+        source: its file.
+        part: for files of several samples: the row, or first and last time in microseconds.
     """
 
     key: str
@@ -61,7 +61,7 @@ def shuffled(items: list[Item], split: str) -> list[Item]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Lines of a text file, without those that are empty. Raises ValueError, naming a file that cannot be read."""
+    """Lines of a text file, without empty ones. Raises ValueError, naming a file that cannot be read."""
     try:
         lines = read_file(path, SAMPLE_BYTES).decode("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
@@ -71,7 +71,7 @@ def read_lines(path: Path) -> list[str]:
 
 def inside(folder: Path, name: str) -> Path:
     """A file that a list names. Raises ValueError for a name that leads out of the folder."""
-    if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"{name!r} leads out of the folder {folder}, in which all should lie")
     return folder / name
 
@@ -99,7 +99,7 @@ def items_of_classes(folder: Path, classes: Sequence[str], suffixes: Sequence[st
 
 
 def files_of(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """Files of a folder in numeric order of their names; hidden ones (.DS_Store, ._x.jpg) are none.
+    """Files of a folder in numeric order of their names; hidden ones (.DS_Store, ._x.jpg) are left out.
 
     Raises:
         ValueError: it is missing, or has no file with one of the suffixes.
@@ -134,9 +134,8 @@ def key_of(path: Path, class_name: str) -> str:
     Raises:
         ValueError: bytes that are no UTF-8, or control characters.
     """
-    for name in (class_name, path.stem):
-        if not name.isprintable():
-            raise ValueError(f"the name of {str(path)!r} is not UTF-8, or has control characters; rename it")
+    if not (class_name + path.stem).isprintable():
+        raise ValueError(f"the name of {str(path)!r} is not UTF-8, or has control characters; rename it")
     name, class_name = path.stem.replace(".", "_"), class_name.replace(".", "_")
     return name if name.startswith(f"{class_name}_") else f"{class_name}_{name}"
 
