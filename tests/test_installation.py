@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 
 import megasnn
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.pretraining import pretrain
 from tests.forking import forking
 

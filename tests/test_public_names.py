@@ -11,7 +11,7 @@ import pytest
 import megasnn
 
 WITHOUT_TORCH = {
-    "imports": "import megasnn, megasnn.schedule, megasnn.config, megasnn.models.table, megasnn.pretraining",
+    "imports": "import megasnn, megasnn.schedule, megasnn.config, megasnn.models.registry, megasnn.pretraining",
     "public names": "import megasnn; megasnn.pretrain, megasnn.MODELS, megasnn.PretrainConfig, megasnn.Model",
     "flags": """
 from megasnn import MODELS, parse, validate
@@ -38,7 +38,7 @@ def test_what_needs_no_torch_starts_without_it(name) -> None:
 def test_each_public_name_is_what_its_module_calls_so(name) -> None:
     value = getattr(megasnn, name)
     # A value that is no class or function does not know where it comes from.
-    module = {"MODELS": "megasnn.models.table", "__version__": "megasnn.version"}.get(name) or value.__module__
+    module = {"MODELS": "megasnn.models.registry", "__version__": "megasnn.version"}.get(name) or value.__module__
     assert getattr(importlib.import_module(module), name) is value
     assert name in dir(megasnn)
 

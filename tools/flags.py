@@ -14,7 +14,7 @@ from megasnn.config.checks import flag
 from megasnn.config.cli import flag_names, help_texts
 from megasnn.config.values import shown
 from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.spikformer.model import Spikformer
 
 ROOT = Path(__file__).parents[1]
 HEAD = """# Flags

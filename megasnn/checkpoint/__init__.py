@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 _NAMES = {
     "megasnn.checkpoint.folder": "Retention find_checkpoint first_legible list_checkpoints resolve",
     "megasnn.checkpoint.format": "Metadata Progress read_metadata",
-    "megasnn.checkpoint.load": "LoadedState config_differences load_checkpoint load_global_tensors load_globals_into model_differences other_model",
+    "megasnn.checkpoint.load": (
+        "LoadedState config_differences load_checkpoint load_global_tensors load_globals_into model_differences "
+        "other_model"
+    ),
     "megasnn.checkpoint.optimizer_state": "LocalState",
     "megasnn.checkpoint.save": "save_checkpoint save_global_tensors",
     "megasnn.checkpoint.tensor_io": "verify_checkpoint",

@@ -18,8 +18,8 @@ from megasnn.config.cli import _members
 from megasnn.config.names import registry_of
 from megasnn.config.sources import sources_of, with_sources
 from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.pretraining import configuration, pretrain
 
 CLASS = run_config(Spikformer)

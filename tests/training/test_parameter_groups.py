@@ -9,8 +9,8 @@ from megasnn.checkpoint import load_global_tensors
 from megasnn.config import OptimizerConfig
 from megasnn.engine.build import parameter_names
 from megasnn.kernels import NeuronSpec
-from megasnn.models.building import describe
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.build import describe
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.optim import build_optimizer, is_frozen, require_matches
 from megasnn.parallel.sharding import Shard, ShardedTensor
 from tests.training.runs import train, whole

@@ -10,7 +10,7 @@ import pytest
 
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import normalisation
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.pretraining import configuration, pretrain
 from tests.data.shard_files import image_file, write_shard
 

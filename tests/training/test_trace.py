@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megasnn.config import ConfigError, parse, validate
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.spikformer.model import Spikformer
 from tests.training.runs import TINY, train, whole, without_trial
 
 PP2 = "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b --train-iters 4 --eval-iters 0".split()
