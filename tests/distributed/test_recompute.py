@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from megasnn.engine.distributed_model import DistributedModel
 from torch import Tensor, nn
 
 from megasnn.config import parse
 from megasnn.engine import Engine
+from megasnn.engine.model import DistributedModel
 from megasnn.kernels.spike_codec import Content, bits_of
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
 from megasnn.models.build import describe

@@ -23,7 +23,7 @@ from megasnn.engine.debug import notice_of
 from megasnn.engine.model import DistributedModel
 from megasnn.kernels import spike_codec as codec
 from megasnn.layers import ConvNormNeuron, ParallelBatchNorm, ParallelConv, SpikingNeuron
-from megasnn.layers.own_neuron import State
+from megasnn.layers.neuron import State
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.optim import build_optimizer, takes_found_inf
