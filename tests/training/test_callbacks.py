@@ -65,7 +65,7 @@ def test_they_are_called_on_the_first_rank_only(ranks, tmp_path_factory) -> None
 
 
 def test_what_is_no_callback_is_refused() -> None:
-    with pytest.raises(ValueError, match="instances of subclasses of megasnn.Callback, not <class"):
+    with pytest.raises(ValueError, match="megasnn.Callback"):
         megasnn.pretrain("spikformer", ["--train-iters", "1"], callbacks=[Kept])  # type: ignore[list-item]
 
 
