@@ -161,10 +161,6 @@ def test_the_loss_falls(cache, tmp_path) -> None:
     assert losses[0] < 1.2 * math.log(10) and losses[-1] < 0.8 * losses[0]
 
 
-def test_minutes_end_a_run(cache) -> None:
-    assert train(cache, "--train-iters", "500", "--exit-duration-in-mins", "0.0001").iteration == 1
-
-
 @pytest.mark.parametrize(
     "flags",
     [

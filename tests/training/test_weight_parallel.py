@@ -21,12 +21,9 @@ from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
 from megasnn.optim import held_state_bytes
 from megasnn.parallel.fsdp import GatheredWeights
-from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel.traffic import statistics
-from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
-from megasnn.pipeline.plan import PipelinePlan
-from megasnn.schedule import Kind, plan_schedule
-from megasnn.schedule.fsdp_passes import SharedWeights, default_limit
+from megasnn.schedule import Kind
+from megasnn.schedule.fsdp_passes import default_limit
 from tests.models.networks import CLASSES, between
 from tests.training.runs import TINY, close, saved
 from tests.training.test_replicas import WEIGHT, train_with_flip
@@ -265,44 +262,6 @@ def test_bad_input_is_refused_before_anything_is_built(flags: str, told: str) ->
     with pytest.raises(ConfigError) as caught:
         validate(config, 4)
     assert told in str(caught.value)
-
-
-def test_a_prediction_knows_what_gathers_take() -> None:
-    """All but the first are hidden behind the layer before."""
-    bounds = (range(4),)
-    schedules = plan_schedule("1f1b", 1).in_units(bounds, "never").sharing(SharedWeights((8,) * 4), [1])
-    costs = PipelineCosts((LayerCost(1.0, 1.0, 1.0),) * 4, LinkCost(latency=0.25, per_byte=0.0625))
-    simulation = PipelinePlan(bounds, schedules, 1, costs, weight_ranks=2).simulation(1)
-    assert simulation is not None and simulation.makespan == 12 + 0.25 + 4 * 0.0625
-
-
-def gradients_held(*flags: str) -> tuple[int, int, int]:
-    """Bytes of memory that gradients of whole parameters have, the most in a step; what is foretold, without the sums
-    of rows; and those of all parameters."""
-    with engine(*flags) as made:
-        data_parallel, most = made.distributed.data_parallel, [0]
-        buckets, begin = data_parallel._buckets, GradientBuckets.begin
-
-        def watched(self: GradientBuckets, *args: Any, **keywords: Any) -> None:
-            begin(self, *args, **keywords)
-            storages = {view.untyped_storage()._cdata: view.untyped_storage() for b in buckets for view in b.views}
-            most.append(sum(each.nbytes() for each in storages.values()))
-
-        with mock.patch.object(GradientBuckets, "begin", watched):
-            made.train_step(*samples(made, 8))
-        sums = sum(bucket.reduced.nbytes for bucket in buckets)
-        return max(most), data_parallel.held_bytes - sums, sum(view.nbytes for b in buckets for view in b.views)
-
-
-@pytest.mark.parametrize(("schedule", "units"), [("1f1b", "2|3"), ("zb1p", "2|3"), ("zbv", "1|1|1|2")])
-def test_what_scattered_gradients_hold(ranks, schedule: str, units: str) -> None:
-    """Those of weights wait for nothing, also where backwards are split; those of norms may wait for them.
-
-    The cut is given, since a stage of two layers, which measured costs may make, holds the gradients of both.
-    """
-    cut = "--pipeline-schedule", schedule, "--depth", "3", "--pipeline-model-parallel-layout", units
-    for held, foretold, whole in ranks(4, gradients_held, *BY_TWO, *SCATTERED, *PP2[:2], *cut):
-        assert 0 < held <= foretold < whole
 
 
 class Scaled(nn.Module):
