@@ -26,7 +26,7 @@ from megasnn.parallel.sharding import copied_tensors, materialise, parameter_cou
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import describe_tensors
-from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from tests.models.networks import Again, Tied, TwoTied, between
 from tests.models.steps import assert_equal, images, one_step
 from tests.parity.ranks import Layout, assemble

@@ -13,7 +13,7 @@ from megasnn.checkpoint import CheckpointError, NoCheckpointError, list_checkpoi
 from megasnn.data import GlobalBatch
 from megasnn.engine.batch import Batches
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import build_engine
 from tests.training.runs import TINY, train, whole
