@@ -50,7 +50,7 @@ TIMM = (
 )
 CIFAR10 = (
     f"{TIMM} --variant spikformer_cifar10 --image-size 32 --in-channels 3 --num-classes 10 --time-steps 4 "
-    "--crop-ratio 1 --rand-augment rand-m9-n1-mstd0.4-inc1:equalize,rotate,shear-x,translate-x,translate-y "
+    "--rand-augment rand-m9-n1-mstd0.4-inc1:equalize,rotate,shear-x,translate-x,translate-y "
     "--normalize-images cifar10 --mixup-alpha 0.5 "
     "--mixup-off-epoch 200 --micro-batch-size 32 --global-batch-size 128 --lr-warmup-init 1e-5 --weight-decay 0.06 "
     "--save-interval 400"
@@ -63,7 +63,7 @@ IMAGENET = (
 )
 CIFAR10_DVS = (
     "--channels 64,128,P,256,256,P,512,512,P,512,512,P --image-size 48 --time-steps 10 --num-classes 10 "
-    "--dropout 0.25 --augment dvs --loss tet --tet-lambda 1e-3 --micro-batch-size 16 --global-batch-size 128 "
+    "--dropout 0.25 --augment dvs --loss tet --micro-batch-size 16 --global-batch-size 128 "
     "--train-epochs 300 --lr 1e-3 --lr-decay-style cosine --weight-decay 5e-4 --log-interval 10 "
     "--save-interval 700"
 )

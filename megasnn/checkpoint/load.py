@@ -44,6 +44,7 @@ class LoadedState:
         remarks: why it is not the one that was to be expected; the user must see them.
         averaged: True when averages were loaded.
         initial: names of those optional tensors that the checkpoint lacks, which stay as they are.
+        replaced: True when the replaceable layer stays as it is.
     """
 
     iteration: int
@@ -53,6 +54,7 @@ class LoadedState:
     remarks: tuple[str, ...] = ()
     averaged: bool = False
     initial: tuple[str, ...] = ()
+    replaced: bool = False
 
 
 def load_checkpoint(
@@ -62,7 +64,7 @@ def load_checkpoint(
     step: int | None = None,
     process_group: Group = None,
     check: Callable[[Metadata], Iterable[str]] = lambda metadata: (),
-    leave: str | None = None,
+    replaceable: str | None = None,
     optional: Collection[str] = (),
 ) -> LoadedState:
     """Loads the checkpoint of iteration `step`, or the latest that is intact, into this rank's tensors and optimizer.
@@ -71,10 +73,10 @@ def load_checkpoint(
     Collective over `process_group` (the group of all ranks; None for a process on its own).
 
     Args:
-        state: without an optimizer or averages, those of the checkpoint are left aside (--finetune, --no-load-optim);
+        state: without an optimizer or averages, those of the checkpoint are left aside (--finetune);
             averages are loaded where the checkpoint has them.
         check: problems that the caller sees with a checkpoint, like `model_differences`.
-        leave: a layer whose tensors stay as they are, whatever the checkpoint has for them (--reset-head).
+        replaceable: a layer whose tensors stay as they are where the checkpoint has them in other shapes.
         optional: tensors that stay as they are where the checkpoint has none of this name.
 
     Raises:
@@ -86,12 +88,16 @@ def load_checkpoint(
         Nothing has changed then.
     """
 
-    def stays(name: str) -> bool:
-        return leave is not None and name.startswith(f"{leave}.")
-
     def load(path: Path) -> LoadedState:
         metadata = first_decides(process_group, lambda: read_metadata(path))
         title = f"the checkpoint {path} does not fit this run:"
+        layer = [entry for entry in state.tensors if entry.name.startswith(f"{replaceable}.")]
+        differs = [_differs(entry, metadata.tensors.get(entry.name)) for entry in layer]
+        replaced = any(chain(*gather(process_group, differs)))
+
+        def stays(name: str) -> bool:
+            return replaced and name.startswith(f"{replaceable}.")
+
         saved = {name: told for name, told in metadata.tensors.items() if not stays(name)}
         averaged = state.averages is not None and any(name.startswith(AVERAGE) for name in saved)
 
@@ -118,7 +124,7 @@ def load_checkpoint(
             state.optimizer.state.update(states)
         missing = tuple(sorted(set(chain(*gather(process_group, initial)))))
         return LoadedState(
-            metadata.iteration, metadata.consumed_samples, metadata.extra, path, averaged=averaged, initial=missing
+            metadata.iteration, metadata.consumed_samples, metadata.extra, path, (), averaged, missing, replaced
         )
 
     loaded, remarks = _first_intact(folder, step, process_group, load)
@@ -171,7 +177,7 @@ def _require_fit(
         told = saved.get(entry.name)
         if told is None:
             problems.append(f"{entry.name}: missing")
-        elif told.shape != entry.shard.global_shape:
+        elif _differs(entry, told):
             problems.append(f"{entry.name}: saved with shape {list(told.shape)}, now {list(entry.shard.global_shape)}")
         elif not _keeps_values(getattr(torch, told.dtype), entry.tensor.dtype, rounds):
             able = [name for name, precision in PRECISIONS.items() if precision.weights == told.dtype]
@@ -186,6 +192,10 @@ def _require_fit(
         if not anywhere >> bit & 1 and not name.startswith(aside)
     ]
     raise_problems(title, [*chain(*(found for _, found in reports)), *unused])
+
+
+def _differs(entry: ShardedTensor, saved: SavedTensor | None) -> bool:
+    return saved is not None and saved.shape != entry.shard.global_shape
 
 
 def _keeps_values(source: torch.dtype, target: torch.dtype, rounds: bool) -> bool:
@@ -244,9 +254,9 @@ def _optimizer_difference(metadata: Metadata, optimizer: str | None) -> Iterator
     if optimizer is None or metadata.optimizer == optimizer:
         return
     if metadata.optimizer is None:
-        yield "it holds no optimizer state; load it with --finetune or --no-load-optim"
+        yield "it holds no optimizer state; load it with --finetune"
     else:
-        yield f"its optimizer state is of {metadata.optimizer}, this run uses {optimizer}; load it with --no-load-optim"
+        yield f"its optimizer state is of {metadata.optimizer}, this run uses {optimizer}; --finetune takes its weights"
 
 
 # --- full tensors

@@ -159,9 +159,7 @@ def _event_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat
         FrameOptions(
             time_steps=time_steps,
             split_by=config.split_by or "number",
-            frame_duration=config.frame_duration,
             size=height,
-            normalize=config.normalize_frames or "none",
         ),
         config.max_sample_mb << 20,
     )
@@ -187,6 +185,4 @@ def _frame_options(config: DataConfig) -> dict[str, object]:
     """The flags that say how events become frames."""
     return {
         "--split-by": config.split_by,
-        "--frame-duration": config.frame_duration,
-        "--normalize-frames": config.normalize_frames,
     }

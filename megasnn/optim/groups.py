@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from megasnn.config.checks import flag
+from megasnn.config.fields import Pattern, last_match
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.config.patterns import Pattern, last_match
 from megasnn.parallel.sharded_tensors import ShardedTensor
 
 

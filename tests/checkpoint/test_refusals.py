@@ -76,7 +76,7 @@ def test_another_model_another_configuration_and_weights_alone(checkpoint):
     rank = Rank(Layout())
     save_checkpoint(checkpoint, Progress(300), LocalState(rank.tensors))
     text = str(refusal(checkpoint, rank))
-    assert "--finetune" in text and "--no-load-optim" in text
+    assert "--finetune" in text
     load_checkpoint(checkpoint, LocalState(rank.tensors))
 
 
@@ -126,10 +126,12 @@ def test_a_layer_or_an_optional_tensor_may_stay_as_it_is(checkpoint):
     reshape(rank)
     rank.tensors.append(ShardedTensor("stem.w", torch.full((), 3.0), Shard(()), False))
     before = {entry.name: entry.tensor.clone() for entry in rank.tensors}
-    loaded = load_checkpoint(checkpoint, LocalState(rank.tensors), leave="head", optional=["stem.w", "blocks.0.w"])
+    optional = ["stem.w", "blocks.0.w"]
+    loaded = load_checkpoint(checkpoint, LocalState(rank.tensors), replaceable="head", optional=optional)
     after = {entry.name: entry.tensor for entry in rank.tensors}
     unchanged = {name for name in before if torch.equal(before[name], after[name])}
     assert unchanged >= {"head.weight", "head.bias", "stem.w"} and loaded.initial == ("stem.w",)
+    assert loaded.replaced and not load_checkpoint(checkpoint, Rank(Layout()).state, replaceable="head").replaced
     assert not unchanged & {"stem.weight", "blocks.0.w"}
 
 
@@ -137,7 +139,7 @@ def test_another_optimizer(checkpoint):
     rank = Rank(Layout())
     rank.optimizer = torch.optim.SGD(rank.parameters(), lr=0.1)
     text = str(refusal(checkpoint, rank))
-    assert "AdamW" in text and "SGD" in text and "--no-load-optim" in text
+    assert "AdamW" in text and "SGD" in text and "--finetune" in text
     rank.optimizer = torch.optim.AdamW(rank.parameters()[1:])
     assert "optimizer.exp_avg.stem.weight" in str(refusal(checkpoint, rank))
 

@@ -1,4 +1,4 @@
-"""`--config FILE`: what a run writes can be given back, flags win over it, and a problem says what gave its value."""
+"""`--config FILE`: what a run writes can be given back, flags win over it, and what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from megasnn.commands import plan
 from megasnn.config import CheckpointConfig, ConfigError, PretrainConfig, parse, to_dict, to_json, validate
 from megasnn.config.cli import _members
-from megasnn.config.names import registry_of
-from megasnn.config.sources import sources_of, with_sources
+from megasnn.config.fields import registry_of
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
-from megasnn.pretraining import configuration, pretrain
+from megasnn.pretraining import configuration
 
 CLASS = run_config(Spikformer)
 BY_TYPE = {
@@ -80,12 +78,12 @@ def test_what_a_run_writes_given_back_is_the_same(config_class, data, tmp_path) 
 
 
 def test_flags_win_wherever_they_stand(tmp_path) -> None:
-    values = {"optimizer": {"lr": 2, "min_lr": 0.5}, "checkpoint": {"no_load_optim": True, "load": "x"}}
+    values = {"optimizer": {"lr": 2, "min_lr": 0.5}, "checkpoint": {"finetune": True, "load": "x"}}
     path = written(tmp_path, values)
-    config = parse(CLASS, ["--lr", "3", f"--config={path}", "--no-load-optim", "--load", "none"])
+    config = parse(CLASS, ["--lr", "3", f"--config={path}", "--load", "none"])
     assert (config.optimizer.lr, config.optimizer.min_lr) == (3.0, 0.5)
-    assert config.checkpoint.no_load_optim and config.checkpoint.load is None
-    assert not spikformer(path, "--no-no-load-optim").checkpoint.no_load_optim
+    assert config.checkpoint.finetune and config.checkpoint.load is None
+    assert not spikformer(path, "--no-finetune").checkpoint.finetune
     assert spikformer(path, "--config", "none") == CLASS()
 
 
@@ -120,8 +118,7 @@ def test_the_values_of_a_checkpoint_come_before_those_of_a_file(tmp_path) -> Non
         ({"about": {"model": "vgg_dvs"}, "training": {"seed": 1}}, ["vgg_dvs"]),
         ({"training": 3}, ["training"]),
         ([1], [""]),
-        ('{"optimizer": {"lr": 1, "lr": 2}}', ["lr"]),
-        ('{"optimizer": {"lr": NaN}}', ["NaN"]),
+        ('{"optimizer": {"lr": NaN}}', ["lr"]),
         ("lr: 1", [""]),
         (json.dumps({"x" * 10: {"\x1b[2J" * 1000: 1}}), ["x" * 10]),
         (" " * (1 << 21), ["2097152"]),
@@ -189,40 +186,3 @@ def test_an_evaluation_takes_nothing_of_a_file_about_checkpoints_and_logs(tmp_pa
     assert spikformer(path, "--no-evaluate-only").checkpoint.save == "a"
     with pytest.raises(ConfigError, match="--save c"):
         validate(spikformer(path, "--load", "a", "--evaluate-only", "--save", "c"), 1)
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--config spikformer/digits --train-iters 2", "(--config spikformer/digits gives --lr-warmup-iters 10)"),
-        (
-            "--config spikformer/imagenet --train-epochs 2",
-            "(--config spikformer/imagenet gives --lr-warmup-epochs 20 --lr-cooldown-epochs 10)",
-        ),
-        ("--variant spikformer_ti --num-heads 7 --train-iters 2", "(--variant spikformer_ti gives --embed-dim 256)"),
-        ("--config spikformer/digits --data-path x", "(--config spikformer/digits gives --eval-interval 50)"),
-        ("--train-iters 2 --lr-warmup-iters 10", "--train-iters 2"),
-        ("--config spikformer/digits --train-iters 2 --lr-warmup-iters 20", "--train-iters 2"),
-    ],
-)
-def test_a_run_says_what_gives_the_value(flags, told, capsys) -> None:
-    assert pretrain("spikformer", flags.split()) == 2
-    assert capsys.readouterr().err.endswith(f"{told}\n")
-
-
-def test_a_plan_says_it_too() -> None:
-    words = "--gpus 2 spikformer --config spikformer/digits --num-heads 3"
-    with pytest.raises(ConfigError, match=r"--num-heads 3 \(--config spikformer/digits gives --embed-dim 64\)"):
-        plan.main(words.split())
-
-
-def test_the_last_source_counts_and_paths_are_not_shown(tmp_path) -> None:
-    values = {"model": {"variant": "spikformer_s"}, "data": {"data_path": "https://a:secret@b/c.tar"}}
-    argv, saved = ["--config", str(written(tmp_path, values))], {"model": {"embed_dim": 64, "time_steps": 7}}
-    config, sources = parse(CLASS, argv, saved=saved), sources_of(CLASS, argv, {}, saved)
-    problems = "--embed-dim 384 or --time-steps 7", "--data-path", "--lr 0.001 or --valid-data-path"
-    assert with_sources(problems, config, sources) == [
-        f"{problems[0]} ({argv[0]} {argv[1]} gives --embed-dim 384; --load gives --time-steps 7)",
-        f"{problems[1]} ({argv[0]} {argv[1]} gives --data-path)",
-        problems[2],
-    ]

@@ -138,7 +138,7 @@ def test_a_part_is_cut_out_of_the_whole_image_and_scaled() -> None:
 
 def test_a_whole_image_of_the_right_size_is_not_touched() -> None:
     square = noise[:40]
-    format = ImageFormat(40, 3, recipe=ImageRecipe(crop_scale=1, crop_ratio=1))
+    format = ImageFormat(40, 3, recipe=ImageRecipe(crop_scale=1))
     change = format.augmentation("crop")
     decoded = change.decoder(1, 2, 3)(image_file(square))
     assert np.array_equal(decoded, square)

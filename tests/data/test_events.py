@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from megasnn.config import ConfigError, DataConfig, parse, validate
+from megasnn.config import DataConfig
 from megasnn.data.event_files import decode_sample, encode_events, encode_frames
 from megasnn.data.event_frames import EventFormat
 from megasnn.events import Events, FrameOptions, Recording, SensorSize, make_frames
 from megasnn.files import read_arrays
-from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
 from tests.data.shard_files import loader, open_datasets, write_shard
 
 
@@ -83,8 +81,6 @@ def test_counts_take_the_smallest_type_that_holds_them(largest: int, dtype: type
     [
         FrameOptions(5),
         FrameOptions(5, "time", size=8),
-        FrameOptions(5, size=8, normalize="frame-max"),
-        FrameOptions(5, frame_duration=1500),
     ],
 )
 def test_kept_events_and_finished_frames_are_the_same_to_the_model(tmp_path, settings: FrameOptions) -> None:
@@ -93,9 +89,7 @@ def test_kept_events_and_finished_frames_are_the_same_to_the_model(tmp_path, set
     shape = (5, 2, settings.size or 16, settings.size or 16)
     chosen = DataConfig(
         data_path=str(events),
-        split_by=settings.split_by if settings.frame_duration is None else None,
-        frame_duration=settings.frame_duration,
-        normalize_frames=settings.normalize,
+        split_by=settings.split_by,
     )
     kept = open_datasets(chosen, shape, 3).train
     finished = open_datasets(DataConfig(data_path=str(frames)), shape, 3).train
@@ -160,9 +154,6 @@ def test_options_of_frames_that_are_finished_are_refused(tmp_path) -> None:
     shard = write_shard(tmp_path / "a.tar", as_frames(range(3), FrameOptions(5)))
     with pytest.raises(ValueError, match=f"--split-by: shard {shard} holds finished frames"):
         open_datasets(DataConfig(data_path=str(shard), split_by="time"), (5, 2, 12, 12), 3)
-    flags = "--train-iters 1 --split-by time --frame-duration 10".split()
-    with pytest.raises(ConfigError, match="--split-by time and --frame-duration 10 exclude"):
-        validate(parse(run_config(Spikformer), flags), 1)
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: b"", lambda data: b"PK\3\4" + data[:40]])

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from megasnn.config.checks import above, at_least, flag, refusal
-from megasnn.config.names import name_in
+from megasnn.config.fields import name_in
 from megasnn.config.parallel import ScheduleName
 from megasnn.kernels import BACKENDS
 from megasnn.models.spikformer.dimensions import Spikformer

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from megasnn.augment import AUGMENTATIONS, Augmentation
 from megasnn.config import DataConfig
 from megasnn.config.checks import at_least
-from megasnn.config.names import name_in
+from megasnn.config.fields import name_in
 from megasnn.data import ShardDataset, open_datasets
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import CIFAR10_DVS, VggDvs
