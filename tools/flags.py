@@ -32,7 +32,8 @@ def page() -> str:
     rows = []
     for part, names in flag_names(made).items():
         values = getattr(made(), part)
-        texts = help_texts(type(values))
+        of: Any = type(values)
+        texts = help_texts(of)
         for name in names if part != "model" else ():
             cells = f"`{flag(name)}`", shown(getattr(values, name)), texts[name].replace("|", "\\|")
             rows.append(f"| {' | '.join(cells)} |\n")

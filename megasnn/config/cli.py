@@ -117,7 +117,8 @@ def _group(name: str, flags: list[tuple[str, Any, Any]], text: str | None) -> tu
 
 def _flags(part: Any) -> list[tuple[str, Any, Any]]:
     """Name, type with help, and default of each field."""
-    texts, hints = help_texts(type(part)), get_type_hints(type(part), include_extras=True)
+    of: Any = type(part)
+    texts, hints = help_texts(of), get_type_hints(of, include_extras=True)
     flags: list[tuple[str, Any, Any]] = []
     for entry in fields(part):
         hint, value, text = hints[entry.name], getattr(part, entry.name), texts.get(entry.name, "")

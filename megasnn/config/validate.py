@@ -88,14 +88,15 @@ def _grid_problems(config: PretrainConfig, world_size: int) -> Iterator[str]:
             yield f"{asked}, and {count} are on {replicas}; change --global-batch-size or --micro-batch-size"
         if config.data.last_batch == "keep":
             yield f"{asked}: not --last-batch keep, but drop"
-    last = micro_batch_sizes(training.global_batch_size, size)[-1]
     # By rows, layers with too few of them are found where they are built.
     if context > 1 and parallel.context_cut(size) == "samples":
         asked = f"--context-parallel-size {context} by samples"
         if size < context:
             yield f"{asked} with --micro-batch-size {size}: each rank needs a sample; raise it to {context} or more"
-        elif last < context and not training.evaluate_only:
-            yield f"{asked}: {batch} ends with {last} sample(s), and each rank needs one; change either size"
+        elif size <= training.global_batch_size and not training.evaluate_only:
+            last = micro_batch_sizes(training.global_batch_size, size)[-1]
+            if last < context:
+                yield f"{asked}: {batch} ends with {last} sample(s), and each rank needs one; change either size"
 
 
 def _partition_problems(config: PretrainConfig, units_of: Callable[[], Sequence[str]]) -> list[str]:
