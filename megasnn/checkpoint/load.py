@@ -134,14 +134,8 @@ def load_checkpoint(
 def _first_intact(
     folder: PathLike, step: int | None, process_group: Group, load: Callable[[Path], T]
 ) -> tuple[T, tuple[str, ...]]:
-    """Loads the first checkpoint that is intact: the result of `load`, and remarks for the user.
-
-    Args:
-        step: try this iteration only; None begins with the latest.
-        load: raises DamagedError on all ranks or on none.
-    Raises:
-        DamagedError: none is intact; lists what is wrong with each. Otherwise whatever `resolve` and `load` raise.
-    """
+    """Result of `load`, which raises DamagedError on all ranks or on none, for the first checkpoint that is intact; and
+    remarks for the user. Raises DamagedError when none is, and as `resolve`."""
     paths, remarks = first_decides(process_group, lambda: resolve(Path(folder), step))
     for path in paths:
         try:
@@ -165,13 +159,7 @@ def _require_fit(
     rounds: bool = False,
 ) -> None:
     """Raises CheckpointError on every rank where a tensor is missing, of another shape or of a type that would lose
-    digits, or where no rank takes one that is saved.
-
-    Args:
-        taken: names that this rank has a use for.
-        aside: beginnings of names that are left aside on purpose.
-        rounds: floating-point values may lose digits.
-    """
+    digits (unless it `rounds`), or where no rank has taken one that is saved and not left `aside` by its beginning."""
     problems = []
     for entry in entries:
         told = saved.get(entry.name)
@@ -237,8 +225,8 @@ def config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iter
     """One line for each field whose value differs, with both values; nested fields as `neuron.tau`."""
     before, after = _flat(saved), _flat(json.loads(json.dumps(now)))
     for field in sorted(before.keys() | after.keys()):
-        old, new = (reprlib.repr(values[field]) if field in values else "absent" for values in (before, after))
-        if old != new or before.get(field) != after.get(field):
+        if (field in before) != (field in after) or before.get(field) != after.get(field):
+            old, new = (reprlib.repr(values[field]) if field in values else "absent" for values in (before, after))
             yield f"{field}: saved {old}, now {new}"
 
 

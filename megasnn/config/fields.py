@@ -85,7 +85,7 @@ def help_texts(part: Any) -> dict[str, str]:
         if not is_dataclass(each):
             continue
         try:
-            source = inspect.getsource(each)
+            source = inspect.getsource(each)  # type: ignore[arg-type]
         except OSError:  # a program that was typed in, or read from a pipe
             continue
         (body,) = ast.parse(textwrap.dedent(source)).body

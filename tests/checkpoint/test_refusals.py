@@ -67,6 +67,7 @@ def test_another_model_another_configuration_and_weights_alone(checkpoint):
     config = copy.deepcopy(CONFIG)
     config["neuron"]["tau"] = 1.5
     config["model"]["num_heads"] = 4
+    config["model"]["embed_dim"] = 16.0  # of another type, and equal
     text = str(refusal(checkpoint, Rank(Layout()), config=config))
     assert "neuron.tau: saved 2.0, now 1.5" in text and "model.num_heads: saved absent, now 4" in text
     assert "embed_dim" not in text
