@@ -21,6 +21,10 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.config import validate as validate
     from megasnn.engine import Engine as Engine
     from megasnn.kernels import NeuronSpec as NeuronSpec
+    from megasnn.kernels.spike_codec import COUNTS as COUNTS
+    from megasnn.kernels.spike_codec import DENSE as DENSE
+    from megasnn.kernels.spike_codec import SPIKES as SPIKES
+    from megasnn.kernels.spike_codec import Content as Content
     from megasnn.layers import BuildContext as BuildContext
     from megasnn.layers import ConvNormNeuron as ConvNormNeuron
     from megasnn.layers import DropPath as DropPath
@@ -53,12 +57,8 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.models.model import Model as Model
     from megasnn.models.shard import shard as shard
     from megasnn.models.table import MODELS as MODELS
-    from megasnn.parallel.codec import COUNTS as COUNTS
-    from megasnn.parallel.codec import DENSE as DENSE
-    from megasnn.parallel.codec import SPIKES as SPIKES
-    from megasnn.parallel.codec import Content as Content
-    from megasnn.parallel.sharded_tensors import ShardedTensor as ShardedTensor
     from megasnn.parallel.sharding import Shard as Shard
+    from megasnn.parallel.sharding import ShardedTensor as ShardedTensor
     from megasnn.parallel_state import ParallelState as ParallelState
     from megasnn.parallel_state import destroy_model_parallel as destroy_model_parallel
     from megasnn.parallel_state import get_parallel_state as get_parallel_state

@@ -113,7 +113,7 @@ def refuse_other_device(config: PretrainConfig, world_size: int) -> None:
     """Raises ConfigError when this rank has no GPU and the flags need one: the device is known before ranks join. What
     a GPU cannot do is found out by using it, after that. Imports torch."""
     from megasnn.engine.setup import require_kernels
-    from megasnn.parallel.world import device_of_rank, why_no_gpu, why_not_on_gpus
+    from megasnn.parallel_state import device_of_rank, why_no_gpu, why_not_on_gpus
 
     parallel = config.parallel
     if wrong := refusal(device_of_rank, parallel.backend, parallel.device):

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megasnn.kernels.unit import norm_pool_neuron
+from megasnn.kernels.neuron import norm_pool_neuron
 from megasnn.layers.cast_weights import _cast
 from megasnn.layers.unit import ConvNormNeuron
 
@@ -32,13 +32,13 @@ _ON_GPU = {
     "megasnn.kernels.triton.available.interpreted": lambda: True,  # on a CPU the kernels are then not refused
     "megasnn.kernels.triton.available._unusable": lambda device: None,
     "megasnn.device_checks.runs_ahead": lambda device: True,
-    "megasnn.kernels.codec.usable_on": lambda device: True,
+    "megasnn.kernels.spike_codec.usable_on": lambda device: True,
     "megasnn.kernels.philox.usable_on": lambda device: True,
-    "megasnn.kernels.pooling.usable_on": lambda device: True,
+    "megasnn.kernels.convolution.usable_on": lambda device: True,
     "megasnn.kernels.convolution._is_matrix_product": lambda *shapes: False,
     "megasnn.layers.attend.on_gpu": lambda values: True,
     "megasnn.layers.cast_weights.on_gpu": lambda values: True,
-    "megasnn.kernels.codec.empty_strided": lambda shape, strides, dtype, device: torch.empty_strided(
+    "megasnn.kernels.spike_codec.empty_strided": lambda shape, strides, dtype, device: torch.empty_strided(
         tuple(shape), tuple(strides), dtype=dtype, device=device
     ),
 }

@@ -29,9 +29,10 @@ from megasnn import device_checks
 from megasnn.config import parse
 from megasnn.config.training import Length
 from megasnn.engine import Engine
-from megasnn.kernels import codec, philox
-from megasnn.kernels.sparse import attention as sparse_attention
-from megasnn.kernels.sparse import products as sparse_products
+from megasnn.kernels import philox
+from megasnn.kernels import spike_codec as codec
+from megasnn.kernels.numba import attention as sparse_attention
+from megasnn.kernels.numba import spike_sums as sparse_products
 from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
 from megasnn.training.watch import Watch

@@ -12,11 +12,11 @@ import tyro  # noqa: F401  (as flags are read)
 
 import megasnn.training  # noqa: F401
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.codec import pack_bits, unpack_bits
-from megasnn.kernels.fused import calls
-from megasnn.kernels.norm_neuron import Norm, Unit
+from megasnn.kernels.neuron import Norm, Unit
+from megasnn.kernels.numba import calls
+from megasnn.kernels.numba.attention import spiking_heads
 from megasnn.kernels.products import ConvolutionProducts
-from megasnn.kernels.sparse.attention import spiking_heads
+from megasnn.kernels.spike_codec import pack_bits, unpack_bits
 from tests.sums import form_sums_where_few
 
 

@@ -13,7 +13,7 @@ import numba
 import pytest
 
 from megasnn.cache import CacheError, build_once, cache_folder, cached_name
-from megasnn.kernels.jit import FolderLocator
+from megasnn.kernels.numba.jit import FolderLocator
 
 ROOT = Path(__file__).parents[1]
 
@@ -98,7 +98,7 @@ def test_machine_code_lies_in_the_cache_and_not_beside_the_source(cache):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("NUMBA_CACHE_DIR", None)
     code = (
-        "from megasnn.kernels.jit import kernel; from megasnn.batching import first_sample; import numba\n"
+        "from megasnn.kernels.numba.jit import kernel; from megasnn.batching import first_sample; import numba\n"
         "print(kernel(first_sample).stats.cache_path, repr(numba.config.CACHE_DIR))"
     )
     run = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)

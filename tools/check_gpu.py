@@ -187,7 +187,7 @@ def _computed(
     Args:
         rounded: type that the input's values are rounded to before they are given as `dtype`.
     """
-    from megasnn.kernels import unit as kernels
+    from megasnn.kernels import neuron as kernels
 
     numbers = torch.float32 if dtype == torch.bfloat16 else dtype  # of parameters
     x = _input(case, rounded, dtype, device)
@@ -223,7 +223,7 @@ def _error(found: Tensor, wanted: Tensor) -> float:
 
 def _inexact(setting: Setting) -> int:
     """Values that change where spikes are packed as bits and counts as bytes, and unpacked again."""
-    from megasnn.kernels.codec import pack_bits, pack_counts, unpack_bits, unpack_counts
+    from megasnn.kernels.spike_codec import pack_bits, pack_counts, unpack_bits, unpack_counts
 
     wrong = 0
     for dtype in (torch.float32, torch.bfloat16, torch.float64):

@@ -34,6 +34,6 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.files import CheckpointError as CheckpointError
     from megasnn.files import DamagedError as DamagedError
     from megasnn.files import NoCheckpointError as NoCheckpointError
-    from megasnn.parallel.agreement import first_decides as first_decides
+    from megasnn.parallel.agreement import broadcast_result as broadcast_result
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -27,9 +27,8 @@ from megasnn.checkpoint.optimizer_state import LocalState, States, allocate, des
 from megasnn.checkpoint.save import Group, PathLike, kind_of
 from megasnn.checkpoint.tensor_io import dtype_name, read_boxes, require_intact
 from megasnn.files import CheckpointError, DamagedError, raise_problems
-from megasnn.parallel.agreement import all_do, first_decides, gather, rank_in, size_of
-from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Shard
+from megasnn.parallel.agreement import broadcast_result, gather, rank_in, run_on_all_ranks, size_of
+from megasnn.parallel.sharding import Shard, ShardedTensor
 from megasnn.precisions import PRECISIONS
 
 T = TypeVar("T")
@@ -89,7 +88,7 @@ def load_checkpoint(
     """
 
     def load(path: Path) -> LoadedState:
-        metadata = first_decides(process_group, lambda: read_metadata(path))
+        metadata = broadcast_result(process_group, lambda: read_metadata(path))
         title = f"the checkpoint {path} does not fit this run:"
         layer = [entry for entry in state.tensors if entry.name.startswith(f"{replaceable}.")]
         differs = [_differs(entry, metadata.tensors.get(entry.name)) for entry in layer]
@@ -109,7 +108,7 @@ def load_checkpoint(
             averages = (state.averages or ()) if averaged else ()
             return [*state.tensors, *averages, *describe(stepped, states)], states
 
-        entries, states = all_do(process_group, prepare, title)
+        entries, states = run_on_all_ranks(process_group, prepare, title)
         initial = [entry.name for entry in entries if entry.name in optional and entry.name not in saved]
         wanted = [entry for entry in entries if entry.name not in initial and not stays(entry.name)]
         frozen = {entry.name for entry in state.tensors if entry.is_parameter and not entry.tensor.requires_grad}
@@ -118,8 +117,8 @@ def load_checkpoint(
         aside = (OPTIMIZER,) * (state.optimizer is None) + (AVERAGE,) * (state.averages is None)
         _require_fit(saved, wanted, taken, aside, process_group, title)
         share = rank_in(process_group), size_of(process_group)
-        all_do(process_group, lambda: require_intact(path, metadata, *share), f"cannot load {path}:")
-        all_do(process_group, lambda: read_boxes(path, saved, wanted), f"cannot load {path}:")
+        run_on_all_ranks(process_group, lambda: require_intact(path, metadata, *share), f"cannot load {path}:")
+        run_on_all_ranks(process_group, lambda: read_boxes(path, saved, wanted), f"cannot load {path}:")
         if state.optimizer is not None:
             state.optimizer.state.update(states)
         missing = tuple(sorted(set(chain(*gather(process_group, initial)))))
@@ -136,7 +135,7 @@ def _first_intact(
 ) -> tuple[T, tuple[str, ...]]:
     """Result of `load`, which raises DamagedError on all ranks or on none, for the first checkpoint that is intact; and
     remarks for the user. Raises DamagedError when none is, and as `resolve`."""
-    paths, remarks = first_decides(process_group, lambda: resolve(Path(folder), step))
+    paths, remarks = broadcast_result(process_group, lambda: resolve(Path(folder), step))
     for path in paths:
         try:
             loaded = load(path)

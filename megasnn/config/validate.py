@@ -70,10 +70,12 @@ def _grid_problems(config: PretrainConfig, world_size: int) -> Iterator[str]:
     parallel, training = config.parallel, config.training
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     weight, context = parallel.weight_parallel_size, parallel.context_parallel_size
-    if wrong := refusal(Grid.fit, world_size, tensor, pipeline, weight, context):
-        yield from wrong
+    try:
+        grid = Grid.fit(world_size, tensor=tensor, pipeline=pipeline, weight=weight, context=context)
+    except ValueError as error:
+        yield str(error)
         return
-    replicas = Grid.fit(world_size, tensor, pipeline, weight, context).replicas
+    replicas = grid.replicas
     count, size = training.micro_batches, training.micro_batch_size
     batch = f"--global-batch-size {training.global_batch_size} with --micro-batch-size {size}"
     if count < replicas:

@@ -18,8 +18,7 @@ from megasnn.checkpoint.tensor_io import read_boxes
 from megasnn.files import CheckpointError
 from megasnn.models.dialects import dialect_of, is_ours
 from megasnn.models.names import Recipe
-from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Shard
+from megasnn.parallel.sharding import Shard, ShardedTensor
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megasnn.device_checks import DeviceChecks
 from megasnn.parallel.agreement import gather
-from megasnn.parallel.group import Group
+from megasnn.parallel_state import Group
 from megasnn.pipeline.executor import PipelineError
 
 

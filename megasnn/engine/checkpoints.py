@@ -17,9 +17,8 @@ from megasnn.config import PretrainConfig
 from megasnn.config.identity import changed_recipe, identity, recipe
 from megasnn.engine.steps import Steps
 from megasnn.files import CheckpointError
-from megasnn.parallel.agreement import all_do, gather
-from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Piece
+from megasnn.parallel.agreement import gather, run_on_all_ranks
+from megasnn.parallel.sharding import Piece, ShardedTensor
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.random import GENERATOR
@@ -67,13 +66,13 @@ class Checkpoints:
             self.layout(),
             {"recipe": recipe(self._config), "generator": GENERATOR},
         )
-        path = checkpoint.first_decides(self._world.handle, partial(_folder, folder))
+        path = checkpoint.broadcast_result(self._world.handle, partial(_folder, folder))
         return checkpoint.save_checkpoint(path, progress, self.state, self._world.handle)
 
     def load(self, folder: object, step: object, weights_only: bool) -> list[str]:
         """Takes a checkpoint of the folder that the first rank is given; see `Engine.load`. Returns what the user
         should know about it."""
-        path, iteration = checkpoint.first_decides(self._world.handle, lambda: (_folder(folder), _iteration(step)))
+        path, iteration = checkpoint.broadcast_result(self._world.handle, lambda: (_folder(folder), _iteration(step)))
         model, config = self._config.model.name, None if weights_only else identity(self._config)
         loaded = checkpoint.load_checkpoint(
             path,
@@ -90,7 +89,7 @@ class Checkpoints:
 
     def take_whole(self, values: Mapping[str, Tensor]) -> None:
         """Takes whole weights and buffers, which every rank is given; see `Engine.load_state_dict`."""
-        all_do(self._world.handle, partial(_require_weights, values), "load_state_dict:")
+        run_on_all_ranks(self._world.handle, partial(_require_weights, values), "load_state_dict:")
         checkpoint.load_globals_into(self._distributed.tensors, values, self._world.handle)
         self._steps.loaded()
 

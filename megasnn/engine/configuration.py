@@ -15,7 +15,7 @@ from megasnn.models.model import Model, run_config
 from megasnn.models.problems import building_problems
 from megasnn.models.table import MODELS
 from megasnn.parallel.agreement import gather
-from megasnn.parallel.group import Group
+from megasnn.parallel_state import Group
 
 _ENDLESS = 10**12  # steps of a training whose learning rate does not decay
 

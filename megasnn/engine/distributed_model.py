@@ -29,7 +29,7 @@ from megasnn.optim import GradientNorm
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.gradient_buckets import GradientBuckets
-from megasnn.parallel.sharded_tensors import ShardedTensor, parameter_count
+from megasnn.parallel.sharding import ShardedTensor, parameter_count
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.parallel_state import ParallelState
 from megasnn.pinned import without_waiting
@@ -132,7 +132,7 @@ class DistributedModel:
         self._weights = gathered_weights(self.plan, state, context)
         build = partial(build_chunk, model, bounds, context=context, device=state.device, seed=seed)
         if self._weights is not None:
-            build = partial(build, parts=units, keep=self._weights.keep)
+            build = partial(build, parts=units, keep=self._weights.shard)
         self.chunks: dict[int, PipelineChunk] = {
             index: build(index) for index, home in enumerate(placement) if home == state.pipeline.rank
         }
@@ -146,7 +146,7 @@ class DistributedModel:
         executed, reduced = executed_parts(self.plan, self.chunks, units)
         self.data_parallel = GradientBuckets(
             [(index, part.sharded_tensors() + part.copied_tensors()) for index, part in reduced.items()],
-            state.copies,
+            state.dp_replicate_cp,
             state.tensor,
             additions={
                 each.weight: calls_of(each)
@@ -310,9 +310,9 @@ class DistributedModel:
         statistics. Collective over the replicas."""
         merge_running_statistics(self.norms, self.state.data, most_micro_batches, self._ties.statistics_of_owners)
 
-    def share_rows(self) -> None:
+    def all_gather_params(self) -> None:
         """After `owned` has changed: gives all replicas the new values of this rank's rows. Collective."""
-        self.data_parallel.share_rows()
+        self.data_parallel.all_gather_params()
 
     def refresh_copies(self) -> None:
         """After the tensors have changed, by a step or otherwise: gives their copies the new values. Collective."""

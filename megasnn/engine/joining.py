@@ -11,13 +11,13 @@ from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.engine.arithmetic import prepare_cublas, set_precision
 from megasnn.engine.faults import placed, watch_ranks
-from megasnn.parallel.world import start_process_group
 from megasnn.parallel_state import (
     ParallelState,
     destroy_model_parallel,
     get_parallel_state,
     initialize_model_parallel,
     model_parallel_is_initialized,
+    start_process_group,
 )
 
 _open: tuple[ParallelState, Callable[[], None]] | None = None

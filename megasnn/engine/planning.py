@@ -12,7 +12,7 @@ from megasnn.config.parallel import ParallelConfig
 from megasnn.grid import Grid
 from megasnn.layers import BuildContext
 from megasnn.models.description import ModelDescription
-from megasnn.parallel.agreement import decided_by_first
+from megasnn.parallel.agreement import broadcast_object
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.choose_schedule import PipelineRequest
 from megasnn.pipeline.cost_model import PipelineCosts
@@ -74,7 +74,7 @@ def _costs_of_plan(config: PretrainConfig, state: ParallelState) -> PipelineCost
     if config.parallel.layer_costs is None:
         return None
     here, device = int(os.environ.get("LOCAL_WORLD_SIZE", state.world.size)), device_name(state.device)
-    return decided_by_first(state.world, lambda: planned_costs(config, state.grid, here, device))
+    return broadcast_object(state.world, lambda: planned_costs(config, state.grid, here, device))
 
 
 def planned_costs(config: PretrainConfig, grid: Grid, ranks_of_node: int, machine: str) -> PipelineCosts:

@@ -101,7 +101,7 @@ class Steps:
             distributed.merge_statistics(self._most_micro_batches(samples))
             if not has_changed_weights:
                 self._change_weights(norm)
-            distributed.share_rows()
+            distributed.all_gather_params()
             distributed.refresh_copies()
             if self.average is not None:
                 self.average.update()
@@ -187,7 +187,7 @@ class Steps:
         with self._guarded():
             average.exchange()
         try:
-            model.share_rows()
+            model.all_gather_params()
             model.refresh_copies()
             yield
         except BaseException:

@@ -50,7 +50,7 @@ def kept(
     elif compiled is None:
         rows = kept_by_tensors(threshold, keys, steps, cut)
     else:
-        from megasnn.kernels.runtime import run
+        from megasnn.kernels.numba.jit import run
 
         rows = torch.empty(steps * samples, cut.runs, cut.length, dtype=torch.bool)
         if rows.numel():
@@ -87,7 +87,7 @@ def kept_by_tensors(threshold: int, keys: Tensor, steps: int, cut: Runs) -> Tens
 @functools.cache
 def _loops() -> ModuleType | None:
     try:
-        from megasnn.kernels import compiled_philox
+        from megasnn.kernels.numba import philox as compiled_philox
     except ImportError:  # no numba for this machine
         return None
     return compiled_philox

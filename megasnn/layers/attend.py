@@ -9,12 +9,12 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from megasnn.kernels.sparse.attention import SpikingHeads, spiking_heads
+from megasnn.kernels.numba.attention import SpikingHeads, spiking_heads
+from megasnn.kernels.spike_codec import Content, encode
 from megasnn.kernels.tensor_cores import on_gpu
 from megasnn.parallel.alike import count_type, sum_counts
-from megasnn.parallel.codec import Content, encode
 from megasnn.parallel.collectives import join_columns, start_all_reduce_sum
-from megasnn.parallel.group import Group
+from megasnn.parallel_state import Group
 
 SCALE = 0.125
 EXACT_BFLOAT16 = 256

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.packed import bits_of
+from megasnn.kernels.spike_codec import bits_of
 from megasnn.layers.attend import Attend, AttendPlan
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.channels import untracked

@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasnn.again import once
-from megasnn.kernels.norm_neuron import Shared
-from megasnn.kernels.reference import REDUCED, batch_norm
+from megasnn.kernels.neuron import Shared
+from megasnn.kernels.torch_backend import REDUCED, batch_norm
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import calls_of, count_call, note_exchanges
 from megasnn.layers.initialisers import ones, zeros
-from megasnn.parallel.sharded_tensors import declare_buffer, declare_parameter
-from megasnn.parallel.sharding import Initialiser
+from megasnn.parallel.sharding import Initialiser, declare_buffer, declare_parameter
 from megasnn.parallel.sync_batch_norm import shared_over
 
 

@@ -13,8 +13,8 @@ from megasnn.grid import Axis, ContextCut, Coordinates, Grid, Place
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.cast_weights import CastWeights
 from megasnn.layers.weight_gradients import WeightGradients
-from megasnn.parallel.group import Group, alone
 from megasnn.parallel.sharding import Cut, Initialiser, Shard
+from megasnn.parallel_state import Group, alone
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,14 @@ class BuildContext:
     def place(self) -> Place:
         """This rank among those that hold the same layers, whole or cut."""
         weights = self.weight.size
-        sizes = Grid(1, self.data.size // weights, self.tensor.size, weights, self.context.size)
-        replica = self.data.rank // weights
-        return Place(sizes, Coordinates(0, replica, self.tensor.rank, self.weight.rank, self.context.rank))
+        sizes = Grid(data=self.data.size // weights, weight=weights, context=self.context.size, tensor=self.tensor.size)
+        coordinates = Coordinates(
+            data=self.data.rank // weights,
+            weight=self.weight.rank,
+            context=self.context.rank,
+            tensor=self.tensor.rank,
+        )
+        return Place(sizes, coordinates)
 
     def shard(
         self,

@@ -22,20 +22,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.kernels.codec import pack_bits
 from megasnn.kernels.convolution import Geometry
-from megasnn.kernels.packed import bits_of
 from megasnn.kernels.products import ConvolutionProducts
+from megasnn.kernels.spike_codec import Content, bits_of, may_be_sparse, pack_bits
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.convolve import Convolve, ConvPlan
 from megasnn.layers.holding import content_of, count_call, is_input, joined, note_exchanges
 from megasnn.layers.initialisers import uniform
 from megasnn.layers.rows import Rows, Windows, rows_of
-from megasnn.parallel.codec import Content, may_be_sparse
-from megasnn.parallel.group import Group
 from megasnn.parallel.rows import RowMove
-from megasnn.parallel.sharded_tensors import declare_parameter
-from megasnn.parallel.sharding import Initialiser
+from megasnn.parallel.sharding import Initialiser, declare_parameter
+from megasnn.parallel_state import Group
 
 Style = Literal["column", "row"]
 Size = int | Sequence[int]

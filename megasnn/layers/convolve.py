@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from megasnn.again import once
-from megasnn.kernels.packed import remember_bits
-from megasnn.kernels.pooling import average_pool, average_pool_gradient, average_pool_of_bits, pooled_space
+from megasnn.kernels.convolution import average_pool, average_pool_gradient, average_pool_of_bits, pooled_space
 from megasnn.kernels.products import ConvolutionProducts
+from megasnn.kernels.spike_codec import Content, encode, remember_bits
 from megasnn.layers.weight_gradients import Leave
-from megasnn.parallel.codec import Content, encode
 from megasnn.parallel.collectives import (
     all_reduce_sum,
     exchange_bytes,
@@ -26,7 +25,7 @@ from megasnn.parallel.collectives import (
     sum_and_scatter_columns,
     to_rows,
 )
-from megasnn.parallel.group import Group
+from megasnn.parallel_state import Group
 
 SLICE_BYTES = 4 * 1024 * 1024  # on a CPU
 

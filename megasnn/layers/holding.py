@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers.channels import cut_of, mark_cut
-from megasnn.parallel.codec import Content
 
 _OURS = "megasnn."  # classes from there hand gradients on
 LARGEST_COUNT = 255  # what a byte holds

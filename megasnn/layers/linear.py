@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.again import once
-from megasnn.kernels.packed import bits_of
 from megasnn.kernels.products import MatrixProducts
+from megasnn.kernels.spike_codec import Content, bits_of, encode, may_be_sparse
 from megasnn.layers.channels import mark_replicated
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import content_of, count_call, joined
 from megasnn.layers.initialisers import uniform
 from megasnn.layers.weight_gradients import Leave
 from megasnn.layers.whole_images import MeanOverSpace
-from megasnn.parallel.codec import Content, encode, may_be_sparse
 from megasnn.parallel.collectives import (
     all_reduce_sum,
     gather_alike,
@@ -27,9 +26,8 @@ from megasnn.parallel.collectives import (
     own_channels,
     sum_and_scatter_columns,
 )
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import declare_parameter
-from megasnn.parallel.sharding import Initialiser
+from megasnn.parallel.sharding import Initialiser, declare_parameter
+from megasnn.parallel_state import Group
 
 
 class ParallelLinear(nn.Module):

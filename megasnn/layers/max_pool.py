@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import content_of, note_exchanges
 from megasnn.layers.rows import Rows, rows_of
-from megasnn.parallel.codec import Content
 from megasnn.parallel.rows import RowMove
 
 

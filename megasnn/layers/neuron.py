@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.kernels import NEURONS, NeuronSpec
-from megasnn.kernels.unit import neuron_multi_step
+from megasnn.kernels.neuron import neuron_multi_step
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import hold, once
-from megasnn.parallel.sharded_tensors import declare_parameter
+from megasnn.parallel.sharding import declare_parameter
 
 SpikeObserver = Callable[[Tensor], None]
 

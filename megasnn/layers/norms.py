@@ -9,14 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasnn.again import once
-from megasnn.kernels.reference import REDUCED
+from megasnn.kernels.torch_backend import REDUCED
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.initialisers import constant, ones, zeros
 from megasnn.parallel.collectives import all_reduce_sum
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import declare_parameter
-from megasnn.parallel.sharding import Initialiser
+from megasnn.parallel.sharding import Initialiser, declare_parameter
+from megasnn.parallel_state import Group
 
 
 class ThresholdDependentBatchNorm(ParallelBatchNorm):

@@ -7,12 +7,11 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from megasnn.kernels.reference import REDUCED, surrogate_function
-from megasnn.kernels.spec import SURROGATES
+from megasnn.kernels.neuron_spec import SURROGATES
+from megasnn.kernels.torch_backend import REDUCED, surrogate_function
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.neuron import NeuronLayer
-from megasnn.parallel.sharded_tensors import declare_parameter
-from megasnn.parallel.sharding import Initialiser
+from megasnn.parallel.sharding import Initialiser, declare_parameter
 
 State = dict[str, Tensor]
 

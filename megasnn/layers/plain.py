@@ -15,7 +15,7 @@ from megasnn.layers.norms import ParallelGroupNorm, ParallelLayerNorm
 from megasnn.layers.own_neuron import SpikingNeuron
 from megasnn.layers.own_values import own_tensors, where_values_are
 from megasnn.layers.swapped import our_batch_norm
-from megasnn.parallel.sharded_tensors import is_described
+from megasnn.parallel.sharding import is_described
 
 SHARDED = (
     *(ParallelConv, ParallelLinear, ParallelBatchNorm, ParallelGroupNorm, ParallelLayerNorm),

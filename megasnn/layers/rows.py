@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers.context import BuildContext
 from megasnn.parallel.alike import gather_rows
-from megasnn.parallel.codec import Content
-from megasnn.parallel.group import Group
 from megasnn.parallel.rows import NO_ROW, RowMove, lend_rows, move_rows, shared_rows
+from megasnn.parallel_state import Group
 
 OUTSIDE: dict[str | None, Callable[[int, int], int]] = {
     None: lambda row, height: NO_ROW,

@@ -23,7 +23,7 @@ from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import ParallelNeuron
 from megasnn.layers.norms import ParallelGroupNorm, ParallelLayerNorm, TemporalEffectiveBatchNorm
 from megasnn.layers.own_values import ModuleInitialiser, own_tensors, own_values
-from megasnn.parallel.sharded_tensors import declare_parameter
+from megasnn.parallel.sharding import declare_parameter
 from megasnn.registry import Registry
 
 

@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.unit import norm_pool_neuron
+from megasnn.kernels.neuron import norm_pool_neuron
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv, Style
 from megasnn.layers.max_pool import MaxPool
 from megasnn.layers.neuron import NeuronLayer, ParallelNeuron
-from megasnn.parallel.codec import Content
 from megasnn.parallel.sharding import Initialiser
 
 

@@ -42,8 +42,8 @@ from megasnn.layers.own_values import ModuleInitialiser, note_paths, own_tensors
 from megasnn.layers.plain import folds, is_channelwise, is_stateful, refuse_attached, refuse_what_differs
 from megasnn.layers.swapped import SwappedDropout, our_batch_norm, swapped
 from megasnn.parallel.collectives import gather_alike, own_channels
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import describe_tensor
+from megasnn.parallel.sharding import describe_tensor
+from megasnn.parallel_state import Group
 
 
 def make_whole(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.holding import content_of, note_exchanges
 from megasnn.layers.rows import rows_of
 from megasnn.parallel.alike import alike_images, sum_alike
-from megasnn.parallel.codec import Content
 
 
 class WholeImages(nn.Module):

@@ -15,6 +15,7 @@ from megasnn.bundle import Bundle, Key, entries_of, logits_of, shapes_text
 from megasnn.config import ModelConfig
 from megasnn.config.checks import flag
 from megasnn.kernels import NeuronSpec
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers.channels import MixedChannels, mark_replicated
 from megasnn.layers.context import BuildContext, building
 from megasnn.layers.cut_tracking import CutTracker, Event, Recorder, is_ours
@@ -36,8 +37,7 @@ from megasnn.models.description import (
 from megasnn.models.explained import explained
 from megasnn.models.layer import Layer
 from megasnn.models.ties import refuse_other_calls, separate, tie_all
-from megasnn.parallel.codec import Content
-from megasnn.parallel.sharded_tensors import copied_tensors, freeze, sharded_tensors
+from megasnn.parallel.sharding import copied_tensors, freeze, sharded_tensors
 
 MOST_LAYERS = 4_000
 """A depth beyond that is a mistake, or a checkpoint's that is meant to take all memory."""

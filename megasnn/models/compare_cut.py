@@ -17,7 +17,7 @@ from megasnn.layers.own_values import tensors_of
 from megasnn.layers.plain import is_channelwise
 from megasnn.layers.whole import apply_layer, is_whole
 from megasnn.models.description import DRY_SAMPLES, INPUT, ModelDescription, frames_of
-from megasnn.parallel.sharded_tensors import materialise
+from megasnn.parallel.sharding import materialise
 from megasnn.random import keyed_generator
 
 TOLERANCE = 1e-9  # of float64, relative to the largest value

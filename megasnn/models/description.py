@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, Key
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers.context import BuildContext
-from megasnn.parallel.codec import Content
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 
 INPUT = -1
 """In place of a layer's number: the model's input."""
@@ -83,7 +83,7 @@ class ModelDescription:
     Attributes:
         layers: from input to logits.
         build: makes all layers for a rank, with parameters on the meta device: without memory. A rank gives memory to
-            those of its own chunks only (`megasnn.parallel.sharded_tensors.materialise`).
+            those of its own chunks only (`megasnn.parallel.sharding.materialise`).
         time_steps: T.
         input_shape: of one sample, (C, H, W) for images and (T, C, H, W) for event frames.
         num_classes: size of the logits `[T, N, num_classes]`.

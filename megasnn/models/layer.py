@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers.own_values import ModuleInitialiser
 from megasnn.layers.shareable import ELEMENTWISE
-from megasnn.parallel.codec import Content
 
 if TYPE_CHECKING:
     from megasnn.models.shard import Sharded

@@ -7,7 +7,7 @@ from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
-from megasnn.parallel.group import Group
+from megasnn.parallel_state import Group
 
 
 def building_problems(

@@ -15,12 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from megasnn.bundle import Key, entries_of
 from megasnn.config import ModelConfig
 from megasnn.kernels import NeuronSpec
+from megasnn.kernels.spike_codec import Content, encoded_like
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
 from megasnn.models.building import built, dry_run
 from megasnn.models.description import DRY_SAMPLES, LayerDescription, ModelDescription
 from megasnn.models.layer import Layer
-from megasnn.parallel.codec import Content, encoded_like
-from megasnn.parallel.sharded_tensors import parameter_count, sharded_tensors
+from megasnn.parallel.sharding import parameter_count, sharded_tensors
 
 _HOLDS = {Content.SPIKES: "bits", Content.COUNTS: "counts", Content.DENSE: "dense"}
 

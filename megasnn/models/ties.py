@@ -18,7 +18,7 @@ from megasnn.layers import DropPath, ParallelBatchNorm, ParallelDropout
 from megasnn.layers.holding import calls_of
 from megasnn.layers.plain import SHARDED
 from megasnn.models.layer import Layer
-from megasnn.parallel.sharded_tensors import owner_name, tie
+from megasnn.parallel.sharding import owner_name, tie
 
 
 @dataclass(frozen=True)

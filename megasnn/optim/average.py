@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megasnn.checkpoint.format import AVERAGE
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 
 
 class WeightAverage:

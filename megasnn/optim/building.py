@@ -13,8 +13,8 @@ from megasnn.grid import Axis
 from megasnn.optim.groups import parameter_groups
 from megasnn.optim.norms import ShardedNorms
 from megasnn.optimizers import OPTIMIZERS, Stepped
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
+from megasnn.parallel_state import Group
 
 
 def build_optimizer(

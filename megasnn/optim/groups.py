@@ -10,7 +10,7 @@ from torch import Tensor
 from megasnn.config.checks import flag
 from megasnn.config.fields import Pattern, last_match
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 
 
 def is_frozen(config: OptimizerConfig, name: str) -> bool:

@@ -11,8 +11,8 @@ from torch import Tensor
 from megasnn.grid import HOLDING_AXES, SUMMED_AXES, Axis, Place
 from megasnn.optim.squares import Squares
 from megasnn.parallel.collectives import all_reduce_sum
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
+from megasnn.parallel_state import Group
 
 _MODEL_AXES = tuple(axis for axis in HOLDING_AXES if axis not in SUMMED_AXES)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megasnn.grid import SUMMED_AXES
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 
 
 class Squares:

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasnn.again import once
-from megasnn.parallel.codec import Content
+from megasnn.kernels.spike_codec import Content
 from megasnn.parallel.collectives import all_gather_into, all_reduce_sum, start_exchange
-from megasnn.parallel.group import Group
 from megasnn.parallel.rows import RowMove, move_rows
 from megasnn.parallel.traffic import statistics
+from megasnn.parallel_state import Group
 
 
 def alike(x: Tensor, group: Group) -> Tensor:

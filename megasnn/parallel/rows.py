@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megasnn.again import is_again, once
-from megasnn.parallel.codec import Content, decode_into, encode, encoded_like
+from megasnn.kernels.spike_codec import Content, decode_into, encode, encoded_like
 from megasnn.parallel.collectives import Exchange, start_exchange
-from megasnn.parallel.group import Group
 from megasnn.parallel.sharding import own_rows
+from megasnn.parallel_state import Group
 
 NO_ROW = -1
 """In the place of a row outside of the image, which is zero."""

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from megasnn.bundle import Key, entries_of
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers.context import BuildContext
 from megasnn.layers.handed_on import channels_last, hands_on_channels_last
 from megasnn.layers.own_values import tensors_of
 from megasnn.layers.whole_images import WholeImages
 from megasnn.models.description import INPUT, Carried, ModelDescription
-from megasnn.parallel.codec import Content
 from megasnn.parallel.sharding import own_rows
 from megasnn.pipeline.p2p import TensorDescriptor
 

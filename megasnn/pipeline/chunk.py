@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, Key, bundle_of, entries_of, map_entries
 from megasnn.device_checks import explained
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.handed_on import handed_on, hands_on_channels_last
@@ -23,10 +24,8 @@ from megasnn.layers.rows import own_rows_of
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.models.description import DRY_SAMPLES, INPUT, Carried, LayerDescription, ModelDescription, frames_of
-from megasnn.parallel.codec import Content
-from megasnn.parallel.group import alone
-from megasnn.parallel.sharded_tensors import ShardedTensor, copied_tensors, materialise, sharded_tensors
-from megasnn.parallel.sharding import own_rows
+from megasnn.parallel.sharding import ShardedTensor, copied_tensors, materialise, own_rows, sharded_tensors
+from megasnn.parallel_state import alone
 from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.graphs import ChunkGraphs
 from megasnn.telemetry.ranges import is_traced, named
@@ -204,7 +203,7 @@ class PipelineChunk(nn.Module):
         return list(sharded_tensors(self.named_layers()))
 
     def copied_tensors(self) -> list[ShardedTensor]:
-        """Of its tensors those that another one owns; see `megasnn.parallel.sharded_tensors.tie`."""
+        """Of its tensors those that another one owns; see `megasnn.parallel.sharding.tie`."""
         return list(copied_tensors(self.named_layers()))
 
     def __len__(self) -> int:

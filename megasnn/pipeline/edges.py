@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from megasnn.kernels.packed import bits_of, remember_bits
+from megasnn.kernels.spike_codec import bits_of, remember_bits
 
 
 class Entry(torch.autograd.Function):

@@ -153,7 +153,7 @@ class PipelineExecutor:
                         self._transfers.announce(actions, position)
                     with at(partial(self._place, action)):
                         if self._weights is not None and action.kind in USES_WEIGHTS:
-                            self._weights.ready(action.chunk)
+                            self._weights.wait_unshard(action.chunk)
                         self._methods[action.kind](run, action)
                     if self._waits:
                         self.clock.wait()
@@ -315,11 +315,11 @@ class PipelineExecutor:
 
     def _gather_weights(self, run: StepState, action: Action) -> None:
         if self._weights is not None:
-            self._weights.gather(action.chunk)
+            self._weights.unshard(action.chunk)
 
     def _free_weights(self, run: StepState, action: Action) -> None:
         if self._weights is not None:
-            self._weights.free(action.chunk)
+            self._weights.reshard(action.chunk)
 
     # --- transfers
 

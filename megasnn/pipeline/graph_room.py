@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasnn.kernels.packed import bits_of, remember_bits
+from megasnn.kernels.spike_codec import bits_of, remember_bits
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.pipeline.capture import Capture
 

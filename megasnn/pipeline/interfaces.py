@@ -31,13 +31,13 @@ class GradientSync(Protocol):
 class WeightStore(Protocol):
     """What the executor asks of weights that are gathered when they are used. A unit is what it calls a chunk."""
 
-    def gather(self, unit: int) -> None:
+    def unshard(self, unit: int) -> None:
         """Starts gathering a unit's weights; does not wait."""
 
-    def ready(self, unit: int) -> None:
+    def wait_unshard(self, unit: int) -> None:
         """Returns when a unit's weights are here. Raises ValueError where they were not gathered."""
 
-    def free(self, unit: int) -> None:
+    def reshard(self, unit: int) -> None:
         """The gathered weights go."""
 
 

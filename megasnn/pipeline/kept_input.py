@@ -10,9 +10,8 @@ from torch import Tensor
 
 from megasnn.again import Findings
 from megasnn.device_checks import explained
-from megasnn.kernels.packed import remember_bits
+from megasnn.kernels.spike_codec import Content, remember_bits
 from megasnn.models.description import Carried
-from megasnn.parallel.codec import Content
 from megasnn.pipeline.p2p import TensorDescriptor, message_of
 
 

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from megasnn.bundle import Bundle, entries_of, map_entries
 from megasnn.device_checks import DeviceChecks, refuse
-from megasnn.kernels.packed import bits_of, remember_bits
+from megasnn.kernels.spike_codec import bits_of, remember_bits
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.keyed import RefilledKeys
 from megasnn.layers.weight_gradients import WeightGradients

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from megasnn.parallel.group import Group
+from megasnn.parallel_state import Group
 from megasnn.pipeline.cost_model import LinkCost
 
 MESSAGES = 8

@@ -21,11 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.kernels.codec import empty_values
-from megasnn.kernels.packed import bits_of
-from megasnn.parallel.codec import Content, decode_into, encode, encoded_like
-from megasnn.parallel.group import Group
+from megasnn.kernels.spike_codec import Content, bits_of, decode_into, empty_values, encode, encoded_like
 from megasnn.parallel.traffic import statistics
+from megasnn.parallel_state import Group
 from megasnn.pinned import without_waiting
 
 MAX_DIMS = 8

@@ -10,13 +10,12 @@ import torch
 
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
-from megasnn.parallel.agreement import decided_by_first
+from megasnn.parallel.agreement import broadcast_object
 from megasnn.parallel.collectives import exchange_bytes
 from megasnn.parallel.fsdp import gathered_bytes, travelling_bytes
 from megasnn.parallel.gradient_buckets import BUCKET_BYTES, GradientBuckets
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import copied_tensors, sharded_tensors
-from megasnn.parallel_state import ParallelState
+from megasnn.parallel.sharding import copied_tensors, sharded_tensors
+from megasnn.parallel_state import Group, ParallelState
 from megasnn.pipeline.choose_schedule import Candidate, ExchangedOf, PipelineRequest, choose_schedule, executed_costs
 from megasnn.pipeline.cost_model import PipelineCosts
 from megasnn.pipeline.p2p import WireOptions
@@ -176,9 +175,9 @@ def plan_pipeline(
     request = replace(request, bounds=bounds)
     weights = partial(shared_weights, model, context=context, scatters=request.scatters)
     exchanged_of: ExchangedOf | None = None
-    if request.memory_budget is not None and request.rows_have_owners and state.copies.size > 1 and ranks == 1:
-        exchanged_of = partial(exchanged_with_owners, model, context, state.copies, state.device)
-    choice = decided_by_first(
+    if request.memory_budget is not None and request.rows_have_owners and state.dp_replicate_cp.size > 1 and ranks == 1:
+        exchanged_of = partial(exchanged_with_owners, model, context, state.dp_replicate_cp, state.device)
+    choice = broadcast_object(
         state.world,
         lambda: choose_schedule(
             request, stages, len(model.layers), costs, None if ranks == 1 else weights, ranks, exchanged_of

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from megasnn.again import Findings, first_forward, second_forward
 from megasnn.bundle import Bundle, bundle_of, entries_of, map_entries
 from megasnn.device_checks import DeviceChecks
-from megasnn.kernels.packed import bits_of, remember_bits
+from megasnn.kernels.spike_codec import bits_of, remember_bits
 from megasnn.layers.cast_weights import CastWeights
 from megasnn.layers.context import BuildContext
 from megasnn.layers.only_graph import only_graph
@@ -30,7 +30,7 @@ from megasnn.layers.rows import own_rows_of
 from megasnn.layers.weight_gradients import WeightGradients
 from megasnn.layers.whole import apply_layer
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription, frames_of
-from megasnn.parallel.sharded_tensors import materialise
+from megasnn.parallel.sharding import materialise
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import carrying_layers

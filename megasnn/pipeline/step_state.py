@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megasnn.kernels.packed import bits_of, remember_bits
+from megasnn.kernels.spike_codec import bits_of, remember_bits
 from megasnn.layers.weight_gradients import Task
 from megasnn.pipeline.edges import Entry, backward_of
 from megasnn.pipeline.kept_input import KeptInput

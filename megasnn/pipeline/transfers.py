@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megasnn.device_checks import explained
+from megasnn.kernels.spike_codec import Content
 from megasnn.models.description import Carried
-from megasnn.parallel.codec import Content
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.arrivals import known_arrivals, needed_by_senders, sent_by_then
 from megasnn.pipeline.boundaries import Boundaries
@@ -26,7 +26,7 @@ class Transfers:
     """A link is all that one rank sends to another, forward and backward, first in, first out. The tensors of one
     boundary follow each other.
 
-    What travels between two ranks in the two directions has a queue each (megasnn/parallel/communicators.py): they are
+    What travels between two ranks in the two directions has a queue each (megasnn/parallel_state.py): they are
     started here.
 
     Args:

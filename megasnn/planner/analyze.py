@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError
+from megasnn.kernels.spike_codec import Content
 from megasnn.models.building import describe
 from megasnn.models.description import INPUT, ModelDescription
 from megasnn.models.problems import building_problems
 from megasnn.models.summary import LayerSummary, summarise
-from megasnn.parallel.codec import Content
-from megasnn.parallel.world import kind_of_device
+from megasnn.parallel_state import kind_of_device
 from megasnn.planner.analysis import FORMAT, Analysis, Counted, LayerFacts, identity
 from megasnn.planner.counting import counted, extrapolated, trial_sizes
 from megasnn.planner.measuring import measured

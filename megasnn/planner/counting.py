@@ -19,7 +19,7 @@ from megasnn.kernels.products import can_be_sparse
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
 from megasnn.models.description import ModelDescription
 from megasnn.models.problems import building_problems
-from megasnn.parallel.sharded_tensors import sharded_tensors
+from megasnn.parallel.sharding import sharded_tensors
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import LayerCost
 from megasnn.pipeline.p2p import WireOptions

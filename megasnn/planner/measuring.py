@@ -15,10 +15,9 @@ from megasnn.free_memory import keep_free_memory, release_free_memory
 from megasnn.grid import ContextCut
 from megasnn.models.description import ModelDescription
 from megasnn.optim import build_optimizer
-from megasnn.parallel.agreement import first_decides
-from megasnn.parallel.sharded_tensors import materialise, sharded_tensors
-from megasnn.parallel.world import start_process_group
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel.agreement import broadcast_result
+from megasnn.parallel.sharding import materialise, sharded_tensors
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel, start_process_group
 from megasnn.pipeline.cost_model import LayerCost, PipelineCosts
 from megasnn.pipeline.profile_layers import profile_layers, profile_pipeline
 from megasnn.planner.analysis import Analysis, LayerSeconds, Timed
@@ -52,7 +51,7 @@ def measured(
         layers = profile_layers(model, config.training.micro_batch_size, alone, device, wires_of(config), repeats=True)
         timed.append(_timed(config, layers, ONE, 1))
     if ranks > 1:
-        for size in first_decides(world, lambda: _sizes(known, config, ranks)):
+        for size in broadcast_result(world, lambda: _sizes(known, config, ranks)):
             costs = _together(model, config, device, size, ranks)
             timed.append(_timed(config, costs.layers, size, ranks))
             link = costs.link if size == ONE else link
@@ -65,7 +64,7 @@ def measured(
         machine = fitted_machine(known, timed, device, link, update, program)
         return replace(known, timed=tuple(timed), machine=machine)
 
-    found = first_decides(world, put_together)
+    found = broadcast_result(world, put_together)
     if ranks > 1 and not joined_before:
         dist.destroy_process_group()
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megasnn import checkpoint
-from megasnn.parallel.agreement import all_do, gather
+from megasnn.parallel.agreement import gather, run_on_all_ranks
 from megasnn.parallel_state import ParallelState
 from megasnn.version import __version__
 
@@ -20,14 +20,16 @@ CLOCK_SECONDS = 5.0  # torchrun's rendezvous takes a host for lost when its cloc
 def require_shared(folder: Path, state: ParallelState) -> None:
     """Raises CheckpointError on every rank where a rank sees another folder by this name than the first. Collective."""
     group = state.world.handle
-    mark = checkpoint.first_decides(group, lambda: leave_mark(folder))
+    mark = checkpoint.broadcast_result(group, lambda: leave_mark(folder))
 
     def see() -> None:
         if not sees_mark(mark):
             raise checkpoint.CheckpointError(f"{platform.node()} (rank {state.rank})")
 
     try:
-        all_do(group, see, f"--save {folder} must be one folder that all hosts share; these see another one, or none:")
+        run_on_all_ranks(
+            group, see, f"--save {folder} must be one folder that all hosts share; these see another one, or none:"
+        )
     finally:
         if state.rank == 0:
             mark.unlink(missing_ok=True)

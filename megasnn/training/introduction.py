@@ -25,8 +25,7 @@ from megasnn.kernels.backends import backend_told
 from megasnn.layers.holding import calls_of, exchanges_of
 from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
 from megasnn.parallel.sharding import row_bounds
-from megasnn.parallel.world import why_not_on_gpus
-from megasnn.parallel_state import ParallelState
+from megasnn.parallel_state import ParallelState, why_not_on_gpus
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Kind

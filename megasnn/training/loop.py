@@ -16,7 +16,7 @@ from megasnn.grid import HOLDING_AXES
 from megasnn.models.building import describe
 from megasnn.non_finite import first_non_finite
 from megasnn.optim import require_matches
-from megasnn.parallel.agreement import all_do, gather
+from megasnn.parallel.agreement import gather, run_on_all_ranks
 from megasnn.parallel.replica_check import ReplicaCheck, ReplicaError
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import ParallelState
@@ -235,7 +235,7 @@ class TrainingRun:
         if flags:
             entries = self.engine.checkpoints.entries
             title = f"{' and '.join(flags)} cannot have this optimizer's state; take another one, or do without:"
-            all_do(self.state.world.handle, entries, title)
+            run_on_all_ranks(self.state.world.handle, entries, title)
 
     def _logs(self, number: int) -> bool:
         """Whether iteration `number` has a log line."""

@@ -14,7 +14,7 @@ from megasnn.engine.setup import window_count, wire_options
 from megasnn.free_memory import release_free_memory
 from megasnn.grid import SUMMED_AXES
 from megasnn.optim import held_state_bytes, state_bytes, working_bytes
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts
 from megasnn.pipeline.peak_memory import Moment, graphs_bytes, peak_moments

@@ -34,7 +34,7 @@ class Pictures:
         self._layers = [layer.name for layer in model.layers]
         self._labels, self._state, self._rasters = datasets.train.labels, state, rasters
         # The pipeline of the rank that writes; its other stages send theirs.
-        self._draws = state.summed.rank == 0 and state.tensor.rank == 0
+        self._draws = state.dp_cp.rank == 0 and state.tensor.rank == 0
         self._shown = False
         self._history = SpikeHistory()
 

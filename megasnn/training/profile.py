@@ -12,7 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megasnn.engine.distributed_model import DistributedModel
-from megasnn.parallel.clocks import clock_offsets
+from megasnn.parallel.agreement import clock_offsets
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Action, Schedule, Simulation

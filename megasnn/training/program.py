@@ -16,11 +16,11 @@ from megasnn.engine.arithmetic import prepare_cublas
 from megasnn.engine.faults import cause_and_place, claim_fault, end_process, in_full, placed, watch_ranks
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.replica_check import ReplicaError
-from megasnn.parallel.world import start_process_group
 from megasnn.parallel_state import (
     ParallelState,
     destroy_model_parallel,
     initialize_model_parallel,
+    start_process_group,
 )
 from megasnn.telemetry.callback import Callback
 from megasnn.training.introduction import print_summary

@@ -18,8 +18,8 @@ from megasnn.files import in_message, raise_problems
 from megasnn.layers import BuildContext, KeyedLayer, ParallelNeuron
 from megasnn.models.description import ModelDescription
 from megasnn.models.table import saved_model_name
-from megasnn.parallel.agreement import all_do
-from megasnn.parallel.sharded_tensors import owner_name
+from megasnn.parallel.agreement import run_on_all_ranks
+from megasnn.parallel.sharding import owner_name
 from megasnn.parallel_state import ParallelState
 from megasnn.random import GENERATOR
 from megasnn.training.hosts import require_shared
@@ -52,12 +52,14 @@ def refuse_other_model(config: PretrainConfig, state: ParallelState) -> None:
         return mine
 
     if options.load and not options.loads_weights:  # each rank has taken from it what no flag gives
-        of_first = checkpoint.first_decides(state.world.handle, refuse)
+        of_first = checkpoint.broadcast_result(state.world.handle, refuse)
 
         def compare() -> None:
             raise_problems(f"rank {state.rank}", config_differences(of_first, mine))
 
-        all_do(state.world.handle, compare, f"not all ranks see the same checkpoint in --load {options.load}:")
+        run_on_all_ranks(
+            state.world.handle, compare, f"not all ranks see the same checkpoint in --load {options.load}:"
+        )
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
         )
         return job.resumes, 0 if continues else job.found, "\n".join(filter(None, (job.notice, mixed)))
 
-    decided = checkpoint.first_decides(state.world.handle, by_first)
+    decided = checkpoint.broadcast_result(state.world.handle, by_first)
     claimed = Claim(folder, job, *decided)
     try:
         require_shared(folder, state)

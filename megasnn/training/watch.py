@@ -63,14 +63,14 @@ class Watch:
             neuron.observer = _Observer(self.spikes, self.rasters, name)
         # A group of one rank sends nothing.
         self._groups = [name for name in ("tensor", "context", "data") if getattr(state, name).size > 1]
-        self._groups += ["copies"] * (state.context.size > 1)  # whose traffic is elsewhere that of "data"
+        self._groups += ["dp_replicate_cp"] * (state.context.size > 1)  # whose traffic is elsewhere that of "data"
         self._groups += ["pipeline", "backward"] if state.pipeline.size > 1 else []
 
     def since_last(self, iteration: int) -> Measured:
         """What was measured since the last call; collective."""
         state = self._state
         # Ranks that share micro-batches by samples have the same neurons, and by rows other ones of a layer.
-        same, rows = (state.summed, None) if self._by_samples else (state.data, state.context.handle)
+        same, rows = (state.dp_cp, None) if self._by_samples else (state.data, state.context.handle)
         others = state.tensor.handle, rows
         layers = self.spikes.reduce(same.handle, others, state.pipeline.handle, self._order)
         peaks = gather_peak_memory_mb(state.device, state.world.handle)
@@ -82,7 +82,7 @@ class Watch:
     def _traffic(self, iterations: int) -> dict[str, float]:
         """MB that all ranks together received per iteration, by group, and what they were unpacked; collective.
 
-        "pipeline" is what stages hand on in forward, "backward" the gradients that come back; "copies" are the
+        "pipeline" is what stages hand on in forward, "backward" the gradients that come back; "dp_replicate_cp" are the
         gradients that replicas sum with the ranks that share their micro-batches.
         """
         mine = [statistics.total(group) for group in self._groups]

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 
 from megasnn.checkpoint import LocalState
 from megasnn.grid import Grid, Place
-from megasnn.parallel.sharded_tensors import (
+from megasnn.parallel.sharding import (
+    Cut,
+    Initialiser,
+    Shard,
     ShardedTensor,
     declare_buffer,
     declare_parameter,
     materialise,
     sharded_tensors,
 )
-from megasnn.parallel.sharding import Cut, Initialiser, Shard
 from megasnn.random import keyed_generator
 
 CONFIG = {"model": {"embed_dim": 16, "depth": 2}, "neuron": {"tau": 2.0, "v_reset": None}}

@@ -24,8 +24,7 @@ from megasnn.checkpoint import (
 )
 from megasnn.checkpoint.folder import LATEST
 from megasnn.grid import Grid, Place
-from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Shard
+from megasnn.parallel.sharding import Shard, ShardedTensor
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank, expected, known
 
 

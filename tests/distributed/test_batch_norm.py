@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.layers import ParallelBatchNorm
-from megasnn.parallel.group import alone
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
+from megasnn.parallel_state import alone
 from tests.distributed.whole import assemble, build, channels_last, context, everybody, mine, parts, random
 
 C, STEPS = 12, 2

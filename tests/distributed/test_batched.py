@@ -18,10 +18,9 @@ from megasnn.layers.holding import calls_of
 from megasnn.optim.average import WeightAverage
 from megasnn.optim.lamb import Lamb
 from megasnn.optim.squares import Squares
-from megasnn.parallel.group import alone
-from megasnn.parallel.sharded_tensors import ShardedTensor, materialise
-from megasnn.parallel.sharding import Shard
+from megasnn.parallel.sharding import Shard, ShardedTensor, materialise
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
+from megasnn.parallel_state import alone
 
 BETAS, EPS, RATE = (0.9, 0.999), 1e-6, 0.01
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megasnn import Engine
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers import (
     BuildContext,
     ConvNormNeuron,
@@ -28,8 +29,7 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
-from megasnn.parallel.codec import Content
-from megasnn.parallel.group import Group
+from megasnn.parallel_state import Group
 from megasnn.pipeline.boundaries import Boundaries
 from megasnn.pipeline.p2p import TensorDescriptor
 from tests.models.networks import between

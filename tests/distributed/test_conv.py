@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers import ParallelConv
 from megasnn.layers.cast_weights import CastWeights
-from megasnn.parallel.codec import Content
 from megasnn.parallel.collectives import from_rows, gather_columns, sum_and_scatter_columns, to_rows
-from megasnn.parallel.group import Group
 from megasnn.parallel.traffic import statistics
+from megasnn.parallel_state import Group
 from tests.distributed.whole import (
     assemble,
     build,

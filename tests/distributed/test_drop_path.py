@@ -7,7 +7,7 @@ import torch
 
 from megasnn.layers import BuildContext, DropPath
 from megasnn.layers.whole import apply_layer
-from megasnn.parallel.group import Group, alone
+from megasnn.parallel_state import Group, alone
 from megasnn.random import Draws
 
 P = 0.25

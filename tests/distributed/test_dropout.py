@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megasnn.layers import BuildContext, ParallelDropout
 from megasnn.layers.whole import apply_layer
-from megasnn.parallel.group import Group, alone
+from megasnn.parallel_state import Group, alone
 from megasnn.random import Draws
 
 T, C = 3, 40

@@ -29,10 +29,9 @@ from megasnn.layers import (
 )
 from megasnn.layers.context import building
 from megasnn.layers.holding import Holding, exchanges_of, hold
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import materialise
-from megasnn.parallel.sharding import own_rows
+from megasnn.parallel.sharding import materialise, own_rows
 from megasnn.parallel.traffic import statistics
+from megasnn.parallel_state import Group
 from tests.distributed.test_conv import CASES as CONVOLUTIONS
 from tests.distributed.test_conv import Case as Convolution
 from tests.distributed.whole import channels_last, everybody, fill_mantissas, random, spikes

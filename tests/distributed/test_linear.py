@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megasnn.kernels import codec
-from megasnn.kernels.packed import remember_bits
+from megasnn.kernels import spike_codec as codec
+from megasnn.kernels.spike_codec import Content, remember_bits
 from megasnn.layers import ParallelLinear
-from megasnn.parallel.codec import Content
-from megasnn.parallel.group import Group
+from megasnn.parallel_state import Group
 from tests.distributed.whole import assemble, build, context, everybody, mine, nothing, parts, random, spikes
 
 T, N, INPUTS, HIDDEN, OUTPUTS = 2, 3, 8, 16, 12

@@ -9,7 +9,7 @@ from spikingjelly.activation_based import functional, neuron, surrogate
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ParallelIF, ParallelLIF
 from megasnn.layers.unit import ConvNormNeuron
-from megasnn.parallel.sharded_tensors import materialise
+from megasnn.parallel.sharding import materialise
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 
 

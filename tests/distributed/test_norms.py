@@ -23,8 +23,8 @@ from megasnn.layers import (
     ThresholdDependentBatchNorm,
 )
 from megasnn.parallel.collectives import all_reduce_sum
-from megasnn.parallel.group import Group, alone
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
+from megasnn.parallel_state import Group, alone
 from tests.distributed.whole import assemble, build, channels_last, context, everybody, mine, parts, random
 
 T, N, C = 3, 5, 8

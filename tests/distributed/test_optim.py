@@ -23,7 +23,7 @@ from megasnn.optim import (
 )
 from megasnn.optimizers import OPTIMIZERS
 from megasnn.parallel.collectives import all_reduce_sum
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.distributed.whole import assemble, build, context, nothing, parts, random
 

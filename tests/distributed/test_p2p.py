@@ -10,11 +10,10 @@ import torch._lazy.ts_backend
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.kernels import codec
-from megasnn.kernels.packed import bits_of, remember_bits
-from megasnn.parallel.codec import Content
-from megasnn.parallel.group import alone
+from megasnn.kernels import spike_codec as codec
+from megasnn.kernels.spike_codec import Content, bits_of, remember_bits
 from megasnn.parallel.traffic import statistics
+from megasnn.parallel_state import alone
 from megasnn.pipeline.edges import without_graph
 from megasnn.pipeline.p2p import Receiver, Sender, TensorDescriptor
 from tests.distributed.whole import everybody, random, spikes

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from megasnn.config import ConfigError, parse, validate
 from megasnn.engine import Engine
 from megasnn.engine.distributed_model import DistributedModel
-from megasnn.kernels.packed import bits_of
+from megasnn.kernels.spike_codec import Content, bits_of
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
 from megasnn.models.building import describe
 from megasnn.models.description import Carried
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.parallel.codec import Content
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.choose_schedule import PipelineRequest
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts

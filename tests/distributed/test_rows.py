@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasnn.parallel.codec import Content
+from megasnn.kernels.spike_codec import Content
 from megasnn.parallel.rows import NO_ROW, RowMove, move_rows, shared_rows
 from megasnn.parallel.traffic import statistics
 from tests.distributed.whole import channels_last, everybody, random, spikes

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.unit import norm_pool_neuron
+from megasnn.kernels.neuron import norm_pool_neuron
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm
 from megasnn.parallel.sync_batch_norm import SharedStatistics
 from megasnn.parallel.traffic import statistics

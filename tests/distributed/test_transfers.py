@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from megasnn.kernels.spike_codec import Content
 from megasnn.models.description import Carried
-from megasnn.parallel.codec import Content
-from megasnn.parallel.communicators import Communicators
-from megasnn.parallel.group import Group
+from megasnn.parallel_state import Communicators, Group
 from megasnn.pipeline.arrivals import sent_by_then
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions
 from megasnn.pipeline.transfers import Transfers, linked

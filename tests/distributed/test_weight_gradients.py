@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers import (
     BuildContext,
     ParallelConv,
@@ -14,9 +15,8 @@ from megasnn.layers import (
 )
 from megasnn.layers.initialisers import trunc_normal
 from megasnn.layers.weight_gradients import Task
-from megasnn.parallel.codec import Content
-from megasnn.parallel.group import Group, alone
 from megasnn.parallel.traffic import statistics
+from megasnn.parallel_state import Group, alone
 from tests.distributed.whole import build, channels_last, everybody, mine, random, spikes
 
 T, N, CHANNELS, SIDE = 2, 3, 16, 6

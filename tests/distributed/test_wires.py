@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megasnn import device_checks
 from megasnn.device_checks import DeviceChecks, explained
-from megasnn.kernels import codec
-from megasnn.parallel.codec import Content
-from megasnn.parallel.group import Group
+from megasnn.kernels import spike_codec as codec
+from megasnn.kernels.spike_codec import Content
 from megasnn.parallel.traffic import statistics
+from megasnn.parallel_state import Group
 from megasnn.pipeline import p2p
 from megasnn.pipeline.p2p import Receiver, Sender, WireOptions
 

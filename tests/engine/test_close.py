@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megasnn import Engine
-from megasnn.parallel.group import TASKS
+from megasnn.parallel_state import TASKS
 from tests.engine.test_engine import MODEL, PP2, SIZES
 from tests.faults.launch import held_port
 from tests.training.runs import train

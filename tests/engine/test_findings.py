@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megasnn import device_checks
 from megasnn.engine import Engine
-from megasnn.kernels import codec
+from megasnn.kernels import spike_codec as codec
 from megasnn.layers import ConvNormNeuron, SpikingNeuron
 from megasnn.layers.own_neuron import State
 from megasnn.models.layer import Layer, layer

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.engine import Engine
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers import ConvNormNeuron, MeanLinear
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
-from megasnn.parallel.codec import Content
 from megasnn.pipeline.executor import PipelineError
 from megasnn.pipeline.graph_room import Places
 from megasnn.pipeline.layer_graphs import LayerGraphs

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from megasnn.engine import Engine
-from megasnn.kernels.packed import bits_of
 from megasnn.kernels.products import ConvolutionProducts
+from megasnn.kernels.spike_codec import Content, bits_of
 from megasnn.layers import ParallelConv
-from megasnn.parallel.codec import Content
-from megasnn.parallel.sharded_tensors import materialise
+from megasnn.parallel.sharding import materialise
 from tests.engine.test_engine import MODEL, PP2
 
 SIZES = {"micro_batch_size": 5, "global_batch_size": 10, "train_iters": 3, "lr": 1e-2}

@@ -21,8 +21,7 @@ from megasnn.engine.distributed_model import DistributedModel
 from megasnn.layers import ConvNormNeuron, ParallelConv
 from megasnn.models.layer import Layer, layer
 from megasnn.optim import build_optimizer, takes_found_inf
-from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Shard
+from megasnn.parallel.sharding import Shard, ShardedTensor
 from megasnn.pipeline.executor import PipelineError
 from tests.models.networks import CLASSES, between
 

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels import BACKENDS, NeuronSpec
-from megasnn.kernels.codec import pack_bits
-from megasnn.kernels.norm_neuron import Norm, Unit
-from megasnn.kernels.norm_neuron import channels_last as in_order
-from megasnn.kernels.packed import bits_of
-from megasnn.kernels.unit import neuron_multi_step, norm_pool_neuron
+from megasnn.kernels.neuron import Norm, Unit, neuron_multi_step, norm_pool_neuron
+from megasnn.kernels.neuron import channels_last as in_order
+from megasnn.kernels.spike_codec import bits_of, pack_bits
 from tests.kernels.models import assert_close, channels_last, plif_weight
 
 

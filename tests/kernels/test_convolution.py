@@ -16,9 +16,9 @@ from megasnn.kernels.convolution import (
     Geometry,
     _transposed,
     add_weight_gradient,
+    average_pool_gradient,
     input_gradient,
 )
-from megasnn.kernels.pooling import average_pool_gradient
 
 GEOMETRIES = [
     (k, Geometry((stride, 1), (padding, 0), (dilation, dilation)))

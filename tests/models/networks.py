@@ -12,10 +12,10 @@ from spikingjelly.activation_based import neuron
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers import ConvNormNeuron, KeyedLayer, MeanLinear, ParallelDropout
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.parallel.codec import Content
 
 CLASSES = 4
 

@@ -17,17 +17,15 @@ from torch import Tensor, nn
 from megasnn.bundle import Bundle, entries_of, logits_of
 from megasnn.device_checks import DeviceChecks
 from megasnn.engine.distributed_model import DistributedModel
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
 from megasnn.losses.sums import cross_entropy_sum
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.parallel.codec import Content
-from megasnn.parallel.communicators import Communicators
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import materialise
+from megasnn.parallel.sharding import materialise
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel_state import Communicators, Group, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import p2p
 from megasnn.pipeline.chunk import build_chunk
 from megasnn.pipeline.p2p import WireOptions

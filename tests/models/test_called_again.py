@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import megasnn
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm, ParallelConv
 from megasnn.layers.own_values import without_memory
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.parallel.codec import Content
-from megasnn.parallel.group import Group, alone
-from megasnn.parallel.sharded_tensors import materialise
+from megasnn.parallel.sharding import materialise
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
+from megasnn.parallel_state import Group, alone
 from tests.models.steps import one_step
 from tests.parity.ranks import Layout
 from tools.benchmark.ranks import RankError

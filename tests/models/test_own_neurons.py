@@ -15,7 +15,7 @@ from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelNeu
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.parallel.sharded_tensors import materialise
+from megasnn.parallel.sharding import materialise
 from megasnn.pipeline.chunk import build_chunk
 from tests.models.steps import LAYOUTS, assert_equal, one_step
 from tests.parity.ranks import Layout

@@ -13,6 +13,7 @@ from spikingjelly.activation_based import layer as sj
 from spikingjelly.activation_based import neuron
 from torch import Tensor, nn
 
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers import (
     BuildContext,
     ConvNormNeuron,
@@ -26,9 +27,8 @@ from megasnn.layers.holding import content_of
 from megasnn.models.building import describe
 from megasnn.models.layer import Computed, Layer, layer
 from megasnn.models.model import Model, run_config
-from megasnn.parallel.codec import Content
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import materialise
+from megasnn.parallel.sharding import materialise
+from megasnn.parallel_state import Group
 from megasnn.pipeline.chunk import describe_tensors
 from tests.models.networks import CLASSES, between
 from tests.models.steps import assert_equal, one_step

@@ -17,7 +17,7 @@ from megasnn.layers.swapped import SWAPS
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.parallel.group import Group
+from megasnn.parallel_state import Group
 from tests.models import given_to_shard as networks
 from tests.models import steps
 from tests.models.networks import TwoTied

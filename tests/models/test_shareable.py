@@ -25,7 +25,7 @@ from megasnn.layers.own_neuron import State
 from megasnn.models.building import describe
 from megasnn.models.layer import layer
 from megasnn.models.model import Model
-from megasnn.parallel.group import Group
+from megasnn.parallel_state import Group
 from tests.models.networks import between
 from tests.models.steps import assert_equal, one_step
 from tests.parity.ranks import Layout, RankStep

@@ -21,7 +21,7 @@ from megasnn.models.dialects import dialect_for, dialect_of
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.models.table import MODELS, guess_model
-from megasnn.parallel.sharded_tensors import materialise, sharded_tensors
+from megasnn.parallel.sharding import materialise, sharded_tensors
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pretraining import pretrain
 from tests.convert.saved import CPU

@@ -21,10 +21,9 @@ from megasnn.models.building import describe
 from megasnn.models.layer import layer
 from megasnn.models.model import Model
 from megasnn.models.table import MODELS
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import copied_tensors, materialise, parameter_count, sharded_tensors
+from megasnn.parallel.sharding import copied_tensors, materialise, parameter_count, sharded_tensors
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel_state import Group, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.step_state import MicroBatchInput
 from tests.models.networks import Again, Tied, TwoTied, between

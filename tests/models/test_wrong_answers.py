@@ -28,8 +28,8 @@ from megasnn.layers import (
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import materialise
+from megasnn.parallel.sharding import materialise
+from megasnn.parallel_state import Group
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.profile_layers import profile_layers
 from tests.models.networks import CLASSES, between

@@ -158,9 +158,9 @@ def _statistics_before_and_after_evaluation() -> bool:
 @pytest.mark.parametrize("momentum", [0.3, None])
 def test_momentum_none_averages_over_steps(momentum: float | None) -> None:
     """Trap 8: momentum None silently lost."""
-    from megasnn.parallel.group import alone
-    from megasnn.parallel.sharded_tensors import materialise
+    from megasnn.parallel.sharding import materialise
     from megasnn.parallel.sync_batch_norm import merge_running_statistics
+    from megasnn.parallel_state import alone
 
     norm = ParallelBatchNorm(4, BuildContext(dtype=torch.float64), momentum=momentum)
     materialise([("norm", norm)], torch.device("cpu"), 0)

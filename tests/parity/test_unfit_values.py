@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from megasnn.engine.distributed_model import DistributedModel
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelDropout
 from megasnn.layers.unit import Residual
 from megasnn.models.building import describe
 from megasnn.models.layer import Layer, layer
-from megasnn.parallel.codec import Content
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.executor import PipelineError
 from megasnn.pipeline.step_state import MicroBatchInput

@@ -9,7 +9,7 @@ import pytest
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
-from megasnn.parallel.agreement import decided_by_first
+from megasnn.parallel.agreement import broadcast_object
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import profile_layers
 from megasnn.pipeline.choose_schedule import PipelineRequest
@@ -109,7 +109,7 @@ def _decide(works: bool) -> str:
         return f"rank {group.rank} decided"
 
     try:
-        return decided_by_first(group, decide)
+        return broadcast_object(group, decide)
     except ValueError as error:
         return str(error)
 

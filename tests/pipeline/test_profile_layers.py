@@ -12,8 +12,7 @@ from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
 from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.parallel.group import Group
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel_state import Group, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import link, profile_layers
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts

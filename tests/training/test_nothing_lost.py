@@ -12,9 +12,9 @@ import megasnn
 from megasnn.checkpoint import CheckpointError, NoCheckpointError, list_checkpoints
 from megasnn.data import GlobalBatch
 from megasnn.engine.batches import Batches
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ParallelConv
-from megasnn.parallel.codec import Content
-from megasnn.parallel.sharded_tensors import materialise
+from megasnn.parallel.sharding import materialise
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.training import saving

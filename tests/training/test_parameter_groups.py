@@ -14,8 +14,7 @@ from megasnn.models.building import describe
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.optim import build_optimizer, is_frozen, require_matches
-from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Shard
+from megasnn.parallel.sharding import Shard, ShardedTensor
 from tests.training.runs import train, whole
 
 FROZEN = "patch_embed.stages.*=0,blocks.0.attention=0,*.fc2.norm.weight=0"

@@ -102,7 +102,7 @@ def _counted(engine: Engine, samples: int) -> int:
         counter = AllocationCounter(engine.distributed.state.device)
         with counter.counting():
             engine.distributed.forward_backward(micro_batches, samples)
-            engine.distributed.share_rows()
+            engine.distributed.all_gather_params()
         peaks.append(counter.peak)
     return min(peaks)
 

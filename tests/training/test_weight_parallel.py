@@ -165,7 +165,7 @@ def accounts(*flags: str) -> Account:
             for each in chunk.modules()
             if isinstance(each, (ParallelConv, ParallelLinear))
         }
-        live, ready = [0], GatheredWeights.ready
+        live, ready = [0], GatheredWeights.wait_unshard
 
         def watched(self: GatheredWeights, unit: int) -> None:
             ready(self, unit)
@@ -175,7 +175,7 @@ def accounts(*flags: str) -> Account:
 
         made.train_step(*samples(made, 8))
         statistics.reset()
-        with statistics.counting(), mock.patch.object(GatheredWeights, "ready", watched):
+        with statistics.counting(), mock.patch.object(GatheredWeights, "wait_unshard", watched):
             made.train_step(*samples(made, 8))
         traffic = statistics.read()
         statistics.reset()
@@ -247,7 +247,7 @@ def buffers(*flags: str) -> Buffers:
         weights, shared = made.distributed._weights, made.plan.schedules.weights
         assert weights is not None and shared is not None
         to_start, to_arrive, on_their_way = list[int](), list[int](), list[int]()
-        gather, ready = GatheredWeights.gather, GatheredWeights.ready
+        gather, ready = GatheredWeights.unshard, GatheredWeights.wait_unshard
 
         def gathering(self: GatheredWeights, unit: int) -> None:
             counter = AllocationCounter(made.state.device)
@@ -267,8 +267,8 @@ def buffers(*flags: str) -> Buffers:
 
         made.train_step(*samples(made, 8))
         first = places()
-        with mock.patch.object(GatheredWeights, "gather", gathering):
-            with mock.patch.object(GatheredWeights, "ready", arriving):
+        with mock.patch.object(GatheredWeights, "unshard", gathering):
+            with mock.patch.object(GatheredWeights, "wait_unshard", arriving):
                 made.train_step(*samples(made, 8))
         schedule = made.plan.schedules.training(4 // made.state.data.size)
         _, planned = shared.gathered_and_buffers(schedule, made.state.pipeline.rank)
@@ -297,14 +297,14 @@ def gathered_early(*flags: str) -> tuple[int, bool]:
         found: list[list[Tensor]] = []
         for early in (False, True):
             for unit in units:
-                weights.gather(unit)
+                weights.unshard(unit)
                 if not early:
-                    weights.ready(unit)
+                    weights.wait_unshard(unit)
             for unit in units:
-                weights.ready(unit)
+                weights.wait_unshard(unit)
             found.append([each.clone() for unit in units for part in weights._units[unit] for each in part.values])
             for unit in units:
-                weights.free(unit)
+                weights.reshard(unit)
         return len(weights._buffers), all(map(torch.equal, *found))
 
 
@@ -336,7 +336,7 @@ def test_a_step_that_is_not_finite_changes_nothing(ranks) -> None:
 
 def built_by_layers() -> list[int]:
     """The memory of this rank's whole parameters whenever a layer has got its values."""
-    held, keep = list[int](), GatheredWeights.keep
+    held, keep = list[int](), GatheredWeights.shard
     seen = list[nn.Module]()
 
     def watched(self: GatheredWeights, unit: int, layers: Sequence[nn.Module]) -> None:
@@ -345,7 +345,7 @@ def built_by_layers() -> list[int]:
         held.append(-sum(each.nbytes for layer in layers for each in layer.parameters()))
         keep(self, unit, layers)
 
-    with mock.patch.object(GatheredWeights, "keep", watched), engine(*BY_TWO):
+    with mock.patch.object(GatheredWeights, "shard", watched), engine(*BY_TWO):
         return held
 
 
@@ -443,7 +443,7 @@ def gradients_held(*flags: str) -> tuple[int, int, int]:
 
         with mock.patch.object(GradientBuckets, "begin", watched):
             made.train_step(*samples(made, 8))
-        sums = sum(bucket.sum.nbytes for bucket in buckets)
+        sums = sum(bucket.reduced.nbytes for bucket in buckets)
         return max(most), data_parallel.held_bytes - sums, sum(view.nbytes for b in buckets for view in b.views)
 
 

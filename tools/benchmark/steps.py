@@ -25,7 +25,7 @@ from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from megasnn.models.vgg_dvs.dimensions import VggDvs
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel.world import BACKENDS
+from megasnn.parallel_state import BACKENDS
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory

@@ -8,19 +8,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megasnn.kernels.codec import pack_bits
-from megasnn.kernels.fused_constants import numbers
 from megasnn.kernels.layout import memory_order
-from megasnn.kernels.norm_neuron import gradient_of_w
-from megasnn.kernels.packed import remember_bits, wants_bits
-from megasnn.kernels.spec import NeuronSpec
+from megasnn.kernels.neuron import gradient_of_w
+from megasnn.kernels.neuron_spec import NeuronSpec, numbers
+from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
 from megasnn.kernels.triton.calls import factor
 from megasnn.kernels.triton.launch import NUMBERS, THREADS, at_once, chunk, chunk_memory, compute_type, lanes, launch
 from megasnn.kernels.triton.unit import fire_kernel, gradient_kernel
 
 
 def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See :func:`megasnn.kernels.unit.neuron_multi_step`."""
+    """See :func:`megasnn.kernels.neuron.neuron_multi_step`."""
     spikes, last, bits = _Neuron.apply(x, v0, w, spec, wants_bits(x))
     return remember_bits(spikes, bits), last
 

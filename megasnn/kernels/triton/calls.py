@@ -1,4 +1,4 @@
-"""The four calls of a norm-(pool-)neuron unit, with tensors: see `megasnn.kernels.norm_neuron`."""
+"""The four calls of a norm-(pool-)neuron unit, with tensors: see `megasnn.kernels.neuron`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megasnn.kernels.codec import pack_bits
-from megasnn.kernels.fused_constants import numbers
-from megasnn.kernels.norm_neuron import Norm, Unit
+from megasnn.kernels.neuron import Norm, Unit
+from megasnn.kernels.neuron_spec import numbers
+from megasnn.kernels.spike_codec import pack_bits
 from megasnn.kernels.triton.launch import (
     COLUMNS,
     NUMBERS,
@@ -40,16 +40,18 @@ _FOLDED_ROWS, _FOLDED_COLUMNS = 64, 16
 def statistics(x: Tensor) -> Tensor:
     number, channels = compute_type(x.dtype), x.shape[2]
     cut = _cut(x.numel(), channels, lanes(x.dtype))
+    whole_rows, rest = divmod(x.numel(), cut.row)
     partial = x.new_empty((2, cut.programs, cut.row), dtype=number)
     launch(
         statistics_kernel, cut.programs * (cut.row // COLUMNS),
-        x, partial, x.numel(), cut.row, cut.programs, cut.tiles,
+        x, partial, x.numel(), whole_rows, rest, cut.row, cut.programs, cut.tiles,
         D=NUMBERS[number], ROWS=cut.rows, COLUMNS=COLUMNS,
     )  # fmt: skip
     found = x.new_empty((2, channels), dtype=torch.float64)
     launch(
         fold_statistics_kernel, -(-channels // _FOLDED_COLUMNS),
-        partial, found, partial[0].numel() // channels, channels, x.numel(), cut.row, cut.tiles * cut.rows,
+        partial, found, partial[0].numel() // channels, channels, x.numel() // channels, whole_rows, rest,
+        cut.row // channels, cut.tiles * cut.rows,
         ROWS=_FOLDED_ROWS, COLUMNS=_FOLDED_COLUMNS,
     )  # fmt: skip
     return found

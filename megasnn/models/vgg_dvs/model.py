@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from megasnn.kernels.pooling import average_pool
+from megasnn.kernels.convolution import average_pool
 from megasnn.layers import ConvNormNeuron, KeyedLayer, ParallelDropout, ParallelLinear, WholeImages
 from megasnn.layers.conv import Style
 from megasnn.layers.initialisers import kaiming_normal
