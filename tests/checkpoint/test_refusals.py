@@ -185,7 +185,9 @@ def save_on_ranks_that_cannot(folder: Path) -> list[str]:
         rank = Rank(layout)
         for index, entry in enumerate(rank.tensors):
             at = entry.shard.place.coordinates
-            place = Place(Grid(layout.pipeline, 2, layout.tensor), replace(at, data=0 if answers else 1))
+            place = Place(
+                Grid(pipeline=layout.pipeline, data=2, tensor=layout.tensor), replace(at, data=0 if answers else 1)
+            )
             rank.tensors[index] = replace(entry, shard=replace(entry.shard, place=place))
         with pytest.raises(CheckpointError) as raised:
             save(folder, rank)
