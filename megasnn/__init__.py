@@ -5,11 +5,10 @@ The names below are loaded when they are first used, so that what needs no torch
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from megasnn.lazy import lazy_names
-
-if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy_names`
+if TYPE_CHECKING:
     from megasnn.checkpoint import CheckpointError as CheckpointError
     from megasnn.checkpoint import load_checkpoint as load_checkpoint
     from megasnn.checkpoint import load_global_tensors as load_global_tensors
@@ -68,4 +67,41 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.telemetry.callback import Callback as Callback
     from megasnn.version import __version__ as __version__
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+_NAMES = {
+    "megasnn.checkpoint": "CheckpointError load_checkpoint load_global_tensors save_checkpoint save_global_tensors",
+    "megasnn.config": "ConfigError PretrainConfig parse validate",
+    "megasnn.engine": "Engine",
+    "megasnn.kernels": "NeuronSpec",
+    "megasnn.layers": (
+        "BuildContext ConvNormNeuron DropPath KeyedLayer MaxPool MeanLinear MeanOverSpace NeuronConvNorm "
+        "ParallelBatchNorm ParallelConv ParallelDropout ParallelGroupNorm ParallelIF ParallelLayerNorm ParallelLIF "
+        "ParallelLinear ParallelNeuron ParallelPLIF PooledUnit SpikeDrivenAttention SpikingNeuron "
+        "SpikingSelfAttention TemporalEffectiveBatchNorm ThresholdDependentBatchNorm TokenAttention WholeImages"
+    ),
+    "megasnn.models.description": "LayerDescription ModelDescription",
+    "megasnn.models.layer": "layer",
+    "megasnn.models.model": "Model",
+    "megasnn.models.shard": "shard",
+    "megasnn.models.table": "MODELS",
+    "megasnn.parallel.codec": "COUNTS DENSE SPIKES Content",
+    "megasnn.parallel.sharded_tensors": "ShardedTensor",
+    "megasnn.parallel.sharding": "Shard",
+    "megasnn.parallel_state": "ParallelState destroy_model_parallel get_parallel_state initialize_model_parallel",
+    "megasnn.pipeline.chunk": "PipelineChunk",
+    "megasnn.pretraining": "pretrain",
+    "megasnn.telemetry.callback": "Callback",
+    "megasnn.version": "__version__",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -85,17 +85,9 @@ def _in_table(model: str | type[Model]) -> type[Model]:
 
 def refuse_unbuildable(config: PretrainConfig) -> None:
     """Raises ConfigError when the layers of the model cannot be built, or do not fit together. Imports torch."""
-    from megasnn.models.problems import building_problems
+    from megasnn.engine.build import model_problems
 
-    neuron, parallel = config.neuron, config.parallel
-    problems = building_problems(
-        config.model,
-        neuron.spec,
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.context_cut(config.training.micro_batch_size),
-    )
-    if problems:
+    if problems := model_problems(config):
         raise ConfigError(problems)
 
 
@@ -112,7 +104,7 @@ def refuse_other_samples(config: PretrainConfig) -> None:
 def refuse_other_device(config: PretrainConfig, world_size: int) -> None:
     """Raises ConfigError when this rank has no GPU and the flags need one: the device is known before ranks join. What
     a GPU cannot do is found out by using it, after that. Imports torch."""
-    from megasnn.engine.setup import require_kernels
+    from megasnn.engine.build import require_kernels
     from megasnn.parallel_state import device_of_rank, why_no_gpu, why_not_on_gpus
 
     parallel = config.parallel

@@ -52,7 +52,7 @@ def counted_graphs() -> Iterator[CountedGraphs]:
         return x.untyped_storage()._cdata
 
     with (
-        mock.patch("megasnn.engine.setup.capture_on", lambda device: graphs),
+        mock.patch("megasnn.engine.build.capture_on", lambda device: graphs),
         mock.patch.object(GraphRoom, "is_fixed", lambda self, x: memory(x) in held),
         mock.patch.object(GraphRoom, "fix", lambda self, x: held.add(memory(x))),
         mock.patch.object(

@@ -35,7 +35,7 @@ from megasnn.kernels.numba import attention as sparse_attention
 from megasnn.kernels.numba import spike_sums as sparse_products
 from megasnn.models.model import run_config
 from megasnn.models.table import MODELS
-from megasnn.training.watch import Watch
+from megasnn.training.metrics import Metrics
 
 PACKAGE = str(Path(__file__).parent.parent / "megasnn")
 READS = {  # operations whose result the host has to know, be it only its size
@@ -155,7 +155,7 @@ def waits_of_steps(model: str, flags: str = "", fewer: int = 7) -> Waits:
         mock.patch.object(dist, "get_backend", lambda group=None: "another"),  # one operation gathers
         Engine(config, length=Length(config.training.train_iters or 0)) as engine,
     ):
-        watch = Watch(engine.distributed, engine.state, engine.steps.timers)
+        watch = Metrics(engine)
         random = torch.Generator().manual_seed(0)
         images = torch.rand(size, *config.model.input_shape, generator=random)
         labels = torch.arange(size) % config.model.num_classes
@@ -164,7 +164,7 @@ def waits_of_steps(model: str, flags: str = "", fewer: int = 7) -> Waits:
         evaluated = engine.batches.share(images[:fewer], labels[:fewer], fewer, 0, evaluates=True)
 
         def host() -> set[int]:
-            states = engine.steps.optimizer.state.values()
+            states = engine.step.optimizer.state.values()
             return {state["step"].untyped_storage().data_ptr() for state in states if "step" in state}
 
         found = []

@@ -228,5 +228,5 @@ def recorded_graphs(graphs: RecordedGraphs | None = None) -> Iterator[RecordedGr
         for module in ("codec", "philox", "sparse.products", "sparse.attention"):
             stack.enter_context(mock.patch(f"megasnn.kernels.{module}._loops", lambda: None))
         stack.enter_context(mock.patch("megasnn.device_checks.runs_ahead", lambda device: True))
-        stack.enter_context(mock.patch("megasnn.engine.setup.capture_on", lambda device: graphs))
+        stack.enter_context(mock.patch("megasnn.engine.build.capture_on", lambda device: graphs))
         yield graphs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated, Literal
 
@@ -12,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from megasnn.config.checks import flag, flags_of_others, refusal
 from megasnn.config.fields import Count, NonNegative, Pattern, Positive, ShareBelowOne, last_match, patterns
 from megasnn.files import STRICT
-from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS, Stepped
+from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -61,9 +60,9 @@ class OptimizerConfig:
         """Weight decay of a parameter: matrices and kernels decay, and norms, biases and time constants do not."""
         return self.weight_decay if dimensions > 1 else 0.0
 
-    def working_bytes(self, parameters: Sequence[Stepped]) -> int:
-        """Memory of a step of the optimizer, see `OptimizerRecipe.working`."""
-        return OPTIMIZERS[self.optimizer].working(parameters)
+    def working_bytes(self, parameters: int) -> int:
+        """Bytes that a step of the optimizer takes beside its state, for so many bytes of parameters."""
+        return int(OPTIMIZERS[self.optimizer].working_copies * parameters)
 
     def warmup_iterations(self, epoch: Fraction = Fraction(1)) -> int | Fraction:
         """Iterations of warm-up, with `epoch` of them in an epoch."""

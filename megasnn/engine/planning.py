@@ -1,4 +1,4 @@
-"""From the configuration to the plan of a pipeline: what is asked for, and where the costs of layers come from."""
+"""From the configuration to the plan of a pipeline, and the costs of layers that `--layer-costs` names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
-from megasnn.config.parallel import ParallelConfig
 from megasnn.grid import Grid
 from megasnn.layers import BuildContext
 from megasnn.models.description import ModelDescription
@@ -27,24 +26,21 @@ from megasnn.schedule.passes import NEVER
 from megasnn.telemetry.memory import device_name
 
 
-def wire_options(parallel: ParallelConfig) -> WireOptions:
-    """How tensors travel between stages."""
-    return WireOptions()
-
-
 def plan_of(
     config: PretrainConfig, model: ModelDescription, context: BuildContext, state: ParallelState, windows: int
 ) -> PipelinePlan:
-    """The layers and the place of each chunk, and the schedules. Collective over the world.
+    """Plans layers and placement of each chunk, and the schedules. Collective over the world.
 
     Args:
-        windows: in which each sample is shown.
+        windows: number of them in which each sample is shown.
     Raises:
         ValueError: on every rank, what the schedule cannot place or keep, or a `--layer-costs` that does not serve.
     """
     training, parallel = config.training, config.parallel
-    counts = [windows * each for each in micro_batch_counts(training.micro_batches, state.data.size)]
-    if training.evaluate_only:  # nothing is kept, and so nothing is computed again; there are no other steps
+    replicas = state.data.size
+    shares = {len(micro_batches_of(training.micro_batches, replicas, each)) for each in (0, replicas - 1)}
+    counts = [windows * each for each in sorted(shares, reverse=True)]
+    if training.evaluate_only:  # no activation is kept, so none is recomputed; there are no other steps
         parallel = replace(parallel, recompute=NEVER, memory_budget=None)
         counts = counts[:1]
     layout, units = parallel.layout, [layer.unit for layer in model.layers]
@@ -60,25 +56,15 @@ def plan_of(
         scatters=parallel.weight_gradients == "scattered",
         rows_have_owners=parallel.use_distributed_optimizer,
     )
-    return plan_pipeline(model, request, context, state, wire_options(parallel), _costs_of_plan(config, state))
-
-
-def micro_batch_counts(micro_batches: int, replicas: int) -> tuple[int, ...]:
-    """How many of a global batch's micro-batches a replica may have, the largest number first."""
-    counts = {len(micro_batches_of(micro_batches, replicas, replica)) for replica in (0, replicas - 1)}
-    return tuple(sorted(counts, reverse=True))
-
-
-def _costs_of_plan(config: PretrainConfig, state: ParallelState) -> PipelineCosts | None:
-    """Those that `--layer-costs` names, read by the first rank; None where it names none."""
-    if config.parallel.layer_costs is None:
-        return None
-    here, device = int(os.environ.get("LOCAL_WORLD_SIZE", state.world.size)), device_name(state.device)
-    return broadcast_object(state.world, lambda: planned_costs(config, state.grid, here, device))
+    costs = None
+    if parallel.layer_costs is not None:
+        here, device = int(os.environ.get("LOCAL_WORLD_SIZE", state.world.size)), device_name(state.device)
+        costs = broadcast_object(state.world, lambda: planned_costs(config, state.grid, here, device))
+    return plan_pipeline(model, request, context, state, WireOptions(), costs)
 
 
 def planned_costs(config: PretrainConfig, grid: Grid, ranks_of_node: int, machine: str) -> PipelineCosts:
-    """The costs of `--layer-costs` on a grid, as the planner has them: the same order of actions follows from them.
+    """Reads the costs of `--layer-costs` for a grid, as the planner has them: the same order of actions follows.
 
     Args:
         machine: the device of this rank, as costs files name it.

@@ -11,7 +11,6 @@ from itertools import groupby, pairwise
 from math import prod
 
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.optimizers import Stepped
 from megasnn.parallel.sharding import nested_bounds
 from megasnn.planner.analysis import HeldTensor
 from megasnn.planner.layout import Layout
@@ -70,9 +69,7 @@ def states_of(
         exchanged=exchanged,
         reduced=sum(kept[each.name] for each in trained),
         updated=sum(owned[each.name] for each in trained),
-        working=optimizer.working_bytes(
-            [Stepped(owned[e.name] // e.itemsize, e.itemsize, optimizer.decay_of(len(e.shape)) > 0) for e in trained]
-        ),
+        working=optimizer.working_bytes(sum(owned[each.name] for each in trained)),
     )
 
 

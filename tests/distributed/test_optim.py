@@ -18,7 +18,7 @@ from megasnn.optim import (
     build_optimizer,
     held_state_bytes,
     learning_rate,
-    require_course,
+    require_schedule,
     state_bytes,
 )
 from megasnn.optimizers import OPTIMIZERS
@@ -168,7 +168,7 @@ def test_the_rates_of_spikformers_recipe(iterations_per_epoch: Fraction) -> None
     assert config.problems() == []
     length = TrainingConfig(train_epochs=310, global_batch_size=4).length(int(4 * iterations_per_epoch))
     assert length.epoch == iterations_per_epoch
-    require_course(config, length.iterations, length.epoch)
+    require_schedule(config, length.iterations, length.epoch)
     for iteration in {round(length.iterations * part / 997) for part in range(997)}:
         rate = learning_rate(config, iteration, length.iterations, length.epoch)
         epoch = int(iteration / iterations_per_epoch)
@@ -196,7 +196,7 @@ def test_warm_up_and_cool_down_in_epochs() -> None:
     found = [learning_rate(slow, iteration, 6, Fraction(3, 2)) for iteration in range(6)]
     assert found == pytest.approx([0.5, 0.5, 1.0, 1.0, 1.0, 1.0])
     with pytest.raises(ValueError, match=r"--lr-cooldown-epochs 2 are together more than the 5 iter"):
-        require_course(config, 5, Fraction(2))
+        require_schedule(config, 5, Fraction(2))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megasnn.config import ConfigError, parse, validate
 from megasnn.engine import Engine
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel
 from megasnn.kernels.spike_codec import Content, bits_of
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
 from megasnn.models.building import describe

@@ -270,8 +270,7 @@ def test_what_graphs_take_is_forecast(model: Model, slots: int) -> None:
         for _ in range(3):
             engine.train_step(images, labels)
         reporter = Reporter(RunOutline(1, 1), is_writer=False)
-        arguments = engine.distributed, engine.steps.optimizer, engine.plan, engine.distributed.state, reporter
-        (forecast,) = forecast_memory(engine.config, *arguments)
+        (forecast,) = forecast_memory(engine.config, engine, reporter)
         assert forecast.kept + forecast.graphs == pytest.approx(1e-6 * _taken_bytes(engine, graphs), rel=0.1)
     assert " + CUDA graphs 7" in str(replace(forecast, graphs=7.0)) and forecast.total > forecast.graphs > 0
 

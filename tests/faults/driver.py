@@ -24,13 +24,13 @@ import pretrain_spikformer
 from megasnn.checkpoint import SyncWriter, save
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
+from megasnn.engine import mesh as program
 from megasnn.parallel.replica_check import ReplicaCheck, in_memory_order
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.schedule import Action
 from megasnn.telemetry.records import StepResult
 from megasnn.telemetry.timers import DeviceClock
-from megasnn.training import program
 from megasnn.training.loop import TrainingRun
 from tests.sums import form_sums_where_few
 

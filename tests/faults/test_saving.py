@@ -13,7 +13,7 @@ import torch
 
 from megasnn.checkpoint import list_checkpoints, load_global_tensors
 from megasnn.checkpoint.job import LOCK, FolderLock
-from megasnn.training.hosts import leave_mark, sees_mark
+from megasnn.training.resume import leave_mark, sees_mark
 from tests.faults.launch import PP2, PP3, TINY, Ranks, Torchrun
 from tests.faults.test_bad_data import refused
 from tests.faults.test_signals import ENDLESS, wait_for

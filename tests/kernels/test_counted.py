@@ -84,7 +84,7 @@ def test_the_host_waits_once(counted) -> None:
     """Where it reads what the step came to."""
     _, found = counted
     places = {wait.split()[0] for wait in found.waits}
-    assert len(places) == 1 and places.pop().startswith("engine/distributed_model.py:")
+    assert len(places) == 1 and places.pop().startswith("engine/model.py:")
 
 
 @pytest.mark.parametrize("asked", ["off", "on"])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, entries_of, logits_of
 from megasnn.device_checks import DeviceChecks
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
 from megasnn.losses.sums import cross_entropy_sum

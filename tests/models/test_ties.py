@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megasnn.checkpoint import load_global_tensors
 from megasnn.convert.reshard import Target, reshard, saved_model
 from megasnn.convert.source import open_source
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel
 from megasnn.layers import BuildContext, ConvNormNeuron
 from megasnn.losses.sums import cross_entropy_sum
 from megasnn.models.building import describe

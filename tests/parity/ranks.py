@@ -12,7 +12,7 @@ from torch import Tensor
 from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.bundle import Bundle, logits_of
 from megasnn.checkpoint import load_globals_into
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel, ModelOptions
 from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
@@ -108,7 +108,9 @@ def build_engine(
     plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, state.pipeline.size)
     bounds = bounds or balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
     plan = gathering(plan, model, bounds, context, layout)
-    return DistributedModel(model, state, context, bounds, plan, rows_have_owners=rows_have_owners)
+    return DistributedModel(
+        model, state, context, bounds, plan, options=ModelOptions(rows_have_owners=rows_have_owners)
+    )
 
 
 def join(layout: Layout) -> ParallelState:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megasnn.config import parse
 from megasnn.config.training import Length
 from megasnn.engine import Engine
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel, ModelOptions
 from megasnn.layers import BuildContext
 from megasnn.layers.batch_norm import ParallelBatchNorm
 from megasnn.layers.cast_weights import CastWeights
@@ -34,7 +34,7 @@ from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.pipeline.transfers import Transfers
 from megasnn.schedule import plan_schedule
 from megasnn.telemetry.spikes import LayerSpikes
-from megasnn.training.watch import Watch
+from megasnn.training.metrics import Metrics
 from tests.host_waits import MODEL_FLAGS
 from tests.models.networks import CLASSES, Random
 from tests.recorded_graphs import FAILURE, Pool, RecordedGraphs, Refused, is_recording, recorded_graphs
@@ -52,7 +52,7 @@ def trained(model: str, flags: str, steps: int, watched: int | None = None) -> t
     samples, random = config.training.global_batch_size, torch.Generator().manual_seed(0)
     labels, found = torch.arange(samples) % config.model.num_classes, []
     with Engine(config, length=Length(steps)) as engine:
-        watch = Watch(engine.distributed, engine.state, engine.steps.timers)
+        watch = Metrics(engine)
         for step in range(steps):
             watch.spikes.enabled = step == watched
             images = torch.rand(samples, *config.model.input_shape, generator=random)
@@ -242,7 +242,7 @@ def random_steps(seed: int, chunks: int, graphs: RecordedGraphs | None) -> list[
     context = BuildContext(cast_weights=CastWeights(stay=graphs is not None), neuron_backend="torch")
     try:
         state, options = initialize_model_parallel(1, 1), None if graphs is None else GraphOptions(graphs, False)
-        engine = DistributedModel(model, state, context, bounds, plan, graphs=options)
+        engine = DistributedModel(model, state, context, bounds, plan, options=ModelOptions(graphs=options))
         for step in range(3):
             random = torch.Generator().manual_seed(step)
             images = torch.rand(4, *model.input_shape, generator=random)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel
 from megasnn.layers import BuildContext
 from megasnn.models.building import describe
 from megasnn.models.description import ModelDescription

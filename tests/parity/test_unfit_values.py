@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelDropout
 from megasnn.layers.unit import Residual

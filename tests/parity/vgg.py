@@ -13,7 +13,7 @@ from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, 
 from torch import Tensor, nn
 
 from megasnn.checkpoint import load_globals_into
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, DropPath

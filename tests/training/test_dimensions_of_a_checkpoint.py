@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from megasnn.checkpoint import save_global_tensors
 from megasnn.config import ConfigError, PretrainConfig, to_json, validate
@@ -107,17 +106,6 @@ def test_another_number_of_time_steps_is_evaluated_where_only_weights_are_taken(
     error = refuses(str(tmp_path), *flags, *NEURON)
     assert "model.time_steps: saved" in error and "--finetune" in error
     assert train(str(tmp_path), *flags, *NEURON, "--finetune").iteration == 0
-
-
-def other_on_one_rank(cache: str, folder: str) -> str:
-    more = ["--depth", "2"] if torch.distributed.get_rank() else []
-    return refuses(cache, "--load", folder, *NEURON, *more)
-
-
-def test_ranks_that_see_different_checkpoints_are_refused(ranks, run, tmp_path) -> None:
-    errors = ranks(2, other_on_one_rank, str(tmp_path), str(run))
-    assert errors[0] == errors[1] and errors[0].startswith("not all ranks see the same checkpoint in --load")
-    assert "rank 1" in errors[0] and "model.depth: saved 1, now 2" in errors[0]
 
 
 def test_it_is_read_without_torch(run) -> None:

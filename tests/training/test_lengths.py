@@ -10,7 +10,7 @@ import torch
 
 from megasnn.checkpoint import CheckpointError, list_checkpoints, load_global_tensors, read_metadata, writer
 from megasnn.config import ConfigError, TrainingConfig, parse, validate
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
 from tests.training.runs import train, whole

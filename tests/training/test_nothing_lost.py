@@ -11,13 +11,13 @@ import torch
 import megasnn
 from megasnn.checkpoint import CheckpointError, NoCheckpointError, list_checkpoints
 from megasnn.data import GlobalBatch
-from megasnn.engine.batches import Batches
+from megasnn.engine import checkpoint as engine_checkpoint
+from megasnn.engine.batch import Batches
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ParallelConv
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.step_state import MicroBatchInput
-from megasnn.training import saving
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import build_engine
 from tests.training.runs import TINY, train, whole
@@ -101,7 +101,7 @@ def test_a_checkpoint_from_before_the_generator_says_that_random_draws_differ(
 ) -> None:
     cache, folder = str(tmp_path_factory.mktemp("cache")), str(tmp_path)
     with monkeypatch.context() as before:
-        before.setattr(saving, "GENERATOR", None)
+        before.setattr(engine_checkpoint, "GENERATOR", None)
         train(cache, "--train-iters", "1", "--eval-iters", "0", "--augment", "cifar", "--save", folder)
     again = ("--eval-iters", "0", "--augment", "cifar", "--load", folder, "--save", folder)
     told = "WARNING: the checkpoint was saved by a program that drew from other random numbers than philox4x32-10"

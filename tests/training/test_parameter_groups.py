@@ -8,7 +8,7 @@ import torch
 from megasnn.checkpoint import load_global_tensors
 from megasnn.config import ConfigError, OptimizerConfig, parse, validate
 from megasnn.config.fields import patterns
-from megasnn.engine.setup import parameter_names
+from megasnn.engine.build import parameter_names
 from megasnn.kernels import NeuronSpec
 from megasnn.models.building import describe
 from megasnn.models.model import run_config

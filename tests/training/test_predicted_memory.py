@@ -81,7 +81,7 @@ def predicted_and_counted(
         modules = gradient_buckets, pipeline_plan
         small = (mock.patch.object(module, "BUCKET_BYTES", bucket_bytes) for module in modules)
         with next(small), next(small), Engine(config, length=Length(9)) as engine:
-            predicted = step_peak(config, engine.distributed, engine.plan, state).total
+            predicted = step_peak(config, engine.distributed, engine.plan).total
             return predicted, _counted(engine, samples)
     finally:
         destroy_model_parallel()
@@ -198,8 +198,7 @@ def _forecast_and_counted(flags: dict[str, Any], parallel: dict[str, Any], preci
         with Engine(config, length=Length(9)) as engine:
             images, labels = torch.randn(samples, *WIDE.input_shape), torch.arange(samples)
             engine.train_step(images, labels)
-            arguments = engine.distributed, engine.steps.optimizer, engine.plan, state
-            forecasts = forecast_memory(config, *arguments, Reporter(RunOutline(1, 1), is_writer=False))
+            forecasts = forecast_memory(config, engine, Reporter(RunOutline(1, 1), is_writer=False))
             mine = forecasts[state.rank]
             gc.collect()
             counter = AllocationCounter(state.device)
@@ -214,8 +213,6 @@ def _forecast_and_counted(flags: dict[str, Any], parallel: dict[str, Any], preci
     ("flags", "parallel", "precision"),
     [
         ({"optimizer": "lamb"}, {}, "fp32"),
-        ({"optimizer": "lamb"}, {}, "fp64"),
-        ({"optimizer": "lamb", "weight_decay": 0.0}, {}, "fp32"),
         ({"optimizer": "lamb"}, {"use_distributed_optimizer": True}, "fp32"),
         ({"optimizer": "adamw"}, {}, "fp32"),
     ],

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megasnn.parallel import agreement
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.schedule import equal_costs, generate, simulate
-from megasnn.training.profile import measured_simulation
+from megasnn.training.profiling import measured_simulation
 from tests.training.runs import train
 
 PP2 = ("--pipeline-model-parallel-size", "2", "--train-iters", "4", "--log-interval", "2", "--eval-iters", "0")

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megasnn.checkpoint import load_global_tensors
 from megasnn.config import OptimizerConfig
-from megasnn.engine import distributed_model
+from megasnn.engine import model as distributed_model
 from megasnn.losses.sums import count_correct
 from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 from megasnn.optim import learning_rate

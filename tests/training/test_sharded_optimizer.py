@@ -104,7 +104,7 @@ def accounts() -> tuple[int, int, int, int, int]:
             rows = len(parameter) if parameter.ndim else 1
             most += 2 * (parameter.nbytes // made.state.data.size + parameter.nbytes // rows) + 4
         size = 4 * made.distributed.trained_parameters
-        return received, size, held_state_bytes(made.steps.optimizer), most, 2 * size + 4 * len(parameters)
+        return received, size, held_state_bytes(made.step.optimizer), most, 2 * size + 4 * len(parameters)
 
 
 @pytest.mark.parametrize("replicas", [3, pytest.param(4, marks=pytest.mark.matrix)])
@@ -132,8 +132,8 @@ def spoiled() -> tuple[list[bool], str, bool, bool]:
 
         with mock.patch.object(GradientBuckets, "_reduce", spoiling):
             result = made.train_step(*batch(made))
-        unchanged = same(made.state_dict(), before) and not held_state_bytes(made.steps.optimizer)
-        made.steps.iteration = made.steps.consumed_samples = 0
+        unchanged = same(made.state_dict(), before) and not held_state_bytes(made.step.optimizer)
+        made.step.iteration = made.step.consumed_samples = 0
         made.train_step(*batch(made))
         return [result.skipped], str(result.not_finite), unchanged, same(made.state_dict(), expected)
 

@@ -19,8 +19,6 @@ from megasnn.models.description import ModelDescription
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.training.trace import StepTrace
 from tests.models.networks import between
 from tests.recorded_graphs import recorded_graphs
 from tests.training.runs import TINY, train, whole, without_trial
@@ -167,17 +165,6 @@ def test_a_run_that_ends_early_writes_what_there_was_of_the_chosen_rank(tmp_path
         train(str(tmp_path / "cache"), *flags, "--tensorboard-dir", str(tmp_path))
     (path,) = (tmp_path / "traces").iterdir()
     assert path.name == "rank0-2-3.pt.trace.json" and {"0F0", "0B2"} <= ranges(path)
-
-
-def test_a_step_that_fails_leaves_no_profiler_running(tmp_path) -> None:
-    flags = ["--profile-steps", "1-2", "--train-iters", "2", "--tensorboard-dir", str(tmp_path)]
-    config, state = parse(run_config(Spikformer), [*TINY, *flags]), initialize_model_parallel(1, 1, torch.device("cpu"))
-    trace = StepTrace(config, state, 2, 0, print)
-    with pytest.raises(RuntimeError, match="broken"), trace.around(1):
-        assert torch.autograd.profiler._is_profiler_enabled
-        raise RuntimeError("broken")
-    assert not torch.autograd.profiler._is_profiler_enabled and not (tmp_path / "traces").exists()
-    destroy_model_parallel()
 
 
 def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path, capfd) -> None:

@@ -198,7 +198,7 @@ def accounts(*flags: str) -> Account:
                 each.nbytes / made.state.weight.size + each.nbytes / count
                 for each, count in zip(of_layers, rows, strict=True)
             ),
-            state=held_state_bytes(made.steps.optimizer),
+            state=held_state_bytes(made.step.optimizer),
             live=max(live),
             left=sum(each.untyped_storage().nbytes() for each in of_layers),
             limit=default_limit(schedule, weights.unit_bytes, weights.ahead),

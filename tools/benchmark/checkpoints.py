@@ -119,7 +119,7 @@ class _Run:
     def __init__(self, case: Checkpoints, engine: Engine, folder: Path) -> None:
         self._case, self._engine, self._folder = case, engine, folder
         self._batch = random_batch(case.model(), 1)
-        self._state = LocalState(engine.distributed.tensors, engine.steps.optimizer)
+        self._state = LocalState(engine.distributed.tensors, engine.step.optimizer)
         self._identity = {"model": to_dict(case.model())}
         self._step()
         self._writers: dict[str, SyncWriter] = {

@@ -12,20 +12,15 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from megasnn import checkpoint
 from megasnn.config import PretrainConfig
-from megasnn.engine.arithmetic import prepare_cublas
-from megasnn.engine.faults import cause_and_place, claim_fault, end_process, in_full, placed, watch_ranks
+from megasnn.engine.faults import cause_and_place, claim_fault, end_process, in_full, placed
+from megasnn.engine.mesh import get_or_create_mesh, prepare_cublas
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.replica_check import ReplicaError
-from megasnn.parallel_state import (
-    ParallelState,
-    destroy_model_parallel,
-    initialize_model_parallel,
-    start_process_group,
-)
+from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.callback import Callback
-from megasnn.training.introduction import print_summary
 from megasnn.training.loop import TrainingRun
 from megasnn.training.signals import StopSignals
+from megasnn.training.startup_log import print_summary
 
 SAVE_FAILED, DIVERGED, INTERRUPTED = 3, 4, 130
 SAVING_SECONDS = 5.0
@@ -33,18 +28,17 @@ SAVING_SECONDS = 5.0
 
 
 def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
-    """A whole run as a program: the exit status, with the error named on standard error, or for torchrun.
+    """Runs a whole training as a program, and returns the exit status; errors go to standard error, or to torchrun.
 
     0: the run has come to its end, or was asked to stop by a signal, and what it should save is saved. 1: an error.
     3: it has come to its end, but the last checkpoint could not be written. 4: it has ended early, since too many steps
     in a row were skipped (--max-skipped-steps). 128 and a signal's number: that signal to this rank has ended an
     evaluation that was all there was to do, in which case the other ranks have 1, or Ctrl-C has ended the run before
-    its first step. Mistakes in flags, data and checkpoints and replicas that differ are told without a traceback;
-    anything else with it.
+    its first step. Mistakes in flags, data and checkpoints and replicas that differ are reported without a traceback.
 
     Args:
         config: validated (megasnn.config.validate).
-        callbacks: are told what happens.
+        callbacks: are called with what happens.
     """
     try:
         return _recorded(config, callbacks) or 0
@@ -54,7 +48,10 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
     except Exception as error:
         status = 1
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # torchrun prints what `record` has written there
-            sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {_told(error)}\n")
+            cause, _ = cause_and_place(error)
+            is_mistake = isinstance(cause, (ValueError, OSError, checkpoint.CheckpointError, ReplicaError))
+            text = in_full(error, with_traceback=not is_mistake)
+            sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {text}\n")
     if dist.is_initialized() and dist.get_world_size() > 1:
         end_process()
     return status
@@ -62,7 +59,7 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
 
 @record
 def _recorded(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
-    """For torchrun: the error of the rank that has failed first. What follows from it on other ranks is not told."""
+    """Leaves torchrun the error of the rank that has failed first. Errors that follow from it are not reported."""
     try:
         return _train(config, callbacks)
     except Exception as error:
@@ -71,33 +68,10 @@ def _recorded(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
         raise
 
 
-def _told(error: Exception) -> str:
-    cause, _ = cause_and_place(error)
-    is_mistake = isinstance(cause, (ValueError, OSError, checkpoint.CheckpointError, ReplicaError))
-    return in_full(error, with_traceback=not is_mistake)
-
-
 def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
-    """A whole run: joins the ranks, then trains, or with --model-summary prints what would be trained.
-
-    Returns:
-        the exit status.
-    Raises:
-        whatever goes wrong on this rank.
-    """
-    parallel = config.parallel
+    """Joins the ranks, then trains, or with --model-summary prints what would be trained; returns the exit status."""
     prepare_cublas(config.training)
-    with placed("while joining the other ranks"):
-        device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes)
-    stop_watch = watch_ranks()
-    with placed("while making the groups of ranks"):
-        state = initialize_model_parallel(
-            parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
-            device,
-            parallel.weight_parallel_size,
-            parallel.context_parallel_size,
-        )
+    state, leave = get_or_create_mesh(config.parallel)
     status = 0
     try:
         if config.logging.model_summary:
@@ -106,17 +80,14 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
         else:
             status = _trained(config, state, callbacks)
         gather(state.world.handle, None)  # an error of another rank at its end still ends all
-        stop_watch()
     finally:
         if state.world.size == 1 or sys.exc_info()[0] is None:  # else nothing that waits for other ranks may run
-            destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+            leave()
     return status
 
 
 def _trained(config: PretrainConfig, state: ParallelState, callbacks: Sequence[Callback]) -> int:
-    """Builds, loads, trains, evaluates, saves; the exit status."""
+    """Builds, loads, trains, evaluates, saves; returns the exit status."""
     stage, stop = f"pipeline stage {state.pipeline.rank}", StopSignals()
     with placed(f"on {stage}"):
         run = TrainingRun(config, state, stop, callbacks)
@@ -124,15 +95,15 @@ def _trained(config: PretrainConfig, state: ParallelState, callbacks: Sequence[C
         try:
             run.train()
         except Exception:
-            # What is saved in the background may be nearly complete. The other ranks still work on it: they are told
+            # A save in the background may be nearly complete. The other ranks still work on it: they hear of the error
             # after this, and their processes end.
-            with suppress(Exception):  # the first error is the one to be told
+            with suppress(Exception):  # the first error is the one to be reported
                 run.saves.finish(None if state.world.size == 1 else SAVING_SECONDS)
                 if state.world.size == 1:
                     run.close()
             raise
         run.close()
-    if config.training.evaluate_only and not run.evaluations.finished:
+    if config.training.evaluate_only and not run.has_evaluated:
         return stop.status
     if run.has_diverged:
         return DIVERGED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,36 +13,36 @@ from megasnn.checkpoint.job import FolderLock
 from megasnn.checkpoint.load import config_differences, model_differences
 from megasnn.checkpoint.state_dict import read_state_dict
 from megasnn.config import PretrainConfig
-from megasnn.config.identity import Identity, changed_recipe, changed_samples, identity, recipe
+from megasnn.config.identity import changed_recipe, changed_samples, identity, recipe
 from megasnn.engine import Engine
 from megasnn.engine.faults import placed
 from megasnn.files import in_message, raise_problems
 from megasnn.layers import BuildContext, KeyedLayer, ParallelNeuron
-from megasnn.models.description import ModelDescription
 from megasnn.models.table import saved_model_name
 from megasnn.parallel.agreement import run_on_all_ranks
 from megasnn.parallel.sharding import owner_name
 from megasnn.parallel_state import ParallelState
 from megasnn.random import GENERATOR
-from megasnn.training.hosts import require_shared
 
 
 @placed("while looking at the checkpoint of --load")
 def refuse_other_model(config: PretrainConfig, state: ParallelState) -> None:
-    """Raises CheckpointError on every rank when --load names no checkpoint, or one of another model, --finetune or
-    not, or one of other dimensions or another neuron that is to be continued.
+    """Refuses a --load without a checkpoint, with one of another model, or, to be continued, of other dimensions.
 
-    Collective. It comes before anything is built; whatever else is wrong with a checkpoint is told when it is loaded.
+    It comes before anything is built; whatever else is wrong with a checkpoint is found when it is loaded. Collective.
+
+    Raises:
+        CheckpointError: on every rank.
     """
-    options, model, mine = config.checkpoint, config.model.name, identity(config)
+    options, model = config.checkpoint, config.model.name
 
-    def refuse() -> Identity:
+    def refuse() -> None:
         has_saved = options.save is not None and checkpoint.list_checkpoints(Path(options.save))
         if not options.may_begin_anew and not has_saved:  # with checkpoints of its own a restarted job goes on there
             checkpoint.resolve(Path(str(options.load)), options.ckpt_step)
         metadata = checkpoint.first_legible(Path(str(options.load)), options.ckpt_step)
         if metadata is None:
-            return mine
+            return
         saved = saved_model_name(metadata)
         if saved not in (None, model):
             raise checkpoint.CheckpointError(f"--load {options.load}: {checkpoint.other_model(saved, model)}")
@@ -48,18 +50,10 @@ def refuse_other_model(config: PretrainConfig, state: ParallelState) -> None:
             title = (
                 f"the checkpoint of --load {options.load} does not fit this run; --finetune takes its weights alone:"
             )
-            raise_problems(title, config_differences(metadata.config, mine))
-        return mine
+            raise_problems(title, config_differences(metadata.config, identity(config)))
 
-    if options.load and not options.loads_weights:  # each rank has taken from it what no flag gives
-        of_first = checkpoint.broadcast_result(state.world.handle, refuse)
-
-        def compare() -> None:
-            raise_problems(f"rank {state.rank}", config_differences(of_first, mine))
-
-        run_on_all_ranks(
-            state.world.handle, compare, f"not all ranks see the same checkpoint in --load {options.load}:"
-        )
+    if options.load and not options.loads_weights:
+        checkpoint.broadcast_result(state.world.handle, refuse)
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ class Claim:
         job: holds the lock; only on the first rank.
         resumes: this is a job that goes on after a restart.
         others: the last serial of checkpoints there that this run does not continue, and does not remove.
-        notice: what the user should know; "" when nothing.
+        notice: for the user; "" when nothing.
     """
 
     folder: Path
@@ -81,16 +75,17 @@ class Claim:
     notice: str
 
     def release(self) -> None:
-        """At the end of the run."""
+        """Ends the claim with the run."""
         if self.job is not None:
             self.job.release()
 
 
 @placed("while claiming the folder of --save")
 def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
-    """None without --save.
+    """Claims the folder of --save; None without one. Collective.
 
-    Collective. Raises CheckpointError on every rank: another run saves there, nobody can, or hosts see other folders.
+    Raises:
+        CheckpointError: on every rank: another run saves there, nobody can, or hosts see other folders.
     """
     options = config.checkpoint
     if not options.save:
@@ -102,23 +97,63 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
         nonlocal job
         job = FolderLock(folder, is_job=True)
         there = checkpoint.list_checkpoints(folder)
-        other = there and not job.resumes and not continues
-        mixed = (
-            f"WARNING: {folder} holds checkpoints up to iteration {there[-1]} that this run does not continue "
-            f"(--load {folder} would); its own are saved among them"
-            if other
-            else ""
-        )
+        mixed = ""
+        if there and not job.resumes and not continues:
+            mixed = (
+                f"WARNING: {folder} holds checkpoints up to iteration {there[-1]} that this run does not continue "
+                f"(--load {folder} would); its own are saved among them"
+            )
         return job.resumes, 0 if continues else job.found, "\n".join(filter(None, (job.notice, mixed)))
 
     decided = checkpoint.broadcast_result(state.world.handle, by_first)
     claimed = Claim(folder, job, *decided)
     try:
-        require_shared(folder, state)
+        _require_shared(folder, state)
     except checkpoint.CheckpointError:
         claimed.release()
         raise
     return claimed
+
+
+def _require_shared(folder: Path, state: ParallelState) -> None:
+    """Raises CheckpointError on every rank where a rank sees another folder by this name than the first. Collective."""
+    group = state.world.handle
+    mark = checkpoint.broadcast_result(group, lambda: leave_mark(folder))
+
+    def see() -> None:
+        if not sees_mark(mark):
+            raise checkpoint.CheckpointError(f"{platform.node()} (rank {state.rank})")
+
+    try:
+        run_on_all_ranks(
+            group, see, f"--save {folder} must be one folder that all hosts share; these see another one, or none:"
+        )
+    finally:
+        if state.rank == 0:
+            mark.unlink(missing_ok=True)
+
+
+def leave_mark(folder: Path) -> Path:
+    """Creates an empty file by a new name, by which other hosts find out that they see the same folder."""
+    mark = folder / f".shared_{secrets.token_hex(8)}"
+    mark.touch(exist_ok=False)
+    return mark
+
+
+def sees_mark(mark: Path) -> bool:
+    """Returns True when this process sees the folder in which the mark was left.
+
+    A file server refuses to create a file that is there, whatever a host remembers of the folder; looking for it could
+    find an old state of the folder for a minute. A file created elsewhere is removed.
+    """
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    except OSError:
+        return False
+    mark.unlink()
+    return False
 
 
 @dataclass(frozen=True)
@@ -130,7 +165,7 @@ class Best:
 
     @classmethod
     def read(cls, saved: object) -> Best | None:
-        """None where nothing is saved, or something else."""
+        """Reads what a checkpoint keeps; None where it keeps none."""
         match saved:
             case {"iteration": int(iteration), "accuracy_top1": float(accuracy)}:
                 return cls(iteration, accuracy)
@@ -143,11 +178,10 @@ class StartingPoint:
 
     Attributes:
         iteration, consumed_samples: done before; 0 at the beginning.
-        notice: what the user should know about it; "" where it is as asked for.
-        averaged: whether the average of the weights was loaded.
+        notice: for the user; "" where it is as asked for.
+        averaged: True where the average of the weights was loaded.
         best: the best evaluation before.
-        saved: whether a checkpoint in the folder of --save is of this very state.
-        owes_evaluation: whether the run before was asked to stop before it had finished an evaluation that was due.
+        saved: True where a checkpoint in the folder of --save is of this very state.
     """
 
     iteration: int = 0
@@ -156,19 +190,18 @@ class StartingPoint:
     averaged: bool = False
     best: Best | None = None
     saved: bool = False
-    owes_evaluation: bool = False
 
 
 class Start:
     """Loads what a run starts from.
 
     Args:
-        place: what a place in the data refers to; see `megasnn.training.data`.
+        place: identity of the data and its order; see `megasnn.training.data`.
     """
 
     def __init__(self, config: PretrainConfig, engine: Engine, place: Mapping[str, object]) -> None:
         self._config, self._options, self._engine, self._place = config, config.checkpoint, engine, place
-        self._average, self._world = engine.steps.average, engine.state.world
+        self._world, self._model = engine.state.world.handle, engine.distributed
         self._evaluates_only = config.training.evaluate_only
 
     @placed("while loading")
@@ -183,24 +216,23 @@ class Start:
         if restarted:
             begin = self._continue(str(options.save), restarted=True)
         elif options.loads_weights:
-            theirs = read_state_dict(str(options.load))
-            weights = self._config.model.from_spikingjelly(theirs)
-            checkpoint.load_globals_into(self._engine.distributed.tensors, weights, self._world.handle)
+            weights = self._config.model.from_spikingjelly(read_state_dict(str(options.load)))
+            checkpoint.load_globals_into(self._model.tensors, weights, self._world)
         elif options.load:
             begin = self._take_weights(options.load) if options.finetune else self._continue(options.load)
-        self._engine.steps.loaded((begin.iteration, begin.consumed_samples), begin.averaged)
+        self._engine.step.loaded((begin.iteration, begin.consumed_samples), begin.averaged)
         return begin
 
     def _continue(self, folder: str, restarted: bool = False) -> StartingPoint:
-        """Goes on from the checkpoint that was asked for; a restarted job from its latest, whatever it was told."""
+        """Goes on from the checkpoint that was asked for; a restarted job from its latest."""
         options = self._options
+        state = self._engine.checkpoints.state
         try:
-            state = self._engine.checkpoints.state
             loaded = checkpoint.load_checkpoint(
                 folder,
                 replace(state, optimizer=None) if self._evaluates_only else state,
                 step=None if restarted else options.ckpt_step,
-                process_group=self._world.handle,
+                process_group=self._world,
                 check=self._problems,
             )
         except checkpoint.NoCheckpointError:
@@ -208,13 +240,13 @@ class Start:
                 raise
             return StartingPoint(notice=f"no checkpoint in {folder}: starting from the beginning")
         if self._evaluates_only:
-            if self._average is not None and not loaded.averaged:
+            if self._engine.step.average is not None and not loaded.averaged:
                 raise checkpoint.CheckpointError(
                     f"{loaded.path} holds no average of the weights to evaluate: leave --ema-decay out"
                 )
             remarks = *loaded.remarks, *changed_samples(loaded.extra, self._config)
             return StartingPoint(loaded.iteration, 0, _warnings(remarks), loaded.averaged)
-        # What was loaded as it is: a run that has nothing left to do does not write it again.
+        # Loaded as it is: a run that has nothing left to do does not write it again.
         saved = (restarted or options.saves_where_it_loads) and not loaded.remarks
         return StartingPoint(
             loaded.iteration,
@@ -223,7 +255,6 @@ class Start:
             loaded.averaged,
             Best.read(loaded.extra.get("best")) if options.keep_best else None,
             saved,
-            loaded.extra.get("owes_evaluation") is True,
         )
 
     def _changes(self, saved: Mapping[str, object]) -> list[str]:
@@ -231,7 +262,8 @@ class Start:
         if not isinstance(saved.get("recipe"), Mapping):  # weights from elsewhere
             return []
         remarks = changed_recipe(saved, recipe(self._config))
-        draws = self._config.data.draws or _draws(self._engine.distributed.model)
+        modules = (module for layer in self._model.model.build(BuildContext()) for module in layer.modules())
+        draws = self._config.data.draws or any(isinstance(each, KeyedLayer) and each.draws for each in modules)
         if draws and saved.get("generator") != GENERATOR:
             remarks.append(
                 f"the checkpoint was saved by a program that drew from other random numbers than {GENERATOR}: what "
@@ -240,14 +272,13 @@ class Start:
         return remarks
 
     def _take_weights(self, folder: str) -> StartingPoint:
-        """Only the weights, of a model whose tensors fit; a last layer of another shape stays as it is initialised."""
-        head = self._engine.distributed.model.layers[-1].name
-        tensors, model = self._engine.distributed.tensors, self._config.model.name
+        """Takes only the weights, of a model whose tensors fit; a last layer of another shape stays as initialised."""
+        head, model = self._model.model.layers[-1].name, self._config.model.name
         loaded = checkpoint.load_checkpoint(
             folder,
-            checkpoint.LocalState(tensors),
+            checkpoint.LocalState(self._model.tensors),
             step=self._options.ckpt_step,
-            process_group=self._world.handle,
+            process_group=self._world,
             check=lambda saved: model_differences(saved, model, None),
             replaceable=head,
             optional=self._time_constants(),
@@ -265,17 +296,12 @@ class Start:
 
     def _time_constants(self) -> list[str]:
         """Names of the parameters by which this rank's neurons learn their time constants."""
-        layers = [each for chunk in self._engine.distributed.chunks.values() for each in chunk.named_layers()]
-        return [
-            owner_name(module, "w", path)
-            for name, layer in layers
-            for path, module in layer.named_modules(prefix=name)
-            if isinstance(module, ParallelNeuron) and module.w is not None
-        ]
+        neurons = self._model.neurons()
+        return [owner_name(n, "w", path) for path, n in neurons if isinstance(n, ParallelNeuron) and n.w is not None]
 
     def _problems(self, saved: checkpoint.Metadata) -> Iterator[str]:
-        """Another model than that of this run; and unless it only evaluates, where the data or its order is not what
-        the checkpoint's place in it refers to."""
+        """Yields differences of the model; unless it only evaluates, of the data and its order, to which the
+        checkpoint's position refers."""
         yield from model_differences(saved, self._config.model.name, identity(self._config))
         if self._evaluates_only:
             return
@@ -293,9 +319,3 @@ class Start:
 
 def _warnings(remarks: Iterable[str]) -> str:
     return "\n".join(f"WARNING: {remark}" for remark in remarks)
-
-
-def _draws(model: ModelDescription) -> bool:
-    """Whether any layer of the model, on whatever stage, draws random numbers in training."""
-    modules = (module for layer in model.build(BuildContext()) for module in layer.modules())
-    return any(isinstance(module, KeyedLayer) and module.draws for module in modules)

@@ -1,11 +1,11 @@
-"""From whole batches to the micro-batches that this rank's chunks take."""
+"""From whole batches, which are checked, to the micro-batches that this rank's chunks take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -14,60 +14,73 @@ from megasnn.augment.mixing import Mixing
 from megasnn.batching import first_sample, micro_batch_sizes, micro_batches_of
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch, MicroBatch
-from megasnn.engine.batch_problems import NO_PAIR, image_problem, label_problem, value_problem
-from megasnn.engine.distributed_model import DistributedModel
-from megasnn.engine.setup import window_count
+from megasnn.engine.model import DistributedModel
+from megasnn.losses import LOSSES
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import own_rows
 from megasnn.pinned import without_waiting
 from megasnn.pipeline.step_state import MicroBatchInput
 
+_INTEGERS = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+)
+
 
 class Batches:
-    """Turns whole batches, which every rank is given alike, into what this rank's chunks take. Collective.
+    """Cuts whole batches, which every rank is given alike, into this rank's micro-batches. Making one is collective.
 
-    Where ranks share a micro-batch by samples, each takes its own, but all where samples are mixed with each other:
-    then it takes its own of what that gives.
+    Where ranks share a micro-batch by samples, each takes its own; but all of them where samples are mixed with each
+    other: then it takes its own of the mixed ones.
 
     Args:
         mixing: of the samples of each micro-batch in training; None where they stay as they are.
     """
 
-    def __init__(self, config: PretrainConfig, distributed: DistributedModel, mixing: Mixing | None) -> None:
+    def __init__(self, config: PretrainConfig, model: DistributedModel, mixing: Mixing | None) -> None:
         self._config, self._mixing = config, mixing
-        self._state, self._dtype = distributed.state, distributed.context.dtype
-        self._takes_images, self._takes_labels = distributed.takes_images, distributed.gives_logits
-        self._samples = distributed.context.sharing_samples
-        self._evaluates_padding = True
-        if self._samples.size > 1:
-            by_batch = sum(norm.running_mean is None for norm in distributed.norms)
-            self._evaluates_padding = distributed.sum_over_ranks([by_batch])[0] == 0
+        self._state, self._dtype = model.state, model.context.dtype
+        self._takes_images, self._takes_labels = model.takes_images, model.gives_logits
+        self._samples = model.context.sharing_samples
+        by_batch = sum(norm.running_mean is None for norm in model.norms)
+        self._evaluates_padding = self._samples.size == 1 or model.sum_over_ranks([by_batch])[0] == 0
 
     @property
     def mixes(self) -> bool:
-        """Whether samples of a micro-batch are mixed with each other in training."""
+        """True where samples of a micro-batch are mixed with each other in training."""
         return self._mixing is not None
 
     def read_alike(self, training: bool) -> bool:
-        """Whether ranks that share a micro-batch are given the same of it: all."""
+        """Returns True where ranks that share a micro-batch all read the whole of it."""
         return self._samples.size == 1 or (training and self.mixes)
 
-    def checked(self, images: object, labels: object = None, *, trains: bool = False, predicts: bool = False) -> int:
-        """The number of samples. Collective.
+    # --- checks
+
+    def checked(
+        self,
+        images: object,
+        labels: object = None,
+        *,
+        trains: bool = False,
+        predicts: bool = False,
+        problem: str | None = None,
+    ) -> int:
+        """Returns the number of samples of a batch that is as it should be. Collective.
 
         Args:
-            predicts: there are no labels.
+            predicts: there are no labels. problem: an error text of the caller's on this rank.
         Raises:
             ValueError: on every rank, for what is wrong on one of them, and where they are given different numbers.
         """
-        problem = image_problem(images, self._config, self._takes_images)
+        problem = problem or self._image_problem(images)
         samples = len(images) if problem is None else 0  # type: ignore[arg-type]
         if problem is None and not predicts:
-            problem = label_problem(labels, samples, self._config, self._takes_labels, trains)
+            problem = self._label_problem(labels, samples, trains)
         if problem is None and trains:
-            problem = self._share_problem(samples) or _gradient_problem()
-        if problem is None and not trains and self._takes_images:
-            problem = value_problem(images)  # type: ignore[arg-type]
+            problem = self._training_problem(samples)
+        elif problem is None and self._takes_images and not bool(images.isfinite().all()):  # type: ignore[attr-defined]
+            # In training loss or gradient tell of it; here neurons would hide a nan.
+            problem = "images hold values that are nan or infinite: no class follows from them"
         self._agree(samples, problem)
         return samples
 
@@ -78,9 +91,8 @@ class Batches:
             samples: of a batch; 0 where this rank has no more batches.
         """
         found = gather(self._state.world.handle, (samples, problem))
-        ended = [rank for rank, (given, problem) in enumerate(found) if problem is None and not given]
-        problems = list(dict.fromkeys(each for _, each in found if each is not None))
-        if problems:
+        ended = [rank for rank, (given, wrong) in enumerate(found) if wrong is None and not given]
+        if problems := list(dict.fromkeys(wrong for _, wrong in found if wrong is not None)):
             raise ValueError("; ".join(problems))
         if 0 < len(ended) < len(found):
             ranks = ", ".join(map(str, ended))
@@ -89,32 +101,74 @@ class Batches:
             sizes = ", ".join(f"{given} on rank {rank}" for rank, (given, _) in enumerate(found))
             raise ValueError(f"every rank is given the whole batch, but there are {sizes} samples")
 
-    def _share_problem(self, samples: int) -> str | None:
+    def _image_problem(self, images: object) -> str | None:
+        """Only the number of images counts on ranks without the first stage."""
+        if not _is_dense(images) or images.ndim == 0 or len(images) == 0:
+            return f"images must be a tensor [N, ...] of one sample or more, got {_described(images)}"
+        if not self._takes_images:
+            return None
+        wanted = self._config.model.input_shape
+        if tuple(images.shape[1:]) != wanted:
+            sizes = ", ".join(map(str, wanted))
+            return f"images must be [N, {sizes}], as the model's input_shape says, got {list(images.shape)}"
+        if images.is_meta:
+            return "images have no values, on the meta device; this rank has the first stage"
+        if not images.is_floating_point():
+            return f"images must be floating-point values, got {_described(images)}: convert them, as by images.float()"
+        return None
+
+    def _label_problem(self, labels: object, samples: int, trains: bool) -> str | None:
+        """Only the number of labels counts on ranks without the last stage."""
+        classes, loss = self._config.model.num_classes, self._config.training.loss
+        if not _is_dense(labels) or labels.ndim == 0 or len(labels) != samples:
+            return (
+                f"labels must be a tensor with one for each of the {samples} images, got {_described(labels)}; "
+                "to evaluate, give images and labels, or an iterable of such pairs"
+            )
+        if not self._takes_labels:
+            return None
+        if labels.is_meta:
+            return "labels have no values, on the meta device; this rank has the last stage"
+        takes_soft = trains and LOSSES[loss].mixes and not self._config.data.mixes
+        if labels.is_floating_point() and labels.ndim > 1 and takes_soft:
+            if tuple(labels.shape) != (samples, classes):
+                return f"soft labels must be [{samples}, {classes}], got {list(labels.shape)}"
+            legal = bool(((labels >= 0) & (labels <= 1)).all())
+            return None if legal else "soft labels must be from 0 to 1, and not nan"
+        if labels.shape != (samples,) or labels.dtype not in _INTEGERS:
+            soft = f", or probabilities [{samples}, {classes}]" if takes_soft else ""
+            return f"labels must be class indices [{samples}] of an integer type{soft}, got {_described(labels)}"
+        lowest, highest = int(labels.long().min()), int(labels.long().max())
+        if not 0 <= lowest <= highest < classes:
+            return f"labels are from {lowest} to {highest}; with num_classes {classes} they must be below it, from 0 on"
+        return None
+
+    def _training_problem(self, samples: int) -> str | None:
+        if not torch.is_grad_enabled():
+            return "a step needs gradients: call it outside of torch.no_grad() and torch.inference_mode()"
         size, replicas = self._config.training.micro_batch_size, self._state.data.size
-        if self._state.weight.size > 1 and -(-samples // size) % replicas:
-            return (
-                f"{samples} samples are {-(-samples // size)} micro-batch(es) of micro_batch_size {size} on {replicas} "
-                f"data parallel replicas, and with weight_parallel_size {self._state.weight.size} each needs as many"
-            )
-        if -(-samples // size) < replicas:
-            return (
-                f"{samples} samples are {-(-samples // size)} micro-batch(es) of micro_batch_size {size}, and there "
-                f"are {replicas} data parallel replicas: give more samples, or lower micro_batch_size"
-            )
+        count = -(-samples // size)
+        cut = f"{samples} samples are {count} micro-batch(es) of micro_batch_size {size}"
+        if self._state.weight.size > 1 and count % replicas:
+            shared = f"with weight_parallel_size {self._state.weight.size} each needs as many"
+            return f"{cut} on {replicas} data parallel replicas, and {shared}"
+        if count < replicas:
+            return f"{cut}, for {replicas} data parallel replicas: give more samples, or lower micro_batch_size"
         last = micro_batch_sizes(samples, min(size, samples))[-1]
         if last < self._samples.size:
             return (
-                f"of {samples} samples in micro-batches of micro_batch_size {size} the last one has {last}, fewer than "
-                f"the ranks that share it (context_parallel_size {self._samples.size}, by samples): give another "
-                "number of samples, or change micro_batch_size"
+                f"{cut}, the last of {last}, fewer than the ranks that share it (context_parallel_size "
+                f"{self._samples.size}, by samples): give another number of samples, or change micro_batch_size"
             )
         return None
+
+    # --- cuts
 
     def share(
         self, images: Tensor, labels: Tensor, samples: int, position: int, evaluates: bool = False
     ) -> GlobalBatch:
-        """This rank's share of a global batch: of this replica's micro-batches all samples that it takes. In evaluation
-        there may be none.
+        """Returns this rank's share of a global batch: its samples of this replica's micro-batches. In evaluation there
+        may be none.
 
         Args:
             position: in the training, of the batch's first sample.
@@ -138,7 +192,7 @@ class Batches:
         return GlobalBatch(micro_batches, samples, position + samples)
 
     def evaluated(self, images: Tensor, labels: Tensor, samples: int) -> Iterator[GlobalBatch]:
-        """`share` of samples to evaluate, in parts of no more than a usual global batch."""
+        """Yields shares of samples to evaluate, in parts of no more than a usual global batch."""
         most = self._config.training.global_batch_size
         for start in range(0, samples, most):
             size = min(most, samples - start)
@@ -146,8 +200,12 @@ class Batches:
             yield self.share(images[span], labels[span], size, start, evaluates=True)
 
     def evaluated_pairs(self, pairs: Iterable[object]) -> Iterator[GlobalBatch]:
-        """`evaluated` of (images, labels), one after the other. Raises what `checked` raises, also where one rank has
-        fewer of them than another; what the iterable itself raises goes on, and is a ValueError on the other ranks."""
+        """Yields `evaluated` of (images, labels), one after the other.
+
+        Raises:
+            ValueError: as `checked`; also where one rank has fewer pairs than another, or where another rank's iterable
+                raises, whose own error goes on there.
+        """
         iterator = iter(pairs)
         while True:
             try:
@@ -160,12 +218,14 @@ class Batches:
                 raise
             images: Any
             labels: Any
-            images, labels = _as_pair(pair)
+            images, labels = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (pair, None)
             yield from self.evaluated(images, labels, self.checked(images, labels))
         self._agree(0)
 
+    # --- inputs of the pipeline
+
     def inputs(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """The batch on this rank's device, in the type that the model computes in."""
+        """Moves a batch to this rank's device, in the type that the model computes in."""
         device, dtype = self._state.device, self._dtype
         begin = batch.consumed_samples - batch.size
         return [
@@ -179,11 +239,11 @@ class Batches:
         ]
 
     def training_inputs(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """What a training step takes: samples are mixed where that is asked for, and shown in windows."""
+        """Returns what a training step takes: mixed where that is asked for, and cut into windows."""
         return [window for micro in self.inputs(batch) for window in self._windows(self._mixed(micro))]
 
     def evaluation_inputs(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """What an evaluation takes.
+        """Returns what an evaluation takes, filled up with padding where ranks need equally many micro-batches.
 
         Raises:
             ValueError: on every rank, where one has no sample of a micro-batch whose statistics norms need.
@@ -198,8 +258,8 @@ class Batches:
         return [window for micro in (*self.inputs(batch), *self._padding(batch)) for window in self._windows(micro)]
 
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """What this rank computes beside its share: all that share a micro-batch need equally many, also of fewer
-        samples than ranks, and so do all replicas that gather weights together."""
+        """Micro-batches without samples of the batch: all that share a micro-batch need equally many, and so do all
+        replicas that gather weights together."""
         weight, data = self._state.weight, self._state.data
         if weight.size == self._samples.size == 1:
             return []
@@ -211,8 +271,9 @@ class Batches:
         return missing * [padding]
 
     def _windows(self, micro: MicroBatchInput) -> Iterator[MicroBatchInput]:
-        """A micro-batch for each window of the time steps: images stand for all of them, frames have theirs."""
-        model, count = self._config.model, window_count(self._config)
+        """Yields a micro-batch for each window of the time steps: images stand for all of them, frames have theirs."""
+        model = self._config.model
+        count = self._config.training.windows(model.time_steps)
         steps = model.time_steps // count
         for number in range(count):
             images = micro.images
@@ -221,7 +282,7 @@ class Batches:
             yield replace(micro, images=images, goes_on=number > 0)
 
     def _mixed(self, micro: MicroBatchInput) -> MicroBatchInput:
-        """This rank's samples of a whole micro-batch, mixed; the micro-batch as it is where nothing is mixed."""
+        """Mixes a whole micro-batch, and takes this rank's samples of it."""
         if self._mixing is None or micro.samples is None:
             return micro
         own, first = own_rows(micro.size, self._samples.size, self._samples.rank), micro.samples.start
@@ -231,12 +292,12 @@ class Batches:
         return replace(micro, images=images, labels=labels, size=len(own), samples=micro.samples[part])
 
 
-def _gradient_problem() -> str | None:
-    if torch.is_grad_enabled():
-        return None
-    return "a step needs gradients: call it outside of torch.no_grad() and torch.inference_mode()"
+def _is_dense(value: object) -> TypeGuard[Tensor]:
+    """Returns True for a tensor with memory for each value: not a sparse, nested or mkldnn one."""
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
 
 
-def _as_pair(given: object) -> tuple[object, object]:
-    """Images and labels of what an iterable to be evaluated has given; what is none of that is refused as labels."""
-    return (given[0], given[1]) if isinstance(given, (tuple, list)) and len(given) == 2 else (given, NO_PAIR)
+def _described(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{list(value.shape) if not value.is_nested else 'nested'} of {value.dtype}, {value.layout}"
