@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from megasnn.layers import ParallelDropout as ParallelDropout
     from megasnn.layers import ParallelGroupNorm as ParallelGroupNorm
     from megasnn.layers import ParallelIF as ParallelIF
-    from megasnn.layers import ParallelLayerNorm as ParallelLayerNorm
     from megasnn.layers import ParallelLIF as ParallelLIF
     from megasnn.layers import ParallelLinear as ParallelLinear
     from megasnn.layers import ParallelNeuron as ParallelNeuron
@@ -50,12 +49,12 @@ if TYPE_CHECKING:
     from megasnn.layers import ThresholdDependentBatchNorm as ThresholdDependentBatchNorm
     from megasnn.layers import TokenAttention as TokenAttention
     from megasnn.layers import WholeImages as WholeImages
+    from megasnn.models.convert_module import shard as shard
     from megasnn.models.description import LayerDescription as LayerDescription
     from megasnn.models.description import ModelDescription as ModelDescription
     from megasnn.models.layer import layer as layer
     from megasnn.models.model import Model as Model
-    from megasnn.models.shard import shard as shard
-    from megasnn.models.table import MODELS as MODELS
+    from megasnn.models.registry import MODELS as MODELS
     from megasnn.parallel.sharding import Shard as Shard
     from megasnn.parallel.sharding import ShardedTensor as ShardedTensor
     from megasnn.parallel_state import ParallelState as ParallelState
@@ -81,11 +80,10 @@ _NAMES = {
     "megasnn.models.description": "LayerDescription ModelDescription",
     "megasnn.models.layer": "layer",
     "megasnn.models.model": "Model",
-    "megasnn.models.shard": "shard",
-    "megasnn.models.table": "MODELS",
-    "megasnn.parallel.codec": "COUNTS DENSE SPIKES Content",
-    "megasnn.parallel.sharded_tensors": "ShardedTensor",
-    "megasnn.parallel.sharding": "Shard",
+    "megasnn.models.convert_module": "shard",
+    "megasnn.models.registry": "MODELS",
+    "megasnn.kernels.spike_codec": "COUNTS DENSE SPIKES Content",
+    "megasnn.parallel.sharding": "Shard ShardedTensor",
     "megasnn.parallel_state": "ParallelState destroy_model_parallel get_parallel_state initialize_model_parallel",
     "megasnn.pipeline.chunk": "PipelineChunk",
     "megasnn.pretraining": "pretrain",

@@ -16,7 +16,7 @@ from megasnn.config.identity import samples_from
 from megasnn.config.sources import Values, early_flags, values_of
 from megasnn.files import in_message
 from megasnn.models.model import Model, run_config
-from megasnn.models.table import MODELS, saved_model_name
+from megasnn.models.registry import MODELS, saved_model_name
 from megasnn.telemetry.callback import Callback
 
 
@@ -24,7 +24,7 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
     """Trains a model as the flags say; the exit status (see `megasnn.training.run`), 2 for wrong flags.
 
     Args:
-        model: its class, or its name in the table (megasnn/models/table.py). A class that it lacks is put in.
+        model: its class, or its name in the table (megasnn/models/registry.py). A class that it lacks is put in.
         argv: flags, without the program's name; a notebook has to give them. None: those of this process, which then
             ends with the exit status, so that a script needs no more than this call.
         callbacks: are told what happens in the run.

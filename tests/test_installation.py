@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import megasnn
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.pretraining import pretrain
 from tests.forking import forking
 
@@ -72,7 +72,7 @@ def test_public_names_are_there() -> None:
     for name in megasnn.__all__:
         value = getattr(megasnn, name)
         # A value that is no class or function does not know where it comes from.
-        module = {"MODELS": "megasnn.models.table", "__version__": "megasnn.version"}.get(name) or value.__module__
+        module = {"MODELS": "megasnn.models.registry", "__version__": "megasnn.version"}.get(name) or value.__module__
         assert getattr(importlib.import_module(module), name) is value and name in dir(megasnn)
     with pytest.raises(AttributeError, match="ParallelConf"):
         getattr(megasnn, "ParallelConf")  # noqa: B009

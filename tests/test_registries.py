@@ -20,7 +20,7 @@ from megasnn.kernels.neuron_spec import FUSED_CHARGES, FUSED_SURROGATES, Neuron
 from megasnn.losses import LOSSES, Loss
 from megasnn.losses.sums import mse_sum
 from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS, OptimizerRecipe
 from megasnn.precisions import PRECISIONS, Precision
 from megasnn.registry import Registry

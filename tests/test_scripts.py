@@ -14,7 +14,7 @@ import pytest
 
 from megasnn.config import CheckpointConfig, PretrainConfig, parse, validate
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = {

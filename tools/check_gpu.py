@@ -239,8 +239,8 @@ def _inexact(setting: Setting) -> int:
 
 def parity(setting: Setting) -> Iterator[Figure]:
     """Yields how far two float64 steps of both models with AdamW are from those of the CPU."""
-    from megasnn.models.spikformer.dimensions import Spikformer
-    from megasnn.models.vgg_dvs.dimensions import VggDvs
+    from megasnn.models.spikformer.model import Spikformer
+    from megasnn.models.vgg_dvs.model import VggDvs
 
     transformer = Spikformer(embed_dim=32, depth=2, num_heads=4, patch_size=4, image_size=16, num_classes=5)
     vgg = VggDvs(channels="8,P,16,P", image_size=16, time_steps=4, num_classes=5)
@@ -273,7 +273,7 @@ def _batch(model: Any, samples: int) -> tuple[Tensor, Tensor]:
 def step(setting: Setting, samples: int, graphs: str) -> Iterator[Figure]:
     """Yields the time of a step of Spikformer-8-512 (bfloat16, 224 pixels, T 4, one micro-batch) and where it goes."""
     from megasnn.engine import Engine
-    from megasnn.models.spikformer.dimensions import Spikformer
+    from megasnn.models.spikformer.model import Spikformer
 
     model = Spikformer(embed_dim=512, depth=8, num_heads=8, patch_size=16, image_size=224, num_classes=1000)
     if setting.tiny:

@@ -12,7 +12,7 @@ from megasnn.config.cli import flag_names
 from megasnn.config.fields import help_texts
 from megasnn.config.values import shown
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 
 HEAD = """# Flags
 

@@ -22,7 +22,7 @@ from megasnn.config.checks import ConfigError, above, at_least, flag
 from megasnn.config.cli import command_line
 from megasnn.config.fields import name_in
 from megasnn.files import write_whole
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.planner.analysis import Analysis, read, write
 from megasnn.planner.apply import apply
 from megasnn.planner.candidates import Prefer

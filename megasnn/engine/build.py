@@ -23,13 +23,12 @@ from megasnn.grid import ContextCut
 from megasnn.kernels.backends import BACKENDS, backend_for
 from megasnn.kernels.products import can_be_sparse
 from megasnn.layers import BuildContext
-from megasnn.layers.cast_weights import CastWeights
+from megasnn.layers.weight_grad import CastWeights
 from megasnn.losses import LOSSES
-from megasnn.models.building import describe
+from megasnn.models.build import building_problems, describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model, run_config
-from megasnn.models.problems import building_problems
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.optim import is_frozen
 from megasnn.parallel.agreement import gather
 from megasnn.parallel_state import Group, ParallelState

@@ -16,7 +16,7 @@ from megasnn.bundle import Bundle, bundle_of, entries_of, logits_of
 from megasnn.device_checks import DeviceChecks
 from megasnn.grid import Place
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
-from megasnn.layers.holding import calls_of
+from megasnn.layers.shape_inference import calls_of
 from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
 from megasnn.models.compare_cut import compare_with_whole
 from megasnn.models.description import ModelDescription

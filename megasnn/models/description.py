@@ -1,4 +1,4 @@
-"""A model before it exists: its layers' names and what they give, and how they are built for a rank."""
+"""Description of a model before it exists: its layers' names and what they give, and how they are built for a rank."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from megasnn.config import ModelConfig
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.spike_codec import Content, encoded_like
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
-from megasnn.models.building import built, dry_run
+from megasnn.models.build import built, dry_run
 from megasnn.models.description import DRY_SAMPLES, LayerDescription, ModelDescription
 from megasnn.models.layer import Layer
 from megasnn.parallel.sharding import parameter_count, sharded_tensors

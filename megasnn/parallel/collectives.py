@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.again import once
 from megasnn.kernels.spike_codec import Content, decode_into, empty_values, encode
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group
+from megasnn.recompute import cached_collective
 from megasnn.telemetry.allocations import let_others_go
 
 _ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
@@ -60,7 +60,7 @@ def gather_columns(
 
     if group.size == 1:
         return rows, [payload()]
-    payloads = once(gathered)
+    payloads = cached_collective(gathered)
     return join_columns(payloads, content, rows.shape, rows.dtype), payloads
 
 

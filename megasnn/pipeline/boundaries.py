@@ -2,9 +2,9 @@
 
 A dry run of the whole model on as many samples as a micro-batch has shows the shape and type of every tensor on this
 rank, and a boundary is between ranks that have the same part of it. Layers made of MegaSNN's layers give it with its
-channels last (megasnn/layers/handed_on.py), and get its gradient so. Only plain modules (`nn.Module`s of one's own,
-networks given to `megasnn.shard`) may give any memory order, which another stage has to be told; and so is whether a
-tensor needs a gradient, where a layer may have cut it off from what is trained before it.
+channels last (megasnn/layers/shape_inference.py), and get its gradient so. Only plain modules (`nn.Module`s of one's
+own, networks given to `megasnn.shard`) may give any memory order, which another stage has to be told; and so is
+whether a tensor needs a gradient, where a layer may have cut it off from what is trained before it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from megasnn.bundle import Key, entries_of
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers.context import BuildContext
-from megasnn.layers.handed_on import channels_last, hands_on_channels_last
-from megasnn.layers.own_values import tensors_of
-from megasnn.layers.whole_images import WholeImages
+from megasnn.layers.init import tensors_of
+from megasnn.layers.row_context import WholeImages
+from megasnn.layers.shape_inference import channels_last, gives_channels_last
 from megasnn.models.description import INPUT, Carried, ModelDescription
 from megasnn.parallel.sharding import own_rows
 from megasnn.pipeline.p2p import TensorDescriptor
@@ -72,7 +72,7 @@ class Boundaries:
             )
             joins = any(isinstance(each, WholeImages) for each in layer.modules())
             is_by_rows[number] = not joins and all(is_by_rows[each] for each in takes)
-            if hands_on_channels_last(layer):
+            if gives_channels_last(layer):
                 for key, entry in entries_of(output).items():
                     own, learns = self._own(entry, is_by_rows[number]), entry.requires_grad
                     is_clear = learns or not may_learn[number] or not entry.is_floating_point()

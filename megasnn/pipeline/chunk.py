@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from megasnn.bundle import Bundle, Key, bundle_of, entries_of, map_entries
 from megasnn.device_checks import explained
 from megasnn.kernels.spike_codec import Content
+from megasnn.layers.blocks import recompute_mode
 from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
-from megasnn.layers.handed_on import handed_on, hands_on_channels_last
 from megasnn.layers.neuron import NeuronLayer
-from megasnn.layers.only_graph import only_graph
-from megasnn.layers.rows import own_rows_of
-from megasnn.layers.weight_gradients import WeightGradients
-from megasnn.layers.whole import apply_layer
+from megasnn.layers.replicated import apply_layer
+from megasnn.layers.row_context import own_rows_of
+from megasnn.layers.shape_inference import gives_channels_last, to_channels_last
+from megasnn.layers.weight_grad import WeightGradients
 from megasnn.models.description import DRY_SAMPLES, INPUT, Carried, LayerDescription, ModelDescription, frames_of
 from megasnn.parallel.sharding import ShardedTensor, copied_tensors, materialise, own_rows, sharded_tensors
 from megasnn.parallel_state import alone
@@ -131,7 +131,7 @@ class PipelineChunk(nn.Module):
                 else:
                     y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
             self._require_described(step.description, y, samples)
-            y = map_entries(handed_on, y) if hands_on_channels_last(layer) else y
+            y = map_entries(to_channels_last, y) if gives_channels_last(layer) else y
             if is_traced():
                 self._name_backward(name, inputs, y)
             outputs[step.number] = y if self._is_chain else _with_edges_of_their_own(y, inputs)
@@ -193,7 +193,7 @@ class PipelineChunk(nn.Module):
     @contextmanager
     def only_graph(self) -> Iterator[None]:
         """Inside is a forward that is computed again. Raises ValueError for one that has changed what is kept."""
-        with explained(partial("{}: {}".format, ", ".join(self.names))), only_graph([*self.layers], self.is_last):
+        with explained(partial("{}: {}".format, ", ".join(self.names))), recompute_mode([*self.layers], self.is_last):
             yield
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn.again import first_forward, second_forward
 from megasnn.bundle import map_entries
 from megasnn.device_checks import at
 from megasnn.models.description import Carried
@@ -24,6 +23,7 @@ from megasnn.pipeline.kept_input import KeptInput
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.step_state import MicroBatchInput, StepState
 from megasnn.pipeline.transfers import Transfers
+from megasnn.recompute import recording, replaying
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS, USES_WEIGHTS
 from megasnn.telemetry.ranges import is_traced, named
@@ -223,7 +223,7 @@ class PipelineExecutor:
         # What the first chunk takes stays in the batch.
         given, carried = ((), ()) if chunk.is_first else (run.inputs[key], chunk.receives)
         run.kept[key] = kept = KeptInput(given, carried)
-        with first_forward(kept.findings):
+        with recording(kept.findings):
             y = self._output(run, key)
         self._hand_on(run, key, y)
         del run.backwards[key]  # and with it the graph; it has shown what needs a gradient
@@ -233,7 +233,7 @@ class PipelineExecutor:
         chunk, kept = self._chunks[action.chunk], run.kept.pop(key)
         if not chunk.is_first:
             run.inputs[key] = kept.restored()
-        with chunk.only_graph(), second_forward(kept.findings):
+        with chunk.only_graph(), replaying(kept.findings):
             y = self._output(run, key)
             if chunk.is_last:
                 run.backwards[key] = partial(torch.autograd.backward, self._loss_of(run, key, y))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels.spike_codec import bits_of, remember_bits
-from megasnn.layers.weight_gradients import WeightGradients
+from megasnn.layers.weight_grad import WeightGradients
 from megasnn.pipeline.capture import Capture
 
 

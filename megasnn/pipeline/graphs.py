@@ -29,8 +29,8 @@ from torch import nn
 
 from megasnn.bundle import Bundle, entries_of, shapes_text
 from megasnn.layers.neuron import NeuronLayer
-from megasnn.layers.weight_gradients import WeightGradients
-from megasnn.layers.whole import apply_layer
+from megasnn.layers.replicated import apply_layer
+from megasnn.layers.weight_grad import WeightGradients
 from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.graph_room import CaptureError, GraphRoom, MicroBatchPass
 from megasnn.pipeline.layer_graphs import LayerGraphs

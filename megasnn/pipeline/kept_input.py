@@ -8,11 +8,11 @@ from functools import partial
 
 from torch import Tensor
 
-from megasnn.again import Findings
 from megasnn.device_checks import explained
 from megasnn.kernels.spike_codec import Content, remember_bits
 from megasnn.models.description import Carried
 from megasnn.pipeline.p2p import TensorDescriptor, message_of
+from megasnn.recompute import Cache
 
 
 class KeptInput:
@@ -29,7 +29,7 @@ class KeptInput:
     """
 
     def __init__(self, tensors: Sequence[Tensor], carried: Sequence[Carried]) -> None:
-        self.findings: Findings = deque()
+        self.findings: Cache = deque()
         self._tensors = [
             _packed(tensor, each.name, each.content) for tensor, each in zip(tensors, carried, strict=True)
         ]

@@ -14,10 +14,10 @@ from torch.autograd.function import once_differentiable
 from megasnn.bundle import Bundle, entries_of, map_entries
 from megasnn.device_checks import DeviceChecks, refuse
 from megasnn.kernels.spike_codec import bits_of, remember_bits
-from megasnn.layers.batch_norm import ParallelBatchNorm
-from megasnn.layers.keyed import RefilledKeys
-from megasnn.layers.weight_gradients import WeightGradients
-from megasnn.layers.whole import apply_layer
+from megasnn.layers.dropout import RefilledKeys
+from megasnn.layers.norm import ParallelBatchNorm
+from megasnn.layers.replicated import apply_layer
+from megasnn.layers.weight_grad import WeightGradients
 from megasnn.pipeline.graph_room import CaptureError, GraphRoom, MicroBatchPass, Places, making
 
 

@@ -19,16 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from megasnn.again import Findings, first_forward, second_forward
 from megasnn.bundle import Bundle, bundle_of, entries_of, map_entries
 from megasnn.device_checks import DeviceChecks
 from megasnn.kernels.spike_codec import bits_of, remember_bits
-from megasnn.layers.cast_weights import CastWeights
+from megasnn.layers.blocks import recompute_mode
 from megasnn.layers.context import BuildContext
-from megasnn.layers.only_graph import only_graph
-from megasnn.layers.rows import own_rows_of
-from megasnn.layers.weight_gradients import WeightGradients
-from megasnn.layers.whole import apply_layer
+from megasnn.layers.replicated import apply_layer
+from megasnn.layers.row_context import own_rows_of
+from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription, frames_of
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel.traffic import statistics
@@ -38,6 +36,7 @@ from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts, cros
 from megasnn.pipeline.edges import Entry, backward_of
 from megasnn.pipeline.link import measure_link
 from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, message_of
+from megasnn.recompute import Cache, recording, replaying
 from megasnn.telemetry.allocations import AllocationCounter
 
 ROUNDS = 3
@@ -250,7 +249,7 @@ class _Trial:
             findings = self._first_forward()
         parts = [part for each in findings for part in ([each] if isinstance(each, Tensor) else each)]
         found = sum(part.nbytes for part in parts)
-        with only_graph([self._layer]), second_forward(findings):
+        with recompute_mode([self._layer]), replaying(findings):
             return found, self._counted_forward()[1]
 
     def _counted_forward(self) -> tuple[AllocationCounter, int, Callable[[], None]]:
@@ -273,10 +272,10 @@ class _Trial:
         """Bytes of the gradient of the output."""
         return sum(each.nbytes for each in self._learning)
 
-    def _first_forward(self) -> Findings:
-        findings: Findings = deque()
+    def _first_forward(self) -> Cache:
+        findings: Cache = deque()
         self._forget()
-        with first_forward(findings):
+        with recording(findings):
             self._forward(self._inputs)
         return findings
 
@@ -295,7 +294,7 @@ class _Trial:
                 tasks.pop()()
         if repeats:
             findings = self._first_forward()
-            with self._clock("again"), only_graph([self._layer]), second_forward(findings):
+            with self._clock("again"), recompute_mode([self._layer]), replaying(findings):
                 self._forward(self._inputs)
 
     def _forget(self) -> None:

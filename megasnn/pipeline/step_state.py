@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels.spike_codec import bits_of, remember_bits
-from megasnn.layers.weight_gradients import Task
+from megasnn.layers.weight_grad import Task
 from megasnn.pipeline.edges import Entry, backward_of
 from megasnn.pipeline.kept_input import KeptInput
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasnn.layers import ParallelBatchNorm
-from megasnn.layers.holding import calls_of
+from megasnn.layers.shape_inference import calls_of
 from megasnn.models.description import ModelDescription
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel.sync_batch_norm import StepStatistics

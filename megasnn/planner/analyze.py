@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError
 from megasnn.kernels.spike_codec import Content
-from megasnn.models.building import describe
+from megasnn.models.build import building_problems, describe
 from megasnn.models.description import INPUT, ModelDescription
-from megasnn.models.problems import building_problems
 from megasnn.models.summary import LayerSummary, summarise
 from megasnn.parallel_state import kind_of_device
 from megasnn.planner.analysis import FORMAT, Analysis, Counted, LayerFacts, identity

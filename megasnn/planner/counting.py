@@ -17,8 +17,8 @@ from megasnn.config import PretrainConfig
 from megasnn.grid import ContextCut
 from megasnn.kernels.products import can_be_sparse
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
+from megasnn.models.build import building_problems
 from megasnn.models.description import ModelDescription
-from megasnn.models.problems import building_problems
 from megasnn.parallel.sharding import sharded_tensors
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import LayerCost

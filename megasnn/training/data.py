@@ -6,7 +6,7 @@ from functools import partial
 
 from megasnn.config import PretrainConfig
 from megasnn.data import BatchLoader, Datasets, LoaderOptions, Share, open_datasets
-from megasnn.data.epochs import check_shares, epoch_samples, order_identity
+from megasnn.data.loader import check_shares, epoch_samples, order_identity
 from megasnn.engine import Engine
 from megasnn.engine.faults import placed
 from megasnn.parallel.agreement import broadcast_object
@@ -41,7 +41,8 @@ class RunData:
         if not training.evaluate_only:
             micro_batch, context = training.micro_batch_size, config.parallel.context_parallel_size
             sharing = context if config.parallel.context_cut(micro_batch) == "samples" else 1
-            check_shares(len(self.datasets.train), batch, micro_batch, state.data.size, sharing, last_batch)
+            share = Share(batch, micro_batch, dp_size=state.data.size, cp_size=sharing)
+            check_shares(len(self.datasets.train), share, last_batch)
         samples = epoch_samples(len(self.datasets.train), batch, last_batch)
         self.length = training.length(samples, keeps_last_batch=last_batch == "keep")
         self.place: dict[str, object] = {

@@ -14,7 +14,7 @@ from megasnn.engine.build import parameter_names
 from megasnn.engine.debug import first_non_finite, notice_of
 from megasnn.engine.faults import placed
 from megasnn.grid import HOLDING_AXES
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.optim import require_matches
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.replica_check import ReplicaCheck, ReplicaError

@@ -18,7 +18,7 @@ from megasnn.engine import Engine
 from megasnn.engine.faults import placed
 from megasnn.files import in_message, raise_problems
 from megasnn.layers import BuildContext, KeyedLayer, ParallelNeuron
-from megasnn.models.table import saved_model_name
+from megasnn.models.registry import saved_model_name
 from megasnn.parallel.agreement import run_on_all_ranks
 from megasnn.parallel.sharding import owner_name
 from megasnn.parallel_state import ParallelState

@@ -25,7 +25,7 @@ from megasnn.engine.mesh import describe_precision
 from megasnn.engine.model import DistributedModel
 from megasnn.files import write_whole
 from megasnn.kernels.backends import backend_told
-from megasnn.layers.holding import calls_of, exchanges_of
+from megasnn.layers.shape_inference import calls_of, exchanges_of
 from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
 from megasnn.parallel.sharding import row_bounds
 from megasnn.parallel_state import ParallelState, why_not_on_gpus

@@ -15,8 +15,8 @@ from megasnn.config import ConfigError, PretrainConfig, parse
 from megasnn.config.cli import ORDER, flag_names
 from megasnn.config.fields import help_texts
 from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
+from megasnn.models.spikformer.model import Spikformer
 from tools import flags as flag_page
 
 ROOT = Path(__file__).parents[2]

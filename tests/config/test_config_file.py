@@ -21,15 +21,15 @@ from megasnn.config import (
     validate,
 )
 from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.pretraining import configuration
 
 CLASS = run_config(Spikformer)
 ODD = {
     "model": {"embed_dim": 48, "num_heads": 6, "mlp_ratio": 2.5},
     "neuron": {"v_reset": None, "tau": 1.0000000000000002, "neuron": "plif"},
-    "data": {"data_path": "a b\"'{0..9}.tar", "rand_augment": "rand-m9:rotate", "shuffle": False, "mixup_alpha": 1e-320},
+    "data": {"data_path": "a b\"'{0..9}.tar", "rand_augment": "rand-m9:rotate", "shuffle": False, "mixup_alpha": 1e-9},
     "training": {"seed": 2**62, "bptt_steps": 2, "deterministic": True, "precision": "bf16"},
     "optimizer": {"lr": 1e30, "lr_scale_of": "a=0,b=1", "lr_warmup_init": 0.0, "lr_interval": "epoch"},
     "parallel": {"memory_budget": 0.1, "pipeline_model_parallel_layout": "1|2", "recompute": "always"},

@@ -15,7 +15,7 @@ import pytest
 from megasnn.commands import convert_checkpoint, draw_schedule, preprocess_data, show_data
 from megasnn.config import ConfigError, parse, validate
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 
 SECONDS = 1.0  # of the processor, for each program
 MOST_SECONDS = 2  # of the processor, that one command line may take: what is refused is refused at once

@@ -9,9 +9,9 @@ import torch
 
 from megasnn.config import ConfigError, NeuronConfig, TrainingConfig, parse, validate
 from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.table import MODELS
-from megasnn.models.vgg_dvs.dimensions import VggDvs, VggNeuronConfig
+from megasnn.models.registry import MODELS
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.models.vgg_dvs.model import VggDvs, VggNeuronConfig
 from megasnn.pretraining import pretrain, refuse_other_device
 
 

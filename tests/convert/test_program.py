@@ -15,7 +15,7 @@ from megasnn.checkpoint.folder import LATEST
 from megasnn.checkpoint.job import FolderLock
 from megasnn.commands.convert_checkpoint import main
 from megasnn.convert.report import largest_difference
-from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
+from megasnn.models.spikformer.weight_names import from_spikingjelly
 from tests.convert.saved import MODELS, save_whole
 from tests.convert.test_round_trip import spikformer
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasnn.layers import BuildContext, ParallelBatchNorm
-from megasnn.layers.holding import calls_of
+from megasnn.layers.shape_inference import calls_of
 from megasnn.optim.average import WeightAverage
 from megasnn.optim.lamb import Lamb
 from megasnn.optim.norms import sums_of_squares

@@ -22,13 +22,13 @@ from megasnn.layers import (
     SpikingNeuron,
     WholeImages,
 )
-from megasnn.layers.handed_on import handed_on
-from megasnn.models.building import describe
+from megasnn.layers.shape_inference import to_channels_last
+from megasnn.models.build import describe
 from megasnn.models.description import Carried
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.parallel_state import Group
 from megasnn.pipeline.boundaries import Boundaries
 from megasnn.pipeline.p2p import TensorDescriptor
@@ -321,11 +321,11 @@ def test_layers_hand_on_tensors_and_get_gradients_with_their_channels_last() -> 
     x, seen = torch.rand(2, 3, 4, 5, 6, requires_grad=True), list[Tensor]()
     y = 2 * x
     y.register_hook(lambda gradient: seen.append(gradient))
-    given = handed_on(y)
+    given = to_channels_last(y)
     assert torch.equal(given, y) and given.movedim(2, -1).is_contiguous() and not y.movedim(2, -1).is_contiguous()
-    assert handed_on(given) is given
+    assert to_channels_last(given) is given
     z = given * 1
-    handed_on(z).backward(gradient := torch.rand(2, 3, 4, 5, 6))
+    to_channels_last(z).backward(gradient := torch.rand(2, 3, 4, 5, 6))
     assert torch.equal(seen[0], gradient) and seen[0].movedim(2, -1).is_contiguous()
     repeated = torch.ones(1, 1, 1, 1, 1).expand(2, 3, 4, 5, 6)
-    assert handed_on(repeated) is repeated, "takes no memory"
+    assert to_channels_last(repeated) is repeated, "takes no memory"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers import ParallelConv
-from megasnn.layers.cast_weights import CastWeights
+from megasnn.layers.weight_grad import CastWeights
 from megasnn.parallel.collectives import from_rows, gather_columns, sum_and_scatter_columns, to_rows
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group
@@ -128,30 +128,27 @@ def _reference() -> dict[str, Tensor]:
     return {"x": x.grad, **{name: value.grad for name, value in weights.items()}}
 
 
-def _run_chain(memory_format: str, frozen: tuple[str, ...]) -> list:
-    layout = channels_last if memory_format == "channels last" else torch.clone
-    gradients, input_gradient = _chain(everybody(), layout, frozen)
-    return gradients + input_gradient
+def _run_chains() -> list:
+    """With channels last in memory, and contiguous; and with frozen weights."""
+    group = everybody()
+    found = []
+    for layout, frozen in ((channels_last, ()), (torch.clone, ()), (channels_last, ("a", "d"))):
+        gradients, input_gradient = _chain(group, layout, frozen)
+        found.append(gradients + input_gradient)
+    return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("memory_format", ["channels last", "contiguous"])
-def test_two_pairs_have_every_gradient_of_the_whole_model(ranks, size, memory_format) -> None:
-    """Without the backward sum, gradients before the last pair are wrong."""
+def test_two_pairs_have_every_gradient_of_the_whole_model(ranks, size) -> None:
+    """Without the backward sum, gradients before the last pair are wrong. Frozen weights have none."""
     expected = _reference()
     assert all(value.abs().max() > 0.01 for value in expected.values())
-    found = assemble(ranks(size, _run_chain, memory_format, ()))
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def test_frozen_weights_have_no_gradient_and_the_others_keep_theirs(ranks) -> None:
-    expected, frozen = _reference(), ("a", "d")
-    found = assemble(ranks(2, _run_chain, "channels last", frozen))
-    assert expected.keys() - found.keys() == {"a.weight", "d.weight"}
-    for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], **CLOSE)
+    everyone = ranks(size, _run_chains)
+    for number, frozen in enumerate([set(), set(), {"a.weight", "d.weight"}]):
+        found = assemble([rank[number] for rank in everyone])
+        assert expected.keys() - found.keys() == frozen
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], **CLOSE, msg=lambda t, at=(number, name): f"{at}: {t}")
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,7 @@ class Case:
         return random(T, N, self.inputs, *[7] * self.dims, seed=seed)
 
     def reference(self) -> nn.Conv1d | nn.Conv2d:
-        ours = ("style", "whole_input", "content", "pool", "dims")
+        ours = ("style", "content", "pool", "dims")
         return (nn.Conv1d if self.dims == 1 else nn.Conv2d)(
             self.inputs,
             self.outputs,
@@ -184,33 +181,23 @@ def case(inputs: int, outputs: int, kernel: int | tuple[int, ...], **options: ob
 
 
 CASES = [
-    *(
-        case(8, 16, 3, style=style, padding=2, padding_mode=mode, bias=True)
-        for style in ("column", "row")
-        for mode in ("zeros", "reflect", "replicate", "circular")
-    ),
+    *(case(8, 16, 3, style=style, padding=2, bias=True) for style in ("column", "row")),
     case(8, 16, 3, style="row", stride=2),
     case(8, 8, 5, style="column", stride=3, padding=1),
     case(8, 16, 3, groups=4, padding=1, bias=True),
-    case(8, 16, 3, groups=8, padding=1, padding_mode="reflect"),
     case(8, 8, 3, groups=8, stride=2),
-    case(3, 16, 3, whole_input=True, padding=1, bias=True),
+    case(3, 16, 3, padding=1, bias=True),  # whole on every rank, as images
+    case(3, 16, 3, pool=2, padding=1),
     case(8, 16, 1, style="column"),
     case(8, 16, 3, style="column", pool=2, padding=1, bias=True),
     case(16, 8, 3, style="row", pool=3, padding=1),
-    case(3, 16, 3, whole_input=True, pool=2, padding=1),
     case(8, 16, (3, 2), style="column", stride=(2, 1), padding=(0, 1), dilation=(1, 2), bias=True),
-    case(16, 8, 4, style="row", padding="same", padding_mode="reflect", bias=True),
+    case(16, 8, 5, style="row", padding="same", bias=True),
     case(8, 16, 4, groups=4, padding="same", dilation=2),
-    *(
-        case(8, 16, 3, dims=1, style=style, padding=2, padding_mode=mode, bias=True)
-        for style in ("column", "row")
-        for mode in ("zeros", "reflect", "replicate", "circular")
-    ),
+    *(case(8, 16, 3, dims=1, style=style, padding=2, bias=True) for style in ("column", "row")),
     case(8, 16, 4, dims=1, style="row", stride=2, dilation=2, padding="valid", bias=True),
     case(8, 16, (3,), dims=1, groups=4, padding="same", bias=True),
-    case(8, 8, 3, dims=1, groups=8, stride=2, padding=1, padding_mode="circular"),
-    case(3, 16, 4, dims=1, whole_input=True, padding="same"),
+    case(3, 16, 5, dims=1, padding="same"),
     case(8, 16, 1, dims=1, style="column"),
 ]
 
@@ -226,8 +213,9 @@ def _run_cases() -> list:
         truth = _randomised(one.reference(), index)
         tensors = build({"conv": layer}, {f"conv.{name}": value for name, value in truth.state_dict().items()})
         x = one.input(index)
-        whole = bool(options.get("whole_input"))
+        whole = one.inputs == 3
         local = channels_last(x if whole else mine(x, group)).requires_grad_(not whole)
+        layer(local.to("meta"))
         y = layer(local)
         shape = (T, N, one.outputs, *y.shape[3:])
         (y * mine(random(*shape, seed=50), group)).sum().backward()
@@ -250,7 +238,6 @@ def _randomised(conv: nn.Conv1d | nn.Conv2d, seed: int) -> nn.Conv1d | nn.Conv2d
     return conv
 
 
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")  # of torch's own
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_option_against_torch(ranks, size) -> None:
     everyone = ranks(size, _run_cases)
@@ -263,7 +250,7 @@ def test_every_option_against_torch(ranks, size) -> None:
         (y * random(*y.shape, seed=50)).sum().backward()
         expected = {"y": y.detach(), "x": x.grad, **{f"conv.{n}": p.grad for n, p in truth.named_parameters()}}
         found = assemble([rank[index] for rank in everyone])
-        assert found.keys() == expected.keys() - ({"x"} if dict(one.options).get("whole_input") else set())
+        assert found.keys() == expected.keys() - ({"x"} if one.inputs == 3 else set())
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], **CLOSE, msg=lambda text, at=(one, name): f"{at}: {text}")
 
@@ -290,45 +277,40 @@ def test_pooled_spikes_travel_as_bits_and_their_gradient_pooled(ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("arguments", "names"),
     [
-        (dict(inputs=6, outputs=8, whole_input=False), "in_channels 6 .*--tensor-model-parallel-size 4"),
+        (dict(inputs=6, outputs=8, style="row"), "in_channels 6 .*--tensor-model-parallel-size 4"),
         (dict(inputs=8, outputs=6), "out_channels 6 .*--tensor-model-parallel-size 4"),
-        (dict(inputs=3, outputs=6, whole_input=True), "out_channels 6"),
-        (dict(inputs=8, outputs=8, groups=2), "groups 2 .*multiple of --tensor-model-parallel-size 4"),
+        (dict(inputs=8, outputs=8, groups=2), "groups 2 .*--tensor-model-parallel-size 4"),
         (dict(inputs=8, outputs=8, groups=3), "groups 3"),
-        (dict(inputs=8, outputs=16, blocks=3, bias=True), "3 block.*4 equal parts"),
-        (dict(inputs=8, outputs=8, style="diagonal"), "style must be"),
-        (dict(inputs=8, outputs=8, padding_mode="mirror"), "padding_mode must be"),
-        (dict(inputs=8, outputs=8, whole_input=True, style="row"), "whole_input is for style 'column'"),
-        (dict(inputs=8, outputs=8, pointwise=True, kernel_size=3), "kernel_size 1, got 3"),
-        (dict(inputs=8, outputs=8, pool=2, padding_mode="circular"), "pool 2 comes before padding"),
-        (dict(inputs=8, outputs=8, pool=2, dims=1), "pool 2 .* is for frames"),
-        (dict(inputs=8, outputs=8, dims=3), "dims must be 1 .* or 2"),
-        (dict(inputs=8, outputs=8, dims=1, kernel_size=(3, 3)), r"kernel_size \(3, 3\) has 2 numbers .* dims=1"),
-        (dict(inputs=8, outputs=8, padding="same", stride=2), "padding 'same' is for stride 1"),
-        (dict(inputs=8, outputs=8, padding="some"), "padding must be a number, 'same' or 'valid', got 'some'"),
+        (dict(inputs=8, outputs=16, blocks=3, bias=True), "3 block"),
+        (dict(inputs=8, outputs=8, style="diagonal"), "style"),
+        (dict(inputs=8, outputs=8, pointwise=True, kernel_size=3), "kernel_size"),
+        (dict(inputs=8, outputs=8, pool=2, dims=1), "pool"),
+        (dict(inputs=8, outputs=8, dims=3), "dims"),
+        (dict(inputs=8, outputs=8, dims=1, kernel_size=(3, 3)), r"kernel_size \(3, 3\)"),
+        (dict(inputs=8, outputs=8, padding="same", stride=2), "padding 'same'"),
+        (dict(inputs=8, outputs=8, padding="same", kernel_size=4), "padding 'same'"),
+        (dict(inputs=8, outputs=8, padding="some"), "'some'"),
     ],
 )
-def test_what_does_not_divide_is_refused(arguments, message) -> None:
+def test_what_does_not_divide_is_refused(arguments, names) -> None:
     options = dict(arguments)
     sizes = options.pop("inputs"), options.pop("outputs"), options.pop("kernel_size", 1)
-    group = Group("tensor", (0, 1, 2, 3), 1)
-    with pytest.raises(ValueError, match=message):
-        ParallelConv(*sizes, context(group), initialise=nothing, **options)
+    with pytest.raises(ValueError, match=names):
+        ParallelConv(*sizes, context(Group("tensor", (0, 1, 2, 3), 1)), initialise=nothing, **options)
 
 
 def test_a_weight_is_cast_once_a_step() -> None:
     weights, weight = CastWeights(), torch.nn.Parameter(torch.ones(2, 3, 1, 1))
     assert weights.of(weight, torch.float32).data_ptr() == weight.data_ptr()
-    with weights.kept():
-        first = weights.of(weight, torch.bfloat16)
-        assert weights.of(weight, torch.bfloat16) is first and first.dtype == torch.bfloat16
-    assert not first.requires_grad
+    for value in (1, 2):
+        with torch.no_grad():
+            weight.fill_(value)
+        with weights.kept():
+            first = weights.of(weight, torch.bfloat16)
+            assert weights.of(weight, torch.bfloat16) is first and first.dtype == torch.bfloat16
+            assert first[0, 0] == value and not first.requires_grad
     with torch.no_grad():
-        weight *= 2
-    with weights.kept():
-        assert weights.of(weight, torch.bfloat16)[0, 0] == 2
-    with torch.no_grad():
-        weight *= 2
+        weight.fill_(4)
     assert weights.of(weight, torch.bfloat16)[0, 0] == 4, "not kept outside of a step"

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm
-from megasnn.layers.initialisers import trunc_normal
-from megasnn.models.building import describe
+from megasnn.layers.init import trunc_normal
+from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model

@@ -10,25 +10,22 @@ from unittest import mock
 
 import pytest
 import torch
+from megasnn.engine.distributed_model import DistributedModel
 from torch import Tensor, nn
 
-from megasnn.config import ConfigError, parse, validate
+from megasnn.config import parse
 from megasnn.engine import Engine
-from megasnn.engine.model import DistributedModel
 from megasnn.kernels.spike_codec import Content, bits_of
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.models.description import Carried
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.choose_schedule import PipelineRequest
-from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.kept_input import KeptInput
 from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.peak_memory import unit_memory
-from megasnn.pipeline.plan import plan_pipeline
 from megasnn.pipeline.profile_layers import count_memory
 from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.schedule import Action, Kind, plan_schedule
@@ -194,39 +191,6 @@ def test_forwards_that_cannot_be_computed_again_are_an_error_with_the_place(rank
     assert "computed again did something else than the first time" in text and "--recompute never" in text
 
 
-COSTS = PipelineCosts(
-    tuple(
-        LayerCost(0.5, 1, 1, held=held * 10**6, working=(10**6,) * 3, message=10**5, gradient=10**6, again=0.25)
-        for held in (10, 20, 30)
-    ),
-    LinkCost(),
-)
-
-
-def _planned(budget: float) -> tuple[list[dict[int, list[int]]], list[int], list[str]]:
-    state = initialize_model_parallel(1, 1)
-    try:
-        request = PipelineRequest("gpipe", 1, (range(3),), SAMPLES, (2,), memory_budget=budget)
-        plan = plan_pipeline(describe(_Between()), request, BuildContext(), state, WireOptions(), COSTS)
-        return plan.repeated(), plan.step_bytes(2), plan.describe_recompute()
-    finally:
-        destroy_model_parallel()
-
-
-def test_a_plan_within_a_budget(ranks) -> None:
-    """Two micro-batches of three layers keep 120 MB. The cheapest way to 95 is the last layer's, once."""
-    ((repeated, (needed,), told),) = ranks(1, _planned, 95e6)
-    assert [*repeated[0]] == [2] and len(repeated[0][2]) == 1 and needed <= 95e6
-    assert told == [
-        "--memory-budget 95: 1 of a step's 6 forwards of layers are computed again, 250 ms on the rank that does most; "
-        f"predicted for a step, above weights, gradients and optimizer state: {needed / 1e6:.0f} MB"
-    ]
-    ((repeated, (needed,), _),) = ranks(1, _planned, 200e6)
-    assert repeated == [{}] and 120e6 < needed < 200e6
-    with pytest.raises(RuntimeError, match="--memory-budget 10 cannot be kept .*: the least is --memory-budget"):
-        ranks(1, _planned, 10e6)
-
-
 def test_a_run_that_only_evaluates_computes_nothing_again_and_needs_no_plan_for_it() -> None:
     """Whatever the configuration of the run says that it evaluates the weights of."""
     sizes = ["--image-size", "8", "--embed-dim", "16", "--depth", "1", "--num-heads", "2", "--train-iters", "1"]
@@ -234,15 +198,3 @@ def test_a_run_that_only_evaluates_computes_nothing_again_and_needs_no_plan_for_
         config = parse(run_config(Spikformer), [*sizes, "--evaluate-only", "--load", "x", "--device", "cpu", *flags])
         with Engine(config) as engine:
             assert engine.plan.schedules.units is None and engine.plan.costs is None
-
-
-def test_flags_that_do_not_go_together() -> None:
-    flags = ["--train-iters", "1", "--time-steps", "4", "--bptt-steps", "2"]
-    config = run_config(Spikformer)
-    validate(parse(config, flags), 1)
-    with pytest.raises(ConfigError, match=r"--recompute always with --bptt-steps 2: .* leave it out"):
-        validate(parse(config, [*flags, "--recompute", "always"]), 1)
-    with pytest.raises(ConfigError, match=r"--memory-budget 100 with --bptt-steps 2: .* leave it out"):
-        validate(parse(config, [*flags, "--memory-budget", "100"]), 1)
-    with pytest.raises(ConfigError, match=r"--memory-budget 100 with --recompute always: .* leave one of them out"):
-        validate(parse(config, ["--train-iters", "1", "--memory-budget", "100", "--recompute", "always"]), 1)

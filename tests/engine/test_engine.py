@@ -18,7 +18,7 @@ from megasnn import Engine
 from megasnn.checkpoint import load_global_tensors
 from megasnn.config import ConfigError, DataConfig
 from megasnn.data import BatchLoader, LoaderOptions, Share, open_datasets
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.parallel_state import (
     destroy_model_parallel,
     get_parallel_state,

@@ -21,8 +21,8 @@ from megasnn.kernels.spike_codec import Content
 from megasnn.layers import ConvNormNeuron, MeanLinear
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.pipeline.executor import PipelineError
 from megasnn.pipeline.graph_room import Places
 from megasnn.pipeline.layer_graphs import LayerGraphs

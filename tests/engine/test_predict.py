@@ -18,7 +18,7 @@ from megasnn import ConvNormNeuron, Engine
 from megasnn.engine.model import DistributedModel
 from megasnn.layers import ParallelBatchNorm
 from megasnn.models.layer import layer
-from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
+from megasnn.models.spikformer.weight_names import from_spikingjelly
 from megasnn.pipeline.executor import PipelineExecutor
 from tests.engine.test_engine import MODEL, PP2, SIZES
 from tests.models.networks import between

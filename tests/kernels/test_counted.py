@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megasnn import Engine
-from megasnn.layers.unit import ConvNormNeuron
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.layers.blocks import ConvNormNeuron
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.pipeline.step_state import MicroBatchInput
 from tests.fake_gpu import OUTSIDE, Counted, fake_gpu
 from tests.fake_graphs import GRAPH, counted_graphs

@@ -23,11 +23,11 @@ from megasnn.kernels.numba.spike_sums import spikes_in
 from megasnn.kernels.numba.worth import Work
 from megasnn.kernels.products import ConvolutionProducts, MatrixProducts, Products
 from megasnn.kernels.spike_codec import pack_bits, remember_bits
-from megasnn.layers import attend
-from megasnn.layers.attend import Attend, AttendPlan
-from megasnn.models.building import describe
+from megasnn.layers import attention as attend
+from megasnn.layers.attention import Attend, AttendPlan
+from megasnn.models.build import describe
 from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.planner import counting, measuring
 from megasnn.planner.analyze import counted_sizes
 from tests.kernels.models import torch_threads

@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megasnn.config import NeuronConfig
 from megasnn.kernels.spike_codec import Content
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.models.model import Model
-from megasnn.models.qkformer.dimensions import QKFormer
-from megasnn.models.sew_resnet.dimensions import SewResNet
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.qkformer.model import QKFormer
+from megasnn.models.sew_resnet.model import SewResNet
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.summary import LayerSummary, as_table, summarise
 from tests.forking import run_program
 from tests.parity.zoo import sew_resnets

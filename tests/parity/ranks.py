@@ -16,11 +16,11 @@ from megasnn.engine.model import DistributedModel, ModelOptions
 from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.layers.whole import is_called_as_sharded
-from megasnn.models.building import describe
+from megasnn.layers.replicated import is_called_as_sharded
+from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.models.spikformer.weight_names import from_spikingjelly
 from megasnn.parallel.sharding import Shard, own_rows
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.plan import shared_weights

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from megasnn.config import PretrainConfig, validate
 from megasnn.data import GlobalBatch
 from megasnn.engine.step import TrainStep
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.pretraining import configuration

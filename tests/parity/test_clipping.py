@@ -13,7 +13,7 @@ from torch import Tensor
 from megasnn.checkpoint import load_globals_into
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import HOLDING_AXES
-from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
+from megasnn.models.spikformer.weight_names import from_spikingjelly
 from megasnn.optim import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel
 from tests.parity import spikingjelly_reference as reference

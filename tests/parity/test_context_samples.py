@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megasnn.kernels import NeuronSpec
-from megasnn.layers.holding import calls_of
+from megasnn.layers.shape_inference import calls_of
 from megasnn.models.model import Model
 from megasnn.parallel.traffic import Traffic, statistics
 from megasnn.parallel_state import destroy_model_parallel

@@ -18,11 +18,11 @@ from megasnn.config.training import Length
 from megasnn.engine import Engine
 from megasnn.engine.model import DistributedModel, ModelOptions
 from megasnn.layers import BuildContext
-from megasnn.layers.batch_norm import ParallelBatchNorm
-from megasnn.layers.cast_weights import CastWeights
-from megasnn.models.building import describe
+from megasnn.layers.norm import ParallelBatchNorm
+from megasnn.layers.weight_grad import CastWeights
+from megasnn.models.build import describe
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.capture import GraphOptions
@@ -333,7 +333,7 @@ def test_what_a_graph_must_not_do_is_seen(what: str) -> None:
 
 def test_what_is_taken_from_the_host_is_refused() -> None:
     """Keys that are drawn while a graph is made, as one of them."""
-    with mock.patch("megasnn.layers.keyed.RefilledKeys.entered", lambda self: nullcontext()):
+    with mock.patch("megasnn.layers.dropout.RefilledKeys.entered", lambda self: nullcontext()):
         with pytest.raises(PipelineError, match="not permitted when stream is capturing: lift_fresh"):
             with_and_without("vgg_dvs", "--global-batch-size 4")
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.engine.model import DistributedModel
 from megasnn.layers import BuildContext
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model
-from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.parallel.traffic import Traffic, statistics
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.step_state import MicroBatchInput

@@ -9,7 +9,7 @@ from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ParallelBatchNorm
 from megasnn.losses.sums import cross_entropy_sum
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import profile_layers
 from megasnn.pipeline.chunk import build_chunk

@@ -15,8 +15,8 @@ import torch
 from megasnn.engine.model import DistributedModel
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelDropout
-from megasnn.layers.unit import Residual
-from megasnn.models.building import describe
+from megasnn.layers.blocks import Residual
+from megasnn.models.build import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.executor import PipelineError

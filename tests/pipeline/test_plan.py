@@ -8,7 +8,7 @@ import pytest
 
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.parallel.agreement import broadcast_object
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import profile_layers

@@ -10,8 +10,8 @@ import torch
 
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.models.building import describe
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.build import describe
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.parallel_state import Group, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import link, profile_layers
 from megasnn.pipeline.chunk import describe_tensors

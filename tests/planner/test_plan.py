@@ -16,7 +16,7 @@ from megasnn.config import ConfigError
 from megasnn.config.validate import validate
 from megasnn.files import DescriptionError
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.planner.analysis import LayerSeconds, Timed, read, write
 from megasnn.planner.apply import apply, command, configuration
 from megasnn.planner.candidates import Prefer
@@ -42,7 +42,7 @@ class Blocked:
 
 sys.meta_path.insert(0, Blocked())
 from pathlib import Path
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.planner.analysis import read
 from megasnn.planner.apply import apply
 from megasnn.planner.machines import DEVICES

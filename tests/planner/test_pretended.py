@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megasnn.grid import ContextCut
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.cost_model import LayerCost
 from megasnn.pipeline.profile_layers import count_memory

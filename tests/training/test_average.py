@@ -11,7 +11,7 @@ import torch
 from megasnn.checkpoint import CheckpointError, load_global_tensors
 from megasnn.convert.exchange import export_weights
 from megasnn.convert.source import open_source
-from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
+from megasnn.models.spikformer.weight_names import from_spikingjelly
 from tests.training.runs import train, whole
 
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")

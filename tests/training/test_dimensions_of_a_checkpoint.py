@@ -11,7 +11,7 @@ import pytest
 from megasnn.checkpoint import save_global_tensors
 from megasnn.config import ConfigError, PretrainConfig, to_json, validate
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.pretraining import configuration
 from tests.convert.saved import MODELS as SAVED
 from tests.convert.saved import save_whole
@@ -110,7 +110,8 @@ def test_another_number_of_time_steps_is_evaluated_where_only_weights_are_taken(
 
 def test_it_is_read_without_torch(run) -> None:
     program = (
-        "import sys; from megasnn.models.table import MODELS; from megasnn.pretraining import configuration as read; "
+        "import sys; from megasnn.models.registry import MODELS\n"
+        "from megasnn.pretraining import configuration as read\n"
         "print(read(MODELS['spikformer'], sys.argv[1:]).model.embed_dim, 'torch' in sys.modules)"
     )
     ended = subprocess.run(

@@ -12,7 +12,7 @@ from megasnn.checkpoint import CheckpointError, list_checkpoints, load_global_te
 from megasnn.config import ConfigError, TrainingConfig, parse, validate
 from megasnn.engine.model import DistributedModel
 from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.spikformer.model import Spikformer
 from tests.training.runs import train, whole
 
 BEST = "best_checkpointed_iteration.txt"

@@ -10,9 +10,9 @@ from megasnn.config import ConfigError, OptimizerConfig, parse, validate
 from megasnn.config.fields import patterns
 from megasnn.engine.build import parameter_names
 from megasnn.kernels import NeuronSpec
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.optim import build_optimizer, is_frozen, require_matches
 from megasnn.parallel.sharding import Shard, ShardedTensor
 from tests.training.runs import train, whole

@@ -16,8 +16,8 @@ from megasnn.config import OptimizerConfig, ParallelConfig, PretrainConfig, Trai
 from megasnn.config.training import Length
 from megasnn.engine import Engine
 from megasnn.models.model import Model, run_config
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.parallel import gradient_buckets
 from megasnn.parallel.gradient_buckets import BUCKET_BYTES
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel

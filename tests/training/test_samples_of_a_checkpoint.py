@@ -12,7 +12,7 @@ from megasnn.checkpoint import find_checkpoint, read_metadata
 from megasnn.checkpoint.format import METADATA, to_text
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import NORMALISATION, normalisation
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.pretraining import configuration, pretrain
 from tests.data.shard_files import image_file, write_shard
 

@@ -14,11 +14,11 @@ from torch.profiler import ProfilerActivity, profile
 from megasnn.config import ConfigError, parse, validate
 from megasnn.engine import Engine
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.spikformer.model import Spikformer
 from tests.models.networks import between
 from tests.recorded_graphs import recorded_graphs
 from tests.training.runs import TINY, train, whole, without_trial

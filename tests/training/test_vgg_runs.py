@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megasnn.data.event_files import encode_frames
+from megasnn.data.formats import encode_frames
 from megasnn.layers import ParallelDropout
 from tests.data.shard_files import write_shard
 from tests.training.runs import train_vgg, whole, without_trial

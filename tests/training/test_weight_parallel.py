@@ -21,7 +21,7 @@ from megasnn.engine import Engine
 from megasnn.layers import ConvNormNeuron, ParallelConv, ParallelLinear
 from megasnn.models.layer import layer
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.optim import held_state_bytes
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.gradient_buckets import GradientBuckets

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megasnn.layers.unit import ResidualMLP
+from megasnn.layers.blocks import ResidualMLP
 from tests.training.runs import Outcome, train, without_trial
 
 PP2 = "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b --train-iters 2 --eval-iters 0".split()

@@ -28,7 +28,7 @@ from megasnn.config.checks import at_least
 from megasnn.config.training import Length
 from megasnn.config.values import to_dict
 from megasnn.engine import Engine
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.spikformer.model import Spikformer
 from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, seconds, summary
 from tools.benchmark.steps import ENDLESS, Work, random_batch
 
