@@ -32,8 +32,8 @@ from megasnn.models.registry import MODELS
 from megasnn.optim import is_frozen
 from megasnn.parallel.agreement import gather
 from megasnn.parallel_state import Group, ParallelState
-from megasnn.pipeline.capture import Capture, CudaCapture, GraphOptions
 from megasnn.pipeline.chunk import describe_tensors
+from megasnn.pipeline.graphs import Capture, CudaCapture, GraphOptions
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.precisions import PRECISIONS
 
