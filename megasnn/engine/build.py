@@ -155,9 +155,7 @@ def parameter_names(model: ModelDescription) -> list[str]:
 def sample_loss(config: PretrainConfig) -> SampleLoss:
     """Returns (logits, labels) -> the sum of the samples' losses."""
     training = config.training
-    loss = LOSSES[training.loss]
-    own = {argument: getattr(training, name) for name, argument in loss.flags.items()}
-    return partial(loss.sum, label_smoothing=training.label_smoothing, **own)
+    return partial(LOSSES[training.loss].sum, label_smoothing=training.label_smoothing)
 
 
 def mixing_of(config: PretrainConfig, model: ModelDescription, epoch_samples: int) -> Mixing | None:
