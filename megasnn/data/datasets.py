@@ -145,9 +145,7 @@ def _event_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat
         raise ValueError(
             f"event frames have 2 channels and are square, not {channels} x {height} x {width}; set --in-channels to 2"
         )
-    options = FrameOptions(
-        time_steps, config.split_by or "number", config.frame_duration, height, config.normalize_frames or "none"
-    )
+    options = FrameOptions(time_steps, config.split_by or "number", size=height)
     return EventFormat(options, config.max_sample_mb << 20)
 
 
@@ -170,7 +168,5 @@ def _frame_flags(config: DataConfig) -> list[str]:
     """Flags given that say how events become frames."""
     flags = {
         "--split-by": config.split_by,
-        "--frame-duration": config.frame_duration,
-        "--normalize-frames": config.normalize_frames,
     }
     return [flag for flag, value in flags.items() if value is not None]
