@@ -25,6 +25,7 @@ from megasnn.engine.mesh import describe_precision
 from megasnn.engine.model import DistributedModel
 from megasnn.files import write_whole
 from megasnn.kernels.backends import backend_told
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers.shape_inference import calls_of, exchanges_of
 from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
 from megasnn.parallel.sharding import row_bounds
@@ -33,6 +34,7 @@ from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Kind, Schedule, Simulation
 from megasnn.schedule.draw import SECONDS, View, raster
+from megasnn.telemetry.energy import LayerWork
 from megasnn.telemetry.reporter import Reporter
 
 WIDTH = 120
@@ -55,6 +57,7 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     if state.rank == 0:
         with reporter.best_effort("the summary of the model"):
             layers = _layers(config, model)
+            reporter.work = _work(layers)
     sharing = _sharing(config, model)
     for line in (*lines, *_flags(config), *_model(config, layers, model, plan), *_sharing_lines(sharing)):
         reporter.line(line)
@@ -164,6 +167,13 @@ def _memory_plan(model: DistributedModel, plan: PipelinePlan) -> dict[str, Any]:
 def _layers(config: PretrainConfig, model: DistributedModel) -> list[LayerSummary]:
     samples = model.context.largest_share(config.training.micro_batch_size)
     return summarise(config.model, config.neuron.spec, model.model, samples, model.context.compute_dtype)
+
+
+def _work(layers: Sequence[LayerSummary]) -> list[LayerWork]:
+    """Multiply-adds of the layers; a layer takes spikes where an output of the one before holds spikes or counts."""
+    spikes = [any(content is not Content.DENSE for _, content in each.outputs) for each in layers]
+    pairs = zip(layers, [False, *spikes], strict=False)
+    return [LayerWork(each.name, each.operations, takes_spikes) for each, takes_spikes in pairs]
 
 
 def _config_file(config: PretrainConfig) -> Path | None:
