@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
-import zipfile
-from itertools import islice, product
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ from megasnn.data.datasets import sample_format
 from megasnn.data.formats import EventFormat, decode_events, encode_events, encode_frames
 from megasnn.data.images import NORMALISATIONS, ImageFormat
 from megasnn.events import FrameOptions, Recording, make_frames
-from megasnn.files import read_arrays
 from megasnn.preprocess import sample
 from tests.data.shard_files import (
     as_events,
@@ -86,20 +83,6 @@ def test_events_and_counts_come_back_as_they_were() -> None:
         frames[1, 0, 2, 3] = largest
         after = decode_events(encode_frames(frames))
         assert isinstance(after, np.ndarray) and after.dtype == dtype and np.array_equal(after, frames)
-
-
-@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
-def test_arrays_come_back_as_numpy_reads_them(version: tuple[int, int]) -> None:
-    random = np.random.default_rng(0)
-    shapes = [(), (5,), (0, 3), (2, 3), (3, 2), (2, 3)]  # the last one has a header that was parsed before
-    for shape, dtype, order in product(shapes, (np.uint8, ">i4", np.float32), ("C", "F")):
-        before = np.array(random.integers(0, 200, shape), dtype, order=order)
-        npy, npz = io.BytesIO(), io.BytesIO()
-        np.lib.format.write_array(npy, before, version)
-        with zipfile.ZipFile(npz, "w") as archive:
-            archive.writestr("values.npy", npy.getvalue())
-        after = read_arrays(npz.getvalue())["values"]
-        assert after.dtype == before.dtype and after.shape == before.shape and np.array_equal(after, before)
 
 
 @pytest.mark.parametrize(
@@ -253,23 +236,3 @@ def test_the_sample_is_also_recorded_by_a_simulated_camera(monkeypatch) -> None:
     assert (batch.images.sum((2, 3, 4)) > 20).all(), "every frame has events"
     numbers = [int(datasets.train.key(index).removeprefix("digit_")) for index in batch.sample_ids.tolist()]
     assert batch.labels.tolist() == sample.read_digits()[1][numbers].tolist()
-
-
-REAL = os.environ.get("MEGASNN_DATA")
-
-
-@pytest.mark.skipif(not REAL, reason="MEGASNN_DATA does not name the folder of real data")
-def test_cifar10():
-    config = DataConfig(
-        data_path=f"{REAL}/cifar10_jpeg/cifar10-train-{{00000..00009}}.tar.gz",
-        valid_data_path=f"{REAL}/cifar10_jpeg/cifar10-test-*.tar.gz",
-        augment="cifar",
-    )
-    datasets = open_datasets(config, input_shape=(3, 32, 32), num_classes=10)
-    assert np.bincount(datasets.train.labels).tolist() == [5000] * 10
-    assert np.bincount(datasets.valid.labels).tolist() == [1000] * 10
-    sizes = {"global_batch_size": 500, "micro_batch_size": 250}
-    batches = loader(datasets.valid, training=False, num_workers=1, **sizes).batches(limit=4)
-    images = np.concatenate([part.images.numpy() for batch in batches for part in batch.micro_batches])
-    assert np.abs(images.mean(axis=(0, 2, 3))).max() < 0.1
-    assert np.abs(images.std(axis=(0, 2, 3)) - 1).max() < 0.1
