@@ -133,17 +133,6 @@ def test_samples_of_another_length_or_shape_are_refused(tmp_path) -> None:
             next(batches)
 
 
-def test_damaged_samples_are_broken_samples(tmp_path) -> None:
-    samples = as_events(range(6))
-    samples["r2"]["events.npz"] = samples["r2"]["events.npz"][:100]
-    data = DataConfig(data_path=str(write_shard(tmp_path / "a.tar", samples)))
-    dataset = open_datasets(data, (5, 2, 12, 12), 3).train
-    with pytest.raises(ValueError, match="'r2'.*--skip-broken-samples"):
-        next(loader(dataset, shuffle=False).batches())
-    batch = next(loader(dataset, shuffle=False, skip_broken=True).batches())
-    assert [len(part.skipped) for part in batch.micro_batches] == [1, 0, 1, 0]
-
-
 @pytest.mark.parametrize(
     ("flags", "shape", "problem"),
     [
