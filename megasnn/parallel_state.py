@@ -400,10 +400,14 @@ def abandon_model_parallel() -> None:
 # --- joining the ranks that torchrun started
 
 
-def start_process_group(backend: str = "auto", device: str = "auto", timeout_minutes: float = 10.0) -> torch.device:
+def start_process_group(
+    backend: str = "auto", device: str = "auto", timeout_minutes: float = 10.0, stages: int = 1
+) -> torch.device:
     """Joins the ranks that torchrun started, once; a process started alone stays alone.
 
-    NCCL where every rank of this machine has a GPU of its own, otherwise Gloo on the CPU.
+    NCCL where every rank of this machine has a GPU of its own, otherwise Gloo on the CPU. In a pipeline of several
+    stages kernels are loaded with their libraries: one that is loaded at its first launch waits for all that the GPU
+    does, a posted receive included.
 
     Returns:
         the device of this rank.
@@ -412,6 +416,8 @@ def start_process_group(backend: str = "auto", device: str = "auto", timeout_min
         ValueError: as `device_of_rank`.
         ConnectionError: the other ranks did not come in time.
     """
+    if stages > 1:
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     chosen = device_of_rank(backend, device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from megasnn.checkpoint.folder import first_legible
 from megasnn.config import ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
 from megasnn.config.checks import refusal
 from megasnn.config.identity import samples_from
-from megasnn.config.sources import Values, early_flags, sources_of, with_sources
+from megasnn.config.sources import Values, early_flags, values_of
 from megasnn.files import in_message
 from megasnn.models.model import Model, run_config
 from megasnn.models.registry import MODELS, saved_model_name
@@ -57,11 +56,10 @@ def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callbac
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         config = configuration(model, flags, speaks)
-        with sources_told(model, flags, config):
-            validate(config, world_size)
-            refuse_unbuildable(config)
-            refuse_other_samples(config)
-            refuse_other_device(config, world_size)
+        validate(config, world_size)
+        refuse_unbuildable(config)
+        refuse_other_samples(config)
+        refuse_other_device(config, world_size)
     except SystemExit as end:  # after the help, or what the parser has told
         if not end.code:
             raise
@@ -147,21 +145,6 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
     return config
 
 
-@contextmanager
-def sources_told(model: type[Model], argv: Sequence[str], config: PretrainConfig) -> Iterator[None]:
-    """Lets a ConfigError say which file or variant gave the values that it names, where no flag did.
-
-    Args:
-        config: of this model and these flags, as `configuration` reads it.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        given = parse(run_config(model), argv, False, model.recipes())
-        sources = sources_of(run_config(model), argv, model.recipes(), _saved_values(model, given))
-        raise ConfigError(with_sources(error.problems, config, sources)) from None
-
-
 def _of_another_model(model: type[Model], name: str | None) -> list[str]:
     """One sentence where --config names a recipe, or a file that a run wrote, of other models than this one."""
     if name is None or _takes(model, name):
@@ -175,7 +158,7 @@ def _of_another_model(model: type[Model], name: str | None) -> list[str]:
 
 def _takes(model: type[Model], name: str) -> bool:
     """Whether a model can be trained with a file of --config."""
-    return not refusal(sources_of, run_config(model), ["--config", name], model.recipes(), {})
+    return not refusal(values_of, run_config(model), ["--config", name], model.recipes(), {})
 
 
 def _saved_values(model: type[Model], given: PretrainConfig) -> Values:

@@ -1,8 +1,5 @@
 """What would make the host wait for a GPU: found on the CPU, by watching what is done with tensors.
 
-`python -m tests.host_waits` prints what waits in steps and evaluations of both models, on one rank and in a pipeline of
-two, and when a log line is written.
-
 The compiled loops of the CPU and the sockets of its ranks are put aside, so that the operations are those of a device.
 Tensors that a GPU's step keeps on the host, as the numbers of steps that torch's optimizers count, are named by `host`.
 """
@@ -11,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -179,22 +175,3 @@ def waits_of_steps(model: str, flags: str = "", fewer: int = 7) -> Waits:
         with host_waits() as in_log:
             watch.since_last(3)
     return Waits(*found, in_evaluation, in_log)
-
-
-def main() -> None:
-    from tests.rank_pool import RankPool
-
-    pool = RankPool()
-    for model in MODEL_FLAGS:
-        for ranks in (1, 2):
-            flags = "" if ranks == 1 else "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b"
-            for rank, found in enumerate(pool.run(ranks, waits_of_steps, model, flags)):
-                for title, lines in zip(Waits._fields, found, strict=True):
-                    print(f"{model}, rank {rank} of {ranks}, {title}, 4 micro-batches: {len(lines)} waits")
-                    for line, count in sorted(Counter(lines).items()):
-                        print(f"  {count:3d}  {line}")
-    pool.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -27,7 +27,7 @@ def _load_kernels(dtype: torch.dtype) -> None:
         x, unit = x.movedim(2, -1).contiguous().movedim(-1, 2), Unit(NeuronSpec(), 1e-5, pool, 1)
         norm = Norm(*calls.statistics(x), of_channels, of_channels)
         spikes, _ = calls.fire(x, norm, None, unit)
-        sums, carried = calls.backward_sums(x, spikes, norm, None, unit, False)
+        sums, carried, _ = calls.backward_sums(x, spikes, norm, None, unit, False)
         calls.input_gradient(x, spikes, norm, None, unit, sums, 4, carried)
         unpack_bits(pack_bits(spikes), spikes.shape, dtype=dtype)
     images, weight, products = torch.ones(1, 8, 1, 1), torch.zeros(8, 8, 1, 1), ConvolutionProducts(sparse=True)

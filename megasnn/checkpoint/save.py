@@ -88,12 +88,7 @@ def write_checkpoint(
     process_group: Group,
     best: bool = False,
 ) -> Path:
-    """`save_checkpoint` of prepared content.
-
-    Args:
-        optimizer: class name of the one whose state is among it.
-        prepare: gives the content of this rank's file, empty where it has nothing to write.
-    """
+    """`save_checkpoint` of content that `prepare` gives, empty where this rank has nothing to write."""
     root, rank = Path(folder), rank_in(process_group)
 
     def prepared() -> tuple[Metadata, Content]:
@@ -132,12 +127,9 @@ def new_metadata(progress: Progress, optimizer: str | None) -> Metadata:
 
 
 def commit(root: Path, metadata: Metadata, written: Sequence[Written], best: bool = False) -> Path:
-    """Makes a checkpoint of the files that the ranks have written.
+    """Makes a checkpoint of the files that the ranks have written; `metadata` comes without tensors and files.
 
-    Args:
-        metadata: without tensors and files.
-    Raises:
-        CheckpointError: a tensor is written in part, twice, or with different descriptions (names all).
+    Raises CheckpointError for a tensor that is written in part, twice, or with different descriptions.
     """
     owned: dict[str, list[LocalBox]] = defaultdict(list)
     saved: dict[str, list[Box]] = defaultdict(list)

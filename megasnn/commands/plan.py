@@ -20,7 +20,7 @@ from typing import Annotated
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError, above, at_least, flag
 from megasnn.config.cli import command_line
-from megasnn.config.names import name_in
+from megasnn.config.fields import name_in
 from megasnn.files import write_whole
 from megasnn.models.registry import MODELS
 from megasnn.planner.analysis import Analysis, read, write
@@ -31,7 +31,7 @@ from megasnn.planner.energy import energy, measured_rates
 from megasnn.planner.machines import AUTO, DEVICES, Machine, with_memory
 from megasnn.planner.plan import Plan, plan, problems
 from megasnn.planner.report import as_json, cuts, table
-from megasnn.pretraining import configuration, sources_told
+from megasnn.pretraining import configuration
 
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
@@ -77,11 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = configuration(model, flags)
     known = None if options.measure or options.costs is None or not options.costs.exists() else read(options.costs)
     # Before a model is analysed, which takes minutes where it is large.
-    with sources_told(model, flags, config):
-        if wrong := problems(config, options.gpus, options.gpus_per_node) + _machine_problems(options, config, known):
-            raise ConfigError(wrong)
-        rates = None if options.rates is None else measured_rates(options.rates)
-        analysis = known or _analysis(options, config)
+    if wrong := problems(config, options.gpus, options.gpus_per_node) + _machine_problems(options, config, known):
+        raise ConfigError(wrong)
+    rates = None if options.rates is None else measured_rates(options.rates)
+    analysis = known or _analysis(options, config)
     if os.environ.get("RANK", "0") == "0":
         _plan(options, config, analysis, rates)
 

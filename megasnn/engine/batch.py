@@ -19,7 +19,7 @@ from megasnn.losses import LOSSES
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import own_rows
 from megasnn.pinned import without_waiting
-from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 
 _INTEGERS = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),

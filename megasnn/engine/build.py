@@ -32,8 +32,8 @@ from megasnn.models.registry import MODELS
 from megasnn.optim import is_frozen
 from megasnn.parallel.agreement import gather
 from megasnn.parallel_state import Group, ParallelState
-from megasnn.pipeline.capture import Capture, CudaCapture, GraphOptions
 from megasnn.pipeline.chunk import describe_tensors
+from megasnn.pipeline.graphs import Capture, CudaCapture, GraphOptions
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.precisions import PRECISIONS
 
@@ -156,9 +156,7 @@ def parameter_names(model: ModelDescription) -> list[str]:
 def sample_loss(config: PretrainConfig) -> SampleLoss:
     """Returns (logits, labels) -> the sum of the samples' losses."""
     training = config.training
-    loss = LOSSES[training.loss]
-    own = {argument: getattr(training, name) for name, argument in loss.flags.items()}
-    return partial(loss.sum, label_smoothing=training.label_smoothing, **own)
+    return partial(LOSSES[training.loss].sum, label_smoothing=training.label_smoothing)
 
 
 def mixing_of(config: PretrainConfig, model: ModelDescription, epoch_samples: int) -> Mixing | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megasnn.engine.model import DistributedModel
 from megasnn.parallel.agreement import gather
 from megasnn.pipeline.chunk import PipelineChunk
-from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 
 _NAMES_IN_NOTICE = 8
 

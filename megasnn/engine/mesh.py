@@ -91,7 +91,7 @@ def get_or_create_mesh(parallel: ParallelConfig) -> tuple[ParallelState, Callabl
         return state, lambda: None
     was_joined = dist.is_initialized()
     with placed("while joining the other ranks"):
-        device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes)
+        device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes, pipeline)
     stop_watch = watch_ranks()
     with placed("while making the groups of ranks"):
         state = initialize_model_parallel(tensor, pipeline, device, weight, context)

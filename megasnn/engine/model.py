@@ -29,12 +29,11 @@ from megasnn.parallel.sharding import ShardedTensor, parameter_count
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.parallel_state import ParallelState
 from megasnn.pinned import without_waiting
-from megasnn.pipeline.boundaries import Boundaries
-from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk, describe_tensors
-from megasnn.pipeline.executor import PipelineError, PipelineExecutor
-from megasnn.pipeline.interfaces import OutputConsumer
-from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.pipeline.executor import OutputConsumer, PipelineError, PipelineExecutor
+from megasnn.pipeline.graphs import GraphOptions
+from megasnn.pipeline.microbatch_state import MicroBatchInput
+from megasnn.pipeline.p2p import Boundaries, Transfers
 from megasnn.pipeline.ties import Ties
 from megasnn.schedule import SchedulePlan, plan_schedule
 
@@ -64,8 +63,8 @@ class StepSums:
     """Sums of a step over all ranks, on the device: the host has not waited for them.
 
     Attributes:
-        values: float64 `[6 + parameters]`: loss, correct samples, votes to stop, ranks that lack CUDA graphs, findings
-            of checks, statistics of norms that do not fit their type, and the slots that `GradientNorm` sums.
+        values: float64 `[5 + parameters]`: loss, correct samples, votes to stop, findings of checks, statistics of
+            norms that do not fit their type, and the slots that `GradientNorm` sums.
         most: largest legal sum of the gradients' squares, so that optimizers can keep squares of them.
     """
 
@@ -75,14 +74,14 @@ class StepSums:
     @property
     def norm(self) -> Tensor:
         """Norm of the gradient, without sizes."""
-        return self.values[6:].sum().sqrt()
+        return self.values[5:].sum().sqrt()
 
     @property
     def is_void(self) -> Tensor:
         """True where the step must change nothing, without sizes: a check found something, or state that training keeps
         would not be finite."""
-        loss, found, overflowing = self.values[0], self.values[4], self.values[5]
-        return (found != 0) | (overflowing != 0) | ~(loss.isfinite() & (self.values[6:].sum() <= self.most))
+        loss, found, overflowing = self.values[0], self.values[3], self.values[4]
+        return (found != 0) | (overflowing != 0) | ~(loss.isfinite() & (self.values[5:].sum() <= self.most))
 
 
 class DistributedModel:
@@ -155,7 +154,7 @@ class DistributedModel:
         for chunk in self.chunks.values():
             chunk.weight_gradients.observer = self.data_parallel.accumulated
             if options.graphs is not None:
-                chunk.record_graphs(options.graphs)
+                chunk.capture_graphs(options.graphs)
         self.described = describe_tensors(model, BuildContext(dtype=context.dtype))
         self.parameters = parameter_count(self.described)
         trained = (e for e in self.described if not context.is_frozen(e.name) and e.tensor.requires_grad)
@@ -167,16 +166,10 @@ class DistributedModel:
         self._global_batch_size = 1
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
         self.checks = DeviceChecks(state.device)
+        known = Boundaries(model, context) if state.pipeline.size > 1 else None
+        transfers = Transfers(executed, plan.executed_placement, state, known, plan.wholes)
         self.executor = PipelineExecutor(
-            executed,
-            plan.executed_placement,
-            state,
-            self._micro_batch_loss,
-            self.data_parallel,
-            seen=self._count_correct,
-            wholes=plan.wholes,
-            weights=self._weights,
-            boundaries=Boundaries(model, context),
+            executed, state, transfers, self._micro_batch_loss, self.data_parallel, self._count_correct, self._weights
         )
         self._training_schedule = lru_cache(maxsize=None)(plan.training)
         self._evaluation_schedule = lru_cache(maxsize=None)(plan.evaluation)
@@ -245,7 +238,7 @@ class DistributedModel:
         mine = torch.cat(
             [
                 self._where_logits_are(torch.stack([loss, self._correct_here])),
-                self._flags(self._options.wants_to_stop(), self.executor.lacks_graphs),
+                self._flags(self._options.wants_to_stop()),
                 self.checks.count(),
                 self._overflowing(),
                 self.gradient_norm.squares(),
@@ -260,10 +253,9 @@ class DistributedModel:
             PipelineError: on every rank, where the checks of one have found something.
         """
         read = torch.cat([sums.is_void.to(sums.values.dtype).reshape(1), sums.values]).tolist()
-        is_void, self.mean_loss, self.correct, self.stop_votes, lacking, found, _, *squares = read
+        is_void, self.mean_loss, self.correct, self.stop_votes, found, _, *squares = read
         self.is_finite = not is_void
         self._check_step(found)
-        self.executor.make_graphs(lacking > 0)
         self.norm = self.gradient_norm.of(squares)
 
     def _check_step(self, found: float) -> None:

@@ -13,10 +13,8 @@ from megasnn.layers import BuildContext
 from megasnn.models.description import ModelDescription
 from megasnn.parallel.agreement import broadcast_object
 from megasnn.parallel_state import ParallelState
-from megasnn.pipeline.choose_schedule import PipelineRequest
 from megasnn.pipeline.cost_model import PipelineCosts
-from megasnn.pipeline.p2p import WireOptions
-from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
+from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
 from megasnn.planner.analysis import read, whose
 from megasnn.planner.bounds import Bounds
 from megasnn.planner.cluster import Cluster
@@ -54,13 +52,12 @@ def plan_of(
         recompute=parallel.recompute,
         memory_budget=None if parallel.memory_budget is None else 1e6 * parallel.memory_budget,
         scatters=parallel.weight_gradients == "scattered",
-        rows_have_owners=parallel.use_distributed_optimizer,
     )
     costs = None
     if parallel.layer_costs is not None:
         here, device = int(os.environ.get("LOCAL_WORLD_SIZE", state.world.size)), device_name(state.device)
         costs = broadcast_object(state.world, lambda: planned_costs(config, state.grid, here, device))
-    return plan_pipeline(model, request, context, state, WireOptions(), costs)
+    return plan_pipeline(model, request, context, state, costs)
 
 
 def planned_costs(config: PretrainConfig, grid: Grid, ranks_of_node: int, machine: str) -> PipelineCosts:

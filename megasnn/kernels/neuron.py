@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megasnn.kernels.backends import AUTO, backend_for
+from megasnn.kernels.layout import TimeOrder
 from megasnn.kernels.neuron_spec import NEURONS, NeuronSpec
-from megasnn.kernels.spike_codec import remember_bits
+from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
 from megasnn.recompute import cached_collective
 
 
@@ -68,6 +70,13 @@ class Shared(Protocol):
         """The sum over the ranks, on each of them."""
 
 
+class ParameterGradients(NamedTuple):
+    """Gradients `[C]` of a norm's scale and shift, in their types; None of what it lacks."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+
 class UnitOutput(NamedTuple):
     """
     Attributes:
@@ -95,9 +104,11 @@ class UnitCalls(Protocol):
 
     def backward_sums(
         self, x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, Any, ParameterGradients | None]:
         """Sums `[3, C]` in double precision, g being the gradient of the normalised input: of g, of g (x - mean), and
-        with `learn` of what the gradient of w needs (`gradient_of_w`). And what `input_gradient` takes as carried."""
+        with `learn` of what the gradient of w needs (`gradient_of_w`). What `input_gradient` takes as carried. And the
+        gradients of the norm's parameters, where they come with the sums; otherwise `parameter_gradients` gives them.
+        """
 
     def input_gradient(
         self,
@@ -223,6 +234,60 @@ def norm_pool_neuron_by(
     return UnitOutput(remember_bits(spikes, bits), mean, variance, count)
 
 
+def neuron_by(
+    calls: ModuleType, x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Neurons alone by loops or kernels; see `neuron_multi_step`.
+
+    Args:
+        calls: has `fire_alone` and `backward_alone`. These take contiguous tensors `[T, ...]` and steps `[...]`. They
+            give spikes, last potential, and bits where they fill whole bytes; gradients of x and v0, and what
+            `gradient_of_w` takes.
+    """
+    spikes, last, bits = _Neuron.apply(x, v0, w, spec, wants_bits(x), calls)
+    return remember_bits(spikes, bits), last
+
+
+class _Neuron(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        v0: Tensor | None,
+        w: Tensor | None,
+        spec: NeuronSpec,
+        packed: bool,
+        calls: ModuleType,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.spec, ctx.calls = spec, calls
+        ctx.save_for_backward(x, v0, w)
+        order = TimeOrder(x)
+        first = None if v0 is None else order.take_step(v0)
+        spikes, last, bits = calls.fire_alone(order.take(x), first, w, spec, packed)
+        if packed:
+            bits = pack_bits(spikes) if bits is None else bits
+            ctx.mark_non_differentiable(bits)
+        return order.give(spikes), order.give_step(last), bits
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_spikes: Tensor | None, g_last: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        x, v0, w = ctx.saved_tensors
+        need_x, need_v, need_w, *_ = ctx.needs_input_grad
+        order = TimeOrder(x)
+        data, first = order.take(x), None if v0 is None else order.take_step(v0)
+        g = torch.zeros_like(data) if g_spikes is None else order.take(g_spikes)
+        g_after = None if g_last is None else order.take_step(g_last)
+        g_x, g_before, total = ctx.calls.backward_alone(data, first, g, g_after, w, ctx.spec, need_w)
+        return (
+            order.give(g_x) if need_x else None,
+            order.give_step(g_before).to(v0.dtype) if need_v else None,
+            gradient_of_w(total, w, ctx.spec) if need_w else None,
+            *(None,) * 3,
+        )
+
+
 def channels_last(x: Tensor) -> Tensor:
     """`[T, N, C, ...]` with its channels side by side in memory."""
     return x.movedim(2, -1).contiguous().movedim(-1, 2)
@@ -286,10 +351,13 @@ class _NormPoolNeuron(torch.autograd.Function):
         need_x, need_above, need_weight, need_bias, need_w = ctx.needs_input_grad[:5]
         unit, calls, norm = ctx.unit, ctx.calls, Norm(mean, variance, weight, bias)
         g_spikes, count = channels_last(g_spikes), x.numel() // x.shape[2]
+        of_norm = None
         if count:
-            sums, carried = calls.backward_sums(x, g_spikes, norm, w, unit, need_w)
+            sums, carried, of_norm = calls.backward_sums(x, g_spikes, norm, w, unit, need_w)
         else:
             sums = x.new_zeros((3, x.shape[2]), dtype=torch.float64)
+        if of_norm is None:
+            of_norm = parameter_gradients(sums, norm, unit.eps)
         g_x, g_above = None, ctx.without_above
         if need_x or need_above:
             means = sums if ctx.batch else None
@@ -303,11 +371,17 @@ class _NormPoolNeuron(torch.autograd.Function):
         return (
             g_x,
             g_above,
-            (sums[1] * (variance + unit.eps).rsqrt()).to(weight.dtype) if need_weight else None,
-            sums[0].to(bias.dtype) if need_bias else None,
+            of_norm.weight if need_weight else None,
+            of_norm.bias if need_bias else None,
             gradient_of_w(sums[2].sum(), w, unit.spec) if need_w else None,
             *(None,) * 6,
         )
+
+
+def parameter_gradients(sums: Tensor, norm: Norm, eps: float) -> ParameterGradients:
+    """Gradients of scale and shift from the sums of a backward."""
+    of_weight = None if norm.weight is None else (sums[1] * (norm.variance + eps).rsqrt()).to(norm.weight.dtype)
+    return ParameterGradients(of_weight, None if norm.bias is None else sums[0].to(norm.bias.dtype))
 
 
 def _statistics(calls: UnitCalls, x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ over memory, on a GPU Triton kernels; where they cannot be used plain tensor ope
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from megasnn.device_checks import explained, refuse
 from megasnn.kernels.layout import empty_strided, flat_in_memory, is_dense, row_major_strides
+from megasnn.kernels.numba import loops_of
 from megasnn.kernels.triton.available import MOST_VALUES, usable_on
 
 
@@ -297,13 +297,7 @@ _WRITTEN_AS = {
 """Types that the compiled loops write, each through a type that numpy knows, and how 1 looks in it."""
 
 
-@functools.cache
-def _loops() -> ModuleType | None:
-    try:
-        from megasnn.kernels.numba import codec
-    except ImportError:  # no numba for this machine
-        return None
-    return codec
+_loops = partial(loops_of, "codec")
 
 
 def _compiled(x: Tensor) -> ModuleType | None:

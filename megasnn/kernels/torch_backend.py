@@ -163,7 +163,7 @@ def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = Fal
 
 def backward_sums(
     x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, None]:
     """What is carried is the gradient of the normalised input."""
     y = _normalised(x, norm, unit.eps).requires_grad_()
     q = None if w is None else w.detach().to(y.dtype).sigmoid().requires_grad_(learn)
@@ -178,7 +178,7 @@ def backward_sums(
     if q is not None and of_q:
         # `gradient_of_w` multiplies by (1 - q) / q where the input decays, and otherwise by q (1 - q).
         sums[2, 0] = of_q[0].sum() * (q.detach() ** 2 if unit.spec.decay_input else 1)
-    return sums, g
+    return sums, g, None
 
 
 def input_gradient(

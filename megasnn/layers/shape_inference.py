@@ -217,19 +217,19 @@ def is_ours(module: nn.Module) -> bool:
     return type(module).__module__.startswith("megasnn.")
 
 
-def gives_channels_last(layer: nn.Module) -> bool:
-    """Tells whether `to_channels_last` is applied to a layer's output: plain modules give theirs as they please."""
-    return "_call" not in vars(layer)
+def is_channels_last(x: Tensor) -> bool:
+    """Tells whether `[T, N, C, ...]` has its channels side by side in memory, or another tensor is contiguous."""
+    return (x.movedim(2, -1) if x.ndim > 3 else x).is_contiguous()
 
 
 def to_channels_last(y: Tensor) -> Tensor:
-    """The output of a layer made of MegaSNN's layers with its channels last in memory, and so its gradient.
+    """The output of a layer with its channels last in memory, and so its gradient.
 
     As a rule they are, and nothing is copied. A repeated value (stride 0) has no place in memory, and stays.
     """
     y = channels_last(y)
     if y.requires_grad and y.grad_fn is not None:
-        y.register_hook(channels_last)
+        y.register_hook(lambda gradient: None if gradient is None else channels_last(gradient))
     return y
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megasnn.config.checks import flag
+from megasnn.config.fields import last_match
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.config.patterns import last_match
 from megasnn.grid import Axis
 from megasnn.optim.norms import ShardedNorms
 from megasnn.optimizers import OPTIMIZERS

@@ -22,7 +22,6 @@ from megasnn.models.description import ModelDescription
 from megasnn.parallel.sharding import sharded_tensors
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import LayerCost
-from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.profile_layers import COUNTED_AS_THEY_ARE, TRIAL_SAMPLES, count_memory
 from megasnn.planner.analysis import Counted, HeldTensor
 from megasnn.planner.pretended import pretended_ranks
@@ -44,10 +43,7 @@ def counted(
         return Counted(tensor, context, cut, refused)
     with pretended_ranks(tensor, context) as state:
         built_for = context_of(state, config, cut, on_cpu)
-        wires = wires_of(config)
-        costs = tuple(
-            count_memory(model, size, built_for, CPU, wires, repeats=True).layers for size in trial_sizes(config)
-        )
+        costs = tuple(count_memory(model, size, built_for, CPU, repeats=True).layers for size in trial_sizes(config))
         return Counted(tensor, context, cut, None, costs, _tensors(model, built_for))
 
 
@@ -99,7 +95,7 @@ def _share(alone: LayerCost, part: LayerCost, counted_at: int, size: int, is_row
 
 
 WHOLE = "held", "message", "gradient", "parameters", "found", "cast"
-OPTIONAL = "working_again", "working_whole", "deferred", "output"
+OPTIONAL = "deferred", "output"
 
 
 def _tensors(model: ModelDescription, built_for: BuildContext) -> tuple[tuple[HeldTensor, ...], ...]:
@@ -127,11 +123,6 @@ def one_rank(config: PretrainConfig, on_cpu: bool) -> BuildContext:
     weights, products = getattr(torch, types.weights), getattr(torch, types.products)
     sparse = on_cpu and config.training.sparse_products == "auto" and can_be_sparse(CPU, products)
     return BuildContext(dtype=weights, compute_dtype=products, neuron_backend=backend, sparse_products=sparse)
-
-
-def wires_of(config: PretrainConfig) -> WireOptions:
-    """How tensors travel between stages."""
-    return WireOptions()
 
 
 def _tensors_of(name: str, layer: nn.Module) -> Iterator[HeldTensor]:

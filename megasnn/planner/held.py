@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
 
-from megasnn.schedule.actions import Kind
-from megasnn.schedule.fill import FORWARD, INPUT_GRADIENT, KINDS, Rows, stream
+from megasnn.schedule.actions import Action, Kind, Schedule
 from megasnn.schedule.named import RECIPES, SCHEDULES
 
 Held = tuple[int, tuple[int, ...]]
@@ -49,30 +48,25 @@ def _of_orders(name: str, stages: int, micro_batches: int, chunks: int) -> tuple
     placement = SCHEDULES[name].placement(stages, chunks)
     of_ranks = [[chunk for chunk, place in enumerate(placement) if place == rank] for rank in range(stages)]
     orders = _orders(name, stages, micro_batches, chunks)
-    found = (tuple(_held(row, mine) for row, mine in zip(rows, of_ranks, strict=True)) for rows in orders)
+    found = (tuple(_held(row, mine) for row, mine in zip(each.actions, of_ranks, strict=True)) for each in orders)
     return tuple(dict.fromkeys(found))
 
 
-def _orders(name: str, stages: int, micro_batches: int, chunks: int) -> Iterator[Rows]:
-    """Forwards and first parts of backwards of each rank, as streams."""
+def _orders(name: str, stages: int, micro_batches: int, chunks: int) -> Iterator[Schedule]:
+    """Forwards and first parts of backwards of each rank."""
     of_named = SCHEDULES[name].order
     if of_named is None:
         yield from RECIPES[name](stages).orders(micro_batches)
-        return
-    order = of_named(stages, micro_batches, chunks)
-    yield [
-        [stream(chunk, FORWARD if kind is Kind.FORWARD else INPUT_GRADIENT) for chunk, kind, _ in row]
-        for row in order.actions
-    ]
+    else:
+        yield of_named(stages, micro_batches, chunks)
 
 
-def _held(row: Sequence[int], mine: Sequence[int]) -> tuple[Held, ...]:
+def _held(row: Sequence[Action], mine: Sequence[int]) -> tuple[Held, ...]:
     """Each case once. Args: mine: the chunks of the rank."""
     counts = dict.fromkeys(mine, 0)
     found = dict[Held, None]()
-    for each in row:
-        chunk, kind = divmod(each, len(KINDS))
-        if kind == FORWARD:
+    for chunk, kind, _ in row:
+        if kind is Kind.FORWARD:
             counts[chunk] += 1
             continue
         found[chunk, tuple(counts.values())] = None

@@ -21,7 +21,7 @@ from megasnn.parallel_state import destroy_model_parallel, initialize_model_para
 from megasnn.pipeline.cost_model import LayerCost, PipelineCosts
 from megasnn.pipeline.profile_layers import profile_layers, profile_pipeline
 from megasnn.planner.analysis import Analysis, LayerSeconds, Timed
-from megasnn.planner.counting import context_of, one_rank, wires_of
+from megasnn.planner.counting import context_of, one_rank
 from megasnn.planner.fitting import fitted_machine
 from megasnn.telemetry.memory import held_memory_mb
 
@@ -48,7 +48,7 @@ def measured(
     timed, link = [], None
     if known is not None:
         alone = one_rank(config, device.type == "cpu")
-        layers = profile_layers(model, config.training.micro_batch_size, alone, device, wires_of(config), repeats=True)
+        layers = profile_layers(model, config.training.micro_batch_size, alone, device, repeats=True)
         timed.append(_timed(config, layers, ONE, 1))
     if ranks > 1:
         for size in broadcast_result(world, lambda: _sizes(known, config, ranks)):
@@ -94,7 +94,7 @@ def _together(
     try:
         built_for = context_of(state, config, cut, device.type == "cpu")
         samples = built_for.largest_share(config.training.micro_batch_size)
-        return profile_pipeline(model, samples, built_for, state, wires_of(config), repeats=True)
+        return profile_pipeline(model, samples, built_for, state, repeats=True)
     finally:
         destroy_model_parallel()
 

@@ -48,10 +48,7 @@ class RunData:
         self.place: dict[str, object] = {
             "dataset": order_identity(self.datasets.train, batch, last_batch),
             **{"seed": training.seed, "shuffle": data.shuffle, "last_batch": last_batch},
-            "frames": {
-                **{"split_by": data.split_by, "frame_duration": data.frame_duration},
-                "normalize": data.normalize_frames,
-            },
+            "frames": {"split_by": data.split_by},
         }
 
     @property

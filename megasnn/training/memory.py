@@ -16,7 +16,6 @@ from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts
-from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.peak_memory import Moment, graphs_bytes, peak_moments
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.pipeline.profile_layers import count_memory
@@ -98,7 +97,6 @@ def _costs(config: PretrainConfig, model: DistributedModel, plan: PipelinePlan) 
         model.context.largest_share(config.training.micro_batch_size),
         model.context,
         model.state.device,
-        WireOptions(),
         plan.schedules.units is not None,
     )
 

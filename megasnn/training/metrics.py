@@ -62,6 +62,11 @@ class Metrics:
         self._groups += ["dp_replicate_cp"] * (state.context.size > 1)  # whose traffic is elsewhere that of "data"
         self._groups += ["pipeline", "backward"] if state.pipeline.size > 1 else []
 
+    @property
+    def observes(self) -> bool:
+        """True if spikes of the next step are wanted, on all ranks alike."""
+        return self.spikes.enabled or self.rasters.enabled
+
     def since_last(self, iteration: int) -> Measured:
         """Returns what was measured since the last call. Collective."""
         state, by_samples = self._state, self._model.context.cut == "samples"

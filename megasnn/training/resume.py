@@ -226,12 +226,11 @@ class Start:
     def _continue(self, folder: str, restarted: bool = False) -> StartingPoint:
         """Goes on from the checkpoint that was asked for; a restarted job from its latest."""
         options = self._options
-        leaves_optimizer = self._evaluates_only or (options.no_load_optim and not restarted)
         state = self._engine.checkpoints.state
         try:
             loaded = checkpoint.load_checkpoint(
                 folder,
-                replace(state, optimizer=None) if leaves_optimizer else state,
+                replace(state, optimizer=None) if self._evaluates_only else state,
                 step=None if restarted else options.ckpt_step,
                 process_group=self._world,
                 check=self._problems,
@@ -248,7 +247,7 @@ class Start:
             remarks = *loaded.remarks, *changed_samples(loaded.extra, self._config)
             return StartingPoint(loaded.iteration, 0, _warnings(remarks), loaded.averaged)
         # Loaded as it is: a run that has nothing left to do does not write it again.
-        saved = (restarted or options.saves_where_it_loads) and not (loaded.remarks or options.no_load_optim)
+        saved = (restarted or options.saves_where_it_loads) and not loaded.remarks
         return StartingPoint(
             loaded.iteration,
             loaded.consumed_samples,
@@ -273,7 +272,7 @@ class Start:
         return remarks
 
     def _take_weights(self, folder: str) -> StartingPoint:
-        """Takes only the weights, of a model whose tensors fit; with --reset-head without the last layer."""
+        """Takes only the weights, of a model whose tensors fit; a last layer of another shape stays as initialised."""
         head, model = self._model.model.layers[-1].name, self._config.model.name
         loaded = checkpoint.load_checkpoint(
             folder,
@@ -281,10 +280,12 @@ class Start:
             step=self._options.ckpt_step,
             process_group=self._world,
             check=lambda saved: model_differences(saved, model, None),
-            leave=head if self._options.reset_head else None,
+            replaceable=head,
             optional=self._time_constants(),
         )
         remarks = [*loaded.remarks, *changed_samples(loaded.extra, self._config)]
+        if loaded.replaced:
+            remarks.append(f"{head} is of another shape in the checkpoint: it stays as it is initialised")
         if loaded.initial:
             first, count = loaded.initial[0], len(loaded.initial)
             remarks.append(

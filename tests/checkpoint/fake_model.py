@@ -88,7 +88,7 @@ class Rank:
 
     def __init__(self, layout: Layout, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         rank = dist.get_rank() if layout.world_size > 1 else 0
-        grid = Grid(layout.pipeline, layout.data, layout.tensor)
+        grid = Grid(pipeline=layout.pipeline, data=layout.data, tensor=layout.tensor)
         at = grid.coordinates(rank)
         self.group = dist.group.WORLD if layout.world_size > 1 else None
         per_stage = len(LAYERS) // layout.pipeline

@@ -85,24 +85,12 @@ def test_events_and_counts_come_back_as_they_were() -> None:
         assert isinstance(after, np.ndarray) and after.dtype == dtype and np.array_equal(after, frames)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        FrameOptions(5, "time", size=8),
-        FrameOptions(5, size=8, normalize="frame-max"),
-        FrameOptions(5, frame_duration=1500),
-    ],
-)
+@pytest.mark.parametrize("settings", [FrameOptions(5, "time", size=8), FrameOptions(5)])
 def test_kept_events_and_finished_frames_are_the_same_to_the_model(tmp_path, settings: FrameOptions) -> None:
     events = write_shard(tmp_path / "events.tar", as_events(range(4), sensor=(16, 16)))
     frames = write_shard(tmp_path / "frames.tar", as_frames(range(4), settings, sensor=(16, 16)))
     shape = (5, 2, settings.size or 16, settings.size or 16)
-    chosen = DataConfig(
-        data_path=str(events),
-        split_by=settings.split_by if settings.frame_duration is None else None,
-        frame_duration=settings.frame_duration,
-        normalize_frames=settings.normalize,
-    )
+    chosen = DataConfig(data_path=str(events), split_by=settings.split_by)
     kept = open_datasets(chosen, shape, 3).train
     finished = open_datasets(DataConfig(data_path=str(frames)), shape, 3).train
     batches = [

@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from megasnn.engine.distributed_model import DistributedModel
 from torch import Tensor, nn
 
 from megasnn.config import parse
 from megasnn.engine import Engine
+from megasnn.engine.model import DistributedModel
 from megasnn.kernels.spike_codec import Content, bits_of
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
 from megasnn.models.build import describe
@@ -23,11 +23,10 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.kept_input import KeptInput
-from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.peak_memory import unit_memory
 from megasnn.pipeline.profile_layers import count_memory
-from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.pipeline.recompute import PackedInput
 from megasnn.schedule import Action, Kind, plan_schedule
 from megasnn.schedule.memory import activations_held
 
@@ -54,7 +53,7 @@ class _Live:
     def __init__(self, engine: DistributedModel, batches: Iterable[MicroBatchInput]) -> None:
         self.after: list[tuple[Action, int]] = []
         self._holders: weakref.WeakSet[_Holder] = weakref.WeakSet()
-        self._inputs: weakref.WeakSet[KeptInput] = weakref.WeakSet()
+        self._inputs: weakref.WeakSet[PackedInput] = weakref.WeakSet()
         known = [each.tensor for each in engine.tensors] + [each.images for each in batches if each.images is not None]
         self._known = {each.untyped_storage().data_ptr() for each in known}
         engine.executor.observer = lambda action, start, end: self.after.append((action, self._bytes()))
@@ -63,14 +62,14 @@ class _Live:
         self._holders.add(holder := _Holder(tensor))
         return holder
 
-    def keep(self, made: type[KeptInput], *args: Any) -> KeptInput:
+    def keep(self, made: type[PackedInput], *args: Any) -> PackedInput:
         self._inputs.add(kept := made(*args))
         return kept
 
     def _bytes(self) -> int:
         found = [each.tensor for each in self._holders]
         for kept in self._inputs:
-            found += [payload for _, payload in kept._tensors] + list(kept.findings)
+            found += [each if isinstance(each, Tensor) else each[1] for each in kept._packed] + list(kept.findings)
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}
         return sum(size for place, size in storages.items() if place not in self._known)
 
@@ -86,12 +85,12 @@ def _held_after_actions(model: Model, recompute: str) -> tuple[list[tuple[Action
     try:
         engine.forward_backward(batches, 2 * SAMPLES)  # weights have gradients from now on
         live = _Live(engine, batches)
-        made = mock.patch("megasnn.pipeline.executor.KeptInput", lambda *args: live.keep(KeptInput, *args))
+        made = mock.patch("megasnn.pipeline.executor.PackedInput", lambda *args: live.keep(PackedInput, *args))
         with made, torch.autograd.graph.saved_tensors_hooks(live.pack, lambda holder: holder.tensor):
             engine.forward_backward(batches, 2 * SAMPLES)
     finally:
         destroy_model_parallel()
-    costs = count_memory(engine.model, SAMPLES, BuildContext(), CPU, WireOptions(), repeats=True)
+    costs = count_memory(engine.model, SAMPLES, BuildContext(), CPU, repeats=True)
     units = unit_memory(costs, engine.plan.unit_bounds([range(len(engine.model.layers))]))
     schedule = engine.plan.training(2)
     assert [action for action, _ in live.after] == list(schedule.actions[0])
@@ -120,7 +119,7 @@ def test_an_input_is_kept_in_its_format() -> None:
     whole = torch.arange(6)
     formats = [Content.SPIKES, Content.COUNTS, Content.DENSE]
     carried = [Carried(0, None, content, f"tensor {index}") for index, content in enumerate(formats)]
-    kept = KeptInput([spikes, counts, whole], carried)
+    kept = PackedInput([spikes, counts, whole], carried)
     packed = bits_of(spikes)
     assert packed is not None and packed.nbytes == spikes.numel() // 8, "layers need not pack it again"
     for given, restored in zip((spikes, counts, whole), kept.restored(), strict=True):
@@ -128,7 +127,7 @@ def test_an_input_is_kept_in_its_format() -> None:
         assert given.stride() == restored.stride() and given.requires_grad == restored.requires_grad
     assert kept.restored() == []
     with pytest.raises(ValueError, match="tensor 0: pack_bits takes 0 and 1"):
-        KeptInput([spikes / 2], carried[:1])
+        PackedInput([spikes / 2], carried[:1])
 
 
 class _Counts(nn.Module):

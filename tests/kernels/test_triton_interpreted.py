@@ -160,12 +160,11 @@ def sums_of_many_programs_in_there() -> None:
 
     cut = calls._cut(1 << 30, 48, 8)
     assert cut.tiles == 16 and cut.programs * cut.tiles * cut.rows * cut.row >= 1 << 30
-    original = calls._PROGRAMS
-    for calls._PROGRAMS in (1, original):
+    with mock.patch.object(calls, "_PROGRAMS", 1):
         calls._cut.cache_clear()
-        for channels in (24, 160):
-            x = channels_last(2, 3, channels, 17, 18) * 2 + 5
-            assert_same_units(x, NeuronSpec(kind="plif"), training=True, pool=False, steps=2)
+        for shape in ((2, 3, 24, 17, 18), (2, 1, 160, 5, 6)):
+            assert_same_units(channels_last(*shape) * 2 + 5, NeuronSpec("plif"), training=True, pool=False, steps=2)
+    calls._cut.cache_clear()
 
 
 def pool_in_there() -> None:

@@ -125,7 +125,7 @@ def compiled(
     with compiling_for(capability) as found:
         calls.statistics(x)
         calls.fire(x, norm, None, unit, packed=True)
-        sums, carried = calls.backward_sums(x, g, norm, None, unit, False)
+        sums, carried, _ = calls.backward_sums(x, g, norm, None, unit, False)
         calls.input_gradient(x, g, norm, None, unit, sums, 7, carried)
         if not pool:
             alone.neuron_multi_step(x.requires_grad_(), spec, None, None)[0].backward(g)

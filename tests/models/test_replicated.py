@@ -34,7 +34,6 @@ from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel_state import Group
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk
-from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.profile_layers import profile_layers
 from tests.models.networks import CLASSES, Plain, between
 from tests.models.steps import assert_equal, one_step
@@ -332,7 +331,7 @@ class Embedded(WholeOutputs):
 
 def test_layers_are_measured_on_examples_of_the_model() -> None:
     context = BuildContext(time_steps=2)
-    assert len(profile_layers(describe(Embedded()), 2, context, CPU, WireOptions(), rounds=1)) == 3
+    assert len(profile_layers(describe(Embedded()), 2, context, CPU, rounds=1)) == 3
 
 
 # --- time, state and statistics

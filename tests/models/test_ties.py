@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from megasnn.engine.distributed_model import DistributedModel
 from spikingjelly.activation_based import functional
 from torch import Tensor, nn
 
 from megasnn.checkpoint import load_global_tensors
 from megasnn.convert.reshard import Target, reshard, saved_model
 from megasnn.convert.source import open_source
+from megasnn.engine.model import DistributedModel
 from megasnn.layers import BuildContext, ConvNormNeuron
 from megasnn.losses.sums import cross_entropy_sum
 from megasnn.models.build import describe
@@ -26,7 +26,7 @@ from megasnn.parallel.sharding import copied_tensors, materialise, parameter_cou
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import describe_tensors
-from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from tests.models.networks import Again, Tied, TwoTied, between
 from tests.models.steps import assert_equal, images, one_step
 from tests.parity.ranks import Layout, assemble

@@ -23,8 +23,8 @@ from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.spikformer.weight_names import from_spikingjelly
 from megasnn.parallel.sharding import Shard, own_rows
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.plan import shared_weights
-from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.schedule import SchedulePlan, plan_schedule
 from megasnn.schedule.partition import balanced_bounds
 from tests.parity.spikingjelly_reference import DIMS, IMAGE_SIZE

@@ -29,7 +29,7 @@ from megasnn.data import GlobalBatch
 from megasnn.engine.step import TrainStep
 from megasnn.models.registry import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pretraining import configuration
 from megasnn.telemetry.records import StepResult
 from megasnn.training.loop import TrainingRun

@@ -24,7 +24,7 @@ from megasnn.models.model import Model
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.parallel.traffic import Traffic, statistics
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
 from megasnn.schedule.passes import RECOMPUTE

@@ -135,7 +135,7 @@ def test_evaluation_and_search_for_nan_leave_running_statistics_alone(ranks) -> 
 
 
 def _statistics_before_and_after_evaluation() -> bool:
-    from megasnn.pipeline.step_state import MicroBatchInput
+    from megasnn.pipeline.microbatch_state import MicroBatchInput
     from tests.parity.ranks import build_engine
 
     state = initialize_model_parallel(1, 2)

@@ -20,7 +20,7 @@ from megasnn.models.build import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.executor import PipelineError
-from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
 from tests.models.networks import CLASSES, between

@@ -12,10 +12,8 @@ from megasnn.models.build import describe
 from megasnn.parallel.agreement import broadcast_object
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import profile_layers
-from megasnn.pipeline.choose_schedule import PipelineRequest
 from megasnn.pipeline.cost_model import LayerCost
-from megasnn.pipeline.p2p import WireOptions
-from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
+from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
 from tests.parity.ranks import model_config
 
 MODEL = describe(model_config(), NeuronSpec())
@@ -38,7 +36,7 @@ def _plan(request: PipelineRequest, searches: bool = True, context_size: int = 1
                 patch.setattr(f"megasnn.schedule.plan.{name}", _no_search)
         context = BuildContext(state.tensor, context=state.context, cut="rows")
         try:
-            plan = plan_pipeline(MODEL, request, context, state, WireOptions())
+            plan = plan_pipeline(MODEL, request, context, state)
             for count in request.micro_batches:
                 plan.schedules.training(count)
             return plan

@@ -64,7 +64,7 @@ def test_other_ranks_take_it_too_and_keep_quiet(run, capsys, monkeypatch) -> Non
 
 def test_flags_variants_and_files_win(run, tmp_path) -> None:
     assert read("--load", str(run), "--depth", "3").model.depth == 3
-    assert read("--load", str(run), "--finetune", "--reset-head", "--num-classes", "7").model.num_classes == 7
+    assert read("--load", str(run), "--finetune", "--num-classes", "7").model.num_classes == 7
     named = read("--load", str(run), "--variant", "spikformer_ti").model
     assert (named.embed_dim, named.depth, named.time_steps) == (256, 4, 2)
     assert read("--load", str(run), "--config", "spikformer/digits").model.embed_dim == 64

@@ -17,7 +17,7 @@ from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ParallelConv
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import build_engine
 from tests.training.runs import TINY, train, whole

@@ -7,7 +7,7 @@ import torch
 
 from megasnn.checkpoint import load_global_tensors
 from megasnn.config import ConfigError, OptimizerConfig, parse, validate
-from megasnn.config.patterns import patterns
+from megasnn.config.fields import patterns
 from megasnn.engine.build import parameter_names
 from megasnn.kernels import NeuronSpec
 from megasnn.models.build import describe

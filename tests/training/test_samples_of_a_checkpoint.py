@@ -79,10 +79,10 @@ def test_an_evaluation_by_the_file_of_a_run_takes_the_rest_from_the_checkpoint(t
 
 def test_an_evaluation_makes_the_frames_of_the_training(tmp_path) -> None:
     sizes = "--channels 4,P,8,P --image-size 16 --time-steps 3 --num-classes 10 --train-iters 1 --save".split()
-    trained = ["--split-by", "time", "--normalize-frames", "frame-max"]
+    trained = ["--split-by", "time"]
     assert pretrain("vgg_dvs", [*BATCHES, *sizes, str(tmp_path), *trained, "--eval-iters", "0"]) == 0
     found = configuration(MODELS["vgg_dvs"], ["--load", str(tmp_path), "--evaluate-only"]).data
-    assert (found.split_by, found.normalize_frames) == ("time", "frame-max")
+    assert found.split_by == "time"
 
 
 def test_fine_tuning_takes_the_constants_and_says_it(trained, shard, tmp_path, capsys) -> None:

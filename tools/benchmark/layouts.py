@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from megasnn.config import ParallelConfig, TrainingConfig
 from megasnn.config.checks import above, at_least, refusal
-from megasnn.config.names import name_in
+from megasnn.config.fields import name_in
 from megasnn.config.parallel import ScheduleName
 from megasnn.kernels import BACKENDS
 from megasnn.models.spikformer.model import Spikformer

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels.layout import empty_strided
+from megasnn.kernels.numba import loops_of
 from megasnn.kernels.numba.jit import run
 from megasnn.kernels.numba.spike_sums import TYPES
 
@@ -106,13 +107,7 @@ def spiking_heads(
     return SpikingHeads(bits.numpy().reshape(rows[0], rows[1] // 8), sizes, dtype, scale, loops)
 
 
-@functools.cache
-def _loops() -> ModuleType | None:
-    try:
-        from megasnn.kernels.numba import attention_loops
-    except ImportError:  # no numba for this machine
-        return None
-    return attention_loops
+_loops = partial(loops_of, "attention_loops")
 
 
 def _rows(matrices: Tensor) -> np.ndarray:

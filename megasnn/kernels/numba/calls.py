@@ -66,7 +66,7 @@ def no_bits() -> np.ndarray:
 
 def backward_sums(
     x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
-) -> tuple[Tensor, np.ndarray]:
+) -> tuple[Tensor, np.ndarray, None]:
     """What is carried is the gradient of the normalised input: computing it again would take longer than reading it."""
     data, upstream = _pixels(x), _pixels(g_spikes)
     inputs, channels = data.shape[0], data.shape[-1]
@@ -83,7 +83,7 @@ def backward_sums(
         sums = np.empty((pieces(flat.shape[1], width * _ROWS), 3, channels))
         rows = data.reshape(inputs, -1), flat, coefficients, g.reshape(inputs, -1)
         run(loops.block_backward, len(sums), *rows, sums, channels, _ROWS // _BLOCK, p)
-    return torch.from_numpy(sums.sum(axis=0)), g
+    return torch.from_numpy(sums.sum(axis=0)), g, None
 
 
 def input_gradient(

@@ -6,10 +6,9 @@ or of the gradient of the output.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
-from types import ModuleType
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from megasnn.kernels.convolution import Geometry, output_space
 from megasnn.kernels.layout import empty_strided
+from megasnn.kernels.numba import loops_of
 from megasnn.kernels.numba.jit import run
 from megasnn.kernels.numba.worth import Work
 from megasnn.kernels.spike_codec import bits_of, pack_where_not_zero
@@ -179,13 +179,7 @@ def _add_sums(work: Work, total: Tensor, grad: Tensor, spikes: Spikes, geometry:
     return True
 
 
-@functools.cache
-def _loops() -> ModuleType | None:
-    try:
-        from megasnn.kernels.numba import spike_sum_loops as loops
-    except ImportError:  # no numba for this machine
-        return None
-    return loops
+_loops = partial(loops_of, "spike_sum_loops")
 
 
 def _parts(

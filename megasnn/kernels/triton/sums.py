@@ -112,6 +112,31 @@ def fold_statistics_kernel(partial, out, rows, channels, pixels, whole_rows, res
     tl.store(out + channels + channel, tl.sum(squares, axis=0) / n_all, mask=channel < channels)
 
 
+@operator("partial variance", "sums g_weight g_bias")
+@triton.jit
+def fold_sums_kernel(partial, variance, sums, g_weight, g_bias, rows, channels, SUMS: tl.constexpr, EPS: tl.constexpr,
+                     ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """`partial [SUMS, rows, C]` of `backward_sums_kernel` -> `sums [SUMS, C]`, and the gradients of scale and shift, as
+    `neuron.parameter_gradients` gives them, or None."""
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    step = tl.cast(rows, tl.int64) * channels
+    for kind in tl.static_range(SUMS):
+        total = tl.zeros([ROWS, COLUMNS], tl.float64)
+        for start in tl.range(0, rows, ROWS, loop_unroll_factor=4):
+            part = (start + tl.arange(0, ROWS))[:, None]
+            inside = (part < rows) & (channel[None, :] < channels)
+            place = partial + kind * step + part.to(tl.int64) * channels + channel[None, :]
+            total += tl.load(place, mask=inside, other=0).to(tl.float64)
+        summed = tl.sum(total, axis=0)
+        tl.store(sums + kind * channels + channel, summed, mask=channel < channels)
+        if kind == 0 and g_bias is not None:
+            tl.store(g_bias + channel, summed.to(g_bias.dtype.element_ty), mask=channel < channels)
+        if kind == 1 and g_weight is not None:
+            var = tl.load(variance + channel, mask=channel < channels, other=1).to(tl.float64)
+            inverse = tl.full((), 1.0, tl.float64) / tl.sqrt(var + tl.full((), EPS, tl.float64))
+            tl.store(g_weight + channel, (summed * inverse).to(g_weight.dtype.element_ty), mask=channel < channels)
+
+
 @operator("mean variance weight bias sums", "out")
 @triton.jit
 def coefficients_kernel(mean, variance, weight, bias, sums, out, count, channels,

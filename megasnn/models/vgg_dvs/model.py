@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic.dataclasses import dataclass as config_dataclass
 
 from megasnn.config.checks import refusal
-from megasnn.config.fields import ShareBelowOne
 from megasnn.config.neuron import NeuronConfig, Surrogate
 from megasnn.config.pretrain import SAME_FUNCTION
 from megasnn.files import STRICT
@@ -91,7 +90,7 @@ class VggDvs(Model):
     """Channels of the frames: one for each polarity."""
     time_steps: int = 10
     """Frames of a sample, T: one at each simulated time step."""
-    dropout: ShareBelowOne = 0.25
+    dropout: float = 0.25
     """Share of the classifier's inputs that are left out in training, drawn anew for each sample and time step."""
     tensor_parallel_style: Literal["auto", "alternate"] = field(default="auto", metadata=SAME_FUNCTION)
     """How convolutions are cut over the tensor parallel ranks: auto takes for each one, by column (its outputs) or by
@@ -124,6 +123,8 @@ class VggDvs(Model):
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)
         wrong += refusal(parse_channels, self.channels)
+        if not 0 <= self.dropout < 1:
+            wrong.append(f"--dropout {self.dropout} must be at least 0 and below 1")
         if wrong:
             return wrong
         if self.in_channels != 2:
