@@ -102,7 +102,7 @@ def test_a_part_is_cut_out_of_the_whole_image_and_scaled() -> None:
     ramp = np.zeros((400, 600, 3), np.uint8)
     ramp[..., 0], ramp[..., 1] = np.arange(600) // 3, np.arange(400)[:, None] // 2
     for kind, tolerance in (("PNG", 1), ("JPEG", 4)):  # a JPEG is decoded at half its size where that is enough
-        format = ImageFormat(50, 3, recipe=ImageRecipe(0.3, 1.2))
+        format = ImageFormat(50, 3, recipe=ImageRecipe(0.3))
         image = format.augmentation("crop").decoder(1, 2, 3)(image_file(ramp, kind)).astype(int)
         left, top, right, bottom = format.recipe.box((600, 400), 1, 2, 3)
         columns = left + (np.arange(50) + 0.5) / 50 * (right - left) - 0.5
