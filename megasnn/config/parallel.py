@@ -50,9 +50,6 @@ class ParallelConfig:
     """MB (10^6 bytes) that a step may need on a rank above weights, gradients and optimizer state. Forwards are
     computed again so that it is kept, those first that save most for their time; the plan is printed and lies beside
     the run."""
-    layer_costs: str | None = None
-    """Costs file of a plan (tools/plan.py --measure --costs): cut and order of the pipeline follow it, as they were
-    planned. By default layers are measured at the start of every run whose cut or order depends on them."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data parallel replicas (ZeRO-1): each updates some rows of each parameter, and sends
     them to the others."""
@@ -108,11 +105,6 @@ class ParallelConfig:
             wrong.append(
                 f"--memory-budget {self.memory_budget:g} with --recompute {self.recompute}: the budget decides what is "
                 "computed again; leave one of them out"
-            )
-        if self.memory_budget is not None and self.layer_costs is not None:
-            wrong.append(
-                f"--memory-budget {self.memory_budget:g} with --layer-costs {self.layer_costs}: a budget is kept by "
-                "what is measured here; leave one of them out"
             )
         if self.weight_gradients != "once" and self.weight_parallel_size == 1:
             wrong.append(f"--weight-gradients {self.weight_gradients} needs --weight-parallel-size 2 or more")

@@ -9,7 +9,6 @@ from megasnn.config.checks import ConfigError, flag
 from megasnn.config.pretrain import PretrainConfig
 from megasnn.config.training import LENGTHS
 from megasnn.config.validate_layout import (
-    cost_problems,
     grid_problems,
     partition_problems,
     recompute_problems,
@@ -49,7 +48,7 @@ def layout_problems(config: PretrainConfig, world_size: int, units: Callable[[],
     problems += grid_problems(config, world_size)
     if sound and units is not None:
         problems += partition_problems(config, units)
-    problems += recompute_problems(config) + cost_problems(config)
+    problems += recompute_problems(config)
     return problems + _optimizer_problems(config, world_size) + _arithmetic_problems(config) + _graph_problems(config)
 
 

@@ -108,14 +108,3 @@ def recompute_problems(config: PretrainConfig) -> list[str]:
         f"{asked} with --bptt-steps {steps}: a window's forward goes on from potentials that are gone when it would be "
         "computed again; leave it out, windows keep little"
     ]
-
-
-def cost_problems(config: PretrainConfig) -> list[str]:
-    """Costs of layers that are shown other frames than those of a run."""
-    path, steps = config.parallel.layer_costs, config.training.bptt_steps
-    if path is None or steps is None:
-        return []
-    return [
-        f"--layer-costs {path} with --bptt-steps {steps}: costs are of all time steps of a sample, and a run computes "
-        "windows of them; leave --layer-costs out"
-    ]

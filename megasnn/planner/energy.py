@@ -1,8 +1,8 @@
-"""Operations and energy of a sample's forward, from firing rates that a run has measured.
+"""Synaptic operations and energy of a sample's forward, from firing rates that a run has measured.
 
-A multiply-add whose input is a spike is an addition, and only where the neuron fires: a synaptic operation. Joules are
-those of single operations in 45 nm (M. Horowitz, ISSCC 2014), as papers on spiking networks count them: of arithmetic
-alone, on hardware that skips what does not fire. A GPU's own energy is that of its watts and the time of a step.
+Names are NeuroBench's (J. Yik et al., arXiv 2304.04640): a multiply-add whose input is a spike is an accumulate, and
+effective only where the neuron fires. Joules are those of single operations in 45 nm (M. Horowitz, ISSCC 2014): of
+arithmetic alone, on hardware that skips what does not fire.
 """
 
 from __future__ import annotations
@@ -13,42 +13,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from megasnn.planner.analysis import Analysis
-from megasnn.planner.plan import Plan
+from megasnn.planner.cost_file import Analysis
 
 MULTIPLY_ADD, ADDITION = 4.6e-12, 0.9e-12  # joules, float32
 
 
 @dataclass(frozen=True)
-class Energy:
-    """Of a sample's forward.
+class SynapticOperations:
+    """Operations of a sample's forward.
 
     Attributes:
-        multiply_adds: of layers whose input is dense. synaptic: operations of the others, where neurons fire.
-        dense: multiply-adds of the same network without spikes. joules, dense_joules: of both.
+        effective_macs: multiply-adds of layers whose input is dense. effective_acs: additions of the others, where
+            neurons fire. dense: multiply-adds of the same network without spikes.
     """
 
-    multiply_adds: float
-    synaptic: float
+    effective_macs: float
+    effective_acs: float
     dense: float
 
     @property
     def joules(self) -> float:
-        return self.multiply_adds * MULTIPLY_ADD + self.synaptic * ADDITION
-
-    @property
-    def dense_joules(self) -> float:
-        return self.dense * MULTIPLY_ADD
+        return self.effective_macs * MULTIPLY_ADD + self.effective_acs * ADDITION
 
     def __str__(self) -> str:
         return (
-            f"a sample's forward: {self.synaptic:.4g} synaptic operations and {self.multiply_adds:.4g} multiply-adds, "
-            f"{1e3 * self.joules:.4g} mJ; all of it as multiply-adds {1e3 * self.dense_joules:.4g} mJ (arithmetic in "
-            f"45 nm: {1e12 * MULTIPLY_ADD:g} pJ a multiply-add, {1e12 * ADDITION:g} pJ an addition)"
+            f"synaptic operations of a sample: Effective_MACs {self.effective_macs:.4g}, Effective_ACs "
+            f"{self.effective_acs:.4g}, Dense {self.dense:.4g}; {1e3 * self.joules:.4g} mJ, all of it as multiply-adds "
+            f"{1e3 * self.dense * MULTIPLY_ADD:.4g} mJ (arithmetic in 45 nm: {1e12 * MULTIPLY_ADD:g} and "
+            f"{1e12 * ADDITION:g} pJ each)"
         )
 
 
-def energy(analysis: Analysis, rates: Mapping[str, float]) -> Energy:
+def synaptic_operations(analysis: Analysis, rates: Mapping[str, float]) -> SynapticOperations:
     """What layers compute at these firing rates.
 
     A layer with several products is taken to see the mean rate of the neurons in it and of those right before it.
@@ -58,18 +54,18 @@ def energy(analysis: Analysis, rates: Mapping[str, float]) -> Energy:
     Raises:
         ValueError: no rates of this model.
     """
-    multiply_adds = synaptic = 0.0
+    macs = acs = 0.0
     before: list[float] = []
     for layer in analysis.layers:
         own = [rate for name, rate in rates.items() if name == layer.name or name.startswith(f"{layer.name}.")]
         if layer.spikes and (seen := before + own):
-            synaptic += layer.operations * fmean(seen)
+            acs += layer.operations * fmean(seen)
         else:
-            multiply_adds += layer.operations
+            macs += layer.operations
         before = own[-1:] or before
     if not before:
         raise ValueError(f"there are no firing rates of {analysis.model}: {', '.join(list(rates)[:3]) or 'none'}")
-    return Energy(multiply_adds, synaptic, float(sum(layer.operations for layer in analysis.layers)))
+    return SynapticOperations(macs, acs, float(sum(layer.operations for layer in analysis.layers)))
 
 
 def measured_rates(path: Path) -> dict[str, float]:
@@ -86,8 +82,3 @@ def measured_rates(path: Path) -> dict[str, float]:
     if not found:
         raise ValueError(f"--rates {path}: no line has firing rates; a run writes them with --log-interval")
     return found
-
-
-def joules_of_step(plan: Plan) -> float:
-    """Of all devices, by their watts, for as long as a step takes."""
-    return plan.predicted.time.total * plan.layout.ranks * plan.cluster.machine.watts

@@ -1,4 +1,4 @@
-"""Bytes that are counted on one process, which pretends to have the others, are those of real ranks."""
+"""Bytes that are counted on one process, whose other ranks are fake, are those of real ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from megasnn.grid import ContextCut
 from megasnn.models.building import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.cost_model import LayerCost
+from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.profile_layers import count_memory
-from megasnn.planner.counting import context_of, counted, trial_sizes, wires_of
+from megasnn.planner.analyze import context_of, counted, trial_sizes
 from tests.planner.models import config
 
 MICRO_BATCH = 2
@@ -26,7 +27,7 @@ def of_rank(tensor: int, context: int, cut: ContextCut, on_cpu: bool) -> list[tu
     try:
         built_for = context_of(state, asked, cut, on_cpu)
         return [
-            count_memory(model, MICRO_BATCH, built_for, state.device, wires_of(asked), repeats=True).layers
+            count_memory(model, MICRO_BATCH, built_for, state.device, WireOptions(), repeats=True).layers
             for _ in range(5)
         ]
     finally:
