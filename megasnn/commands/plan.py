@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes: tuple[int, ...] = ()
     if options.prefer == "speed" and not any(word.partition("=")[0] in SAYS_SIZE for word in flags):
         sizes = sizes_to_choose(config, options.gpus)
-        config = replace(config, training=replace(config.training, micro_batch_size=sizes[0]))
+        config = replace(config, training=replace(config.training, micro_batch_size=max(sizes)))
     with sources_told(model, flags, config):  # before a model is analysed, which takes long where it is large
         of_node = min(options.gpus, options.gpus_per_node)
         if not options.measure:  # the device is not known yet

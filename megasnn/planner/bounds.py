@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import chain
@@ -105,14 +105,20 @@ def _balanced(seconds: tuple[float, ...], placement: Placement) -> tuple[range, 
 
 
 class Bounds:
-    """What a model's step takes at least on a cluster, layout by layout, with the micro-batches of a configuration."""
+    """What a model's step takes at least on a cluster, layout by layout, with the micro-batches of a configuration.
 
-    def __init__(self, analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> None:
+    Args:
+        other: the same with micro-batches of another size: ranks hold the same weights, gradients and optimizer state.
+    """
+
+    def __init__(
+        self, analysis: Analysis, config: PretrainConfig, cluster: Cluster, other: Bounds | None = None
+    ) -> None:
         self._analysis, self._config, self._cluster = analysis, config, cluster
         self._on_gpu = cluster.machine.kind == "cuda"
         self._sized_on = lru_cache(maxsize=None)(self._sized_of)
         self._layers = lru_cache(maxsize=None)(self._layers_of)
-        self._states = lru_cache(maxsize=None)(self._states_of)
+        self._states: Callable[..., States] = other._states if other else lru_cache(maxsize=None)(self._states_of)
         self._states_on = lru_cache(maxsize=None)(self._states_of_ranks)
 
     def costs(self, layout: Layout) -> PipelineCosts:
@@ -125,8 +131,9 @@ class Bounds:
         return self._sized_on(layout.grid, layout.cut).bounds(placement or layout.placement)
 
     def least(self, layout: Layout) -> tuple[float, float]:
-        """Seconds and bytes that a step takes at least: a rank's work and the bubble before it; states, and what the
-        schedule keeps when the first backward begins, in the order that needs least."""
+        """Seconds and bytes that a step takes at least: a rank's work and the bubble before it, and a micro-batch's way
+        through all chunks and back; states, and what the schedule keeps when the first backward begins, in the order
+        that needs least."""
         chunks = self._sized_on(layout.grid, layout.cut).chunks(
             self._cluster.link(layout.grid, "pipeline"), layout.placement
         )
@@ -135,7 +142,7 @@ class Bounds:
         held = held_before_backwards(layout.schedule, stages, count, layout.chunks)
         kept, of_backward = chunks.kept[recomputes], chunks.of_backward[recomputes]
         work, stash, last = [0.0] * stages, [0.0] * stages, [0] * stages
-        ahead, before = [math.inf] * stages, 0.0
+        ahead, before, way = [math.inf] * stages, 0.0, 0.0
         for chunk, rank in enumerate(layout.placement):
             cost = chunks.costs[chunk]
             again = chunks.again[chunk] if recomputes else 0.0
@@ -144,7 +151,8 @@ class Bounds:
             last[rank] = chunk
             ahead[rank] = min(ahead[rank], before)
             before += cost.forward + (0.0 if split else cost.backward)
-        busy = max(start + count * each for start, each in zip(ahead, work, strict=True))
+            way += cost.forward + (cost.time(Kind.INPUT_GRADIENT) if split else cost.backward)
+        busy = max(way, *(start + count * each for start, each in zip(ahead, work, strict=True)))
         states = self.states(layout)
         reduced, updated = max(each.reduced for each in states), max(each.updated for each in states)
         sums = self.sums(layout, reduced, updated)

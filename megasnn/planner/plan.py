@@ -28,7 +28,7 @@ from megasnn.planner.search import PlanError, Search
 
 SIMULATIONS, SECONDS = 20, 20.0
 FEW_SAMPLES = 8  # of which norms see little
-LARGEST = 64  # samples of a micro-batch that is chosen
+LARGEST, CHOICES = 64, 5  # samples of a micro-batch that is chosen, and of how many sizes
 SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -121,10 +121,11 @@ def plan(
 
 
 def sizes_to_choose(config: PretrainConfig, ranks: int) -> tuple[int, ...]:
-    """Sizes of micro-batches that divide the global batch, powers of two up to 64; first what gives each device one."""
+    """Sizes of micro-batches that divide the global batch, powers of two; first what gives each device one, then the
+    nearest."""
     batch = config.training.global_batch_size
     found = [1 << power for power in range(LARGEST.bit_length()) if batch % (1 << power) == 0]
-    return tuple(sorted(found, key=lambda size: abs(math.log2(size * ranks / batch))))
+    return tuple(sorted(found, key=lambda size: abs(math.log2(size * ranks / batch)))[:CHOICES])
 
 
 def problems(config: PretrainConfig, cluster: Cluster) -> list[str]:

@@ -37,7 +37,8 @@ class Search:
     ) -> None:
         self._analysis, self._cluster, self._prefer = analysis, cluster, prefer
         self._configs = {size: _with_size(config, size) for size in sizes}
-        self._predictors = {size: Predictor(analysis, each, cluster) for size, each in self._configs.items()}
+        first = Predictor(analysis, self._configs[sizes[0]], cluster)
+        self._predictors = {size: Predictor(analysis, each, cluster, first) for size, each in self._configs.items()}
         self._fastest = math.inf  # bound of the fastest step that fits, so far
         self._slowest = math.inf  # seconds of one device, where that fits: no plan for memory or room is slower
         self._simulated: dict[tuple[Layout, int], tuple[Candidate, Predicted | None]] = {}

@@ -26,7 +26,7 @@ from megasnn.kernels.sparse.worth import Work
 from megasnn.models.building import describe
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.planner import counting, measuring
+from megasnn.planner import analyze, measure
 from megasnn.planner.analyze import counted_sizes
 from tests.kernels.threads import torch_threads
 from tests.sums import MOST, worth_by_time
@@ -273,11 +273,11 @@ def test_the_planner_measures_what_a_run_computes(flag: str, precision: str, spa
         of_run = engine.distributed.context.sparse_products
     description = describe(config.model, config.neuron.spec)
     with (
-        mock.patch.object(counting, "count_memory", wraps=counting.count_memory) as counted,
-        mock.patch.object(measuring, "profile_layers", wraps=measuring.profile_layers) as timed,
+        mock.patch.object(analyze, "count_memory", wraps=analyze.count_memory) as counted,
+        mock.patch.object(measure, "profile_layers", wraps=measure.profile_layers) as timed,
     ):
         known = counted_sizes(description, config, [1], [], on_cpu=True)
-        measuring.measured(description, config, known)
+        measure.measured(description, config, known)
     contexts = [call.args[2] for call in (*counted.call_args_list, *timed.call_args_list)]
     assert len(contexts) > 1 and {each.sparse_products for each in contexts} == {of_run} == {sparse}
 
