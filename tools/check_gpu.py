@@ -187,7 +187,7 @@ def _computed(
     Args:
         rounded: type that the input's values are rounded to before they are given as `dtype`.
     """
-    from megasnn.kernels import unit as kernels
+    from megasnn.kernels import neuron as kernels
 
     numbers = torch.float32 if dtype == torch.bfloat16 else dtype  # of parameters
     x = _input(case, rounded, dtype, device)
@@ -223,7 +223,7 @@ def _error(found: Tensor, wanted: Tensor) -> float:
 
 def _inexact(setting: Setting) -> int:
     """Values that change where spikes are packed as bits and counts as bytes, and unpacked again."""
-    from megasnn.kernels.codec import pack_bits, pack_counts, unpack_bits, unpack_counts
+    from megasnn.kernels.spike_codec import pack_bits, pack_counts, unpack_bits, unpack_counts
 
     wrong = 0
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -239,8 +239,8 @@ def _inexact(setting: Setting) -> int:
 
 def parity(setting: Setting) -> Iterator[Figure]:
     """Yields how far two float64 steps of both models with AdamW are from those of the CPU."""
-    from megasnn.models.spikformer.dimensions import Spikformer
-    from megasnn.models.vgg_dvs.dimensions import VggDvs
+    from megasnn.models.spikformer.model import Spikformer
+    from megasnn.models.vgg_dvs.model import VggDvs
 
     transformer = Spikformer(embed_dim=32, depth=2, num_heads=4, patch_size=4, image_size=16, num_classes=5)
     vgg = VggDvs(channels="8,P,16,P", image_size=16, time_steps=4, num_classes=5)
@@ -273,7 +273,7 @@ def _batch(model: Any, samples: int) -> tuple[Tensor, Tensor]:
 def step(setting: Setting, samples: int, graphs: str) -> Iterator[Figure]:
     """Yields the time of a step of Spikformer-8-512 (bfloat16, 224 pixels, T 4, one micro-batch) and where it goes."""
     from megasnn.engine import Engine
-    from megasnn.models.spikformer.dimensions import Spikformer
+    from megasnn.models.spikformer.model import Spikformer
 
     model = Spikformer(embed_dim=512, depth=8, num_heads=8, patch_size=16, image_size=224, num_classes=1000)
     if setting.tiny:

@@ -25,7 +25,7 @@ import tyro
 
 from megasnn.checkpoint import CheckpointError, verify_checkpoint
 from megasnn.config.cli import subcommands
-from megasnn.config.names import name_in
+from megasnn.config.fields import name_in
 from megasnn.convert.exchange import Names, export_weights, import_weights
 from megasnn.convert.report import as_json, as_text, differences, size_text
 from megasnn.convert.reshard import Target, reshard, saved_model, target_ranks

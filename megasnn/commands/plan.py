@@ -20,16 +20,16 @@ from typing import Annotated
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError, at_least, flag
 from megasnn.config.cli import command_line
-from megasnn.config.names import name_in
+from megasnn.config.fields import name_in
 from megasnn.files import write_whole
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.planner.candidates import Prefer
 from megasnn.planner.cost_file import Analysis, read, write
 from megasnn.planner.energy import measured_rates, synaptic_operations
 from megasnn.planner.machines import AUTO, DEVICES, Cluster, Machine
 from megasnn.planner.plan import apply, plan, problems, sizes_to_choose
 from megasnn.planner.report import as_json, cuts, table
-from megasnn.pretraining import configuration, sources_told
+from megasnn.pretraining import configuration
 
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 SAYS_SIZE = ("--micro-batch-size", "--config")
@@ -76,14 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.prefer == "speed" and not any(word.partition("=")[0] in SAYS_SIZE for word in flags):
         sizes = sizes_to_choose(config, options.gpus)
         config = replace(config, training=replace(config.training, micro_batch_size=max(sizes)))
-    with sources_told(model, flags, config):  # before a model is analysed, which takes long where it is large
-        of_node = min(options.gpus, options.gpus_per_node)
-        if not options.measure:  # the device is not known yet
-            machine = _machine(options, config, known)
-            if wrong := problems(config, Cluster(options.gpus, of_node, machine)):
-                raise ConfigError(wrong)
-        rates = None if options.rates is None else measured_rates(options.rates)
-        analysis = known or _analysis(options, config)
+    of_node = min(options.gpus, options.gpus_per_node)
+    if not options.measure:  # before a model is analysed, which takes long; with it the device is not known yet
+        machine = _machine(options, config, known)
+        if wrong := problems(config, Cluster(options.gpus, of_node, machine)):
+            raise ConfigError(wrong)
+    rates = None if options.rates is None else measured_rates(options.rates)
+    analysis = known or _analysis(options, config)
     if os.environ.get("RANK", "0") != "0":
         return
     cluster = Cluster(options.gpus, of_node, _machine(options, config, analysis))

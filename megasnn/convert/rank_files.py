@@ -13,7 +13,7 @@ from megasnn.checkpoint.job import FolderLock
 from megasnn.checkpoint.save import Written, commit, file_name
 from megasnn.checkpoint.tensor_io import boxes_of, write_safetensors
 from megasnn.files import CheckpointError
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 from megasnn.telemetry.log import byte_bar
 
 

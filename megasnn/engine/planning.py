@@ -1,4 +1,4 @@
-"""From the configuration to the plan of a pipeline: what is asked for, and where the costs of layers come from."""
+"""From the configuration to the plan of a pipeline."""
 
 from __future__ import annotations
 
@@ -6,35 +6,29 @@ from dataclasses import replace
 
 from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
-from megasnn.config.parallel import ParallelConfig
 from megasnn.layers import BuildContext
 from megasnn.models.description import ModelDescription
 from megasnn.parallel_state import ParallelState
-from megasnn.pipeline.choose_schedule import PipelineRequest
-from megasnn.pipeline.p2p import WireOptions
-from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
+from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
 from megasnn.schedule.partition import layout_to_bounds
 from megasnn.schedule.passes import NEVER
-
-
-def wire_options(parallel: ParallelConfig) -> WireOptions:
-    """How tensors travel between stages."""
-    return WireOptions()
 
 
 def plan_of(
     config: PretrainConfig, model: ModelDescription, context: BuildContext, state: ParallelState, windows: int
 ) -> PipelinePlan:
-    """The layers and the place of each chunk, and the schedules. Collective over the world.
+    """Plans layers and placement of each chunk, and the schedules. Collective over the world.
 
     Args:
-        windows: in which each sample is shown.
+        windows: number of them in which each sample is shown.
     Raises:
         ValueError: on every rank, what the schedule cannot place or keep.
     """
     training, parallel = config.training, config.parallel
-    counts = [windows * each for each in micro_batch_counts(training.micro_batches, state.data.size)]
-    if training.evaluate_only:  # nothing is kept, and so nothing is computed again; there are no other steps
+    replicas = state.data.size
+    shares = {len(micro_batches_of(training.micro_batches, replicas, each)) for each in (0, replicas - 1)}
+    counts = [windows * each for each in sorted(shares, reverse=True)]
+    if training.evaluate_only:  # no activation is kept, so none is recomputed; there are no other steps
         parallel = replace(parallel, recompute=NEVER, memory_budget=None)
         counts = counts[:1]
     layout, units = parallel.layout, [layer.unit for layer in model.layers]
@@ -48,12 +42,5 @@ def plan_of(
         recompute=parallel.recompute,
         memory_budget=None if parallel.memory_budget is None else 1e6 * parallel.memory_budget,
         scatters=parallel.weight_gradients == "scattered",
-        rows_have_owners=parallel.use_distributed_optimizer,
     )
-    return plan_pipeline(model, request, context, state, wire_options(parallel))
-
-
-def micro_batch_counts(micro_batches: int, replicas: int) -> tuple[int, ...]:
-    """How many of a global batch's micro-batches a replica may have, the largest number first."""
-    counts = {len(micro_batches_of(micro_batches, replicas, replica)) for replica in (0, replicas - 1)}
-    return tuple(sorted(counts, reverse=True))
+    return plan_pipeline(model, request, context, state)

@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasnn.layers import ParallelBatchNorm
-from megasnn.layers.holding import calls_of
+from megasnn.layers.shape_inference import calls_of
 from megasnn.models.description import ModelDescription
-from megasnn.parallel.communicators import Communicators
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel.sync_batch_norm import StepStatistics
 from megasnn.parallel.traffic import statistics
+from megasnn.parallel_state import Communicators, Group
 from megasnn.pinned import without_waiting
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.p2p import on_wire

@@ -22,17 +22,14 @@ from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError
 from megasnn.grid import ContextCut
 from megasnn.kernels.products import can_be_sparse
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
-from megasnn.models.building import describe
+from megasnn.models.build import building_problems, describe
 from megasnn.models.description import INPUT, ModelDescription
-from megasnn.models.problems import building_problems
 from megasnn.models.summary import LayerSummary, summarise
-from megasnn.parallel.codec import Content
-from megasnn.parallel.sharded_tensors import sharded_tensors
-from megasnn.parallel.world import kind_of_device
-from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel.sharding import sharded_tensors
+from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel, kind_of_device
 from megasnn.pipeline.cost_model import LayerCost
-from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.profile_layers import COUNTED_AS_THEY_ARE, TRIAL_SAMPLES, count_memory
 from megasnn.planner.cost_file import FORMAT, Analysis, Counted, HeldTensor, LayerFacts, identity
 from megasnn.precisions import PRECISIONS
@@ -41,7 +38,7 @@ TENSOR_SIZES = 1, 2, 3, 4, 6, 8, 12, 16
 CONTEXT_SIZES = 2, 3, 4, 6, 8, 12, 16, 24, 32
 CPU = torch.device("cpu")
 WHOLE = "held", "message", "gradient", "parameters", "found", "cast"
-OPTIONAL = "working_again", "working_whole", "deferred", "output"
+OPTIONAL = "deferred", "output"
 
 
 def analyze(
@@ -139,10 +136,7 @@ def counted(
         return Counted(tensor, context, cut, refused)
     with fake_ranks(tensor, context) as state:
         built_for = context_of(state, config, cut, on_cpu)
-        costs = tuple(
-            count_memory(model, size, built_for, CPU, WireOptions(), repeats=True).layers
-            for size in trial_sizes(config)
-        )
+        costs = tuple(count_memory(model, size, built_for, CPU, repeats=True).layers for size in trial_sizes(config))
         return Counted(tensor, context, cut, None, costs, _tensors(model, built_for))
 
 

@@ -18,8 +18,7 @@ from megasnn.planner.costs import Links, Share, layer_costs
 from megasnn.planner.machines import Cluster
 from megasnn.planner.memory import States, sample_bytes, states_of
 from megasnn.precisions import PRECISIONS
-from megasnn.schedule import ChunkCost, Kind
-from megasnn.schedule.fill import FORWARD, INPUT_GRADIENT, KINDS, Rows, stream
+from megasnn.schedule import ChunkCost, Kind, Schedule
 from megasnn.schedule.named import RECIPES, SCHEDULES
 from megasnn.schedule.partition import placed_bounds
 from megasnn.schedule.passes import NEVER
@@ -252,11 +251,11 @@ def held_before_backwards(name: str, stages: int, micro_batches: int, chunks: in
     found = [count] * len(placement)
     if name == "gpipe":
         return tuple(found)
-    for rows in _orders(name, stages, count, chunks):
-        for rank, row in enumerate(rows):
+    for order in _orders(name, stages, count, chunks):
+        for rank, row in enumerate(order.actions):
             held = dict.fromkeys([chunk for chunk, place in enumerate(placement) if place == rank], 0)
-            for chunk, kind in (divmod(each, len(KINDS)) for each in row):
-                if kind != FORWARD:
+            for chunk, kind, _ in row:
+                if kind is not Kind.FORWARD:
                     break
                 held[chunk] += 1
             for chunk, number in held.items():
@@ -264,13 +263,10 @@ def held_before_backwards(name: str, stages: int, micro_batches: int, chunks: in
     return tuple(found)
 
 
-def _orders(name: str, stages: int, micro_batches: int, chunks: int) -> Iterator[Rows]:
+def _orders(name: str, stages: int, micro_batches: int, chunks: int) -> Iterator[Schedule]:
     """Forwards and first parts of backwards of each rank, in each order that a named schedule may take."""
     of_named = SCHEDULES[name].order
     if of_named is None:
         yield from RECIPES[name](stages).orders(micro_batches)
-        return
-    yield [
-        [stream(chunk, FORWARD if kind is Kind.FORWARD else INPUT_GRADIENT) for chunk, kind, _ in row]
-        for row in of_named(stages, micro_batches, chunks).actions
-    ]
+    else:
+        yield of_named(stages, micro_batches, chunks)

@@ -15,12 +15,10 @@ from megasnn.free_memory import keep_free_memory, release_free_memory
 from megasnn.grid import ContextCut
 from megasnn.models.description import ModelDescription
 from megasnn.optim import build_optimizer
-from megasnn.parallel.agreement import first_decides
-from megasnn.parallel.sharded_tensors import materialise, sharded_tensors
-from megasnn.parallel.world import start_process_group
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel.agreement import broadcast_result
+from megasnn.parallel.sharding import materialise, sharded_tensors
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel, start_process_group
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
-from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.profile_layers import profile_layers, profile_pipeline
 from megasnn.planner.analyze import context_of, one_rank
 from megasnn.planner.cost_file import Analysis, LayerSeconds, Timed
@@ -46,10 +44,10 @@ def measured(model: ModelDescription, config: PretrainConfig, known: Analysis | 
     timed, link = [], None
     if known is not None:
         alone, samples = one_rank(config, device.type == "cpu"), config.training.micro_batch_size
-        layers = profile_layers(model, samples, alone, device, WireOptions(), repeats=True)
+        layers = profile_layers(model, samples, alone, device, repeats=True)
         timed.append(_timed(config, layers, ONE, 1))
     if ranks > 1:
-        for size in first_decides(world, lambda: _sizes(known, config, ranks)):
+        for size in broadcast_result(world, lambda: _sizes(known, config, ranks)):
             costs = _together(model, config, device, size, ranks)
             timed.append(_timed(config, costs.layers, size, ranks))
             link = costs.link if size == ONE else link
@@ -59,7 +57,7 @@ def measured(model: ModelDescription, config: PretrainConfig, known: Analysis | 
         assert known is not None, "the first rank knows it"
         return replace(known, timed=tuple(timed), machine=_machine(device, link, update, ranks))
 
-    found = first_decides(world, put_together)
+    found = broadcast_result(world, put_together)
     if ranks > 1 and not joined_before:
         dist.destroy_process_group()
     return found
@@ -111,7 +109,7 @@ def _together(
     try:
         built_for = context_of(state, config, cut, device.type == "cpu")
         samples = built_for.largest_share(config.training.micro_batch_size)
-        return profile_pipeline(model, samples, built_for, state, WireOptions(), repeats=True)
+        return profile_pipeline(model, samples, built_for, state, repeats=True)
     finally:
         destroy_model_parallel()
 

@@ -12,7 +12,6 @@ from math import prod
 
 from megasnn.config import PretrainConfig
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.optimizers import Stepped
 from megasnn.parallel.sharding import nested_bounds
 from megasnn.planner.candidates import Layout
 from megasnn.planner.cost_file import HeldTensor
@@ -132,9 +131,7 @@ def states_of(
         exchanged=exchanged,
         reduced=sum(kept[each.name] for each in trained),
         updated=sum(owned[each.name] for each in trained),
-        working=optimizer.working_bytes(
-            [Stepped(owned[e.name] // e.itemsize, e.itemsize, optimizer.decay_of(len(e.shape)) > 0) for e in trained]
-        ),
+        working=optimizer.working_bytes(sum(owned[each.name] for each in trained)),
     )
 
 

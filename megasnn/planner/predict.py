@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from megasnn.batching import micro_batches_of
-from megasnn.pipeline.choose_schedule import executed_costs
 from megasnn.pipeline.cost_model import LayerCost, PipelineCosts, with_recompute_in_backward
 from megasnn.pipeline.peak_memory import peak_moments
+from megasnn.pipeline.plan import executed_costs
 from megasnn.planner.bounds import Bounds
 from megasnn.planner.candidates import Layout
 from megasnn.planner.memory import MemoryForecast, States, buckets_of, gathered_bytes, row_bytes, travelling_bytes

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from megasnn.data.event_files import EVENTS, FRAMES, encode_events, encode_frames
+from megasnn.data.formats import EVENTS, FRAMES, encode_events, encode_frames
 from megasnn.events import SUFFIXES, FrameOptions, Recording, make_frames, read_recording
 from megasnn.files import SAMPLE_BYTES
-from megasnn.preprocess.listing import (
+from megasnn.preprocess.sources import (
     Item,
     Listing,
     class_names,

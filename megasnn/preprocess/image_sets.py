@@ -14,7 +14,7 @@ from PIL import Image
 
 from megasnn.data.images import IMAGE_SUFFIXES, open_image
 from megasnn.files import SAMPLE_BYTES, read_file
-from megasnn.preprocess.listing import (
+from megasnn.preprocess.sources import (
     Item,
     Listing,
     class_names,
@@ -138,9 +138,7 @@ class CopyImage:
             data = read_file(item.source, self.limit)
             image = open_image(data, self.limit)
             image.load()
-        except MemoryError:
-            raise
-        except Exception as error:  # Pillow has no common class for what damaged bytes make it raise
+        except (ValueError, OSError, SyntaxError) as error:  # what damaged bytes make Pillow raise
             raise ValueError(f"{item.source} cannot be decoded: {error}") from error
         if self.size is None or min(image.size) <= self.size:
             return {suffix: data}

@@ -10,10 +10,10 @@ import torch
 
 from megasnn.config.checks import ConfigError
 from megasnn.layers import BuildContext
-from megasnn.models.building import describe
-from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
-from megasnn.models.vgg_dvs.dimensions import VggDvs
-from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly
+from megasnn.models.build import describe
+from megasnn.models.spikformer.weight_names import from_spikingjelly
+from megasnn.models.vgg_dvs.model import VggDvs
+from megasnn.models.vgg_dvs.weight_names import vgg_from_spikingjelly
 from megasnn.pipeline.chunk import describe_tensors
 from tools.benchmark.__main__ import main
 from tools.benchmark.harness import run, table

@@ -11,7 +11,7 @@ from megasnn.config import ConfigError, NeuronConfig, OptimizerConfig, describe,
 from megasnn.config.identity import changed_recipe, recipe
 from megasnn.config.values import with_keywords
 from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.spikformer.model import Spikformer
 
 CLASS = run_config(Spikformer)
 

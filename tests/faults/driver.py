@@ -24,13 +24,13 @@ import pretrain_spikformer
 from megasnn.checkpoint import SyncWriter, save
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
+from megasnn.engine import mesh as program
 from megasnn.parallel.replica_check import ReplicaCheck, in_memory_order
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.schedule import Action
 from megasnn.telemetry.records import StepResult
 from megasnn.telemetry.timers import DeviceClock
-from megasnn.training import program
 from megasnn.training.loop import TrainingRun
 from tests.sums import form_sums_where_few
 
@@ -200,11 +200,6 @@ def full_disk() -> None:
     _fail_saves(range(1, 1_000))
 
 
-def full_disk_for_a_while() -> None:
-    """At the second save."""
-    _fail_saves(range(1, 2))
-
-
 def disk_of_its_own() -> None:
     """A relative path leads this rank elsewhere."""
     os.chdir(Path(os.environ[PID_FILE]).parent)
@@ -286,7 +281,6 @@ FAULTS = {
         slow_rank,
         stall_the_first_time,
         full_disk,
-        full_disk_for_a_while,
         disk_of_its_own,
         raise_before_the_grid,
         leave_before_joining,

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasnn.kernels.fused_constants import numbers
-from megasnn.kernels.spec import NeuronSpec
+from megasnn.kernels.neuron_spec import NeuronSpec, numbers
 from tests.kernels.triton_process import interpreted as interpreted
 from tests.kernels.triton_process import without_triton
 
@@ -138,7 +137,7 @@ def _statistics(values: Tensor, program: int) -> list[Tensor]:
     x.write(start, values)
     with _programs_from(program):
         launch(
-            statistics_kernel, 1, x.start, partial.start, size, row, program + 1, 1,
+            statistics_kernel, 1, x.start, partial.start, size, *divmod(size, row), row, program + 1, 1,
             D=NUMBERS[torch.float32], ROWS=BLOCK // row, COLUMNS=COLUMNS,
         )  # fmt: skip
     places = program * row, (2 * program + 1) * row

@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import cache
 
 from megasnn.config import PretrainConfig, TrainingConfig
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.planner.analyze import analyze, counted_sizes
 from megasnn.planner.cost_file import Analysis
 from megasnn.planner.machines import DEVICES, Cluster

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megasnn.config import ConfigError
-from megasnn.models.building import describe
-from megasnn.models.problems import building_problems
+from megasnn.models.build import building_problems, describe
 from megasnn.pipeline.cost_model import LinkCost
 from megasnn.planner.analyze import analyze, counted_sizes
 from megasnn.planner.cost_file import Analysis, LayerSeconds, Timed

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from megasnn.grid import ContextCut
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.cost_model import LayerCost
-from megasnn.pipeline.p2p import WireOptions
 from megasnn.pipeline.profile_layers import count_memory
 from megasnn.planner.analyze import context_of, counted, trial_sizes
 from tests.planner.models import config
@@ -26,10 +25,7 @@ def of_rank(tensor: int, context: int, cut: ContextCut, on_cpu: bool) -> list[tu
     state = initialize_model_parallel(tensor, device=torch.device("cpu"), context_parallel_size=context)
     try:
         built_for = context_of(state, asked, cut, on_cpu)
-        return [
-            count_memory(model, MICRO_BATCH, built_for, state.device, WireOptions(), repeats=True).layers
-            for _ in range(5)
-        ]
+        return [count_memory(model, MICRO_BATCH, built_for, state.device, repeats=True).layers for _ in range(5)]
     finally:
         destroy_model_parallel()
 
@@ -55,7 +51,7 @@ def test_bytes_are_those_of_real_ranks(ranks, tensor: int, context: int, cut: Co
 
 def totals(tries: Sequence[Sequence[LayerCost]]) -> list[int]:
     """Bytes of all layers, of each the least of some tries."""
-    names = "held", "found", "deferred", "working_again", "working_whole"
+    names = "held", "found", "deferred"
     of_layers = [[_bytes(each, names) for each in layers] for layers in tries]
     least = [[min(of_tries) for of_tries in zip(*of_layer, strict=True)] for of_layer in zip(*of_layers, strict=True)]
     return [sum(values) for values in zip(*least, strict=True)]

@@ -64,7 +64,7 @@ def of_run(layout: Layout, bounds: tuple[range, ...], costs: tuple[ChunkCost, ..
             distributed, plan = engine.distributed, engine.plan
             if SCHEDULES[layout.schedule].looks_at_costs:
                 plan = replace(plan, schedules=replace(plan.schedules, costs=costs, decided=()))
-            peak = step_peak(run, distributed, plan, state)
+            peak = step_peak(run, distributed, plan)
             schedule, shared = plan.schedules.training(plan.micro_batches), plan.schedules.weights
             rank = state.pipeline.rank
             gathered, buffers = (0, 0) if shared is None else shared.gathered_and_buffers(schedule, rank)

@@ -18,7 +18,7 @@ from megasnn.config.validate import validate
 from megasnn.files import DescriptionError
 from megasnn.grid import Grid
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.planner import analyze
 from megasnn.planner.candidates import Layout, Prefer, layouts
 from megasnn.planner.cost_file import LayerSeconds, Timed, read, write
@@ -44,7 +44,7 @@ class Blocked:
 
 sys.meta_path.insert(0, Blocked())
 from pathlib import Path
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.planner.cost_file import read
 from megasnn.planner.machines import DEVICES, Cluster
 from megasnn.planner.plan import apply, plan

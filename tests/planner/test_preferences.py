@@ -30,7 +30,7 @@ def bytes_of_step(samples: int, micro_batch: int, layout: Layout, bounds: tuple[
         # What a thread of the transport gives back is not always seen.
         peak = min(needed_bytes(lambda: engine.train_step(*batch), engine.state.device) for _ in range(3))
         weights = sum(entry.tensor.nbytes for entry in engine.distributed.tensors)
-        return peak + weights + engine.distributed.data_parallel.held_bytes + held_state_bytes(engine.steps.optimizer)
+        return peak + weights + engine.distributed.data_parallel.held_bytes + held_state_bytes(engine.optimizer)
 
 
 def on_ranks(ranks, found: Plan, samples: int = 16, micro_batch: int = 4) -> int:

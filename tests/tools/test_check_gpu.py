@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megasnn.kernels import unit
+from megasnn.kernels import neuron as unit
 from tools import check_gpu
 from tools.check_gpu import Setting, main
 

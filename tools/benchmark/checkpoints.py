@@ -28,7 +28,7 @@ from megasnn.config.checks import at_least
 from megasnn.config.training import Length
 from megasnn.config.values import to_dict
 from megasnn.engine import Engine
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.spikformer.model import Spikformer
 from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, seconds, summary
 from tools.benchmark.steps import ENDLESS, Work, random_batch
 
@@ -119,7 +119,7 @@ class _Run:
     def __init__(self, case: Checkpoints, engine: Engine, folder: Path) -> None:
         self._case, self._engine, self._folder = case, engine, folder
         self._batch = random_batch(case.model(), 1)
-        self._state = LocalState(engine.distributed.tensors, engine.steps.optimizer)
+        self._state = LocalState(engine.distributed.tensors, engine.step.optimizer)
         self._identity = {"model": to_dict(case.model())}
         self._step()
         self._writers: dict[str, SyncWriter] = {

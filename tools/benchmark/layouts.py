@@ -12,11 +12,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from megasnn.config import ParallelConfig, TrainingConfig
 from megasnn.config.checks import above, at_least, refusal
-from megasnn.config.names import name_in
+from megasnn.config.fields import name_in
 from megasnn.config.parallel import ScheduleName
 from megasnn.kernels import BACKENDS
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.schedule.named import AUTO, SCHEDULES
 from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, say, summary
 from tools.benchmark.ranks import RankProcesses, start_ranks

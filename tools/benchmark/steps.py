@@ -22,10 +22,10 @@ from megasnn.engine import Engine
 from megasnn.free_memory import release_free_memory
 from megasnn.kernels.tensor_cores import let_products_round
 from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel.world import BACKENDS
+from megasnn.parallel_state import BACKENDS
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory

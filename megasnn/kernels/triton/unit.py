@@ -29,7 +29,7 @@ from megasnn.kernels.triton.steps import (
 def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channels, height, width, above,
                 T: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
                 AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """`bits [T, size / 8]`: the spikes once more, packed as `megasnn.kernels.codec` does it, or None.
+    """`bits [T, size / 8]`: the spikes once more, packed as `megasnn.kernels.spike_codec` does it, or None.
 
     AT_ONCE: how many steps, a divisor of T, are written out one after the other.
     """
