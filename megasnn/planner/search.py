@@ -59,7 +59,7 @@ class Search:
         last = time.monotonic() + PATIENCE * (until - time.monotonic())
         # Where bounds fit and no simulation does, what needs least is tried before the time is up.
         for number, each in enumerate(chain(one, fitting, sorted(fitting, key=_bytes))):
-            enough = len(self._simulated) >= simulations or time.monotonic() > until
+            enough = len(self._able()) >= simulations or time.monotonic() > until
             if number and ((self._taken() and enough) or time.monotonic() > last):
                 break
             if (each.layout, each.micro_batch_size) not in self._simulated and (not number or self._may_be_taken(each)):
@@ -147,10 +147,14 @@ class Search:
             return 0.0
         return float(-self.largest_micro_batch(each)) if self._prefer == "capacity" else _bytes(each)
 
-    def _alike(self) -> list[Candidate]:
-        """Those that were simulated, fit, are not slower than one device, and have the least of what is preferred."""
+    def _able(self) -> list[Candidate]:
+        """Those that were simulated, fit, and are not slower than one device."""
         found = [each for each, _ in self._simulated.values() if each.simulated and not each.reason]
-        found = [each for each in found if _seconds(each) <= AS_FAST * self._slowest]
+        return [each for each in found if _seconds(each) <= AS_FAST * self._slowest]
+
+    def _alike(self) -> list[Candidate]:
+        """Those of them that have the least of what is preferred."""
+        found = self._able()
         least = min(map(self._preferred, found), default=0.0)
         return [each for each in found if self._preferred(each) == least]
 
