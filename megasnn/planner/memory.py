@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import groupby, pairwise
+from itertools import groupby
 from math import prod
 
 from megasnn.config import PretrainConfig
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.parallel.sharding import nested_bounds
 from megasnn.planner.candidates import Layout
 from megasnn.planner.cost_file import HeldTensor
 
@@ -197,9 +196,10 @@ def travelling_bytes(tensors: Iterable[HeldTensor], ranks: int) -> int:
         counts = [0] * ranks
         for each in together:
             rows = each.shape[0] if each.shape else 1
-            length = prod(each.shape) // max(rows, 1)
-            bounds = pairwise(nested_bounds(rows, (ranks,)))
-            counts = [count + (last - first) * length for count, (first, last) in zip(counts, bounds, strict=True)]
+            length, ends = prod(each.shape) // max(rows, 1), [-(-rows * rank // ranks) for rank in range(ranks + 1)]
+            counts = [
+                count + (last - first) * length for count, first, last in zip(counts, ends, ends[1:], strict=False)
+            ]
         copies = 0 if ranks == 2 and itemsize == travels else ranks - 1
         total += max(_aligned((sum(counts) - own) * travels) + _aligned(copies * own * travels) for own in counts)
     return total

@@ -9,7 +9,6 @@ from itertools import chain
 from megasnn.batching import micro_batches_of
 from megasnn.pipeline.cost_model import LayerCost, PipelineCosts, with_recompute_in_backward
 from megasnn.pipeline.peak_memory import peak_moments
-from megasnn.pipeline.plan import executed_costs
 from megasnn.planner.bounds import Bounds
 from megasnn.planner.candidates import Layout
 from megasnn.planner.memory import MemoryForecast, States, buckets_of, gathered_bytes, row_bytes, travelling_bytes
@@ -62,7 +61,10 @@ class Predictor(Bounds):
         costs, bounds, count = self.costs(layout), self.bounds(layout), self.micro_batches(layout)
         plan = self._schedule_plan(layout, bounds, costs, count)
         schedule, executed = plan.training(count), plan.unit_bounds(bounds)
-        result = simulate(schedule, executed_costs(plan, bounds, costs, layout.grid.weight), plan.wholes)
+        of_units = costs.of_chunks(executed, plan.executed_placement)
+        if plan.weights is not None:
+            of_units = costs.with_unshards(of_units, plan.weights.unit_bytes, layout.grid.weight)
+        result = simulate(schedule, of_units, plan.wholes)
         states = self.states(layout)
         sums = [self.sums(layout, each.reduced, each.updated) for each in states]
         update = max(each.updated for each in states) * self._cluster.machine.update
