@@ -71,18 +71,18 @@ _NAMES = {
     "megasnn.config": "ConfigError PretrainConfig parse validate",
     "megasnn.engine": "Engine",
     "megasnn.kernels": "NeuronSpec",
+    "megasnn.kernels.spike_codec": "COUNTS DENSE SPIKES Content",
     "megasnn.layers": (
         "BuildContext ConvNormNeuron DropPath KeyedLayer MaxPool MeanLinear MeanOverSpace NeuronConvNorm "
-        "ParallelBatchNorm ParallelConv ParallelDropout ParallelGroupNorm ParallelIF ParallelLayerNorm ParallelLIF "
-        "ParallelLinear ParallelNeuron ParallelPLIF PooledUnit SpikeDrivenAttention SpikingNeuron "
-        "SpikingSelfAttention TemporalEffectiveBatchNorm ThresholdDependentBatchNorm TokenAttention WholeImages"
+        "ParallelBatchNorm ParallelConv ParallelDropout ParallelGroupNorm ParallelIF ParallelLIF ParallelLinear "
+        "ParallelNeuron ParallelPLIF PooledUnit SpikeDrivenAttention SpikingNeuron SpikingSelfAttention "
+        "TemporalEffectiveBatchNorm ThresholdDependentBatchNorm TokenAttention WholeImages"
     ),
+    "megasnn.models.convert_module": "shard",
     "megasnn.models.description": "LayerDescription ModelDescription",
     "megasnn.models.layer": "layer",
     "megasnn.models.model": "Model",
-    "megasnn.models.convert_module": "shard",
     "megasnn.models.registry": "MODELS",
-    "megasnn.kernels.spike_codec": "COUNTS DENSE SPIKES Content",
     "megasnn.parallel.sharding": "Shard ShardedTensor",
     "megasnn.parallel_state": "ParallelState destroy_model_parallel get_parallel_state initialize_model_parallel",
     "megasnn.pipeline.chunk": "PipelineChunk",

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -411,43 +414,90 @@ def start_process_group(
 
     Returns:
         the device of this rank.
-
     Raises:
         ValueError: as `device_of_rank`.
         ConnectionError: the other ranks did not come in time.
     """
     if stages > 1:
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    chosen = device_of_rank(backend, device)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
+    chosen, timeout = device_of_rank(backend, device), datetime.timedelta(minutes=timeout_minutes)
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        name = "gloo" if backend == "gloo" else BACKENDS[chosen.type]
+        problem = (
+            f"the {os.environ['WORLD_SIZE']} ranks did not come together within --distributed-timeout-minutes "
+            f"{timeout_minutes:g}: did one of them end before, with an error of its own, or does another program "
+            f"listen at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}?"
+        )
         try:
-            _join_world(name, datetime.timedelta(minutes=timeout_minutes))
+            store, rank, world_size = _meet(timeout, problem)
+            _find_place(store, device)
+            chosen = device_of_rank(backend, device)
+            if chosen.type == "cuda":
+                torch.cuda.set_device(chosen)
+            name = "gloo" if backend == "gloo" else BACKENDS[chosen.type]
+            dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=timeout)
         except dist.DistError as error:
-            raise ConnectionError(
-                f"the {os.environ['WORLD_SIZE']} ranks did not come together within --distributed-timeout-minutes "
-                f"{timeout_minutes:g}: did one of them end before, with an error of its own? ({error})"
-            ) from error
+            raise ConnectionError(f"{problem} ({error})") from error
+    elif chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
     return chosen
 
 
-def _join_world(backend: str, timeout: datetime.timedelta) -> None:
-    """init_process_group, also when torchrun has started the ranks anew.
+def _meet(timeout: datetime.timedelta, problem: str) -> tuple[dist.Store, int, int]:
+    """Returns the store of the ranks, this rank and their number, also when torchrun has started the ranks anew.
 
-    Its store then still holds the addresses that the ranks before left there, under the keys that the new ones use:
-    a rank that reads before they are replaced would look for one that is gone. So every start has keys of its own.
+    torchrun's store then still holds the addresses that the ranks before left there, under the keys that the new ones
+    use: a rank that reads before they are replaced would look for one that is gone. So every start has keys of its own.
     """
+    # torch waits without an end for a program that takes the connection and never answers.
+    limit = threading.Timer(timeout.total_seconds() + 5, _give_up, [problem])
+    limit.daemon = True
+    limit.start()
+    try:
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    finally:
+        limit.cancel()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group(backend, timeout=timeout)
-        return
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        return store, rank, world_size
     # A change of nodes starts all ranks anew without counting as a restart: so the arrivals are counted.
     name = f"megasnn/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{world_size}"
     start = (store.add(f"{name}/arrivals", 1) - 1) // world_size
-    own = dist.PrefixStore(f"{name}/{start}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
+    return dist.PrefixStore(f"{name}/{start}", store), rank, world_size
+
+
+def _give_up(problem: str) -> None:
+    sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] ConnectionError: {problem}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+_place: tuple[int, int] | None = None
+"""Index and number of this rank among those of its machine that see the same GPUs; None before they have met."""
+
+
+def _find_place(store: dist.Store, device: str) -> None:
+    """Sets `_place`. Slurm and Kubernetes often show each rank one GPU, by the same number."""
+    global _place
+    local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    key = f"megasnn/gpus/{os.environ.get('GROUP_RANK', '')}/{socket.gethostname()}"
+    store.set(f"{key}/{local_rank}", " ".join(visible_gpus() if device != "cpu" else ()))
+    if ranks > 1:
+        of_ranks = [store.get(f"{key}/{each}") for each in range(ranks)]
+        alike = [each for each, seen in enumerate(of_ranks) if seen == of_ranks[local_rank]]
+        _place = alike.index(local_rank), len(alike)
+
+
+def visible_gpus() -> list[str]:
+    """Returns names of the GPUs that this process sees, which are theirs alone."""
+    return [str(torch.cuda.get_device_properties(each).uuid) for each in range(torch.cuda.device_count())]
+
+
+def _place_among_alike() -> tuple[int, int]:
+    """Returns `_place`; before ranks have met, as if all of this machine saw the same if there are enough GPUs, and
+    otherwise as if this one saw its own."""
+    if _place is not None:
+        return _place
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return (int(os.environ.get("LOCAL_RANK", "0")), ranks) if torch.cuda.device_count() >= ranks else (0, 1)
 
 
 def device_of_rank(backend: str, device: str) -> torch.device:
@@ -456,32 +506,41 @@ def device_of_rank(backend: str, device: str) -> torch.device:
     Raises:
         ValueError: CUDA or NCCL asked for where there is none for this rank.
     """
-    local_rank, local_ranks, gpus = int(os.environ.get("LOCAL_RANK", "0")), _local_ranks(), torch.cuda.device_count()
+    gpus, (place, sharing) = torch.cuda.device_count(), _place_among_alike()
     kind = kind_of_device(device)
-    shares = backend == "gloo" and gpus > 0
+    if kind == "cuda" and torch.version.hip is not None:
+        raise ValueError(f"--device cuda: {_rocm()}; use --device cpu, or a build of torch for CUDA")
     if kind == "cuda" and not gpus:
         raise ValueError(f"--device cuda, and torch finds no GPU: {why_no_gpu()}; or use --device cpu")
-    if kind == "cuda" and gpus < local_ranks and not shares:
+    if kind == "cuda" and gpus < sharing and backend != "gloo":
         raise ValueError(
-            f"--device cuda with {local_ranks} ranks on this machine, which has {gpus} GPU(s); ranks share a GPU with "
-            "--backend gloo only"
+            f"--device cuda with {sharing} ranks on this machine that see the same {gpus} GPU(s); ranks share a GPU "
+            "with --backend gloo only"
         )
     if backend == "nccl" and kind != "cuda":
-        raise ValueError(f"--backend nccl needs a GPU for each rank; {local_ranks} rank(s), {gpus} GPU(s): use gloo")
-    return torch.device(kind, local_rank % gpus) if kind == "cuda" else torch.device("cpu")
+        raise ValueError(f"--backend nccl needs a GPU for each rank; {sharing} rank(s), {gpus} GPU(s): use gloo")
+    return torch.device(kind, place % gpus) if kind == "cuda" else torch.device("cpu")
 
 
 def kind_of_device(asked: str) -> str:
     """What `--device` comes to for the ranks of this machine, cpu or cuda."""
-    return ("cuda" if torch.cuda.device_count() >= _local_ranks() else "cpu") if asked == "auto" else asked
+    enough = torch.cuda.device_count() >= _place_among_alike()[1] and torch.version.hip is None
+    return ("cuda" if enough else "cpu") if asked == "auto" else asked
+
+
+def _rocm() -> str:
+    return f"torch {torch.__version__} is built for ROCm {torch.version.hip}, on which MegaSNN has never run"
 
 
 def why_not_on_gpus(asked: str) -> str | None:
     """Why `--device auto` comes to the CPU where somebody may expect GPUs; None where nobody does."""
     if asked != "auto" or kind_of_device(asked) == "cuda":
         return None
+    if torch.version.hip is not None:
+        return _rocm()
     if gpus := torch.cuda.device_count():
-        return f"{_local_ranks()} ranks on this machine and {gpus} GPU(s); they share with --backend gloo --device cuda"
+        ranks = _place_among_alike()[1]
+        return f"{ranks} ranks of this machine see the same {gpus} GPU(s); they share with --backend gloo --device cuda"
     return None if torch.version.cuda is None else why_no_gpu()
 
 
@@ -493,7 +552,3 @@ def why_no_gpu() -> str:
         f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and finds none; see whether nvidia-smi "
         "lists one, its driver is recent enough for that CUDA, and CUDA_VISIBLE_DEVICES does not hide it"
     )
-
-
-def _local_ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""A run from a command line: what the pretrain scripts do."""
+"""Entry of a run from a command line: flags are read, checked, and trained with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megasnn.checkpoint.folder import first_legible
 from megasnn.config import ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
 from megasnn.config.checks import refusal
 from megasnn.config.identity import samples_from
-from megasnn.config.sources import Values, early_flags, values_of
+from megasnn.config.sources import Values
 from megasnn.files import in_message
 from megasnn.models.model import Model, run_config
 from megasnn.models.registry import MODELS, saved_model_name
@@ -34,11 +34,8 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
         SystemExit: after the help, and without `argv` always.
     """
     chosen = _in_table(model)
-    listed = isinstance(callbacks, Sequence)
-    if others := [
-        each for each in (callbacks if listed else [callbacks]) if not (listed and isinstance(each, Callback))
-    ]:
-        raise ValueError(f"give a list of instances of subclasses of megasnn.Callback, not {others[0]!r}")
+    if not isinstance(callbacks, Sequence) or not all(isinstance(each, Callback) for each in callbacks):
+        raise ValueError(f"give a list of instances of subclasses of megasnn.Callback, not {callbacks!r}")
     if argv is None and "kernel_launcher" in Path(sys.argv[0]).name:
         raise ValueError('in a notebook give the flags: pretrain(..., argv=["--train-iters", "100"])')
     flags = sys.argv[1:] if argv is None else argv
@@ -131,10 +128,7 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
     Raises:
         as `parse`.
     """
-    try:
-        given = parse(run_config(model), argv, console_outputs, model.recipes())
-    except ConfigError as error:
-        raise ConfigError(_of_another_model(model, early_flags(argv).config) or error.problems) from None
+    given = parse(run_config(model), argv, console_outputs, model.recipes())
     saved = _saved_values(model, given)
     if not saved:
         return given
@@ -143,22 +137,6 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
     if taken and os.environ.get("RANK", "0") == "0":
         print(f"--load {in_message(given.checkpoint.load)} gives {' '.join(map(in_message, taken))}")
     return config
-
-
-def _of_another_model(model: type[Model], name: str | None) -> list[str]:
-    """One sentence where --config names a recipe, or a file that a run wrote, of other models than this one."""
-    if name is None or _takes(model, name):
-        return []
-    fits = [other.name for other in MODELS.values() if other is not model and _takes(other, name)]
-    if not fits:
-        return []
-    run = " or ".join(f"python -m megasnn {other} --config {in_message(name)}" for other in fits)
-    return [f"--config {in_message(name)} is of the model {' or '.join(fits)}, not {model.name}; run it with {run}"]
-
-
-def _takes(model: type[Model], name: str) -> bool:
-    """Whether a model can be trained with a file of --config."""
-    return not refusal(values_of, run_config(model), ["--config", name], model.recipes(), {})
 
 
 def _saved_values(model: type[Model], given: PretrainConfig) -> Values:

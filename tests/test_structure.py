@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 LAYERS = [
-    ["registry", "lazy", "version", "free_memory", "device_checks", "recompute"],
+    ["registry", "version", "free_memory", "device_checks", "recompute"],
     [
         *("files", "grid", "batching", "random", "bundle", "losses", "optimizers", "pinned"),
         *("precisions", "telemetry"),

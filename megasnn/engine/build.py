@@ -19,7 +19,6 @@ from megasnn.config.values import build_part, to_dict, with_keywords
 from megasnn.engine.faults import placed
 from megasnn.engine.model import DistributedModel, ModelOptions, SampleLoss
 from megasnn.engine.planning import plan_of
-from megasnn.grid import ContextCut
 from megasnn.kernels.backends import BACKENDS, backend_for
 from megasnn.kernels.products import can_be_sparse
 from megasnn.layers import BuildContext
@@ -170,35 +169,6 @@ def mixing_of(config: PretrainConfig, model: ModelDescription, epoch_samples: in
     return Mixing(config.training.seed, *alphas, model.num_classes, (height, width), until)
 
 
-def build_context(
-    state: ParallelState,
-    precision: str,
-    neuron_backend: str,
-    seed: int = 0,
-    carries: bool = False,
-    cut: ContextCut = "samples",
-) -> BuildContext:
-    """Returns what layers are built with.
-
-    Args:
-        precision, neuron_backend: as the flags. seed: of dropout.
-        carries: neurons go on from one micro-batch to the next. cut: how ranks share a micro-batch.
-    """
-    types = PRECISIONS[precision]
-    return BuildContext(
-        state.tensor,
-        getattr(torch, types.weights),
-        getattr(torch, types.products),
-        neuron_backend,
-        seed,
-        data=state.data,
-        weight=state.weight,
-        context=state.context,
-        cut=cut,
-        carries=carries,
-    )
-
-
 def graph_options(config: PretrainConfig, state: ParallelState) -> GraphOptions | None:
     """Returns how layers become CUDA graphs; None where none do. Raises ValueError for `--cuda-graphs on` there."""
     asked = config.training.cuda_graphs
@@ -232,15 +202,23 @@ def build_model(
     Args:
         wants_to_stop: see ModelOptions.
     """
-    graphs = graph_options(config, state)
     training, parallel, windows = config.training, config.parallel, sample_windows(config)
-    cut = parallel.context_cut(training.micro_batch_size)
-    context = build_context(state, training.precision, config.neuron.neuron_backend, training.seed, windows > 1, cut)
-    context = replace(
-        context,
+    types, graphs = PRECISIONS[training.precision], graph_options(config, state)
+    products = getattr(torch, types.products)
+    context = BuildContext(
+        tensor=state.tensor,
+        dtype=getattr(torch, types.weights),
+        compute_dtype=products,
+        neuron_backend=config.neuron.neuron_backend,
+        seed=training.seed,
+        data=state.data,
+        weight=state.weight,
+        context=state.context,
+        cut=parallel.context_cut(training.micro_batch_size),
+        carries=windows > 1,
         cast_weights=CastWeights(stay=graphs is not None),
+        sparse_products=training.sparse_products == "auto" and can_be_sparse(state.device, products),
         is_frozen=partial(is_frozen, config.optimizer),
-        sparse_products=training.sparse_products == "auto" and can_be_sparse(state.device, context.compute_dtype),
     )
     with placed("while planning the pipeline"):
         plan = plan or plan_of(config, model, context, state, windows)

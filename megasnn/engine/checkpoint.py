@@ -21,7 +21,6 @@ from megasnn.parallel.agreement import gather, run_on_all_ranks
 from megasnn.parallel.sharding import Piece, ShardedTensor
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
-from megasnn.random import GENERATOR
 
 
 class Checkpoints:
@@ -58,7 +57,7 @@ class Checkpoints:
             self._config.model.name,
             identity(self._config),
             layout,
-            {"recipe": recipe(self._config), "generator": GENERATOR, **extra},
+            {"recipe": recipe(self._config), **extra},
             skipped_steps,
         )
 

@@ -169,7 +169,7 @@ class SpikeDrivenAttention(nn.Module):
 
 
 def _exact(values: Tensor) -> Tensor:
-    """In a type that holds sums of spikes, which can be larger than what bfloat16 holds exactly."""
+    """Values in a type that holds sums of spikes, which can be larger than what bfloat16 holds exactly."""
     return values.float() if values.dtype == torch.bfloat16 else values
 
 
@@ -276,7 +276,8 @@ def _spiking(packed: Tensor, shape: torch.Size, dtype: torch.dtype, plan: Attend
 
 
 def _dense(packed: Tensor, shape: torch.Size, grad: Tensor, plan: AttendPlan) -> DenseHeads:
-    """For the gradients. They are formed in float32 at least, on a GPU in bfloat16 where `grad` is that already."""
+    """Heads for the gradients, which are formed in float32 at least, on a GPU in bfloat16 where `grad` is that
+    already."""
     exact = exact_type(grad, _tokens(shape, plan))
     rows = join_columns([packed], Content.SPIKES, shape, exact)
     return DenseHeads(rows, plan, exact if grad.dtype == exact else _whole_numbers(grad.dtype))

@@ -69,7 +69,7 @@ class BuildContext:
         return self.cut == "samples" or self.context.rank == 0
 
     def largest_share(self, samples: int) -> int:
-        """How many samples of a micro-batch of so many a rank has at most."""
+        """Number of samples of a micro-batch of so many that a rank has at most."""
         return -(-samples // self.sharing_samples.size)
 
     @property

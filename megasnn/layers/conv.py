@@ -159,7 +159,7 @@ class ParallelConv(nn.Module):
         )
 
     def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
-        """Without `add_bias`, what the bias would be added to."""
+        """Convolves; without `add_bias` gives what the bias would be added to."""
         is_signal = x.ndim == 4
         x = x.unsqueeze(-1) if is_signal else x  # of width 1
         if x.is_meta:
@@ -297,7 +297,7 @@ def _refuse_sizes(inputs: int, outputs: int, groups: int, style: str, size: int)
 
 @dataclass(frozen=True)
 class ConvPlan:
-    """What the forward and the backward of one convolution have in common."""
+    """Options that the forward and the backward of one convolution have in common."""
 
     group: Group
     gather: bool
@@ -378,7 +378,7 @@ def _add_weight_gradient(
 def _pooled_input(
     payloads: list[Tensor], plan: ConvPlan, shape: torch.Size, dtype: torch.dtype, full: Tensor | None = None
 ) -> Tensor:
-    """What is convolved, `[T*N, C, H, W]`, channels last, from the payloads that are kept.
+    """Images that are convolved, `[T*N, C, H, W]`, channels last, from the payloads that are kept.
 
     Args:
         shape: of the input that this rank has. full: the input with all channels, where it is there unpacked.
@@ -394,7 +394,7 @@ def _pooled_input(
 
 
 def _bits_of_images(payloads: list[Tensor], plan: ConvPlan) -> Tensor | None:
-    """What is convolved as packed spikes, where that is what is kept and products may be formed of it."""
+    """Packed spikes that are convolved, where that is what is kept and products may be formed of it."""
     is_kept = plan.content is Content.SPIKES and plan.pool == 1 and len(payloads) == 1
     return payloads[0] if is_kept and plan.products.sparse else None
 

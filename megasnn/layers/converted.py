@@ -46,7 +46,7 @@ class _Steps(nn.Module):
 
 
 class ConvertedConv(_Steps, ParallelConv):
-    """In place of a Conv1d or Conv2d."""
+    """Stands for a Conv1d or Conv2d."""
 
     def __init__(
         self, conv: nn.Conv1d | nn.Conv2d, context: BuildContext, initialise: ModuleInitialiser | None
@@ -68,7 +68,7 @@ class ConvertedConv(_Steps, ParallelConv):
 
 
 class ConvertedLinear(ParallelLinear):
-    """In place of a Linear. Its output is cut, or, where it does not divide by the ranks, whole on each of them."""
+    """Stands for a Linear. Its output is cut, or, where it does not divide by the ranks, whole on each of them."""
 
     def __init__(self, linear: nn.Linear, context: BuildContext, initialise: ModuleInitialiser | None) -> None:
         super().__init__(
@@ -86,7 +86,7 @@ class ConvertedLinear(ParallelLinear):
 
 
 class ConvertedBatchNorm(_Steps, ParallelBatchNorm):
-    """In place of a batch norm: running statistics are merged once per step.
+    """Stands for a batch norm: running statistics are merged once per step.
 
     Args:
         whole: every rank has all channels.
@@ -100,7 +100,7 @@ class ConvertedBatchNorm(_Steps, ParallelBatchNorm):
 
 
 class ConvertedTemporalBatchNorm(_Steps, TemporalEffectiveBatchNorm):
-    """In place of SpikingJelly's TemporalEffectiveBatchNorm. Raises ValueError for another number of time steps."""
+    """Stands for SpikingJelly's TemporalEffectiveBatchNorm. Raises ValueError for another number of time steps."""
 
     def __init__(
         self, norm: Any, context: BuildContext, initialise: ModuleInitialiser | None, whole: bool = False
@@ -132,7 +132,7 @@ def _as_called(ours: Any, norm: _BatchNorm) -> None:
 
 
 class ConvertedGroupNorm(_Steps, ParallelGroupNorm):
-    """In place of a GroupNorm, or of an InstanceNorm without running statistics."""
+    """Stands for a GroupNorm, or an InstanceNorm without running statistics."""
 
     def __init__(self, norm: Any, context: BuildContext, initialise: ModuleInitialiser | None) -> None:
         is_group_norm = isinstance(norm, nn.GroupNorm)
@@ -149,7 +149,7 @@ class ConvertedGroupNorm(_Steps, ParallelGroupNorm):
 
 
 class ConvertedDropout(ParallelDropout):
-    """In place of a Dropout; drawn by sample.
+    """Stands for a Dropout; drawn by sample.
 
     Attributes:
         samples: the positions of the micro-batch's samples, set before each forward of the layer it is in.
@@ -183,7 +183,7 @@ class ConvertedDropout(ParallelDropout):
 
 
 class ConvertedNeuron(ParallelNeuron):
-    """In place of SpikingJelly's IFNode, LIFNode and ParametricLIFNode in step mode "m"."""
+    """Stands for SpikingJelly's IFNode, LIFNode and ParametricLIFNode in step mode "m"."""
 
     once_because = "SpikingJelly's would go on with the potentials of the first call: give each call a neuron"
 

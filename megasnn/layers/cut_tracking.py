@@ -91,9 +91,9 @@ class CutTracker(TorchDispatchMode):
         tensors = _tensors(inputs)
         if self._depth > 1 or self._expected is None or not tensors or "_is_replicated" in vars(module):
             return
-        cut, (blocks, channels) = self._state(tensors[0]), (_blocks_of(module), _channels_of(module, tensors[0]))
-        if isinstance(module, (ParallelConv, ParallelLinear)):
-            blocks = 1
+        cut, channels = self._state(tensors[0]), _channels_of(module, tensors[0])
+        is_norm = "_described_shards" in vars(module) and not isinstance(module, (ParallelConv, ParallelLinear))
+        blocks = _blocks_of(module) if is_norm else 1  # of a norm behind fused q, k and v
         if takes_any_cut(module):
             if cut is None and any(True for _ in module.parameters()):
                 _refuse("a learned time constant behind an output that all ranks have whole")
@@ -261,7 +261,7 @@ class _Call:
 
 
 def _rule(call: _Call, states: Sequence[Cut | None], shapes: Sequence[Shape], size: int) -> Cut | None:
-    """How the outputs of a function are cut. Raises _Mixes."""
+    """Cut of the outputs of a function. Raises _Mixes."""
     name, first = call.name, states[0] if states else None
     if name == "view" and first is not None:
         return _viewed(call, first, shapes[0], size)
@@ -289,7 +289,7 @@ def _rule(call: _Call, states: Sequence[Cut | None], shapes: Sequence[Shape], si
 
 
 def _without(call: _Call, cut: Cut, along: set[int], does: str) -> Cut:
-    """Of a function that takes dimensions away."""
+    """Rule of a function that takes dimensions away."""
     if cut.dim in along:
         raise _Mixes(f"{does} dimension {cut.dim}, which is cut")
     return cut if call.arguments.get("keepdim") else cut._replace(dim=cut.dim - sum(dim < cut.dim for dim in along))
@@ -342,7 +342,7 @@ def _viewed(call: _Call, cut: Cut, full: Shape, size: int) -> Cut:
 
 
 def _created(call: _Call, full: Shape) -> Cut | None:
-    """Of equal values; which dimension is cut its size tells."""
+    """Rule of equal values; which dimension is cut its size tells."""
     differs = [dim for dim, (here, whole) in enumerate(zip(call.shapes[0], full, strict=True)) if here != whole]
     if len(differs) > 1:
         raise _Mixes("makes more than one dimension smaller")

@@ -72,7 +72,8 @@ class _Drop(KeyedLayer):
         return (x * self.kept(x, keys)).mul_(1 / (1 - self.p))
 
     def kept(self, x: Tensor, keys: Tensor) -> Tensor:
-        """Which values are kept: bool, of a shape that meets `x`. Args: keys: of the samples, int64 `[2, N]`."""
+        """Mask of the values that are kept: bool, of a shape that meets `x`. Args: keys: of the samples, int64 `[2,
+        N]`."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -170,7 +171,7 @@ class RefilledKeys:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, layers draw with keys that are here, and have no values yet."""
+        """Lets layers draw with keys that are here, and have no values yet."""
         token = _entered.set(self)
         try:
             yield
@@ -178,7 +179,7 @@ class RefilledKeys:
             _entered.reset(token)
 
     def place(self, of: KeysOf, samples: int, device: torch.device) -> Tensor:
-        """Where the keys of so many samples are."""
+        """Place for the keys of so many samples."""
         place = torch.empty(2, samples, dtype=torch.int64, device=device)
         self._places.append((place, of))
         return place

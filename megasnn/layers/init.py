@@ -119,7 +119,7 @@ def to_meta(module: nn.Module) -> None:
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Inside, modules are made on the meta device; of their tensors, single numbers alone have values."""
+    """Makes modules on the meta device; of their tensors, single numbers alone have values."""
     with torch.device("meta"), _Numbers():
         yield
 
@@ -244,7 +244,7 @@ def _marked(like: Tensor, mark: int) -> Tensor:
 
 
 def _set_what_constructors_set(module: Any) -> None:
-    """Of SpikingJelly's norms, whose constructors set values that are more than numbers."""
+    """Sets what constructors of SpikingJelly's norms set beside numbers."""
     if type(module).__module__.startswith("spikingjelly."):
         if "ThresholdDependentBatchNorm" in type(module).__name__:
             nn.init.constant_(module.weight, module.alpha * module.v_th)

@@ -134,7 +134,7 @@ class MeanLinear(ParallelLinear):
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the forward and the backward of one layer have in common."""
+    """Options that the forward and the backward of one layer have in common."""
 
     group: Group
     style: str

@@ -23,7 +23,7 @@ SpikeObserver = Callable[[Tensor], None]
 
 
 class NeuronLayer(nn.Module):
-    """What all layers of neurons have: `[T, N, C_local, *space]` in, spikes out.
+    """Base of all layers of neurons: `[T, N, C_local, *space]` in, spikes out.
 
     A neuron depends on its own channel only, so that nothing is communicated. Input of a single time step comes at
     each of them.
@@ -66,7 +66,7 @@ class NeuronLayer(nn.Module):
 
     @property
     def is_observed(self) -> bool:
-        """Whether its spikes are wanted now: an observer may say by `is_on` that it is not looking."""
+        """Tells whether its spikes are wanted now: an observer may say by `is_on` that it is not looking."""
         return self.observer is not None and bool(getattr(self.observer, "is_on", True))
 
     def observed(self, spikes: Tensor) -> Tensor:

@@ -95,7 +95,6 @@ def refuse_what_differs(module: nn.Module) -> None:
     inside = stepped_inside(module)
     for path, each in module.named_modules():
         what = f"{path or type(each).__name__} ({type(each).__name__})"
-        _refuse_dropout(what, each)
         refuse_alone(what, each)
         if isinstance(each, _BatchNorm) and each in inside:
             raise ValueError(f"{what} has the statistics of one time step: take it out of its container")
@@ -109,8 +108,10 @@ def stepped_inside(module: nn.Module) -> set[nn.Module]:
     return {part for each in containers for part in each.modules() if part is not each}
 
 
-def refuse_alone(what: str, module: nn.Module) -> None:
+def refuse_alone(what: str, module: nn.Module, may_draw: bool = False) -> None:
     """Raises ValueError for what is wrong with one module, without those in it."""
+    if not may_draw and (instead := _instead_of_drawing(module)):
+        raise ValueError(f"{what} draws random numbers that depend on the layout: {instead}")
     if isinstance(module, _BatchNorm) and our_batch_norm(module) is None:
         raise ValueError(f"{what} is a batch norm with a forward of its own, which ours would not have")
     if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
@@ -133,12 +134,12 @@ def refuse_attached(module: nn.Module) -> None:
 
 
 def refuse_plain_parts(module: nn.Module) -> None:
-    """For a layer with sharded layers in it: raises ValueError for plain modules that work by themselves only, and for
+    """Raises ValueError, for a layer with sharded layers in it, for plain modules that work by themselves only, and for
     tensors that do not say how ranks share them."""
     for path, each in module.named_modules():
         kind = type(each).__name__
         what = f"{path} ({kind})" if path else kind
-        _refuse_dropout(what, each)
+        refuse_alone(what, each)
         if isinstance(each, _BatchNorm):
             raise ValueError(f"{what} inside a layer of MegaSNN's layers: use megasnn.ParallelBatchNorm")
         if hasattr(each, "step_mode") and callable(getattr(each, "reset", None)):
@@ -146,7 +147,6 @@ def refuse_plain_parts(module: nn.Module) -> None:
                 f"{what} inside a layer of MegaSNN's layers keeps its state from one micro-batch to the next: use "
                 "megasnn.ParallelNeuron, or make it a layer of its own"
             )
-        refuse_alone(what, each)
         for name, _ in own_tensors(each):
             if not is_described(each, name):
                 place = f"{path}.{name}" if path else name
@@ -154,8 +154,8 @@ def refuse_plain_parts(module: nn.Module) -> None:
 
 
 def _instead_of_own(module: nn.Module, name: str) -> str:
-    """What is wrong with a tensor that nothing describes, in a module inside a layer of MegaSNN's layers, and what to
-    do instead."""
+    """Says what is wrong with a tensor that nothing describes, in a module inside a layer of MegaSNN's layers, and
+    what to do instead."""
     if isinstance(module, SpikingNeuron):
         return f" is not cut by channel with its neurons: declare it with self.per_channel({name!r}, its initial value)"
     if is_plain(module):
@@ -169,13 +169,8 @@ def _instead_of_own(module: nn.Module, name: str) -> str:
     )
 
 
-def _refuse_dropout(what: str, module: nn.Module) -> None:
-    if instead := instead_of_drawing(module):
-        raise ValueError(f"{what} draws random numbers that depend on the layout: {instead}")
-
-
-def instead_of_drawing(module: nn.Module) -> str | None:
-    """What to do in place of a plain module that draws random numbers; None where it draws none."""
+def _instead_of_drawing(module: nn.Module) -> str | None:
+    """Advice: what to do in place of a plain module that draws random numbers; None where it draws none."""
     named = type(module).__name__ in ("Dropout", "Dropout2d", "DropConnectLinear")
     if (isinstance(module, _DropoutNd) or named) and module.p:
         return "use megasnn.ParallelDropout(p, name)"
@@ -187,10 +182,6 @@ def instead_of_drawing(module: nn.Module) -> str | None:
 
 
 # --- layers that ranks share a micro-batch of
-
-
-SURROGATES = "spikingjelly.activation_based.surrogate"
-"""Where the classes of its surrogate functions are, which neurons of one's own have in them."""
 
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -226,5 +217,6 @@ def mixes_rows(module: nn.Module) -> bool:
     said = getattr(module, "mixes_rows", None)
     if said is not None:
         return bool(said)
-    ours = type(module).__module__.startswith(("megasnn.", SURROGATES))
+    # Neurons of one's own have surrogate functions of SpikingJelly's in them.
+    ours = type(module).__module__.startswith(("megasnn.", "spikingjelly.activation_based.surrogate"))
     return not (ours or type(module) in (*_CONTAINERS, *_ACTIVATIONS) or isinstance(module, NeuronLayer))

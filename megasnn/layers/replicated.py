@@ -179,7 +179,7 @@ def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundl
 
 @dataclass(frozen=True)
 class CallSpec:
-    """How a layer that knows nothing of ranks is called.
+    """Way in which a layer that knows nothing of ranks is called.
 
     Attributes:
         fold_time: whether it is given all time steps as one batch.
@@ -203,7 +203,7 @@ class CallSpec:
     classes: int | None = None
 
     def taken(self, x: Tensor) -> Tensor:
-        """What the module is given for a tensor: all time steps, and the channels that it works on."""
+        """Makes of a tensor what the module is given: all time steps, and the channels that it works on."""
         if len(x) == 1 < self.time_steps:
             x = x.expand(self.time_steps, *x.shape[1:])
         x = x if self.dtype is None else x.to(self.dtype)
@@ -327,7 +327,7 @@ def compiling_itself(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def uncompiled_in_dry_runs(layer: nn.Module, x: Tensor) -> Iterator[None]:
-    """Inside, a dry run compiles nothing."""
+    """Keeps a dry run from compiling anything."""
     compiled = [each for each in layer.modules() if each._compiled_call_impl is not None] if x.is_meta else []
     kept = [each._compiled_call_impl for each in compiled]
     for each in compiled:

@@ -98,7 +98,7 @@ class Run(NamedTuple):
     length: int
 
     def squares(self, pool: int) -> range:
-        """Where they are needed, the rows of squares of so many pixels that they belong to."""
+        """Rows, where they are needed, of squares of so many pixels that they belong to."""
         return range(self.place // pool, (self.place + self.length - 1) // pool + 1)
 
 
@@ -115,15 +115,15 @@ class RowMove:
 
     @property
     def is_needed(self) -> bool:
-        """Whether a rank needs anything else than it has."""
+        """Tells whether a rank needs anything else than it has."""
         return any(tuple(own) != needed for own, needed in zip(self.owned, self.needed, strict=True))
 
     def runs(self, to: int) -> tuple[Run, ...]:
-        """What a rank is given, its own rows among it."""
+        """Runs that a rank is given, its own rows among it."""
         return _runs(self.owned, self.needed[to])
 
     def rows(self, to: int, owner: int) -> int:
-        """How many rows one rank gives to another."""
+        """Number of rows that one rank gives to another."""
         return sum(run.length for run in self.runs(to) if run.owner == owner)
 
 
@@ -144,7 +144,7 @@ def _runs(owned: tuple[range, ...], needed: tuple[int, ...]) -> tuple[Run, ...]:
 
 @dataclass(frozen=True)
 class Windows:
-    """How the rows of a layer's output follow from those of its input.
+    """Windows along the height: how the rows of a layer's output follow from those of its input.
 
     Attributes:
         kernel, stride, dilation: along the height.
@@ -173,7 +173,7 @@ class Windows:
 
 
 def move_for(group: Group, height: int, outputs: tuple[range, ...], windows: Windows) -> RowMove | None:
-    """What brings the input of a layer, of that height, to the ranks that compute those rows of its output; None where
+    """Move of the input of a layer, of that height, to the ranks that compute those rows of its output; None where
     every rank has what it needs."""
     move = RowMove(shared_rows(height, group.size), tuple(windows.inputs(rows, height) for rows in outputs))
     return move if move.is_needed else None
@@ -275,12 +275,12 @@ def _start_gradients(images: Tensor, move: RowMove, group: Group, pool: int = 1)
 
 
 def _given(move: RowMove, to: int, group: Group) -> list[Run]:
-    """What this rank gives to one."""
+    """Runs that this rank gives to one."""
     return [run for run in move.runs(to) if run.owner == group.rank]
 
 
 def _own(images: Tensor, runs: Sequence[Run], length: int) -> Tensor:
-    """What a rank's own rows, so many, get from the gradient of what it was given: a copy."""
+    """Gradient of a rank's own rows, so many, from that of what it was given: a copy."""
     if [(run.first, run.length) for run in runs] == [(0, length)]:  # nearly always
         return _rows(images, runs[0].place, length).clone(memory_format=torch.contiguous_format)
     total = images.new_zeros((*images.shape[:2], length, *images.shape[3:]))
@@ -294,7 +294,7 @@ def _others(group: Group) -> list[int]:
 
 
 def _rows(images: Tensor, first: int, length: int) -> Tensor:
-    """Of images `[T, N, rows, W, C]`."""
+    """Some rows of images `[T, N, rows, W, C]`."""
     return images.narrow(2, first, length)
 
 
@@ -325,7 +325,7 @@ def _add_squares(total: Tensor, values: Tensor, runs: Sequence[Run], pool: int) 
 
 
 def _length(images: Tensor, rows: int, content: Content) -> int:
-    """Of so many encoded rows of images."""
+    """Number of values of so many encoded rows of images."""
     values = images.shape[0] * images.shape[1] * rows * images.shape[3] * images.shape[4]
     return encoded_like(values, content, images.dtype, torch.device("meta")).numel()
 
@@ -334,7 +334,7 @@ def _length(images: Tensor, rows: int, content: Content) -> int:
 
 
 def alike(x: Tensor, group: Group) -> Tensor:
-    """What is the same on every rank. Backward: the gradient of the first rank, on all of them."""
+    """Values that are the same on every rank. Backward: the gradient of the first rank, on all of them."""
     return x if group.size == 1 else _Alike.apply(x, group)
 
 
@@ -486,7 +486,7 @@ class WholeImages(nn.Module):
         return gather_rows(x, shared_rows(self._height, self._rows.size), self._rows, self._content)
 
     def used(self, x: Tensor, pool: int = 1) -> Tensor:
-        """What was computed from the images: they themselves, or pooled over squares of so many pixels."""
+        """Hands on what was computed from the images: they themselves, or pooled over squares of so many pixels."""
         if self._rows is None or x.is_meta:
             return x
         owned = shared_rows(self._height, self._rows.size)

@@ -68,7 +68,7 @@ def max_of(value: Any) -> int | None:
 
 
 def content_of(tensor: Tensor) -> Content:
-    """What a tensor of the dry run holds."""
+    """Content of a tensor of the dry run."""
     largest = 1 if tensor.dtype == torch.bool else max_of(tensor)
     if largest is None or largest > LARGEST_COUNT:
         return Content.DENSE
@@ -108,7 +108,7 @@ class MaxInference(TorchFunctionMode):
 
 
 def _draws(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Of dropout, whether it leaves anything out; functions without it always draw."""
+    """Tells of dropout whether it leaves anything out; functions without it always draw."""
     if name == "scaled_dot_product_attention":
         return bool(options.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     if "dropout" not in name:
@@ -139,38 +139,39 @@ def _max_of_result(name: str, args: tuple[Any, ...]) -> int | None:
 
 
 def count_call(module: nn.Module) -> int:
-    """To be called in the dry run of a layer whose gradients or statistics are counted: the number of this call."""
+    """Counts a call in the dry run of a layer whose gradients or statistics are counted; gives its number."""
     vars(module)["_calls"] = number = vars(module).get("_calls", 0) + 1
     return number
 
 
 def calls_of(module: nn.Module) -> int:
-    """How often a forward of the model calls a layer, by the dry run, which may be never; once where there was none."""
+    """Number of times that a forward of the model calls a layer, by the dry run, which may be never; once where there
+    was none."""
     number: int = vars(module).get("_calls", 1)
     return number
 
 
 def note_exchanges(module: nn.Module, forward: int = 1, backward: int = 1) -> None:
-    """To be called in the dry run of a layer whose ranks tell each other something, with how often they do."""
+    """Notes in the dry run of a layer how often its ranks tell each other something."""
     before = vars(module).get("_exchanges", (0, 0))
     vars(module)["_exchanges"] = before[0] + forward, before[1] + backward
 
 
 def exchanges_of(modules: Iterable[nn.Module]) -> tuple[int, int]:
-    """How often the ranks that share a micro-batch tell each other something in these and in all their parts, in a
-    forward and in its backward; by the dry run."""
+    """Number of times that ranks which share a micro-batch tell each other something in these and in all their
+    parts, in a forward and in its backward; by the dry run."""
     every = {part: vars(part).get("_exchanges", (0, 0)) for module in modules for part in module.modules()}
     return sum(forward for forward, _ in every.values()), sum(backward for _, backward in every.values())
 
 
 def note_never_called(layer: nn.Module) -> None:
-    """To be called behind the dry run of a layer: what was not called in it is not expected to be in training."""
+    """Notes behind the dry run of a layer: what was not called in it is not expected to be in training."""
     for module in layer.modules():
         vars(module).setdefault("_calls", 0)
 
 
 def refuse_second_call(module: nn.Module, why: str) -> None:
-    """To be called in the dry run of a layer that a forward may call once. Raises ValueError the second time."""
+    """Raises ValueError the second time in the dry run of a layer that a forward may call once."""
     if count_call(module) > 1:
         raise ValueError(f"this {type(module).__name__} is called twice in one forward, and {why}")
 
@@ -296,7 +297,8 @@ def is_replicated(tensor: object) -> bool:
 
 @contextmanager
 def untracked() -> Iterator[None]:
-    """Inside, what is done to tensors is right for any number of ranks: results are marked, and not followed."""
+    """Marks a part of a forward: what is done to tensors is right for any number of ranks: results are marked, and not
+    followed."""
     global _untracked
     _untracked += 1
     try:

@@ -24,7 +24,7 @@ Task = Callable[[], None]
 
 
 class WeightGradients:
-    """What the layers of one chunk leave for later.
+    """Tasks that the layers of one chunk leave for later.
 
     Whether a task runs at once or deferred, it is the same computation, and each parameter's tasks run in the order
     in which backward left them: the sums have the same bits.
@@ -46,7 +46,7 @@ class WeightGradients:
         return self  # the copy of a layer leaves its tasks where the layer does
 
     def of(self, parameter: Tensor) -> tuple[Tensor | None, Leave | None]:
-        """For a parameter's layer: a tensor that makes its output part of the graph, and what its backward calls.
+        """Gives a parameter's layer a tensor that makes its output part of the graph, and what its backward calls.
 
         The first stands for the parameter, which autograd must not see: it would call the parameter's hooks. Both are
         None for a frozen parameter.
@@ -55,7 +55,7 @@ class WeightGradients:
         return (self.anchor, partial(self._leave, parameter)) if parameter.requires_grad else (None, None)
 
     def takes(self, parameter: Tensor) -> bool:
-        """Whether the layer of a parameter has asked for it; a layer that was never called has asked for none."""
+        """Tells whether the layer of a parameter has asked for it; a layer that was never called has asked for none."""
         return parameter in self._parameters
 
     def _leave(self, parameter: Tensor, add: AddGradient) -> None:
@@ -73,13 +73,13 @@ class WeightGradients:
             self._deferred.append(task)
 
     def added(self, parameter: Tensor) -> None:
-        """To be called when a task has added a gradient."""
+        """Tells the observer that a task has added a gradient."""
         if self.observer is not None:
             self.observer(parameter)
 
     @contextmanager
     def collected(self) -> Iterator[list[tuple[Tensor, AddGradient]]]:
-        """Inside, nothing is added: the list gets each parameter, and what would add to its gradient."""
+        """Adds nothing inside: the list gets each parameter, and what would add to its gradient."""
         found: list[tuple[Tensor, AddGradient]] = []
         self._collected = found
         try:
@@ -89,7 +89,7 @@ class WeightGradients:
 
     @contextmanager
     def deferred(self) -> Iterator[list[Task]]:
-        """Inside, tasks are not run but collected in the list, to be run in its order."""
+        """Runs no tasks inside, but collects them in the list, to be run in its order."""
         tasks: list[Task] = []
         self._deferred = tasks
         try:
@@ -106,7 +106,7 @@ class WeightGradients:
 
 
 class CastWeights:
-    """What convolutions and linear layers multiply by: their weights, cast where they compute in another type.
+    """Weights that convolutions and linear layers multiply by, cast where they compute in another type.
 
     On a GPU those of convolutions have the channels last, as images have: cuDNN would bring them into that order in
     each call. Inside `kept` each weight is copied once; otherwise in every forward.
@@ -124,7 +124,7 @@ class CastWeights:
         return self
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Without gradient."""
+        """The weight in that type, without gradient."""
         if weight in self._given:
             return self._given[weight]
         if not self._is_kept:
@@ -135,17 +135,17 @@ class CastWeights:
 
     @property
     def held_bytes(self) -> int:
-        """Of the copies that there are; a weight that is computed with as it is has none."""
+        """Bytes of the copies that there are; a weight that is computed with as it is has none."""
         copies = [copy for weight, copy in self._copies.items() if copy.data_ptr() != weight.data_ptr()]
         return sum(each.nbytes for each in copies)
 
     def give(self, weight: Tensor, values: Tensor) -> None:
-        """From now on these values, of the type that is computed in, are multiplied by."""
+        """Sets the values, of the type that is computed in, that are multiplied by from now on."""
         self._given[weight] = values
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Inside, no weight changes: around the forwards and backwards of a step."""
+        """Keeps copies where no weight changes: around the forwards and backwards of a step."""
         if self._stay:
             self._refresh()
         else:

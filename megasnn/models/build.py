@@ -1,4 +1,4 @@
-"""From a model's dimensions to its description: its layers are built without memory, and run once without values."""
+"""Builds descriptions from models' dimensions: layers are built without memory, and run once without values."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _ties(named_layers: Sequence[tuple[str, nn.Module]]) -> Iterator[Tie]:
 
 
 def _inputs_of(layers: Sequence[Layer]) -> tuple[tuple[int, ...], ...]:
-    """For each layer, the numbers of those it takes. Raises ValueError for an output that nothing takes."""
+    """Numbers, for each layer, of those it takes. Raises ValueError for an output that nothing takes."""
     if empty := [each.name for each in layers if each.takes == ()]:
         raise ValueError(f"{empty[0]}: takes=() names no layer; leave it out to take the layer before")
     taken = sources([(each.name, each.takes or ()) for each in layers])
@@ -156,7 +156,7 @@ def _require_logits(model: ModelConfig, name: str, output: Bundle, samples: int 
 
 
 def _output_of(each: Layer, output: Bundle) -> Content | Mapping[Key, EntryDescription]:
-    """What a layer says that its output holds. Raises ValueError where the dry run shows something else."""
+    """Content of a layer's output. Raises ValueError where the dry run shows something else."""
     entries = entries_of(output)
     said: dict[Key, Content | None] = dict.fromkeys(entries)
     if isinstance(each.holds, Content):
@@ -279,15 +279,16 @@ def _built_and_run(
 def _trackers(
     model: ModelConfig, neuron: NeuronSpec, cut: Sequence[tuple[str, nn.Module]], size: int, samples: int
 ) -> dict[str, CutTracker]:
-    """What follows the cut dimension through layers of which a rank has its channels.
+    """Trackers of the cut dimension in layers of which a rank has its channels.
 
-    Layers that are not MegaSNN's with all in them are run on one rank first, to be compared with.
+    Layers that are not MegaSNN's, or called with time and samples as one, are run on one rank first, to be compared
+    with.
     """
     if size == 1:
         return {}
     followed = {name: layer for name, layer in cut if not is_replicated_layer(layer)}
     recorders = dict[str, CutTracker]()
-    if not all(map(is_opaque, followed.values())):
+    if not all(is_opaque(layer) and "_call" not in vars(layer) for layer in followed.values()):
         layers = built(model, neuron=neuron)
         for each in layers:
             if each.name in followed:
@@ -369,7 +370,7 @@ def _buffers(layer: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _versions(outputs: Iterable[Bundle]) -> list[int]:
-    """How often each tensor was changed in place."""
+    """Versions: how often each tensor was changed in place."""
     return [entry._version for output in outputs for entry in entries_of(output).values()]
 
 

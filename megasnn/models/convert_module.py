@@ -1,4 +1,5 @@
-"""From plain layers to tensor parallelism: a network of torch's and SpikingJelly's layers becomes one of ours.
+"""Conversion of plain layers for tensor parallelism: a network of torch's and SpikingJelly's layers becomes one of
+ours.
 
 What treats every channel by itself stays as it is, and works on a rank's channels. What is in the table of
 `megasnn.layers.converted` becomes a layer of ours. A module with a forward of its own keeps it, with its parts
@@ -31,7 +32,6 @@ from megasnn.layers.plain import (
     SHARDED,
     STEPPING,
     fold_time,
-    instead_of_drawing,
     is_channelwise,
     refuse_alone,
     refuse_what_differs,
@@ -249,7 +249,8 @@ class _Walk:
         return module
 
     def _conversion(self, module: nn.Module) -> Any:
-        """What the table has for it; None where it is computed by itself, as a neuron that none of ours computes."""
+        """Class that the table has for it; None where it is computed by itself, as a neuron that none of ours
+        computes."""
         conversion = CONVERSIONS.get(class_name(module) or "")
         is_node = hasattr(module, "surrogate_function")
         return None if conversion is None or is_node and spec_of(module) is None else conversion
@@ -282,15 +283,13 @@ class _Walk:
     def _refused(self, module: nn.Module, path: str) -> bool:
         """Tells whether a module can be computed alike on every layout neither cut nor whole; tells why."""
         try:
-            refuse_alone("it", module)
+            refuse_alone("it", module, may_draw=self._conversion(module) is not None)
             for name, parameter in module.named_parameters(recurse=False):
                 first, _ = self._seen.setdefault(id(parameter), (_join(path, name), parameter))
                 if first != _join(path, name):
                     raise ValueError(f"its {name} is that of {first}: weights at two places are not supported")
             if getattr(module, "return_indices", False):
                 raise ValueError("it returns indices besides its output")
-            if self._conversion(module) is None and (instead := instead_of_drawing(module)):
-                raise ValueError(f"it draws random numbers that depend on the layout: {instead}")
             has_state = callable(getattr(module, "reset", None)) and hasattr(module, "step_mode")
             if has_state and not is_multi_step(module) and module not in self._stepped:
                 raise ValueError("it is in step mode 's': layers take all time steps at once, so give step_mode='m'")

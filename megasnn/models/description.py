@@ -110,12 +110,12 @@ class ModelDescription:
 
     @cached_property
     def inputs(self) -> tuple[tuple[int, ...], ...]:
-        """For each layer, the numbers of the layers whose outputs it takes."""
+        """Numbers, for each layer, of the layers whose outputs it takes."""
         return sources([(layer.name, layer.takes) for layer in self.layers])
 
     @property
     def is_chain(self) -> bool:
-        """Whether each layer takes one tensor, the output of the layer before it, and nothing else."""
+        """Tells whether each layer takes one tensor, the output of the layer before it, and nothing else."""
         return not any(layer.takes or not isinstance(layer.output, Content) for layer in self.layers)
 
     def needed_from(self, stop: int) -> list[int]:
@@ -141,7 +141,7 @@ class ModelDescription:
 
 
 def sources(layers: Sequence[tuple[str, Sequence[str]]]) -> tuple[tuple[int, ...], ...]:
-    """For each layer, the numbers of those it takes.
+    """Numbers, for each layer, of those it takes.
 
     Args:
         layers: (name, names that it takes); without names, a layer takes the one before it.

@@ -67,7 +67,7 @@ class Model(ABC):
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of one sample: (C, H, W) for images, (T, C, H, W) for frames of events."""
+        """Shape of one sample: (C, H, W) for images, (T, C, H, W) for frames of events."""
         return self.in_channels, self.image_size, self.image_size
 
     def example_input(self, samples: int, generator: torch.Generator) -> Tensor:

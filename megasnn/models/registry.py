@@ -35,12 +35,12 @@ def saved_model_name(metadata: Metadata) -> str | None:
 
 
 def all_dialects() -> list[Dialect]:
-    """Of every model in the table."""
+    """Dialects of every model in the registry."""
     return [dialect for entry in MODELS.values() for dialect in entry.dialects()]
 
 
 def is_ours(names: Collection[str]) -> bool:
-    """Whether these are our own global names of some model."""
+    """Tells whether these are our own global names of some model."""
     return guess_model(names) is not None
 
 

@@ -54,7 +54,7 @@ def summarise(
     micro_batch_size: int,
     compute_dtype: torch.dtype = torch.float32,
 ) -> list[LayerSummary]:
-    """Of each layer, from input to logits.
+    """Summaries of all layers, from input to logits.
 
     Args:
         described: what `describe` gives for this model and neuron.
@@ -148,7 +148,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def multiply_adds(layers: Sequence[LayerSummary]) -> str:
-    """Of some layers together, in short."""
+    """Multiply-adds of some layers together, in short."""
     return f"{_short(sum(each.operations for each in layers))} multiply-adds a sample"
 
 

@@ -73,7 +73,7 @@ def tie_all(layers: Sequence[Layer], ties: Ties) -> None:
 
 
 def refuse_other_calls(named_layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Behind the dry run: raises ValueError for a norm that one layer calls more often than another that has it too,
+    """Raises ValueError, behind the dry run, for a norm that one layer calls more often than another that has it too,
     because their statistics are paired."""
     calls: dict[str, int] = {}
     for layer, module in named_layers:

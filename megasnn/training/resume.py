@@ -17,12 +17,11 @@ from megasnn.config.identity import changed_recipe, changed_samples, identity, r
 from megasnn.engine import Engine
 from megasnn.engine.faults import placed
 from megasnn.files import in_message, raise_problems
-from megasnn.layers import BuildContext, KeyedLayer, ParallelNeuron
+from megasnn.layers import ParallelNeuron
 from megasnn.models.registry import saved_model_name
 from megasnn.parallel.agreement import run_on_all_ranks
 from megasnn.parallel.sharding import owner_name
 from megasnn.parallel_state import ParallelState
-from megasnn.random import GENERATOR
 
 
 @placed("while looking at the checkpoint of --load")
@@ -251,25 +250,11 @@ class Start:
         return StartingPoint(
             loaded.iteration,
             loaded.consumed_samples,
-            _warnings((*loaded.remarks, *self._changes(loaded.extra))),
+            _warnings((*loaded.remarks, *changed_recipe(loaded.extra, recipe(self._config)))),
             loaded.averaged,
             Best.read(loaded.extra.get("best")) if options.keep_best else None,
             saved,
         )
-
-    def _changes(self, saved: Mapping[str, object]) -> list[str]:
-        """Flags that differ from those of the run that saved: that is allowed, and the user is told."""
-        if not isinstance(saved.get("recipe"), Mapping):  # weights from elsewhere
-            return []
-        remarks = changed_recipe(saved, recipe(self._config))
-        modules = (module for layer in self._model.model.build(BuildContext()) for module in layer.modules())
-        draws = self._config.data.draws or any(isinstance(each, KeyedLayer) and each.draws for each in modules)
-        if draws and saved.get("generator") != GENERATOR:
-            remarks.append(
-                f"the checkpoint was saved by a program that drew from other random numbers than {GENERATOR}: what "
-                "dropout and augmentation draw differs from here on"
-            )
-        return remarks
 
     def _take_weights(self, folder: str) -> StartingPoint:
         """Takes only the weights, of a model whose tensors fit; a last layer of another shape stays as initialised."""

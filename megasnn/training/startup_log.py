@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -25,13 +24,12 @@ from megasnn.engine.mesh import describe_precision
 from megasnn.engine.model import DistributedModel
 from megasnn.files import write_whole
 from megasnn.kernels.backends import backend_told
-from megasnn.layers.shape_inference import calls_of, exchanges_of
 from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
 from megasnn.parallel.sharding import row_bounds
 from megasnn.parallel_state import ParallelState, why_not_on_gpus
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
-from megasnn.schedule import Kind, Schedule, Simulation
+from megasnn.schedule import Schedule, Simulation
 from megasnn.schedule.draw import SECONDS, View, raster
 from megasnn.telemetry.reporter import Reporter
 
@@ -55,8 +53,10 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     if state.rank == 0:
         with reporter.best_effort("the summary of the model"):
             layers = _layers(config, model)
-    sharing = _sharing(config, model)
-    for line in (*lines, *_flags(config), *_model(config, layers, model, plan), *_sharing_lines(sharing)):
+    if sharing := _sharing(config, model):
+        samples = f" ({' + '.join(map(str, sharing['samples']))})" if "samples" in sharing else ""
+        lines.append(f"context parallel: {sharing['ranks']} ranks share each micro-batch by {sharing['cut']}{samples}")
+    for line in (*lines, *_flags(config), *_model(config, layers, model, plan)):
         reporter.line(line)
     table = as_table(layers, plan.bounds, plan.schedules.placement, state.tensor.size) if layers else ""
     reporter.text("model", table)
@@ -86,9 +86,6 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
         _write(reporter, file, to_json(given))
         if not config.training.evaluate_only:
             _write(reporter, file.with_name("model_summary.md"), f"{table}\n")
-        if plan.memory_budget is not None:
-            text = json.dumps(_memory_plan(model, plan), indent=2)
-            _write(reporter, file.with_name("memory_plan.json"), f"{text}\n")
 
 
 def print_summary(config: PretrainConfig, state: ParallelState) -> None:
@@ -109,35 +106,13 @@ def chart(schedule: Schedule, result: Simulation, title: str, span: float | None
 
 
 def _sharing(config: PretrainConfig, model: DistributedModel) -> dict[str, Any]:
-    """How ranks share micro-batches, and how often they exchange statistics for one, forward and as often backward;
-    empty where none are shared. Collective over the world."""
-    state, context = model.state, model.context
-    if context.context.size == 1:
+    """How ranks share micro-batches; empty where none are shared."""
+    ranks, cut = model.context.context.size, model.context.cut
+    if ranks == 1:
         return {}
-    is_counted = (state.data.rank, state.context.rank, state.tensor.rank) == (0, 0, 0)
-    calls, exchanges = sum(calls_of(norm) for norm in model.norms), exchanges_of(model.chunks.values())
-    counted = [each * is_counted for each in (calls, *exchanges)]
-    statistics, forward, backward = map(int, model.sum_over_ranks(counted))
-    found: dict[str, Any] = {
-        "ranks": context.context.size,
-        "cut": context.cut,
-        "exchanges_of_statistics": statistics,
-        "exchanges": {"forward": forward, "backward": backward},
-    }
-    if context.cut == "samples":
-        found["samples"] = [b - a for a, b in pairwise(row_bounds(config.training.micro_batch_size, found["ranks"]))]
-    return found
-
-
-def _sharing_lines(sharing: dict[str, Any]) -> list[str]:
-    if not sharing:
-        return []
-    samples = f" ({' + '.join(map(str, sharing['samples']))})" if "samples" in sharing else ""
-    return [
-        f"context parallel: {sharing['ranks']} ranks share each micro-batch by {sharing['cut']}{samples}; norms take "
-        f"their statistics over all of it, in {sharing['exchanges_of_statistics']} exchanges forward and as many "
-        "backward"
-    ]
+    bounds = row_bounds(config.training.micro_batch_size, ranks)
+    samples = {"samples": [b - a for a, b in pairwise(bounds)]} if cut == "samples" else {}
+    return {"ranks": ranks, "cut": cut, **samples}
 
 
 def _without_secrets(config: PretrainConfig) -> PretrainConfig:
@@ -145,20 +120,6 @@ def _without_secrets(config: PretrainConfig) -> PretrainConfig:
     data = config.data
     valid = None if data.valid_data_path is None else shown_path(data.valid_data_path)
     return replace(config, data=replace(data, data_path=shown_path(data.data_path), valid_data_path=valid))
-
-
-def _memory_plan(model: DistributedModel, plan: PipelinePlan) -> dict[str, Any]:
-    """What is recomputed so that a budget is kept: by pipeline rank the layers, and of each the micro-batches."""
-    units = plan.executed_bounds
-    return {
-        "memory_budget_mb": None if plan.memory_budget is None else 1e-6 * plan.memory_budget,
-        "predicted_mb": [1e-6 * each for each in plan.step_bytes(plan.micro_batches)],
-        "micro_batches": plan.micro_batches,
-        "computed_again": [
-            {model.model.layers[units[unit].start].name: each for unit, each in of_rank.items() if units[unit]}
-            for of_rank in plan.repeated()
-        ],
-    }
 
 
 def _layers(config: PretrainConfig, model: DistributedModel) -> list[LayerSummary]:
@@ -232,7 +193,7 @@ def _model(
     config: PretrainConfig, layers: Sequence[LayerSummary], model: DistributedModel, plan: PipelinePlan
 ) -> list[str]:
     """Content of each chunk, and the schedule; without a pipeline, what the whole model computes."""
-    placement, more = plan.schedules.placement, [*plan.describe_recompute(), *_gathered_weights(config, model, plan)]
+    placement, more = plan.schedules.placement, plan.describe_recompute()
     if len(placement) == 1:
         return [*([multiply_adds(layers)] if layers else []), *more]
     names = [layer.name for layer in model.model.layers]
@@ -243,30 +204,3 @@ def _model(
         sizes = f", {sum(each.parameters for each in mine):,} parameters, {multiply_adds(mine)}" if mine else ""
         lines.append(f"  {index} on pipeline rank {rank}: {content}{sizes}")
     return lines + plan.describe(config.parallel.pipeline_schedule) + more
-
-
-def _gathered_weights(config: PretrainConfig, model: DistributedModel, plan: PipelinePlan) -> list[str]:
-    """Memory and traffic of weight parallelism on this rank; in training, of gradients once and scattered."""
-    weights, ranks, pipeline = plan.schedules.weights, model.state.weight.size, model.state.pipeline
-    if weights is None:
-        return []
-    evaluates = config.training.evaluate_only
-    schedule = (plan.schedules.evaluation if evaluates else plan.schedules.training)(plan.micro_batches)
-    gathers = [
-        weights.unit_bytes[action.chunk] for action in schedule.actions[pipeline.rank] if action.kind is Kind.UNSHARD
-    ]
-    kept = [entry.tensor for entry in (*model.tensors, *model.copies) if entry.is_parameter]
-    rows = sum(each.nbytes for each in kept if each.requires_grad)
-    units = [size for size, rank in zip(weights.unit_bytes, schedule.placement, strict=True) if rank == pipeline.rank]
-    live = ranks * rows * sum(sorted(units)[-2:]) / max(1, sum(units))
-    (gathered, buffers), others = weights.gathered_and_buffers(schedule, pipeline.rank), 1e-6 * (ranks - 1)
-    lines = [
-        f"--weight-parallel-size {ranks}: a rank keeps {1e-6 * sum(each.nbytes for each in kept):.1f} MB of weights, "
-        f"and gathers at most {1e-6 * gathered:.1f} MB at once, in buffers of {1e-6 * buffers:.1f} MB; "
-        f"{'a global batch' if evaluates else 'a step'} receives "
-        f"{others / ranks * sum(gathers):.1f} MB in {len(gathers)} gathers",
-        f"--weight-gradients {config.parallel.weight_gradients}: once holds {1e-6 * rows * (ranks + 1):.1f} MB of "
-        f"gradients and receives {others * rows:.1f} MB in a step; scattered holds {1e-6 * (rows + live):.1f} MB and "
-        f"receives {others * rows * plan.micro_batches:.1f} MB",
-    ]
-    return lines[:1] if evaluates else lines

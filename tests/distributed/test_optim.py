@@ -27,8 +27,6 @@ from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.distributed.whole import assemble, build, context, nothing, parts, random
 
-NAMES = ("stem", "block", "head")
-
 
 def _layers(inner: BuildContext) -> dict[str, nn.Module]:
     """Cut by column with blocks, cut by row, norms, a scalar and a bias that every rank holds whole."""
@@ -197,21 +195,6 @@ def test_warm_up_and_cool_down_in_epochs() -> None:
     assert found == pytest.approx([0.5, 0.5, 1.0, 1.0, 1.0, 1.0])
     with pytest.raises(ValueError, match=r"--lr-cooldown-epochs 2 are together more than the 5 iter"):
         require_schedule(config, 5, Fraction(2))
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"lr_warmup_init": 1e-5}, "--lr-warmup-init 1e-05 needs --lr-warmup-iters or"),
-        ({"lr_warmup_init": 2.0, "lr_warmup_epochs": 1}, "--lr-warmup-init 2.0 is greater than --lr 1.0"),
-        ({"lr_cooldown_epochs": 1, "lr_decay_style": "constant"}, "--lr-cooldown-epochs 1 has no meaning with --lr-d"),
-        ({"lr_interval": "epoch", "lr_warmup_iters": 3}, "--lr-interval epoch takes the warm-up in epochs"),
-        ({"lr_warmup_epochs": 2, "lr_warmup_iters": 3}, "give either --lr-warmup-iters 3 or --lr-warmup-epochs 2"),
-    ],
-)
-def test_a_course_without_meaning_is_refused(options: dict[str, object], problem: str) -> None:
-    (found,) = OptimizerConfig(**{"lr": 1.0, **options}).problems()
-    assert found.startswith(problem)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megasnn import Engine, device_checks
 from megasnn.device_checks import DeviceChecks, explained
-from megasnn.kernels import codec
+from megasnn.kernels import spike_codec as codec
 from megasnn.kernels.spike_codec import Content, bits_of, remember_bits
 from megasnn.layers import (
     BuildContext,

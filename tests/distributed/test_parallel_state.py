@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megasnn import parallel_state
 from megasnn.parallel_state import (
@@ -158,7 +160,7 @@ def test_devices_that_are_not_there(monkeypatch, backend, device, gpus, named) -
 def test_a_run_that_falls_back_to_the_cpu_says_why(monkeypatch, asked, gpus, cuda, named) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(parallel_state, "_place", (0, 2))
     found = parallel_state.why_not_on_gpus(asked)
     assert found is None if named is None else named in (found or "")
 
@@ -167,10 +169,50 @@ def test_a_run_that_falls_back_to_the_cpu_says_why(monkeypatch, asked, gpus, cud
 def test_ranks_share_a_gpu_with_gloo(monkeypatch, local_rank, gpu) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setattr(parallel_state, "_place", (local_rank, 3))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert parallel_state.start_process_group("gloo", "cuda") == torch.device("cuda", gpu)
+
+
+SLURM = {"each its own": ["a", "b", "c", "d"], "two by two": ["a", "a", "b", "b"], "all the same": ["a"] * 4}
+
+
+def devices_where_each_sees_one(seen: list[str]) -> list[str]:
+    """Devices by `--device auto` and `--device cuda` of a rank of four on one machine, each of which sees one GPU."""
+    rank, found = dist.get_rank(), []
+    local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "4"}
+    with (
+        mock.patch.dict(os.environ, local),
+        mock.patch.object(parallel_state, "visible_gpus", lambda: [seen[rank]]),
+        mock.patch.object(torch.cuda, "device_count", lambda: 1),
+        mock.patch.object(parallel_state, "_place", None),
+    ):
+        store = dist.PrefixStore(" ".join(seen), _get_default_store())
+        parallel_state._find_place(store, "auto")
+        for asked in ("auto", "cuda"):
+            try:
+                found.append(str(parallel_state.device_of_rank("auto", asked)))
+            except ValueError as error:
+                found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("name", SLURM)
+def test_ranks_that_see_one_gpu_each_take_it(ranks, name: str) -> None:
+    for auto, cuda in ranks(4, devices_where_each_sees_one, SLURM[name]):
+        if name == "each its own":
+            assert auto == cuda == "cuda:0"
+        else:
+            assert auto == "cpu" and f"{4 if name == 'all the same' else 2} ranks" in cuda
+
+
+def test_rocm_is_refused_by_name(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(ValueError, match="ROCm 6.4"):
+        parallel_state.device_of_rank("auto", "cuda")
+    assert parallel_state.device_of_rank("auto", "auto") == torch.device("cpu")
+    assert "ROCm 6.4" in (parallel_state.why_not_on_gpus("auto") or "")
 
 
 def policies() -> list[int]:

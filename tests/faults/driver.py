@@ -200,11 +200,6 @@ def full_disk() -> None:
     _fail_saves(range(1, 1_000))
 
 
-def full_disk_for_a_while() -> None:
-    """At the second save."""
-    _fail_saves(range(1, 2))
-
-
 def disk_of_its_own() -> None:
     """A relative path leads this rank elsewhere."""
     os.chdir(Path(os.environ[PID_FILE]).parent)
@@ -286,7 +281,6 @@ FAULTS = {
         slow_rank,
         stall_the_first_time,
         full_disk,
-        full_disk_for_a_while,
         disk_of_its_own,
         raise_before_the_grid,
         leave_before_joining,

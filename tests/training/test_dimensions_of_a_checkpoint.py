@@ -15,7 +15,6 @@ from megasnn.models.registry import MODELS
 from megasnn.pretraining import configuration
 from tests.convert.saved import MODELS as SAVED
 from tests.convert.saved import save_whole
-from tests.forking import run_program
 from tests.training.runs import TINY, train
 from tests.training.test_other_model import refuses
 
@@ -49,17 +48,6 @@ def test_what_no_flag_gives_is_the_checkpoints(run, more, capsys) -> None:
     assert line.startswith(f"--load {run} gives --image-size 8 --in-channels 1 ")
     assert "--time-steps 2 --embed-dim 32 --depth 1" in line and line.endswith("--neuron if --v-reset none")
     validate(found, 1)
-
-
-def test_nothing_is_said_where_flags_give_all_of_it(run, capsys) -> None:
-    assert same_model(read("--load", str(run), *DIMENSIONS, *NEURON), *NEURON)
-    assert capsys.readouterr().out == ""
-
-
-def test_other_ranks_take_it_too_and_keep_quiet(run, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert same_model(read("--load", str(run)), *NEURON)
-    assert capsys.readouterr().out == ""
 
 
 def test_flags_variants_and_files_win(run, tmp_path) -> None:
@@ -119,10 +107,3 @@ def test_it_is_read_without_torch(run) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-1] == "32 False"
-
-
-def test_a_run_goes_on_with_it(run, tmp_path) -> None:
-    flags = ("--load", run, "--train-iters", 2, "--eval-iters", 0, "--micro-batch-size", 4, "--global-batch-size", 10)
-    ended = run_program(ROOT, "pretrain_spikformer.py", *flags, "--num-workers", 0)
-    assert ended.returncode == 0, ended.stderr
-    assert f"--load {run} gives --image-size 8" in ended.stdout and "continuing at iteration 1" in ended.stdout

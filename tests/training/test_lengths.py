@@ -132,17 +132,6 @@ def test_a_best_that_is_found_at_the_end_of_a_part_of_a_run_is_known_to_the_next
     assert read_metadata(tmp_path / "iter_0000004").extra["best"] == {"iteration": 2, "accuracy_top1": 0.5}
 
 
-def test_a_best_that_is_found_without_a_step_is_saved_once(cache, tmp_path, monkeypatch) -> None:
-    folders = ("--train-iters", "2", "--save", str(tmp_path), "--load", str(tmp_path))
-    train(cache, *folders)
-    accuracies(monkeypatch, 0.5, 0.5)
-    train(cache, *folders, "--keep-best", "--eval-interval", "1")
-    saved = read_metadata(tmp_path / "iter_0000002")
-    assert (tmp_path / BEST).read_text() == "2\n" and saved.extra["best"] == {"iteration": 2, "accuracy_top1": 0.5}
-    train(cache, *folders, "--keep-best", "--eval-interval", "1")
-    assert read_metadata(tmp_path / "iter_0000002").serial == saved.serial
-
-
 @pytest.mark.parametrize("how", ["--no-async-save", "--async-save"])
 def test_a_best_that_was_not_saved_is_none(cache, tmp_path, monkeypatch, how: str) -> None:
     accuracies(monkeypatch, 0.2, 0.5, 0.3, 0.1, 0.1)

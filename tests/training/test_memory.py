@@ -11,22 +11,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 
-from megasnn.config import OptimizerConfig
-from megasnn.optim import held_state_bytes, state_bytes
 from megasnn.preprocess.sample import shards_of_sample
 from megasnn.training import memory
 from tests.training.runs import train
-
-
-def test_the_state_of_the_optimizer_is_known_before_it_is_there() -> None:
-    layer = torch.nn.Linear(8, 4)
-    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
-    assert held_state_bytes(optimizer) == 0
-    layer(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    assert held_state_bytes(optimizer) == state_bytes(layer.parameters(), OptimizerConfig()) == 2 * 4 * 36 + 2 * 4
 
 
 def test_a_run_without_a_forecast_trains(tmp_path_factory, tmp_path, monkeypatch) -> None:

@@ -33,14 +33,6 @@ def test_a_profiled_run_shows_both_charts(ranks, tmp_path_factory, tmp_path, sch
         assert all(event.value > 0 for event in events.Scalars(f"6_pipeline/ms_{what}"))
 
 
-def test_a_run_that_ends_before_a_log_interval_is_profiled_too(ranks, tmp_path_factory, tmp_path) -> None:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    short = ("--train-iters", "3", "--log-interval", "10", "--profile-pipeline", "--tensorboard-dir", str(tmp_path))
-    ranks(2, train, cache, *PP2, *short)
-    images = EventAccumulator(str(tmp_path)).Reload().Images("pipeline/measured")
-    assert [image.step for image in images] == [2]
-
-
 def test_measured_times_become_a_timeline_on_one_clock() -> None:
     """What the simulator says, told by ranks whose clocks are apart, comes out as the simulator said it."""
     schedule = generate("1f1b", 3, 5)

@@ -64,7 +64,7 @@ class QKFormer(Model):
         return wrong
 
     def layers(self) -> Iterable[Layer]:
-        """Of each stage its patch embedding and the halves of its blocks; the head."""
+        """The patch embedding and the halves of the blocks of each stage, the head."""
         from megasnn.layers import MeanLinear, Residual, ResidualMLP, SpikingSelfAttention, TokenAttention
         from megasnn.models.layer import layer
         from megasnn.models.qkformer.blocks import PatchEmbedding

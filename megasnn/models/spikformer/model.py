@@ -78,7 +78,7 @@ class Spikformer(Model):
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of one sample: (C, H, W), or (T, C, H, W) for event frames."""
+        """Shape of one sample: (C, H, W), or (T, C, H, W) for event frames."""
         image = (self.in_channels, self.image_size, self.image_size)
         return (self.time_steps, *image) if self.event_frames else image
 

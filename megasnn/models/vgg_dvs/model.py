@@ -103,7 +103,7 @@ class VggDvs(Model):
 
     @property
     def final_pool(self) -> bool:
-        """Whether the classifier pools its input."""
+        """Tells whether the classifier pools its input."""
         return parse_channels(self.channels)[1]
 
     @property
