@@ -33,7 +33,7 @@ ODD = {
     "training": {"seed": 2**62, "bptt_steps": 2, "deterministic": True, "precision": "bf16"},
     "optimizer": {"lr": 1e30, "lr_scale_of": "a=0,b=1", "lr_warmup_init": 0.0, "lr_interval": "epoch"},
     "parallel": {"memory_budget": 0.1, "pipeline_model_parallel_layout": "1|2", "recompute": "always"},
-    "checkpoint": {"save": "caf\udce9", "ckpt_step": 0, "keep_best": True, "load": "x"},
+    "checkpoint": {"save": "caf\u00e9", "ckpt_step": 0, "keep_best": True, "load": "x"},
     "logging": {"eval_iters": 0, "profile_steps": "1-2"},
 }
 """Values of every type, far from the defaults."""
