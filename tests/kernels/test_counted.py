@@ -20,8 +20,8 @@ from tests.parity.zoo import CASES
 pytestmark = without_triton
 
 MODELS = {"spikformer_ti": (Spikformer(variant="spikformer_ti", image_size=224), 8), "vgg_dvs": (VggDvs(), 128)}
-MOST_FORWARD, MOST_BACKWARD = 15, 25  # launches
-LAUNCHES = 604  # of a step of the VGG, two micro-batches; 50 look whether statistics are finite
+MOST_FORWARD, MOST_BACKWARD = 15, 20  # launches
+LAUNCHES = 525  # of a step of the VGG, two micro-batches; 50 look whether statistics are finite
 WITH_NEURONS_ALONE = {
     "spikformer": Spikformer(image_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=4, time_steps=2),
     "spike_driven": CASES["spike_driven"].model,
@@ -62,7 +62,7 @@ def test_launches_of_a_unit(counted) -> None:
     assert set(found.neurons) == {name for name, _ in units(engine)} and OUTSIDE not in found.neurons
     for name in found.neurons:
         assert 6 <= found.forward[name].count <= MOST_FORWARD, name
-        assert 12 <= found.backward[name].count <= MOST_BACKWARD, name
+        assert 8 <= found.backward[name].count <= MOST_BACKWARD, name
 
 
 def test_bytes_of_norm_and_neuron(counted) -> None:

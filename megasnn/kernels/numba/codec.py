@@ -1,4 +1,7 @@
-"""The loops behind the codec. A unit of work is a run of ``UNIT`` elements, a whole number of packed bytes."""
+"""The loops behind spike_codec.py, which must equal its plain ones.
+
+A unit of work is a run of ``UNIT`` elements, a whole number of packed bytes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The loops that add up rows of a weight, or of a gradient, where the input of a convolution is not 0.
+"""The loops that add up rows of a weight, or of a gradient, where the input of a convolution is not 0. They must equal
+`convolve` and `add_weight_gradient` of convolution.py.
 
 A sum stays in registers while its rows come from the nearest caches: columns are cut into blocks of as many as the
 registers hold, `cuts [blocks, 2]`, the first column of each and how many half lines of the cache it has. The terms of

@@ -1,4 +1,4 @@
-"""The loops of norm and neuron: statistics, spikes, gradients.
+"""The loops of norm and neuron: statistics, spikes, gradients. They must equal the four calls of torch_backend.py.
 
 A block is a whole number of pixels, so that coefficients of channels, repeated to its length, make the innermost loops
 long whatever the number of channels is. Sums are added side by side in a row, pixels of which are added at the end of

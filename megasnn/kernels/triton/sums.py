@@ -1,4 +1,5 @@
-"""Sums over time, samples and space for each channel: statistics of the norm, and what its backward needs.
+"""Sums over time, samples and space for each channel: statistics of the norm, and what its backward needs. They must
+equal `statistics` and `backward_sums` of torch_backend.py.
 
 Memory `[..., C]` is cut into rows of k C values, a multiple of the columns of a tile, so that threads are idle only at
 the very end, whatever C is. A program adds up some tiles of one block of columns; its sums are a row of

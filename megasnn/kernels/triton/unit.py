@@ -1,4 +1,5 @@
-"""Normalise, charge and fire, and the gradient of the input: a pass over memory each.
+"""Normalise, charge and fire, and the gradient of the input: a pass over memory each. They must equal `fire` and
+`input_gradient` of torch_backend.py.
 
 `x [X, in_size]` with X = T, or 1 for an input that is repeated; `size` is the number of neurons, and `[T, size]` are
 their spikes. Without `norm` a kernel computes the neurons alone.
