@@ -25,7 +25,6 @@ from megasnn.files import write_whole
 from megasnn.models.registry import MODELS
 from megasnn.planner.candidates import Prefer
 from megasnn.planner.cost_file import Analysis, read, write
-from megasnn.planner.energy import measured_rates, synaptic_operations
 from megasnn.planner.machines import AUTO, DEVICES, Cluster, Machine
 from megasnn.planner.plan import apply, plan, problems, sizes_to_choose
 from megasnn.planner.report import as_json, cuts, table
@@ -49,8 +48,6 @@ class Options:
     """The device, from the table; auto is the one that was measured, and h100 where none was."""
     prefer: Prefer = "speed"
     """The fastest step; the smallest peak of a rank's memory; or room for the largest micro-batches."""
-    rates: Path | None = None
-    """The log.jsonl of a run of this model: its firing rates give synaptic operations and joules."""
     measure: bool = False
     """Measure the layers on this device, and under torchrun its links."""
     costs: Path | None = None
@@ -81,7 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         machine = _machine(options, config, known)
         if wrong := problems(config, Cluster(options.gpus, of_node, machine)):
             raise ConfigError(wrong)
-    rates = None if options.rates is None else measured_rates(options.rates)
     analysis = known or _analysis(options, config)
     if os.environ.get("RANK", "0") != "0":
         return
@@ -89,8 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = plan(analysis, config, cluster, options.prefer, micro_batch_sizes=sizes)
     print(cuts(analysis))
     print(table(found))
-    if rates is not None:
-        print(synaptic_operations(analysis, rates))
     if options.output is not None:
         print(f"run it: {apply(found, config, options.output)}")
     else:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasnn.telemetry.callback import Callback
+from megasnn.telemetry.energy import LayerWork, describe_operations, synaptic_operations
 from megasnn.telemetry.log import BestEffort, Console, JsonLog
 from megasnn.telemetry.records import (
     EvaluationRecord,
@@ -64,6 +65,7 @@ class Reporter:
     Attributes:
         best_effort: contexts for other code that only reports.
         asked_to_stop: True once a callback has asked for the end of the run.
+        work: multiply-adds of the model's layers, for the operations and energy told beside an evaluation.
     """
 
     def __init__(self, outline: RunOutline, is_writer: bool, callbacks: Sequence[Callback] = ()) -> None:
@@ -75,6 +77,8 @@ class Reporter:
         directory = outline.directory if is_writer else None
         self._board = TensorBoard(directory, done if outline.resumed else None, self.line)
         self._done = self._iteration = done
+        self.work: Sequence[LayerWork] = ()
+        self._spikes: Sequence[LayerSpikes] = ()  # of the last log line
         self.begin()
 
     def begin(self) -> None:
@@ -133,7 +137,7 @@ class Reporter:
             samples: consumed up to here.
             more: scalars for TensorBoard and log.jsonl only. layers: spikes, for the same.
         """
-        record = self._record(iteration, samples, skipped_samples)
+        record, self._spikes = self._record(iteration, samples, skipped_samples), layers or self._spikes
         self._console.line(format_iteration(record))
         spikes = {layer.name: {k: v for k, v in asdict(layer).items() if k != "name"} for layer in layers}
         self.entry("iteration", {**asdict(record), **more, "layers": spikes})
@@ -180,8 +184,11 @@ class Reporter:
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._console.line(format_evaluation(record))
-        self.entry("validation", asdict(record))
-        self._board.scalars(scalars_of(record), record.iteration)
+        operations = synaptic_operations(self.work, self._spikes) if self.work else {}
+        if operations:
+            self._console.line(describe_operations(operations))
+        self.entry("validation", {**asdict(record), **operations})
+        self._board.scalars({**scalars_of(record), **operations}, record.iteration)
         self._board.flush()
         self._call("evaluation", record)
 

@@ -22,7 +22,6 @@ from megasnn.models.registry import MODELS
 from megasnn.planner import analyze
 from megasnn.planner.candidates import Layout, Prefer, layouts
 from megasnn.planner.cost_file import LayerSeconds, Timed, read, write
-from megasnn.planner.energy import measured_rates, synaptic_operations
 from megasnn.planner.machines import DEVICES
 from megasnn.planner.memory import states_of
 from megasnn.planner.plan import Plan, apply, command, plan, sizes_to_choose
@@ -227,23 +226,6 @@ def test_parts_of_the_memory_add_up(rest: float) -> None:
     assert 1e6 * float(whole.split()[0]) == pytest.approx(found.bytes, abs=1e6)
 
 
-def test_synaptic_operations(tmp_path: Path) -> None:
-    layers = analysis().layers
-    log = tmp_path / "log.jsonl"
-    rates = {f"{each.name}.neuron": {"firing_rate": 0.25} for each in layers[:-1]}
-    log.write_text(json.dumps({"kind": "start"}) + "\n" + json.dumps({"kind": "iteration", "layers": rates}) + "\n")
-    found = synaptic_operations(analysis(), measured_rates(log))
-    spiking = sum(each.operations for each in layers if each.spikes)
-    assert found.effective_acs == pytest.approx(0.25 * spiking) and 0 < spiking < found.dense
-    assert found.effective_macs == found.dense - spiking
-    assert found.joules == pytest.approx(found.effective_macs * 4.6e-12 + found.effective_acs * 0.9e-12)
-    with pytest.raises(ValueError, match="spikformer"):
-        synaptic_operations(analysis(), {"other": 0.5})
-    log.write_text("{}\n")
-    with pytest.raises(ValueError, match="--rates"):
-        measured_rates(log)
-
-
 MODEL_FLAGS = "spikformer --embed-dim 32 --depth 1 --num-heads 2 --image-size 16 --time-steps 2".split()
 
 
@@ -273,7 +255,6 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--cuda-graphs", "auto"], "--cuda-graphs auto"),
         (["--tau", "-1"], "--tau -1"),
         (["--output", "."], r"--output \."),
-        (["--rates", "none.jsonl"], "none.jsonl"),
         (["--memory", "80"], "--memory '80'"),
         (["--memory", "1MB"], "--memory 1MB"),
         (["--device-name", "cpu-core", "--precision", "bf16"], "--precision bf16"),
