@@ -56,12 +56,12 @@ class ParallelConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes GPUs where there is one for each rank of a node."""
     distributed_timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 10.0
-    """How long a rank waits for another before it gives up."""
+    """Minutes that a rank waits for another before it gives up."""
     check_replicas_interval: Count = 200
     """Iterations between two comparisons of replicas by checksums, also made before each save; 0 never compares."""
 
     def context_cut(self, micro_batch_size: int) -> ContextCut:
-        """How ranks share micro-batches of so many samples."""
+        """Cut of micro-batches of so many samples."""
         if self.context_parallel_cut != "auto":
             return self.context_parallel_cut
         return "samples" if micro_batch_size >= self.context_parallel_size else "rows"
