@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_json, with_model_name
+from megasnn.config import PretrainConfig, changed_flags, comparable_flags, to_json, with_model_name
 from megasnn.config.data import SAMPLE
 from megasnn.config.training import Length
 from megasnn.data.paths import shown_path
@@ -63,7 +63,7 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
         reporter.line(line)
     table = as_table(layers, plan.bounds, plan.schedules.placement, state.tensor.size) if layers else ""
     reporter.text("model", table)
-    reporter.text("configuration", "    " + describe(config).replace("\n", "\n    "))
+    reporter.text("configuration", textwrap.indent(to_json(config), "    "))
     grid = {"data_parallel_size": state.data.size, "parameters": model.parameters}
     reporter.flags({**comparable_flags(config), **grid})
     costs = None
