@@ -64,7 +64,7 @@ def _with_bits(tensor: Tensor, spec: TensorSpec, message: Tensor) -> Tensor:
 
 
 class BudgetError(ValueError):
-    """Budget that no choice keeps.
+    """No choice keeps the budget.
 
     Attributes:
         least: bytes with all forwards computed again; the message has them, too.
