@@ -39,7 +39,7 @@ MOST_GRAPHED = 2  # kinds of steps with CUDA graphs, each of which takes memory:
 
 
 class PipelineError(RuntimeError):
-    """An action failed; the message names rank, stage, action and micro-batch.
+    """Failure of an action; the message names rank, stage, action and micro-batch.
 
     Attributes:
         place: these four.
@@ -51,7 +51,7 @@ class PipelineError(RuntimeError):
 
 
 class PipelineExecutor:
-    """One for all schedules, a single rank included.
+    """Executor of any schedule, on a single rank, too.
 
     Args:
         chunks: this rank's chunks by index.

@@ -64,7 +64,7 @@ def _with_bits(tensor: Tensor, spec: TensorSpec, message: Tensor) -> Tensor:
 
 
 class BudgetError(ValueError):
-    """No choice keeps the budget.
+    """Budget that no choice keeps.
 
     Attributes:
         least: bytes with all forwards computed again; the message has them, too.

@@ -26,15 +26,8 @@ from megasnn.telemetry.records import (
     scalars_of,
 )
 from megasnn.telemetry.spikes import LayerSpikes, mean_spikes
-from megasnn.telemetry.tensorboard import Flag, TensorBoard
+from megasnn.telemetry.tensorboard import TensorBoard
 
-METRICS = (
-    "training/loss",
-    "training/accuracy",
-    "training/samples_per_second",
-    "validation/loss",
-    "validation/accuracy_top1",
-)
 PACE_INTERVALS = 10  # log intervals from which the time left is estimated
 
 
@@ -101,9 +94,8 @@ class Reporter:
     def text(self, tag: str, markdown: str) -> None:
         self._board.text(tag, markdown)
 
-    def flags(self, values: Mapping[str, Flag]) -> None:
-        """Writes, once and before the first step, the flags by which runs are compared."""
-        self._board.flags(values, METRICS)
+    def flags(self, values: Mapping[str, bool | int | float | str]) -> None:
+        """Tells callbacks, once and before the first step, the flags by which runs are compared."""
         self._call("start", self._outline, values)
 
     def picture(self, tag: str, draw: Callable[[], NDArray[np.uint8]], iteration: int) -> None:
@@ -184,11 +176,13 @@ class Reporter:
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._console.line(format_evaluation(record))
-        operations = synaptic_operations(self.work, self._spikes) if self.work else {}
-        if operations:
-            self._console.line(describe_operations(operations))
+        operations: dict[str, float] = {}
+        with self.best_effort("counting synaptic operations"):
+            if self.work and (operations := synaptic_operations(self.work, self._spikes)):
+                self._console.line(describe_operations(operations))
         self.entry("validation", {**asdict(record), **operations})
-        self._board.scalars({**scalars_of(record), **operations}, record.iteration)
+        drawn = {name: value for name, value in operations.items() if "dense" not in name}  # which never changes
+        self._board.scalars({**scalars_of(record), **drawn}, record.iteration)
         self._board.flush()
         self._call("evaluation", record)
 

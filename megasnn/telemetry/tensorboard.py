@@ -1,19 +1,17 @@
-"""TensorBoard: cards in the order in which they are looked at, charts of several lines, and the table of runs.
+"""TensorBoard: cards in the order in which they are looked at, and charts of several lines.
 
 TensorBoard sorts cards by name and unfolds the first two groups, so groups and their first cards have numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Flag = bool | str | float | int
 GROUPS: dict[str, tuple[str, ...]] = {
     "training": ("loss", "accuracy", "samples_per_second", "grad_norm", "learning_rate", "consumed_samples"),
     "validation": ("loss", "accuracy_top1", "accuracy_top5"),
@@ -63,7 +61,7 @@ def charts() -> dict[str, dict[str, list[object]]]:
 
 
 class TensorBoard:
-    """Writes scalars, texts, pictures and flags of a run. Scalars that were only ever zero are not shown.
+    """Writes scalars, texts and pictures of a run. Scalars that were only ever zero are not shown.
 
     An error, such as a full disk, is told once; nothing more is written then, and training goes on.
 
@@ -112,15 +110,6 @@ class TensorBoard:
                 self._shown.add(tag)
             if tag in self._shown:
                 self._call("add_scalar", tag, value, iteration)
-
-    def flags(self, values: Mapping[str, Flag], metrics: Sequence[str]) -> None:
-        """Writes the run's line in the tab "HParams": flags by name, beside the last values of some scalars."""
-        from torch.utils.tensorboard.summary import hparams
-
-        if self._writer is not None:
-            # SummaryWriter.add_hparams would make another run for them, with its values only.
-            for summary in hparams(dict(values), dict.fromkeys(map(card, metrics), 0.0)):
-                self._try(partial(self._writer.file_writer.add_summary, summary))
 
     def text(self, tag: str, markdown: str) -> None:
         """Writes a text, which TensorBoard renders as Markdown."""
