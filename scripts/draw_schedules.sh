@@ -7,4 +7,3 @@ draw 1f1b 1f1b --stages 4 --micro-batches 8
 draw zb1p zb1p --stages 4 --micro-batches 8
 draw zbv zbv --stages 4 --micro-batches 8
 draw recompute 1f1b --stages 3 --micro-batches 4 --units 3 --recompute except-last
-draw gathers 1f1b --stages 3 --micro-batches 4 --units 3 --recompute except-last --live-units 2 --gather 0.3 --scatter 0.3

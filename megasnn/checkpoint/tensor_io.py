@@ -21,7 +21,7 @@ from megasnn.checkpoint.format import DTYPES, Box, Metadata, SavedFile, SavedTen
 from megasnn.files import CheckpointError, DamagedError
 from megasnn.parallel.sharding import Piece, ShardedTensor
 
-_BLOCK = 8 << 20
+_BLOCK = 4 << 20
 _HASHING_THREADS = 4
 
 

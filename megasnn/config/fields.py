@@ -73,7 +73,7 @@ def patterns(field: str, text: str | None) -> list[Pattern]:
 
 
 def last_match(found: Iterable[Pattern], name: str) -> Pattern | None:
-    """Of several patterns that match a name, the last one counts; None where none does."""
+    """Last of the patterns that match a name, which is the one that counts; None where none does."""
     return next((pattern for pattern in reversed(list(found)) if pattern.matches(name)), None)
 
 

@@ -16,7 +16,7 @@ from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS
 NORMALISATION = "normalisation"
 """Under which a checkpoint keeps the name of the constants that images were normalised by."""
 Identity = dict[str, dict[str, object]]
-"""What makes two models the same, as `identity` gives it."""
+"""Dimensions and neuron of a model, as `identity` gives them."""
 _UPDATE = {
     "training": (
         *("micro_batch_size", "global_batch_size", "bptt_steps", "seed", "precision", "loss", "label_smoothing"),

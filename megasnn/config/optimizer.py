@@ -35,7 +35,7 @@ class OptimizerConfig:
     lr_cooldown_epochs: Count = 0
     """Epochs at the end of the training that stay at --min-lr."""
     lr_interval: Literal["iteration", "epoch"] = "iteration"
-    """How long a learning rate stays; epoch is timm's schedule, whose decay counts from the start."""
+    """Step of the schedule; epoch is timm's, whose decay counts from the start of the training."""
     weight_decay: NonNegative = 0.01
     """Decay of the weights in a step; not applied to norms, biases and time constants."""
     lr_scale_of: str | None = None
@@ -45,11 +45,11 @@ class OptimizerConfig:
     clip_grad: NonNegative = 1.0
     """Largest norm of the gradient over all parameters; 0 does not clip."""
     adam_beta1: ShareBelowOne = 0.9
-    """Of adamw and lamb: decay of the gradient's running mean."""
+    """Decay of the gradient's running mean, of adamw and lamb."""
     adam_beta2: ShareBelowOne = 0.999
-    """Of adamw and lamb: decay of the squared gradient's running mean."""
+    """Decay of the squared gradient's running mean, of adamw and lamb."""
     sgd_momentum: ShareBelowOne = 0.9
-    """Of sgd: share of the last step that is taken again; 0 keeps no state."""
+    """Share of the last step that sgd takes again; 0 keeps no state."""
 
     def state_kinds(self) -> tuple[str, ...]:
         """Kinds of state that the optimizer keeps of each parameter."""

@@ -43,8 +43,6 @@ class ParallelConfig:
     """Forwards that are computed again for their backward; the bits of the result stay the same."""
     memory_budget: Positive | None = None
     """MB (10^6 bytes) of activations that a step may need on a rank; forwards are computed again to keep it."""
-    layer_costs: str | None = None
-    """Costs file of a plan (tools/plan.py --measure --costs), instead of measuring layers at the start."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state over data parallel replicas (ZeRO-1)."""
     weight_parallel_size: Size = 1
@@ -56,12 +54,12 @@ class ParallelConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes GPUs where there is one for each rank of a node."""
     distributed_timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 10.0
-    """How long a rank waits for another before it gives up."""
+    """Minutes that a rank waits for another before it gives up."""
     check_replicas_interval: Count = 200
     """Iterations between two comparisons of replicas by checksums, also made before each save; 0 never compares."""
 
     def context_cut(self, micro_batch_size: int) -> ContextCut:
-        """How ranks share micro-batches of so many samples."""
+        """Cut of micro-batches of so many samples."""
         if self.context_parallel_cut != "auto":
             return self.context_parallel_cut
         return "samples" if micro_batch_size >= self.context_parallel_size else "rows"
@@ -94,8 +92,6 @@ class ParallelConfig:
         wrong, budget = [], f"--memory-budget {self.memory_budget}"
         if self.memory_budget is not None and self.recompute != NEVER:
             wrong.append(f"{budget} decides what is computed again; leave --recompute {self.recompute} out")
-        if self.memory_budget is not None and self.layer_costs is not None:
-            wrong.append(f"{budget} needs costs measured here; leave --layer-costs {self.layer_costs} out")
         if self.weight_gradients != "once" and self.weight_parallel_size == 1:
             wrong.append(f"--weight-gradients {self.weight_gradients} needs --weight-parallel-size 2 or more")
         if self.context_parallel_cut != "auto" and self.context_parallel_size == 1:

@@ -119,10 +119,10 @@ def _partition_problems(config: PretrainConfig, units_of: Callable[[], Sequence[
 
 
 def _window_problems(config: PretrainConfig) -> Iterator[str]:
-    """Windows of time steps go on from the one before, which recomputation and planned costs do not know."""
+    """Windows of time steps go on from the one before, which recomputation does not know."""
     parallel, steps = config.parallel, config.training.bptt_steps
-    given = {"recompute": parallel.recompute if parallel.recompute != NEVER else None}
-    given |= {name: getattr(parallel, name) for name in ("memory_budget", "layer_costs")}
+    given: dict[str, object] = {"recompute": parallel.recompute if parallel.recompute != NEVER else None}
+    given["memory_budget"] = parallel.memory_budget
     for name, value in given.items():
         if steps is not None and value is not None:
             yield (

@@ -71,6 +71,7 @@ def _write_rank(
         name, local = "", None
         for _, entry, piece in boxes:
             if local is None or entry.name != name:
+                local = None  # one tensor at a time
                 name, local = entry.name, read(entry)
                 progress(local.nbytes)
             yield piece.of_local(local)

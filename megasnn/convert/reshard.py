@@ -157,7 +157,10 @@ def target_ranks(
         mine = [index for span, home in zip(bounds, target.placement, strict=True) if home == stage for index in span]
         for rank in range(target.tensor):
             group = Group("tensor", tuple(range(target.tensor)), rank)
-            layers = model.description.named_layers(BuildContext(group))
+            try:
+                layers = model.description.named_layers(BuildContext(group))
+            except ValueError as error:
+                raise CheckpointError(str(error).replace("--tensor-model-parallel-size", TENSOR_FLAG)) from None
             entries = list(sharded_tensors([layers[index] for index in mine]))
             wrong += [problem for entry in entries if (problem := _shape_problem(entry, tensors))]
             ranks.append([saved for entry in entries for saved in _as_saved(entry, tensors)])

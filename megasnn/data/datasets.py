@@ -129,11 +129,10 @@ def _check_kind(config: DataConfig, shard: Shard, format: EventFormat | ImageFor
             f"shard {shard.name} holds .{wrong[0]} files, and the model takes {format.kind} "
             f"(.{', .'.join(format.suffixes)}){hint}"
         )
-    given = _frame_flags(config)
-    if FRAMES in shard.suffixes and given:
+    if FRAMES in shard.suffixes and config.split_by is not None:
         raise ValueError(
-            f"{', '.join(given)}: shard {shard.name} holds finished frames; leave it out (where a checkpoint gives it, "
-            f"{given[0]} none takes it back), or preprocess again with it, or with --keep-events"
+            f"--split-by: shard {shard.name} holds finished frames; leave it out (where a checkpoint gives it, "
+            "--split-by none takes it back), or preprocess again with it, or with --keep-events"
         )
 
 
@@ -153,8 +152,8 @@ def _image_format(config: DataConfig, input_shape: Sequence[int], evaluates: boo
     channels, size, width = input_shape
     if width != size:
         raise ValueError(f"images are made square, and the model takes {size} x {width}; give it a square input_shape")
-    if given := _frame_flags(config):
-        raise ValueError(f"{', '.join(given)}: the model takes images; leave it out")
+    if config.split_by is not None:
+        raise ValueError("--split-by: the model takes images; leave it out")
     normalisation = config.normalisation(channels, evaluates)
     in_colour = ["--rand-augment"] * (config.rand_augment is not None)
     in_colour += ["--normalize-images"] * (len(NORMALISATIONS[normalisation][0]) > 1)
@@ -162,11 +161,3 @@ def _image_format(config: DataConfig, input_shape: Sequence[int], evaluates: boo
         raise ValueError(f"{', '.join(in_colour)}: for images in colour; set --in-channels 3, or leave it out")
     limit, center = config.max_sample_mb << 20, config.center_crop
     return ImageFormat(size, channels, normalisation, limit, config.image_recipe, center)
-
-
-def _frame_flags(config: DataConfig) -> list[str]:
-    """Flags given that say how events become frames."""
-    flags = {
-        "--split-by": config.split_by,
-    }
-    return [flag for flag, value in flags.items() if value is not None]

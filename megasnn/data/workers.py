@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, parent_process, resource_tracker
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from types import ModuleType
@@ -105,21 +106,20 @@ class WorkerWatch:
             except StopIteration:
                 return
             except (RuntimeError, EOFError, OSError) as error:  # EOFError: it died while it handed memory over
-                waited += STEP_SECONDS
-                lost = [each for each in self._workers if not each.is_alive()]
-                if "timed out" in str(error) and not lost and waited < self._seconds:
+                is_silent = "timed out" in str(error)
+                waited += STEP_SECONDS * is_silent
+                wait([each.sentinel for each in self._workers], 0.0 if is_silent else 1.0)
+                status = {each.pid: each.exitcode for each in self._workers}
+                if is_silent and set(status.values()) == {None} and waited < self._seconds:
                     continue
-                raise ChildProcessError(self._problem(waited, error)) from error
+                states = [f"{pid}: {'alive' if code is None else f'status {code}'}" for pid, code in status.items()]
+                raise ChildProcessError(
+                    f"no data for {waited:g} s from the data workers ({', '.join(states)}): {error}. If memory ran "
+                    "out, lower --num-workers or --micro-batch-size; if /dev/shm is full, raise it (docker run "
+                    "--shm-size=2g); if they are silent, a file system hangs (--fetch-timeout is the limit)"
+                ) from error
             waited = 0.0
             yield item
-
-    def _problem(self, waited: float, error: Exception) -> str:
-        states = [f"{each.pid}: {'alive' if each.is_alive() else f'status {each.exitcode}'}" for each in self._workers]
-        return (
-            f"no data for {waited:g} s from the data workers ({', '.join(states)}): "
-            f"{error}. If memory ran out, lower --num-workers or --micro-batch-size; if /dev/shm is full, raise it "
-            "(docker run --shm-size=2g); if they are silent, a file system hangs (--fetch-timeout is the limit)"
-        )
 
 
 def _kill(workers: list[BaseProcess]) -> None:

@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megasnn.bundle import Bundle, bundle_of, entries_of, logits_of
+from megasnn.bundle import Bundle, logits_of
 from megasnn.device_checks import DeviceChecks
+from megasnn.engine.parts import Windows, executed_parts, gathered_weights, plan_chunks, scatters
 from megasnn.grid import Place
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.shape_inference import calls_of
@@ -23,7 +23,6 @@ from megasnn.models.description import ModelDescription
 from megasnn.optim import GradientNorm
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.collectives import all_reduce_sum
-from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel.sharding import ShardedTensor, parameter_count
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
@@ -35,7 +34,7 @@ from megasnn.pipeline.graphs import GraphOptions
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.p2p import Boundaries, Transfers
 from megasnn.pipeline.ties import Ties
-from megasnn.schedule import SchedulePlan, plan_schedule
+from megasnn.schedule import SchedulePlan
 
 SampleLoss = Callable[[Any, Tensor], Tensor]
 """(output of the last layer: logits, or a bundle with them; labels) -> the sum of the samples' losses."""
@@ -120,9 +119,9 @@ class DistributedModel:
     ) -> None:
         self.model, self.state, self.context, self._options = model, state, context, options
         self.loss, self._windows = loss, Windows(options.windows)
-        self.plan = plan = _planned(schedule, state.pipeline.size, len(bounds))
+        self.plan = plan = plan_chunks(schedule, state.pipeline.size, len(bounds))
         units = plan.unit_bounds(bounds)
-        self._weights = _gathered_weights(plan, state, context)
+        self._weights = gathered_weights(plan, state, context)
         build = partial(build_chunk, model, bounds, context=context, device=state.device, seed=seed)
         if self._weights is not None:
             build = partial(build, parts=units, keep=self._weights.shard)
@@ -136,7 +135,7 @@ class DistributedModel:
         self.copies = [kept(t) for chunk in self.chunks.values() for t in chunk.copied_tensors()]
         modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
         self.norms = [module for module in modules if isinstance(module, ParallelBatchNorm)]
-        executed, reduced = _executed_parts(plan, self.chunks, units)
+        executed, reduced = executed_parts(plan, self.chunks, units)
         self.data_parallel = GradientBuckets(
             [(index, part.sharded_tensors() + part.copied_tensors()) for index, part in reduced.items()],
             state.dp_replicate_cp,
@@ -144,7 +143,7 @@ class DistributedModel:
             additions={m.weight: calls_of(m) for m in modules if isinstance(m, (ParallelConv, ParallelLinear))},
             rows_have_owners=options.rows_have_owners,
             weights=self._weights,
-            scattered=_scatters(plan),
+            scattered=scatters(plan),
         )
         self.owned = [self.data_parallel.owned(entry) for entry in self.tensors]
         gradient = self.data_parallel.gradient
@@ -378,73 +377,3 @@ class DistributedModel:
         self._windows.outputs.clear()
         for chunk in self.chunks.values():
             chunk.forget()
-
-
-class Windows:
-    """Outputs for the windows of the same samples, until there are `count` of them: all time steps."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.outputs = count, list[Bundle]()
-
-    def join(self, output: Bundle) -> Bundle | None:
-        """Returns the output for all time steps with the last window of the samples, None before."""
-        self.outputs.append(output)
-        if len(self.outputs) < self.count:
-            return None
-        windows = [entries_of(each) for each in self.outputs]
-        self.outputs.clear()
-        if self.count == 1:
-            return output
-        joined: Bundle = bundle_of({key: torch.cat([each[key] for each in windows]) for key in windows[0]})
-        return joined
-
-
-def _planned(schedule: str | SchedulePlan, stages: int, chunks: int) -> SchedulePlan:
-    """Raises ValueError for a number of chunks that the schedule does not have."""
-    plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, stages, chunks // stages)
-    if len(plan.placement) != chunks or plan.stages != stages:
-        raise ValueError(
-            f"--pipeline-schedule {plan.name} has {len(plan.placement)} chunks on {plan.stages} pipeline rank(s), "
-            f"the model is cut into {chunks} for {stages}"
-        )
-    return plan
-
-
-def _gathered_weights(plan: SchedulePlan, state: ParallelState, context: BuildContext) -> GatheredWeights | None:
-    """Weights that replicas keep by rows; None where each keeps all.
-
-    Raises:
-        ValueError: the schedule gathers nothing, or the context does not know of it.
-    """
-    if state.weight.size == 1:
-        return None
-    if plan.weights is None or context.weight.size != state.weight.size:
-        raise ValueError(
-            f"weights are shared by {state.weight.size} ranks: give a schedule that gathers them "
-            "(SchedulePlan.sharing), and BuildContext(weight=...)"
-        )
-    return GatheredWeights(state.weight, state.scatter, context.cast_weights)
-
-
-def _scatters(plan: SchedulePlan) -> bool:
-    """True where gradients are scattered after every micro-batch."""
-    return plan.weights is not None and bool(plan.weights.scattered)
-
-
-def _executed_parts(
-    plan: SchedulePlan, chunks: dict[int, PipelineChunk], units: Sequence[range]
-) -> tuple[dict[int, PipelineChunk], dict[int, PipelineChunk]]:
-    """This rank's chunks, or their units, by the numbers that the plan's actions have.
-
-    Returns:
-        the parts that are executed, and those whose gradients are reduced at once: each unit where gradients are
-        scattered after every micro-batch, else each chunk, whose gradients are complete when its first unit's are.
-    """
-    first, executed = [0, *accumulate(plan.units_of_chunks)], chunks
-    if plan.units is not None:
-        executed = {
-            unit: chunk.part(units, unit)
-            for index, chunk in chunks.items()
-            for unit in range(first[index], first[index + 1])
-        }
-    return executed, executed if _scatters(plan) else {first[index]: chunk for index, chunk in chunks.items()}

@@ -1,5 +1,4 @@
-"""Conversion of plain layers for tensor parallelism: a network of torch's and SpikingJelly's layers becomes one of
-ours.
+"""Conversion for tensor parallelism: a network of torch's and SpikingJelly's layers becomes one of ours.
 
 What treats every channel by itself stays as it is, and works on a rank's channels. What is in the table of
 `megasnn.layers.converted` becomes a layer of ours. A module with a forward of its own keeps it, with its parts

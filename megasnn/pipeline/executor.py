@@ -39,7 +39,7 @@ MOST_GRAPHED = 2  # kinds of steps with CUDA graphs, each of which takes memory:
 
 
 class PipelineError(RuntimeError):
-    """An action failed; the message names rank, stage, action and micro-batch.
+    """Failure of an action; the message names rank, stage, action and micro-batch.
 
     Attributes:
         place: these four.
@@ -51,7 +51,7 @@ class PipelineError(RuntimeError):
 
 
 class PipelineExecutor:
-    """One for all schedules, a single rank included.
+    """Executor of any schedule, on a single rank, too.
 
     Args:
         chunks: this rank's chunks by index.
@@ -88,7 +88,7 @@ class PipelineExecutor:
         # Steps of one kind train or evaluate micro-batches of the same sizes, with their spikes observed or not.
         self._steps = Counter[tuple[bool, bool, tuple[int, ...]]]()
         self._scattered: frozenset[int] = frozenset()  # chunks whose gradients are, after every micro-batch
-        methods: dict[Kind, Callable[[StepState, Action], None]] = {
+        self._methods: dict[Kind, Callable[[StepState, Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._whole_backward,
             Kind.INPUT_GRADIENT: self._input_gradient,
@@ -98,12 +98,11 @@ class PipelineExecutor:
             Kind.RECV_FORWARD: self._receive_forward,
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.RECV_BACKWARD: self._receive_backward,
-            Kind.REDUCE_GRAD: self._reduce_gradients,
-            Kind.REDUCE_SCATTER: self._scatter_gradients,
-            Kind.UNSHARD: self._gather_weights,
-            Kind.RESHARD: self._free_weights,
+            Kind.REDUCE_GRAD: self._share,
+            Kind.REDUCE_SCATTER: self._share,
+            Kind.UNSHARD: self._share,
+            Kind.RESHARD: self._share,
         }
-        self._methods = methods
 
     def train_step(self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput]) -> Tensor:
         """Forward and backward of all micro-batches; gradients are accumulated and reduced.
@@ -297,20 +296,15 @@ class PipelineExecutor:
         if self._sync is not None and action.chunk in self._scattered:
             self._sync.begin(action.chunk, first_part)
 
-    def _reduce_gradients(self, run: StepState, action: Action) -> None:
-        if self._sync is not None:
+    def _share(self, run: StepState, action: Action) -> None:
+        """Reduces and scatters gradients, gathers and frees weights; nothing on a replica that is alone."""
+        if self._sync is not None and action.kind is Kind.REDUCE_GRAD:
             self._sync.finish(action.chunk)
-
-    def _scatter_gradients(self, run: StepState, action: Action) -> None:
-        if self._sync is not None:
+        elif self._sync is not None and action.kind is Kind.REDUCE_SCATTER:
             self._sync.scatter(action.chunk)
-
-    def _gather_weights(self, run: StepState, action: Action) -> None:
-        if self._weights is not None:
+        elif self._weights is not None and action.kind is Kind.UNSHARD:
             self._weights.unshard(action.chunk)
-
-    def _free_weights(self, run: StepState, action: Action) -> None:
-        if self._weights is not None:
+        elif self._weights is not None and action.kind is Kind.RESHARD:
             self._weights.reshard(action.chunk)
 
     # --- transfers

@@ -82,7 +82,7 @@ class TensorSpec:
 
 
 class Boundaries:
-    """What the boundaries between stages carry, on this rank; a boundary is between ranks with the same part of it.
+    """Tensors that boundaries between stages carry, on this rank; a boundary is between ranks with the same part of it.
 
     Shapes grow in a straight line with the samples: two dry runs of the whole model give them for any number.
 

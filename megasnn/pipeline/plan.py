@@ -60,20 +60,6 @@ class PipelineRequest:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A schedule that was compared for a budget, or for weights that replicas shard.
-
-    Attributes:
-        alone: seconds of a step in which nothing is computed again and nothing gathered.
-        whole: seconds with both; None where that cannot be.
-    """
-
-    name: str
-    alone: float
-    whole: float | None
-
-
-@dataclass(frozen=True)
 class PipelinePlan:
     """Partition and schedules of a run.
 
@@ -83,7 +69,8 @@ class PipelinePlan:
         micro_batches: of a usual step.
         costs: measured; None where nobody needed them.
         named: forecasts of the named schedules, each on its own partition; empty without costs.
-        compared: candidates for a budget, or for weights that replicas shard.
+        compared: schedules that were tried for a budget, or for weights that replicas shard, with their seconds; None
+            where one cannot be.
         memory_budget: as it was asked for.
         weight_ranks: number of replicas that share one copy of the weights.
     """
@@ -93,7 +80,7 @@ class PipelinePlan:
     micro_batches: int
     costs: PipelineCosts | None = None
     named: tuple[Forecast, ...] = ()
-    compared: tuple[Candidate, ...] = ()
+    compared: tuple[tuple[str, float | None], ...] = ()
     memory_budget: float | None = None
     weight_ranks: int = 1
 
@@ -152,9 +139,7 @@ class PipelinePlan:
             budget = "" if self.memory_budget is None else f" within --memory-budget {1e-6 * self.memory_budget:g}"
             shards = "" if self.weight_ranks == 1 else f" with --weight-parallel-size {self.weight_ranks}"
             shown = [
-                f"{each.name} {'not possible' if each.whole is None else f'{1e3 * each.whole:.1f} ms'} "
-                f"({1e3 * each.alone:.1f} ms without)"
-                for each in self.compared
+                f"{name} {'not possible' if time is None else f'{1e3 * time:.1f} ms'}" for name, time in self.compared
             ]
             lines.append(f"  compared{budget}{shards}: {', '.join(shown)}; no other one is faster")
         return lines
@@ -264,25 +249,25 @@ class ScheduleChoice:
         compares = request.memory_budget is not None or self._weights_of is not None
         if request.schedule != AUTO or self._stages == 1 or not compares:
             return replace(plan, schedules=self._executed(first))
-        best, least, refusals, compared = None, float("inf"), list[ValueError](), list[Candidate]()
+        best, least, refusals, compared = None, float("inf"), list[ValueError](), dict[str, float | None]()
         for name, alone, chunks in self._fastest_first(first, counts):
             if alone >= least:
                 break
-            whole = None
+            compared[name] = None
             try:
-                schedules = self._executed(chunks)
-                other = replace(plan, bounds=self._bounds_of(chunks.placement), schedules=schedules)
-                simulation = other.simulation(usual)
-                assert simulation is not None
-                whole = simulation.makespan
-                if whole < least:
-                    best, least = other, whole
+                bounds, schedules = self._bounds_of(chunks.placement), self._executed(chunks)
             except ValueError as error:
                 refusals.append(error)
-            compared.append(Candidate(name, alone, whole))
+                continue
+            other = replace(plan, bounds=bounds, schedules=schedules)
+            simulation = other.simulation(usual)
+            assert simulation is not None
+            compared[name] = simulation.makespan
+            if simulation.makespan < least:
+                best, least = other, simulation.makespan
         if best is None:
             raise min(refusals, key=lambda each: each.least if isinstance(each, BudgetError) else 0.0)
-        return replace(best, compared=tuple(compared))
+        return replace(best, compared=tuple(compared.items()))
 
     def _cut(self, placement: tuple[int, ...]) -> tuple[range, ...]:
         if self._request.bounds is not None:

@@ -51,7 +51,7 @@ def _packed(tensor: Tensor, carried: Carried) -> Tensor | tuple[TensorSpec, Tens
     if carried.content is Content.DENSE or not is_channels_last(tensor):
         return tensor
     spec = TensorSpec(tuple(tensor.shape), tensor.dtype, carried.content, tensor.requires_grad)
-    with explained(partial("{1}: {0}".format, carried.name)):
+    with explained(partial("{}: {}".format, carried.name)):
         message = spec.pack(tensor)
     _with_bits(tensor, spec, message)
     return spec, message
@@ -64,7 +64,7 @@ def _with_bits(tensor: Tensor, spec: TensorSpec, message: Tensor) -> Tensor:
 
 
 class BudgetError(ValueError):
-    """No choice keeps the budget.
+    """Budget that no choice keeps.
 
     Attributes:
         least: bytes with all forwards computed again; the message has them, too.

@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 
 from megasnn.grid import ContextCut
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, for_samples
-from megasnn.planner.analysis import Analysis, LayerFacts, LayerSeconds, Timed
+from megasnn.planner.cost_file import Analysis, LayerFacts, LayerSeconds, Timed
 from megasnn.planner.machines import Machine
-
-PARTS = "forward", "input_gradient", "weight_gradient"
 
 
 @dataclass(frozen=True)

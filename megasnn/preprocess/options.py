@@ -13,9 +13,15 @@ import tyro
 from megasnn.data.index import INDEX_NAME
 from megasnn.events import FrameOptions
 from megasnn.files import SAMPLE_MB
-from megasnn.preprocess.event_sets import EncodeRecording, has_trials, list_event_folders, list_gestures
-from megasnn.preprocess.image_sets import CopyImage, encode_cifar, list_cifar, list_image_folders, list_tiny_imagenet
-from megasnn.preprocess.sources import Listing
+from megasnn.preprocess.encoding import CopyImage, EncodeRecording, encode_cifar
+from megasnn.preprocess.sources import (
+    Listing,
+    list_cifar,
+    list_event_folders,
+    list_gestures,
+    list_image_folders,
+    list_tiny_imagenet,
+)
 from megasnn.preprocess.writing import Encode, Job, preprocess
 
 
@@ -131,7 +137,7 @@ class Dvs128Gesture(EventFolder):
     default_sensor = (128, 128)
 
     def listing(self) -> Listing:
-        return list_gestures(self.input) if has_trials(self.input) else list_event_folders(self.input)
+        return list_gestures(self.input)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ def receives_from(schedule: Schedule, peer: int, rank: int) -> list[Action]:
 
 
 def known_arrivals(schedule: Schedule, rank: int) -> dict[Action, int]:
-    """For each receive of a rank: how many of the rank's sends to the same peer have arrived by then.
+    """Number of a rank's sends to a peer that have arrived by then, for each receive from that peer.
 
     Whoever sends something has received all that it was to receive before. Only actions of peers are looked at.
     """
@@ -85,7 +85,7 @@ def received_behind(row: Sequence[Action], position: int, wholes: Sequence[int])
 
 
 def _needed_by_senders(schedule: Schedule, rank: int) -> dict[Action, int]:
-    """For each receive of a rank: how many of the rank's own first actions its send needs, be it over other ranks."""
+    """Number of a rank's own first actions that each of its receives' sends needs, be it over other ranks."""
     sent: dict[Action, int] = {}  # by the receive, what the send needs
     needed, own = [0] * schedule.ranks, 0
     for each, span in runs(schedule):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megasnn.config import PretrainConfig, changed_flags, comparable_flags, describe, to_json, with_model_name
+from megasnn.config import PretrainConfig, changed_flags, comparable_flags, to_json, with_model_name
 from megasnn.config.data import SAMPLE
 from megasnn.config.training import Length
 from megasnn.data.paths import shown_path
@@ -24,6 +24,7 @@ from megasnn.engine.mesh import describe_precision
 from megasnn.engine.model import DistributedModel
 from megasnn.files import write_whole
 from megasnn.kernels.backends import backend_told
+from megasnn.kernels.spike_codec import Content
 from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
 from megasnn.parallel.sharding import row_bounds
 from megasnn.parallel_state import ParallelState, why_not_on_gpus
@@ -31,6 +32,7 @@ from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Schedule, Simulation
 from megasnn.schedule.draw import SECONDS, View, raster
+from megasnn.telemetry.energy import LayerWork
 from megasnn.telemetry.reporter import Reporter
 
 WIDTH = 120
@@ -53,6 +55,7 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     if state.rank == 0:
         with reporter.best_effort("the summary of the model"):
             layers = _layers(config, model)
+            reporter.work = _work(layers)
     if sharing := _sharing(config, model):
         samples = f" ({' + '.join(map(str, sharing['samples']))})" if "samples" in sharing else ""
         lines.append(f"context parallel: {sharing['ranks']} ranks share each micro-batch by {sharing['cut']}{samples}")
@@ -60,7 +63,7 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
         reporter.line(line)
     table = as_table(layers, plan.bounds, plan.schedules.placement, state.tensor.size) if layers else ""
     reporter.text("model", table)
-    reporter.text("configuration", "    " + describe(config).replace("\n", "\n    "))
+    reporter.text("configuration", textwrap.indent(to_json(config), "    "))
     grid = {"data_parallel_size": state.data.size, "parameters": model.parameters}
     reporter.flags({**comparable_flags(config), **grid})
     costs = None
@@ -125,6 +128,13 @@ def _without_secrets(config: PretrainConfig) -> PretrainConfig:
 def _layers(config: PretrainConfig, model: DistributedModel) -> list[LayerSummary]:
     samples = model.context.largest_share(config.training.micro_batch_size)
     return summarise(config.model, config.neuron.spec, model.model, samples, model.context.compute_dtype)
+
+
+def _work(layers: Sequence[LayerSummary]) -> list[LayerWork]:
+    """Multiply-adds of the layers; a layer takes spikes where an output of the one before holds spikes or counts."""
+    spikes = [any(content is not Content.DENSE for _, content in each.outputs) for each in layers]
+    pairs = zip(layers, [False, *spikes], strict=False)
+    return [LayerWork(each.name, each.operations, takes_spikes) for each, takes_spikes in pairs]
 
 
 def _config_file(config: PretrainConfig) -> Path | None:

@@ -110,9 +110,6 @@ REFUSED = [
     ("--pipeline-model-parallel-layout 1|x", 1, "--pipeline-model-parallel-layout", "1|x"),
     ("--pipeline-model-parallel-layout 5", 1, "sums to 5", "6 units"),
     ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 6, "world size 6", "tensor 2 x pipeline 2"),
-    ("--tensor-model-parallel-size 3 --num-heads 8", 3, "--num-heads 8", "--tensor-model-parallel-size 3"),
-    ("--tensor-model-parallel-size 4 --num-heads 4 --embed-dim 48", 4, "6 channels", "--embed-dim 48"),
-    ("--tensor-model-parallel-size 4 --mlp-ratio 0.111", 4, "42 hidden channels", "--mlp-ratio 0.111"),
     ("--pipeline-model-parallel-size 15", 15, "--pipeline-model-parallel-size 15", "14 layers"),
     ("--global-batch-size 8 --micro-batch-size 4", 3, "--global-batch-size 8", "3 data parallel replicas"),
     ("--context-parallel-size 3", 4, "world size 4", "context 3"),
@@ -131,7 +128,6 @@ def test_a_mistake_is_named_with_value_and_flag(flags: str, world_size: int, val
     ("flags", "world_size", "named"),
     [
         ("--image-size 8", 1, "--image-size 8"),
-        ("--channels 8,12 --tensor-model-parallel-size 8", 8, "12"),
         ("--dropout 1", 1, "--dropout"),
         ("--tensor-parallel-style alternate", 1, "--tensor-parallel-style alternate"),
         ("--neuron if --decay-input", 1, "--decay-input"),

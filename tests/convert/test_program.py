@@ -52,8 +52,6 @@ def test_what_a_checkpoint_is_of_is_said_and_kept(tmp_path, capsys, kind):
     assert status == 0 and name in text and "iteration 100, 6400 samples" in text and "AdamW" in text
     status, text = answers(capsys, "verify", path)
     assert status == 0 and name in text
-    values = json.loads(answers(capsys, "inspect", path, "--json-output")[1])
-    assert values["model"] == name and list(values["tensors"].values())[0]["boxes"] and values["files"]
     assert answers(capsys, "reshard", "--load", path, "--save", tmp_path / "new")[0] == 0
     assert answers(capsys, "export", "--load", tmp_path / "new", "--output", tmp_path / "w.pt")[0] == 0
     assert answers(capsys, "import", "--input", tmp_path / "w.pt", "--save", tmp_path / "start")[0] == 0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
-import zipfile
-from itertools import islice, product
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ from megasnn.data.datasets import sample_format
 from megasnn.data.formats import EventFormat, decode_events, encode_events, encode_frames
 from megasnn.data.images import NORMALISATIONS, ImageFormat
 from megasnn.events import FrameOptions, Recording, make_frames
-from megasnn.files import read_arrays
 from megasnn.preprocess import sample
 from tests.data.shard_files import (
     as_events,
@@ -88,20 +85,6 @@ def test_events_and_counts_come_back_as_they_were() -> None:
         assert isinstance(after, np.ndarray) and after.dtype == dtype and np.array_equal(after, frames)
 
 
-@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
-def test_arrays_come_back_as_numpy_reads_them(version: tuple[int, int]) -> None:
-    random = np.random.default_rng(0)
-    shapes = [(), (5,), (0, 3), (2, 3), (3, 2), (2, 3)]  # the last one has a header that was parsed before
-    for shape, dtype, order in product(shapes, (np.uint8, ">i4", np.float32), ("C", "F")):
-        before = np.array(random.integers(0, 200, shape), dtype, order=order)
-        npy, npz = io.BytesIO(), io.BytesIO()
-        np.lib.format.write_array(npy, before, version)
-        with zipfile.ZipFile(npz, "w") as archive:
-            archive.writestr("values.npy", npy.getvalue())
-        after = read_arrays(npz.getvalue())["values"]
-        assert after.dtype == before.dtype and after.shape == before.shape and np.array_equal(after, before)
-
-
 @pytest.mark.parametrize("settings", [FrameOptions(5, "time", size=8), FrameOptions(5)])
 def test_kept_events_and_finished_frames_are_the_same_to_the_model(tmp_path, settings: FrameOptions) -> None:
     events = write_shard(tmp_path / "events.tar", as_events(range(4), sensor=(16, 16)))
@@ -136,17 +119,6 @@ def test_samples_of_another_length_or_shape_are_refused(tmp_path) -> None:
         batches = loader(dataset, shuffle=False, global_batch_size=4, skip_broken=skip_broken).batches()
         with pytest.raises(ValueError, match="'odd'.*has 6 frames.*--time-steps 5"):
             next(batches)
-
-
-def test_damaged_samples_are_broken_samples(tmp_path) -> None:
-    samples = as_events(range(6))
-    samples["r2"]["events.npz"] = samples["r2"]["events.npz"][:100]
-    data = DataConfig(data_path=str(write_shard(tmp_path / "a.tar", samples)))
-    dataset = open_datasets(data, (5, 2, 12, 12), 3).train
-    with pytest.raises(ValueError, match="'r2'.*--skip-broken-samples"):
-        next(loader(dataset, shuffle=False).batches())
-    batch = next(loader(dataset, shuffle=False, skip_broken=True).batches())
-    assert [len(part.skipped) for part in batch.micro_batches] == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -241,23 +213,3 @@ def test_the_sample_is_also_recorded_by_a_simulated_camera(monkeypatch) -> None:
     assert (batch.images.sum((2, 3, 4)) > 20).all(), "every frame has events"
     numbers = [int(datasets.train.key(index).removeprefix("digit_")) for index in batch.sample_ids.tolist()]
     assert batch.labels.tolist() == sample.read_digits()[1][numbers].tolist()
-
-
-REAL = os.environ.get("MEGASNN_DATA")
-
-
-@pytest.mark.skipif(not REAL, reason="MEGASNN_DATA does not name the folder of real data")
-def test_cifar10():
-    config = DataConfig(
-        data_path=f"{REAL}/cifar10_jpeg/cifar10-train-{{00000..00009}}.tar.gz",
-        valid_data_path=f"{REAL}/cifar10_jpeg/cifar10-test-*.tar.gz",
-        augment="cifar",
-    )
-    datasets = open_datasets(config, input_shape=(3, 32, 32), num_classes=10)
-    assert np.bincount(datasets.train.labels).tolist() == [5000] * 10
-    assert np.bincount(datasets.valid.labels).tolist() == [1000] * 10
-    sizes = {"global_batch_size": 500, "micro_batch_size": 250}
-    batches = loader(datasets.valid, training=False, num_workers=1, **sizes).batches(limit=4)
-    images = np.concatenate([part.images.numpy() for batch in batches for part in batch.micro_batches])
-    assert np.abs(images.mean(axis=(0, 2, 3))).max() < 0.1
-    assert np.abs(images.std(axis=(0, 2, 3)) - 1).max() < 0.1

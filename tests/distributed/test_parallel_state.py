@@ -142,7 +142,7 @@ def test_without_ranks_every_group_is_this_process() -> None:
 def test_devices_that_are_not_there(monkeypatch, backend, device, gpus, named) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(parallel_state, "_place", (0, 2))
     with pytest.raises(ValueError, match=named):
         parallel_state.start_process_group(backend, device)
 

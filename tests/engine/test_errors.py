@@ -108,7 +108,7 @@ def test_wrong_batches_are_refused_and_change_nothing(engine: Engine) -> None:
 def refused_together() -> list[str]:
     """Refusals of batches that are wrong on one rank; an evaluation between two steps among them."""
     x, y = torch.rand(8, *MODEL.input_shape, generator=torch.Generator().manual_seed(1)), torch.arange(8)
-    flags, told = {"pipeline_model_parallel_size": 2, "ema_decay": 0.9, "precision": "fp64"}, list[str]()
+    flags, told = {**PP2, "ema_decay": 0.9, "precision": "fp64"}, list[str]()
     with Engine(MODEL, **SIZES, **flags) as engine:
         rank = engine.state.rank
         told.append(str(engine.train_step(x, y).loss))

@@ -31,6 +31,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"context_parallel_size": 2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"},
     ),
+    "shared weights": (4, {"weight_parallel_size": 2, "global_batch_size": 16}),
     "rows": (2, {"context_parallel_size": 2, "context_parallel_cut": "rows"}),
 }
 
@@ -67,7 +68,7 @@ def answers(
 ) -> dict[str, Any]:
     """What an Engine in float64 says of samples, few and uneven ones too."""
     images, labels = batch()
-    with Engine(MODEL, **SIZES, **flags, precision="fp64") as engine, break_it():
+    with Engine(MODEL, **{**SIZES, **flags}, precision="fp64") as engine, break_it():
         engine.load_state_dict(by_spikingjelly()[0])
         pairs = [(images[:1], labels[:1]), (images[1:], labels[1:])]
         with torch.inference_mode(inference):

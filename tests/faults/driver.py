@@ -87,27 +87,10 @@ def lose_the_gpu() -> None:
     _at_second_forward_of_second_step(_lose_the_gpu)
 
 
-def lose_the_gpu_in_a_kernel() -> None:
-    """As Triton tells of it."""
-    _at_second_forward_of_second_step(partial(_lose_the_gpu, RuntimeError, "Triton Error [CUDA]: device-side assert"))
-
-
 def run_out_of_gpu_memory() -> None:
     _at_second_forward_of_second_step(
         partial(_lose_the_gpu, torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB")
     )
-
-
-def lose_the_gpu_in_backward() -> None:
-    """In the second step, at the first backward."""
-    compute, calls = PipelineExecutor._whole_backward, iter(range(1_000))
-
-    def counted(self: PipelineExecutor, run: Any, action: Action) -> None:
-        if next(calls) == MICRO_BATCHES:
-            _lose_the_gpu()
-        compute(self, run, action)
-
-    mock.patch.object(PipelineExecutor, "_whole_backward", counted).start()
 
 
 def lose_the_gpu_in_evaluation() -> None:
@@ -271,9 +254,7 @@ FAULTS = {
         raise_in_step,
         raise_while_saving,
         lose_the_gpu,
-        lose_the_gpu_in_a_kernel,
         run_out_of_gpu_memory,
-        lose_the_gpu_in_backward,
         lose_the_gpu_in_evaluation,
         slow_evaluation,
         stall_in_step,

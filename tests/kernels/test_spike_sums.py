@@ -28,7 +28,7 @@ from megasnn.layers.attention import Attend, AttendPlan
 from megasnn.models.build import describe
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
-from megasnn.planner import counting, measuring
+from megasnn.planner import analyze, measure
 from megasnn.planner.analyze import counted_sizes
 from tests.kernels.models import torch_threads
 from tests.sums import MOST, worth_by_time
@@ -260,10 +260,10 @@ def test_the_planner_measures_what_a_run_computes(precision: str, sparse: bool) 
         assert engine.distributed.context.sparse_products == sparse
     description = describe(config.model, config.neuron.spec)
     with (
-        mock.patch.object(counting, "count_memory", wraps=counting.count_memory) as sized,
-        mock.patch.object(measuring, "profile_layers", wraps=measuring.profile_layers) as timed,
+        mock.patch.object(analyze, "count_memory", wraps=analyze.count_memory) as sized,
+        mock.patch.object(measure, "profile_layers", wraps=measure.profile_layers) as timed,
     ):
-        measuring.measured(description, config, counted_sizes(description, config, [1], [], on_cpu=True))
+        measure.measured(description, config, counted_sizes(description, config, [1], [], on_cpu=True))
     contexts = [call.args[2] for call in (*sized.call_args_list, *timed.call_args_list)]
     assert len(contexts) > 1 and {each.sparse_products for each in contexts} == {sparse}
 

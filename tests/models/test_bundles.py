@@ -108,7 +108,7 @@ def _random_step(seed: int, chunks: int) -> tuple[float, dict[str, Tensor]]:
         destroy_model_parallel()
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_cut_of_a_random_network_changes_a_bit(seed: int) -> None:
     loss, expected = _random_step(seed, 1)
     for chunks in (2, 3, 5):

@@ -44,11 +44,11 @@ def test_with_a_budget_another_schedule_is_the_fastest() -> None:
     assert names == ["zbv", "v-half"] and not alone.compared
     before = chosen("zbv", 150)  # the fastest one alone, with the budget behind it
     assert seconds(alone) < seconds(best) < 0.98 * seconds(before)
-    assert [each.name for each in best.compared] == names, "no other one is as fast even without"
-    assert [each.whole for each in best.compared] == pytest.approx([seconds(before), seconds(best)])
+    assert [name for name, _ in best.compared] == names, "no other one is as fast even without"
+    assert [time for _, time in best.compared] == pytest.approx([seconds(before), seconds(best)])
     assert max(best.step_bytes(MICRO_BATCHES)) <= 150 * MB
     told = best.describe("auto")[-1]
-    assert "--memory-budget 150" in told and "(102.0 ms without)" in told and "v-half" in told
+    assert "--memory-budget 150" in told and "v-half" in told
 
 
 @pytest.mark.parametrize("budget", [200, 100, 40])
@@ -79,9 +79,8 @@ def test_gathers_count_where_schedules_are_compared() -> None:
 
     request = PipelineRequest("auto", None, None, 2, (MICRO_BATCHES,))
     choice = ScheduleChoice(request, STAGES, len(COSTS.layers), COSTS, weights, 2).make()
-    whole = [each.whole for each in choice.compared if each.whole is not None]
-    assert seconds(choice, ranks=2) == min(whole) and len(whole) > 1
-    assert all(each.whole is None or each.whole > each.alone for each in choice.compared)
+    times = [each for _, each in choice.compared if each is not None]
+    assert seconds(choice, ranks=2) == min(times) and len(times) > 1
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ from megasnn.config import PretrainConfig
 from megasnn.config.training import Length
 from megasnn.engine import Engine
 from megasnn.optim import held_state_bytes
-from megasnn.planner.candidates import Prefer
-from megasnn.planner.layout import Layout, with_layout
+from megasnn.planner.candidates import Layout, Prefer, with_layout
 from megasnn.planner.plan import Plan, plan
 from tests.planner.models import analysis, cluster, config
 from tools.benchmark.steps import needed_bytes, random_batch
@@ -36,7 +35,7 @@ def bytes_of_step(samples: int, micro_batch: int, layout: Layout, bounds: tuple[
 
 def on_ranks(ranks, found: Plan, samples: int = 16, micro_batch: int = 4) -> int:
     """Of the rank that needs most on the layout of a plan."""
-    return max(ranks(found.layout.ranks, bytes_of_step, samples, micro_batch, found.layout, found.bounds))
+    return max(ranks(found.layout.ranks, bytes_of_step, samples, micro_batch, found.layout, found.predicted.bounds))
 
 
 def test_memory_takes_less_than_speed(ranks) -> None:

@@ -14,6 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megasnn.telemetry import reporter as module
+from megasnn.telemetry.energy import LayerWork
 from megasnn.telemetry.log import BestEffort, Console, JsonLog
 from megasnn.telemetry.records import (
     EvaluationRecord,
@@ -137,7 +138,10 @@ def test_an_interval_is_summed_up(tmp_path, clock, capsys) -> None:
     clock[0] += 0.5
     reporter.step(StepResult(nan, 0, 10, nan, 0.1))
     reporter.log(5, 50, {})
+    reporter.work = [LayerWork("input", 8, False), LayerWork("a", 100, True)]
+    reporter.evaluation(EvaluationRecord(5, 50, 5, 1.0, 0.5, 1.0))
     reporter.close()
+    assert entries(tmp_path, "validation")[0]["validation/effective_acs"] == 50
     line, after = entries(tmp_path, "iteration")
     assert line["loss"] == 1.625 and line["accuracy"] == 6 / 40 and line["samples_per_second"] == 20.0
     assert line["elapsed_ms"] == 500 and line["epoch"] == 0.8 and line["skipped_iterations"] == 1

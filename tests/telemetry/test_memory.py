@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-import os
-import platform
 import subprocess
 import sys
 import weakref
@@ -89,27 +87,3 @@ def test_bytes_of_tensors_are_counted_and_circles_from_before_stay() -> None:
     assert (counter.held, counter.peak) == (0, 4000)
     gc.collect()
     assert alive() is None and gc.isenabled() and len(lists) == 100_000
-
-
-STEPS = """
-import resource
-import torch
-import megasnn
-
-engine = megasnn.Engine(megasnn.MODELS["spikformer"](variant="spikformer_ti", image_size=32), micro_batch_size=8,
-                        global_batch_size=8, train_iters=9)
-images, labels = torch.rand(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)
-for _ in range(5):
-    engine.train_step(images, labels)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(4):
-    engine.train_step(images, labels)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 4)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
-def test_a_step_takes_the_memory_that_the_one_before_has_freed():
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    child = subprocess.run([sys.executable, "-c", STEPS], env=plain, capture_output=True, text=True, check=True)
-    assert int(child.stdout.split()[-1]) < 500

@@ -54,7 +54,10 @@ def test_a_raster_has_a_row_for_each_neuron_and_a_column_for_each_step() -> None
     picture = raster_picture(raster)
     assert picture.shape == (3, 9, 3) and np.argwhere(picture[..., 0] == 0).tolist() == [[2, 5]]
     assert set(np.unique(picture[:, 4])) == {160}
-    assert raster_sheet({"a": raster, "b": raster}).shape[2] == 3
+    for count in (1, 3):
+        sheet = raster_sheet(dict.fromkeys([f"layer{number}" for number in range(count)], raster))
+        borders = (sheet == 160).all(-1).sum(0) > 20  # columns of the borders between samples: one in each layer
+        assert (np.diff(borders.astype(int)) == 1).sum() == count
 
 
 def layers(*rates: float) -> list[LayerSpikes]:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megasnn.telemetry.energy import LayerWork, describe_operations, synaptic_operations
 from megasnn.telemetry.spikes import (
     RASTER_NEURONS,
     RASTER_SAMPLES,
@@ -91,10 +92,14 @@ def _shared(samples_of_first: list[int]) -> list[list[LayerSpikes]]:
                 recorder.observe(name, sample)
         found.append(recorder.reduce(data_group, (tensor_group,), None, []))
     # A pipeline: rank 0 has the first and last layer, as with virtual stages; rank 1 the one between; others none.
-    names, recorder = list(SHAPES), enabled()
+    names, recorder, rasters = list(SHAPES), enabled(), RasterRecorder()
+    rasters.enabled = True
     for name in [[names[0], names[2]], [names[1]], [], []][dist.get_rank()]:
         recorder.observe(name, _spikes(name))
+        rasters.observe(name, _spikes(name))
     found.append(recorder.reduce(None, (), dist.group.WORLD, names))
+    drawn = rasters.take(dist.group.WORLD, names)
+    assert list(drawn) == names and all(raster.any() and raster.shape[::2] == (4, 3) for raster in drawn.values())
     recorder = enabled()
     recorder.observe("layer", torch.ones(1, 1, 2 + dist.get_rank()))
     with pytest.raises(ValueError, match="layer.*3.*2"):
@@ -114,6 +119,19 @@ def test_ranks_give_the_statistics_of_one(ranks):
             for mine, expected in zip(layers, alone, strict=True):
                 assert (mine.name, mine.silent, mine.saturated) == (expected.name, expected.silent, expected.saturated)
                 assert mine.firing_rate == pytest.approx(expected.firing_rate, rel=1e-12)
+
+
+def test_synaptic_operations_are_counted_where_neurons_fire() -> None:
+    """A dense layer, one behind its neuron, and a block with two products, between which another neuron fires."""
+    layers = [LayerWork("conv", 1000, False), LayerWork("next", 200, True), LayerWork("block", 50, True)]
+    rates = {"conv.neuron": 0.5, "next.neuron": 0.1, "block.first": 0.3, "block.last": 0.4}
+    spikes = [LayerSpikes(name, rate, 0.0, 0.0) for name, rate in rates.items()]
+    found = synaptic_operations(layers, spikes)
+    acs = 200 * (0.5 + 0.1) / 2 + 50 * (0.1 + 0.3 + 0.4) / 3
+    assert found["validation/effective_macs"] == 1000 and found["validation/dense"] == 1250
+    assert found["validation/effective_acs"] == pytest.approx(acs)
+    assert found["validation/energy_mj"] == pytest.approx(1e3 * (1000 * 4.6e-12 + acs * 0.9e-12))
+    assert synaptic_operations(layers, []) == {} and "1250 MACs" in describe_operations(found)
 
 
 def test_rasters_have_a_few_neurons_of_the_first_samples_in_the_models_order() -> None:

@@ -83,7 +83,7 @@ def test_what_tensorboard_shows(ranks, cache, tmp_path) -> None:
         "1_training/1_loss", "1_training/2_accuracy", "1_training/3_samples_per_second", "1_training/4_grad_norm",
         "1_training/5_learning_rate",
     ]  # fmt: skip
-    assert len(cards) <= 30
+    assert len(cards) <= 33
     assert [tag for tag, points in scalars.items() if all(point.value == 0 for point in points)] == []
     assert not any("data_mb" in card for card in cards), "there is one replica"
     assert [event.step for event in scalars["1_training/1_loss"]] == [2, 4, 6]
@@ -96,7 +96,7 @@ def test_what_tensorboard_shows(ranks, cache, tmp_path) -> None:
     expected = learning_rate(OptimizerConfig(lr=1e-2), 5, 6)
     assert scalars["1_training/5_learning_rate"][-1].value == pytest.approx(expected, rel=1e-6)
     assert "configuration/text_summary" in events.Tags()["tensors"]
-    assert len(events.PluginTagToContent("hparams")) == 3 and events.PluginTagToContent("custom_scalars")
+    assert events.PluginTagToContent("custom_scalars")
     assert [event.step for event in events.Images("samples")] == [0]
 
 

@@ -101,30 +101,6 @@ def samples(made: Engine, count: int) -> tuple[Tensor, Tensor]:
     return images[:count], labels[:count]
 
 
-def looked_at(*flags: str) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Evaluations and predictions of numbers of samples that leave replicas with fewer micro-batches, or none; and the
-    whole weights, before and behind a step, and when others were loaded."""
-    with engine("--precision", "fp64", "--ema-decay", "0.5", *flags) as made:
-        made.train_step(*samples(made, 8))
-        found = []
-        for count in (10, 1, 5):
-            record = made.evaluate(*samples(made, count))
-            found += [torch.tensor([record.loss, record.top1]), made.predict(samples(made, count)[0])]
-        weights = made.state_dict()
-        made.load_state_dict({name: value * 2 for name, value in weights.items()})
-        found.append(made.predict(samples(made, 3)[0]))
-        return found, weights
-
-
-def test_evaluating_and_whole_weights(ranks) -> None:
-    (one, weights), others = looked_at(), ranks(4, looked_at, *BY_TWO)
-    for found, whole in others:
-        for mine, theirs in zip(found, one, strict=True):
-            torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-9, atol=1e-12)
-        for name, value in weights.items():
-            torch.testing.assert_close(whole[name], value, rtol=1e-9, atol=1e-12, msg=name)
-
-
 @dataclass
 class Account:
     """Bytes: what this rank receives in its second step, and holds behind it, beside what is planned and allowed.

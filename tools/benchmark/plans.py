@@ -13,13 +13,11 @@ from typing import ClassVar
 
 from megasnn.config.checks import flag
 from megasnn.grid import Grid
-from megasnn.planner.analysis import Analysis, read
-from megasnn.planner.candidates import Prefer
-from megasnn.planner.cluster import Cluster
-from megasnn.planner.layout import Layout
+from megasnn.planner.candidates import Layout, Prefer
+from megasnn.planner.cost_file import Analysis, read
+from megasnn.planner.machines import Cluster
 from megasnn.planner.plan import plan
-from megasnn.planner.predicted import Predicted
-from megasnn.planner.step import Predictor
+from megasnn.planner.predict import Predicted, Predictor
 from megasnn.schedule.named import SCHEDULES
 from tools.benchmark.harness import Column, Figures, say
 from tools.benchmark.layouts import MEGASNN, Layouts, Row, measured, parse_row
@@ -82,7 +80,7 @@ plan for: what the planner takes of all layouts of one rank and of two"""
                 if layout not in layouts.values():
                     say(f"plan for {name}: {layout}, which is none of the rows")
             predicted = {row: predictor.predict(layout) for row, layout in layouts.items()}
-            works = {row: self._planned(row, layouts[row], predicted[row], costs) for row in layouts}
+            works = {row: self._planned(row, layouts[row], predicted[row]) for row in layouts}
             found = measured(self, works)
         for own, (row, foreseen) in zip(found, predicted.items(), strict=True):
             need = max(each.gathered + each.kept + each.working + each.messages for each in foreseen.memory)
@@ -110,9 +108,9 @@ plan for: what the planner takes of all layouts of one rank and of two"""
         subprocess.run([*launch, *program, *words], check=True, env=environment, stdout=subprocess.DEVNULL)
         return read(costs)
 
-    def _planned(self, row: Row, layout: Layout, predicted: Predicted, costs: Path) -> Work:
+    def _planned(self, row: Row, layout: Layout, predicted: Predicted) -> Work:
         work = self.work(row)
-        return replace(work, parallel=layout.parallel(work.parallel, predicted.bounds, costs))
+        return replace(work, parallel=layout.parallel(work.parallel, predicted.bounds))
 
 
 def layout_of(row: Row) -> Layout:

@@ -1,6 +1,6 @@
-"""What is known of a model before a layout is chosen: the costs of its layers at every size that they can be cut to.
+"""The costs file: what the layers of a model cost at every size that they can be cut to.
 
-This is the costs file: written where the model can be built, read where it cannot, without torch.
+Written where the model can be built, read where it cannot, without torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megasnn.grid import ContextCut
 from megasnn.pipeline.cost_model import LayerCost
 from megasnn.planner.machines import Machine
 
-FORMAT: Literal[1] = 1
+FORMAT: Literal[2] = 2
 _ADVICE = "make it anew with `analyze`"
 
 CutAxis = Literal["tensor", "samples", "rows"]
@@ -50,7 +50,7 @@ class LayerFacts:
     Attributes:
         name, unit: as in `Layer`. parameters: number of their elements, of the whole layer.
         operations: multiply-adds in a sample's forward. output: bytes of a sample's output, packed as it travels.
-        spikes: whether its input is spikes or counts, so that a multiply-add is a synaptic operation.
+        spikes: its input is spikes or counts, so that a multiply-add is a synaptic operation.
         rows: of the images that it gives; 1 where these are none.
     """
 
@@ -104,7 +104,6 @@ class Timed:
     Attributes:
         tensor, context, cut: as in `Counted`; where they are more than one, exchanges are a part of the seconds.
         samples: that this rank computes. ranks: how many computed at the same time on the machine.
-        seconds: of each layer.
     """
 
     tensor: int
@@ -126,9 +125,9 @@ class Analysis:
         machine: where it was measured; None: nowhere.
     """
 
-    format: Literal[1]
+    format: Literal[2]
     model: str
-    about: FreeForm
+    about: dict[str, FreeForm]
     layers: tuple[LayerFacts, ...]
     sizes: tuple[int, ...]
     counted: tuple[Counted, ...]
@@ -140,51 +139,51 @@ class Analysis:
         """The unit of each layer."""
         return [each.unit for each in self.layers]
 
+    @cached_property
+    def _by_size(self) -> dict[tuple[int, int, ContextCut], Counted]:
+        return {(each.tensor, each.context, each.cut): each for each in self.counted}
+
+    @cached_property
+    def _possible(self) -> dict[CutAxis, dict[int, str | None]]:
+        return {
+            "tensor": {each.tensor: each.refused for each in self.counted if each.context == 1},
+            "samples": {
+                each.context: each.refused for each in self.counted if each.context > 1 and each.cut == "samples"
+            },
+            "rows": {each.context: each.refused for each in self.counted if each.context > 1 and each.cut == "rows"},
+        }
+
     def of(self, tensor: int, context: int, cut: ContextCut) -> Counted | None:
         """The layers at some sizes; None where they were not asked for."""
-        found = (each for each in self.counted if (each.tensor, each.context, each.cut) == (tensor, context, cut))
-        return next(found, None)
+        return self._by_size.get((tensor, context, cut))
 
     def possible(self, axis: CutAxis) -> dict[int, str | None]:
-        """The sizes of an axis that were asked for, and why each cannot be; None where it can."""
-        if axis == "tensor":
-            return {each.tensor: each.refused for each in self.counted if each.context == 1}
-        return {each.context: each.refused for each in self.counted if each.context > 1 and each.cut == axis}
+        """Sizes of an axis that were asked for, and why each cannot be; None where it can."""
+        return self._possible[axis]
 
 
-def identity(config: PretrainConfig) -> FreeForm:
+def identity(config: PretrainConfig) -> dict[str, FreeForm]:
     """All of a configuration that the layers' costs depend on, but for the size of micro-batches."""
     training = config.training
-    return json.loads(
-        json.dumps(
-            {
-                "model": {"name": config.model.name, **to_dict(config.model)},
-                "neuron": to_dict(config.neuron),
-                "precision": training.precision,
-                "sparse_products": training.sparse_products,
-            }
-        )
-    )
+    about = {
+        "model": {"name": config.model.name, **to_dict(config.model)},
+        "neuron": to_dict(config.neuron),
+        "training": {"precision": training.precision, "sparse_products": training.sparse_products},
+    }
+    return json.loads(json.dumps(about))
 
 
-def whose(analysis: Analysis, config: PretrainConfig) -> str | None:
-    """Of which other model the costs are, in words; None where they are of the model of a configuration."""
+def differences(analysis: Analysis, config: PretrainConfig) -> list[str]:
+    """What of `identity` is another one in the costs."""
+    theirs, mine = analysis.about, identity(config)
     if analysis.model != config.model.name:
-        return f"of {analysis.model}, and the model is {config.model.name}"
-    theirs, mine = _flat(analysis.about), _flat(identity(config))
-    different = [
-        f"{name} is {theirs.get(name, 'not there')} in the costs and {mine.get(name, 'not there')} here"
-        for name in sorted({*theirs, *mine})
-        if theirs.get(name) != mine.get(name)
+        return [f"they are of {analysis.model}, and the model is {config.model.name}"]
+    return [
+        f"{part}.{name} is {theirs[part].get(name, 'not there')} in the costs and {value} here"
+        for part, values in mine.items()
+        for name, value in values.items()
+        if theirs[part].get(name, "not there") != value
     ]
-    return f"of another {analysis.model}: {'; '.join(different)}" if different else None
-
-
-def _flat(values: FreeForm) -> FreeForm:
-    found: FreeForm = {}
-    for name, value in values.items():
-        found |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
-    return found
 
 
 def write(analysis: Analysis, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Bytes that are counted on one process, which pretends to have the others, are those of real ranks."""
+"""Bytes that are counted on one process, whose other ranks are fake, are those of real ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megasnn.models.build import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.cost_model import LayerCost
 from megasnn.pipeline.profile_layers import count_memory
-from megasnn.planner.counting import context_of, counted, trial_sizes
+from megasnn.planner.analyze import context_of, counted, trial_sizes
 from tests.planner.models import config
 
 MICRO_BATCH = 2

@@ -18,23 +18,19 @@ from megasnn.optim import build_optimizer
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.sharding import materialise, sharded_tensors
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel, start_process_group
-from megasnn.pipeline.cost_model import LayerCost, PipelineCosts
+from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.profile_layers import profile_layers, profile_pipeline
-from megasnn.planner.analysis import Analysis, LayerSeconds, Timed
-from megasnn.planner.counting import context_of, one_rank
-from megasnn.planner.fitting import fitted_machine
-from megasnn.telemetry.memory import held_memory_mb
+from megasnn.planner.analyze import context_of, one_rank
+from megasnn.planner.cost_file import Analysis, LayerSeconds, Timed
+from megasnn.planner.machines import DEVICES, Machine
+from megasnn.telemetry.memory import device_name, held_memory_mb
 
 STEPS = 5  # of the optimizer
 Size = tuple[int, int, ContextCut]
 ONE: Size = (1, 1, "samples")
 
 
-def measured(
-    model: ModelDescription,
-    config: PretrainConfig,
-    known: Analysis | None,
-) -> Analysis:
+def measured(model: ModelDescription, config: PretrainConfig, known: Analysis | None) -> Analysis:
     """What is known, with seconds and with the machine that they are of. Collective over the ranks of torchrun.
 
     Args:
@@ -47,8 +43,8 @@ def measured(
     world = dist.group.WORLD if ranks > 1 else None
     timed, link = [], None
     if known is not None:
-        alone = one_rank(config, device.type == "cpu")
-        layers = profile_layers(model, config.training.micro_batch_size, alone, device, repeats=True)
+        alone, samples = one_rank(config, device.type == "cpu"), config.training.micro_batch_size
+        layers = profile_layers(model, samples, alone, device, repeats=True)
         timed.append(_timed(config, layers, ONE, 1))
     if ranks > 1:
         for size in broadcast_result(world, lambda: _sizes(known, config, ranks)):
@@ -59,10 +55,7 @@ def measured(
 
     def put_together() -> Analysis:
         assert known is not None, "the first rank knows it"
-        release_free_memory()
-        program = 1e6 * held_memory_mb(device) if device.type == "cpu" else None
-        machine = fitted_machine(known, timed, device, link, update, program)
-        return replace(known, timed=tuple(timed), machine=machine)
+        return replace(known, timed=tuple(timed), machine=_machine(device, link, update, ranks))
 
     found = broadcast_result(world, put_together)
     if ranks > 1 and not joined_before:
@@ -70,18 +63,40 @@ def measured(
     return found
 
 
+def _machine(device: torch.device, link: LinkCost | None, update: float, ranks: int) -> Machine:
+    """The machine that seconds were measured on; sizes that were not measured are scaled by rates of the table.
+
+    Args:
+        link: between two ranks; None where there was one.
+        update: seconds that the optimizer takes for each byte of parameters.
+    """
+    is_cpu = device.type == "cpu"
+    base = DEVICES["cpu-core" if is_cpu else "h100"].machine(device_name(device), "fp32")
+    release_free_memory()
+    return replace(
+        base,
+        least=0.0,
+        start=0.0,
+        alone=1.0,  # seconds are there of one rank, and of all at the same time
+        update=update,
+        within=link or base.within,
+        program=1e6 * held_memory_mb(device) if is_cpu else base.program,
+        memory=base.memory if is_cpu else float(torch.cuda.get_device_properties(device).total_memory),
+        told=f"measured with {ranks} rank(s)" + ("" if link else ", links from the table of devices"),
+    )
+
+
 def _sizes(known: Analysis | None, config: PretrainConfig, ranks: int) -> list[Size]:
     """Those that all ranks together have: one by one first, then sharing."""
     assert known is not None, "the first rank knows it"
     samples = config.training.micro_batch_size
-    found = [
+    return [
         (each.tensor, each.context, each.cut)
         for each in known.counted
         if each.refused is None
         and ranks % (each.tensor * each.context) == 0
         and (each.cut == "rows" or each.context <= samples)
     ]
-    return found
 
 
 def _together(
@@ -105,12 +120,12 @@ def _timed(config: PretrainConfig, layers: Sequence[LayerCost], size: Size, rank
     samples = -(-samples // context) if cut == "samples" else samples
     seconds = tuple(
         LayerSeconds(
-            each.forward,
-            each.input_gradient,
-            each.weight_gradient,
-            each.forward if each.again is None else each.again,
-            each.pack,
-            each.unpack,
+            forward=each.forward,
+            input_gradient=each.input_gradient,
+            weight_gradient=each.weight_gradient,
+            again=each.forward if each.again is None else each.again,
+            pack=each.pack,
+            unpack=each.unpack,
         )
         for each in layers
     )
