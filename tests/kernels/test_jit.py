@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numba
 import numpy as np
 import pytest
 from filelock import FileLock
@@ -30,7 +31,9 @@ LOCK = f".compile.{__name__}.add.lock"
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     """The kernel as another process would have it."""
     monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path))
-    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    # Both: numba reads its environment anew when that has changed.
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "numba"))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "numba"))
     return lambda: kernel(add)
 
 
@@ -46,7 +49,7 @@ def test_a_cached_kernel_takes_no_lock_and_others_wait_for_it(compiled, capsys: 
         second = compiled()
         assert added(second, "f4") == 9 and sum(second.stats.cache_hits.values()) == 1
         found: list[float] = []
-        waiting = threading.Thread(target=lambda: found.append(added(compiled(), "f8")))
+        waiting = threading.Thread(target=lambda: found.append(added(compiled(), "f8")), daemon=True)
         waiting.start()
         waiting.join(0.5)
         assert waiting.is_alive() and not found
