@@ -19,7 +19,6 @@ from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.parallel import gradient_buckets
 from megasnn.parallel.gradient_buckets import BUCKET_BYTES
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline import plan as pipeline_plan
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.memory import forecast_memory, step_peak
@@ -76,9 +75,8 @@ def predicted_and_counted(
         config: PretrainConfig = run_config(type(model))(
             model=model, training=training, parallel=layout, optimizer=frozen
         )
-        modules = gradient_buckets, pipeline_plan
-        small = (mock.patch.object(module, "BUCKET_BYTES", bucket_bytes) for module in modules)
-        with next(small), next(small), Engine(config, length=Length(9)) as engine:
+        small = mock.patch.object(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
+        with small, Engine(config, length=Length(9)) as engine:
             predicted = step_peak(config, engine.distributed, engine.plan).total
             return predicted, _counted(engine, samples)
     finally:
