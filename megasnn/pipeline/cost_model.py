@@ -63,6 +63,7 @@ class LayerCost:
         collectives, exchanged: calls between ranks that share the layer, and the bytes that this rank receives.
         found: bytes kept beside the input where the forward is computed again: statistics of norms, received tensors.
         again: seconds of a forward that is computed again; None: those of the forward.
+        working_again: bytes that it needs, as in `working`; None: those of the forward.
         deferred: bytes that an input gradient leaves for the weight gradient; None: all that the forward has kept.
         output: bytes of the output where the layer runs, and of its gradient; None: those of the gradient on its way.
             In PipelineCosts of all that crosses a boundary behind the layer.
@@ -83,6 +84,7 @@ class LayerCost:
     exchanged: int = 0
     found: int = 0
     again: float | None = None
+    working_again: int | None = None
     deferred: int | None = None
     output: int | None = None
     cast: int = 0
@@ -192,7 +194,7 @@ def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]
     return replace(first, working=(forward, inputs, weights), **values)
 
 
-_IN_BYTES = "held", "message", "gradient", "found", "deferred", "output", "exchanged"
+_IN_BYTES = "held", "message", "gradient", "found", "working_again", "deferred", "output", "exchanged"
 
 
 def layers_per_chunk(bounds: Sequence[range]) -> str:

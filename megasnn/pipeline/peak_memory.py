@@ -60,7 +60,7 @@ def unit_memory(costs: PipelineCosts, units: Sequence[range]) -> list[UnitMemory
         whole = max(inputs, weights + layer.deferred_bytes - layer.held)
         working = {
             Kind.FORWARD: before.waiting + forward,
-            Kind.RECOMPUTE: before.waiting + forward,
+            Kind.RECOMPUTE: before.waiting + (layer.working_again or forward),
             Kind.BACKWARD: gradient + whole,
             Kind.INPUT_GRADIENT: gradient + inputs,
             Kind.WEIGHT_GRADIENT: weights,

@@ -180,17 +180,7 @@ class _Trial:
 
     def cost(self, rounds: int, repeats: bool) -> LayerCost:
         """Costs without those of messages. Args: as of `profile_layers`."""
-        self._forget()
-        counter, given = AllocationCounter(self._device), list[Bundle]()
-        with counter.counting():  # inputs come in, but images lie in the batch
-            given += self._inputs if self._is_first else [map_entries(_copied, x) for x in self._inputs]
-        before = counter.held
-        with counter.counting():
-            y = [self._forward(given)]
-        forward = counter.peak - before
-        with counter.counting():  # at its end nothing is left but what it keeps
-            backward = self._backward_of(y.pop())
-            given.clear()
+        counter, forward, backward = self._counted_forward()
         held = counter.held
         with counter.counting(), self._weight_gradients.deferred() as tasks:
             backward()
@@ -202,8 +192,12 @@ class _Trial:
         with counter.counting():
             _run(tasks)
         weights = counter.peak - deferred
-        findings = self._first_forward() if repeats else deque()
+        findings, again = (self._first_forward(), 0) if repeats else (deque(), None)
         parts = [part for each in findings for part in ([each] if isinstance(each, Tensor) else each)]
+        found = sum(part.nbytes for part in parts)
+        if repeats:  # the second forward does not fire the last neuron
+            with recompute_mode([self._layer]), replaying(findings):
+                again = self._counted_forward()[1]
         for _ in range(rounds):
             self._run_by_the_clock(repeats)
         seconds = self._clock.seconds
@@ -216,11 +210,27 @@ class _Trial:
             parameters=sum(each.nbytes for each in self._layer.parameters()),
             collectives=self._traffic[0],
             exchanged=self._traffic[1],
-            found=sum(part.nbytes for part in parts),
+            found=found,
             again=seconds("again"),
+            working_again=again,
             deferred=deferred,
             output=sum(each.nbytes for each in entries_of(self.output).values()),
         )
+
+    def _counted_forward(self) -> tuple[AllocationCounter, int, Callable[[], None]]:
+        """A forward, at whose end nothing is left but what it keeps; the bytes that it needed, and its backward."""
+        self._forget()
+        counter, given = AllocationCounter(self._device), list[Bundle]()
+        with counter.counting():  # inputs come in, but images lie in the batch
+            given += self._inputs if self._is_first else [map_entries(_copied, x) for x in self._inputs]
+        before = counter.held
+        with counter.counting():
+            y = [self._forward(given)]
+        needed = counter.peak - before
+        with counter.counting():
+            backward = self._backward_of(y.pop())
+            given.clear()
+        return counter, needed, backward
 
     def _first_forward(self) -> Cache:
         findings: Cache = deque()

@@ -38,7 +38,7 @@ TENSOR_SIZES = 1, 2, 3, 4, 6, 8, 12, 16
 CONTEXT_SIZES = 2, 3, 4, 6, 8, 12, 16, 24, 32
 CPU = torch.device("cpu")
 WHOLE = "held", "message", "gradient", "parameters", "found", "cast"
-OPTIONAL = "deferred", "output"
+OPTIONAL = "working_again", "deferred", "output"
 
 
 def analyze(

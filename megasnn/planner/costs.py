@@ -97,7 +97,7 @@ def _of_both(of_tensor: LayerCost, by_rows: LayerCost, alone: LayerCost, share: 
     )
 
 
-_CUT = "held", "message", "gradient", "found", "deferred", "output"
+_CUT = "held", "message", "gradient", "found", "working_again", "deferred", "output"
 
 
 def work_of(layer: LayerFacts, cost: LayerCost, share: Share, first: bool) -> dict[str, Work]:
