@@ -5,11 +5,10 @@ The names below are loaded when they are first used, so that what needs no torch
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from megasnn.lazy import lazy_names
-
-if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy_names`
+if TYPE_CHECKING:
     from megasnn.checkpoint import CheckpointError as CheckpointError
     from megasnn.checkpoint import load_checkpoint as load_checkpoint
     from megasnn.checkpoint import load_global_tensors as load_global_tensors
@@ -21,6 +20,10 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.config import validate as validate
     from megasnn.engine import Engine as Engine
     from megasnn.kernels import NeuronSpec as NeuronSpec
+    from megasnn.kernels.spike_codec import COUNTS as COUNTS
+    from megasnn.kernels.spike_codec import DENSE as DENSE
+    from megasnn.kernels.spike_codec import SPIKES as SPIKES
+    from megasnn.kernels.spike_codec import Content as Content
     from megasnn.layers import BuildContext as BuildContext
     from megasnn.layers import ConvNormNeuron as ConvNormNeuron
     from megasnn.layers import DropPath as DropPath
@@ -34,7 +37,6 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.layers import ParallelDropout as ParallelDropout
     from megasnn.layers import ParallelGroupNorm as ParallelGroupNorm
     from megasnn.layers import ParallelIF as ParallelIF
-    from megasnn.layers import ParallelLayerNorm as ParallelLayerNorm
     from megasnn.layers import ParallelLIF as ParallelLIF
     from megasnn.layers import ParallelLinear as ParallelLinear
     from megasnn.layers import ParallelNeuron as ParallelNeuron
@@ -47,18 +49,14 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.layers import ThresholdDependentBatchNorm as ThresholdDependentBatchNorm
     from megasnn.layers import TokenAttention as TokenAttention
     from megasnn.layers import WholeImages as WholeImages
+    from megasnn.models.convert_module import shard as shard
     from megasnn.models.description import LayerDescription as LayerDescription
     from megasnn.models.description import ModelDescription as ModelDescription
     from megasnn.models.layer import layer as layer
     from megasnn.models.model import Model as Model
-    from megasnn.models.shard import shard as shard
-    from megasnn.models.table import MODELS as MODELS
-    from megasnn.parallel.codec import COUNTS as COUNTS
-    from megasnn.parallel.codec import DENSE as DENSE
-    from megasnn.parallel.codec import SPIKES as SPIKES
-    from megasnn.parallel.codec import Content as Content
-    from megasnn.parallel.sharded_tensors import ShardedTensor as ShardedTensor
+    from megasnn.models.registry import MODELS as MODELS
     from megasnn.parallel.sharding import Shard as Shard
+    from megasnn.parallel.sharding import ShardedTensor as ShardedTensor
     from megasnn.parallel_state import ParallelState as ParallelState
     from megasnn.parallel_state import destroy_model_parallel as destroy_model_parallel
     from megasnn.parallel_state import get_parallel_state as get_parallel_state
@@ -68,4 +66,40 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.telemetry.callback import Callback as Callback
     from megasnn.version import __version__ as __version__
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+_NAMES = {
+    "megasnn.checkpoint": "CheckpointError load_checkpoint load_global_tensors save_checkpoint save_global_tensors",
+    "megasnn.config": "ConfigError PretrainConfig parse validate",
+    "megasnn.engine": "Engine",
+    "megasnn.kernels": "NeuronSpec",
+    "megasnn.kernels.spike_codec": "COUNTS DENSE SPIKES Content",
+    "megasnn.layers": (
+        "BuildContext ConvNormNeuron DropPath KeyedLayer MaxPool MeanLinear MeanOverSpace NeuronConvNorm "
+        "ParallelBatchNorm ParallelConv ParallelDropout ParallelGroupNorm ParallelIF ParallelLIF ParallelLinear "
+        "ParallelNeuron ParallelPLIF PooledUnit SpikeDrivenAttention SpikingNeuron SpikingSelfAttention "
+        "TemporalEffectiveBatchNorm ThresholdDependentBatchNorm TokenAttention WholeImages"
+    ),
+    "megasnn.models.convert_module": "shard",
+    "megasnn.models.description": "LayerDescription ModelDescription",
+    "megasnn.models.layer": "layer",
+    "megasnn.models.model": "Model",
+    "megasnn.models.registry": "MODELS",
+    "megasnn.parallel.sharding": "Shard ShardedTensor",
+    "megasnn.parallel_state": "ParallelState destroy_model_parallel get_parallel_state initialize_model_parallel",
+    "megasnn.pipeline.chunk": "PipelineChunk",
+    "megasnn.pretraining": "pretrain",
+    "megasnn.telemetry.callback": "Callback",
+    "megasnn.version": "__version__",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,14 +13,14 @@ from megasnn.version import __version__
 USAGE = (
     "usage: python -m megasnn {MODELS} [flags]; --help after it lists them, --version in its place "
     "tells the version. A model of your own has a script that ends with megasnn.pretrain(YourModel), or an entry in "
-    "megasnn/models/table.py\n"
+    "megasnn/models/registry.py\n"
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status of the run; 2 without a model's name. By default it reads the command line."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    from megasnn.models.table import MODELS
+    from megasnn.models.registry import MODELS
     from megasnn.pretraining import pretrain
 
     usage = USAGE.replace("MODELS", ",".join(MODELS))

@@ -1,4 +1,4 @@
-"""What goes from layer to layer: a tensor, or a bundle, which is a tuple or a dict of tensors."""
+"""Values that go from layer to layer: a tensor, or a bundle, which is a tuple or a dict of tensors."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import socket
 import stat
 import threading
 from collections.abc import Callable
@@ -18,7 +17,7 @@ FOLDER = "MEGASNN_CACHE"
 MACHINE_CODE = "numba"
 """Folder of the kernels' machine code."""
 _PATIENCE_SECONDS = 1800.0
-_ADVICE = f"set the environment variable {FOLDER} to a folder that you alone can write to"
+_ADVICE = f"set the environment variable {FOLDER} to a folder with space that you alone can write to"
 
 
 class CacheError(ValueError):
@@ -47,19 +46,19 @@ def cache_folder(*parts: str) -> Path:
 
 
 def cached_name(source: Path, suffix: str, *version: str) -> str:
-    """A file name that changes with the path, size and time of change of `source` and with `version`."""
+    """File name that changes with the path, size and time of change of `source` and with `version`."""
     state = source.stat()
     return name_in_cache(source.name, suffix, str(source.absolute()), f"{state.st_size} {state.st_mtime_ns}", *version)
 
 
 def name_in_cache(readable: str, suffix: str, *version: str) -> str:
-    """A file name that begins with what is readable and changes with `version`."""
+    """File name that begins with `readable` and changes with `version`."""
     beginning = re.sub(r"[^A-Za-z0-9_.-]", "_", readable).lstrip(".")[:80]
     return f"{beginning}-{hashlib.blake2b(os.fsencode(chr(0).join(version)), digest_size=8).hexdigest()}{suffix}"
 
 
-def build_once(target: Path, build: Callable[[Path], None], patience: float = _PATIENCE_SECONDS) -> Path:
-    """Return `target`; where it does not exist yet, `build(temporary path)` makes it, in one process of a host.
+def build_once(target: Path, build: Callable[[Path], object], patience: float = _PATIENCE_SECONDS) -> Path:
+    """Returns `target`; where it does not exist yet, `build(temporary path)` makes it, in one process of a host.
 
     It appears complete or not at all: it is written beside its place, synced and renamed.
 
@@ -70,24 +69,21 @@ def build_once(target: Path, build: Callable[[Path], None], patience: float = _P
     """
     if target.exists():
         return target
-    temporary = target.with_name(f".{target.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}")
-    lock = target.with_name(f".{target.name}.lock")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with FileLock(lock, timeout=patience):
+        with FileLock(target.with_name(f".{target.name}.lock"), timeout=patience):
             if not target.exists():
                 build(temporary)
                 with open(temporary, "rb") as file:
                     os.fsync(file.fileno())  # lest a power cut leave an empty file in its place
                 os.replace(temporary, target)
-    except Timeout:
+    except Timeout as error:
         raise CacheError(
-            f"another process has held {lock} for {patience:g} s, to make {target.name}: end it, or start again later"
+            f"another process has held {error.lock_file} for {patience:g} s: end it, or start again later"
         ) from None
     except OSError as error:
-        raise CacheError(
-            f"cannot make {target}: {error}; if its folder is full or cannot be written, set {FOLDER} to another"
-        ) from error
+        raise CacheError(f"cannot make {target}: {error}; {_ADVICE}") from error
     finally:
         temporary.unlink(missing_ok=True)
     return target

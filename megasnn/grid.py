@@ -1,14 +1,13 @@
-"""Where each rank stands in the pipeline x data x weight x context x tensor grid, and which ranks form a group.
+"""The grid of ranks: pipeline x data x weight x context x tensor, always in this order, always by name.
 
-The order is Megatron's ``tp-cp-ep-dp-pp`` without experts: neighbouring ranks share a tensor parallel group, then
-come those that share a micro-batch, then the data parallel replicas, and the pipeline stages are furthest apart,
-because that is also how much they talk to each other. With tensor 2, data 4 and pipeline 2 over 16 ranks,
-[0, 1] is a tensor group, [0, 2, 4, 6] a data group and [0, 8] a pipeline group.
+    rank = (((pp * DP_REPLICATE + dp_replicate) * DP_SHARD + dp_shard) * CP + cp) * TP + tp
 
-With weight parallelism, replicas are along two axes: neighbours along "weight" share one copy of the weights by rows,
-and "data" is what is left, along which ranks hold the same. The data group has the ranks along both.
+Neighbouring ranks share a tensor parallel group, pipeline stages are furthest apart: that is also how much they talk to
+each other (Megatron's ``tp-cp-ep-dp-pp`` without experts). With tensor 2, data 4 and pipeline 2 over 16 ranks, [0, 1]
+is a tensor group, [0, 2, 4, 6] a data group and [0, 8] a pipeline group.
 
-An axis has its name in `Axis`, a field in `Coordinates` and in `Grid`, and its flag; nothing else here names one.
+Replicas lie along two axes: neighbours along "weight" (dp_shard) share one copy of the weights by rows, ranks along
+"data" (dp_replicate) hold the same.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ from itertools import product
 from math import prod
 from typing import Literal, get_args
 
-Axis = Literal["pipeline", "data", "weight", "context", "tensor"]
-AXES: tuple[Axis, ...] = get_args(Axis)  # slowest to fastest
-HOLDING_AXES: tuple[Axis, ...] = tuple(axis for axis in AXES if axis != "pipeline")
+Axis = Literal["pipeline", "data", "weight", "context", "tensor"]  # pp, dp_replicate, dp_shard, cp, tp
+AXES: tuple[Axis, ...] = get_args(Axis)
+"""Slowest to fastest."""
+HOLDING_AXES: tuple[Axis, ...] = ("data", "weight", "context", "tensor")
 """Ranks along these hold the same layers, whole or cut; along the pipeline they hold other layers."""
 REPLICA_AXES: tuple[Axis, ...] = ("data", "weight")
 """Ranks along these compute the same layers on other micro-batches."""
@@ -40,26 +40,26 @@ FLAG_OF_AXIS: dict[Axis, str] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Coordinates:
     """A rank's index along each axis of the grid."""
 
     pipeline: int = 0
     data: int = 0
-    tensor: int = 0
     weight: int = 0
     context: int = 0
+    tensor: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Grid:
     """The sizes of the axes. Raises ValueError when one is smaller than 1."""
 
     pipeline: int = 1
     data: int = 1
-    tensor: int = 1
     weight: int = 1
     context: int = 1
+    tensor: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -69,7 +69,7 @@ class Grid:
                 )
 
     @classmethod
-    def fit(cls, world_size: int, tensor: int = 1, pipeline: int = 1, weight: int = 1, context: int = 1) -> Grid:
+    def fit(cls, world_size: int, *, tensor: int = 1, pipeline: int = 1, weight: int = 1, context: int = 1) -> Grid:
         """The grid over `world_size` ranks: what the other axes leave over is data parallel.
 
         Raises ValueError with every factor when the sizes do not multiply to the world size.
@@ -94,7 +94,7 @@ class Grid:
                 f"{world_size} / tensor {tensor} / pipeline {pipeline}{f' / context {context}' * (context > 1)}), "
                 "which share weights in groups of that many"
             )
-        return cls(pipeline=pipeline, data=replicas // weight, tensor=tensor, weight=weight, context=context)
+        return cls(pipeline=pipeline, data=replicas // weight, weight=weight, context=context, tensor=tensor)
 
     @property
     def world_size(self) -> int:
@@ -102,7 +102,7 @@ class Grid:
 
     @property
     def replicas(self) -> int:
-        """How many ranks have other micro-batches."""
+        """Number of data parallel replicas, each of which has other micro-batches."""
         return self.data * self.weight
 
     def size(self, axis: Axis) -> int:
@@ -136,12 +136,9 @@ class Grid:
         for axis in axes:
             if axis not in AXES:
                 raise ValueError(f"unknown axis {axis!r}; the axes are {', '.join(AXES)}")
-        fixed = [range(self.size(axis)) if axis not in axes else range(1) for axis in AXES]
-        varying = [range(self.size(axis)) if axis in axes else range(1) for axis in AXES]
-        return [
-            [self.rank(_at(map(sum, zip(start, step, strict=True)))) for step in product(*varying)]
-            for start in product(*fixed)
-        ]
+        starts = product(*(range(1 if axis in axes else self.size(axis)) for axis in AXES))
+        places = (Place(self, _at(start)) for start in starts)
+        return [[self.rank(each.coordinates) for each in place.along(axes)] for place in places]
 
     def __str__(self) -> str:
         shown = [axis for axis in AXES if axis not in ("weight", "context") or self.size(axis) > 1]
@@ -149,7 +146,7 @@ class Grid:
 
 
 def _at(indices: Iterable[int]) -> Coordinates:
-    """Of indices in the order of `AXES`."""
+    """Coordinates from indices in the order of `AXES`."""
     return Coordinates(**dict(zip(AXES, indices, strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""The optimizers and the courses of the learning rate by name. The tables need no torch, only what they build does."""
+"""Registries of optimizers and of learning-rate schedules. They need no torch, only what they build does."""
 
 from __future__ import annotations
 
@@ -11,27 +11,6 @@ from megasnn.registry import Registry, later
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """A parameter that an optimizer steps, or the part of it that a rank has.
-
-    Attributes:
-        elements: their number. itemsize: bytes of one. decays: whether it has a weight decay.
-    """
-
-    elements: int
-    itemsize: int
-    decays: bool
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * self.itemsize
-
-
-def _nothing(parameters: Sequence[Stepped]) -> int:
-    return 0
 
 
 @dataclass(frozen=True)
@@ -49,8 +28,7 @@ class OptimizerRecipe:
         takes_found_inf: whether `step`, where the groups are `fused`, leaves everything as it is if the optimizer's
             attribute `found_inf`, a float on the device, is 1, as torch's GradScaler asks of optimizers. A GPU then
             need not wait for the host.
-        working: (the parameters) -> bytes that a step takes meanwhile for tensors like all of them, beside the state.
-            What it takes for one parameter at a time does not count.
+        working_copies: what a step takes beside the state, as a multiple of the parameters' bytes.
     """
 
     summary: str
@@ -60,7 +38,7 @@ class OptimizerRecipe:
     elementwise: bool = True
     takes_norms: bool = False
     takes_found_inf: bool = False
-    working: Callable[[Sequence[Stepped]], int] = _nothing
+    working_copies: float = 0.0
 
 
 def _adamw(groups: Sequence[dict[str, Any]], lr: float, adam_beta1: float, adam_beta2: float) -> Optimizer:
@@ -85,14 +63,6 @@ def _momentum(sgd_momentum: float, **flags: object) -> tuple[str, ...]:
     return ("momentum_buffer",) if sgd_momentum else ()
 
 
-def _lamb_working(parameters: Sequence[Stepped]) -> int:
-    """Updates and what they are divided by; or updates, and for what decays a factor for each element and the index,
-    of 8 bytes, by which it is taken."""
-    updates = sum(each.bytes for each in parameters)
-    factors = sum(each.bytes + 8 * each.elements for each in parameters if each.decays)
-    return updates + max(updates, factors)
-
-
 _ADAM_FLAGS = ("adam_beta1", "adam_beta2")
 
 OPTIMIZERS: Registry[OptimizerRecipe] = Registry(
@@ -107,7 +77,7 @@ OPTIMIZERS: Registry[OptimizerRecipe] = Registry(
             _moments,
             _ADAM_FLAGS,
             takes_norms=True,
-            working=_lamb_working,
+            working_copies=4,  # updates, factors of the type of the weights, and their 8-byte indices
         ),
     },
 )

@@ -1,11 +1,10 @@
-"""A run from a command line: what the pretrain scripts do."""
+"""Entry of a run from a command line: flags are read, checked, and trained with."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ from megasnn.checkpoint.folder import first_legible
 from megasnn.config import ConfigError, PretrainConfig, flags_between, from_dict, parse, validate
 from megasnn.config.checks import refusal
 from megasnn.config.identity import samples_from
-from megasnn.config.sources import Values, early_flags, sources_of, with_sources
+from megasnn.config.sources import Values
 from megasnn.files import in_message
 from megasnn.models.model import Model, run_config
-from megasnn.models.table import MODELS, saved_model_name
+from megasnn.models.registry import MODELS, saved_model_name
 from megasnn.telemetry.callback import Callback
 
 
@@ -25,7 +24,7 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
     """Trains a model as the flags say; the exit status (see `megasnn.training.run`), 2 for wrong flags.
 
     Args:
-        model: its class, or its name in the table (megasnn/models/table.py). A class that it lacks is put in.
+        model: its class, or its name in the table (megasnn/models/registry.py). A class that it lacks is put in.
         argv: flags, without the program's name; a notebook has to give them. None: those of this process, which then
             ends with the exit status, so that a script needs no more than this call.
         callbacks: are told what happens in the run.
@@ -35,11 +34,8 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
         SystemExit: after the help, and without `argv` always.
     """
     chosen = _in_table(model)
-    listed = isinstance(callbacks, Sequence)
-    if others := [
-        each for each in (callbacks if listed else [callbacks]) if not (listed and isinstance(each, Callback))
-    ]:
-        raise ValueError(f"give a list of instances of subclasses of megasnn.Callback, not {others[0]!r}")
+    if not isinstance(callbacks, Sequence) or not all(isinstance(each, Callback) for each in callbacks):
+        raise ValueError(f"give a list of instances of subclasses of megasnn.Callback, not {callbacks!r}")
     if argv is None and "kernel_launcher" in Path(sys.argv[0]).name:
         raise ValueError('in a notebook give the flags: pretrain(..., argv=["--train-iters", "100"])')
     flags = sys.argv[1:] if argv is None else argv
@@ -57,11 +53,10 @@ def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callbac
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         config = configuration(model, flags, speaks)
-        with sources_told(model, flags, config):
-            validate(config, world_size)
-            refuse_unbuildable(config)
-            refuse_other_samples(config)
-            refuse_other_device(config, world_size)
+        validate(config, world_size)
+        refuse_unbuildable(config)
+        refuse_other_samples(config)
+        refuse_other_device(config, world_size)
     except SystemExit as end:  # after the help, or what the parser has told
         if not end.code:
             raise
@@ -87,17 +82,9 @@ def _in_table(model: str | type[Model]) -> type[Model]:
 
 def refuse_unbuildable(config: PretrainConfig) -> None:
     """Raises ConfigError when the layers of the model cannot be built, or do not fit together. Imports torch."""
-    from megasnn.models.problems import building_problems
+    from megasnn.engine.build import model_problems
 
-    neuron, parallel = config.neuron, config.parallel
-    problems = building_problems(
-        config.model,
-        neuron.spec,
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.context_cut(config.training.micro_batch_size),
-    )
-    if problems:
+    if problems := model_problems(config):
         raise ConfigError(problems)
 
 
@@ -114,8 +101,8 @@ def refuse_other_samples(config: PretrainConfig) -> None:
 def refuse_other_device(config: PretrainConfig, world_size: int) -> None:
     """Raises ConfigError when this rank has no GPU and the flags need one: the device is known before ranks join. What
     a GPU cannot do is found out by using it, after that. Imports torch."""
-    from megasnn.engine.setup import require_kernels
-    from megasnn.parallel.world import device_of_rank, why_no_gpu, why_not_on_gpus
+    from megasnn.engine.build import require_kernels
+    from megasnn.parallel_state import device_of_rank, why_no_gpu, why_not_on_gpus
 
     parallel = config.parallel
     if wrong := refusal(device_of_rank, parallel.backend, parallel.device):
@@ -141,10 +128,7 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
     Raises:
         as `parse`.
     """
-    try:
-        given = parse(run_config(model), argv, console_outputs, model.recipes())
-    except ConfigError as error:
-        raise ConfigError(_of_another_model(model, early_flags(argv).config) or error.problems) from None
+    given = parse(run_config(model), argv, console_outputs, model.recipes())
     saved = _saved_values(model, given)
     if not saved:
         return given
@@ -153,37 +137,6 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
     if taken and os.environ.get("RANK", "0") == "0":
         print(f"--load {in_message(given.checkpoint.load)} gives {' '.join(map(in_message, taken))}")
     return config
-
-
-@contextmanager
-def sources_told(model: type[Model], argv: Sequence[str], config: PretrainConfig) -> Iterator[None]:
-    """Lets a ConfigError say which file or variant gave the values that it names, where no flag did.
-
-    Args:
-        config: of this model and these flags, as `configuration` reads it.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        given = parse(run_config(model), argv, False, model.recipes())
-        sources = sources_of(run_config(model), argv, model.recipes(), _saved_values(model, given))
-        raise ConfigError(with_sources(error.problems, config, sources)) from None
-
-
-def _of_another_model(model: type[Model], name: str | None) -> list[str]:
-    """One sentence where --config names a recipe, or a file that a run wrote, of other models than this one."""
-    if name is None or _takes(model, name):
-        return []
-    fits = [other.name for other in MODELS.values() if other is not model and _takes(other, name)]
-    if not fits:
-        return []
-    run = " or ".join(f"python -m megasnn {other} --config {in_message(name)}" for other in fits)
-    return [f"--config {in_message(name)} is of the model {' or '.join(fits)}, not {model.name}; run it with {run}"]
-
-
-def _takes(model: type[Model], name: str) -> bool:
-    """Whether a model can be trained with a file of --config."""
-    return not refusal(sources_of, run_config(model), ["--config", name], model.recipes(), {})
 
 
 def _saved_values(model: type[Model], given: PretrainConfig) -> Values:

@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-GENERATOR = "philox4x32-10"
-"""What training draws from, as checkpoints tell it. Before it was told, it was torch's and NumPy's generators."""
 WORD = 0xFFFFFFFF
 UNIFORM_BITS = 24  # as many as float32 holds exactly
 

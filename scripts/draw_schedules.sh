@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Draws the schedules of docs/schedules.md.
+# Draws the schedules of docs/schedules.md and docs/memory.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-draw() { python tools/draw_schedule.py "${@:2}" --output "docs/schedule_$1.svg" >/dev/null; }
+draw() { python tools/draw_schedule.py "${@:2}" --output "docs/schedule_$1.png" >/dev/null; }
 draw 1f1b 1f1b --stages 4 --micro-batches 8
 draw zb1p zb1p --stages 4 --micro-batches 8
 draw zbv zbv --stages 4 --micro-batches 8
-draw gathers 1f1b --stages 3 --micro-batches 4 --units 3 --recompute except-last --live-units 2 --gather 0.3 --scatter 0.3
+draw recompute 1f1b --stages 3 --micro-batches 4 --units 3 --recompute except-last

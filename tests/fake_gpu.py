@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megasnn.kernels.unit import norm_pool_neuron
-from megasnn.layers.cast_weights import _cast
-from megasnn.layers.unit import ConvNormNeuron
+from megasnn.kernels.neuron import norm_pool_neuron
+from megasnn.layers.blocks import ConvNormNeuron
+from megasnn.layers.weight_grad import _cast
 
 OUTSIDE = "outside of units"
 _STARTS_NOTHING = ("empty", "detach", "_unsafe_view", "alias", "lift_fresh", "new_empty", "_reshape_alias", "resize_")
@@ -32,13 +32,13 @@ _ON_GPU = {
     "megasnn.kernels.triton.available.interpreted": lambda: True,  # on a CPU the kernels are then not refused
     "megasnn.kernels.triton.available._unusable": lambda device: None,
     "megasnn.device_checks.runs_ahead": lambda device: True,
-    "megasnn.kernels.codec.usable_on": lambda device: True,
+    "megasnn.kernels.spike_codec.usable_on": lambda device: True,
     "megasnn.kernels.philox.usable_on": lambda device: True,
-    "megasnn.kernels.pooling.usable_on": lambda device: True,
+    "megasnn.kernels.convolution.usable_on": lambda device: True,
     "megasnn.kernels.convolution._is_matrix_product": lambda *shapes: False,
-    "megasnn.layers.attend.on_gpu": lambda values: True,
-    "megasnn.layers.cast_weights.on_gpu": lambda values: True,
-    "megasnn.kernels.codec.empty_strided": lambda shape, strides, dtype, device: torch.empty_strided(
+    "megasnn.layers.attention.on_gpu": lambda values: True,
+    "megasnn.layers.weight_grad.on_gpu": lambda values: True,
+    "megasnn.kernels.spike_codec.empty_strided": lambda shape, strides, dtype, device: torch.empty_strided(
         tuple(shape), tuple(strides), dtype=dtype, device=device
     ),
 }
@@ -188,8 +188,8 @@ def fake_gpu(names: dict[ConvNormNeuron, str] | None = None) -> Iterator[Counted
             stack.enter_context(mock.patch(target, replacement))
         stack.enter_context(mock.patch.object(ConvNormNeuron, "forward", marked))
         stack.enter_context(mock.patch("torch.autograd.backward", backward))
-        stack.enter_context(mock.patch("megasnn.layers.cast_weights._cast", cast))
-        stack.enter_context(mock.patch("megasnn.layers.unit.norm_pool_neuron", normalised))
+        stack.enter_context(mock.patch("megasnn.layers.weight_grad._cast", cast))
+        stack.enter_context(mock.patch("megasnn.layers.blocks.norm_pool_neuron", normalised))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(counting)
         yield counted

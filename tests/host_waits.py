@@ -1,8 +1,5 @@
 """What would make the host wait for a GPU: found on the CPU, by watching what is done with tensors.
 
-`python -m tests.host_waits` prints what waits in steps and evaluations of both models, on one rank and in a pipeline of
-two, and when a log line is written.
-
 The compiled loops of the CPU and the sockets of its ranks are put aside, so that the operations are those of a device.
 Tensors that a GPU's step keeps on the host, as the numbers of steps that torch's optimizers count, are named by `host`.
 """
@@ -11,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,12 +25,13 @@ from megasnn import device_checks
 from megasnn.config import parse
 from megasnn.config.training import Length
 from megasnn.engine import Engine
-from megasnn.kernels import codec, philox
-from megasnn.kernels.sparse import attention as sparse_attention
-from megasnn.kernels.sparse import products as sparse_products
+from megasnn.kernels import philox
+from megasnn.kernels import spike_codec as codec
+from megasnn.kernels.numba import attention as sparse_attention
+from megasnn.kernels.numba import spike_sums as sparse_products
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
-from megasnn.training.watch import Watch
+from megasnn.models.registry import MODELS
+from megasnn.training.metrics import Metrics
 
 PACKAGE = str(Path(__file__).parent.parent / "megasnn")
 READS = {  # operations whose result the host has to know, be it only its size
@@ -154,7 +151,7 @@ def waits_of_steps(model: str, flags: str = "", fewer: int = 7) -> Waits:
         mock.patch.object(dist, "get_backend", lambda group=None: "another"),  # one operation gathers
         Engine(config, length=Length(config.training.train_iters or 0)) as engine,
     ):
-        watch = Watch(engine.distributed, engine.state, engine.steps.timers)
+        watch = Metrics(engine)
         random = torch.Generator().manual_seed(0)
         images = torch.rand(size, *config.model.input_shape, generator=random)
         labels = torch.arange(size) % config.model.num_classes
@@ -163,7 +160,7 @@ def waits_of_steps(model: str, flags: str = "", fewer: int = 7) -> Waits:
         evaluated = engine.batches.share(images[:fewer], labels[:fewer], fewer, 0, evaluates=True)
 
         def host() -> set[int]:
-            states = engine.steps.optimizer.state.values()
+            states = engine.step.optimizer.state.values()
             return {state["step"].untyped_storage().data_ptr() for state in states if "step" in state}
 
         found = []
@@ -178,22 +175,3 @@ def waits_of_steps(model: str, flags: str = "", fewer: int = 7) -> Waits:
         with host_waits() as in_log:
             watch.since_last(3)
     return Waits(*found, in_evaluation, in_log)
-
-
-def main() -> None:
-    from tests.rank_pool import RankPool
-
-    pool = RankPool()
-    for model in MODEL_FLAGS:
-        for ranks in (1, 2):
-            flags = "" if ranks == 1 else "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b"
-            for rank, found in enumerate(pool.run(ranks, waits_of_steps, model, flags)):
-                for title, lines in zip(Waits._fields, found, strict=True):
-                    print(f"{model}, rank {rank} of {ranks}, {title}, 4 micro-batches: {len(lines)} waits")
-                    for line, count in sorted(Counter(lines).items()):
-                        print(f"  {count:3d}  {line}")
-    pool.close()
-
-
-if __name__ == "__main__":
-    main()

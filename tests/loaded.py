@@ -12,11 +12,11 @@ import tyro  # noqa: F401  (as flags are read)
 
 import megasnn.training  # noqa: F401
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.codec import pack_bits, unpack_bits
-from megasnn.kernels.fused import calls
-from megasnn.kernels.norm_neuron import Norm, Unit
+from megasnn.kernels.neuron import Norm, Unit
+from megasnn.kernels.numba import calls
+from megasnn.kernels.numba.attention import spiking_heads
 from megasnn.kernels.products import ConvolutionProducts
-from megasnn.kernels.sparse.attention import spiking_heads
+from megasnn.kernels.spike_codec import pack_bits, unpack_bits
 from tests.sums import form_sums_where_few
 
 
@@ -27,7 +27,7 @@ def _load_kernels(dtype: torch.dtype) -> None:
         x, unit = x.movedim(2, -1).contiguous().movedim(-1, 2), Unit(NeuronSpec(), 1e-5, pool, 1)
         norm = Norm(*calls.statistics(x), of_channels, of_channels)
         spikes, _ = calls.fire(x, norm, None, unit)
-        sums, carried = calls.backward_sums(x, spikes, norm, None, unit, False)
+        sums, carried, _ = calls.backward_sums(x, spikes, norm, None, unit, False)
         calls.input_gradient(x, spikes, norm, None, unit, sums, 4, carried)
         unpack_bits(pack_bits(spikes), spikes.shape, dtype=dtype)
     images, weight, products = torch.ones(1, 8, 1, 1), torch.zeros(8, 8, 1, 1), ConvolutionProducts(sparse=True)

@@ -27,7 +27,7 @@ from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from tests.host_waits import MODEL_FLAGS, TRAINING_FLAGS, host_waits, place_in_package
 from tests.recorded_graphs import recorded_graphs
 

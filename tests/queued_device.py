@@ -1,74 +1,32 @@
-"""A device that works off what is queued on it, for the transport of nccl_like.py; over links, in the time it takes."""
+"""A device that works off what is queued on it, for the transport of nccl_like.py."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-
-from tests.links import Links
 
 
 class HangError(RuntimeError):
     """Ranks wait for each other; says which of them for what."""
 
 
-@dataclass(frozen=True)
-class Moved:
-    """An operation that links took their time for.
-
-    Attributes:
-        what: "send", "receive", or the name of the collective. group: what its group is for.
-        doing: what the device said that it was doing when this was queued.
-        begin, end: in seconds of `time.perf_counter`, which the processes of a host share.
-    """
-
-    what: str
-    group: str
-    doing: object
-    begin: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Timing:
-    """How an operation takes its time over links.
-
-    Attributes:
-        what, group, doing: as in Moved.
-        meet: (when this rank was ready) -> when all ranks of the operation were, which it waits for.
-        seconds: that it takes from then on.
-    """
-
-    what: str
-    group: str
-    doing: object
-    meet: Callable[[float], float]
-    seconds: float
-
-
 class Operation:
     """Something queued on a device, as torch's Work."""
 
-    def __init__(self, line: str, text: str, run: Callable[[], Any], device: Device, timing: Timing | None) -> None:
-        self._line, self.text, self._run, self._device, self._timing = line, text, run, device, timing
-        self._asked = self._end = device.reached
+    def __init__(self, text: str, run: Callable[[], Any], device: Device) -> None:
+        self.text, self._run, self._device = text, run, device
         self._error: BaseException | None = None
         self.ended = threading.Event()
 
     def __call__(self) -> None:
         try:
-            if self._timing is None:
-                self._run()
-            else:
-                self._end = self._device.take_time(self._line, self._timing, self._asked, self._run)
+            self._run()
         except BaseException as error:  # it is the host's, which waits for this
             self._error = error
         self.ended.set()
@@ -78,7 +36,6 @@ class Operation:
             self._device.hang(f"waits until it can {self.text}{self._device.behind(self)}")
         if self._error is not None:
             raise self._error
-        self._device.reached = max(self._device.reached, self._end)
         return True
 
     def is_completed(self) -> bool:
@@ -112,60 +69,21 @@ class Device:
     Args:
         store: of the world. rank: of this process in it.
         limit: seconds that a wait may take.
-        links: what operations take their time from; None: they end when Gloo has done them.
-
     Attributes:
-        reached: over links, the time that the stream which computes has come to, in seconds of `time.perf_counter`.
-        computes: whether computing takes time.
-        doing: what is noted with the operations that are queued.
         communicators: those that were started, in order.
-        moved: over links, what has ended, in the order in which it did.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int, limit: float, links: Links | None = None) -> None:
-        self._store, self.rank, self._ranks, self.limit, self.links = store, rank, ranks, limit, links
+    def __init__(self, store: dist.Store, rank: int, ranks: int, limit: float) -> None:
+        self._store, self.rank, self._ranks, self.limit = store, rank, ranks, limit
         self._queues: dict[str, _Queue] = {}
-        self._free: dict[str, float] = {}  # by queue, when the last operation ended
-        self.reached = time.perf_counter()
-        self.computes = True
-        self.doing: object = None
         self.communicators: list[str] = []
-        self.moved: list[Moved] = []
 
-    def put(self, line: str, text: str, run: Callable[[], Any], timing: Timing | None = None) -> Operation:
-        operation = Operation(line, text, run, self, timing)
+    def put(self, line: str, text: str, run: Callable[[], Any]) -> Operation:
+        operation = Operation(text, run, self)
         if line not in self._queues:
             self._queues[line] = _Queue()
         self._queues[line].put(operation)
         return operation
-
-    def compute(self, seconds: float) -> None:
-        """Sleeps in place of computing, which begins when what came before it has ended."""
-        if self.computes:
-            self.reached += seconds
-            wait_until(self.reached)
-
-    @contextmanager
-    def without_computing(self) -> Iterator[None]:
-        """Inside, only links take time."""
-        self.computes = False
-        try:
-            yield
-        finally:
-            self.computes = True
-
-    def take_time(self, line: str, timing: Timing, asked: float, run: Callable[[], Any]) -> float:
-        """Runs an operation over links, and returns when it ended.
-
-        Args:
-            asked: when it was queued.
-        """
-        begin = timing.meet(max(asked, self._free.get(line, asked)))
-        run()
-        self._free[line] = end = begin + timing.seconds
-        wait_until(end)
-        self.moved.append(Moved(timing.what, timing.group, timing.doing, begin, end))
-        return end
 
     def synchronize(self, *_: object) -> None:
         """In place of torch.cuda.synchronize."""
@@ -209,9 +127,3 @@ class Device:
             time.sleep(0.05)
         told = [self._store.get(each).decode() for each in others if self._store.check([each])]
         raise HangError("; ".join(told))
-
-
-def wait_until(end: float) -> None:
-    """Sleeps until `time.perf_counter()` is there."""
-    while (left := end - time.perf_counter()) > 0:
-        time.sleep(left)

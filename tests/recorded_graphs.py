@@ -10,19 +10,16 @@ As a CUDA graph it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-FAILURE = "CUDA error: operation failed due to a previous error during capture"
 NONSENSE = 0xFF  # in each byte: not a number, in every floating-point type
 READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "lift_fresh"}
 _COMPUTES_NOTHING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach")
@@ -87,22 +84,19 @@ class _Recording(TorchDispatchMode):
     """
     Args:
         pool: gives the memory for what is made.
-        fails_after: so many operators; the next one is refused, or the end of the capture.
     Attributes:
         operators: (function, arguments, keywords, results) of what computes.
     """
 
-    def __init__(self, pool: Pool, fails_after: float = math.inf) -> None:
+    def __init__(self, pool: Pool) -> None:
         super().__init__()
-        self._pool, self._fails_after = pool, fails_after
+        self._pool = pool
         self.operators: list[tuple[Any, Any, Any, list[_Memory]]] = []
         self._made: dict[int, torch.UntypedStorage] = {}
         self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, options = function.overloadpacket.__name__, kwargs or {}
-        if len(self.operators) >= self._fails_after:
-            self.end()
         if name in READS or function.namespace == "c10d":
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         given = tree_map(_memory, (args, options))
@@ -120,10 +114,6 @@ class _Recording(TorchDispatchMode):
             self.operators.append((function, *given, [_Memory(x) for x in fresh]))
         return result
 
-    def end(self) -> None:
-        if self._fails_after < math.inf:
-            raise RuntimeError(f"{FAILURE}\nCompile with TORCH_USE_CUDA_DSA")
-
     def undo(self) -> None:
         for storage, values in self._before.values():
             _bytes(storage).copy_(values)
@@ -139,31 +129,16 @@ class _Recording(TorchDispatchMode):
                 memory.tensor().copy_(value)
 
 
-def is_recording() -> bool:
-    return isinstance(_get_current_dispatch_mode(), _Recording)
-
-
-def never(work: Callable[[], None]) -> float:
-    return math.inf
-
-
 class RecordedGraphs:
-    """A `megasnn.pipeline.capture.Capture`.
+    """A `megasnn.pipeline.graphs.Capture`.
 
-    Args:
-        fails_after: how many operators of some work are taken down before that fails.
     Attributes:
-        pools: all that were made. rooms: how often room was made. captures: how often one was begun.
-        replays: how often a graph was started. joins: how often something went backward without its graph.
+        pools: all that were made. captures, replays: how often a graph was made, and started.
     """
 
-    def __init__(self, fails_after: Callable[[Callable[[], None]], float] = never) -> None:
-        self._fails_after = fails_after
+    def __init__(self) -> None:
         self.pools: list[Pool] = []
-        self.rooms = self.captures = self.replays = self.joins = 0
-
-    def make_room(self) -> None:
-        self.rooms += 1
+        self.captures = self.replays = 0
 
     def pool(self) -> Pool:
         self.pools.append(Pool())
@@ -175,11 +150,10 @@ class RecordedGraphs:
 
     def __call__(self, work: Callable[[], None], pool: Pool) -> Callable[[], None]:
         self.captures += 1
-        recording = _Recording(pool, self._fails_after(work))
+        recording = _Recording(pool)
         try:
             with recording:
                 work()
-            recording.end()
         finally:
             recording.undo()
 
@@ -192,25 +166,6 @@ class RecordedGraphs:
             recording.run()
 
         return replay
-
-    def join(self) -> None:
-        self.joins += 1
-
-
-class Refused:
-    """Has captures of one part of one layer fail when some of it is done: all from some slot on."""
-
-    def __init__(self, layer: str, part: str, slot: int = 0) -> None:
-        self._layer, self._part, self._left, self.failures = layer, part, slot, 0
-
-    def __call__(self, work: Callable[[], None]) -> float:
-        method = work.func if isinstance(work, partial) else work
-        holder = method.__self__
-        if (holder._name, method.__name__) != (self._layer, self._part):
-            return math.inf
-        self._left -= 1
-        self.failures += self._left < 0
-        return math.inf if self._left >= 0 else 2 if self._part == "_forward" else 1
 
 
 def _is_held(storage: torch.UntypedStorage) -> bool:
@@ -225,8 +180,8 @@ def recorded_graphs(graphs: RecordedGraphs | None = None) -> Iterator[RecordedGr
     of the CPU, nothing read before the end of a step, and spikes that leave the kernels as bits."""
     graphs = graphs or RecordedGraphs()
     with ExitStack() as stack:
-        for module in ("codec", "philox", "sparse.products", "sparse.attention"):
+        for module in ("spike_codec", "philox", "numba.spike_sums", "numba.attention"):
             stack.enter_context(mock.patch(f"megasnn.kernels.{module}._loops", lambda: None))
         stack.enter_context(mock.patch("megasnn.device_checks.runs_ahead", lambda device: True))
-        stack.enter_context(mock.patch("megasnn.engine.setup.capture_on", lambda device: graphs))
+        stack.enter_context(mock.patch("megasnn.engine.build.capture_on", lambda device: graphs))
         yield graphs

@@ -13,7 +13,7 @@ from torch.distributed.run import parse_args
 
 from megasnn.config import parse, validate
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 
 FOLDER = Path(__file__).parents[1] / "scripts" / "clusters"
 # A host prints the words of its torchrun. `down` cannot be reached, and `stuck` waits for Ctrl-C, as it is typed.

@@ -1,23 +1,43 @@
-"""torchvision and torchaudio, whose builds may not fit torch's, are not needed by us.
-
-Recipes, which are installed with the package."""
+"""The package: no torchvision needed, torch only where it must be, recipes and programs in the wheel, public names."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
+import shutil
+import subprocess
 import sys
+import sysconfig
 import tomllib
+import zipfile
+from importlib import import_module
 from pathlib import Path
 
+import pytest
+
 import megasnn
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.pretraining import pretrain
 from tests.forking import forking
 
 ROOT = Path(__file__).parents[1]
-NMS = "operator torchvision::nms does not exist"
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SCRIPTS = SETTINGS["project"]["scripts"]
 NOT_NEEDED = {"torchvision", "torchaudio"}
+BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+WITHOUT_TORCH = """
+import megasnn, megasnn.schedule, megasnn.config, megasnn.pretraining
+megasnn.pretrain, megasnn.PretrainConfig, megasnn.Model
+from megasnn import MODELS, parse, validate
+from megasnn.models.model import run_config
+for model in MODELS.values():
+    validate(parse(run_config(model), ["--train-iters", "1", "--tensor-model-parallel-size", "2"]), world_size=2)
+from megasnn.commands.draw_schedule import main
+main(["zbv", "--stages", "2", "--micro-batches", "2"])
+import sys
+sys.exit(3 if "torch" in sys.modules else 0)
+"""
 
 
 def import_everything(folder: str) -> None:
@@ -34,26 +54,92 @@ def import_everything(folder: str) -> None:
 
 
 def test_nothing_of_ours_imports_torchvision_or_torchaudio(tmp_path) -> None:
+    """Their builds may not fit torch's."""
     for name in NOT_NEEDED:
-        (tmp_path / f"{name}.py").write_text(f"raise RuntimeError({NMS!r})")
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     process = forking().Process(target=import_everything, args=(str(tmp_path),))
     process.start()
     process.join()
     assert process.exitcode == 0
 
 
-def test_recipes_are_installed_with_the_package() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    (pattern,) = settings["package-data"]["*"]
-    installed = {file for init in (ROOT / "megasnn").rglob("__init__.py") for file in init.parent.glob(pattern)}
-    recipes = {name: path for entry in MODELS.values() for name, path in entry.recipes().items()}
-    assert set(recipes.values()) == installed == set((ROOT / "megasnn").rglob("*.json"))
-    assert {"spikformer/cifar10", "vgg_dvs/cifar10dvs"} <= recipes.keys()
+def test_flags_and_drawings_need_no_torch() -> None:
+    ended = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], timeout=60, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_public_names_are_there() -> None:
+    for name in megasnn.__all__:
+        value = getattr(megasnn, name)
+        # A value that is no class or function does not know where it comes from.
+        module = {"MODELS": "megasnn.models.registry", "__version__": "megasnn.version"}.get(name) or value.__module__
+        assert getattr(importlib.import_module(module), name) is value and name in dir(megasnn)
+    with pytest.raises(AttributeError, match="ParallelConf"):
+        getattr(megasnn, "ParallelConf")  # noqa: B009
 
 
 def test_an_unknown_recipe_lists_those_there_are(capsys) -> None:
     assert pretrain("spikformer", ["--config", "spikformer/cifar100", "--train-iters", "1"]) == 2
     text = capsys.readouterr().err
-    assert "--config spikformer/cifar100 is neither" in text and "spikformer/cifar10, spikformer/digits" in text
-    assert pretrain("vgg_dvs", ["--config", "spikformer/cifar10", "--train-iters", "1"]) == 2
-    assert "run it with python -m megasnn spikformer --config spikformer/cifar10" in capsys.readouterr().err
+    assert "--config spikformer/cifar100" in text and "spikformer/cifar10, spikformer/digits" in text
+
+
+# --- the wheel, built from a folder that is no checkout, which a downloaded archive is too
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    shutil.copytree(ROOT / "megasnn", folder / "megasnn", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def run(*words: str | Path, cwd: Path) -> str:
+    """Output of a program that ends well. It finds nothing in the checkout."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ended = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_a_wheel_holds_every_file_of_the_package(source, tmp_path) -> None:
+    name = run(sys.executable, "-c", BUILD, tmp_path, cwd=source).splitlines()[-1]
+    with zipfile.ZipFile(tmp_path / name) as wheel:
+        packed = {Path(file) for file in wheel.namelist() if file.startswith("megasnn/")}
+    package = ROOT / "megasnn"
+    files = {file.relative_to(ROOT) for file in package.rglob("*") if file.suffix != ".pyc" and file.is_file()}
+    assert packed == files
+    recipes = {path for entry in MODELS.values() for path in entry.recipes().values()}
+    assert recipes == set((ROOT / "megasnn").rglob("*.json"))
+
+
+def test_every_program_is_installed() -> None:
+    programs = {file.stem for file in (ROOT / "megasnn" / "commands").glob("*.py")} - {"__init__"}
+    installed = {f"megasnn-{program.replace('_', '-')}": f"megasnn.commands.{program}:program" for program in programs}
+    assert SCRIPTS == {"megasnn": "megasnn.__main__:main", **installed}
+    for place in SCRIPTS.values():
+        module, _, function = place.partition(":")
+        assert callable(getattr(import_module(module), function))
+
+
+@pytest.mark.matrix
+def test_a_wheel_installs_and_trains_without_the_checkout(source, tmp_path) -> None:
+    """Builds as pip does: with the build requirements of pyproject.toml, which it takes from a package index."""
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, source, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    programs = tmp_path / "venv" / "bin"
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    # The requirements are those of this environment; links to a checkout, which it may have, are not found.
+    (packages / "requirements.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    run(programs / "python", "-m", "pip", "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    for name in SCRIPTS:
+        assert "usage" in run(programs / name, "--help", cwd=tmp_path).lower()
+    short = ["--config", "spikformer/digits", "--lr-warmup-iters", "0", "--train-iters", "2", "--save", "here"]
+    run(programs / "megasnn", "spikformer", *short, cwd=tmp_path)
+    launcher = [programs / "python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    more = ["--load", "here", "--train-iters", "4", "--pipeline-model-parallel-size", "2"]
+    run(*launcher, "-m", "megasnn", "spikformer", *short, *more, cwd=tmp_path)
+    assert "no problem(s)" in run(programs / "megasnn-convert-checkpoint", "verify", "here", cwd=tmp_path)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 LAYERS = [
-    ["registry", "lazy", "version", "child_process", "free_memory", "device_checks", "again"],
+    ["registry", "version", "free_memory", "device_checks", "recompute"],
     [
-        *("files", "grid", "batching", "random", "bundle", "losses", "non_finite", "optimizers", "pinned"),
+        *("files", "grid", "batching", "random", "bundle", "losses", "optimizers", "pinned"),
         *("precisions", "telemetry"),
     ],
     ["schedule", "augment"],

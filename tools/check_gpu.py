@@ -4,9 +4,9 @@
     python tools/check_gpu.py --parts versions kernels --limit-s 200
 
 Each part is a process of its own: one that fails, dies or hangs is a row with its error, and what it had found stays.
-After each part a JSON line is appended to --output, tracebacks included. It needs torch, triton, NumPy and numba, and
-neither SpikingJelly nor what reads command lines. The exit status is 0 where every target is met, 1 where one is missed
-or a part failed, 2 where nothing could be checked.
+After each part a JSON line is appended to --output, tracebacks included. It needs torch, triton, NumPy and einops; what
+reads files and command lines has stand-ins where it is missing, and SpikingJelly's surrogates are written out. The exit
+status is 0 where every target is met, 1 where one is missed or a part failed, 2 where nothing could be checked.
 
 By estimate all parts take 440 of the 570 seconds of --limit-s: 20 for versions, 120 for the kernels (each is compiled
 once), 60 for parity, and 60 for each of the four steps.
@@ -34,16 +34,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-
-if __name__ == "__main__":  # from any folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from megasnn.engine import Engine
-from megasnn.kernels import NeuronSpec
-from megasnn.kernels.codec import pack_bits, pack_counts, unpack_bits, unpack_counts
-from megasnn.kernels.unit import neuron_multi_step, norm_pool_neuron
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.vgg_dvs.dimensions import VggDvs
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 570.0
@@ -126,16 +116,21 @@ def _device_seconds(run: Callable[[], object], setting: Setting, repeats: int = 
 
 @dataclass(frozen=True)
 class NeuronCase:
-    """A neuron and the shape `[T, N, C, H, W]` of its input."""
+    """A neuron by fields of NeuronSpec, and the shape `[T, N, C, H, W]` of its input."""
 
-    spec: NeuronSpec
+    values: dict[str, Any]
     shape: tuple[int, ...]
     pool: bool = False
 
+    @property
+    def spec(self) -> Any:
+        from megasnn.kernels import NeuronSpec
 
-def _spec(kind: str, surrogate: str, v_reset: float | None, detach: bool, **more: Any) -> NeuronSpec:
-    options = dict(v_threshold=0.6, v_reset=v_reset, detach_reset=detach, surrogate=surrogate, **more)
-    return NeuronSpec(kind, **options)
+        return NeuronSpec(**self.values)
+
+
+def _spec(kind: str, surrogate: str, v_reset: float | None, detach: bool, **more: Any) -> dict[str, Any]:
+    return dict(kind=kind, v_threshold=0.6, v_reset=v_reset, detach_reset=detach, surrogate=surrogate, **more)
 
 
 NEURONS = (
@@ -192,18 +187,20 @@ def _computed(
     Args:
         rounded: type that the input's values are rounded to before they are given as `dtype`.
     """
+    from megasnn.kernels import neuron as kernels
+
     numbers = torch.float32 if dtype == torch.bfloat16 else dtype  # of parameters
     x = _input(case, rounded, dtype, device)
     options: dict[str, Any] = {"dtype": numbers, "device": device, "requires_grad": True}
-    learned = [torch.tensor(-0.3, **options)] if case.spec.kind == "plif" else []
+    learned = [torch.tensor(-0.3, **options)] if case.values["kind"] == "plif" else []
     w = learned[0] if learned else None
     if not behind_a_norm:
-        spikes, *others = neuron_multi_step(x, case.spec, w=w, backend=backend)
+        spikes, *others = kernels.neuron_multi_step(x, case.spec, w=w, backend=backend)
         inputs = [x, *learned]
     else:
         scale, shift = (torch.linspace(low, low + 1.0, case.shape[2], **options) for low in (0.5, 0.0))
         unit: dict[str, Any] = dict(spec=case.spec, training=True, pool=case.pool, time_steps=case.shape[0])
-        spikes, *others = norm_pool_neuron(x, scale, shift, w=w, backend=backend, **unit)[:3]
+        spikes, *others = kernels.norm_pool_neuron(x, scale, shift, w=w, backend=backend, **unit)[:3]
         inputs = [x, scale, shift, *learned]
     return [each.detach().cpu() for each in (spikes, *others, *_gradients(spikes, inputs))]
 
@@ -226,6 +223,8 @@ def _error(found: Tensor, wanted: Tensor) -> float:
 
 def _inexact(setting: Setting) -> int:
     """Values that change where spikes are packed as bits and counts as bytes, and unpacked again."""
+    from megasnn.kernels.spike_codec import pack_bits, pack_counts, unpack_bits, unpack_counts
+
     wrong = 0
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for size in (1, 2048, 4099):
@@ -240,6 +239,9 @@ def _inexact(setting: Setting) -> int:
 
 def parity(setting: Setting) -> Iterator[Figure]:
     """Yields how far two float64 steps of both models with AdamW are from those of the CPU."""
+    from megasnn.models.spikformer.model import Spikformer
+    from megasnn.models.vgg_dvs.model import VggDvs
+
     transformer = Spikformer(embed_dim=32, depth=2, num_heads=4, patch_size=4, image_size=16, num_classes=5)
     vgg = VggDvs(channels="8,P,16,P", image_size=16, time_steps=4, num_classes=5)
     for model in (transformer, vgg):
@@ -251,6 +253,8 @@ def parity(setting: Setting) -> Iterator[Figure]:
 
 
 def _trained(model: Any, device: torch.device) -> tuple[list[float], dict[str, Tensor]]:
+    from megasnn.engine import Engine
+
     options: dict[str, Any] = dict(micro_batch_size=3, global_batch_size=6, precision="fp64", lr=1e-2, train_iters=2)
     with Engine(model, device=device.type, **options) as engine:
         losses = [engine.train_step(*_batch(model, 6)).loss for _ in range(2)]
@@ -268,6 +272,9 @@ def _batch(model: Any, samples: int) -> tuple[Tensor, Tensor]:
 
 def step(setting: Setting, samples: int, graphs: str) -> Iterator[Figure]:
     """Yields the time of a step of Spikformer-8-512 (bfloat16, 224 pixels, T 4, one micro-batch) and where it goes."""
+    from megasnn.engine import Engine
+    from megasnn.models.spikformer.model import Spikformer
+
     model = Spikformer(embed_dim=512, depth=8, num_heads=8, patch_size=16, image_size=224, num_classes=1000)
     if setting.tiny:
         model, samples = Spikformer(embed_dim=32, depth=1, num_heads=2, patch_size=4, image_size=16), 2
@@ -322,7 +329,7 @@ def _profiled(run: Callable[[], object], setting: Setting) -> Iterator[Figure]:
         yield Figure("device busy", 1e-3 * _union(device), "ms", note=f"{len(device)} kernels and copies")
         yield Figure("host busy", 1e-3 * (max(span[1]) - min(span[0]) - waiting), "ms", note="under the profiler")
     else:
-        device = _own_times(operators.values())
+        device = list(operators.values())
     total = sum(e["dur"] for e in device) or 1.0
     for name, durations in _ranked((e["name"], e) for e in device):
         yield Figure(
@@ -397,22 +404,6 @@ def _union(events: Iterable[Any]) -> float:
     return total
 
 
-def _own_times(events: Iterable[Any]) -> list[Any]:
-    """Operators of a CPU with their durations less those of the operators that they call."""
-    own: list[Any] = []
-    open_ones: list[Any] = []
-    for event in sorted(events, key=lambda each: (each["tid"], each["ts"], -each["dur"])):
-        event = dict(event)
-        while open_ones and (open_ones[-1]["tid"] != event["tid"] or open_ones[-1]["end"] <= event["ts"]):
-            open_ones.pop()
-        if open_ones:
-            open_ones[-1]["dur"] -= event["dur"]
-        event["end"] = event["ts"] + event["dur"]
-        open_ones.append(event)
-        own.append(event)
-    return own
-
-
 PARTS: dict[str, Callable[[Setting], Iterator[Figure]]] = {
     "versions": versions,
     "kernels": kernels,
@@ -455,6 +446,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _inside(part: str, setting: Setting, path: str) -> int:
     """Runs a part in this process, and writes each figure as a line as soon as it is there."""
+    from tools.stand_ins import do_without_libraries
+
+    do_without_libraries()
     with open(path, "a") as file:
         for figure in PARTS[part](setting):
             file.write(json.dumps({**asdict(figure), "met": figure.is_met}) + "\n")
@@ -493,4 +487,5 @@ def _show(line: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # from any folder
     sys.exit(main())

@@ -17,6 +17,7 @@ from megasnn.random import Draws
 _MARGIN = 4
 _ATTEMPTS = 10  # to find a part of the wanted size and shape that fits
 _ERASED = (0.02, 1 / 3)  # shares of the image
+_CROP_SHAPE = 4 / 3  # a crop's longer side by its shorter one, at most
 _ERASED_SHAPE = 0.3  # the flattest rectangle's height by its width, and the steepest one's width by its height
 
 Box = tuple[int, int, int, int]
@@ -29,19 +30,17 @@ class ImageRecipe:
 
     Attributes:
         crop_scale: the least share of an image's area that a random crop keeps.
-        crop_ratio: the largest ratio of a crop's longer side to its shorter one.
         rand_augment: None changes nothing.
         erasing: the share of images that lose a rectangle.
     """
 
     crop_scale: float = 0.08
-    crop_ratio: float = 4 / 3
     rand_augment: RandAugment | None = None
     erasing: float = 0.0
 
     def box(self, size: tuple[int, int], seed: int, epoch: int, sample: int) -> Box:
         """The part of an image of this width and height that a random crop keeps."""
-        return random_box(size, self.crop_scale, self.crop_ratio, Draws(seed, "crop", epoch, sample))
+        return random_box(size, self.crop_scale, _CROP_SHAPE, Draws(seed, "crop", epoch, sample))
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,10 @@ The names below are loaded when they are first used: what a checkpoint says of i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from megasnn.lazy import lazy_names
-
-if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy_names`
+if TYPE_CHECKING:
     from megasnn.checkpoint.folder import Retention as Retention
     from megasnn.checkpoint.folder import find_checkpoint as find_checkpoint
     from megasnn.checkpoint.folder import first_legible as first_legible
@@ -34,6 +33,28 @@ if TYPE_CHECKING:  # where each name comes from, for type checkers and for `lazy
     from megasnn.files import CheckpointError as CheckpointError
     from megasnn.files import DamagedError as DamagedError
     from megasnn.files import NoCheckpointError as NoCheckpointError
-    from megasnn.parallel.agreement import first_decides as first_decides
+    from megasnn.parallel.agreement import broadcast_result as broadcast_result
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+_NAMES = {
+    "megasnn.checkpoint.folder": "Retention find_checkpoint first_legible list_checkpoints resolve",
+    "megasnn.checkpoint.format": "Metadata Progress read_metadata",
+    "megasnn.checkpoint.load": (
+        "LoadedState config_differences load_checkpoint load_global_tensors load_globals_into model_differences "
+        "other_model"
+    ),
+    "megasnn.checkpoint.optimizer_state": "LocalState",
+    "megasnn.checkpoint.save": "save_checkpoint save_global_tensors",
+    "megasnn.checkpoint.tensor_io": "verify_checkpoint",
+    "megasnn.checkpoint.writer": "AsyncWriter SyncWriter",
+    "megasnn.files": "CheckpointError DamagedError NoCheckpointError",
+    "megasnn.parallel.agreement": "broadcast_result",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value

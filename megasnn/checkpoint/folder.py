@@ -81,11 +81,7 @@ def _aside(folder: Path, step: int) -> Path:
 
 
 def commit(folder: Path, metadata: Metadata, best: bool = False) -> Path:
-    """Makes the files written since `begin` the checkpoint of their iteration and the latest, safely on disk.
-
-    Args:
-        best: name it as the best by validation, too.
-    """
+    """Makes the files written since `begin` the checkpoint of their iteration and the latest (and `best`), on disk."""
     step = metadata.iteration
     aside, final = _aside(folder, step), step_folder(folder, step)
     write_whole(aside / METADATA, to_text(replace(metadata, serial=1 + last_serial(folder))))
@@ -183,10 +179,7 @@ def _not_given_up(serials: dict[int, int]) -> list[int]:
 
 
 def find_checkpoint(folder: Path, step: int | None) -> Path:
-    """Folder of one checkpoint: of iteration `step`, or the latest; warns when `latest` is not right.
-
-    Raises as `resolve`, and DamagedError when none is legible.
-    """
+    """The first that `resolve` finds. Warns when `latest` is not right; raises DamagedError when none is legible."""
     paths, remarks = resolve(folder, step)
     if not paths:
         raise DamagedError(*remarks)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, with_config
+from pydantic import Field, TypeAdapter, ValidationError, with_config
 
 from megasnn.files import STRICT, CheckpointError, Count, DamagedError, raise_problems
 
@@ -48,15 +48,9 @@ DTYPES = {
 """Types of elements by their names in torch: the name in safetensors, and bytes."""
 
 
-def _known_dtype(name: str) -> str:
-    if name not in DTYPES:
-        raise ValueError(f"should be one of {', '.join(DTYPES)}")
-    return name
-
-
 Numbers = tuple[Count, ...]
 FileName = Annotated[str, Field(pattern=r"^\w+\.safetensors$")]
-Json = dict[str, Any]
+Dtype = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
 
 
 @with_config(STRICT)
@@ -76,7 +70,7 @@ class SavedTensor:
     """A global tensor and the boxes that it was saved in."""
 
     shape: Numbers
-    dtype: Annotated[str, AfterValidator(_known_dtype)]
+    dtype: Dtype
     boxes: tuple[Box, ...]
 
     @property
@@ -110,9 +104,9 @@ class Progress:
     iteration: Count = 0
     consumed_samples: Count = 0
     model: str | None = None
-    config: Json | None = None
-    layout: Json | None = None
-    extra: Json = field(default_factory=dict)
+    config: dict[str, Any] | None = None
+    layout: dict[str, Any] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
     skipped_steps: Count = 0
 
 

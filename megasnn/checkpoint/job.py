@@ -49,7 +49,6 @@ class FolderLock:
 
     def __init__(self, folder: Path, is_job: bool = False) -> None:
         count, job = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), os.environ.get("TORCHELASTIC_RUN_ID")
-        self.resumes, self.notice = False, ""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -69,13 +68,13 @@ class FolderLock:
         self._write(
             _Note(f"process {os.getpid()} on {socket.gethostname()}", job if is_job else before.job, self.found)
         )
+        self.resumes = restarted and last > self.found
+        notices = [f"the job was here before: it goes on from its own latest checkpoint in {folder}"] * self.resumes
         if has_locks:
             clean(folder)
         else:
-            self.notice = f"WARNING: no locks on the file system of {folder}: use it for one run"
-        if restarted and last > self.found:
-            self.resumes = True
-            self.notice += f"\nthe job was here before: it goes on from its own latest checkpoint in {folder}"
+            notices.append(f"WARNING: no locks on the file system of {folder}: use it for one run")
+        self.notice = "\n".join(notices)
 
     def _acquire(self, deadline: float) -> bool:
         """Takes the lock; False where the file system has none. Raises BlockingIOError after the deadline."""

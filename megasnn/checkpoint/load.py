@@ -27,9 +27,8 @@ from megasnn.checkpoint.optimizer_state import LocalState, States, allocate, des
 from megasnn.checkpoint.save import Group, PathLike, kind_of
 from megasnn.checkpoint.tensor_io import dtype_name, read_boxes, require_intact
 from megasnn.files import CheckpointError, DamagedError, raise_problems
-from megasnn.parallel.agreement import all_do, first_decides, gather, rank_in, size_of
-from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Shard
+from megasnn.parallel.agreement import broadcast_result, gather, rank_in, run_on_all_ranks, size_of
+from megasnn.parallel.sharding import Shard, ShardedTensor
 from megasnn.precisions import PRECISIONS
 
 T = TypeVar("T")
@@ -44,6 +43,7 @@ class LoadedState:
         remarks: why it is not the one that was to be expected; the user must see them.
         averaged: True when averages were loaded.
         initial: names of those optional tensors that the checkpoint lacks, which stay as they are.
+        replaced: True when the replaceable layer stays as it is.
     """
 
     iteration: int
@@ -53,6 +53,7 @@ class LoadedState:
     remarks: tuple[str, ...] = ()
     averaged: bool = False
     initial: tuple[str, ...] = ()
+    replaced: bool = False
 
 
 def load_checkpoint(
@@ -62,7 +63,7 @@ def load_checkpoint(
     step: int | None = None,
     process_group: Group = None,
     check: Callable[[Metadata], Iterable[str]] = lambda metadata: (),
-    leave: str | None = None,
+    replaceable: str | None = None,
     optional: Collection[str] = (),
 ) -> LoadedState:
     """Loads the checkpoint of iteration `step`, or the latest that is intact, into this rank's tensors and optimizer.
@@ -71,10 +72,10 @@ def load_checkpoint(
     Collective over `process_group` (the group of all ranks; None for a process on its own).
 
     Args:
-        state: without an optimizer or averages, those of the checkpoint are left aside (--finetune, --no-load-optim);
+        state: without an optimizer or averages, those of the checkpoint are left aside (--finetune);
             averages are loaded where the checkpoint has them.
         check: problems that the caller sees with a checkpoint, like `model_differences`.
-        leave: a layer whose tensors stay as they are, whatever the checkpoint has for them (--reset-head).
+        replaceable: a layer whose tensors stay as they are where the checkpoint has them in other shapes.
         optional: tensors that stay as they are where the checkpoint has none of this name.
 
     Raises:
@@ -86,12 +87,16 @@ def load_checkpoint(
         Nothing has changed then.
     """
 
-    def stays(name: str) -> bool:
-        return leave is not None and name.startswith(f"{leave}.")
-
     def load(path: Path) -> LoadedState:
-        metadata = first_decides(process_group, lambda: read_metadata(path))
+        metadata = broadcast_result(process_group, lambda: read_metadata(path))
         title = f"the checkpoint {path} does not fit this run:"
+        layer = [entry for entry in state.tensors if entry.name.startswith(f"{replaceable}.")]
+        differs = [_differs(entry, metadata.tensors.get(entry.name)) for entry in layer]
+        replaced = any(chain(*gather(process_group, differs)))
+
+        def stays(name: str) -> bool:
+            return replaced and name.startswith(f"{replaceable}.")
+
         saved = {name: told for name, told in metadata.tensors.items() if not stays(name)}
         averaged = state.averages is not None and any(name.startswith(AVERAGE) for name in saved)
 
@@ -103,7 +108,7 @@ def load_checkpoint(
             averages = (state.averages or ()) if averaged else ()
             return [*state.tensors, *averages, *describe(stepped, states)], states
 
-        entries, states = all_do(process_group, prepare, title)
+        entries, states = run_on_all_ranks(process_group, prepare, title)
         initial = [entry.name for entry in entries if entry.name in optional and entry.name not in saved]
         wanted = [entry for entry in entries if entry.name not in initial and not stays(entry.name)]
         frozen = {entry.name for entry in state.tensors if entry.is_parameter and not entry.tensor.requires_grad}
@@ -112,13 +117,13 @@ def load_checkpoint(
         aside = (OPTIMIZER,) * (state.optimizer is None) + (AVERAGE,) * (state.averages is None)
         _require_fit(saved, wanted, taken, aside, process_group, title)
         share = rank_in(process_group), size_of(process_group)
-        all_do(process_group, lambda: require_intact(path, metadata, *share), f"cannot load {path}:")
-        all_do(process_group, lambda: read_boxes(path, saved, wanted), f"cannot load {path}:")
+        run_on_all_ranks(process_group, lambda: require_intact(path, metadata, *share), f"cannot load {path}:")
+        run_on_all_ranks(process_group, lambda: read_boxes(path, saved, wanted), f"cannot load {path}:")
         if state.optimizer is not None:
             state.optimizer.state.update(states)
         missing = tuple(sorted(set(chain(*gather(process_group, initial)))))
         return LoadedState(
-            metadata.iteration, metadata.consumed_samples, metadata.extra, path, averaged=averaged, initial=missing
+            metadata.iteration, metadata.consumed_samples, metadata.extra, path, (), averaged, missing, replaced
         )
 
     loaded, remarks = _first_intact(folder, step, process_group, load)
@@ -128,15 +133,9 @@ def load_checkpoint(
 def _first_intact(
     folder: PathLike, step: int | None, process_group: Group, load: Callable[[Path], T]
 ) -> tuple[T, tuple[str, ...]]:
-    """Loads the first checkpoint that is intact: the result of `load`, and remarks for the user.
-
-    Args:
-        step: try this iteration only; None begins with the latest.
-        load: raises DamagedError on all ranks or on none.
-    Raises:
-        DamagedError: none is intact; lists what is wrong with each. Otherwise whatever `resolve` and `load` raise.
-    """
-    paths, remarks = first_decides(process_group, lambda: resolve(Path(folder), step))
+    """Result of `load`, which raises DamagedError on all ranks or on none, for the first checkpoint that is intact; and
+    remarks for the user. Raises DamagedError when none is, and as `resolve`."""
+    paths, remarks = broadcast_result(process_group, lambda: resolve(Path(folder), step))
     for path in paths:
         try:
             loaded = load(path)
@@ -159,19 +158,13 @@ def _require_fit(
     rounds: bool = False,
 ) -> None:
     """Raises CheckpointError on every rank where a tensor is missing, of another shape or of a type that would lose
-    digits, or where no rank takes one that is saved.
-
-    Args:
-        taken: names that this rank has a use for.
-        aside: beginnings of names that are left aside on purpose.
-        rounds: floating-point values may lose digits.
-    """
+    digits (unless it `rounds`), or where no rank has taken one that is saved and not left `aside` by its beginning."""
     problems = []
     for entry in entries:
         told = saved.get(entry.name)
         if told is None:
             problems.append(f"{entry.name}: missing")
-        elif told.shape != entry.shard.global_shape:
+        elif _differs(entry, told):
             problems.append(f"{entry.name}: saved with shape {list(told.shape)}, now {list(entry.shard.global_shape)}")
         elif not _keeps_values(getattr(torch, told.dtype), entry.tensor.dtype, rounds):
             able = [name for name, precision in PRECISIONS.items() if precision.weights == told.dtype]
@@ -186,6 +179,10 @@ def _require_fit(
         if not anywhere >> bit & 1 and not name.startswith(aside)
     ]
     raise_problems(title, [*chain(*(found for _, found in reports)), *unused])
+
+
+def _differs(entry: ShardedTensor, saved: SavedTensor | None) -> bool:
+    return saved is not None and saved.shape != entry.shard.global_shape
 
 
 def _keeps_values(source: torch.dtype, target: torch.dtype, rounds: bool) -> bool:
@@ -227,8 +224,8 @@ def config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iter
     """One line for each field whose value differs, with both values; nested fields as `neuron.tau`."""
     before, after = _flat(saved), _flat(json.loads(json.dumps(now)))
     for field in sorted(before.keys() | after.keys()):
-        old, new = (reprlib.repr(values[field]) if field in values else "absent" for values in (before, after))
-        if old != new or before.get(field) != after.get(field):
+        if (field in before) != (field in after) or before.get(field) != after.get(field):
+            old, new = (reprlib.repr(values[field]) if field in values else "absent" for values in (before, after))
             yield f"{field}: saved {old}, now {new}"
 
 
@@ -244,9 +241,9 @@ def _optimizer_difference(metadata: Metadata, optimizer: str | None) -> Iterator
     if optimizer is None or metadata.optimizer == optimizer:
         return
     if metadata.optimizer is None:
-        yield "it holds no optimizer state; load it with --finetune or --no-load-optim"
+        yield "it holds no optimizer state; load it with --finetune"
     else:
-        yield f"its optimizer state is of {metadata.optimizer}, this run uses {optimizer}; load it with --no-load-optim"
+        yield f"its optimizer state is of {metadata.optimizer}, this run uses {optimizer}; --finetune takes its weights"
 
 
 # --- full tensors

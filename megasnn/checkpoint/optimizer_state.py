@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megasnn.checkpoint.format import OPTIMIZER, SavedTensor
 from megasnn.files import CheckpointError
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 
 States = dict[Tensor, dict[str, Tensor]]
 

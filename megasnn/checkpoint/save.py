@@ -26,9 +26,8 @@ from megasnn.checkpoint.format import Box, Metadata, Progress, SavedFile, SavedT
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.tensor_io import LocalBox, boxes_of, write_safetensors
 from megasnn.files import CheckpointError, raise_problems
-from megasnn.parallel.agreement import all_do, first_decides, first_gathers, is_first, rank_in
-from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Shard
+from megasnn.parallel.agreement import broadcast_result, first_gathers, is_first, rank_in, run_on_all_ranks
+from megasnn.parallel.sharding import Shard, ShardedTensor
 
 PathLike = str | os.PathLike[str]
 Group = dist.ProcessGroup | None
@@ -89,19 +88,14 @@ def write_checkpoint(
     process_group: Group,
     best: bool = False,
 ) -> Path:
-    """`save_checkpoint` of prepared content.
-
-    Args:
-        optimizer: class name of the one whose state is among it.
-        prepare: gives the content of this rank's file, empty where it has nothing to write.
-    """
+    """`save_checkpoint` of content that `prepare` gives, empty where this rank has nothing to write."""
     root, rank = Path(folder), rank_in(process_group)
 
     def prepared() -> tuple[Metadata, Content]:
         return new_metadata(progress, optimizer), prepare()
 
-    metadata, (boxes, values) = all_do(process_group, prepared, "this run cannot be saved:")
-    aside = first_decides(process_group, lambda: folders.begin(root, progress.iteration))
+    metadata, (boxes, values) = run_on_all_ranks(process_group, prepared, "this run cannot be saved:")
+    aside = broadcast_result(process_group, lambda: folders.begin(root, progress.iteration))
 
     def write() -> Written | None:
         try:
@@ -111,8 +105,10 @@ def write_checkpoint(
             raise CheckpointError(f"rank {rank}: {type(error).__name__}: {error}") from None
 
     try:
-        written = first_gathers(process_group, all_do(process_group, write, f"cannot write the checkpoint {aside}:"))
-        return first_decides(process_group, lambda: commit(root, metadata, list(filter(None, written)), best))
+        written = first_gathers(
+            process_group, run_on_all_ranks(process_group, write, f"cannot write the checkpoint {aside}:")
+        )
+        return broadcast_result(process_group, lambda: commit(root, metadata, list(filter(None, written)), best))
     except CheckpointError:
         if is_first(process_group):
             folders.discard(root, progress.iteration)
@@ -131,12 +127,9 @@ def new_metadata(progress: Progress, optimizer: str | None) -> Metadata:
 
 
 def commit(root: Path, metadata: Metadata, written: Sequence[Written], best: bool = False) -> Path:
-    """Makes a checkpoint of the files that the ranks have written.
+    """Makes a checkpoint of the files that the ranks have written; `metadata` comes without tensors and files.
 
-    Args:
-        metadata: without tensors and files.
-    Raises:
-        CheckpointError: a tensor is written in part, twice, or with different descriptions (names all).
+    Raises CheckpointError for a tensor that is written in part, twice, or with different descriptions.
     """
     owned: dict[str, list[LocalBox]] = defaultdict(list)
     saved: dict[str, list[Box]] = defaultdict(list)

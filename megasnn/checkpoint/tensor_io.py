@@ -19,10 +19,9 @@ from torch import Tensor
 
 from megasnn.checkpoint.format import DTYPES, Box, Metadata, SavedFile, SavedTensor, read_metadata, size_problem
 from megasnn.files import CheckpointError, DamagedError
-from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Piece
+from megasnn.parallel.sharding import Piece, ShardedTensor
 
-_BLOCK = 8 << 20
+_BLOCK = 4 << 20
 _HASHING_THREADS = 4
 
 

@@ -22,7 +22,7 @@ from megasnn.checkpoint.save import Content, Group, content_of, kind_of, save_ch
 from megasnn.checkpoint.tensor_io import LocalBox
 from megasnn.files import CheckpointError
 from megasnn.parallel.agreement import is_first
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 
 # Ranks wait for each other as long as the slowest disk takes. megasnn.engine.faults ends them when one is lost.
 _PATIENCE = datetime.timedelta(days=7)

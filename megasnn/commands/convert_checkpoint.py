@@ -14,7 +14,6 @@ or to a file of torch.save or safetensors. Tensors pass one at a time. Nothing t
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,9 +24,9 @@ import tyro
 
 from megasnn.checkpoint import CheckpointError, verify_checkpoint
 from megasnn.config.cli import subcommands
-from megasnn.config.names import name_in
+from megasnn.config.fields import name_in
 from megasnn.convert.exchange import Names, export_weights, import_weights
-from megasnn.convert.report import as_json, as_text, differences, size_text
+from megasnn.convert.report import as_text, differences, size_text
 from megasnn.convert.reshard import Target, reshard, saved_model, target_ranks
 from megasnn.convert.source import Source, in_our_names, open_source
 from megasnn.schedule.partition import PLACEMENTS
@@ -36,17 +35,15 @@ Place = Annotated[Path, tyro.conf.Positional]
 Differs = bool  # what a command returns: whether to end with status 1
 
 
-def _inspect(path: Place, ckpt_step: int | None = None, key: str | None = None, json_output: bool = False) -> Differs:
+def _inspect(path: Place, ckpt_step: int | None = None, key: str | None = None) -> Differs:
     """Print what a checkpoint or file holds: progress, layout, and every tensor with type, size, shape and file.
 
     Args:
         path: what to look into.
         ckpt_step: iteration; the latest when not given.
         key: where in a file of torch.save the state_dict is; looked for when not given.
-        json_output: print JSON instead.
     """
-    source = open_source(path, ckpt_step, key)
-    print(json.dumps(as_json(source), indent=2) if json_output else as_text(source))
+    print(as_text(open_source(path, ckpt_step, key)))
     return False
 
 

@@ -4,7 +4,6 @@
     megasnn-preprocess-data n-mnist --input N-MNIST --output SHARDS --keep-events
     megasnn-preprocess-data image-folder --input imagenet --output SHARDS --samples-per-shard 2000
     megasnn-preprocess-data cifar10-dvs --help
-    megasnn-preprocess-data verify SHARDS
 
 The same input gives the same shards, for any number of processes. docs/data.md says more.
 """

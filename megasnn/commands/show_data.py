@@ -23,8 +23,7 @@ from PIL import Image
 from megasnn.config.cli import command_line
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.datasets import open_shards
-from megasnn.data.event_files import decode_sample
-from megasnn.data.formats import SampleFormat
+from megasnn.data.formats import SampleFormat, decode_events
 from megasnn.data.images import open_image
 from megasnn.data.index import read_index
 from megasnn.data.order import SampleOrder
@@ -35,7 +34,6 @@ from megasnn.telemetry.pictures import sample_sheet
 
 _ANY_CLASS = 2**31
 _ZIP = b"PK"  # an .npz is one
-_FETCH_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -49,17 +47,13 @@ class AsStored(SampleFormat):
     def decode(self, data: bytes) -> NDArray[Any]:
         """uint8 `[H, W, C]` or frames `[T, 2, H, W]`. Raises ValueError for damaged bytes."""
         if data.startswith(_ZIP):
-            sample = decode_sample(data, self.limit)
+            sample = decode_events(data, self.limit)
             return sample if isinstance(sample, np.ndarray) else make_frames(sample, FrameOptions(self.time_steps))
+        image = open_image(data, self.limit)
         try:
-            image = open_image(data, self.limit)
             return np.asarray(image.convert("L" if image.mode == "L" else "RGB"))
-        except Exception as error:  # Pillow has no common class for what damaged bytes make it raise
+        except (OSError, SyntaxError) as error:  # what damaged bytes make Pillow raise
             raise ValueError(str(error)) from error
-
-    def fill(self, values: NDArray[np.float32], sample: NDArray[Any]) -> None:
-        """Takes the values as they are."""
-        values[...] = sample
 
 
 def read_samples(
@@ -80,9 +74,8 @@ def read_samples(
         if value < 1:
             raise ValueError(f"--{flag} must be at least 1, got {value}")
     addresses = expand_shards(data_path, "SHARDS")
-    dataset = ShardDataset(
-        open_shards(addresses, _FETCH_SECONDS), AsStored(time_steps, max_sample_mb << 20), _ANY_CLASS
-    )
+    shards = open_shards(addresses, fetch_timeout=60.0)
+    dataset = ShardDataset(shards, AsStored(time_steps, max_sample_mb << 20), _ANY_CLASS)
     index = read_index(addresses[0].parent) if isinstance(addresses[0], Path) else None
     names = dict(enumerate(index.classes if index else ()))
     samples = len(dataset)

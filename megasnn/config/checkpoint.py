@@ -1,11 +1,10 @@
-"""Where checkpoints are saved, and what a run starts from."""
+"""Folders of checkpoints to save in and to start from."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-import tyro
 from pydantic import PlainValidator
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
@@ -36,51 +35,44 @@ class CheckpointConfig:
     save_interval: Size | None = None
     """Also save every so many iterations."""
     async_save: bool = False
-    """Write checkpoints while training goes on. It stops only to copy what is saved into memory of the CPU."""
+    """Write checkpoints by a thread, from a copy in memory of the CPU, while training goes on."""
     keep_last: Size | None = None
     """Keep only so many checkpoints, those saved last."""
     keep_every: Size | None = None
     """With --keep-last: also keep those of iterations divisible by this."""
     keep_best: bool = False
-    """Also save whenever an evaluation finds the highest accuracy so far, and keep that checkpoint beside those of
-    --keep-last; best_checkpointed_iteration.txt names it."""
+    """Also save and keep the checkpoint of the highest accuracy that an evaluation has found."""
     load: Folder | None = None
-    """Folder to continue from, at its latest checkpoint; or one of its folders iter_N; or a file of SpikingJelly's
-    weights to start from (.pt, .pth, .safetensors). Without a checkpoint there the run stops, unless --save is the same
-    folder: then it starts from the beginning, as the first run of a job that is restarted does."""
+    """Folder to continue from, or one of its folders iter_N, or a file of SpikingJelly's weights to start from. A run
+    that saves where it loads starts from the beginning where there is no checkpoint yet."""
     ckpt_step: Count | None = None
     """Continue from the checkpoint of this iteration instead of the latest."""
     finetune: bool = False
-    """Take only the weights from --load; start at iteration 0 with a new optimizer."""
-    reset_head: bool = False
-    """With --finetune: leave the last layer as it is initialised, for another task or number of classes."""
-    no_load_optim: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Continue with a new optimizer state."""
+    """Take only the weights from --load, except a last layer of another shape; start at iteration 0."""
 
     @property
     def saves_where_it_loads(self) -> bool:
-        """Whether --save and --load are one folder, however the two flags spell it."""
+        """True when --save and --load are one folder, however the two flags spell it."""
         return bool(self.save and self.load) and Path(str(self.save)).resolve() == Path(str(self.load)).resolve()
 
     @property
     def loads_weights(self) -> bool:
-        """Whether --load names a file of weights, rather than a folder; by its name, which all ranks see alike."""
+        """True when --load names a file of weights, rather than a folder; by its name, which all ranks see alike."""
         return self.load is not None and Path(self.load).suffix in WEIGHTS
 
     @property
     def may_begin_anew(self) -> bool:
-        """Whether --load may hold no checkpoint: a job that saves where it loads finds none the first time."""
+        """True when --load need not hold a checkpoint: a job that saves where it loads finds none the first time."""
         return self.ckpt_step is None and not self.finetune and self.saves_where_it_loads
 
     def problems(self) -> list[str]:
-        """What contradicts itself, with values and flags."""
+        """Contradictions, with values and flags."""
         wrong = needs(self, "save", "save_interval", "async_save", "keep_last", "keep_best")
-        wrong += needs(self, "keep_last", "keep_every") + needs(self, "finetune", "reset_head")
-        wrong += needs(self, "load", "ckpt_step", "finetune", "no_load_optim")
+        wrong += needs(self, "keep_last", "keep_every") + needs(self, "load", "ckpt_step", "finetune")
         if self.loads_weights:
             wrong += [
                 f"--load {self.load} is a file of weights: leave {flag(name)} out"
-                for name in ("ckpt_step", "finetune", "reset_head", "no_load_optim")
+                for name in ("ckpt_step", "finetune")
                 if getattr(self, name)
             ]
         return wrong

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import io
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
-from dataclasses import field, fields, is_dataclass, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from difflib import get_close_matches
-from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -19,8 +16,8 @@ import tyro
 
 from megasnn.config.checks import ConfigError, flag
 from megasnn.config.data import PATHS
-from megasnn.config.names import registry_of, summaries
-from megasnn.config.sources import Values, defaults_of, sources_of
+from megasnn.config.fields import help_texts, registry_of
+from megasnn.config.sources import Values, values_of
 from megasnn.config.values import from_dict, shown
 
 Config = TypeVar("Config")
@@ -45,28 +42,38 @@ def parse(
         argv: without the program's name.
         console_outputs: False keeps all ranks but one from printing the help or the error.
         recipes: files that `--config` takes by a name.
-        saved: values that hold where neither a flag nor the file of `--config` gives one.
+        saved: values that count where neither a flag nor the file of `--config` gives one.
     Raises:
         SystemExit: 0 after the help, 2 for flags that lack a value.
         ConfigError: unknown flags, wrong values, a file that cannot be read or is none of this configuration, paths of
             which the shell has made several words.
     """
-    silence = io.StringIO()
-    defaults = defaults_of(config_class, sources_of(config_class, argv, recipes, saved))
-    if wrong := _expanded_by_the_shell(argv):
-        raise ConfigError(wrong)
-    groups = _groups(defaults, recipes)
+    defaults = from_dict(config_class, values_of(config_class, argv, recipes, saved))
+    for name in map(flag, PATHS):  # as a shell makes them of braces; the last one would win
+        if any(first.startswith(f"{name}=") and second.startswith(f"{name}=") for first, second in pairwise(argv)):
+            raise ConfigError(
+                [f'{name} takes one value, and there are several: put it in quotes, {name} "a-{{0..9}}.tar"']
+            )
     with ExitStack() as stack:
         if not console_outputs:  # tyro's own option lets some errors through
+            silence = io.StringIO()
             stack.enter_context(redirect_stdout(silence))
             stack.enter_context(redirect_stderr(silence))
         options: dict[str, Any] = {"config": (tyro.conf.OmitArgPrefixes,), "return_unknown_args": True}
-        given, unknown = command_line(groups, argv, **options)
-    values = _values(defaults, given)
+        given, unknown = command_line(_groups(defaults, recipes), argv, **options)
+    values = {}
+    for name in ORDER:
+        hints = get_type_hints(type(getattr(defaults, name)), include_extras=True)
+        values[name] = {entry: _read(hints[entry], value) for entry, value in vars(getattr(given, name)).items()}
     if unknown:
         known = [flag(name) for part in values.values() for name in part]
-        flags = [_unknown(word, known) for word in unknown if word.startswith("--")]
-        raise ConfigError(flags or [f"{unknown[0]!r} belongs to no flag"])
+        flags = []
+        for word in unknown:
+            if word.startswith("--"):
+                near = get_close_matches(word := word.partition("=")[0].replace("_", "-"), known, 1, 0.75)
+                flags.append(f"unknown flag {word}" + "".join(f"; is it {each}?" for each in near))
+        stray = f"{unknown[0]!r} belongs to no flag; a path with braces or stars stands in quotes"
+        raise ConfigError(flags or [stray])
     return from_dict(config_class, values, texts=True)
 
 
@@ -74,29 +81,6 @@ def flag_names(config_class: type[Any]) -> dict[str, tuple[str, ...]]:
     """Fields of each part that are flags, in the order of --help."""
     plain = config_class()
     return {name: tuple(each.name for each in fields(getattr(plain, name))) for name in ORDER}
-
-
-def _unknown(word: str, known: Sequence[str]) -> str:
-    name = word.partition("=")[0].replace("_", "-")
-    near = get_close_matches(name, known, 1, 0.75)
-    return f"unknown flag {name}" + "".join(f"; is it {each}?" for each in near)
-
-
-def _expanded_by_the_shell(argv: Sequence[str]) -> list[str]:
-    """Paths of shards that were not in quotes: several words behind a flag, or `flag=a flag=b` as braces make it."""
-    wrong = []
-    for name in map(flag, PATHS):
-        several = any(
-            (first == name and not third.startswith("-"))
-            or (first.startswith(f"{name}=") and second.startswith(f"{name}="))
-            for first, second, third in zip(argv, argv[1:], [*argv[2:], "-"], strict=False)
-        )
-        if several:
-            wrong.append(
-                f"{name} takes one value, and here are several, as a shell makes them of braces and stars: put it in "
-                f'quotes, as {name} "train-{{00000..00009}}.tar"'
-            )
-    return wrong
 
 
 def command_line(of: Any, argv: Sequence[str] | None, **options: Any) -> Any:
@@ -119,9 +103,9 @@ def _groups(defaults: Any, recipes: Iterable[str]) -> type:
     for name in ORDER:
         part = getattr(defaults, name)
         groups.append(_group(name, _flags(part), type(part).__doc__))
-    whole = make_dataclass("Flags", groups)
-    whole.__doc__ = type(defaults).__doc__
-    return whole
+    made = make_dataclass("Flags", groups)
+    made.__doc__ = type(defaults).__doc__
+    return made
 
 
 def _group(name: str, flags: list[tuple[str, Any, Any]], text: str | None) -> tuple[str, Any, Any]:
@@ -135,41 +119,24 @@ def _flags(part: Any) -> list[tuple[str, Any, Any]]:
     """Name, type with help, and default of each field."""
     of: Any = type(part)
     texts, hints = help_texts(of), get_type_hints(of, include_extras=True)
-    flags = []
+    flags: list[tuple[str, Any, Any]] = []
     for entry in fields(part):
-        hint, value = hints[entry.name], getattr(part, entry.name)
-        registry = registry_of(hint)
-        text = " ".join(filter(None, (texts.get(entry.name), summaries(registry) if registry is not None else "")))
-        if value is True:  # only a negative form of the flag takes back what a file says
-            hint = bool
-        if _is_text(hint):
-            argument = tyro.conf.arg(help=text, metavar=_metavar(hint))
-            flags.append((entry.name, Annotated[str, argument], shown(value)))
-        else:
-            flags.append((entry.name, Annotated[hint, tyro.conf.arg(help=text)], value))
+        hint, value, text = hints[entry.name], getattr(part, entry.name), texts.get(entry.name, "")
+        if not all(each in (int, float, str, NoneType) or get_origin(each) is Literal for each in _members(hint)):
+            flags.append((entry.name, Annotated[hint, tyro.conf.arg(help=text)], value))  # tyro reads it
+            continue
+        if (registry := registry_of(hint)) is not None:
+            summaries = ((name, getattr(each, "summary", "")) for name, each in registry.items())
+            text = " ".join([text, *(f"{name}: {summary}." for name, summary in summaries if summary)])
+        argument = tyro.conf.arg(help=text, metavar=_metavar(hint))
+        flags.append((entry.name, Annotated[str, argument], shown(value)))
     return flags
 
 
-def _values(defaults: Any, given: Any) -> dict[str, dict[str, Any]]:
-    """Values of the flags by part; texts that are as they were stand for the default."""
-    values: dict[str, dict[str, Any]] = {}
-    for name in ORDER:
-        part = getattr(defaults, name)
-        hints = get_type_hints(type(part), include_extras=True)
-        values[name] = {}
-        for entry, given_value in vars(getattr(given, name)).items():
-            default = getattr(part, entry)
-            if given_value == shown(default):
-                values[name][entry] = default
-            else:
-                values[name][entry] = _read(hints[entry], given_value) if _is_text(hints[entry]) else given_value
-    return values
-
-
-def _read(hint: Any, text: str) -> Any:
+def _read(hint: Any, text: Any) -> Any:
     """None and numbers of a choice, as pydantic wants them; all other texts it reads itself."""
     members = _members(hint)
-    if NoneType in members and text.lower() == "none":
+    if isinstance(text, str) and NoneType in members and text.lower() == "none":
         return None
     choices = {
         str(choice): choice for member in members if get_origin(member) is Literal for choice in get_args(member)
@@ -186,34 +153,9 @@ def _members(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
-def _is_text(hint: Any) -> bool:
-    """Whether a flag is read as a text; tyro reads booleans and what else a model of one's own may have."""
-    return all(each in (int, float, str, NoneType) or get_origin(each) is Literal for each in _members(hint))
-
-
 def _metavar(hint: Any) -> str:
-    registry = registry_of(hint)
-    if registry is not None:
+    if (registry := registry_of(hint)) is not None:
         return "{" + ",".join(registry.choices) + "}"
     member = next(each for each in _members(hint) if each is not NoneType)
     choices = [str(choice) for choice in get_args(member)]
     return "{" + ",".join(choices) + "}" if choices else member.__name__.upper()
-
-
-@cache
-def help_texts(part: type) -> dict[str, str]:
-    """The text below each field of a dataclass, on one line; those that it inherits included."""
-    texts: dict[str, str] = {}
-    for each in reversed(part.__mro__):
-        if not is_dataclass(each):
-            continue
-        try:
-            source = inspect.getsource(each)
-        except OSError:  # a program that was typed in, or read from a pipe
-            continue
-        (body,) = ast.parse(textwrap.dedent(source)).body
-        assert isinstance(body, ast.ClassDef)
-        for entry, below in zip(body.body, body.body[1:], strict=False):
-            if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and isinstance(below, ast.Expr):
-                texts[entry.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
-    return texts

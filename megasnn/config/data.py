@@ -1,4 +1,4 @@
-"""Where samples come from, and how they are changed."""
+"""Sources of samples, and how samples are changed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ SAMPLE = "sample"
 PATHS = ("data_path", "valid_data_path")
 """Fields that name shards, or commands whose output is one."""
 CHANGES = (
-    *("crop_scale", "crop_ratio", "rand_augment", "random_erasing", "normalize_images"),
+    *("crop_scale", "rand_augment", "random_erasing", "normalize_images"),
     *("center_crop", "mixup_alpha", "cutmix_alpha", "mixup_off_epoch"),
 )
-"""Fields that say how samples are made and changed beside `augment`, all of them for images alone."""
+"""Fields that change samples beside `augment`, all of them for images alone."""
 
 Shards = Annotated[str, Field(pattern=r"\S")]
+ShareAboveZero = Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -33,75 +34,60 @@ class DataConfig:
     """The order of samples depends on the seed only, never on the layout or the number of workers."""
 
     data_path: Shards = SAMPLE
-    """Training shards, "dir/train-{00000..00009}.tar" (also .tar.gz), or a URL (http, s3, gs, hf, and pipe: before a
-    command); "sample" is scikit-learn's bundled digits, for models of event frames as recordings of a
-    simulated event camera."""
+    """Training shards, "dir/train-{00000..00009}.tar", or a URL; "sample" is scikit-learn's bundled digits."""
     valid_data_path: Shards | None = None
     """Validation shards; with --data-path sample, its held-out part by default."""
     shuffle: bool = True
     """Shuffle every epoch; --no-shuffle keeps the order of the files."""
     last_batch: Literal["continue", "drop", "keep"] = "continue"
-    """Samples at the end of an epoch that fill no global batch: continue with the next epoch's, drop them (others each
-    epoch), or keep them as a smaller batch."""
+    """Last samples of an epoch that fill no global batch: continue into the next epoch, drop, or keep as a smaller
+    batch."""
     num_workers: Count = 1
     """Processes of a rank that read ahead; 0 reads in the training process."""
     augment: Annotated[str, AUGMENTATIONS] = "none"
     """Random changes, the same for a sample on any layout."""
-    crop_scale: Annotated[float, Field(gt=0, le=1)] = 0.08
-    """With --augment crop, the least share of an image's area that is kept; 1 with --crop-ratio 1 cuts nothing off a
-    square."""
-    crop_ratio: Annotated[float, Field(ge=1)] = 4 / 3
-    """With --augment crop, the largest ratio of the longer side to the shorter one that is kept."""
+    crop_scale: ShareAboveZero = 0.08
+    """With --augment crop, the least share of an image's area that is kept; 1 keeps square images whole."""
     rand_augment: str | None = None
-    """RandAugment on top, named as timm names it, rand-m9-mstd0.5-inc1; behind a colon the operations to choose from
-    instead of all fifteen, rand-m9-n1:rotate,shear-x."""
+    """RandAugment on top, as timm names it, rand-m9-mstd0.5-inc1; operations to choose from behind a colon."""
     random_erasing: Share = 0.0
     """Share of the images of which a rectangle is replaced by the mean, after all other changes."""
     normalize_images: Literal["generic", "cifar10", "imagenet", "digits"] | None = None
-    """Constants by which images are normalised; by default those that go with --augment in colour, generic ones for
-    grey images, and those of the digits for --data-path sample. An evaluation and --finetune take those of --load."""
-    center_crop: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of an image's shorter side that is kept of its middle, in evaluation and without --augment crop. 0.875 with
-    --image-size 224 is what others call scaling to 256."""
+    """Constants by which images are normalised; by default those that go with --augment or the data."""
+    center_crop: ShareAboveZero = 1.0
+    """Share of an image's shorter side that is kept of its middle, in evaluation and without --augment crop."""
     mixup_alpha: NonNegative = 0.0
-    """Mix each image and its label with another one's of the micro-batch, by a share of the beta distribution of this
-    parameter, drawn for each micro-batch."""
+    """Parameter of mixup's beta distribution; 0 mixes nothing."""
     cutmix_alpha: NonNegative = 0.0
-    """Replace a rectangle of each image by another one's, whose area is such a share; with --mixup-alpha, each is done
-    in half of the micro-batches."""
+    """The same for cutmix; with --mixup-alpha, each is done in half of the micro-batches."""
     mixup_off_epoch: Count = 0
     """Epochs after which neither --mixup-alpha nor --cutmix-alpha mixes any more; 0: never."""
     split_by: Literal["number", "time"] | None = None
-    """Where shards hold events: whether the frames of a recording have equal shares of its events (number, the
-    default) or of its time."""
-    frame_duration: Size | None = None
-    """Where shards hold events: microseconds of a frame, instead of equal shares. What comes after --time-steps frames
-    is left out, what is missing is empty."""
-    normalize_frames: Literal["none", "frame-max"] | None = None
-    """Where shards hold events: frame-max divides each frame by its largest count; by default counts stay."""
+    """Frames of a recording have equal shares of its events (number, the default) or of its time."""
     skip_broken_samples: bool = False
     """Count samples that cannot be read and go on, instead of stopping."""
     max_sample_mb: Size = SAMPLE_MB
     """A sample that takes more megabytes, in its file or decoded, cannot be read."""
     fetch_timeout: Positive = 60.0
-    """Seconds of silence after which a source of shards behind a URL, or the processes that read, are given up."""
+    """Seconds of silence after which a source of shards, or the processes that read, are given up."""
 
     @property
     def mixes(self) -> bool:
-        """Whether samples are mixed with each other, and labels are probabilities."""
+        """True when samples are mixed with each other, and labels are probabilities."""
         return self.mixup_alpha > 0 or self.cutmix_alpha > 0
 
     @property
     def draws(self) -> bool:
-        """Whether samples are changed at random."""
+        """True when samples are changed at random."""
         return self.augment != "none" or self.mixes or self.random_erasing > 0 or self.rand_augment is not None
 
     def changed(self, *names: str) -> list[str]:
         """Flags of these fields that differ from their defaults."""
-        return [flag(each.name) for each in fields(self) if each.name in names and self._differs(each.name)]
-
-    def _differs(self, name: str) -> bool:
-        return bool(getattr(self, name) != getattr(type(self), name))
+        return [
+            flag(each.name)
+            for each in fields(self)
+            if each.name in names and getattr(self, each.name) != getattr(type(self), each.name)
+        ]
 
     def normalisation(self, channels: int, evaluates: bool) -> str:
         """Name of the constants by which images of so many channels are normalised: those that are trained on, and all
@@ -122,22 +108,13 @@ class DataConfig:
         """Changes of images beside what `augment` names. Raises ValueError for an unknown `rand_augment`."""
         name, _, operations = (self.rand_augment or "").partition(":")
         changes: dict[str, Any] = {"rand_augment": parse_rand_augment(name, operations or None)} if name else {}
-        return ImageRecipe(
-            self.crop_scale,
-            self.crop_ratio,
-            erasing=self.random_erasing,
-            **changes,
-        )
+        return ImageRecipe(self.crop_scale, erasing=self.random_erasing, **changes)
 
     def problems(self) -> list[str]:
-        """What contradicts itself, with values and flags."""
+        """Contradictions, with values and flags."""
         wrong = refusal(lambda: self.image_recipe)
-        if self.frame_duration is not None and self.split_by is not None:
-            wrong.append(f"--split-by {self.split_by} and --frame-duration {self.frame_duration} exclude each other")
-        if not AUGMENTATIONS[self.augment].crops:
-            wrong += [
-                f"{each} is for --augment crop, not {self.augment}" for each in self.changed("crop_scale", "crop_ratio")
-            ]
+        if not AUGMENTATIONS[self.augment].crops and self.changed("crop_scale"):
+            wrong.append(f"--crop-scale {self.crop_scale} is for --augment crop, not {self.augment}")
         if self.mixup_off_epoch and not self.mixes:
             wrong.append(f"--mixup-off-epoch {self.mixup_off_epoch} needs --mixup-alpha or --cutmix-alpha")
         return wrong

@@ -73,17 +73,19 @@ def patterns(field: str, text: str | None) -> list[Pattern]:
 
 
 def last_match(found: Iterable[Pattern], name: str) -> Pattern | None:
-    """Of several patterns that match a name, the last one counts; None where none does."""
+    """Last of the patterns that match a name, which is the one that counts; None where none does."""
     return next((pattern for pattern in reversed(list(found)) if pattern.matches(name)), None)
 
 
 @cache
-def help_texts(part: type) -> dict[str, str]:
+def help_texts(part: Any) -> dict[str, str]:
     """The text below each field of a dataclass, on one line; those that it inherits included."""
     texts: dict[str, str] = {}
-    for each in filter(is_dataclass, reversed(part.__mro__)):
+    for each in reversed(part.__mro__):
+        if not is_dataclass(each):
+            continue
         try:
-            source = inspect.getsource(each)
+            source = inspect.getsource(each)  # type: ignore[arg-type]
         except OSError:  # a program that was typed in, or read from a pipe
             continue
         (body,) = ast.parse(textwrap.dedent(source)).body

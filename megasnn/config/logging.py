@@ -1,4 +1,4 @@
-"""What a run reports, and how often it evaluates."""
+"""Reports of a run, and how often it evaluates."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ class LoggingConfig:
     """One rank writes all logs."""
 
     log_interval: Size = 10
-    """Iterations between two log lines. With --tensorboard-dir, spikes are drawn at every tenth of them."""
+    """Iterations between two log lines; spikes are drawn at every tenth of them."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard; without it nothing is written."""
     model_summary: bool = False
-    """Print a table of the model's layers with what they give, parameters, operations and where each lives, and end
-    without training. A run always writes it to model_summary.md beside config.json, and to TensorBoard."""
+    """Print a table of the model's layers and end. Every run writes it to model_summary.md beside config.json."""
     profile_pipeline: bool = False
-    """At each log line, measure when every rank did what in the step before it, and set it beside the simulation:
-    bubble in the log, charts in TensorBoard."""
+    """At each log line, set a measured timeline of all ranks beside the simulated one."""
     profile_steps: str | None = None
-    """Iterations "10-12" of which torch.profiler writes a trace for each rank of the first replica, with actions,
-    layers and messages by name, into the folder traces beside the event files or checkpoints."""
+    """Iterations, "10-12", of which torch.profiler writes a trace for each rank of the first replica."""
     eval_interval: Size | None = None
     """Iterations between two evaluations; by default only one at the end."""
     eval_iters: Count | None = None
@@ -43,19 +40,17 @@ class LoggingConfig:
 
     @property
     def profiled_steps(self) -> range:
-        """The iterations of `profile_steps`. Raises ValueError for what is none."""
+        """Iterations of `profile_steps`. Raises ValueError for what is none."""
         if self.profile_steps is None:
             return range(0)
         found = re.fullmatch(r"(\d{1,15})(?:-(\d{1,15}))?", self.profile_steps.strip())
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 1 <= first <= last:
-            raise ValueError(
-                f"--profile-steps {self.profile_steps}: give iterations as 10-12, or one of them, from 1 on"
-            )
+            raise ValueError(f"--profile-steps {self.profile_steps}: give iterations from 1 on, as 10-12 or 10")
         return range(first, last + 1)
 
     def problems(self) -> list[str]:
-        """What contradicts itself, with values and flags."""
+        """Contradictions, with values and flags."""
         wrong = refusal(lambda: self.profiled_steps)
         if self.eval_iters == 0 and self.eval_interval is not None:
             wrong.append(f"--eval-interval {self.eval_interval} has no meaning with --eval-iters 0")

@@ -52,7 +52,7 @@ class NeuronConfig:
         )
 
     def problems(self) -> list[str]:
-        """What contradicts itself, with values and flags."""
+        """Contradictions, with values and flags."""
         wrong = []
         if self.v_reset is not None and self.v_reset >= self.v_threshold:
             wrong.append(f"--v-reset {self.v_reset} must be below --v-threshold {self.v_threshold}, or none")

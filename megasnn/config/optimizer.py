@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
-from megasnn.config.checks import flag, refusal
-from megasnn.config.fields import Count, NonNegative, Positive, ShareBelowOne
-from megasnn.config.names import flags_of_others
-from megasnn.config.patterns import Pattern, last_match, patterns
+from megasnn.config.checks import flag, flags_of_others, refusal
+from megasnn.config.fields import Count, NonNegative, Pattern, Positive, ShareBelowOne, last_match, patterns
 from megasnn.files import STRICT
-from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS, Stepped
+from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -34,31 +31,28 @@ class OptimizerConfig:
     lr_warmup_epochs: Count = 0
     """Epochs of warm-up, instead of --lr-warmup-iters."""
     lr_warmup_init: NonNegative | None = None
-    """Learning rate of the first step of the warm-up; by default --lr divided by the steps of the warm-up."""
+    """Learning rate of the first step; by default --lr divided by the steps of the warm-up."""
     lr_cooldown_epochs: Count = 0
     """Epochs at the end of the training that stay at --min-lr."""
     lr_interval: Literal["iteration", "epoch"] = "iteration"
-    """How long a learning rate stays. epoch is timm's schedule: a rate stays for an epoch, and the decay counts from
-    the start of the training, where the warm-up takes the place of its first part."""
+    """Step of the schedule; epoch is timm's, whose decay counts from the start of the training."""
     weight_decay: NonNegative = 0.01
     """Decay of the weights in a step; not applied to norms, biases and time constants."""
     lr_scale_of: str | None = None
-    """Learning rates of some parameters, as multiples of the others': "patch_embed.*=0,blocks.*=0.5". 0 freezes them.
-    Of several patterns that match, the last one counts."""
+    """Multiples of the learning rate for parameters by name, "patch_embed.*=0,blocks.*=0.5"; 0 freezes them."""
     ema_decay: ShareBelowOne = 0.0
-    """Share that a running average of the weights keeps of itself in a step; it is evaluated in their place. 0: no
-    average."""
+    """Share that a running average of the weights, which is evaluated, keeps of itself in a step; 0: none."""
     clip_grad: NonNegative = 1.0
-    """Largest norm of the whole gradient; 0 does not clip."""
+    """Largest norm of the gradient over all parameters; 0 does not clip."""
     adam_beta1: ShareBelowOne = 0.9
-    """Of adamw and lamb: decay of the gradient's running mean."""
+    """Decay of the gradient's running mean, of adamw and lamb."""
     adam_beta2: ShareBelowOne = 0.999
-    """Of adamw and lamb: decay of the squared gradient's running mean."""
+    """Decay of the squared gradient's running mean, of adamw and lamb."""
     sgd_momentum: ShareBelowOne = 0.9
-    """Of sgd: share of the last step that is taken again; 0 keeps no state."""
+    """Share of the last step that sgd takes again; 0 keeps no state."""
 
     def state_kinds(self) -> tuple[str, ...]:
-        """The kinds of state that the optimizer keeps of each parameter."""
+        """Kinds of state that the optimizer keeps of each parameter."""
         recipe = OPTIMIZERS[self.optimizer]
         return recipe.state(**{name: getattr(self, name) for name in recipe.flags})
 
@@ -66,9 +60,9 @@ class OptimizerConfig:
         """Weight decay of a parameter: matrices and kernels decay, and norms, biases and time constants do not."""
         return self.weight_decay if dimensions > 1 else 0.0
 
-    def working_bytes(self, parameters: Sequence[Stepped]) -> int:
-        """What a step of the optimizer takes meanwhile, see `OptimizerRecipe.working`."""
-        return OPTIMIZERS[self.optimizer].working(parameters)
+    def working_bytes(self, parameters: int) -> int:
+        """Bytes that a step of the optimizer takes beside its state, for so many bytes of parameters."""
+        return int(OPTIMIZERS[self.optimizer].working_copies * parameters)
 
     def warmup_iterations(self, epoch: Fraction = Fraction(1)) -> int | Fraction:
         """Iterations of warm-up, with `epoch` of them in an epoch."""
@@ -78,16 +72,16 @@ class OptimizerConfig:
         return warm_up if self.lr_interval == "epoch" else int(warm_up)
 
     def lr_scale_patterns(self) -> list[Pattern]:
-        """Of `--lr-scale-of`. Raises ValueError for a text that is none of patterns."""
+        """Patterns of `--lr-scale-of`. Raises ValueError for another text."""
         return patterns("lr_scale_of", self.lr_scale_of)
 
     def lr_scale(self, name: str) -> float:
-        """Multiple of the learning rate that a parameter has; 0 where it is frozen."""
+        """Multiple of the learning rate of a parameter; 0 where it is frozen."""
         pattern = last_match(self.lr_scale_patterns(), name)
         return 1.0 if pattern is None else pattern.value
 
     def problems(self) -> list[str]:
-        """What contradicts itself, with values and flags."""
+        """Contradictions, with values and flags."""
         wrong = flags_of_others(self, "optimizer", OPTIMIZERS)
         if malformed := refusal(self.lr_scale_patterns):
             wrong += malformed
@@ -97,30 +91,20 @@ class OptimizerConfig:
                 for each in self.lr_scale_patterns()
                 if not 0 <= each.value < math.inf
             ]
-        return wrong + self._schedule_problems()
-
-    def _schedule_problems(self) -> list[str]:
-        wrong = []
-        if self.min_lr > self.lr:
-            wrong.append(f"--min-lr {self.min_lr} is greater than --lr {self.lr}")
+        for name in ("min_lr", "lr_warmup_init"):
+            if (rate := getattr(self, name)) is not None and rate > self.lr:
+                wrong.append(f"{flag(name)} {rate} is greater than --lr {self.lr}")
         if DECAY_STYLES[self.lr_decay_style](1.0) == 1.0:
             wrong += [
                 f"{flag(name)} {getattr(self, name)} has no meaning with --lr-decay-style {self.lr_decay_style}"
                 for name in ("min_lr", "lr_cooldown_epochs")
                 if getattr(self, name)
             ]
+        iters, epochs = f"--lr-warmup-iters {self.lr_warmup_iters}", f"--lr-warmup-epochs {self.lr_warmup_epochs}"
         if self.lr_warmup_iters and self.lr_warmup_epochs:
-            wrong.append(
-                f"give either --lr-warmup-iters {self.lr_warmup_iters} or --lr-warmup-epochs {self.lr_warmup_epochs}"
-            )
-        if self.lr_warmup_init is not None:
-            if not (self.lr_warmup_iters or self.lr_warmup_epochs):
-                wrong.append(f"--lr-warmup-init {self.lr_warmup_init} needs --lr-warmup-iters or --lr-warmup-epochs")
-            if self.lr_warmup_init > self.lr:
-                wrong.append(f"--lr-warmup-init {self.lr_warmup_init} is greater than --lr {self.lr}")
-        if self.lr_interval == "epoch" and self.lr_warmup_iters:
-            wrong.append(
-                f"--lr-interval epoch takes the warm-up in epochs: --lr-warmup-epochs, not --lr-warmup-iters "
-                f"{self.lr_warmup_iters}"
-            )
+            wrong.append(f"give either {iters} or {epochs}")
+        elif self.lr_interval == "epoch" and self.lr_warmup_iters:
+            wrong.append(f"--lr-interval epoch takes the warm-up in epochs: --lr-warmup-epochs, not {iters}")
+        if self.lr_warmup_init is not None and not (self.lr_warmup_iters or self.lr_warmup_epochs):
+            wrong.append(f"--lr-warmup-init {self.lr_warmup_init} needs --lr-warmup-iters or --lr-warmup-epochs")
         return wrong

@@ -20,7 +20,7 @@ another value."""
 
 
 class ModelConfig(Protocol):
-    """What those that do not know the models ask of any model's configuration; see `megasnn.models.model.Model`."""
+    """Interface of any model's configuration for rooms below the models; see `megasnn.models.model.Model`."""
 
     name: ClassVar[str]
     """Under which checkpoints know the model."""
@@ -37,7 +37,7 @@ class ModelConfig(Protocol):
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of one sample."""
+        """Shape of one sample."""
 
     def layers(self) -> Iterable[Any]:
         """The layers (`megasnn.models.layer.Layer`) from input to logits."""
@@ -46,7 +46,7 @@ class ModelConfig(Protocol):
         """The unit of each layer, from input to output."""
 
     def problems(self, tensor_parallel: int) -> list[str]:
-        """What is wrong with the dimensions, on so many tensor parallel ranks."""
+        """Problems of the dimensions, on so many tensor parallel ranks."""
 
     def from_spikingjelly(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """A state_dict of SpikingJelly's model under our global names."""

@@ -1,88 +1,55 @@
-"""Values of a run where no flag gives them: of a checkpoint, the file of `--config`, the variant of `--variant`."""
+"""Values of a run that no flag gives: of a checkpoint, the file of `--config`, the variant of `--variant`."""
 
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megasnn.config.checks import ConfigError, flag
 from megasnn.config.data import PATHS
-from megasnn.config.values import ABOUT, as_flag, from_dict, to_dict
+from megasnn.config.values import ABOUT, from_dict
 from megasnn.files import DescriptionError, FreeForm, described, in_message
 
-Config = TypeVar("Config")
 Values = Mapping[str, Mapping[str, Any]]
 """Values of fields by part and name, as `to_dict` gives them; not all of them need to be there."""
-
+_LARGEST = 1 << 20
 _ADVICE = "correct the file, or give one that a run of this model wrote"
 _ABSENT = "(not given)"
-_FLAGS = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 
 
-def sources_of(
+def values_of(
     config_class: type[Any], argv: Sequence[str], recipes: Mapping[str, Path], saved: Values
-) -> dict[str, Values]:
-    """Values by what gives them, beside the flags. A later source replaces values of those before it.
+) -> dict[str, dict[str, Any]]:
+    """Values beside the flags: of a checkpoint, then of the file, then of the variant; later ones win.
 
-    With `--evaluate-only` the file says nothing of checkpoints and logs: what a run was given need not be taken back.
+    With `--evaluate-only` the file's checkpoints and logs do not count: they need not be taken back.
 
     Args:
         recipes: files that `--config` takes by a name.
         saved: values of the checkpoint of `--load`.
     Raises:
-        ConfigError: the file cannot be read, or holds what is no configuration of this class.
+        ConfigError: the file cannot be read, or is no configuration of this class.
     """
     early = early_flags(argv)
-    sources = {"--load": saved}
+    values = {part: dict(given) for part, given in saved.items()}
     if early.config is not None:
         given = _read(config_class, early.config, recipes)
         _refuse_commands(given, early)
         if "variant" in given.get("model", {}):
             given["model"] = {**_dimensions(config_class, given["model"]["variant"]), **given["model"]}
         if early.evaluate_only:
-            given = {part: values for part, values in given.items() if part not in ("checkpoint", "logging")}
+            given = {part: of_part for part, of_part in given.items() if part not in ("checkpoint", "logging")}
             # null was written by a run that had not been told: then the checkpoint says how samples are made
             given["data"] = {name: value for name, value in given.get("data", {}).items() if value is not None}
-        sources[f"--config {in_message(early.config)}"] = given
+        for part, of_part in given.items():
+            values.setdefault(part, {}).update(of_part)
     if early.variant != _ABSENT:
         variant = None if _is_none(early.variant) else early.variant
-        sources[f"--variant {in_message(early.variant or '')}"] = {"model": _dimensions(config_class, variant)}
-    return sources
-
-
-def defaults_of(config_class: type[Config], sources: Mapping[str, Values]) -> Config:
-    """Configuration without flags: the defaults, and over them the values of each source."""
-    values: dict[str, dict[str, Any]] = {}
-    for given in sources.values():
-        values = {part: {**values.get(part, {}), **given.get(part, {})} for part in {**values, **given}}
-    return from_dict(config_class, values)
-
-
-def with_sources(problems: Iterable[str], config: Any, sources: Mapping[str, Values]) -> list[str]:
-    """Problems of a configuration, each with the sources of the values that it names, where those are no flags."""
-    values = {name: value for part in to_dict(config).values() for name, value in part.items()}
-    given = {
-        name: (source, value)
-        for source, parts in sources.items()
-        for part in parts.values()
-        for name, value in part.items()
-    }
-    return [problem + _sources_of_problem(problem, values, given) for problem in problems]
-
-
-def _sources_of_problem(problem: str, values: Mapping[str, Any], given: Mapping[str, tuple[str, Any]]) -> str:
-    found: dict[str, list[str]] = {}
-    for name in dict.fromkeys(each.replace("-", "_") for each in _FLAGS.findall(problem)):
-        source, value = given.get(name, ("", None))
-        if value is not None and value == values.get(name):
-            # A path may hold a password.
-            found.setdefault(source, []).append(flag(name) if name in PATHS else in_message(as_flag(name, value)))
-    texts = [f"{source} gives {' '.join(flags)}" for source, flags in found.items()]
-    return f" ({'; '.join(texts)})" if texts else ""
+        values.setdefault("model", {}).update(_dimensions(config_class, variant))
+    return values
 
 
 def early_flags(argv: Sequence[str]) -> argparse.Namespace:
@@ -107,17 +74,17 @@ def _read(config_class: type[Any], name: str, recipes: Mapping[str, Path]) -> di
     path = recipes.get(name, Path(name))
     shown = in_message(str(path))
     try:
-        content = path.read_bytes()
-        values = described(dict[str, FreeForm], content, shown, advice=_ADVICE)
+        if not path.is_file():
+            raise ConfigError(
+                [f"neither a file nor the name of a recipe of this model ({', '.join(recipes) or 'none'})"]
+            )
+        if path.stat().st_size > _LARGEST:
+            raise ConfigError([f"{path.stat().st_size} bytes, up to {_LARGEST} are read"])
+        values = described(dict[str, FreeForm], path.read_bytes(), shown, advice=_ADVICE)
         mine = config_class().model.name
         if (named := values.pop(ABOUT, {}).get("model", mine)) != mine:
             raise ConfigError([f"{ABOUT}.model is {in_message(named)}, and this is {mine}"])
         from_dict(config_class, values)
-    except FileNotFoundError:
-        known = ", ".join(recipes) or "none"
-        raise ConfigError(
-            [f"--config {in_message(name)} is neither a file nor the name of a recipe of this model; recipes: {known}"]
-        ) from None
     except DescriptionError as error:
         raise ConfigError([f"--config {error}"]) from None
     except ConfigError as error:

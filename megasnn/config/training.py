@@ -11,15 +11,17 @@ from pydantic.dataclasses import dataclass
 
 from megasnn.config.checks import flag
 from megasnn.config.fields import Count, Positive, ShareBelowOne, Size
-from megasnn.config.names import flags_of_others
 from megasnn.files import STRICT
 from megasnn.losses import LOSSES
 from megasnn.precisions import PRECISIONS
 
+LENGTHS = ("train_iters", "train_epochs")
+"""Fields that give the length of a training; one of them does."""
+
 
 @plain_dataclass(frozen=True)
 class Length:
-    """How long a training is.
+    """Length of a training.
 
     Attributes:
         iterations: optimizer steps.
@@ -36,10 +38,6 @@ class Length:
         return float(self.iterations / self.epoch)
 
 
-LENGTHS = ("train_iters", "train_epochs")
-"""Fields that say how long a training is; one of them does."""
-
-
 @dataclass(frozen=True, config=STRICT)
 class TrainingConfig:
     """The length is given in iterations or in epochs."""
@@ -51,43 +49,34 @@ class TrainingConfig:
     train_iters: Size | None = None
     """Optimizer steps to train, counted from the beginning of the first run."""
     train_epochs: Size | None = None
-    """Epochs to train, instead of --train-iters: how often to go through the training data."""
+    """Epochs to train, instead of --train-iters."""
     evaluate_only: bool = False
     """Evaluate what --load gives on the validation data, and end."""
     max_skipped_steps: Count = 10
-    """End the run, with exit status 4, after so many steps in a row that were skipped, since loss or gradient were not
-    finite: it has diverged. 0 goes on."""
+    """End with exit status 4 after so many steps in a row that were not finite; 0 goes on."""
     exit_interval: Size | None = None
     """Stop at the next iteration that is a multiple of it, and save if --save is given."""
     exit_duration_in_mins: Positive | None = None
     """Stop after so many minutes, and save if --save is given."""
     bptt_steps: Size | None = None
-    """Truncated backpropagation through time: show each sample in windows of so many time steps, each a micro-batch of
-    its own. Neurons go on from the potential that the window before left, without its gradient; the loss is the mean
-    over the windows. By default one window has all time steps."""
+    """Truncated backpropagation: show each sample in windows of so many time steps, each a micro-batch."""
     seed: Count = 1234
     """Seed of initial weights, data order, augmentation and dropout."""
     precision: Annotated[str, PRECISIONS] = "fp32"
     """Types of weights and products."""
     sparse_products: Literal["auto", "off"] = "auto"
-    """Products of layers that take spikes or small counts, on a CPU with --precision fp32 or fp64. auto: sums over the
-    values that are not 0, where these are at most 40 % of an input. off: dense products."""
+    """Products with spikes as sums over the values that are not 0, on a CPU where these are at most 40 %."""
     deterministic: bool = False
-    """The same bits in every run on the same layout, devices and versions: GPUs take only algorithms that promise it
-    (an operation without one is an error). That costs the fastest algorithms of some convolutions."""
+    """The same bits in every run on the same layout, devices and versions, by slower algorithms on GPUs."""
     cuda_graphs: Literal["off", "on", "auto"] = "off"
-    """Start the kernels of a layer on a GPU all at once, as CUDA graphs, for each micro-batch under way. auto: of all
-    layers that can; the others are named, with the reason. on: a layer that cannot is an error. Takes memory for the
-    outputs and gradients of all layers. Has never run on a GPU."""
+    """CUDA graphs: auto for all layers that can, on where a layer that cannot is an error. Never run on a GPU."""
     loss: Annotated[str, LOSSES] = "cross-entropy"
     """Loss that is minimised, as a mean over the samples."""
-    tet_lambda: ShareBelowOne = 1e-3
-    """With --loss tet, the share of the term that keeps logits near 1; 0 leaves it out."""
     label_smoothing: ShareBelowOne = 0.0
     """Share of the target spread evenly over all classes."""
 
     def length(self, epoch_samples: int, keeps_last_batch: bool = False) -> Length:
-        """The length of a training on data with so many samples in an epoch; 0 iterations with --evaluate-only.
+        """Length of a training on data with so many samples in an epoch; 0 iterations with --evaluate-only.
 
         Args:
             keeps_last_batch: an epoch ends with a smaller batch rather than in the midst of one.
@@ -116,8 +105,8 @@ class TrainingConfig:
         return 1 if self.bptt_steps is None else time_steps // self.bptt_steps
 
     def problems(self) -> list[str]:
-        """What contradicts itself, with values and flags."""
-        wrong = flags_of_others(self, "loss", LOSSES)
+        """Contradictions, with values and flags."""
+        wrong = []
         if self.micro_batch_size > self.global_batch_size:
             wrong.append(
                 f"--micro-batch-size {self.micro_batch_size} is larger than "

@@ -1,4 +1,4 @@
-"""Values become a configuration, and a configuration becomes values: dictionaries, flags, a table to print."""
+"""Values become a configuration, and a configuration becomes values: dictionaries, flags, JSON."""
 
 from __future__ import annotations
 
@@ -121,17 +121,6 @@ def with_model_name(config: Any) -> dict[str, Any]:
 def to_json(config: Any) -> str:
     """Text of config.json."""
     return json.dumps(with_model_name(config), indent=2)
-
-
-def describe(config: Any) -> str:
-    """Table of all values by part; an asterisk marks those that differ from the default."""
-    lines, defaults = [], _defaults(config)
-    for part in fields(config):
-        lines.append(part.name)
-        for name, value in vars(getattr(config, part.name)).items():
-            mark = " " if value == defaults[part.name][name] else "*"
-            lines.append(f"  {mark} {name} {'.' * (40 - len(name))} {shown(value)}")
-    return "\n".join(lines)
 
 
 def changed_flags(config: Any) -> dict[str, list[str]]:

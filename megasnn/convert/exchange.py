@@ -14,10 +14,9 @@ from megasnn.checkpoint.tensor_io import boxes_of, require_intact, write_safeten
 from megasnn.convert.rank_files import write_rank_files
 from megasnn.convert.source import Source, derived, in_our_names
 from megasnn.files import CheckpointError, sync
-from megasnn.models.dialects import all_dialects, dialect_for, dialect_of, is_ours, model_of
-from megasnn.models.names import renamed
-from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Shard
+from megasnn.models.registry import all_dialects, dialect_for, dialect_of, is_ours, model_of
+from megasnn.models.weight_names import renamed
+from megasnn.parallel.sharding import Shard, ShardedTensor
 
 if TYPE_CHECKING:
     Names = str

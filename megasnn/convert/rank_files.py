@@ -13,7 +13,7 @@ from megasnn.checkpoint.job import FolderLock
 from megasnn.checkpoint.save import Written, commit, file_name
 from megasnn.checkpoint.tensor_io import boxes_of, write_safetensors
 from megasnn.files import CheckpointError
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 from megasnn.telemetry.log import byte_bar
 
 
@@ -71,6 +71,7 @@ def _write_rank(
         name, local = "", None
         for _, entry, piece in boxes:
             if local is None or entry.name != name:
+                local = None  # one tensor at a time
                 name, local = entry.name, read(entry)
                 progress(local.nbytes)
             yield piece.of_local(local)

@@ -1,8 +1,7 @@
-"""Content of a source as text and as JSON, and the distance between two of them, tensor by tensor."""
+"""Content of a source as text, and the distance between two of them, tensor by tensor."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint.format import AVERAGE, BESIDE, OPTIMIZER, to_text
+from megasnn.checkpoint.format import AVERAGE, BESIDE, OPTIMIZER
 from megasnn.checkpoint.tensor_io import dtype_name
 from megasnn.convert.source import Source
 
@@ -45,13 +44,6 @@ def _beginning(name: str) -> str:
 
 def _pairs(values: Any) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items()) if isinstance(values, dict) else f"{values}"
-
-
-def as_json(source: Source) -> dict[str, Any]:
-    """Content of metadata.json; of a file its tensors."""
-    tensors = {name: {"shape": list(value.shape), "dtype": dtype_name(value)} for name, value in source.tensors.items()}
-    said = json.loads(to_text(source.metadata)) if source.is_checkpoint else {"tensors": tensors}
-    return {"path": str(source.path), **said}
 
 
 def size_text(count: float) -> str:

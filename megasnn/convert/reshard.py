@@ -19,13 +19,12 @@ from megasnn.convert.rank_files import write_rank_files
 from megasnn.convert.source import Source
 from megasnn.files import CheckpointError, raise_problems
 from megasnn.layers import BuildContext
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
-from megasnn.models.dialects import model_of
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import ShardedTensor, sharded_tensors
+from megasnn.models.registry import MODELS, model_of
+from megasnn.parallel.sharding import ShardedTensor, sharded_tensors
+from megasnn.parallel_state import Group
 from megasnn.schedule.partition import PLACEMENTS, layout_to_bounds, parse_layout
 
 TENSOR_FLAG, PIPELINE_FLAG = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
@@ -158,7 +157,10 @@ def target_ranks(
         mine = [index for span, home in zip(bounds, target.placement, strict=True) if home == stage for index in span]
         for rank in range(target.tensor):
             group = Group("tensor", tuple(range(target.tensor)), rank)
-            layers = model.description.named_layers(BuildContext(group))
+            try:
+                layers = model.description.named_layers(BuildContext(group))
+            except ValueError as error:
+                raise CheckpointError(str(error).replace("--tensor-model-parallel-size", TENSOR_FLAG)) from None
             entries = list(sharded_tensors([layers[index] for index in mine]))
             wrong += [problem for entry in entries if (problem := _shape_problem(entry, tensors))]
             ranks.append([saved for entry in entries for saved in _as_saved(entry, tensors)])

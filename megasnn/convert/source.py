@@ -16,10 +16,9 @@ from megasnn.checkpoint.format import METADATA, Metadata, read_metadata
 from megasnn.checkpoint.state_dict import read_state_dict
 from megasnn.checkpoint.tensor_io import read_boxes
 from megasnn.files import CheckpointError
-from megasnn.models.dialects import dialect_of, is_ours
-from megasnn.models.names import Recipe
-from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Shard
+from megasnn.models.registry import dialect_of, is_ours
+from megasnn.models.weight_names import Recipe
+from megasnn.parallel.sharding import Shard, ShardedTensor
 
 
 @dataclass(frozen=True)

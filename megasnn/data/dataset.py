@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -16,19 +17,16 @@ from megasnn.data.formats import FormatMismatch, SampleFormat
 from megasnn.data.shards import Shard
 from megasnn.files import require_size
 
-_OPEN_SHARDS = 16
-"""Files that a process keeps open."""
-
 
 class BrokenSample(ValueError):
     """A sample whose data cannot be decoded."""
 
 
 class ShardDataset:
-    """The samples of `shards`, one shard after the other, decoded by `format`. It can be pickled.
+    """Samples of `shards`, one shard after the other, decoded by `format`. It can be pickled.
 
     Raises:
-        ValueError: a label outside [0, num_classes). All are looked at here, before anything is trained.
+        ValueError: a label outside [0, num_classes). All are checked here, before anything is trained.
     """
 
     def __init__(self, shards: Sequence[Shard], format: SampleFormat, num_classes: int) -> None:
@@ -36,7 +34,6 @@ class ShardDataset:
         self._shards = list(shards)
         self._first = np.cumsum([0] + [len(shard) for shard in shards])
         self.labels = np.concatenate([shard.labels for shard in shards])
-        self._files = _OpenFiles()
         wrong = np.flatnonzero((self.labels < 0) | (self.labels >= num_classes))
         if len(wrong):
             raise ValueError(
@@ -49,19 +46,19 @@ class ShardDataset:
         return len(self.labels)
 
     def key(self, index: int) -> str:
-        """The name of a sample inside its shard."""
+        """Name of a sample inside its shard."""
         shard, place = self._locate(index)
         return shard.keys[place].decode()
 
     def describe(self, index: int) -> str:
-        """A sample as an error message names it."""
+        """Name of a sample and its shard, for messages."""
         return f"sample {self.key(index)!r} of shard {self._locate(index)[0].name}"
 
     def sample(self, index: int, decode: Callable[[bytes], NDArray[Any]] | None = None) -> NDArray[Any]:
-        """The decoded sample: an image as uint8 `[H, W, C]`, event frames `[T, 2, H, W]`.
+        """Decodes a sample: an image as uint8 `[H, W, C]`, event frames `[T, 2, H, W]`.
 
         Args:
-            decode: takes the place of the format's.
+            decode: instead of the format's.
         Raises:
             BrokenSample: it cannot be decoded, or is too large.
             ValueError: it does not fit the model, or the shard was changed, cut or removed after it was indexed.
@@ -69,17 +66,19 @@ class ShardDataset:
         shard, place = self._locate(index)
         try:
             require_size("its file", int(shard.sizes[place]), self.format.limit)
-            return (decode or self.format.decode)(self._read(shard, place))
-        except (FormatMismatch, ShardChanged) as error:
+            return (decode or self.format.decode)(_read(shard, place))
+        except FormatMismatch as error:
             raise ValueError(f"{self.describe(index)} {error}") from error
+        except OSError as error:
+            raise ValueError(f"{self.describe(index)} cannot be read: {error}; start again") from error
         except ValueError as error:
             raise BrokenSample(
-                f"{self.describe(index)} cannot be decoded: {error}; mend it, or train without it "
-                "(--skip-broken-samples)"
+                f"{self.describe(index)} cannot be decoded: {error}; mend it or leave it out "
+                "(training does with --skip-broken-samples)"
             ) from error
 
     def fingerprint(self) -> str:
-        """A hash of the samples' names, classes and data sizes in file order.
+        """Hash of the samples' names, classes and data sizes in file order.
 
         It tells data sets apart without reading them, and is the same wherever they lie, packed or unpacked.
         """
@@ -94,35 +93,16 @@ class ShardDataset:
         shard = bisect_right(self._first, index) - 1  # for one number several times faster than NumPy's
         return self._shards[shard], index - int(self._first[shard])
 
-    def _read(self, shard: Shard, place: int) -> bytes:
-        try:
-            descriptor = self._files.descriptor(shard)
-            status = os.fstat(descriptor)
-            if (status.st_size, status.st_mtime_ns) != shard.state:
-                raise ShardChanged(f"cannot be read: {shard.tar} was changed while in use; start again")
-            return os.pread(descriptor, int(shard.sizes[place]), int(shard.offsets[place]))
-        except OSError as error:
-            raise ShardChanged(f"cannot be read: {error}") from error
+
+def _read(shard: Shard, place: int) -> bytes:
+    """Raises OSError where the shard is not the file that was indexed."""
+    file = _opened(shard.tar, shard.state).fileno()
+    status = os.fstat(file)
+    if (status.st_size, status.st_mtime_ns) != shard.state:
+        raise OSError(f"{shard.tar} was changed while in use")
+    return os.pread(file, int(shard.sizes[place]), int(shard.offsets[place]))
 
 
-class ShardChanged(Exception):
-    """A shard is not what it was when it was indexed."""
-
-
-class _OpenFiles:
-    """The shards that this process has open, the least recently used closed first."""
-
-    def __init__(self) -> None:
-        self._open: OrderedDict[str, BinaryIO] = OrderedDict()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy in another process opens its own."""
-        return _OpenFiles, ()
-
-    def descriptor(self, shard: Shard) -> int:
-        path = str(shard.tar)
-        file = self._open.pop(path, None) or open(shard.tar, "rb", buffering=0)
-        self._open[path] = file
-        if len(self._open) > _OPEN_SHARDS:
-            self._open.popitem(last=False)[1].close()
-        return file.fileno()
+@lru_cache(maxsize=16)  # files that a process keeps open
+def _opened(tar: Path, state: tuple[int, int]) -> BinaryIO:
+    return open(tar, "rb", buffering=0)

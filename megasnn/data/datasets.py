@@ -1,4 +1,4 @@
-"""From the options of a run to its data sets: which shards, what kind of samples, and whether they fit the model."""
+"""Data sets of a run from its options: their shards and kind of samples, and checks that they fit the model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from megasnn.config.data import CHANGES, SAMPLE
 from megasnn.data.dataset import BrokenSample, ShardDataset
-from megasnn.data.event_files import FRAMES
-from megasnn.data.event_frames import EventFormat
-from megasnn.data.fetch import describe_remote, open_remote
+from megasnn.data.formats import FRAMES, EventFormat
 from megasnn.data.images import NORMALISATIONS, ImageFormat
 from megasnn.data.paths import Address, expand_shards
+from megasnn.data.remote import describe_remote, open_remote
 from megasnn.data.shards import Shard, open_shard
 from megasnn.events import FrameOptions
 
@@ -28,7 +27,7 @@ Decide = Callable[[Callable[[], Any]], Any]
 
 @dataclass(frozen=True)
 class Datasets:
-    """The training samples, and those to evaluate on where there are some."""
+    """Training samples, and those to evaluate on, if any."""
 
     train: ShardDataset
     valid: ShardDataset | None
@@ -49,9 +48,8 @@ def open_datasets(
 
     Args:
         input_shape: of a sample, as the model takes it: (C, H, W) for images, (T, 2, H, W) for event frames.
-        sample_shards: makes the shards that ``sample`` stands for, of recordings or (False) of images, to train and
-            to validate on; None where ``sample`` is not asked for.
-        decide: what lies behind URLs is asked for on one rank.
+        sample_shards: makes the shards of ``sample``, of recordings or (False) of images, to train and to validate on.
+        decide: sizes of shards behind URLs are asked for on one rank.
         evaluates: and trains on nothing.
 
     Raises:
@@ -60,15 +58,28 @@ def open_datasets(
             shape; an option does not go with them.
     """
     format = sample_format(config, input_shape, evaluates)
-    train, valid = _paths(config, partial(sample_shards, isinstance(format, EventFormat)) if sample_shards else None)
-    opened = partial(_dataset, config, format, num_classes, decide)
-    return Datasets(opened(train), opened(valid) if valid else None)
+    valid_path = config.valid_data_path or (SAMPLE if config.data_path == SAMPLE else None)
+    made: tuple[Path, ...] = ()
+    if SAMPLE in (config.data_path, valid_path):
+        if sample_shards is None:
+            raise ValueError(f"--data-path {SAMPLE}: its shards are not made here; name shards")
+        made = sample_shards(isinstance(format, EventFormat))
+
+    paths = [(config.data_path, "--data-path")] + ([(valid_path, "--valid-data-path")] if valid_path else [])
+    splits: list[Sequence[Address]] = [
+        [made[split]] if path == SAMPLE else expand_shards(path, flag) for split, (path, flag) in enumerate(paths)
+    ]
+    found = [
+        _dataset(config, format, num_classes, open_shards(addresses, config.fetch_timeout, decide))
+        for addresses in splits
+    ]
+    return Datasets(found[0], found[1] if valid_path else None)
 
 
 def open_shards(
     addresses: Sequence[Address], fetch_timeout: float, decide: Decide = lambda read: read()
 ) -> list[Shard]:
-    """The shards of a data path, those behind URLs fetched into the cache.
+    """Shards of a data path, those behind URLs fetched into the cache.
 
     Raises:
         ValueError: as `open_shard`, `describe_remote` and `open_remote`.
@@ -80,7 +91,7 @@ def open_shards(
 
 
 def sample_format(config: DataConfig, input_shape: Sequence[int], evaluates: bool = False) -> EventFormat | ImageFormat:
-    """How a shard's samples become what the model takes, without looking at any.
+    """Format by which a shard's samples become the model's input, without reading any.
 
     Args:
         evaluates: and trains on nothing.
@@ -92,36 +103,15 @@ def sample_format(config: DataConfig, input_shape: Sequence[int], evaluates: boo
             f"shards hold images and recordings, and the model takes samples of the shape {list(input_shape)}: train "
             "it with a megasnn.Engine, on batches of your own"
         )
-    events = len(input_shape) == 4
-    format = _event_format(config, input_shape) if events else _image_format(config, input_shape, evaluates)
+    make = partial(_image_format, evaluates=evaluates) if len(input_shape) == 3 else _event_format
+    format: EventFormat | ImageFormat = make(config, input_shape)
     format.augmentation(config.augment)
     return format
 
 
-def _paths(
-    config: DataConfig, sample: Callable[[], tuple[Path, Path]] | None
-) -> tuple[Sequence[Address], Sequence[Address]]:
-    """The shards to train on and those to validate on."""
-    valid_path = config.valid_data_path or (SAMPLE if config.data_path == SAMPLE else None)
-    made: tuple[Path, ...] = ()
-    if SAMPLE in (config.data_path, valid_path):
-        if sample is None:
-            raise ValueError(f"--data-path {SAMPLE}: its shards are not made here; name shards")
-        made = sample()
-    train: Sequence[Address] = [made[0]] if config.data_path == SAMPLE else expand_shards(config.data_path)
-    if valid_path is None:
-        return train, []
-    return train, [made[1]] if valid_path == SAMPLE else expand_shards(valid_path, "--valid-data-path")
-
-
 def _dataset(
-    config: DataConfig,
-    format: EventFormat | ImageFormat,
-    num_classes: int,
-    decide: Decide,
-    addresses: Sequence[Address],
+    config: DataConfig, format: EventFormat | ImageFormat, num_classes: int, shards: Sequence[Shard]
 ) -> ShardDataset:
-    shards = open_shards(addresses, config.fetch_timeout, decide)
     for shard in shards:
         _check_kind(config, shard, format)
     dataset = ShardDataset(shards, format, num_classes)
@@ -132,18 +122,17 @@ def _dataset(
 
 
 def _check_kind(config: DataConfig, shard: Shard, format: EventFormat | ImageFormat) -> None:
-    """Raises ValueError unless the shard holds what the model takes, and the options go with that."""
+    """Raises ValueError unless the shard holds the model's kind of samples, and the options go with that."""
     if wrong := [suffix for suffix in shard.suffixes if suffix not in format.suffixes]:
         hint = "" if isinstance(format, EventFormat) else "; Spikformer takes events with --event-frames"
         raise ValueError(
             f"shard {shard.name} holds .{wrong[0]} files, and the model takes {format.kind} "
             f"(.{', .'.join(format.suffixes)}){hint}"
         )
-    given = [name for name, value in _frame_options(config).items() if value is not None]
-    if FRAMES in shard.suffixes and given:
+    if FRAMES in shard.suffixes and config.split_by is not None:
         raise ValueError(
-            f"{', '.join(given)}: shard {shard.name} holds finished frames; leave it out (where a checkpoint gives it, "
-            f"{given[0]} none takes it back), or preprocess again with it, or with --keep-events"
+            f"--split-by: shard {shard.name} holds finished frames; leave it out (where a checkpoint gives it, "
+            "--split-by none takes it back), or preprocess again with it, or with --keep-events"
         )
 
 
@@ -155,25 +144,16 @@ def _event_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat
         raise ValueError(
             f"event frames have 2 channels and are square, not {channels} x {height} x {width}; set --in-channels to 2"
         )
-    return EventFormat(
-        FrameOptions(
-            time_steps=time_steps,
-            split_by=config.split_by or "number",
-            frame_duration=config.frame_duration,
-            size=height,
-            normalize=config.normalize_frames or "none",
-        ),
-        config.max_sample_mb << 20,
-    )
+    options = FrameOptions(time_steps, config.split_by or "number", size=height)
+    return EventFormat(options, config.max_sample_mb << 20)
 
 
 def _image_format(config: DataConfig, input_shape: Sequence[int], evaluates: bool) -> ImageFormat:
     channels, size, width = input_shape
     if width != size:
         raise ValueError(f"images are made square, and the model takes {size} x {width}; give it a square input_shape")
-    given = [name for name, value in _frame_options(config).items() if value is not None]
-    if given:
-        raise ValueError(f"{', '.join(given)}: the model takes images; leave it out")
+    if config.split_by is not None:
+        raise ValueError("--split-by: the model takes images; leave it out")
     normalisation = config.normalisation(channels, evaluates)
     in_colour = ["--rand-augment"] * (config.rand_augment is not None)
     in_colour += ["--normalize-images"] * (len(NORMALISATIONS[normalisation][0]) > 1)
@@ -181,12 +161,3 @@ def _image_format(config: DataConfig, input_shape: Sequence[int], evaluates: boo
         raise ValueError(f"{', '.join(in_colour)}: for images in colour; set --in-channels 3, or leave it out")
     limit, center = config.max_sample_mb << 20, config.center_crop
     return ImageFormat(size, channels, normalisation, limit, config.image_recipe, center)
-
-
-def _frame_options(config: DataConfig) -> dict[str, object]:
-    """The flags that say how events become frames."""
-    return {
-        "--split-by": config.split_by,
-        "--frame-duration": config.frame_duration,
-        "--normalize-frames": config.normalize_frames,
-    }

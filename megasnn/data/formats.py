@@ -1,18 +1,33 @@
-"""From the bytes of a sample's file to the model's input: what images and event frames have in common."""
+"""Formats of samples: from the bytes of a sample's file to the model's input; event samples.
+
+``<key>.frames.npz`` holds one array "frames" `[T, 2, H, W]`: counts as uint8 or uint16, or float32 where they were
+scaled or normalised. ``<key>.events.npz`` holds t (µs from the first event), x, y, p, height and width, so that a
+program may choose the number of frames later.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megasnn import augment
 from megasnn.augment import AUGMENTATIONS, Augmentation
+from megasnn.events import LARGEST_SIDE, FrameOptions, Recording, make_frames, recording_of_arrays, resize_frames
+from megasnn.files import SAMPLE_BYTES, read_arrays
+
+FRAMES, EVENTS = "frames.npz", "events.npz"
+# Levels of zlib. Higher ones save a few per cent of space for several times the time.
+_FRAMES_LEVEL, _EVENTS_LEVEL = 4, 1
 
 
 class FormatMismatch(ValueError):
-    """A sample that is whole, but not of the shape that the model takes: the flags are wrong, it is not skipped."""
+    """A sample that is sound, but not of the shape that the model takes: the flags are wrong, it is not skipped."""
 
 
 class SampleFormat(Protocol):
@@ -21,7 +36,7 @@ class SampleFormat(Protocol):
     Attributes:
         kind: of the samples, as augmentations name it.
         suffixes: endings of the files it decodes.
-        axes: the model's axes of a batch, as axes of the array of its samples.
+        axes: permutation from a batch's array to the model's axes.
         limit: bytes that a sample may take, in its file or decoded.
     """
 
@@ -33,13 +48,14 @@ class SampleFormat(Protocol):
     def limit(self) -> int: ...
 
     def decode(self, data: bytes) -> NDArray[Any]:
-        """One sample. Raises ValueError for bytes that cannot be decoded, FormatMismatch for those that do not fit."""
+        """Decodes a sample. Raises ValueError for damaged bytes, FormatMismatch for those that do not fit."""
 
     def fill(self, values: NDArray[np.float32], sample: NDArray[Any]) -> None:
         """Writes a decoded sample to `values`, of its shape, as the numbers that the model takes."""
+        values[...] = sample
 
     def augmentation(self, name: str) -> Augmentation:
-        """A random change by its name. Raises ValueError for one that there is not, or not for such samples."""
+        """A random change by its name. Raises ValueError for an unknown one, or one for other samples."""
         found = AUGMENTATIONS[name]
         if self.kind not in found.samples:
             fitting = [other for other, each in AUGMENTATIONS.items() if self.kind in each.samples]
@@ -47,8 +63,100 @@ class SampleFormat(Protocol):
         return found
 
     def batch(self, samples: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
-        """Decoded samples as the model takes them, float32, the samples first."""
+        """Joins decoded samples to the model's input, float32, the samples first."""
         values = np.empty((len(samples), *samples[0].shape), np.float32)
         for target, sample in zip(values, samples, strict=True):
             self.fill(target, sample)
         return values.transpose(self.axes)
+
+
+@dataclass(frozen=True)
+class EventFormat(SampleFormat):
+    """Event samples as a model takes them.
+
+    Kept events become frames here. Frames that preprocessing made are scaled where they have another size.
+
+    Attributes:
+        settings: time steps, size and, for kept events, how frames are made of them.
+        limit: bytes that a sample may take, packed or decoded.
+    """
+
+    settings: FrameOptions
+    limit: int = SAMPLE_BYTES
+    suffixes = (FRAMES, EVENTS)
+    kind = augment.FRAMES
+    axes = (0, 1, 2, 3, 4)
+
+    def decode(self, data: bytes) -> NDArray[Any]:
+        """Content of a frames.npz or events.npz as `[T, 2, size, size]`, counts or float32.
+
+        Raises:
+            ValueError: damaged, or a recording too short for the frames.
+            FormatMismatch: made for another number of time steps.
+        """
+        sample = decode_events(data, self.limit)
+        if isinstance(sample, Recording):
+            return make_frames(sample, self.settings, self.limit)
+        if len(sample) != self.settings.time_steps:
+            raise FormatMismatch(
+                f"has {len(sample)} frames, and the model takes --time-steps {self.settings.time_steps}; set "
+                f"--time-steps {len(sample)}, or preprocess again (with --keep-events, any number goes)"
+            )
+        size = self.settings.size
+        return sample if size is None or sample.shape[2:] == (size, size) else resize_frames(sample, size)
+
+
+def decode_events(data: bytes, limit: int = SAMPLE_BYTES) -> Recording | NDArray[Any]:
+    """The recording of an events.npz, or the array `[T, 2, H, W]` of a frames.npz, which is read-only.
+
+    Raises:
+        ValueError: damaged, neither, or of more bytes than `limit`; events out of order or outside their sensor; frames
+            with values that are no finite numbers.
+    """
+    arrays = read_arrays(data, limit)
+    if "frames" not in arrays:
+        return recording_of_arrays(arrays, limit)
+    frames = arrays["frames"]
+    if frames.ndim != 4 or frames.shape[1] != 2 or frames.dtype.kind not in "iuf":
+        raise ValueError(f"frames are numbers [T, 2, H, W], not {frames.dtype} {list(frames.shape)}")
+    if not frames.size or max(frames.shape[2:]) > LARGEST_SIDE:
+        raise ValueError(f"frames {list(frames.shape)} are empty or of no sensor")
+    with np.errstate(over="ignore"):
+        if frames.dtype.kind == "f" and not np.isfinite(frames.astype(np.float32, copy=False)).all():
+            raise ValueError("frames hold values that are no finite numbers (NaN or infinite)")
+    return frames
+
+
+def encode_frames(frames: NDArray[Any]) -> bytes:
+    """Makes a frames.npz of `[T, 2, H, W]`; integer counts become the smallest type that holds them."""
+    if frames.dtype.kind in "iu":
+        frames = frames.astype(np.min_scalar_type(int(frames.max(initial=0))))
+    return _npz({"frames": frames}, _FRAMES_LEVEL)
+
+
+def encode_events(recording: Recording) -> bytes:
+    """Makes an events.npz of a recording; equal recordings give equal bytes."""
+    events, sensor = recording.events, recording.sensor
+    t = events.t - events.t[0]
+    place = np.uint8 if max(sensor) <= 256 else np.uint16
+    arrays = {
+        "t": t.astype(np.uint32) if t[-1] < 2**32 else t,
+        "x": events.x.astype(place),
+        "y": events.y.astype(place),
+        "p": events.p,
+        "height": np.array(sensor.height),
+        "width": np.array(sensor.width),
+    }
+    return _npz(arrays, _EVENTS_LEVEL)
+
+
+def _npz(arrays: Mapping[str, NDArray[Any]], level: int) -> bytes:
+    """NumPy's .npz, always with the same bytes: no times of writing in it."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, array in arrays.items():
+            content = io.BytesIO()
+            np.lib.format.write_array(content, np.asarray(array, order="C"), allow_pickle=False)
+            info = zipfile.ZipInfo(f"{name}.npy")  # dated 1980
+            archive.writestr(info, content.getvalue(), zipfile.ZIP_DEFLATED, level)
+    return buffer.getvalue()

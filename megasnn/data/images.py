@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from megasnn.augment import IMAGES, Augmentation
 from megasnn.augment.images import Box, ImageChange, ImageRecipe
@@ -38,46 +38,22 @@ def open_image(data: bytes, limit: int = SAMPLE_BYTES) -> Image.Image:
 
     Args:
         data: the whole file.
-        limit: bytes that the decoded image may take.
+        limit: bytes that the decoded image may take. A WebP takes up to 2 GB (16,383 x 16,383) before it is known.
 
     Raises:
-        ValueError: too large, or more than 8 bits a channel; and Pillow whatever damaged bytes or another format make
-            it raise.
+        ValueError: too large, damaged, of another format, or more than 8 bits a channel.
     """
-    # Pillow's own bound counts pixels; without this it would refuse what a raised limit allows.
-    Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, limit)
-    if size := _webp_size(data):
-        _require_pixels(*size, 4, limit)  # opening one allocates all its pixels
+    Image.MAX_IMAGE_PIXELS = None  # Pillow's own bound counts pixels, whatever `limit` is
     try:
         file = Image.open(io.BytesIO(data), formats=_FORMATS)
-    except UnidentifiedImageError:
-        raise ValueError(f"it is not an image of {', '.join(_FORMATS)}") from None
-    except Image.DecompressionBombError as error:
-        raise ValueError(f"{error} If it is sound, raise --max-sample-mb") from None
+    except Exception as error:  # Pillow has no common class for what damaged bytes make it raise
+        raise ValueError(f"it is no sound image of {', '.join(_FORMATS)}: {error}") from error
     if file.mode == "F" or file.mode.startswith("I"):
         raise ValueError(f"more than 8 bits a channel (mode {file.mode})")
-    _require_pixels(*file.size, 1 if file.mode in _ONE_BYTE_MODES else 4, limit)
-    return file
-
-
-def _require_pixels(width: int, height: int, pixel_bytes: int, limit: int) -> None:
+    width, height = file.size
+    pixel_bytes = 1 if file.mode in _ONE_BYTE_MODES else 4
     require_size(f"an image of {width} x {height} pixels", width * height * pixel_bytes, limit)
-
-
-def _webp_size(data: bytes) -> tuple[int, int] | None:
-    """Width and height of a WebP file, from its first chunk; None where it is no such file.
-
-    Source: the WebP container specification; RFC 6386, section 9.1; the WebP lossless bitstream specification.
-    """
-    if data[:4] != b"RIFF" or data[8:12] != b"WEBP":
-        return None
-    kind, first = data[12:16], data[20:30].ljust(10, b"\0")
-    if kind == b"VP8X":
-        return 1 + int.from_bytes(first[4:7], "little"), 1 + int.from_bytes(first[7:10], "little")
-    if kind == b"VP8L":
-        bits = int.from_bytes(first[1:5], "little")
-        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
-    return int.from_bytes(first[6:8], "little") & 0x3FFF, int.from_bytes(first[8:10], "little") & 0x3FFF
+    return file
 
 
 @dataclass(frozen=True)
@@ -89,7 +65,7 @@ class ImageFormat(SampleFormat):
         channels: 1 (grey) or 3 (RGB).
         normalisation: a name in NORMALISATIONS.
         limit: bytes that a sample may take, in its file or decoded.
-        recipe: what is changed at random in training beside what `--augment` names.
+        recipe: random changes in training beside those of `--augment`.
         center: share of the shorter side that the middle of an image keeps.
     """
 
@@ -108,7 +84,7 @@ class ImageFormat(SampleFormat):
             raise ValueError(f"images have 1 or 3 channels, not {self.channels}; set --in-channels to 1 or 3")
 
     def augmentation(self, name: str) -> Augmentation:
-        """A random change by its name, and behind it what the recipe has. Raises ValueError as for other samples."""
+        """A random change by its name, and behind it those of the recipe. Raises ValueError as for other samples."""
         found = super().augmentation(name)
         mean = np.broadcast_to(NORMALISATIONS[self.normalisation][0], self.channels).tolist()
         change = ImageChange(found.change, self.recipe, tuple(255 * value for value in mean))
@@ -119,39 +95,38 @@ class ImageFormat(SampleFormat):
         return partial(self._decode, part=partial(self.recipe.box, seed=seed, epoch=epoch, sample=sample))
 
     def decode(self, data: bytes) -> np.ndarray:
-        """An image file as uint8 `[size, size, channels]`.
+        """Decodes an image file to uint8 `[size, size, channels]`.
 
         An image of exactly this size is not touched, unless `center` is below 1. Otherwise the middle is cut out and
         scaled to `size` (bilinear, with averaging when it shrinks). Grey becomes RGB by repetition,
         RGB grey by luminance.
 
         Raises:
-            ValueError: the bytes are no whole image, or one that is too large or of more than 8 bits a channel.
+            ValueError: damaged bytes, or an image that is too large or of more than 8 bits a channel.
         """
         return self._decode(data)
 
     def _decode(self, data: bytes, part: Callable[[tuple[int, int]], Box] | None = None) -> np.ndarray:
         """Args: part: of an image of this width and height, instead of the middle."""
+        file = open_image(data, self.limit)
         try:
-            file = open_image(data, self.limit)
-            if part is not None:
-                image = self._part(file, part(file.size))
-                return np.asarray(image, dtype=np.uint8).reshape(self.size, self.size, self.channels)
-            shorter = math.ceil(self.size / self.center)
-            if min(file.size) >= 2 * shorter:
-                file.draft(_MODES[self.channels], (shorter, shorter))  # JPEG: decode at 1/2, 1/4 or 1/8
-            image = file.convert(_MODES[self.channels])
-            if image.size != (self.size, self.size) or self.center < 1:
-                border = (1 - self.center) / 2
-                image = ImageOps.fit(image, (self.size, self.size), Image.Resampling.BILINEAR, bleed=border)
+            image = self._middle(file) if part is None else self._part(file, part(file.size))
         except MemoryError:
             raise
-        except Exception as error:  # Pillow has no common class for what damaged bytes make it raise
+        except Exception as error:  # see `open_image`
             raise ValueError(str(error)) from error
         return np.asarray(image, dtype=np.uint8).reshape(self.size, self.size, self.channels)
 
+    def _middle(self, file: Image.Image) -> Image.Image:
+        shorter = math.ceil(self.size / self.center)
+        if min(file.size) >= 2 * shorter:
+            file.draft(_MODES[self.channels], (shorter, shorter))  # JPEG: decode at 1/2, 1/4 or 1/8
+        image = file.convert(_MODES[self.channels])
+        if image.size == (self.size, self.size) and self.center == 1:
+            return image
+        return ImageOps.fit(image, (self.size, self.size), Image.Resampling.BILINEAR, bleed=(1 - self.center) / 2)
+
     def _part(self, file: Image.Image, box: Box) -> Image.Image:
-        """A part of an image that is not decoded yet, scaled to the model's size."""
         (width, height), shorter = file.size, min(box[2] - box[0], box[3] - box[1])
         if shorter >= 2 * self.size:
             file.draft(_MODES[self.channels], (width * self.size // shorter, height * self.size // shorter))

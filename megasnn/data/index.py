@@ -1,10 +1,7 @@
-"""index.json: what a folder of shards holds, written last. Without it the folder is not finished."""
+"""index.json: contents of a folder of shards, written last. A folder without it is not finished."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,14 +12,13 @@ from megasnn.files import STRICT, Count, FreeForm, described
 
 INDEX_NAME = "index.json"
 VERSION: Literal[1] = 1
-_BLOCK = 1 << 20
-_ADVICE = "make the shards again, or remove it to use them unchecked"
+_ADVICE = "make the shards again, or remove it"
 
 
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Members:
-    """The samples of a shard in file order: their keys and classes, and where their data lie in the tar, in bytes.
+    """Samples of a shard in file order: keys and classes, and offsets and sizes of their data in the tar, in bytes.
 
     Attributes:
         suffixes: endings of the samples' data that occur.
@@ -42,25 +38,19 @@ class Members:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class ShardRecord:
-    """A shard: file name, split, number of samples, size in bytes, sha256 of the file, and the sources left out.
-
-    Attributes:
-        members: where its samples lie; None where that has to be read from the tar.
-    """
+    """A shard: file name, split, size in bytes, samples, and the sources left out."""
 
     file: Annotated[str, Field(pattern="^[^/]+$")]
     split: str
-    samples: Count
     size: Count
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     broken: list[str]
-    members: Members | None = None
+    members: Members
 
 
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Index:
-    """A folder of shards: the options they were made with, the class names by number, the shards; the version."""
+    """A folder of shards: options they were made with, class names by number, shards, version."""
 
     options: FreeForm
     classes: list[str]
@@ -72,44 +62,6 @@ class Index:
 
 
 def read_index(folder: Path) -> Index | None:
-    """The index of a folder of shards; None where there is none. Raises ValueError for one that makes no sense."""
+    """Index of a folder of shards; None where there is none. Raises ValueError, naming the first wrong field."""
     path = folder / INDEX_NAME
-    return parse_index(path.read_bytes(), path) if os.path.lexists(path) else None
-
-
-def parse_index(content: bytes, source: object) -> Index:
-    """An index of shards from its JSON. Raises ValueError, naming `source` and the field that is wrong."""
-    return described(Index, content, source, advice=_ADVICE)
-
-
-def verify(folder: Path, progress: Callable[[int], object] = lambda size: None) -> list[str]:
-    """Read all shards that the index of `folder` lists; returns what is wrong, a line for each shard.
-
-    Args:
-        progress: called with the number of bytes read, from time to time.
-    Raises:
-        ValueError: there is no index, or it cannot be read.
-    """
-    index = read_index(folder)
-    if index is None:
-        raise ValueError(f"{folder} has no {INDEX_NAME}; megasnn-preprocess-data writes one")
-    wrong = []
-    for record in index.shards:
-        path = folder / record.file
-        if not path.is_file():
-            wrong.append(f"{path} is missing, or no file")
-        elif (size := path.stat().st_size) != record.size:
-            wrong.append(f"{path} has {size} bytes, its index says {record.size}")
-        elif (found := sha256_of(path, progress)) != record.sha256:
-            wrong.append(f"{path} has changed: its sha256 is {found}, its index says {record.sha256}")
-    return wrong
-
-
-def sha256_of(path: Path, progress: Callable[[int], object] = lambda size: None) -> str:
-    """Checksum of a file, as hexadecimal text."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            progress(len(block))
-    return digest.hexdigest()
+    return described(Index, path.read_bytes(), path, advice=_ADVICE) if path.exists() else None

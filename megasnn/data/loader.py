@@ -2,8 +2,7 @@
 
 Nothing here depends on the layout but the choice of micro-batches, and of samples in them: the order is a function of
 the position (`megasnn.data.order`), the cut of the global batch and its sizes (`megasnn.batching`), the augmentation of
-the sample. A `torch.utils.data.DataLoader` reads whole micro-batches in order, so the number of its workers cannot
-change anything either.
+the sample. A `torch.utils.data.DataLoader` reads micro-batches in order, so the number of its workers changes nothing.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from itertools import count, tee
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
 
 from megasnn.batching import first_sample, micro_batch_sizes, micro_batches_of
 from megasnn.data.dataset import ShardDataset
-from megasnn.data.epochs import epoch_samples
 from megasnn.data.order import Position, SampleOrder
 from megasnn.data.reading import PositionDataset
 from megasnn.data.workers import STEP_SECONDS, WorkerWatch, start_worker, worker_context
@@ -32,8 +30,8 @@ class MicroBatch:
     Attributes:
         first: index of this micro-batch in the global batch.
         start: place of its first sample in the global batch.
-        sample_ids: int64 `[size]`, the samples that the order puts here. They are the same on every rank of a pipeline,
-            whatever it reads: where a broken sample was replaced they still name the broken one.
+        sample_ids: int64 `[size]`, the samples of the order, the same on every rank of a pipeline: a broken sample
+            that was replaced keeps its number here.
         images: float32: images `[size, C, H, W]`, normalised, channels last in memory, or event frames
             `[size, T, 2, H, W]`.
         labels: int64 `[size]`.
@@ -117,7 +115,7 @@ class BatchLoader:
     without effect.
 
     Attributes:
-        skipped: how many broken samples were replaced on this rank in the last `batches`.
+        skipped: number of broken samples that were replaced on this rank in the last `batches`.
     Raises:
         ValueError: an epoch would have no batch, or the augmentation is for other samples.
     """
@@ -137,10 +135,10 @@ class BatchLoader:
         self._loader: DataLoader[Any] | None = None
 
     def batches(self, consumed_samples: int = 0, limit: int | None = None) -> Generator[GlobalBatch]:
-        """The global batches from a position on, at most `limit` of them.
+        """Global batches from a position on, at most `limit` of them.
 
-        What goes wrong while a batch is read is raised when that batch is asked for, with any number of workers. They
-        wait for another pass where this one comes to its end; where it is closed before, they end.
+        Errors of a batch are raised when that batch is asked for, with any number of workers. Workers stay for the next
+        pass, unless this one is closed before its end.
 
         Raises:
             BrokenSample, ValueError: as `ShardDataset.sample`; samples of a micro-batch have several shapes; not one
@@ -148,8 +146,7 @@ class BatchLoader:
             ChildProcessError: a worker has ended, or gives nothing for too long.
         """
         plans, ahead = tee(self._plans(consumed_samples, limit))
-        upcoming = (part.positions for plan in ahead for part in plan.micro_batches)
-        read = self._read(upcoming)
+        read = self._read(part.positions for plan in ahead for part in plan.micro_batches)
         self.skipped = 0
         try:
             for plan in plans:
@@ -167,7 +164,7 @@ class BatchLoader:
         self._watch = self._loader = None
 
     def _read(self, upcoming: Iterator[list[Position]]) -> Iterator[tuple[list[int], torch.Tensor | None]]:
-        """The samples that are used in each of the upcoming micro-batches, and their images."""
+        """Samples that are used in each of the upcoming micro-batches, and their images."""
         if not self._reads:
             for positions in upcoming:
                 yield [position.sample for position in positions], None
@@ -205,9 +202,9 @@ class BatchLoader:
 
     def _plans(self, position: int, limit: int | None) -> Iterator[_BatchPlan]:
         for _ in count() if limit is None else range(limit):
-            size = self._share.global_batch_size
+            size, left = self._share.global_batch_size, len(self.dataset) - position
             if not self._training:
-                size = min(size, len(self.dataset) - position)
+                size = min(size, left)
                 if size <= 0:
                     return
             elif self._options.last_batch == "keep":
@@ -228,22 +225,19 @@ class BatchLoader:
         return plans
 
     def _micro_batch(self, plan: _MicroBatchPlan, used: list[int], images: torch.Tensor | None) -> MicroBatch:
-        """
-        Args:
-            used: the samples that were read for the positions.
-        """
+        """Args: used: samples that were read for the positions."""
         due = [position.sample for position in plan.positions]
         labels = torch.from_numpy(self.dataset.labels[used]) if self._share.labels else None
         replaced = [sample for sample, other in zip(due, used, strict=True) if sample != other]
         skipped = tuple(map(self.dataset.describe, replaced))
-        return MicroBatch(plan.index, plan.start, len(due), torch.tensor(due), images, labels, skipped)
+        return MicroBatch(plan.first, plan.start, len(due), torch.tensor(due), images, labels, skipped)
 
 
 class UpcomingBatches:
-    """Batch sampler of a DataLoader: the positions of each micro-batch that is to be read.
+    """Batch sampler of a DataLoader: positions of each micro-batch that is to be read.
 
     Attributes:
-        positions: is put there before each pass.
+        positions: set before each pass.
     """
 
     positions: Iterator[list[Position]] = iter(())
@@ -252,15 +246,61 @@ class UpcomingBatches:
         return self.positions
 
 
-@dataclass(frozen=True)
-class _MicroBatchPlan:
-    index: int
+class _MicroBatchPlan(NamedTuple):
+    first: int
     start: int
     positions: list[Position]
 
 
-@dataclass(frozen=True)
-class _BatchPlan:
+class _BatchPlan(NamedTuple):
     micro_batches: list[_MicroBatchPlan]
     size: int
     consumed_samples: int
+
+
+def epoch_samples(samples: int, global_batch_size: int, last_batch: str) -> int:
+    """Number of samples that an epoch trains on.
+
+    Raises:
+        ValueError: none, since not one batch is full and the last one is dropped.
+    """
+    if last_batch != "drop":
+        return samples
+    if samples < global_batch_size:
+        raise ValueError(
+            f"--last-batch drop leaves nothing of {samples} training samples: --global-batch-size is "
+            f"{global_batch_size}; lower it, or take another --last-batch"
+        )
+    return samples - samples % global_batch_size
+
+
+def order_identity(dataset: ShardDataset, global_batch_size: int, last_batch: str) -> str:
+    """Identity of an order of samples, beside seed and shuffling: equal where a position means the same.
+
+    Raises:
+        ValueError: as `epoch_samples`.
+    """
+    epoch = epoch_samples(len(dataset), global_batch_size, last_batch)
+    return dataset.fingerprint() + (f" in epochs of {epoch}" if epoch < len(dataset) else "")
+
+
+def check_shares(samples: int, share: Share, last_batch: str) -> None:
+    """Raises ValueError when some batch has fewer micro-batches than there are data parallel ranks, or a micro-batch
+    fewer samples than ranks that share it."""
+    full = share.global_batch_size
+    sizes = {full} if last_batch != "keep" else {min(full, samples), samples % full or full}
+    for size in sizes:
+        each = micro_batch_sizes(size, min(share.micro_batch_size, size))
+        if len(each) < share.dp_size and size < full:
+            raise ValueError(
+                f"--last-batch keep makes a batch of {size} samples, {len(each)} micro-batch(es), at the end of an "
+                f"epoch: too few for {share.dp_size} data parallel replicas; lower --micro-batch-size, or take another "
+                "--last-batch"
+            )
+        if each[-1] < share.cp_size:
+            raise ValueError(
+                f"a batch of {size} samples (--global-batch-size {full}, --last-batch {last_batch}) has a micro-batch "
+                f"of {each[-1]}: too few for --context-parallel-size {share.cp_size} by samples; change "
+                "--micro-batch-size, or with keep take another --last-batch"
+            )
+        micro_batches_of(len(each), share.dp_size, 0)

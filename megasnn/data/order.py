@@ -28,7 +28,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order of `samples` samples under `seed`, or file order in every epoch when `shuffle` is off.
+    """Order of `samples` samples under `seed`, or file order in every epoch when `shuffle` is off.
 
     Attributes:
         epoch: number of samples of an epoch, at most `samples`.
@@ -51,13 +51,14 @@ class SampleOrder:
 
     def substitutes(self, position: Position) -> Iterator[int]:
         """The sample at a position, then those that follow it, once around its epoch."""
+        yield position.sample
         permutation = self.permutation(position.epoch)
-        for step in range(self.samples):
+        for step in range(1, self.samples):
             yield int(permutation[(position.place + step) % self.samples])
 
     def permutation(self, epoch: int) -> NDArray[np.int64]:
         """Samples in the order of an epoch, int64 `[samples]`."""
-        return _permutation(self.samples, self.seed, epoch) if self.shuffle else _file_order(self.samples)
+        return _permutation(self.samples, self.seed, epoch) if self.shuffle else np.arange(self.samples)
 
 
 @lru_cache(maxsize=4)  # a batch usually lies in one epoch or two, of training or of evaluation
@@ -65,8 +66,3 @@ def _permutation(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Sorts raw Philox words: NumPy keeps that stream stable between its versions."""
     words = np.random.Philox(key=keyed_seed(seed, "order", epoch)).random_raw(samples)
     return np.argsort(words, kind="stable")
-
-
-@lru_cache(maxsize=2)
-def _file_order(samples: int) -> NDArray[np.int64]:
-    return np.arange(samples)

@@ -13,21 +13,20 @@ from torch.utils.data import Dataset, get_worker_info
 from megasnn.augment import Augmentation
 from megasnn.data.dataset import BrokenSample, ShardDataset
 from megasnn.data.order import Position, SampleOrder
-from megasnn.data.workers import SHARED_MEMORY
 
 Item = tuple[int, NDArray[Any] | None]
-"""The sample that is used at a position and, where images are needed, its data."""
+"""Sample that is used at a position and, where images are needed, its data."""
 
 
 class PositionDataset(Dataset[Item | Exception]):
     """Map-style data set for a DataLoader, from positions of the order to samples.
 
-    What is wrong with the data is given as an exception: a DataLoader would raise it with a traceback for its text.
+    Errors of the data are returned as exceptions: a DataLoader would raise them with a traceback for their text.
 
     Args:
         augment: None changes nothing.
         need_images: False on ranks that need only to know which samples `skip_broken` replaces.
-        skip_broken: put the next sample of the epoch's order that decodes in the place of one that does not.
+        skip_broken: replaces a sample that cannot be decoded by the next one of the epoch's order.
     """
 
     def __init__(
@@ -40,18 +39,21 @@ class PositionDataset(Dataset[Item | Exception]):
     ) -> None:
         self._dataset, self._order, self._augment = dataset, order, augment
         self._need_images, self._skip_broken = need_images, skip_broken
-        self._decodes: dict[int, bool] = {}  # of samples that are decoded only to know that
 
     def __getitem__(self, position: Position) -> Item | Exception:
         try:
-            if self._skip_broken:
-                return self._find(position)
-            return position.sample, self._read(position, position.sample)
+            for sample in self._order.substitutes(position):
+                try:
+                    return sample, self._read(position, sample)
+                except BrokenSample:
+                    if not self._skip_broken:
+                        raise
+            raise ValueError(f"none of the {len(self._dataset)} samples can be decoded")
         except (ValueError, OSError) as error:
             return error
 
     def collate(self, items: Sequence[Item | Exception]) -> tuple[list[int], Tensor | None] | Exception:
-        """The samples of a micro-batch and their images as the model takes them; the first exception among them."""
+        """Samples of a micro-batch and their images as the model takes them; the first exception among them."""
         samples: list[int] = []
         images: list[NDArray[Any]] = []
         for item in items:
@@ -70,31 +72,14 @@ class PositionDataset(Dataset[Item | Exception]):
             return samples, None
         values = torch.from_numpy(self._dataset.format.batch(images))
         if get_worker_info() is not None:
-            try:
-                values.share_memory_()
-            except RuntimeError as error:
-                return ChildProcessError(f"a data worker has no shared memory ({error}); {SHARED_MEMORY}")
+            values.share_memory_()  # in torch's own thread an error of a full /dev/shm would be lost
         return samples, values
 
-    def _find(self, position: Position) -> Item:
-        """The first sample from a position on that can be decoded."""
-        for sample in self._order.substitutes(position):
-            if not self._need_images and self._decodes.get(sample):
-                return sample, None
-            try:
-                image = self._read(position, sample)
-            except BrokenSample:
-                continue
-            self._decodes[sample] = True
-            return sample, image if self._need_images else None
-        raise ValueError(
-            f"none of the {len(self._dataset)} samples can be decoded, {self._dataset.describe(0)} for one"
-        )
-
-    def _read(self, position: Position, sample: int) -> NDArray[Any]:
-        """The decoded sample; augmented by the key of its position, also where it stands in for another one."""
+    def _read(self, position: Position, sample: int) -> NDArray[Any] | None:
+        """Decodes a sample, and augments it by the key of its position, also where it stands in for another one."""
         if self._augment is None or not self._need_images:
-            return self._dataset.sample(sample)
+            image = self._dataset.sample(sample)
+            return image if self._need_images else None
         key = self._order.seed, position.epoch, position.sample
         decode = self._augment.decoder(*key) if self._augment.decoder else None
         return self._augment(self._dataset.sample(sample, decode), *key)

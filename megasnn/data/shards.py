@@ -1,8 +1,8 @@
 """Shards: webdataset tars whose samples are found by one seek.
 
 A sample is the files that share a name up to the first dot, here an image (``<key>.jpg``) or events
-(``<key>.frames.npz`` or ``<key>.events.npz``) and its class (``<key>.cls``, an integer as text). Where the samples lie
-is read from the index.json beside the shard; where there is none, from the tar's headers, once, and kept in the cache.
+(``<key>.frames.npz`` or ``<key>.events.npz``) and its class (``<key>.cls``, an integer as text). Offsets come from the
+index.json beside the shard; where there is none, from the tar's headers, read once and kept in the cache.
 A ``.tar.gz`` has no random access: it is unpacked into the cache, once a host.
 """
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pydantic_core import to_json
 
 from megasnn.cache import build_once, cache_folder, cached_name
-from megasnn.data.event_files import EVENTS, FRAMES
+from megasnn.data.formats import EVENTS, FRAMES
 from megasnn.data.images import IMAGE_SUFFIXES
 from megasnn.data.index import INDEX_NAME, Members, ShardRecord, read_index
 from megasnn.files import described
@@ -31,15 +31,14 @@ from megasnn.files import described
 LABEL = "cls"
 SUFFIXES = (*IMAGE_SUFFIXES, FRAMES, EVENTS)
 """Endings of a sample's data."""
-_INDEX_VERSION = "5"
+_INDEX_VERSION = "6"
 _LABEL_BYTES = 32
-_GZIP = b"\x1f\x8b"
 _AGAIN = "copy or download it again"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Where the samples of one shard lie, in file order.
+    """Offsets of the samples of one shard, in file order.
 
     Attributes:
         name: the shard as the user named it, for messages.
@@ -47,7 +46,7 @@ class Shard:
         state: size in bytes and time of change (ns) of `tar` when it was indexed.
         keys: bytes `[n]`.
         labels: int64 `[n]`.
-        offsets, sizes: int64 `[n]`, where the sample's data lie in `tar`, in bytes.
+        offsets, sizes: int64 `[n]`, of the samples' data in `tar`, in bytes.
         suffixes: endings of the samples' data that occur.
     """
 
@@ -64,62 +63,38 @@ class Shard:
         return len(self.labels)
 
 
-def open_shard(source: Path, name: str | None = None, record: ShardRecord | None = None) -> Shard:
+def open_shard(source: Path, name: str | None = None) -> Shard:
     """Opens a shard.
 
     Args:
         source: a tar, or one packed by gzip.
-        name: for messages, where that is not its path.
-        record: of the index.json beside it, where that lies elsewhere; by default it is looked for in its folder.
+        name: for messages, by default its path.
     Raises:
         ValueError: it is cut, empty or no tar, a sample is incomplete, or it is not the one that index.json lists;
             the message names the shard, and the sample.
     """
-    name, tar = name or str(source), source
-    if record is None:
-        record = _record_beside(source)
-    if is_packed(source):
-        tar = build_once(
-            cache_folder("unpacked") / cached_name(source, ".tar"), lambda path: unpack(source, path, name)
-        )
-    status = tar.stat()
-    members = record.members if record is not None and tar == source else None
+    name, tar, members = name or str(source), source, _members_beside(source)
+    if _is_packed(source):
+        tar, members = cache_folder("unpacked") / cached_name(source, ".tar"), None
+        build_once(tar, lambda path: _unpack(source, path, name))
     if members is None:
         target = cache_folder("index") / cached_name(tar, ".json", _INDEX_VERSION)
-        build_once(target, lambda path: _write_members(path, scan(tar, name)))
+        build_once(target, lambda path: path.write_bytes(to_json(asdict(scan(tar, name)))))
         members = described(Members, target.read_bytes(), target)
-    if record is not None and len(members.keys) != record.samples:
-        raise ValueError(
-            f"shard {name} holds {len(members.keys)} samples, {INDEX_NAME} says {record.samples}; make it again"
-        )
-    shard = Shard(
+    status = tar.stat()
+    offsets, sizes = np.array(members.offsets, np.int64), np.array(members.sizes, np.int64)
+    if int((offsets + sizes).max(initial=0)) > status.st_size:
+        raise ValueError(f"shard {name} has {status.st_size} bytes, fewer than its index says: it was cut; {_AGAIN}")
+    return Shard(
         name=name,
         tar=tar,
         state=(status.st_size, status.st_mtime_ns),
         keys=np.array([key.encode() for key in members.keys]),
         labels=np.array(members.labels, np.int64),
-        offsets=np.array(members.offsets, np.int64),
-        sizes=np.array(members.sizes, np.int64),
+        offsets=offsets,
+        sizes=sizes,
         suffixes=tuple(members.suffixes),
     )
-    if len(shard) and int((shard.offsets + shard.sizes).max()) > status.st_size:
-        raise ValueError(f"shard {name} has {status.st_size} bytes, fewer than its index says: it was cut; {_AGAIN}")
-    return shard
-
-
-def is_packed(path: Path) -> bool:
-    """Tell whether a file begins as gzip does."""
-    with open(path, "rb") as file:
-        return file.read(len(_GZIP)) == _GZIP
-
-
-def unpack(packed: Path, target: Path, name: str) -> None:
-    """Unpacks a `.tar.gz`. Raises ValueError, naming the shard, where it is cut or damaged."""
-    try:
-        with gzip.open(packed) as content, open(target, "wb") as plain:
-            shutil.copyfileobj(content, plain, 1 << 20)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"shard {name} is cut or damaged ({error}); {_AGAIN}") from error
 
 
 def scan(tar: Path, name: str) -> Members:
@@ -128,83 +103,84 @@ def scan(tar: Path, name: str) -> Members:
     Args:
         name: of the shard, for messages.
     Raises:
-        ValueError: it is cut, damaged, empty or no tar, or a sample is incomplete; the message names what it is.
+        ValueError: it is cut, damaged, empty or no tar, or a sample is incomplete; the message names the sample.
     """
-    samples: dict[str, dict[str, tuple[int, int]]] = {}
+    samples: dict[str, dict[str, tarfile.TarInfo]] = {}
     for member, key, suffix in _members(tar, name):
-        if not member.isreg() or member.issparse():
-            raise ValueError(
-                f"{member.name!r} of shard {name} is a link, a device or a sparse file; pack the file itself"
-            )
-        files = samples.setdefault(key, {})
-        if suffix in files:
+        if suffix in samples.setdefault(key, {}):
             raise ValueError(f"shard {name} holds {member.name!r} twice; keys must be unique in it")
-        files[suffix] = (member.offset_data, member.size)
+        samples[key][suffix] = member
     if not samples:
         raise ValueError(f"shard {name} holds no samples; leave it out or write it again")
-    labels, places, seen = [], [], set()
+    labels, data, seen = [], [], set()
     with open(tar, "rb") as file:
         for key, files in samples.items():
-            data = [suffix for suffix in SUFFIXES if suffix in files]
-            if len(data) != 1 or LABEL not in files:
+            found = [suffix for suffix in SUFFIXES if suffix in files]
+            if len(found) != 1 or LABEL not in files:
                 raise ValueError(
                     f"sample {key!r} of shard {name} has the files {', '.join(sorted(files))}; it needs a label "
                     f"({key}.{LABEL}) and exactly one of {', '.join(SUFFIXES)}"
                 )
-            labels.append(_label(os.pread(file.fileno(), _LABEL_BYTES, files[LABEL][0])[: files[LABEL][1]], key, name))
-            places.append(files[data[0]])
-            seen.add(data[0])
-    return Members(list(samples), labels, [place for place, _ in places], [size for _, size in places], sorted(seen))
+            labels.append(_label(file.fileno(), files[LABEL], name))
+            data.append(files[found[0]])
+            seen.add(found[0])
+    offsets, sizes = [each.offset_data for each in data], [each.size for each in data]
+    return Members(list(samples), labels, offsets, sizes, sorted(seen))
 
 
 def _members(tar: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]:
-    """The files of samples in a tar, each with its key and suffix, as webdataset splits names."""
+    """Files of samples in a tar, each with its key and suffix, as webdataset splits names."""
     from webdataset.tariterators import base_plus_ext  # imports torch
 
+    length = tar.stat().st_size
+    try:
+        with tarfile.open(tar, mode="r:") as archive:
+            for member in archive:
+                if member.offset_data + member.size > length:
+                    raise tarfile.ReadError(f"member {member.name!r} ends behind byte {length}")
+                key, suffix = base_plus_ext(member.name)
+                if suffix is None or member.isdir() or suffix.lower() not in (*SUFFIXES, LABEL):
+                    continue
+                if not member.isreg() or not member.name.isprintable():
+                    raise tarfile.ReadError(f"{member.name!r} is a link or a device, or its name is not UTF-8")
+                yield member, key, suffix.lower()
+            end = archive.offset
+    except (tarfile.TarError, OverflowError, UnicodeError) as error:
+        raise ValueError(f"shard {name} is cut, or is no tar file ({error}); {_AGAIN}") from error
+    # A tar that is cut between two members looks whole to tarfile, and so does the first of two that were joined.
     with open(tar, "rb") as file:
-        length = os.fstat(file.fileno()).st_size
-        try:
-            with tarfile.open(fileobj=file, mode="r:") as archive:
-                for member in archive:
-                    if member.offset_data + member.size > length:
-                        raise tarfile.ReadError(f"member {member.name!r} ends behind byte {length}")
-                    key, suffix = base_plus_ext(member.name)
-                    if member.isdir() or suffix is None or suffix.lower() not in (*SUFFIXES, LABEL):
-                        continue
-                    if not member.name.isprintable():
-                        raise tarfile.ReadError(f"the name {member.name!r} is not UTF-8, or cannot be printed")
-                    yield member, key, suffix.lower()
-                end = archive.offset
-        except (tarfile.TarError, OverflowError, UnicodeError) as error:
-            raise ValueError(f"shard {name} is cut, or is no tar file ({error}); {_AGAIN}") from error
-        file.seek(end)  # a tar that is cut between two members looks whole to tarfile
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise ValueError(f"shard {name} is cut at byte {end}: the end-of-archive mark is missing; {_AGAIN}")
-        while block := file.read(1 << 20):
-            if any(block):
-                raise ValueError(
-                    f"shard {name} goes on after its end mark at byte {end} (archives joined with cat?); pack it as one"
-                )
+        file.seek(end)
+        rest = file.read(1 << 20)
+    if len(rest) < tarfile.BLOCKSIZE or any(rest):
+        raise ValueError(f"shard {name} has no end mark at byte {end}: it was cut, or joined to another; {_AGAIN}")
 
 
-def _label(text: bytes, key: str, name: str) -> int:
+def _label(file: int, member: tarfile.TarInfo, name: str) -> int:
+    text = os.pread(file, min(member.size, _LABEL_BYTES), member.offset_data)
     try:
         label = int(text)
         if abs(label) < 2**31:
             return label
     except ValueError:
         pass
-    raise ValueError(
-        f"label {text!r} of sample {key!r} in shard {name} is no class number; {key}.{LABEL} must hold one"
-    )
+    raise ValueError(f"{member.name} in shard {name} holds {text!r}; it must hold a class number")
 
 
-def _write_members(path: Path, members: Members) -> None:
-    path.write_bytes(to_json(asdict(members)))
+def _is_packed(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"\x1f\x8b"  # gzip
 
 
-def _record_beside(source: Path) -> ShardRecord | None:
-    """What the index.json beside a shard says of it, where there is one that lists it; its size is compared."""
+def _unpack(packed: Path, target: Path, name: str) -> None:
+    try:
+        with gzip.open(packed) as content, open(target, "wb") as plain:
+            shutil.copyfileobj(content, plain, 1 << 20)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"shard {name} is cut or damaged ({error}); {_AGAIN}") from error
+
+
+def _members_beside(source: Path) -> Members | None:
+    """Samples of a shard by the index.json of its folder, if any. Raises ValueError where the sizes differ."""
     index = source.parent / INDEX_NAME
     if not index.exists():
         return None
@@ -212,13 +188,12 @@ def _record_beside(source: Path) -> ShardRecord | None:
     if record is not None and source.stat().st_size != record.size:
         raise ValueError(
             f"shard {source} has {source.stat().st_size} bytes, {INDEX_NAME} beside it says {record.size}: it was cut "
-            f"or changed; make it again (megasnn-preprocess-data verify finds all such shards)"
+            "or changed; make it again"
         )
-    return record
+    return record.members if record else None
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=8)  # read once for all shards of a folder
 def _records(folder: Path, changed: int) -> dict[str, ShardRecord]:
-    """What the index.json of a folder lists, by file name; read once for all its shards, and again when it changes."""
     index = read_index(folder)
     return {record.file: record for record in index.shards} if index else {}

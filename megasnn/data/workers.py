@@ -1,4 +1,4 @@
-"""Worker processes of a DataLoader: started without what the rank holds, watched, and gone with the rank."""
+"""Worker processes of a DataLoader: started without what the rank holds, watched, and ended with the rank."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver, parent_process, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,16 +23,15 @@ from torch.utils.data import DataLoader
 from megasnn.free_memory import keep_free_memory
 
 STEP_SECONDS = 2.0
-"""How often the rank looks after its workers while it waits for them."""
-_SAID_SECONDS = 10.0
+"""Interval in which a waiting rank looks after its workers."""
 _FOR_THE_RANK = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def worker_context() -> Any:
     """Context in which a DataLoader starts its workers: copies of a process that has imported torch and this package.
 
-    What a launcher or a terminal sends to all processes is for the rank alone, which needs its workers until it has
-    saved: these signals are blocked in the process that is copied, and so in its copies.
+    A launcher or a terminal signals all processes of a job, but the rank needs its workers until it has saved: these
+    signals are blocked in the process that is copied, and so in its copies.
     """
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megasnn.data.reading", "megasnn.data.workers"])
@@ -48,18 +46,25 @@ def worker_context() -> Any:
 
 def start_worker(number: int) -> None:
     """Prepares a worker: one thread, and an end as soon as the rank is gone, however that has ended."""
-    # By name: a descriptor is asked for at the worker, and a stopped one does not answer, for ever.
+    # By name: a descriptor is asked for at the worker, and a stopped one never answers.
     torch.multiprocessing.set_sharing_strategy("file_system")
     keep_free_memory()
     threadpool_limits(1)
     threading.Thread(target=_end_with_rank, name="megasnn-rank", daemon=True).start()
 
 
+def _end_with_rank() -> None:
+    # torch's own watchdog looks at the process that forks, which lives as long as its copies.
+    if rank := parent_process():
+        rank.join()
+    os._exit(1)
+
+
 @contextmanager
 def _starting() -> Iterator[None]:
     """Starts processes that do not run the user's script once more, which may lack a guard, or be no file at all.
 
-    A rank that is a daemon of multiprocessing may start them too: they end with it by themselves.
+    A rank that is a daemon of multiprocessing may start them too.
     """
     main, options = sys.modules["__main__"], multiprocessing.current_process()._config  # type: ignore[attr-defined]
     daemon = options.pop("daemon", None)
@@ -71,17 +76,11 @@ def _starting() -> Iterator[None]:
         options.update({} if daemon is None else {"daemon": daemon})
 
 
-def _end_with_rank() -> None:
-    if rank := parent_process():
-        rank.join()
-    os._exit(1)
-
-
 class WorkerWatch:
-    """The workers of one DataLoader, which end with this object at the latest.
+    """Workers of one DataLoader, which end with this object at the latest.
 
     Args:
-        seconds: after which the run ends where no worker gives anything.
+        seconds: of silence of all workers after which the run ends.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -91,10 +90,10 @@ class WorkerWatch:
         self.end = Finalize(self, _kill, args=(self._workers,), exitpriority=100)
 
     def iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """What a DataLoader gives, whose `timeout` is `STEP_SECONDS`.
+        """Items of a DataLoader whose `timeout` is `STEP_SECONDS`.
 
         Raises:
-            ChildProcessError: a worker has ended, or none gives anything for too long; the message names it.
+            ChildProcessError: a worker has ended, or none gives anything for too long.
         """
         before = multiprocessing.active_children()
         with _starting():
@@ -108,56 +107,23 @@ class WorkerWatch:
                 return
             except (RuntimeError, EOFError, OSError) as error:  # EOFError: it died while it handed memory over
                 is_silent = "timed out" in str(error)
+                waited += STEP_SECONDS * is_silent
                 wait([each.sentinel for each in self._workers], 0.0 if is_silent else 1.0)
-                if lost := [each for each in self._workers if not each.is_alive()]:
-                    raise ChildProcessError(_how_lost(lost[0])) from error
-                if not is_silent:
-                    raise
-                waited += STEP_SECONDS
-                self._complain(waited)
-            else:
-                waited = 0.0
-                yield item
-
-    def _complain(self, waited: float) -> None:
-        silent = f"no micro-batch has come for {waited:.0f} s from the data workers {_states(self._workers)}"
-        if waited >= self._seconds:
-            raise ChildProcessError(
-                f"{silent}: a file system hangs, or they were stopped; --fetch-timeout is the limit"
-            )
-        if waited - STEP_SECONDS < _SAID_SECONDS <= waited:
-            sys.stderr.write(f"{silent}; the run ends after {self._seconds:g} s (--fetch-timeout)\n")
+                status = {each.pid: each.exitcode for each in self._workers}
+                if is_silent and set(status.values()) == {None} and waited < self._seconds:
+                    continue
+                states = [f"{pid}: {'alive' if code is None else f'status {code}'}" for pid, code in status.items()]
+                raise ChildProcessError(
+                    f"no data for {waited:g} s from the data workers ({', '.join(states)}): {error}. If memory ran "
+                    "out, lower --num-workers or --micro-batch-size; if /dev/shm is full, raise it (docker run "
+                    "--shm-size=2g); if they are silent, a file system hangs (--fetch-timeout is the limit)"
+                ) from error
+            waited = 0.0
+            yield item
 
 
-def _kill(workers: Sequence[BaseProcess]) -> None:
+def _kill(workers: list[BaseProcess]) -> None:
     for worker in workers:
         worker.kill()  # also where it is stopped
     for worker in workers:
         worker.join()
-
-
-def _states(workers: Sequence[BaseProcess]) -> str:
-    """Process ids, with what the system says of each on Linux: "12 (stopped), 13 (sleeping)"."""
-    found = []
-    for worker in workers:
-        state = ""
-        with suppress(OSError, IndexError):
-            status = Path(f"/proc/{worker.pid}/status").read_text()
-            state = f" ({status.partition('State:')[2].split()[1].strip('()')})"
-        found.append(f"{worker.pid}{state}")
-    return ", ".join(found)
-
-
-def _how_lost(worker: BaseProcess) -> str:
-    status = worker.exitcode
-    if status is not None and status < 0:
-        name = signal.Signals(-status).name
-        hint = {
-            "SIGKILL": "; has memory run out? Lower --num-workers or --micro-batch-size",
-            "SIGBUS": f"; {SHARED_MEMORY}",
-        }.get(name, "")
-        return f"data worker {worker.pid} was killed by {name}{hint}"
-    return f"data worker {worker.pid} ended with status {status}, and says why above"
-
-
-SHARED_MEMORY = "is /dev/shm too small? Raise it (docker run --shm-size=2g), or lower --num-workers"

@@ -1,11 +1,12 @@
-"""What trains, evaluates and predicts on this rank of a layout; the loop of a run and the benchmark use nothing else.
+"""A model that is trained, evaluated and asked for predictions on this rank of a layout.
 
-engine.py              what is called from Python: steps, evaluation, predictions, weights, checkpoints
-batches.py             from whole batches, which are checked, to this rank's micro-batches
-steps.py               what becomes of micro-batches, up to the new weights
-checkpoints.py         what is saved of all that, and how it is loaded
-setup.py               from the configuration to ranks, neuron, types and chunks
-distributed_model.py   a model's chunks on this rank, forward and backward
+engine.py       what is called from Python
+step.py         the training step: zero, forward and backward, reduce, check, clip, update, statistics, average
+model.py        this rank's chunks, and what runs micro-batches through them; parts.py: what of them is executed
+batch.py        from whole batches, which are checked, to this rank's micro-batches
+build.py        from model and flags to configuration, description, context and chunks; planning.py: the pipeline's plan
+mesh.py         the grid of ranks, and torch's arithmetic
+checkpoint.py   saves and loads. debug.py: where a step went wrong. faults.py: an error ends all ranks
 """
 
 from megasnn.engine.engine import Engine as Engine

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,29 +13,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasnn.bundle import Bundle, logits_of
 from megasnn.config import PretrainConfig
 from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
-from megasnn.engine.batches import Batches
-from megasnn.engine.checkpoints import Checkpoints
-from megasnn.engine.configuration import configuration, require_alike
-from megasnn.engine.joining import join_ranks
-from megasnn.engine.setup import (
-    built,
-    described_model,
+from megasnn.engine.batch import Batches
+from megasnn.engine.build import (
+    build_model,
+    describe_windows,
     mixing_of,
     parameter_names,
+    require_alike,
     require_kernels,
-    window_count,
+    run_configuration,
+    sample_windows,
 )
-from megasnn.engine.steps import Steps
-from megasnn.engine.without_gradient import notice_of
+from megasnn.engine.checkpoint import Checkpoints
+from megasnn.engine.debug import notice_of
+from megasnn.engine.faults import claim_fault
+from megasnn.engine.mesh import join_ranks
+from megasnn.engine.step import TrainStep
 from megasnn.free_memory import keep_free_memory
 from megasnn.models.model import Model
-from megasnn.optim import require_course, require_matches
+from megasnn.optim import learning_rate, require_matches, require_schedule
+from megasnn.parallel_state import abandon_model_parallel
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.telemetry.records import EvaluationRecord, StepResult
-from megasnn.telemetry.timers import Timers
 
 
 class Engine:
@@ -47,38 +50,33 @@ class Engine:
             print(result.loss, engine.evaluate(test_images, test_labels).top1)
             engine.save("checkpoints")
 
-    Flags are those of the command line, with underscores: batch sizes, precision, seed, loss, neuron, optimizer and
-    rates, `tensor_model_parallel_size`, `pipeline_schedule` and so on; `micro_batch_size` is part of what is computed,
-    and `global_batch_size` is the usual number of samples in a step, which the pipeline is planned for. A step is bit
-    for bit that of `megasnn.pretrain` with the same flags.
+    Flags are those of the command line, with underscores. A step is bit for bit that of `megasnn.pretrain` with the
+    same flags.
 
     All methods are collective: every rank calls them in the same order. Every rank is given the whole batch, and takes
     its share. A rank without the first stage (`takes_images` is False) only looks at the number of images, and one
-    without the last stage (`takes_labels`) at that of the labels: there a tensor on the meta device will do. What is
-    wrong with an argument on one rank is raised on all of them, as a ValueError, and changes nothing. Any other error
-    within a step, an evaluation or a prediction ends the Engine: whatever is asked of it then is a RuntimeError. Ctrl-C
-    takes effect when the step is done.
+    without the last stage (`takes_labels`) at that of the labels: there a tensor on the meta device will do. A wrong
+    argument on one rank is a ValueError on all of them, and changes nothing. Any other error within a step, an
+    evaluation or a prediction, Ctrl-C included, ends the Engine: whatever is asked of it then is a RuntimeError.
 
-    A process has one open Engine at a time. Process groups that nobody has made are made here, and freed by `close`, or
-    at the end of a `with` block.
+    A process has one open Engine at a time. It sets torch's switches for precision and deterministic algorithms, which
+    stay. Process groups that nobody has made are made here, and freed by `close`, or at the end of a `with` block.
 
     Args:
         model: an instance of one's own class or of one in `megasnn.MODELS`; or a whole configuration that
             `megasnn.validate` has passed.
+        lr_schedule: (step, from 0 on) -> its learning rate, in the place of the flags of the rate.
         length: of the training; by default `train_iters` of the flags.
         plan: of the pipeline; by default measured and balanced.
-        wants_to_stop: asked on every rank in each step and each batch of an evaluation; `stop_votes` tells how many
-            ranks have answered True.
+        wants_to_stop: asked on every rank in each step and each batch of an evaluation; `stop_votes` counts the ranks
+            that have answered True.
         flags: values for all that the configuration leaves at its defaults.
 
     Attributes:
-        config: with the flags in it. state: the grid of ranks. length: of the training.
-        windows: in how many of them each sample is shown (`bptt_steps`); each is a micro-batch of the pipeline.
-        distributed: the model's chunks on this rank. plan: of the pipeline.
-        batches: what becomes of batches on this rank.
-        steps: what becomes of micro-batches, with the optimizer and the average of the weights.
-        checkpoints: what is saved of all that.
-        setup_ms: milliseconds that this rank took to `plan` the pipeline, and to build and `materialise` its layers.
+        config: with the flags in it. state: the grid of ranks. length: of the training. plan: of the pipeline.
+        optimizer: of the parameters that this rank owns.
+        distributed: the model's chunks on this rank. batches: cuts batches. step: takes micro-batches to new weights.
+        checkpoints: saves and loads.
     Raises:
         ConfigError: flags that do not go together, or a model that cannot be built; lists all of it.
         ValueError: patterns of flags that no parameter matches, a pipeline that cannot be planned, another Engine that
@@ -89,64 +87,66 @@ class Engine:
         self,
         model: Model | PretrainConfig,
         *,
+        lr_schedule: Callable[[int], float] | None = None,
         length: Length | None = None,
         plan: PipelinePlan | None = None,
         wants_to_stop: Callable[[], bool] = lambda: False,
         **flags: Any,
     ) -> None:
-        self.config = config = configuration(model, flags)
+        self.config = config = run_configuration(model, flags, lr_schedule is not None)
         self.length = length or Length(config.training.train_iters or 0)
-        described, self.windows = described_model(config), window_count(config)
+        described, self.windows = describe_windows(config), sample_windows(config)
         require_matches(config.optimizer, parameter_names(described))
-        if not config.training.evaluate_only:
-            require_course(config.optimizer, self.length.iterations, self.length.epoch)
+        if not config.training.evaluate_only and lr_schedule is None:
+            require_schedule(config.optimizer, self.length.iterations, self.length.epoch)
+        self._closed, self._failure = False, ""
         self.state, self._leave = join_ranks(config)
-        self._closed = False
         with ExitStack() as undo:
             undo.callback(self._leave)
-            if config is not model:
-                require_alike(config, self.state.world)
+            require_alike(config, self.state.world)
             require_kernels(config, self.state.device)
             if self.state.device.type == "cpu":
                 keep_free_memory()
-            timers = Timers(self.state.device)
-            self.plan, self.distributed = built(config, described, self.state, plan, wants_to_stop, timers)
-            self.setup_ms = timers.mean_ms()
+            self.plan, self.distributed = build_model(config, described, self.state, plan, wants_to_stop)
             self.batches = Batches(config, self.distributed, mixing_of(config, described, self.length.epoch_samples))
-            self.steps = Steps(config, self.distributed, self.length)
-            self.checkpoints = Checkpoints(config, self.steps, self.plan)
+            self.step = TrainStep(config, self.distributed, lr_schedule or self._scheduled_rate)
+            self.optimizer = self.step.optimizer
+            self.checkpoints = Checkpoints(config, self.step, self.plan)
             undo.pop_all()
+
+    def _scheduled_rate(self, step: int) -> float:
+        return learning_rate(self.config.optimizer, step, self.length.iterations, self.length.epoch)
 
     @property
     def takes_images(self) -> bool:
-        """Whether this rank has the model's first stage, and needs the values of images."""
+        """True where this rank has the model's first stage, and needs the values of images."""
         return self.distributed.takes_images
 
     @property
     def takes_labels(self) -> bool:
-        """Whether this rank has the model's last stage, and needs the values of labels."""
+        """True where this rank has the model's last stage, and needs the values of labels."""
         return self.distributed.gives_logits
 
     @property
     def iteration(self) -> int:
         """Optimizer steps done, over all runs that this one continues."""
-        return self.steps.iteration
+        return self.step.iteration
 
     @property
     def consumed_samples(self) -> int:
-        """Training samples used; the place in the data."""
-        return self.steps.consumed_samples
+        """Training samples used; the position in the data."""
+        return self.step.consumed_samples
 
     @property
     def stop_votes(self) -> float:
-        """How many ranks wanted to stop in the last step or batch of an evaluation, the same on every rank."""
+        """Ranks that wanted to stop in the last step or batch of an evaluation, the same on every rank."""
         return self.distributed.stop_votes
 
     # --- training
 
     def train_step(self, images: Tensor, labels: Tensor) -> StepResult:
-        """One optimizer step on a global batch, which is the same on every rank. The first one warns of parameters that
-        got no gradient.
+        """Takes one optimizer step on a global batch, which is the same on every rank. The first one warns of
+        parameters that got no gradient.
 
         Args:
             images: `[N, C, H, W]`, or event frames `[N, T, C, H, W]`, floating-point.
@@ -156,16 +156,16 @@ class Engine:
             loss, accuracy, gradient norm and rate, over the whole batch, the same on every rank. A step that is not
             finite changes nothing, and says so.
         Raises:
-            ValueError: on every rank, when a batch is not what it should be on one of them, or when `train_iters` steps
-                are done.
+            ValueError: on every rank, when a batch is not what it should be on one of them, when `train_iters` steps
+                are done, or when the optimizer's learning rates were changed from outside.
             RuntimeError: an earlier step has ended in an error.
         """
         self._require_open()
-        samples = self.batches.checked(images, labels, trains=True)
-        is_first = self.steps.without_gradient is None
+        samples = self.batches.checked(images, labels, trains=True, problem=self.step.problem())
+        is_first = self.step.without_gradient is None
         result = self.train_on(self.batches.share(images, labels, samples, self.consumed_samples))
-        if is_first and self.steps.without_gradient and self.state.rank == 0:
-            warnings.warn(notice_of(self.steps.without_gradient), stacklevel=2)
+        if is_first and self.step.without_gradient and self.state.rank == 0:
+            warnings.warn(notice_of(self.step.without_gradient), stacklevel=2)
         return result
 
     def train_on(self, batch: GlobalBatch) -> StepResult:
@@ -175,15 +175,17 @@ class Engine:
             raise ValueError(
                 f"all {self.length.iterations} steps of the training are done (train_iters); make an Engine with more"
             )
-        return self.steps.train(self.batches.training_inputs(batch), batch)
+        micro_batches = self.batches.training_inputs(batch)
+        with self._ends_with_error():
+            return self.step(micro_batches, batch)
 
     # --- evaluation
 
     def evaluate(
         self, images: Tensor | Iterable[tuple[Tensor, Tensor]], labels: Tensor | None = None
     ) -> EvaluationRecord:
-        """Loss and accuracies over samples: images and labels, or an iterable of pairs of them, the same on every rank
-        and as many.
+        """Computes loss and accuracies over samples: images and labels, or an iterable of pairs of them, the same on
+        every rank and as many.
 
         With `ema_decay` it is the average of the weights that is evaluated. Any number of samples is legal.
 
@@ -197,24 +199,60 @@ class Engine:
     def evaluate_on(self, batches: Iterable[GlobalBatch]) -> EvaluationRecord:
         """`evaluate` on this rank's shares of global batches, as `megasnn.data.BatchLoader` gives them."""
         self._require_open()
-        return self.steps.evaluate(map(self.batches.evaluation_inputs, batches))
+        totals = [0.0, 0.0, 0.0, 0.0]
+        with self._averaged_weights():
+            for micro_batches in map(self.batches.evaluation_inputs, batches):
+                with self._ends_with_error():
+                    parts = self.distributed.evaluate(micro_batches)
+                totals = [a + b for a, b in zip(totals, parts, strict=True)]
+            with self._ends_with_error():
+                loss, samples, top1, top5 = self.distributed.total(totals)
+        if not samples:
+            raise ValueError("there are no samples to evaluate")
+        return EvaluationRecord(
+            self.iteration, self.consumed_samples, int(samples), loss / samples, top1 / samples, top5 / samples
+        )
 
     def predict(self, images: Tensor) -> Tensor:
-        """Logits `[N, classes]` of any number of images, in their order: the mean over time, on the CPU of every rank.
-
-        With `ema_decay` they are those of the averaged weights. Raises what `train_step` raises.
-        """
+        """Returns logits `[N, classes]` of any number of images, in their order: the mean over time, on the CPU of
+        every rank. With `ema_decay` they are those of the averaged weights. Raises what `train_step` raises."""
         self._require_open()
         samples = self.batches.checked(images, predicts=True)
-        shares = self.batches.evaluated(images, torch.arange(samples), samples)
-        return self.steps.predict(map(self.batches.evaluation_inputs, shares), samples).cpu()
+        shape, dtype = (samples, self.config.model.num_classes), self.distributed.context.dtype
+        logits = torch.zeros(shape, dtype=dtype, device=self.state.device)
+
+        def keep(output: Bundle, places: Tensor) -> None:
+            logits[places] = logits_of(output).to(dtype).mean(0)
+
+        with self._averaged_weights():
+            for batch in self.batches.evaluated(images, torch.arange(samples), samples):  # places in the labels' stead
+                micro_batches = self.batches.evaluation_inputs(batch)
+                with self._ends_with_error():
+                    self.distributed.predict(micro_batches, keep)
+        with self._ends_with_error():
+            return self.distributed.of_all_replicas(logits).cpu()
+
+    @contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        """Puts the average of the weights, where one is kept, in their place inside the block."""
+        if self.step.average is None:
+            yield
+            return
+        with self._ends_with_error():
+            self.step.exchange_average()
+        try:
+            yield
+        finally:
+            if not self._failure:
+                with self._ends_with_error():
+                    self.step.exchange_average()
 
     # --- weights and checkpoints
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All weights and buffers of the model, whole, by their global names: copies on the CPU of every rank."""
+        """Returns all weights and buffers of the model, whole, by global name: copies on the CPU of every rank."""
         self._require_open()
-        return self.checkpoints.whole_tensors()
+        return self.checkpoints.full_tensors()
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
         """Takes whole weights and buffers by global names, as `state_dict` or `Model.from_spikingjelly` gives them.
@@ -222,11 +260,11 @@ class Engine:
         The optimizer's state and the iteration stay; an average of the weights begins again.
 
         Raises:
-            CheckpointError: on every rank, before anything is changed: names, shapes or types are not
-                those of the model.
+            CheckpointError: on every rank, before anything is changed: names, shapes or types are not those of the
+                model.
         """
         self._require_open()
-        self.checkpoints.take_whole(values)
+        self.checkpoints.load_full(values)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes `<folder>/iter_<iteration>`: weights, optimizer and progress, for any layout.
@@ -256,6 +294,21 @@ class Engine:
 
     # --- the end
 
+    @contextmanager
+    def _ends_with_error(self) -> Iterator[None]:
+        """Ends the Engine with an error in the block, since the ranks are no longer at the same action; the others are
+        told, so that they do not wait."""
+        try:
+            yield
+        except BaseException as error:
+            if not self._failure:
+                text = (str(error).splitlines() or [""])[0]
+                self._failure = f"{type(error).__name__}: {text}"
+                if self.state.world.size > 1:
+                    claim_fault(error)
+                    abandon_model_parallel()
+            raise
+
     def close(self) -> None:
         """Frees the process groups that were made for this Engine, which cannot be used any more."""
         if not self._closed:
@@ -269,10 +322,11 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with nullcontext() if error is None else suppress(Exception):  # the first error is the one to be told
+        with nullcontext() if error is None else suppress(Exception):  # the first error is the one to be reported
             self.close()
 
     def _require_open(self) -> None:
         if self._closed:
             raise ValueError("this Engine is closed; make another one")
-        self.steps.require_sound()
+        if self._failure:
+            raise RuntimeError(f"this Engine has ended with an error ({self._failure}): make another one")

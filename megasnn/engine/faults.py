@@ -57,7 +57,7 @@ def cause_and_place(error: BaseException) -> tuple[BaseException, str]:
 def in_full(error: BaseException, with_traceback: bool) -> str:
     """Place, kind and message of an error in the last line; above it the traceback, if that is wanted."""
     cause, place = cause_and_place(error)
-    text = f"{place}{place and ': '}{type(cause).__name__}: {cause}{_LATE if _is_told_late(cause) else ''}"
+    text = f"{place}{place and ': '}{type(cause).__name__}: {cause}{_LATE if _is_late(cause) else ''}"
     if not with_traceback:
         return text
     others = [f"{note}\n" for note in _notes(cause) if not isinstance(note, _Place)]
@@ -68,12 +68,12 @@ _LATE = (
     "\nA GPU computes behind the program, and its error is noticed by whatever comes next: run it again with "
     "CUDA_LAUNCH_BLOCKING=1 in the environment, where the place is that of the action in which the error arose."
 )
-_TOLD_LATE = "CUDA error", "Triton Error [CUDA]", "cuDNN error"
+_LATE_TEXTS = "CUDA error", "Triton Error [CUDA]", "cuDNN error"
 
 
-def _is_told_late(error: BaseException) -> bool:
-    """True for an error of a GPU's work, which began earlier. Memory that is short is noticed at once."""
-    from_gpu = isinstance(error, torch.AcceleratorError) or any(text in str(error) for text in _TOLD_LATE)
+def _is_late(error: BaseException) -> bool:
+    """Returns True for an error of a GPU's work, which began earlier. Memory that is short is noticed at once."""
+    from_gpu = isinstance(error, torch.AcceleratorError) or any(text in str(error) for text in _LATE_TEXTS)
     return isinstance(error, RuntimeError) and from_gpu and not isinstance(error, torch.OutOfMemoryError)
 
 
@@ -162,11 +162,6 @@ def claim_fault(error: BaseException) -> bool:
     """Tells the other ranks, if they are watched, of an error on this one, so that they end; False where another rank
     has failed before, from which this error may follow."""
     return _watch is None or _watch.claim(error)
-
-
-def another_failed() -> bool:
-    """True when this process is about to end, since another rank has failed."""
-    return _watch is not None and _watch.has_seen_fault
 
 
 def end_process() -> None:

@@ -1,10 +1,13 @@
-"""The parts of a model that a rank executes, and what gathers their weights, as its schedule has them."""
+"""Parts of a model that a rank executes by its schedule, and outputs of windows of time steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
 
+import torch
+
+from megasnn.bundle import Bundle, bundle_of, entries_of
 from megasnn.layers import BuildContext
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel_state import ParallelState
@@ -12,8 +15,38 @@ from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.schedule import SchedulePlan, plan_schedule
 
 
+class Windows:
+    """Outputs for the windows of the same samples, until there are `count` of them: all time steps."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.outputs = count, list[Bundle]()
+
+    def join(self, output: Bundle) -> Bundle | None:
+        """Returns the output for all time steps with the last window of the samples, None before."""
+        self.outputs.append(output)
+        if len(self.outputs) < self.count:
+            return None
+        windows = [entries_of(each) for each in self.outputs]
+        self.outputs.clear()
+        if self.count == 1:
+            return output
+        joined: Bundle = bundle_of({key: torch.cat([each[key] for each in windows]) for key in windows[0]})
+        return joined
+
+
+def plan_chunks(schedule: str | SchedulePlan, stages: int, chunks: int) -> SchedulePlan:
+    """Raises ValueError for a number of chunks that the schedule does not have."""
+    plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, stages, chunks // stages)
+    if len(plan.placement) != chunks or plan.stages != stages:
+        raise ValueError(
+            f"--pipeline-schedule {plan.name} has {len(plan.placement)} chunks on {plan.stages} pipeline rank(s), "
+            f"the model is cut into {chunks} for {stages}"
+        )
+    return plan
+
+
 def gathered_weights(plan: SchedulePlan, state: ParallelState, context: BuildContext) -> GatheredWeights | None:
-    """What gathers weights that replicas keep by rows; None where they keep all.
+    """Weights that replicas keep by rows; None where each keeps all.
 
     Raises:
         ValueError: the schedule gathers nothing, or the context does not know of it.
@@ -28,35 +61,25 @@ def gathered_weights(plan: SchedulePlan, state: ParallelState, context: BuildCon
     return GatheredWeights(state.weight, state.scatter, context.cast_weights)
 
 
-def planned(schedule: str | SchedulePlan, stages: int, chunks: int) -> SchedulePlan:
-    """Raises ValueError for a number of chunks that the schedule does not have."""
-    plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, stages, chunks // stages)
-    if len(plan.placement) != chunks or plan.stages != stages:
-        raise ValueError(
-            f"--pipeline-schedule {plan.name} has {len(plan.placement)} chunks on {plan.stages} pipeline rank(s), "
-            f"the model is cut into {chunks} for {stages}"
-        )
-    return plan
+def scatters(plan: SchedulePlan) -> bool:
+    """True where gradients are scattered after every micro-batch."""
+    return plan.weights is not None and bool(plan.weights.scattered)
 
 
 def executed_parts(
     plan: SchedulePlan, chunks: dict[int, PipelineChunk], units: Sequence[range]
 ) -> tuple[dict[int, PipelineChunk], dict[int, PipelineChunk]]:
-    """This rank's chunks by the numbers that the plan's actions have: themselves, or their units.
+    """This rank's chunks, or their units, by the numbers that the plan's actions have.
 
-    Args:
-        chunks: by index. units: the layers of each unit.
     Returns:
-        what is executed, and of it what data parallelism reduces the gradients of at once: each unit where gradients
-        are scattered after every micro-batch, else each chunk; its gradients are complete when its first unit's are.
+        the parts that are executed, and those whose gradients are reduced at once: each unit where gradients are
+        scattered after every micro-batch, else each chunk, whose gradients are complete when its first unit's are.
     """
-    first = [0, *accumulate(plan.units_of_chunks)]
-    executed = chunks
+    first, executed = [0, *accumulate(plan.units_of_chunks)], chunks
     if plan.units is not None:
         executed = {
             unit: chunk.part(units, unit)
             for index, chunk in chunks.items()
             for unit in range(first[index], first[index + 1])
         }
-    scattered = plan.weights is not None and bool(plan.weights.scattered)
-    return executed, executed if scattered else {first[index]: chunk for index, chunk in chunks.items()}
+    return executed, executed if scatters(plan) else {first[index]: chunk for index, chunk in chunks.items()}

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.events.recording import Events, Recording, RecordingError, SensorSize
+from megasnn.events.recording import Events, Recording, SensorSize
 
 DVS128 = SensorSize(128, 128)
 SENSORS = {
@@ -40,7 +40,7 @@ PACKET_HEADER = np.dtype(
 )
 
 
-def decode_aedat2(data: bytes, name: str, sensor: SensorSize | None = None) -> Recording:
+def decode_aedat2(data: bytes, sensor: SensorSize | None = None) -> Recording:
     """Decodes AEDAT 2.0: a 32-bit address and a 32-bit time in microseconds for each event, big-endian.
 
     - DVS128: bit 0 polarity, inverted; x = 127 - bits 8-14 and y = 127 - bits 1-7; bits 15 and 31 mark triggers.
@@ -49,28 +49,24 @@ def decode_aedat2(data: bytes, name: str, sensor: SensorSize | None = None) -> R
 
     Args:
         data: the whole file.
-        name: of the file, for messages.
-        sensor: where the header has no AEChip line; by default a DVS128.
+        sensor: for files whose header has no AEChip line; by default a DVS128.
 
     Raises:
-        RecordingError: cut, an unknown sensor, or addresses that the sensor does not have.
+        ValueError: cut, an unknown sensor, or addresses that the sensor does not have.
     """
-    lines, start = _read_header(data, name)
+    lines, start = _read_header(data)
     if (len(data) - start) % _EVENT_BYTES:
-        raise RecordingError(name, f"is cut: it ends inside an event of {_EVENT_BYTES} bytes, at byte {len(data)}")
+        raise ValueError(f"is cut: it ends inside an event of {_EVENT_BYTES} bytes, at byte {len(data)}")
     chip = next((line for line in lines if re.match(r"#\s*AEChip\s*:", line, re.IGNORECASE)), None)
     sensor = (sensor or DVS128) if chip is None else _sensor_in(chip)
     if sensor is None or sensor not in SENSORS.values():
-        known = ", ".join(f"{sensor} ({size.height} x {size.width})" for sensor, size in SENSORS.items())
-        raise RecordingError(name, f"comes from a sensor of unknown addresses ({chip or sensor}); known: {known}")
+        raise ValueError(f"comes from a sensor of unknown addresses ({chip or sensor}); known: {', '.join(SENSORS)}")
     words = np.frombuffer(data, ">u4", offset=start).astype(np.uint32)
     address, t = words[::2], words[1::2].astype(np.int64)
     if sensor == DVS128:
         if (foreign := address & _DVS128_FOREIGN != 0).any():
             index = int(foreign.argmax())
-            raise RecordingError(
-                name, f"address {address[index]:#010x} at event {index} is none of a DVS128's; pass its sensor size"
-            )
+            raise ValueError(f"address {address[index]:#x} at event {index} is no DVS128's; pass its sensor size")
         kept = address & _DVS128_TRIGGERS == 0
         events = Events.make(t, 127 - (address >> 8 & 0x7F), 127 - (address >> 1 & 0x7F), ~address & 1)
     else:
@@ -79,7 +75,7 @@ def decode_aedat2(data: bytes, name: str, sensor: SensorSize | None = None) -> R
     return Recording(events[kept], sensor)
 
 
-def decode_aedat3(data: bytes, name: str, sensor: SensorSize | None = None) -> Recording:
+def decode_aedat3(data: bytes, sensor: SensorSize | None = None) -> Recording:
     """Decodes AEDAT 3.1: packets of events of one type, of which the polarity events (type 1) are taken.
 
     A packet begins with `PACKET_HEADER`. An event has 8 bytes, little-endian: bit 0 valid, bit 1 polarity, bits 2-16 y,
@@ -87,42 +83,40 @@ def decode_aedat3(data: bytes, name: str, sensor: SensorSize | None = None) -> R
 
     Args:
         data: the whole file.
-        name: of the file, for messages.
-        sensor: where the header's Source line names no known one.
+        sensor: for files whose Source line names no known one.
 
     Raises:
-        RecordingError: cut, compressed, or an unknown sensor.
+        ValueError: cut, compressed, or an unknown sensor.
     """
-    lines, start = _read_header(data, name)
+    lines, start = _read_header(data)
     source = next((line for line in lines if line.lower().startswith("#source")), "")
     sensor = _sensor_in(source) or sensor
     if sensor is None:
-        raise RecordingError(name, f"does not say which known sensor it comes from ({source!r}); pass its sensor size")
+        raise ValueError(f"does not say which known sensor it comes from ({source!r}); pass its sensor size")
     packing = next((line for line in lines if line.lower().startswith("#format")), "RAW")
     if not packing.endswith("RAW"):
-        raise RecordingError(name, f"has compressed packets ({packing}); only RAW is read")
-    packets = [np.empty((0, 2), np.int64), *_polarity_packets(data, start, name)]
+        raise ValueError(f"has compressed packets ({packing}); only RAW is read")
+    packets = [np.empty((0, 2), np.int64), *_polarity_packets(data, start)]
     address, t = np.concatenate(packets).T
     events = Events.make(t, address >> 17, address >> 2 & 0x7FFF, address >> 1 & 1)
     return Recording(events[address & 1 != 0], sensor)
 
 
-def _polarity_packets(data: bytes, position: int, name: str) -> Iterator[NDArray[np.int64]]:
+def _polarity_packets(data: bytes, position: int) -> Iterator[NDArray[np.int64]]:
     """Address and time [number, 2] of each packet of polarity events; all packets are checked."""
     while position < len(data):
         start = position + PACKET_HEADER.itemsize
         if start > len(data):
-            raise RecordingError(name, f"is cut: the header of the packet at byte {position} is not complete")
+            raise ValueError(f"is cut: the header of the packet at byte {position} is not complete")
         header = np.frombuffer(data, PACKET_HEADER, 1, position)[0]
         kind, size, capacity, number = (int(header[field]) for field in ("type", "size", "capacity", "number"))
         if kind == _POLARITY and size != _EVENT_BYTES or size <= 0 or not 0 <= number <= capacity:
-            raise RecordingError(
-                name,
+            raise ValueError(
                 f"the packet at byte {position} makes no sense: type {kind}, {number} events of {size} bytes, "
-                f"room for {capacity}",
+                f"capacity {capacity}"
             )
         if start + capacity * size > len(data):
-            raise RecordingError(name, f"is cut: the packet at byte {position} should have {capacity * size} bytes")
+            raise ValueError(f"is cut: the packet at byte {position} should have {capacity * size} bytes")
         if kind == _POLARITY:
             words = np.frombuffer(data, "<u4", 2 * number, start).reshape(-1, 2).astype(np.int64)
             words[:, 1] += int(header["overflow"]) << 31
@@ -130,14 +124,14 @@ def _polarity_packets(data: bytes, position: int, name: str) -> Iterator[NDArray
         position = start + capacity * size
 
 
-def _read_header(data: bytes, name: str) -> tuple[list[str], int]:
-    """Lines that begin with '#', up to the one that says that it is the last; and the first byte behind them."""
+def _read_header(data: bytes) -> tuple[list[str], int]:
+    """Lines that begin with '#', up to the closing one; and the first byte behind them."""
     lines: list[str] = []
     position = 0
     while data.startswith(b"#", position):
         end = data.find(b"\n", position, _HEADER_BYTES)
         if end < 0:
-            raise RecordingError(name, f"ends inside its header, in the line at byte {position}")
+            raise ValueError(f"ends inside its header, in the line at byte {position}")
         lines.append(data[position:end].rstrip().decode("latin-1"))
         position = end + 1
         if _LAST_LINE.match(lines[-1]):

@@ -20,7 +20,7 @@ from megasnn.events.recording import LARGEST_SIDE, Events, Recording, RecordingE
 from megasnn.files import SAMPLE_BYTES, read_arrays, read_file, require_size
 
 SUFFIXES = (".aedat", ".aedat4", ".bin", ".bs2", ".npz", ".npy", ".dat", ".raw")
-"""Of files that `read_recording` recognises."""
+"""Endings of the files that `read_recording` recognises."""
 
 N_MNIST = SensorSize(34, 34)
 _OVERFLOW_ROW = 240  # a row that no such sensor has
@@ -64,52 +64,47 @@ def read_recording(
     sensor = SensorSize(*sensor_size) if sensor_size is not None else None
     try:
         data = read_file(Path(path), limit)
+        return check_recording(_decode(data, name, sensor, limit), sort)
     except ValueError as error:
-        raise RecordingError(name, str(error)) from None
-    return check_recording(_decode(data, name, sensor, limit), name, sort)
+        raise RecordingError(f"{name}: {error}") from error
 
 
-def recording_of_arrays(arrays: Mapping[str, NDArray], name: str, limit: int = SAMPLE_BYTES) -> Recording:
+def recording_of_arrays(arrays: Mapping[str, NDArray], limit: int = SAMPLE_BYTES) -> Recording:
     """Recording of arrays t, x, y, p, height and width, as an events.npz in a shard holds them.
 
     Raises:
-        RecordingError: as above, naming `name`.
+        ValueError: as above.
     """
-    return check_recording(_of_arrays(arrays, name, None, limit), name)
+    return check_recording(_of_arrays(arrays, None, limit))
 
 
 def _decode(data: bytes, name: str, sensor: SensorSize | None, limit: int) -> Recording:
     if data.startswith(b"#!AER-DAT2.0"):
-        return decode_aedat2(data, name, sensor)
+        return decode_aedat2(data, sensor)
     if data.startswith(b"#!AER-DAT3.1"):
-        return decode_aedat3(data, name, sensor)
+        return decode_aedat3(data, sensor)
     if data.startswith(_AEDAT4):
         return _read_aedat4(data, name, limit)
     if data.startswith((b"PK\x03\x04", b"\x93NUMPY")):
-        try:
-            arrays = read_arrays(data, limit)
-        except ValueError as error:
-            raise RecordingError(name, f"cannot be read: {error}") from error
-        return _of_arrays(arrays, name, sensor, limit)
+        return _of_arrays(read_arrays(data, limit), sensor, limit)
     suffix = Path(name).suffix.lower()
     if data and suffix in (".bin", ".bs2"):
-        return _decode_n_mnist(data, name, sensor)
+        return _decode_n_mnist(data, sensor)
     if data and suffix in (".dat", ".raw"):
         return _read_prophesee(data, name, sensor, limit)
-    raise RecordingError(
-        name,
+    raise ValueError(
         f"is no recording of a known format (begins with {data[:12]!r}); AEDAT 2.0, 3.1 and 4, DAT, EVT, N-MNIST and "
-        f"NumPy files are read",
+        "NumPy files are read"
     )
 
 
-def _decode_n_mnist(data: bytes, name: str, sensor: SensorSize | None) -> Recording:
+def _decode_n_mnist(data: bytes, sensor: SensorSize | None) -> Recording:
     """5 bytes an event, big-endian: x 8 bits, y 8, polarity 1, time 23 (N-MNIST, N-Caltech101; Orchard et al. 2015).
 
     Row 240 marks an overflow of the time: everything behind it is 2^13 us later, as in the data set's own reader.
     """
     if len(data) % 5:
-        raise RecordingError(name, f"is cut: {len(data)} bytes are no multiple of 5, the bytes of an event")
+        raise ValueError(f"is cut: {len(data)} bytes are no multiple of 5, the bytes of an event")
     raw = np.frombuffer(data, np.dtype([("x", "u1"), ("y", "u1"), ("high", "u1"), ("low", ">u2")]))
     overflows = raw["y"] == _OVERFLOW_ROW
     t = (raw["high"] & np.int64(0x7F)) << 16 | raw["low"]
@@ -118,52 +113,44 @@ def _decode_n_mnist(data: bytes, name: str, sensor: SensorSize | None) -> Record
     return Recording(events, sensor or N_MNIST)
 
 
-def _of_arrays(arrays: Mapping[str, NDArray], name: str, sensor: SensorSize | None, limit: int) -> Recording:
+def _of_arrays(arrays: Mapping[str, NDArray], sensor: SensorSize | None, limit: int) -> Recording:
     """Arrays t (or ts, timestamp), x, y, p (or on, polarity; 0 and 1, or -1 and 1), and perhaps height and width."""
-    fields = {}
+    fields: dict[str, NDArray] = {}
     for field, aliases in _ARRAY_NAMES.items():
         found = next((arrays[alias] for alias in aliases if alias in arrays), None)
         if found is None:
-            raise RecordingError(name, f"has no array {' or '.join(aliases)}; it has {', '.join(arrays) or 'none'}")
-        if found.dtype.kind not in "iub":
-            raise RecordingError(name, f"{field} must be integers (time in microseconds), it is {found.dtype}")
+            raise ValueError(f"has no array {' or '.join(aliases)}; it has {', '.join(arrays) or 'none'}")
+        if found.dtype.kind not in "iub" or found.ndim != 1 or len(found) != len(fields.get("t", found)):
+            raise ValueError(
+                f"{field} must be integers (time in microseconds) of one dimension and as many as t, not "
+                f"{found.dtype} {list(found.shape)}"
+            )
         fields[field] = found
-    shapes = {field: values.shape for field, values in fields.items()}
-    if len(set(shapes.values())) > 1 or fields["t"].ndim != 1:
-        raise RecordingError(name, f"t, x, y and p need equal lengths and one dimension, they have {shapes}")
-    with _named(name):
-        require_size("its events", _EVENT_BYTES * len(fields["t"]), limit)
+    require_size("its events", _EVENT_BYTES * len(fields["t"]), limit)
     for field, (least, most) in _RANGES.items():
         wrong = (fields[field] < least) | (fields[field] > most)
         if wrong.any():
             index = int(wrong.argmax())
-            raise RecordingError(name, f"{field} = {fields[field][index]} at event {index} is not in {least}..{most}")
+            raise ValueError(f"{field} = {fields[field][index]} at event {index} is not in {least}..{most}")
     if "height" in arrays and "width" in arrays:
-        sensor = _sensor_of(arrays["height"], arrays["width"], name)
+        sides = [arrays[side].item() if arrays[side].size == 1 else 0 for side in ("height", "width")]
+        if any(not isinstance(side, int) or not 0 < side <= LARGEST_SIDE for side in sides):
+            raise ValueError(f"height and width must be integers from 1 to {LARGEST_SIDE}, they are {sides}")
+        sensor = SensorSize(*sides)
     if sensor is None:
-        raise RecordingError(name, _NO_SIZE)
+        raise ValueError(_NO_SIZE)
     return Recording(Events.make(fields["t"], fields["x"], fields["y"], fields["p"] > 0), sensor)
-
-
-def _sensor_of(height: NDArray, width: NDArray, name: str) -> SensorSize:
-    sides = [side.item() if side.size == 1 and side.dtype.kind in "iu" else 0 for side in (height, width)]
-    if not all(1 <= side <= LARGEST_SIDE for side in sides):
-        raise RecordingError(name, f"height and width are numbers from 1 to {LARGEST_SIDE}, not {height}, {width}")
-    return SensorSize(*sides)
 
 
 def _read_aedat4(data: bytes, path: str, limit: int) -> Recording:
     """Event stream of an AEDAT 4 file. It must be the only one; frames, triggers and the motion sensor are left out."""
     # On a description of the streams that is no UTF-8, faery 0.7.1 ends the process.
     (size,) = struct.unpack_from("<I", data.ljust(len(_AEDAT4) + 4, b"\0"), len(_AEDAT4))
-    try:
-        data[len(_AEDAT4) + 4 :][:size].partition(b"<")[2].rpartition(b">")[0].decode()
-    except UnicodeDecodeError as error:
-        raise RecordingError(path, f"has a header that is damaged ({error})") from None
+    data[len(_AEDAT4) + 4 :][:size].partition(b"<")[2].rpartition(b">")[0].decode()
     with _faery(path) as faery, faery.aedat.Decoder(path) as decoder:
         tracks = [track for track in decoder.tracks() if track.data_type == "events"]
         if len(tracks) != 1:
-            raise RecordingError(path, f"has {len(tracks)} event streams; exactly one can be read")
+            raise ValueError(f"has {len(tracks)} event streams; exactly one can be read")
         width, height = tracks[0].dimensions
         packets = (packet for track, packet in decoder if track.id == tracks[0].id)
         return _recording_of_packets(packets, "on", SensorSize(height, width), limit)
@@ -179,15 +166,14 @@ def _read_prophesee(data: bytes, path: str, sensor: SensorSize | None, limit: in
     with _faery(path) as faery, (faery.dat if is_dat else faery.evt).Decoder(path, fallback, None) as decoder:
         word = _WORD_BYTES[decoder.version]
         if (len(data) - start - 2 * is_dat) % word:  # DAT has two more bytes: type and size of events
-            raise RecordingError(path, f"is cut: it ends inside a word of {word} bytes, at byte {len(data)}")
+            raise ValueError(f"is cut: it ends inside a word of {word} bytes, at byte {len(data)}")
         if is_dat and decoder.event_type != "cd":
-            raise RecordingError(path, f"holds events of type {decoder.event_type!r}; only cd (contrast) is read")
+            raise ValueError(f"holds events of type {decoder.event_type!r}; only cd (contrast) is read")
         width, height = decoder.dimensions
         if not width or not height:
-            raise RecordingError(path, _NO_SIZE)
+            raise ValueError(_NO_SIZE)
         packets = decoder if is_dat else (packet["events"] for packet in decoder if "events" in packet)
-        polarity = "payload" if is_dat else "on"
-        return _recording_of_packets(packets, polarity, SensorSize(height, width), limit)
+        return _recording_of_packets(packets, "payload" if is_dat else "on", SensorSize(height, width), limit)
 
 
 def _recording_of_packets(packets: Iterator[NDArray], polarity: str, sensor: SensorSize, limit: int) -> Recording:
@@ -204,27 +190,15 @@ def _recording_of_packets(packets: Iterator[NDArray], polarity: str, sensor: Sen
 
 @contextmanager
 def _faery(path: str) -> Iterator[Any]:
-    """Module faery; what it raises about a file becomes a RecordingError."""
+    """Module faery; its errors about a file become ValueErrors."""
     try:
         import faery
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{path}: faery reads it: pip install megasnn[events]", name="faery") from error
-    with _named(path):
-        try:
-            yield faery
-        except BaseException as error:
-            # What Rust panics about is no Exception, and has no class that can be imported.
-            if isinstance(error, RuntimeError) or type(error).__name__ == "PanicException":
-                raise ValueError(f"cannot be decoded ({error})") from error
-            raise
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Turns a ValueError into a RecordingError that names the file."""
     try:
-        yield
-    except RecordingError:
+        yield faery
+    except BaseException as error:
+        # A panic of Rust is no Exception, and has no class that can be imported.
+        if isinstance(error, RuntimeError) or type(error).__name__ == "PanicException":
+            raise ValueError(f"cannot be decoded ({error})") from error
         raise
-    except ValueError as error:
-        raise RecordingError(name, str(error)) from error

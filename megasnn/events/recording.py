@@ -13,20 +13,7 @@ LARGEST_SIDE = 1 << 16
 
 
 class RecordingError(ValueError):
-    """A recording that cannot be used.
-
-    Attributes:
-        name: of the file.
-        problem: what is wrong with it, with the event or byte where there is one.
-    """
-
-    def __init__(self, name: str, problem: str) -> None:
-        super().__init__(name, problem)  # both, so that a worker process can pickle it
-        self.name = name
-        self.problem = problem
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.problem}"
+    """A recording that cannot be used. The message names the file, and the event or byte."""
 
 
 class SensorSize(NamedTuple):
@@ -34,9 +21,6 @@ class SensorSize(NamedTuple):
 
     height: int
     width: int
-
-    def __str__(self) -> str:
-        return f"{self.height} x {self.width} (height x width)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +65,7 @@ class Recording:
     """Events of one file and the sensor that sent them.
 
     Attributes:
-        events: what the pixels sent; at least one, in order of time and inside the sensor once it is checked.
+        events: at least one, in order of time and inside the sensor once it is checked.
         sensor: height and width.
     """
 
@@ -89,31 +73,29 @@ class Recording:
     sensor: SensorSize
 
 
-def check_recording(recording: Recording, name: str, sort: bool = False) -> Recording:
+def check_recording(recording: Recording, sort: bool = False) -> Recording:
     """Checks that there are events, inside the sensor and in order of time.
 
     Args:
-        name: of the file, for the message.
         sort: puts events in order of time instead of refusing those that are not; equal times keep their order.
 
     Raises:
-        RecordingError: naming the event.
+        ValueError: naming the event.
     """
     events, sensor = recording.events, recording.sensor
     if not len(events):
-        raise RecordingError(name, "has no events")
+        raise ValueError("has no events")
     for axis, values, limit in (("x", events.x, sensor.width), ("y", events.y, sensor.height)):
         if values.max() >= limit:
             index = int((values >= limit).argmax())
-            raise RecordingError(name, f"{axis} = {values[index]} at event {index} is outside the sensor of {sensor}")
+            raise ValueError(f"{axis} = {values[index]} at event {index} is outside the sensor of {sensor}")
     backwards = events.t[1:] < events.t[:-1]
     if backwards.any():
         if not sort:
             index = int(backwards.argmax()) + 1
-            raise RecordingError(
-                name,
+            raise ValueError(
                 f"time runs backwards at event {index}: {events.t[index]} us comes after {events.t[index - 1]} us; "
-                f"sort=True (--sort-events) puts events in order",
+                "sort=True (--sort-events) puts events in order"
             )
         events = events[np.argsort(events.t, kind="stable")]
     return Recording(events, sensor)

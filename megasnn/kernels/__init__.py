@@ -6,6 +6,6 @@ a copy is channels-last.
 """
 
 from megasnn.kernels.backends import BACKENDS
-from megasnn.kernels.spec import NEURONS, SURROGATES, NeuronSpec, Surrogate
+from megasnn.kernels.neuron_spec import NEURONS, SURROGATES, NeuronSpec, Surrogate
 
 __all__ = ["BACKENDS", "NEURONS", "SURROGATES", "NeuronSpec", "Surrogate"]

@@ -11,8 +11,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megasnn.kernels.fused_constants import FUSED_CHARGES, FUSED_SURROGATES
-from megasnn.kernels.spec import NEURONS, SURROGATES, NeuronSpec
+from megasnn.kernels.neuron_spec import FUSED_CHARGES, FUSED_SURROGATES, NEURONS, SURROGATES, NeuronSpec
 from megasnn.registry import Registry, later
 
 if TYPE_CHECKING:
@@ -34,8 +33,8 @@ class NeuronBackend:
     Attributes:
         summary: for --help.
         neurons, surrogates: the names that it can compute.
-        neuron_multi_step: `(x, spec, v0, w)`, as in `megasnn.kernels.unit`.
-        unit_calls: gives a `megasnn.kernels.norm_neuron.UnitCalls`, the four calls of norm, pool and neuron.
+        neuron_multi_step: `(x, spec, v0, w)`, as in `megasnn.kernels.neuron`.
+        unit_calls: gives a `megasnn.kernels.neuron.UnitCalls`, the four calls of norm, pool and neuron.
         refuses: an input -> why it cannot take that one, None where it can.
     """
 
@@ -70,16 +69,16 @@ BACKENDS: Registry[NeuronBackend] = Registry(
             "plain PyTorch",
             NEURONS,
             SURROGATES,
-            later("megasnn.kernels.reference:neuron_multi_step"),
-            partial(import_module, "megasnn.kernels.reference"),
+            later("megasnn.kernels.torch_backend:neuron_multi_step"),
+            partial(import_module, "megasnn.kernels.torch_backend"),
         ),
         "fused": NeuronBackend(
             "kernels compiled for the CPU",
             FUSED_CHARGES,
             FUSED_SURROGATES,
-            later("megasnn.kernels.fused.alone:neuron_multi_step"),
-            partial(import_module, "megasnn.kernels.fused.calls"),
-            later("megasnn.kernels.fused.available:refuses"),
+            later("megasnn.kernels.numba.alone:neuron_multi_step"),
+            partial(import_module, "megasnn.kernels.numba.calls"),
+            later("megasnn.kernels.numba.available:refuses"),
         ),
         "triton": NeuronBackend(
             "kernels compiled for NVIDIA GPUs",

@@ -1,4 +1,7 @@
-"""The arithmetic of a convolution on `[frames, C, H, W]`, channels last, forward and both gradients by themselves."""
+"""Convolution and average pooling on `[frames, C, H, W]`, channels last, forward and each gradient by themselves.
+
+Pooling is without overlap (AvgPool2d); rows and columns that do not fill a window are left out, as torch does it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from megasnn.kernels.triton.available import MOST_VALUES, usable_on
 
 FEW_ROWS = 1024
 FEW_SUMMED_ROWS = 2048
@@ -107,4 +113,40 @@ def _convolution_backward(
     stride, padding, dilation = (list(each) for each in (geometry.stride, geometry.padding, geometry.dilation))
     return torch.ops.aten.convolution_backward(
         grad, images, weight, None, stride, padding, dilation, False, [0, 0], geometry.groups, list(mask)
+    )
+
+
+def pooled_space(space: torch.Size, window: int) -> torch.Size:
+    """The spatial size after pooling."""
+    return torch.Size(size // window for size in space)
+
+
+def average_pool(images: Tensor, window: int) -> Tensor:
+    """`[frames, C, H, W]` -> `[frames, C, H // window, W // window]`."""
+    return images if window == 1 else F.avg_pool2d(images, window)
+
+
+def average_pool_of_bits(packed: Tensor, shape: torch.Size, window: int, dtype: torch.dtype) -> Tensor | None:
+    """The same of spikes `[frames, C, H, W]` that `codec.pack_bits` has packed, channels last, in one pass over memory;
+    None where there is no kernel for it."""
+    frames, channels, height, width = shape
+    out_height, out_width = pooled_space(shape[2:], window)
+    largest = max(packed.numel(), frames * out_height * out_width * channels)
+    if window == 1 or channels % 8 or largest > MOST_VALUES or not usable_on(packed.device):
+        return None
+    from megasnn.kernels.triton.codec import average_bits_into
+
+    pooled = packed.new_empty((frames, out_height, out_width, channels), dtype=dtype)
+    average_bits_into(packed, pooled, height, width, window)
+    return pooled.movedim(-1, 1)
+
+
+def average_pool_gradient(grad: Tensor, window: int, space: torch.Size) -> Tensor:
+    """The gradient of the input, whose spatial size is `space`, from that of the output."""
+    # Only the shape and memory format of the input enter: the result stands for it.
+    images = torch.empty(
+        (*grad.shape[:2], *space), dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last
+    )
+    return torch.ops.aten.avg_pool2d_backward.grad_input(
+        grad, images, [window] * 2, [window] * 2, [0, 0], False, True, None, grad_input=images
     )

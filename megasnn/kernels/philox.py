@@ -5,14 +5,14 @@ On the CPU a compiled loop draws them, on a GPU a Triton kernel; without numba o
 
 from __future__ import annotations
 
-import functools
 import math
-from types import ModuleType
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megasnn.kernels.numba import loops_of
 from megasnn.kernels.triton.available import usable_on
 from megasnn.random import UNIFORM_BITS, WORD, philox
 
@@ -50,7 +50,7 @@ def kept(
     elif compiled is None:
         rows = kept_by_tensors(threshold, keys, steps, cut)
     else:
-        from megasnn.kernels.runtime import run
+        from megasnn.kernels.numba.jit import run
 
         rows = torch.empty(steps * samples, cut.runs, cut.length, dtype=torch.bool)
         if rows.numel():
@@ -84,10 +84,4 @@ def kept_by_tensors(threshold: int, keys: Tensor, steps: int, cut: Runs) -> Tens
     return (drawn >> 32 - UNIFORM_BITS) >= threshold
 
 
-@functools.cache
-def _loops() -> ModuleType | None:
-    try:
-        from megasnn.kernels import compiled_philox
-    except ImportError:  # no numba for this machine
-        return None
-    return compiled_philox
+_loops = partial(loops_of, "philox")

@@ -1,7 +1,7 @@
 """Products of a layer with weights: its output, and the gradients of its input and of its weight.
 
 Where few values of the input are not 0, the output and the weight gradient are sums over these
-(`megasnn.kernels.sparse`): the terms of the dense product, without those that are 0.
+(`megasnn.kernels.numba.spike_sums`): the terms of the dense product, without those that are 0.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels.convolution import Geometry, add_product, add_weight_gradient, convolve, input_gradient
-from megasnn.kernels.sparse.products import TYPES, has_loops
-from megasnn.kernels.sparse.products import add_weight_gradient as add_sparse_weight_gradient
-from megasnn.kernels.sparse.products import add_weight_gradient_of_bits as add_sparse_weight_gradient_of_bits
-from megasnn.kernels.sparse.products import output as sparse_output
+from megasnn.kernels.numba.spike_sums import TYPES, has_loops
+from megasnn.kernels.numba.spike_sums import add_weight_gradient as add_sparse_weight_gradient
+from megasnn.kernels.numba.spike_sums import add_weight_gradient_of_bits as add_sparse_weight_gradient_of_bits
+from megasnn.kernels.numba.spike_sums import output as sparse_output
 
 
 @dataclass(frozen=True)

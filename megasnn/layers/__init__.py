@@ -1,24 +1,27 @@
 """Natively sharded layers. Activations are `[T, N, C_local, *space]`, cut by channel over the tensor-parallel group."""
 
 from megasnn.layers.attention import SpikeDrivenAttention, SpikingSelfAttention, TokenAttention
-from megasnn.layers.batch_norm import ParallelBatchNorm
+from megasnn.layers.blocks import ConvNormNeuron, NeuronConvNorm, PooledUnit, Residual, ResidualMLP
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
-from megasnn.layers.dropout import DropPath, ParallelDropout
-from megasnn.layers.keyed import KeyedLayer
+from megasnn.layers.dropout import DropPath, KeyedLayer, ParallelDropout
 from megasnn.layers.linear import MeanLinear, ParallelLinear
-from megasnn.layers.max_pool import MaxPool
-from megasnn.layers.neuron import NeuronLayer, ParallelIF, ParallelLIF, ParallelNeuron, ParallelPLIF
-from megasnn.layers.norms import (
+from megasnn.layers.neuron import (
+    NeuronLayer,
+    ParallelIF,
+    ParallelLIF,
+    ParallelNeuron,
+    ParallelPLIF,
+    SpikingNeuron,
+)
+from megasnn.layers.norm import (
+    ParallelBatchNorm,
     ParallelGroupNorm,
-    ParallelLayerNorm,
     TemporalEffectiveBatchNorm,
     ThresholdDependentBatchNorm,
 )
-from megasnn.layers.own_neuron import SpikingNeuron
-from megasnn.layers.unit import ConvNormNeuron, NeuronConvNorm, PooledUnit
-from megasnn.layers.whole import apply_layer
-from megasnn.layers.whole_images import MeanOverSpace, WholeImages
+from megasnn.layers.replicated import apply_layer
+from megasnn.layers.row_context import MaxPool, MeanOverSpace, WholeImages
 
 __all__ = [
     "BuildContext",
@@ -36,11 +39,12 @@ __all__ = [
     "ParallelGroupNorm",
     "ParallelIF",
     "ParallelLIF",
-    "ParallelLayerNorm",
     "ParallelLinear",
     "ParallelNeuron",
     "ParallelPLIF",
     "PooledUnit",
+    "Residual",
+    "ResidualMLP",
     "SpikeDrivenAttention",
     "SpikingNeuron",
     "SpikingSelfAttention",

@@ -1,50 +1,49 @@
-"""Spiking self-attention cut by whole heads (Spikformer, arXiv 2209.15425, equation 10; SpikingJelly 2.0.0's form)."""
+"""Spiking self-attention cut by whole heads (Spikformer, arXiv 2209.15425, equation 10; SpikingJelly 2.0.0's form), and
+what QKFormer and the Spike-driven Transformer have in its place."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.packed import bits_of
-from megasnn.layers.attend import Attend, AttendPlan
-from megasnn.layers.batch_norm import ParallelBatchNorm
-from megasnn.layers.channels import untracked
+from megasnn.kernels.numba.attention import SpikingHeads, spiking_heads
+from megasnn.kernels.spike_codec import Content, bits_of, encode
+from megasnn.kernels.tensor_cores import on_gpu
+from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
-from megasnn.layers.holding import note_exchanges
-from megasnn.layers.neuron import ParallelNeuron
-from megasnn.layers.rows import rows_of
-from megasnn.layers.unit import ConvNormNeuron
-from megasnn.parallel.alike import count_type, sum_for_each
-from megasnn.parallel.collectives import from_rows, to_rows
+from megasnn.layers.neuron import make_neuron
+from megasnn.layers.norm import ParallelBatchNorm
+from megasnn.layers.row_context import count_type, rows_of, sum_counts, sum_for_each
+from megasnn.layers.shape_inference import note_exchanges, untracked
+from megasnn.parallel.collectives import from_rows, join_columns, start_all_reduce_sum, to_rows
 from megasnn.parallel.sharding import Initialiser
+from megasnn.parallel_state import Group
 
 
-class SpikingSelfAttention(nn.Module):
-    """`[T, N, C_local, H, W]` spikes or counts -> `[T, N, C_local, H, W]` spikes.
+class _HeadAttention(nn.Module):
+    """Attention of which a rank computes `num_heads / size` heads, between a unit that gives q, k and perhaps v and one
+    that joins the heads.
 
-    Softmax-free: out = (v k^T) q * 0.125 for each head, over the tokens. With 0/1 entries every sum is a whole number,
-    so the product is exact in float32 in any order, and computing k v^T first costs L d^2 in place of L^2 d.
-
-    A rank computes `num_heads / size` heads. The fused q-k-v weight is cut inside each of its three blocks
-    (`blocks=3` of its convolution and norm), so that a rank's channels are its heads' q, k and v.
+    The fused weight of q, k and v is cut inside each of its blocks, so that a rank's channels are its heads' q, k and
+    v.
 
     Args:
         dim: C, the global number of channels.
-        v_threshold: from which the neuron behind the attention fires; 0.5 in Spikformer.
+        v_threshold: from which the neuron on the attention fires; 0.5 in Spikformer.
         neuron: of the units before and behind it; None for the neuron of the context.
         initialise: fills the global weights; by default as torch does.
-    Attributes:
-        qkv: unit from C to 3C channels.
-        neuron: fires on the attention's result.
-        projection: unit from C to C channels.
     Raises:
         ValueError: the heads do not divide by the number of ranks, or the channels by the heads.
     """
+
+    fused: str  # name of the first unit; its letters are the blocks
 
     def __init__(
         self,
@@ -58,12 +57,36 @@ class SpikingSelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        self.local_heads = _local_heads(dim, num_heads, context)
+        if dim % num_heads:
+            raise ValueError(f"{dim} channels do not divide by --num-heads {num_heads}")
+        size = context.tensor.size
+        if num_heads % size:
+            raise ValueError(f"--num-heads {num_heads} does not divide by --tensor-model-parallel-size {size}")
+        self.local_heads = num_heads // size
         neuron = neuron or context.neuron
         unit = partial(ConvNormNeuron, context=context, pointwise=True, neuron=neuron, initialise=initialise)
-        self.qkv, self.projection = unit(dim, 3 * dim, blocks=3), unit(dim, dim)
-        self.neuron = ParallelNeuron(replace(neuron, v_threshold=v_threshold), context)
+        blocks = len(self.fused)
+        self.add_module(self.fused, unit(dim, blocks * dim, blocks=blocks))
+        self.projection = unit(dim, dim)
+        self.neuron = make_neuron(replace(neuron, v_threshold=v_threshold), context)
         self._rows, self._tokens, self._sparse = rows_of(context), 0, context.sparse_products
+
+
+class SpikingSelfAttention(_HeadAttention):
+    """`[T, N, C_local, H, W]` spikes or counts -> `[T, N, C_local, H, W]` spikes.
+
+    Softmax-free: out = (v k^T) q * 0.125 for each head, over the tokens. With 0/1 entries every sum is a whole number,
+    so the product is exact in float32 in any order, and computing k v^T first costs L d^2 in place of L^2 d.
+
+    Args and raises as `_HeadAttention`.
+    Attributes:
+        qkv: unit from C to 3C channels.
+        neuron: fires on the attention's result.
+        projection: unit from C to C channels.
+    """
+
+    fused = "qkv"
+    qkv: ConvNormNeuron
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x)
@@ -72,42 +95,25 @@ class SpikingSelfAttention(nn.Module):
             if self._rows is not None:
                 count_type(self._tokens)  # refuses what cannot travel
                 note_exchanges(self, backward=1)
-        shared = None if self._rows is None or x.is_meta else (self._rows.group, self._tokens)
+        shared = None if self._rows is None or x.is_meta else (self._rows, self._tokens)
         plan = AttendPlan(qkv.shape[0] * qkv.shape[1], self.local_heads, self._sparse, shared)
         out = Attend.apply(to_rows(qkv), bits_of(qkv), plan)
         return self.projection(self.neuron(from_rows(out, qkv.shape)))
 
 
-class TokenAttention(nn.Module):
+class TokenAttention(_HeadAttention):
     """Attention by q and k alone (QKFormer, arXiv 2403.16552, equations 6 to 8): `[T, N, C_local, H, W]` spikes or
     counts -> spikes. Of each head and token, a neuron fires on the sum of q, and lets k through where it does.
 
-    A rank computes `num_heads / size` heads, as in SpikingSelfAttention.
-
-    Args and raises as SpikingSelfAttention.
+    Args and raises as `_HeadAttention`.
     Attributes:
         qk: unit from C to 2C channels.
         neuron: fires on the sum of q.
         projection: unit from C to C channels.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        context: BuildContext | None = None,
-        *,
-        v_threshold: float = 0.5,
-        neuron: NeuronSpec | None = None,
-        initialise: Initialiser | None = None,
-    ) -> None:
-        super().__init__()
-        context = context_for(context)
-        self.local_heads = _local_heads(dim, num_heads, context)
-        neuron = neuron or context.neuron
-        unit = partial(ConvNormNeuron, context=context, pointwise=True, neuron=neuron, initialise=initialise)
-        self.qk, self.projection = unit(dim, 2 * dim, blocks=2), unit(dim, dim)
-        self.neuron = ParallelNeuron(replace(neuron, v_threshold=v_threshold), context)
+    fused = "qk"
+    qk: ConvNormNeuron
 
     def forward(self, x: Tensor) -> Tensor:
         qk = self.qk(x)
@@ -141,11 +147,11 @@ class SpikeDrivenAttention(nn.Module):
         super().__init__()
         context = context_for(context)
         neuron = neuron or context.neuron
-        self.neuron = ParallelNeuron(neuron, context)
+        self.neuron = make_neuron(neuron, context)
         self.q, self.k, self.v = (
             ConvNormNeuron(dim, dim, context=context, neuron=neuron, initialise=initialise) for _ in range(3)
         )
-        self.gate = ParallelNeuron(replace(neuron, v_threshold=v_threshold), context)
+        self.gate = make_neuron(replace(neuron, v_threshold=v_threshold), context)
         self.projection = ParallelConv(dim, dim, 1, context, bias=True, initialise=initialise)
         self.norm = ParallelBatchNorm(dim, context)
         self._rows = rows_of(context)
@@ -157,22 +163,146 @@ class SpikeDrivenAttention(nn.Module):
         if self._rows is not None and x.is_meta:
             note_exchanges(self, 1, 1)
         elif self._rows is not None:
-            number = sum_for_each(number, self._rows.group)
+            number = sum_for_each(number, self._rows)
         gate = self.gate(number.to(together.dtype))
         return self.norm(self.projection(self.q(spikes) * gate.view(*gate.shape, 1, 1)))
 
 
-def _local_heads(dim: int, num_heads: int, context: BuildContext) -> int:
-    """The heads that a rank computes. Raises ValueError where heads or channels do not divide."""
-    if dim % num_heads:
-        raise ValueError(f"{dim} channels do not divide by --num-heads {num_heads}")
-    if num_heads % context.tensor.size:
-        raise ValueError(
-            f"--num-heads {num_heads} does not divide by --tensor-model-parallel-size {context.tensor.size}"
-        )
-    return num_heads // context.tensor.size
-
-
 def _exact(values: Tensor) -> Tensor:
-    """In a type that holds sums of spikes, which can be larger than what bfloat16 holds exactly."""
+    """Values in a type that holds sums of spikes, which can be larger than what bfloat16 holds exactly."""
     return values.float() if values.dtype == torch.bfloat16 else values
+
+
+# --- the product of q, k and v
+
+
+SCALE = 0.125
+
+
+EXACT_BFLOAT16 = 256
+"""Up to here bfloat16 holds every whole number."""
+
+
+@dataclass(frozen=True)
+class AttendPlan:
+    """
+    Attributes:
+        frames: time steps times samples.
+        heads: of this rank.
+        sparse: whether products are sums over spikes, where there are loops for it.
+        shared: the ranks that share out the tokens, and the number of all of them: k^T v is summed over the ranks, and
+            so is its gradient.
+    """
+
+    frames: int
+    heads: int
+    sparse: bool = False
+    shared: tuple[Group, int] | None = None
+
+
+class Attend(torch.autograd.Function):
+    """Rows of q, k, v spikes `[frames * L, 3 * heads * d]` -> rows `[frames * L, heads * d]`; keeps a bit a spike.
+
+    `bits`: the rows, where they are packed already.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bits: Tensor | None, plan: AttendPlan) -> Tensor:
+        ctx.plan, ctx.shape, ctx.dtype = plan, rows.shape, rows.dtype
+        # The unit before it has a neuron of ours: these are spikes, and nobody has to look.
+        packed = encode(rows.reshape(-1), Content.SPIKES) if bits is None else bits
+        exact = exact_type(rows, _tokens(rows.shape, plan))
+        heads = _spiking(packed, rows.shape, rows.dtype, plan) or DenseHeads(rows.to(exact), plan, rows.dtype)
+        kv, shared = heads.counts(), plan.shared
+        if shared is not None:
+            kv = sum_counts(kv, shared[1], shared[0])
+        ctx.save_for_backward(packed, *([] if shared is None else [kv.to(count_type(shared[1]))]))
+        return heads.output(kv)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        packed, *sums = ctx.saved_tensors
+        plan: AttendPlan = ctx.plan
+        heads = _spiking(packed, ctx.shape, grad.dtype, plan) or _dense(packed, ctx.shape, grad, plan)
+        kv, grad = sums[0].to(heads.dtype) if sums else heads.counts().to(heads.dtype), heads.prepared(grad)
+        of_kv = heads.gradient_of_counts(grad)
+        finish = None if plan.shared is None else start_all_reduce_sum(of_kv, plan.shared[0], "backward")
+        with_q = heads.gradient_of_q(grad, kv)
+        if finish is not None:
+            finish()
+        return heads.gradients(with_q, of_kv).to(ctx.dtype), None, None
+
+
+class DenseHeads:
+    """q, k and v of some heads as dense tensors, with the same methods as `SpikingHeads`.
+
+    Args:
+        rows: `[frames * L, 3 * heads * d]`, in the type that k^T v is formed in.
+        dtype: of the output, or of what gradients are formed in.
+    """
+
+    def __init__(self, rows: Tensor, plan: AttendPlan, dtype: torch.dtype) -> None:
+        # Each [frames, heads, L, d]: copied here once, and not by each product.
+        pattern = "(f l) (part h d) -> part f h l d"
+        self._split = rearrange(rows, pattern, f=plan.frames, part=3, h=plan.heads).contiguous()
+        self._plan, self.dtype = plan, dtype
+
+    def counts(self) -> Tensor:
+        _, k, v = self._split
+        return k.transpose(-2, -1) @ v
+
+    def output(self, kv: Tensor) -> Tensor:
+        out = product(self._split[0], kv, self.dtype).mul_(SCALE)
+        return rearrange(out, "f h l d -> (f l) (h d)").to(self.dtype)
+
+    def prepared(self, grad: Tensor) -> Tensor:
+        grad, pattern = grad.to(self.dtype), "(f l) (h d) -> f h l d"
+        return rearrange(grad, pattern, f=self._plan.frames, h=self._plan.heads).contiguous() * SCALE
+
+    def gradient_of_counts(self, grad: Tensor) -> Tensor:
+        return self._split[0].to(self.dtype).transpose(-2, -1) @ grad
+
+    def gradient_of_q(self, grad: Tensor, kv: Tensor) -> Tensor:
+        return grad @ kv.transpose(-2, -1)
+
+    def gradients(self, of_q: Tensor, of_kv: Tensor) -> Tensor:
+        _, k, v = self._split.to(self.dtype)
+        parts = of_q, v @ of_kv.transpose(-2, -1), k @ of_kv
+        return rearrange(list(parts), "part f h l d -> (f l) (part h d)")
+
+
+def _spiking(packed: Tensor, shape: torch.Size, dtype: torch.dtype, plan: AttendPlan) -> SpikingHeads | None:
+    return spiking_heads(packed, shape, plan.frames, plan.heads, dtype, SCALE) if plan.sparse else None
+
+
+def _dense(packed: Tensor, shape: torch.Size, grad: Tensor, plan: AttendPlan) -> DenseHeads:
+    """Heads for the gradients, which are formed in float32 at least, on a GPU in bfloat16 where `grad` is that
+    already."""
+    exact = exact_type(grad, _tokens(shape, plan))
+    rows = join_columns([packed], Content.SPIKES, shape, exact)
+    return DenseHeads(rows, plan, exact if grad.dtype == exact else _whole_numbers(grad.dtype))
+
+
+def _tokens(shape: torch.Size, plan: AttendPlan) -> int:
+    return shape[0] // plan.frames if plan.shared is None else plan.shared[1]
+
+
+def exact_type(values: Tensor, tokens: int) -> torch.dtype:
+    """The type in which k^T v, whose sums are over the tokens, is exact and fastest.
+
+    Tensor cores add the products of bfloat16 in float32. On a CPU float32 is as fast.
+    """
+    on_tensor_cores = on_gpu(values) and values.dtype in (torch.float32, torch.bfloat16) and tokens <= EXACT_BFLOAT16
+    return torch.bfloat16 if on_tensor_cores else _whole_numbers(values.dtype)
+
+
+def product(q: Tensor, kv: Tensor, dtype: torch.dtype) -> Tensor:
+    """q kv, whose sums bfloat16 may not hold: of bfloat16 rounded once, to `dtype`."""
+    if q.dtype == dtype or q.dtype != torch.bfloat16:
+        return q @ kv
+    return torch.bmm(q.flatten(0, 1), kv.flatten(0, 1), out_dtype=dtype).unflatten(0, q.shape[:2])
+
+
+def _whole_numbers(dtype: torch.dtype) -> torch.dtype:
+    """The type that holds sums of spikes, which can be larger than what bfloat16 holds exactly."""
+    return torch.float32 if dtype == torch.bfloat16 else dtype

@@ -1,4 +1,4 @@
-"""What every sharded layer needs to know when it is built: the context that is entered while a model is built."""
+"""Context of a build: what every sharded layer needs to know, entered while a model is built."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 
 from megasnn.grid import Axis, ContextCut, Coordinates, Grid, Place
 from megasnn.kernels import NeuronSpec
-from megasnn.layers.cast_weights import CastWeights
-from megasnn.layers.weight_gradients import WeightGradients
-from megasnn.parallel.group import Group, alone
+from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.parallel.sharding import Cut, Initialiser, Shard
+from megasnn.parallel_state import Group, alone
 
 
 @dataclass(frozen=True)
@@ -65,20 +64,26 @@ class BuildContext:
 
     @property
     def counts_logits(self) -> bool:
-        """Whether the logits that this rank computes count: of ranks that all have the same, those of the first do."""
+        """Tells whether the logits that this rank computes count: of ranks that all have the same, those of the first
+        do."""
         return self.cut == "samples" or self.context.rank == 0
 
     def largest_share(self, samples: int) -> int:
-        """How many samples of a micro-batch of so many a rank has at most."""
+        """Number of samples of a micro-batch of so many that a rank has at most."""
         return -(-samples // self.sharing_samples.size)
 
     @property
     def place(self) -> Place:
         """This rank among those that hold the same layers, whole or cut."""
         weights = self.weight.size
-        sizes = Grid(1, self.data.size // weights, self.tensor.size, weights, self.context.size)
-        replica = self.data.rank // weights
-        return Place(sizes, Coordinates(0, replica, self.tensor.rank, self.weight.rank, self.context.rank))
+        sizes = Grid(data=self.data.size // weights, weight=weights, context=self.context.size, tensor=self.tensor.size)
+        coordinates = Coordinates(
+            data=self.data.rank // weights,
+            weight=self.weight.rank,
+            context=self.context.rank,
+            tensor=self.tensor.rank,
+        )
+        return Place(sizes, coordinates)
 
     def shard(
         self,
@@ -106,7 +111,7 @@ _entered: ContextVar[BuildContext] = ContextVar("BuildContext")
 
 @contextmanager
 def building(context: BuildContext) -> Iterator[None]:
-    """Inside, layers are built for this context without being handed it."""
+    """Around the building of layers: they find this context without being handed it."""
     token = _entered.set(context)
     try:
         yield
@@ -115,10 +120,10 @@ def building(context: BuildContext) -> Iterator[None]:
 
 
 def is_building() -> bool:
-    """Whether a model is being built, and layers find the context that they are built for."""
+    """Tells whether a model is being built, and layers find the context that they are built for."""
     return _entered.get(None) is not None
 
 
 def context_for(given: BuildContext | None) -> BuildContext:
-    """What a layer's constructor builds for: the context that it was given, the one that is entered, or one rank."""
+    """The context of a layer's constructor: the one that it was given, the one that is entered, or one rank's."""
     return given or _entered.get(None) or BuildContext()

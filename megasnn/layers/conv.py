@@ -14,33 +14,46 @@ is cheaper unless the input is more than twice as wide as the output (`cheaper_s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Literal
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.kernels.codec import pack_bits
-from megasnn.kernels.convolution import Geometry
-from megasnn.kernels.packed import bits_of
+from megasnn.kernels.convolution import (
+    Geometry,
+    average_pool,
+    average_pool_gradient,
+    average_pool_of_bits,
+    pooled_space,
+)
 from megasnn.kernels.products import ConvolutionProducts
+from megasnn.kernels.spike_codec import Content, bits_of, encode, may_be_sparse, pack_bits, remember_bits
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.convolve import Convolve, ConvPlan
-from megasnn.layers.holding import content_of, count_call, is_input, joined, note_exchanges
-from megasnn.layers.initialisers import uniform
-from megasnn.layers.rows import Rows, Windows, rows_of
-from megasnn.parallel.codec import Content, may_be_sparse
-from megasnn.parallel.group import Group
-from megasnn.parallel.rows import RowMove
-from megasnn.parallel.sharded_tensors import declare_parameter
-from megasnn.parallel.sharding import Initialiser
+from megasnn.layers.init import uniform
+from megasnn.layers.row_context import RowMove, Windows, move_for, move_rows, rows_of, rows_to_pool, shared_rows
+from megasnn.layers.shape_inference import content_of, count_call, is_input, join_content, note_exchanges
+from megasnn.layers.weight_grad import Leave
+from megasnn.parallel.collectives import (
+    all_reduce_sum,
+    exchange_bytes,
+    from_rows,
+    gather_columns,
+    join_columns,
+    sum_and_scatter_columns,
+    to_rows,
+)
+from megasnn.parallel.sharding import Initialiser, declare_parameter
+from megasnn.parallel_state import Group
+from megasnn.recompute import cached_collective
 
 Style = Literal["column", "row"]
 Size = int | Sequence[int]
 Pair = tuple[int, int]
-PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
+SLICE_BYTES = 4 * 1024 * 1024  # on a CPU
 
 
 def cheaper_style(in_channels: int, out_channels: int) -> Style:
@@ -52,27 +65,28 @@ class ParallelConv(nn.Module):
     """A convolution over the channels of `[T, N, C_in/size, H, W]`, giving `[T, N, C_out/size, H', W']`.
 
     Args:
-        kernel_size, stride, padding, dilation: as in torch: a number, or one for each dimension; padding may also be
-            "same" or "valid".
+        kernel_size, stride, padding, dilation: as in torch: a number, or one for each dimension; padding, of zeros, may
+            also be "valid", or "same" where it is as much before as behind.
         dims: 2 for frames `[T, N, C, H, W]`, 1 for signals `[T, N, C, L]`, with a weight `[out, in, k]`.
         pointwise: on frames or signals, with kernel_size 1 and a weight in the shape of a Conv1d, `[out, in, 1]`.
         style: see the module's text; None for the one that moves fewer bytes.
-        whole_input: the input holds all channels on every rank (images), so that nothing is gathered. Only with style
-            "column". None: what the dry run shows (`megasnn.layers.holding`).
         content: what the input is known to hold; decides how it travels and how it is kept for backward. None: what the
-            dry run shows. Checked: a value that does not fit raises ValueError in forward.
+            dry run shows (`megasnn.layers.shape_inference`). Checked: a value that does not fit raises ValueError in
+            forward.
         blocks: the output consists of this many equal parts, each cut by itself (3 for fused q, k, v).
         groups: as in torch; with groups > 1 each rank takes whole groups and nothing is communicated.
-        padding_mode: as in torch; applied before the channels are gathered, since padding is per channel.
         pool: average pooling (this many pixels square, without overlap) of the input, first of all. The input as it is
             travels and is kept, so that spikes stay spikes; the input gradient travels pooled.
-        pooled_behind: whether the output is max-pooled before anything else takes it (3, stride 2, padding 1): where
-            ranks share out rows, each then computes those that its pooled rows are of.
+        pooled_behind: whether the output, perhaps behind a norm, is max-pooled (`MaxPool`). Where ranks share out rows,
+            equal windows on both sides of a border must then give equal bits: products are dense on every rank.
+        row_above: whether each rank computes all rows that its max-pooled ones are of (`rows_to_pool`), the one above
+            its own rows among them, and whoever takes the output tells it apart.
         initialise, initialise_bias: fill the global weight and bias; by default as torch does.
 
+    An input that every rank has whole (images) is not gathered; the dry run shows it.
+
     Raises:
-        ValueError: channels or groups that do not divide by the number of ranks, an unknown style or padding mode,
-            pooling together with a padding mode that pads first.
+        ValueError: channels or groups that do not divide by the number of ranks, an unknown style or padding.
     """
 
     multiplies_by_weight = True  # and uses it in no other way: see megasnn.parallel.fsdp
@@ -93,34 +107,27 @@ class ParallelConv(nn.Module):
         stride: Size = 1,
         padding: Size | str = 0,
         dilation: Size = 1,
-        padding_mode: str = "zeros",
         groups: int = 1,
         bias: bool = False,
         dims: int = 2,
         pointwise: bool = False,
-        whole_input: bool | None = None,
         content: Content | None = None,
         blocks: int = 1,
         pool: int = 1,
         pooled_behind: bool = False,
+        row_above: bool = False,
         initialise_bias: Initialiser | None = None,
     ) -> None:
         super().__init__()
         context = context_for(context)
-        group, self._rows, self._move = context.tensor, rows_of(context), None
-        self._pooled_behind = pooled_behind
-        if style is None:
-            style = "column" if whole_input else cheaper_style(in_channels, out_channels)
-        kernel = along_each("kernel_size", kernel_size, dims)
-        stride, dilation = along_each("stride", stride, dims), along_each("dilation", dilation, dims)
-        _check(in_channels, out_channels, kernel, groups, group, style, padding_mode, pointwise, whole_input)
-        pads = _pads(padding, kernel, stride, dilation, dims)
-        zeros = padding_mode == "zeros" and all(before == after for before, after in pads)
-        if pool > 1 and (dims == 1 or not zeros):
-            raise ValueError(
-                f"pool {pool} comes before padding, and is for frames; padding {padding!r} with padding_mode "
-                f"{padding_mode!r} pads first"
-            )
+        group, self._rows, self._row_above = context.tensor, rows_of(context), row_above
+        style = style or cheaper_style(in_channels, out_channels)
+        kernel, stride, dilation = (
+            along_each(name, size, dims)
+            for name, size in (("kernel_size", kernel_size), ("stride", stride), ("dilation", dilation))
+        )
+        _refuse_options(style, pool > 1 and dims == 1, pointwise and kernel != (1, 1))
+        _refuse_sizes(in_channels, out_channels, groups, style, group.size)
         shape = (out_channels, in_channels // groups, *(kernel[:1] if pointwise else kernel[:dims]))
         cut = 1 if style == "row" and groups == 1 else 0
         default = uniform(torch.Size(shape[1:]).numel())
@@ -131,42 +138,37 @@ class ParallelConv(nn.Module):
             shard = context.shard((out_channels,), 0, blocks, initialise=initialise_bias or default)
             declare_parameter(self, "bias", shard, context.dtype)
         self.in_channels, self.out_channels, self.dims, self.pointwise = in_channels, out_channels, dims, pointwise
-        self._kernel, self._pads = kernel, pads
-        self._padding_mode = None if zeros or not any(map(any, pads)) else PADDING_MODES[padding_mode]
-        self._learns_content, self._learns_whole = content is None, whole_input is None
+        self._kernel, self._move, self._learns_content = kernel, None, content is None
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
-        self._sparse_products, self._cast_weights = context.sparse_products, context.cast_weights
+        self._sparse = context.sparse_products and not (pooled_behind and self._rows is not None)
+        self._cast_weights = context.cast_weights
         geometry = Geometry(
             stride=stride,
-            padding=tuple(before for before, _ in pads) if zeros else (0, 0),
+            padding=_padding(padding, kernel, stride, dilation, dims),
             dilation=dilation,
             groups=groups if groups == 1 else groups // group.size,
         )
+        self._padding = geometry.padding  # that of the plan is without rows which come with others'
         self.plan = ConvPlan(
             group=group,
-            gather=style == "column" and groups == 1 and not whole_input,
+            gather=style == "column" and groups == 1,
             scatter=style == "row" and groups == 1,
             content=content or Content.DENSE,
             products=ConvolutionProducts(geometry=geometry),
             pool=pool,
-            whole=bool(whole_input),
         )
 
     def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
-        """Without `add_bias`, what the bias would be added to."""
+        """Convolves; without `add_bias` gives what the bias would be added to."""
         is_signal = x.ndim == 4
         x = x.unsqueeze(-1) if is_signal else x  # of width 1
         if x.is_meta:
             y = self._dry_run(x, is_signal)
             return y.squeeze(-1) if is_signal else y
         bits = bits_of(x) if self.plan.content is Content.SPIKES else None
-        (above, below), (left, right) = self._pads
         if self._rows is not None and self._move is not None:
-            x, above, below = self._rows.move(x, self._move, self.plan.content, self.plan.pool), 0, 0
+            x = move_rows(x, self._move, self._rows, self.plan.content, self.plan.pool)
             bits = pack_bits(x) if self.plan.content is Content.SPIKES else None
-        if self._padding_mode is not None:
-            padded = F.pad(x.flatten(0, 1), (left, right, above, below), self._padding_mode)
-            x, bits = padded.unflatten(0, x.shape[:2]), None
         owed = self.weight_gradients.of(self.weight)
         weight = self._cast_weights.of(self.weight, self.compute_dtype)
         y = Convolve.apply(x.to(self.compute_dtype), bits, weight, *owed, self.plan)
@@ -184,53 +186,58 @@ class ParallelConv(nn.Module):
         if x.ndim != 5 or is_signal != (self.dims == 1) and not self.pointwise:
             wanted = "signals [T, N, C, L]" if self.dims == 1 else "frames [T, N, C, H, W]"
             raise ValueError(f"a convolution with dims={self.dims} takes {wanted}, and is given {x.ndim} dimensions")
-        group, plan = self.plan.group, self.plan
-        whole = self._learns_whole and group.size > 1 and x.shape[2] == self.in_channels
-        if self._learns_content:
-            plan = replace(plan, content=joined(plan.content, content_of(x)) if again else content_of(x))
-        if again and self._learns_whole and whole != plan.whole:
+        group, plan, geometry = self.plan.group, self.plan, self.plan.products.geometry
+        whole = group.size > 1 and x.shape[2] == self.in_channels
+        if again and whole != plan.whole:
             raise ValueError("it is called again, and of the two inputs every tensor parallel rank has only one whole")
-        geometry = plan.products.geometry
         if whole and (plan.scatter or geometry.groups > 1):
             raise ValueError(
                 f"a convolution whose input every tensor parallel rank has whole is cut by its outputs: give it style "
                 f"'column', and no groups; it has {self.in_channels} channels in and {self.out_channels} out"
             )
-        self.plan = replace(plan, gather=plan.gather and not whole, whole=whole or plan.whole)
-        expected = self.in_channels if self.plan.whole else self.in_channels / group.size
-        if x.shape[2] != expected:
-            have = x.shape[2] if self.plan.whole else x.shape[2] * group.size
+        content = plan.content
+        if self._learns_content:
+            content = join_content(content, content_of(x)) if again else content_of(x)
+        have = x.shape[2] * (1 if whole else group.size)
+        if have != self.in_channels:
             raise ValueError(f"a convolution of {self.in_channels} input channels is given {have}")
-        along = zip(x.shape[3:], self._kernel, self._pads, geometry.stride, geometry.dilation, strict=True)
+        options = self._kernel, self._padding, geometry.stride, geometry.dilation
         space = [
-            (side // plan.pool + sum(pads) - dilation * (kernel - 1) - 1) // stride + 1
-            for side, kernel, pads, stride, dilation in along
+            (side // plan.pool + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+            for side, kernel, padding, stride, dilation in zip(x.shape[3:], *options, strict=True)
         ]
         if min(space) < 1:
             raise ValueError(f"a convolution with kernel_size {self._kernel} is given {list(x.shape[3:])} pixels")
-        self.plan = replace(self.plan, products=self._chosen_products())
         if self._rows is not None:
-            self._note_rows(self._rows, x, space[0])
+            geometry = self._learn_rows(self._rows, x, space[0])
+        products = ConvolutionProducts(self._sparse and may_be_sparse(content, plan.pool), geometry)
+        self.plan = replace(plan, content=content, gather=plan.gather and not whole, whole=whole, products=products)
         return x.new_empty((*x.shape[:2], self.out_channels // group.size, *space), dtype=self.compute_dtype)
 
-    def _note_rows(self, rows: Rows, x: Tensor, output_height: int) -> None:
-        """In the dry run: which rows move to which rank. What is above and below an image comes with them."""
-        height = x.shape[3]
-        outputs = rows.below_pooling(output_height) if self._pooled_behind else rows.shared(output_height)
-        geometry = self.plan.products.geometry
-        (before, _), _ = self._pads
+    def _learn_rows(self, rows: Group, x: Tensor, output_height: int) -> Geometry:
+        """Finds in the dry run which rows move to which rank. What is above and below an image comes with them, so that
+        the geometry, which is returned, has no padding there."""
+        height, geometry = x.shape[3], self.plan.products.geometry
+        outputs = (rows_to_pool if self._row_above else shared_rows)(output_height, rows.size)
         windows = Windows(
-            self._kernel[0], geometry.stride[0], geometry.dilation[0], before, self._padding_mode, self.plan.pool
+            self._kernel[0],
+            geometry.stride[0],
+            geometry.dilation[0],
+            self._padding[0],
+            self.plan.pool,
         )
-        self._move = rows.needed(height, outputs, windows)
-        if self._move is not None:
-            note_exchanges(self, backward=0 if is_input(x) else 1)
-            geometry = replace(geometry, padding=(0, geometry.padding[1]))
-            self.plan = replace(self.plan, products=replace(self.plan.products, geometry=geometry))
+        self._move = move_for(rows, height, outputs, windows)
+        if self._move is None:
+            return geometry
+        note_exchanges(self, backward=0 if is_input(x) else 1)
+        return replace(geometry, padding=(0, geometry.padding[1]))
 
-    def _chosen_products(self) -> ConvolutionProducts:
-        sparse = self._sparse_products and may_be_sparse(self.plan.content, self.plan.pool)
-        return replace(self.plan.products, sparse=sparse)
+    def split_row_above(self, y: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The row above this rank's of an output with `row_above`, and the others; None where there is none."""
+        if not self._row_above or self._rows is None or self._rows.rank == 0 or y.is_meta:
+            return None, y
+        above, own = y.split((1, y.shape[3] - 1), dim=3)
+        return above, own
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, kernel_size={self._kernel}, {self.plan}"
@@ -249,51 +256,197 @@ def along_each(name: str, size: Size, dims: int) -> tuple[int, int]:
     return each[0], each[1] if dims == 2 else 0 if name == "padding" else 1
 
 
-def _pads(padding: Size | str, kernel: Pair, stride: Pair, dilation: Pair, dims: int) -> tuple[Pair, Pair]:
-    """The padding before and after, along height and width.
+def _padding(padding: Size | str, kernel: Pair, stride: Pair, dilation: Pair, dims: int) -> Pair:
+    """The padding along height and width, before and behind.
 
-    Raises ValueError for an unknown name, and for "same" with a stride.
+    Raises ValueError for an unknown name, and for "same" with a stride or more on one side than on the other.
     """
     if padding == "same":
-        if stride != (1, 1):
-            raise ValueError(f"padding 'same' is for stride 1, got {stride}")
-        # As in torch: of an odd sum, the larger part comes behind.
         total = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
-        first, second = ((each // 2, each - each // 2) for each in total)
-        return first, second
+        if stride != (1, 1) or any(each % 2 for each in total):
+            raise ValueError(f"padding 'same' is for stride 1 and odd kernels, got {stride} and {kernel}")
+        return total[0] // 2, total[1] // 2
     if isinstance(padding, str) and padding != "valid":
         raise ValueError(f"padding must be a number, 'same' or 'valid', got {padding!r}")
-    along, across = along_each("padding", 0 if isinstance(padding, str) else padding, dims)
-    return (along, along), (across, across)
+    return along_each("padding", 0 if isinstance(padding, str) else padding, dims)
 
 
-def _check(
-    in_channels: int,
-    out_channels: int,
-    kernel: Pair,
-    groups: int,
-    group: Group,
-    style: str,
-    padding_mode: str,
-    pointwise: bool,
-    whole_input: bool | None,
-) -> None:
+def _refuse_options(style: str, pools_signals: bool, is_no_point: bool) -> None:
     if style not in ("column", "row"):
         raise ValueError(f"style must be 'column' or 'row', got {style!r}")
-    if padding_mode not in PADDING_MODES:
-        raise ValueError(f"padding_mode must be one of {sorted(PADDING_MODES)}, got {padding_mode!r}")
-    if whole_input and (style == "row" or groups > 1):
-        raise ValueError("whole_input is for style 'column' without groups: a row convolution needs its own channels")
-    if pointwise and kernel != (1, 1):
-        raise ValueError(f"a pointwise convolution has kernel_size 1, got {kernel[0]}")
-    if groups < 1 or in_channels % groups or out_channels % groups or (groups > 1 and groups % group.size):
+    if pools_signals:
+        raise ValueError("pool is for frames (dims 2)")
+    if is_no_point:
+        raise ValueError("a pointwise convolution has kernel_size 1")
+
+
+def _refuse_sizes(inputs: int, outputs: int, groups: int, style: str, size: int) -> None:
+    """Raises ValueError for channels and groups that do not divide by the tensor-parallel ranks."""
+    if groups < 1 or inputs % groups or outputs % groups or (groups > 1 and groups % size):
         raise ValueError(
-            f"groups {groups} must divide in_channels {in_channels} and out_channels {out_channels} and be a multiple "
-            f"of --tensor-model-parallel-size {group.size}"
+            f"groups {groups} must divide in_channels {inputs} and out_channels {outputs} and be a multiple of "
+            f"--tensor-model-parallel-size {size}"
         )
-    cut = {"out_channels": out_channels}
-    if whole_input is False or whole_input is None and style == "row":
-        cut["in_channels"] = in_channels
-    for name, channels in cut.items():
-        if channels % group.size:
-            raise ValueError(f"{name} {channels} does not divide by --tensor-model-parallel-size {group.size}")
+    for name, channels in (("out_channels", outputs), *([("in_channels", inputs)] if style == "row" else [])):
+        if channels % size:
+            raise ValueError(f"{name} {channels} does not divide by --tensor-model-parallel-size {size}")
+
+
+# --- forward and backward: what is exchanged, what is computed, what is kept
+
+
+@dataclass(frozen=True)
+class ConvPlan:
+    """Options that the forward and the backward of one convolution have in common."""
+
+    group: Group
+    gather: bool
+    scatter: bool
+    content: Content
+    products: ConvolutionProducts
+    pool: int
+    whole: bool = False  # the input has all channels on every rank
+
+
+class Convolve(torch.autograd.Function):
+    """Keeps the packed input, one bit a spike, for the gradient of the weight, which backward leaves as a task. `bits`:
+    the input, where it is packed already.
+
+    Where that task runs at once, the input gradient is exchanged meanwhile.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bits: Tensor | None,
+        weight: Tensor,
+        anchor: Tensor | None,
+        leave: Leave | None,
+        plan: ConvPlan,
+    ) -> Tensor:
+        rows = to_rows(x)
+        if plan.gather:
+            full, payloads = gather_columns(rows, plan.group, plan.content, bits=bits)
+        else:
+            full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True) if bits is None else bits]
+
+        def output() -> Tensor:
+            images = _pooled_input(payloads, plan, x.shape, x.dtype, from_rows(full, x.shape))
+            return plan.products.output(images, _images_kernel(weight, x.dtype)).unflatten(0, x.shape[:2])
+
+        def sums_of_own_channels() -> Tensor:
+            y = output()
+            return from_rows(sum_and_scatter_columns(to_rows(y), plan.group, "forward")(), y.shape)
+
+        ctx.plan, ctx.leave, ctx.input_shape = plan, leave, x.shape
+        ctx.save_for_backward(weight, *payloads)
+        return cached_collective(sums_of_own_channels) if plan.scatter and plan.group.size > 1 else output()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        weight, *payloads = ctx.saved_tensors
+        plan: ConvPlan = ctx.plan
+        grad_rows = to_rows(grad)
+        if plan.scatter:
+            grad_rows, _ = gather_columns(grad_rows, plan.group, Content.DENSE, "backward")
+        grad_images = _as_images(grad_rows, grad.shape)
+        finish = None
+        if ctx.needs_input_grad[0]:
+            kernel = _images_kernel(weight, grad.dtype)
+            finish = _start_input_gradient(grad_images, kernel, plan, pooled_space(ctx.input_shape[3:], plan.pool))
+            if plan.whole:  # each rank has computed what its own output channels contribute
+                all_reduce_sum(finish(), plan.group, "backward")
+        if ctx.leave is not None:
+            add = partial(_add_weight_gradient, plan, payloads, ctx.input_shape, grad_images)
+            ctx.leave(add)
+        grad_x = None if finish is None else _unpooled(finish(), ctx.input_shape, plan.pool)
+        return grad_x, None, None, None, None, None
+
+
+def _add_weight_gradient(
+    plan: ConvPlan, payloads: list[Tensor], input_shape: torch.Size, grad: Tensor, total: Tensor
+) -> None:
+    kernel, bits = _images_kernel(total, total.dtype), _bits_of_images(payloads, plan)
+    if bits is not None:
+        shape = torch.Size((len(grad), *input_shape[2:]))
+        if plan.products.add_weight_gradient_of_bits(kernel, grad, bits, shape):
+            return
+    plan.products.add_weight_gradient(kernel, grad, _pooled_input(payloads, plan, input_shape, grad.dtype))
+
+
+def _pooled_input(
+    payloads: list[Tensor], plan: ConvPlan, shape: torch.Size, dtype: torch.dtype, full: Tensor | None = None
+) -> Tensor:
+    """Images that are convolved, `[T*N, C, H, W]`, channels last, from the payloads that are kept.
+
+    Args:
+        shape: of the input that this rank has. full: the input with all channels, where it is there unpacked.
+    """
+    if plan.content is Content.SPIKES and len(payloads) == 1:
+        images = average_pool_of_bits(payloads[0], torch.Size((shape[0] * shape[1], *shape[2:])), plan.pool, dtype)
+        if images is not None:
+            return images
+    if full is None:
+        rows = torch.Size((shape.numel() // shape[2], shape[2]))
+        full = from_rows(join_columns(payloads, plan.content, rows, dtype), shape)
+    return remember_bits(average_pool(full.flatten(0, 1), plan.pool), _bits_of_images(payloads, plan))
+
+
+def _bits_of_images(payloads: list[Tensor], plan: ConvPlan) -> Tensor | None:
+    """Packed spikes that are convolved, where that is what is kept and products may be formed of it."""
+    is_kept = plan.content is Content.SPIKES and plan.pool == 1 and len(payloads) == 1
+    return payloads[0] if is_kept and plan.products.sparse else None
+
+
+def _images_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Two-dimensional, in the type that is computed in."""
+    return (weight if weight.ndim == 4 else weight.unsqueeze(-1)).to(dtype)
+
+
+def _unpooled(rows: Tensor, shape: torch.Size, pool: int) -> Tensor:
+    """Rows of the gradient of the pooled input as the gradient of the input, which has this `shape`."""
+    if pool == 1:
+        return from_rows(rows, shape)
+    images = _as_images(rows, torch.Size((*shape[:3], *pooled_space(shape[3:], pool))))
+    return average_pool_gradient(images, pool, shape[3:]).unflatten(0, shape[:2])
+
+
+def _start_input_gradient(grad: Tensor, weight: Tensor, plan: ConvPlan, space: torch.Size) -> Callable[[], Tensor]:
+    """Computes the input gradient and, where the input was gathered, starts summing it over the ranks.
+
+    The returned function waits and gives this rank's rows. The exchange goes slice by slice of frames: each travels
+    while the next one is computed, and what is in transit stays small.
+    """
+    if not plan.gather or plan.group.size == 1:
+        whole = _image_rows(plan.products.input_gradient(grad, weight, space))
+        return lambda: whole
+    channels = weight.shape[1]
+    frames, pixels = grad.shape[0], space.numel()
+    slice_bytes = exchange_bytes(plan.group, grad.device, SLICE_BYTES)
+    step = max(1, slice_bytes // (pixels * channels * grad.element_size()))
+    result = grad.new_empty(frames * pixels, channels // plan.group.size)
+    in_transit: deque[tuple[Tensor, Callable[[], Tensor]]] = deque()
+
+    def finish(most: int = 0) -> Tensor:
+        while len(in_transit) > most:
+            place, arrived = in_transit.popleft()
+            place.copy_(arrived())
+        return result
+
+    for start in range(0, frames, step):
+        part = _image_rows(plan.products.input_gradient(grad[start : start + step], weight, space))
+        place = result[start * pixels : start * pixels + len(part)]
+        in_transit.append((place, sum_and_scatter_columns(part, plan.group, "backward")))
+        finish(most=2)
+    return finish
+
+
+def _as_images(rows: Tensor, like: torch.Size) -> Tensor:
+    """Rows as `[T*N, C, H, W]`, channels last; the first two and the spatial sizes are those of `like`."""
+    return from_rows(rows, like).flatten(0, 1)
+
+
+def _image_rows(images: Tensor) -> Tensor:
+    """`[T*N, C, H, W]` as rows `[T*N*H*W, C]`."""
+    return images.movedim(1, -1).reshape(-1, images.shape[1])

@@ -9,27 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megasnn.again import once
-from megasnn.kernels.packed import bits_of
 from megasnn.kernels.products import MatrixProducts
-from megasnn.layers.channels import mark_replicated
+from megasnn.kernels.spike_codec import Content, bits_of, encode, may_be_sparse
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.holding import content_of, count_call, joined
-from megasnn.layers.initialisers import uniform
-from megasnn.layers.weight_gradients import Leave
-from megasnn.layers.whole_images import MeanOverSpace
-from megasnn.parallel.codec import Content, encode, may_be_sparse
+from megasnn.layers.init import uniform
+from megasnn.layers.row_context import MeanOverSpace
+from megasnn.layers.shape_inference import content_of, count_call, join_content, mark_replicated
+from megasnn.layers.weight_grad import Leave
 from megasnn.parallel.collectives import (
     all_reduce_sum,
-    gather_alike,
     gather_columns,
     join_columns,
     own_channels,
     sum_and_scatter_columns,
 )
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import declare_parameter
-from megasnn.parallel.sharding import Initialiser
+from megasnn.parallel.sharding import Initialiser, declare_parameter
+from megasnn.parallel_state import Group
+from megasnn.recompute import cached_collective
 
 
 class ParallelLinear(nn.Module):
@@ -37,7 +33,7 @@ class ParallelLinear(nn.Module):
 
     Style "row" multiplies the features at hand with the matching columns of the weight and sums over the ranks: the
     output is whole on every rank, and the bias is added once, after the sum. Style "column" gathers the input and
-    computes this rank's output features; `gather_output` gathers those too. An input that every rank has whole (pixels
+    computes this rank's output features. An input that every rank has whole (pixels
     in a row) is not gathered, and style "row" takes this rank's features of it; the dry run shows it.
 
     Args:
@@ -61,7 +57,6 @@ class ParallelLinear(nn.Module):
         initialise: Initialiser | None = None,
         style: str = "row",
         bias: bool = True,
-        gather_output: bool = False,
         content: Content | None = None,
         initialise_bias: Initialiser | None = None,
     ) -> None:
@@ -70,13 +65,11 @@ class ParallelLinear(nn.Module):
         group, default = context.tensor, uniform(in_features)
         if style not in ("column", "row"):
             raise ValueError(f"style must be 'column' or 'row', got {style!r}")
-        if gather_output and style == "row":
-            raise ValueError("a row linear layer's output is whole already; gather_output is for style 'column'")
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if size % group.size and (name == "in_features" or style == "column"):
                 raise ValueError(f"{name} {size} does not divide by --tensor-model-parallel-size {group.size}")
         self.in_features, self.out_features = in_features, out_features
-        self.plan, self.gather_output = _Plan(group, style, content or Content.DENSE), gather_output
+        self.plan = _Plan(group, style, content or Content.DENSE)
         self._learns_content, self._sparse_products = content is None, context.sparse_products
         self._cast_weights = context.cast_weights
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
@@ -98,9 +91,7 @@ class ParallelLinear(nn.Module):
         weight = self._cast_weights.of(self.weight, self.compute_dtype)
         bits = bits_of(x) if self.plan.content is Content.SPIKES and x.is_contiguous() else None
         y = _Multiply.apply(x.to(self.compute_dtype), bits, weight, *owed, self.plan)
-        if self.bias is not None:
-            y = y + self.bias.to(y.dtype)
-        return gather_alike(y, self.plan.group) if self.gather_output else y
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _dry_run(self, x: Tensor) -> Tensor:
         """Learns from the input what it holds; gives the shape of the output. Raises ValueError for features that do
@@ -114,10 +105,10 @@ class ParallelLinear(nn.Module):
             raise ValueError("it is called again, and of the two inputs every tensor parallel rank has only one whole")
         content = self.plan.content
         if self._learns_content:
-            content = joined(content, content_of(x)) if again else content_of(x)
+            content = join_content(content, content_of(x)) if again else content_of(x)
         products = MatrixProducts(self._sparse_products and may_be_sparse(content))
         self.plan = replace(self.plan, content=content, whole=is_whole, products=products)
-        whole = self.plan.style == "row" or self.gather_output
+        whole = self.plan.style == "row"
         features = self.out_features if whole else self.out_features // size
         y = x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
         return mark_replicated(y) if whole else y
@@ -143,7 +134,7 @@ class MeanLinear(ParallelLinear):
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the forward and the backward of one layer have in common."""
+    """Options that the forward and the backward of one layer have in common."""
 
     group: Group
     style: str
@@ -175,7 +166,11 @@ class _Multiply(torch.autograd.Function):
         def sums() -> Tensor:
             return all_reduce_sum(plan.products.output(full, weight), plan.group, "forward")
 
-        y = once(sums) if plan.style == "row" and plan.group.size > 1 else plan.products.output(full, weight)
+        y = (
+            cached_collective(sums)
+            if plan.style == "row" and plan.group.size > 1
+            else plan.products.output(full, weight)
+        )
         ctx.plan, ctx.leave, ctx.row_shape = plan, leave, rows.shape
         ctx.save_for_backward(weight, *payloads)
         return y.unflatten(0, x.shape[:-1])

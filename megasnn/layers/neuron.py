@@ -1,4 +1,5 @@
-"""Spiking neurons over the local channels, with SpikingJelly's semantics in multi-step mode."""
+"""Spiking neurons over the local channels, with SpikingJelly's semantics in multi-step mode, and the base of neurons of
+one's own: a class with charge, fire and reset, computed by plain PyTorch on any layout."""
 
 from __future__ import annotations
 
@@ -10,16 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.kernels import NEURONS, NeuronSpec
-from megasnn.kernels.unit import neuron_multi_step
+from megasnn.kernels.neuron import neuron_multi_step
+from megasnn.kernels.neuron_spec import SURROGATES
+from megasnn.kernels.torch_backend import REDUCED, surrogate_function
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.holding import hold, once
-from megasnn.parallel.sharded_tensors import declare_parameter
+from megasnn.layers.init import constant
+from megasnn.layers.shape_inference import mark_max, refuse_second_call
+from megasnn.parallel.sharding import Initialiser, declare_parameter
 
 SpikeObserver = Callable[[Tensor], None]
 
 
 class NeuronLayer(nn.Module):
-    """What all layers of neurons have: `[T, N, C_local, *space]` in, spikes out.
+    """Base of all layers of neurons: `[T, N, C_local, *space]` in, spikes out.
 
     A neuron depends on its own channel only, so that nothing is communicated. Input of a single time step comes at
     each of them.
@@ -52,7 +56,7 @@ class NeuronLayer(nn.Module):
     def at_every_step(self, x: Tensor) -> Tensor:
         """The input at each of the time steps. Raises ValueError in the dry run for a second call that may not be."""
         if x.is_meta and self.once_because is not None:
-            once(self, self.once_because)
+            refuse_second_call(self, self.once_because)
         steps = self.steps_of(x)
         return x if len(x) == steps else x.expand(steps, *x.shape[1:])
 
@@ -62,13 +66,13 @@ class NeuronLayer(nn.Module):
 
     @property
     def is_observed(self) -> bool:
-        """Whether its spikes are wanted now: an observer may say by `is_on` that it is not looking."""
+        """Tells whether its spikes are wanted now: an observer may say by `is_on` that it is not looking."""
         return self.observer is not None and bool(getattr(self.observer, "is_on", True))
 
     def observed(self, spikes: Tensor) -> Tensor:
         if self.observer is not None:
             self.observer(spikes.detach())
-        return spikes if self.largest is None else hold(spikes, self.largest)
+        return spikes if self.largest is None else mark_max(spikes, self.largest)
 
 
 class ParallelNeuron(NeuronLayer):
@@ -101,12 +105,8 @@ class ParallelNeuron(NeuronLayer):
         self.v: Tensor | None = None
         self.register_parameter("w", None)
         if NEURONS[spec.kind].learns:
-            start = -math.log(spec.tau - 1.0)
-
-            def fill(tensor: Tensor, generator: torch.Generator) -> None:
-                tensor.fill_(start)
-
-            declare_parameter(self, "w", context.shard((), partial_gradient=True, initialise=fill), context.dtype)
+            start = constant(-math.log(spec.tau - 1.0))
+            declare_parameter(self, "w", context.shard((), partial_gradient=True, initialise=start), context.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         spikes, v = neuron_multi_step(self.at_every_step(x), self.spec, self.v, self.w, self.backend)
@@ -137,3 +137,142 @@ class ParallelPLIF(ParallelNeuron):
     """LIF with a learned time constant (arXiv 2007.05785; SpikingJelly's ParametricLIFNode)."""
 
     kind = "plif"
+
+
+def make_neuron(neuron: NeuronSpec | NeuronLayer | None = None, context: BuildContext | None = None) -> NeuronLayer:
+    """A layer of neurons by its description: ParallelLIF, ParallelIF, ParallelPLIF, or of a kind that was added to
+    `megasnn.kernels.NEURONS`, ParallelNeuron. A layer of neurons is given back; None is the neuron of the context."""
+    if isinstance(neuron, NeuronLayer):
+        return neuron
+    context = context_for(context)
+    spec = neuron or context.neuron
+    return {"lif": ParallelLIF, "if": ParallelIF, "plif": ParallelPLIF}.get(spec.kind, ParallelNeuron)(spec, context)
+
+
+State = dict[str, Tensor]
+
+
+class SpikingNeuron(NeuronLayer):
+    """A layer of `channels` neurons. A subclass says one time step, on `[N, C_local, *space]`:
+
+        class AdaptiveLIF(SpikingNeuron):  # the threshold rises with every spike
+            def __init__(self, channels: int) -> None:
+                super().__init__(channels, surrogate="atan")
+                self.per_channel("rise", 0.2)
+
+            def start(self, x):
+                return {"v": torch.zeros_like(x), "a": torch.zeros_like(x)}
+
+            def charge(self, x, state):
+                return state["v"] + (x - state["v"]) / 2
+
+            def fire(self, h, state):
+                return self.spike(h - 1 - self.of("rise", h) * state["a"])
+
+            def reset(self, h, spikes, state):
+                return {"v": h * (1 - spikes.detach()), "a": 0.9 * state["a"] + spikes}
+
+    Neurons are cut by channel over the tensor parallel ranks, and their parameters with them; what is computed may
+    depend on a neuron's own channel only, and on its own row of the image, or the class has `mixes_rows = True`. Every
+    call starts anew, or with --bptt-steps goes on from the state that the window before left.
+
+    Args:
+        channels: the global number.
+        surrogate, alpha: a name in megasnn.kernels.SURROGATES, and its sharpness; None for its default.
+        largest: the largest value that a neuron gives: 1 for spikes, more for counts of them, which travel as bytes;
+            None for values that are negative (ternary spikes) or no whole numbers.
+    Raises:
+        ValueError: an unknown surrogate.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        context: BuildContext | None = None,
+        *,
+        surrogate: str = "sigmoid",
+        alpha: float | None = None,
+        largest: int | None = 1,
+    ) -> None:
+        context = context_for(context)
+        super().__init__(context)
+        self._context, self.channels, self.largest = context, channels, largest
+        self._local_channels = channels // context.tensor.size
+        self.left: State | None = None  # by the last call, where neurons carry
+        sharpness = SURROGATES.of_argument("surrogate", surrogate).alpha if alpha is None else alpha
+        self._fire = surrogate_function(surrogate, sharpness)
+
+    def per_channel(self, name: str, initial: float | Initialiser) -> None:
+        """Declares a learned parameter with a value for each channel."""
+        initialise = initial if callable(initial) else constant(initial)
+        shard = self._context.shard((self.channels,), 0, initialise=initialise)
+        declare_parameter(self, name, shard, self._context.dtype)
+
+    def of(self, name: str, like: Tensor) -> Tensor:
+        """A parameter with a value for each channel, shaped to meet `like`, `[N, C_local, *space]`."""
+        return getattr(self, name).view(-1, *[1] * (like.ndim - 2)).to(like.dtype)
+
+    def spike(self, x: Tensor) -> Tensor:
+        """1 where x is 0 or more, with the surrogate's gradient."""
+        return self._fire(x)
+
+    def start(self, x: Tensor) -> State:
+        """The state before the first step; `x` is that step's input."""
+        return {"v": torch.zeros_like(x)}
+
+    @abstractmethod
+    def charge(self, x: Tensor, state: State) -> Tensor:
+        """The potential before firing."""
+
+    def fire(self, h: Tensor, state: State) -> Tensor:
+        """The spikes, for a potential; by default those of a threshold of 1."""
+        return self.spike(h - 1.0)
+
+    @abstractmethod
+    def reset(self, h: Tensor, spikes: Tensor, state: State) -> State:
+        """The state after firing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = self.at_every_step(x)
+        if x.is_meta:
+            self._try(inputs[0])
+            return self.observed(torch.empty_like(inputs))
+        inputs = inputs.float() if x.dtype in REDUCED else inputs
+        state, spikes = self.start(inputs[0]) if self.left is None else self.left, []
+        for current in inputs:
+            h = self.charge(current, state)
+            spikes.append(self.fire(h, state))
+            state = self.reset(h, spikes[-1], state)
+        if self.carries:
+            self.left = {name: value.detach() for name, value in state.items()}
+        return self.observed(torch.stack(spikes).to(x.dtype))
+
+    def forget(self) -> None:
+        self.left = None
+
+    def _try(self, x: Tensor) -> None:
+        """Two steps of the dry run, the second from the state that the first has left. Raises ValueError for channels
+        that are not this layer's, another shape, or what is no state."""
+        if x.shape[1] != self._local_channels:
+            raise ValueError(
+                f"neurons of {self.channels} channels are given {x.shape[1]}, with their share of the ranks"
+            )
+        state = _state(self.start(x), "start")
+        for _ in range(2):
+            h = self.charge(x, state)
+            spikes = self.fire(h, state)
+            if spikes.shape != x.shape:
+                raise ValueError(
+                    f"neurons give spikes of shape {list(spikes.shape)} for a step of shape {list(x.shape)}"
+                )
+            state = _state(self.reset(h, spikes, state), "reset")
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, time_steps={self.time_steps}"
+
+
+def _state(given: object, method: str) -> State:
+    if isinstance(given, dict):
+        return given
+    kind = type(given).__name__
+    raise ValueError(f"{method} is to return a dict of tensors, the state for the next step, and returns a {kind}")

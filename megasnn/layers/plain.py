@@ -1,30 +1,41 @@
-"""Plain modules, without sharded layers in them: which they are, and which cannot be computed alike on every layout."""
+"""Plain modules, without sharded layers in them: which they are, and which cannot be computed alike on every layout.
+
+A module says what it mixes by attributes of its class: `mixes_samples = True` where a sample's output depends on other
+samples, `mixes_rows = False` where a row of the output depends on the same row of the input alone. MegaSNN's layers
+exchange what they need.
+"""
 
 from __future__ import annotations
 
+import operator
+
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from megasnn.layers.batch_norm import ParallelBatchNorm
+from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
-from megasnn.layers.keyed import KeyedLayer
+from megasnn.layers.converted import our_batch_norm
+from megasnn.layers.dropout import KeyedLayer
+from megasnn.layers.init import own_tensors, where_values_are
 from megasnn.layers.linear import ParallelLinear
-from megasnn.layers.neuron import NeuronLayer
-from megasnn.layers.norms import ParallelGroupNorm, ParallelLayerNorm
-from megasnn.layers.own_neuron import SpikingNeuron
-from megasnn.layers.own_values import own_tensors, where_values_are
-from megasnn.layers.swapped import our_batch_norm
-from megasnn.parallel.sharded_tensors import is_described
+from megasnn.layers.neuron import NeuronLayer, SpikingNeuron
+from megasnn.layers.norm import ParallelBatchNorm, ParallelGroupNorm
+from megasnn.parallel.sharding import is_described
 
-SHARDED = (
-    *(ParallelConv, ParallelLinear, ParallelBatchNorm, ParallelGroupNorm, ParallelLayerNorm),
-    *(NeuronLayer, KeyedLayer),
+SHARDED = (*(ParallelConv, ParallelLinear, ParallelBatchNorm, ParallelGroupNorm, NeuronLayer, KeyedLayer),)
+
+
+_ACTIVATIONS = (
+    *(nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Hardtanh, nn.LeakyReLU, nn.ELU, nn.Softplus),
 )
+
+
 CHANNELWISE = (
     *(nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
     *(nn.AvgPool2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
-    *(nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Hardtanh, nn.LeakyReLU, nn.ELU, nn.Softplus),
+    *_ACTIVATIONS,
     *(nn.Upsample, nn.ZeroPad1d, nn.ZeroPad2d, nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReplicationPad2d),
 )
 """What treats every channel by itself; and Flatten of all but the samples."""
@@ -34,47 +45,33 @@ _SEQUENCES = (
     *(nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer),
     *(nn.TransformerDecoder, nn.TransformerDecoderLayer, nn.RNNBase, nn.RNNCellBase),
 )
-_STEPPING = ("MultiStepContainer", "LinearRecurrentContainer", "ElementWiseRecurrentContainer")
+
+
+STEPPING = ("MultiStepContainer", "LinearRecurrentContainer", "ElementWiseRecurrentContainer")
 """Containers of SpikingJelly that call what is in them at every time step, in step mode "s"."""
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether there is no sharded layer in a module."""
+    """Tells whether there is no sharded layer in a module."""
     return not any(isinstance(each, SHARDED) or is_described(each) for each in module.modules())
 
 
-def refuse_what_differs(module: nn.Module) -> None:
-    """Raises ValueError for what cannot be computed alike on every layout."""
-    if where := where_values_are(module):
-        raise ValueError(where)
-    inside = stepped_inside(module)
-    for path, each in module.named_modules():
-        what = f"{path or type(each).__name__} ({type(each).__name__})"
-        _refuse_dropout(what, each)
-        refuse_alone(what, each)
-        if isinstance(each, _BatchNorm) and each in inside:
-            raise ValueError(f"{what} has the statistics of one time step: take it out of its container")
-        if getattr(each, "step_mode", "m") != "m" and each not in inside:
-            raise ValueError(f"{what} is in step mode 's': layers take all time steps at once, so give step_mode='m'")
+def fold_time(module: nn.Module) -> bool:
+    """Tells whether a plain layer is given all time steps as one batch `[T * N, C, ...]`: it consists of torch's
+    modules, and none of them works along the first dimension, as attention and recurrent layers do."""
+    return all(
+        type(each).__module__.startswith("torch.nn.")
+        and not isinstance(each, _SEQUENCES)
+        and getattr(each, "dim", None) != 0
+        and getattr(each, "start_dim", None) != 0
+        for each in module.modules()
+    )
 
 
-def stepped_inside(module: nn.Module) -> set[nn.Module]:
-    """Modules in containers of SpikingJelly's that call them at every time step."""
-    containers = [each for each in module.modules() if type(each).__name__ in _STEPPING]
-    return {part for each in containers for part in each.modules() if part is not each}
-
-
-def refuse_alone(what: str, module: nn.Module) -> None:
-    """Raises ValueError for what is wrong with one module, without those in it."""
-    if isinstance(module, _BatchNorm) and our_batch_norm(module) is None:
-        raise ValueError(f"{what} is a batch norm with a forward of its own, which ours would not have")
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
-        raise ValueError(f"{what} keeps statistics of its own replica: give it track_running_stats=False")
-    if isinstance(module, (_LazyNormBase, nn.modules.lazy.LazyModuleMixin)):
-        raise ValueError(f"{what} does not say its sizes: use the module that is not lazy")
-    unsaved = module._non_persistent_buffers_set
-    if unsaved:
-        raise ValueError(f"{what} has a buffer {min(unsaved)!r} that is not saved; register it as persistent")
+def is_channelwise(module: nn.Module) -> bool:
+    """Tells whether it treats every channel by itself; of containers, whether what is in them may."""
+    flattens = isinstance(module, nn.Flatten) and module.start_dim > 0
+    return isinstance(module, (*CHANNELWISE, nn.Sequential)) or flattens
 
 
 def is_stateful(module: nn.Module) -> bool:
@@ -88,6 +85,44 @@ def forget_state(layer: nn.Module) -> None:
             module.reset()  # type: ignore[operator]
 
 
+# --- refusals
+
+
+def refuse_what_differs(module: nn.Module) -> None:
+    """Raises ValueError for what cannot be computed alike on every layout."""
+    if where := where_values_are(module):
+        raise ValueError(where)
+    inside = stepped_inside(module)
+    for path, each in module.named_modules():
+        what = f"{path or type(each).__name__} ({type(each).__name__})"
+        refuse_alone(what, each)
+        if isinstance(each, _BatchNorm) and each in inside:
+            raise ValueError(f"{what} has the statistics of one time step: take it out of its container")
+        if getattr(each, "step_mode", "m") != "m" and each not in inside:
+            raise ValueError(f"{what} is in step mode 's': layers take all time steps at once, so give step_mode='m'")
+
+
+def stepped_inside(module: nn.Module) -> set[nn.Module]:
+    """Modules in containers of SpikingJelly's that call them at every time step."""
+    containers = [each for each in module.modules() if type(each).__name__ in STEPPING]
+    return {part for each in containers for part in each.modules() if part is not each}
+
+
+def refuse_alone(what: str, module: nn.Module, may_draw: bool = False) -> None:
+    """Raises ValueError for what is wrong with one module, without those in it."""
+    if not may_draw and (instead := _instead_of_drawing(module)):
+        raise ValueError(f"{what} draws random numbers that depend on the layout: {instead}")
+    if isinstance(module, _BatchNorm) and our_batch_norm(module) is None:
+        raise ValueError(f"{what} is a batch norm with a forward of its own, which ours would not have")
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
+        raise ValueError(f"{what} keeps statistics of its own replica: give it track_running_stats=False")
+    if isinstance(module, (_LazyNormBase, nn.modules.lazy.LazyModuleMixin)):
+        raise ValueError(f"{what} does not say its sizes: use the module that is not lazy")
+    unsaved = module._non_persistent_buffers_set
+    if unsaved:
+        raise ValueError(f"{what} has a buffer {min(unsaved)!r} that is not saved; register it as persistent")
+
+
 def refuse_attached(module: nn.Module) -> None:
     """Raises ValueError for modules that cannot keep their state without its history."""
     for path, each in module.named_modules():
@@ -99,12 +134,12 @@ def refuse_attached(module: nn.Module) -> None:
 
 
 def refuse_plain_parts(module: nn.Module) -> None:
-    """For a layer with sharded layers in it: raises ValueError for plain modules that work by themselves only, and for
+    """Raises ValueError, for a layer with sharded layers in it, for plain modules that work by themselves only, and for
     tensors that do not say how ranks share them."""
     for path, each in module.named_modules():
         kind = type(each).__name__
         what = f"{path} ({kind})" if path else kind
-        _refuse_dropout(what, each)
+        refuse_alone(what, each)
         if isinstance(each, _BatchNorm):
             raise ValueError(f"{what} inside a layer of MegaSNN's layers: use megasnn.ParallelBatchNorm")
         if hasattr(each, "step_mode") and callable(getattr(each, "reset", None)):
@@ -112,7 +147,6 @@ def refuse_plain_parts(module: nn.Module) -> None:
                 f"{what} inside a layer of MegaSNN's layers keeps its state from one micro-batch to the next: use "
                 "megasnn.ParallelNeuron, or make it a layer of its own"
             )
-        refuse_alone(what, each)
         for name, _ in own_tensors(each):
             if not is_described(each, name):
                 place = f"{path}.{name}" if path else name
@@ -120,8 +154,8 @@ def refuse_plain_parts(module: nn.Module) -> None:
 
 
 def _instead_of_own(module: nn.Module, name: str) -> str:
-    """What is wrong with a tensor that nothing describes, in a module inside a layer of MegaSNN's layers, and what to
-    do instead."""
+    """Says what is wrong with a tensor that nothing describes, in a module inside a layer of MegaSNN's layers, and
+    what to do instead."""
     if isinstance(module, SpikingNeuron):
         return f" is not cut by channel with its neurons: declare it with self.per_channel({name!r}, its initial value)"
     if is_plain(module):
@@ -135,13 +169,8 @@ def _instead_of_own(module: nn.Module, name: str) -> str:
     )
 
 
-def _refuse_dropout(what: str, module: nn.Module) -> None:
-    if instead := instead_of_drawing(module):
-        raise ValueError(f"{what} draws random numbers that depend on the layout: {instead}")
-
-
-def instead_of_drawing(module: nn.Module) -> str | None:
-    """What to do in place of a plain module that draws random numbers; None where it draws none."""
+def _instead_of_drawing(module: nn.Module) -> str | None:
+    """Advice: what to do in place of a plain module that draws random numbers; None where it draws none."""
     named = type(module).__name__ in ("Dropout", "Dropout2d", "DropConnectLinear")
     if (isinstance(module, _DropoutNd) or named) and module.p:
         return "use megasnn.ParallelDropout(p, name)"
@@ -152,19 +181,42 @@ def instead_of_drawing(module: nn.Module) -> str | None:
     return "use MaxPool" if isinstance(module, (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)) else None
 
 
-def folds(module: nn.Module) -> bool:
-    """Whether a plain layer is given all time steps as one batch `[T * N, C, ...]`: it consists of torch's modules, and
-    none of them works along the first dimension, as attention and recurrent layers do."""
-    return all(
-        type(each).__module__.startswith("torch.nn.")
-        and not isinstance(each, _SEQUENCES)
-        and getattr(each, "dim", None) != 0
-        and getattr(each, "start_dim", None) != 0
-        for each in module.modules()
-    )
+# --- layers that ranks share a micro-batch of
 
 
-def is_channelwise(module: nn.Module) -> bool:
-    """Whether it treats every channel by itself; of containers, whether what is in them may."""
-    flattens = isinstance(module, nn.Flatten) and module.start_dim > 0
-    return isinstance(module, (*CHANNELWISE, nn.Sequential)) or flattens
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+ELEMENTWISE = {torch.add, torch.mul, torch.sub, torch.maximum, torch.minimum, operator.add, operator.mul, operator.sub}
+
+
+def refuse_unshareable(module: nn.Module, context: BuildContext) -> None:
+    """Raises ValueError for a layer, or a module in it, that mixes what ranks share out, or does not say that it does
+    not."""
+    if context.context.size == 1:
+        return
+    is_torchs = all(type(each).__module__.startswith("torch.nn.") for each in module.modules())
+    for path, each in module.named_modules():
+        what = f"{path} ({type(each).__name__})" if path else type(each).__name__
+        asked = f"--context-parallel-size {context.context.size}"
+        # A layer of torch's is given [T, N, C], and would take the time for the batch.
+        takes_time_for_batch = is_torchs and getattr(each, "batch_first", False) is True
+        if context.cut == "samples" and (getattr(each, "mixes_samples", False) or takes_time_for_batch):
+            reason = "batch_first=True" if takes_time_for_batch else "mixes_samples"
+            raise ValueError(f"{what} mixes samples ({reason}): it cannot be computed with {asked} by samples")
+        if context.cut == "rows" and mixes_rows(each):
+            raise ValueError(
+                f"{what} mixes rows of images, or does not say that it computes each by itself (mixes_rows = False in "
+                f"its class): it cannot be computed with {asked} by rows; use --context-parallel-cut samples"
+            )
+
+
+def mixes_rows(module: nn.Module) -> bool:
+    """Tells whether a module, without those in it, needs rows that other ranks may have and does not get them
+    itself."""
+    said = getattr(module, "mixes_rows", None)
+    if said is not None:
+        return bool(said)
+    # Neurons of one's own have surrogate functions of SpikingJelly's in them.
+    ours = type(module).__module__.startswith(("megasnn.", "spikingjelly.activation_based.surrogate"))
+    return not (ours or type(module) in (*_CONTAINERS, *_ACTIVATIONS) or isinstance(module, NeuronLayer))

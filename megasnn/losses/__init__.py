@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from megasnn.registry import Registry, later
@@ -15,14 +15,12 @@ class Loss:
     Attributes:
         summary: for --help.
         sum: (what the model's last layer gives: logits `[T, N, classes]`, or a bundle with them, labels,
-            label_smoothing=..., and its own) -> the sum of the samples' losses.
-        flags: those that only this loss has: field of the configuration -> argument of `sum`.
+            label_smoothing=...) -> the sum of the samples' losses.
         mixes: labels may be probabilities `[N, classes]`, as mixed samples have them.
     """
 
     summary: str
     sum: Callable[..., Any]
-    flags: Mapping[str, str] = field(default_factory=dict)
     mixes: bool = False
 
 
@@ -35,7 +33,6 @@ LOSSES: Registry[Loss] = Registry(
         "tet": Loss(
             "cross-entropy of each time step (Deng et al. 2022)",
             later("megasnn.losses.sums:tet_sum"),
-            {"tet_lambda": "share"},
             mixes=True,
         ),
         "mse": Loss(

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from megasnn.bundle import Bundle, bundle_of, entries_of, map_entries
-from megasnn.layers.channels import UNMARKED, Cut, cut_of
+from megasnn.bundle import Bundle, entries_of, map_entries
 from megasnn.layers.context import BuildContext
-from megasnn.layers.cut_tracking import is_ours
-from megasnn.layers.holding import largest_of
-from megasnn.layers.own_values import tensors_of
 from megasnn.layers.plain import is_channelwise
-from megasnn.layers.whole import apply_layer, is_whole
+from megasnn.layers.replicated import apply_layer, is_replicated_layer
+from megasnn.layers.shape_inference import UNMARKED, Cut, cut_of, is_ours, max_of
 from megasnn.models.description import DRY_SAMPLES, INPUT, ModelDescription, frames_of
-from megasnn.parallel.sharded_tensors import materialise
+from megasnn.parallel.sharding import materialise
+from megasnn.parallel_state import Group
 from megasnn.random import keyed_generator
 
 TOLERANCE = 1e-9  # of float64, relative to the largest value
@@ -36,6 +35,8 @@ def compare_with_whole(
     Raises:
         ValueError: names a layer that computes something else.
     """
+    if context.tensor.size == 1 or model.dry_run is None:
+        return
     exact = BuildContext(
         tensor=context.tensor,
         dtype=torch.float64,
@@ -44,8 +45,6 @@ def compare_with_whole(
         time_steps=context.time_steps,
         seed=context.seed,
     )
-    if context.tensor.size == 1 or model.dry_run is None:
-        return
     cut = model.dry_run(exact, DRY_SAMPLES)
     if all(_is_known(layer) for layer, _ in cut):
         return
@@ -62,87 +61,79 @@ def compare_with_whole(
         compared.add(kind)
         for layer in layers:
             materialise([(name, layer)], device, seed)
-        cuts = [[None] if source == INPUT else _cuts(cut[source][1]) for source in sources]
-        problem = _difference(layers, shown, cuts, _cuts(cut[number][1]), exact, keyed_generator(seed, "compare", name))
-        if problem is not None:
-            raise ValueError(
-                f"{name}: with --tensor-model-parallel-size {context.tensor.size} its {problem} those of one rank on "
-                "random numbers, by more than rounding: its forward mixes channels, or depends on their number"
-            )
+        draw = partial(_random, keyed_generator(seed, "compare", name), device)
+        inputs = [map_entries(draw, each) for each in shown]
+        input_cuts = [c for source in sources for c in ([None] if source == INPUT else _cuts(cut[source][1]))]
+        output_cuts = _cuts(cut[number][1])
+        expected, found = (
+            _outputs_and_gradients(layer, inputs, *cuts, exact.tensor, keyed_generator(seed, "weights", name))
+            for layer, cuts in ((layers[1], ([], [])), (layers[0], (input_cuts, output_cuts)))
+        )
+        for x, y, each in zip(found, expected, [*output_cuts, *input_cuts], strict=True):
+            part = _part(y, each, exact.tensor)
+            if x.shape != part.shape or (x - part).abs().max() > TOLERANCE * part.abs().max():
+                raise ValueError(
+                    f"{name}: with --tensor-model-parallel-size {context.tensor.size} its outputs or gradients "
+                    "differ from those of one rank on random numbers, by more than rounding: its forward mixes "
+                    "channels, or depends on their number"
+                )
 
 
 def _is_known(layer: nn.Module) -> bool:
     """Tells whether a layer is ours, or plain and whole on every rank."""
-    return is_whole(layer) or all(is_ours(each) or is_channelwise(each) for each in layer.modules())
+    return is_replicated_layer(layer) or all(is_ours(each) or is_channelwise(each) for each in layer.modules())
 
 
 def _cuts(output: Bundle) -> list[Cut | None]:
     return [None if cut_of(x) is UNMARKED else cut_of(x) for x in entries_of(output).values()]
 
 
-def _difference(
-    layers: tuple[nn.Module, nn.Module],
-    shown: Sequence[Bundle],
-    input_cuts: Sequence[Sequence[Cut | None]],
+def _part(x: Tensor, cut: Cut | None, group: Group) -> Tensor:
+    """This rank's part of a whole tensor."""
+    if cut is None:
+        return x
+    blocks = x.unflatten(cut.dim, (cut.blocks, group.size, -1)).select(cut.dim + 1, group.rank)
+    return blocks.flatten(cut.dim, cut.dim + 1)
+
+
+def _outputs_and_gradients(
+    layer: nn.Module,
+    inputs: Sequence[Bundle],
+    input_cuts: Sequence[Cut | None],
     output_cuts: Sequence[Cut | None],
-    context: BuildContext,
+    group: Group,
     generator: torch.Generator,
-) -> str | None:
-    """Says what differs between a layer with a rank's channels and the whole one; None where nothing does.
+) -> list[Tensor]:
+    """The entries of a layer's output, and the gradients, of a random sum of these, for the entries of its inputs.
 
     Args:
-        layers: these two. shown: what the whole one is given in the dry run.
-        input_cuts, output_cuts: of every entry of every input, and of the output.
+        inputs: whole. input_cuts, output_cuts: of all their entries, for a layer with a rank's channels; or empty.
     """
-    group = context.tensor
+    cuts = iter(input_cuts)
 
-    def part(x: Tensor, cut: Cut | None) -> Tensor:
-        if cut is None:
-            return x
-        blocks = x.unflatten(cut.dim, (cut.blocks, group.size, -1)).select(cut.dim + 1, group.rank)
-        return blocks.flatten(cut.dim, cut.dim + 1)
+    def leaf(x: Tensor) -> Tensor:
+        own = _part(x, next(cuts), group) if input_cuts else x
+        return own.detach().clone().requires_grad_(own.is_floating_point())
 
-    device = next((x.device for x in tensors_of(layers[0])), torch.device("cpu"))
-    full = [map_entries(lambda x: _random(x, generator).to(device), each) for each in shown]
-    parts = [
-        bundle_of({key: part(x, cut) for (key, x), cut in zip(entries_of(each).items(), cuts, strict=True)})
-        for each, cuts in zip(full, input_cuts, strict=True)
-    ]
-    (of_full, y_full), (of_parts, y_parts) = _run(layers[1], full), _run(layers[0], parts)
-    if not all(_equal(x, part(y, cut)) for x, y, cut in zip(y_parts, y_full, output_cuts, strict=True)):
-        return "outputs differ from"
-    weights = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(device) for y in y_full]
-    of_rank = [part(each, cut) for each, cut in zip(weights, output_cuts, strict=True)]
-    gradients = zip(_gradients(y_parts, of_rank, of_parts), _gradients(y_full, weights, of_full), strict=True)
-    cuts = [cut for each in input_cuts for cut in each]
-    same = all(_equal(x, part(y, cut)) for (x, y), cut in zip(gradients, cuts, strict=True))
-    return None if same else "input gradients differ from"
-
-
-def _run(layer: nn.Module, inputs: Sequence[Bundle]) -> tuple[list[Tensor], list[Tensor]]:
-    """The entries of a layer's inputs, which need gradients, and of its output."""
-    given = [map_entries(lambda x: x.detach().clone().requires_grad_(x.is_floating_point()), each) for each in inputs]
+    given = [map_entries(leaf, each) for each in inputs]
     with torch.enable_grad():
         output = apply_layer(layer, given[0], range(DRY_SAMPLES), *given[1:])
-    return [x for each in given for x in entries_of(each).values()], list(entries_of(output).values())
-
-
-def _gradients(outputs: Sequence[Tensor], weights: Sequence[Tensor], entries: Sequence[Tensor]) -> list[Tensor]:
-    """Of a weighted sum of outputs, for each entry of the inputs; zeros where there is none."""
-    for y, weight in zip(outputs, weights, strict=True):
+    outputs = list(entries_of(output).values())
+    for number, y in enumerate(outputs):
+        cut, shape = output_cuts[number] if output_cuts else None, list(y.shape)
+        if cut is not None:
+            shape[cut.dim] *= group.size
+        weights = torch.randn(shape, generator=generator, dtype=torch.float64).to(y.device)
         if y.requires_grad:
-            y.backward(weight, retain_graph=True)
-    return [torch.zeros_like(x) if x.grad is None else x.grad for x in entries]
+            y.backward(_part(weights, cut, group), retain_graph=True)
+    leaves = [x for each in given for x in entries_of(each).values()]
+    return outputs + [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
 
 
-def _random(like: Tensor, generator: torch.Generator) -> Tensor:
+def _random(generator: torch.Generator, device: torch.device, like: Tensor) -> Tensor:
     """Values like those of a layer's output: spikes and counts where it gives them, normal numbers otherwise."""
-    largest = 1 if like.dtype == torch.bool else largest_of(like)
+    largest = 1 if like.dtype == torch.bool else max_of(like)
     if largest is None and like.is_floating_point():
-        return torch.randn(like.shape, generator=generator, dtype=torch.float64)
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(device)
     drawn = torch.randint(0, (largest or 1) + 1, like.shape, generator=generator)
-    return drawn.to(torch.float64 if like.is_floating_point() else like.dtype)
-
-
-def _equal(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and bool((x - y).abs().max() <= TOLERANCE * y.abs().max())
+    return drawn.to(device, torch.float64 if like.is_floating_point() else like.dtype)

@@ -1,4 +1,4 @@
-"""A model before it exists: its layers' names and what they give, and how they are built for a rank."""
+"""Description of a model before it exists: its layers' names and what they give, and how they are built for a rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, Key
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers.context import BuildContext
-from megasnn.parallel.codec import Content
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 
 INPUT = -1
 """In place of a layer's number: the model's input."""
@@ -83,7 +83,7 @@ class ModelDescription:
     Attributes:
         layers: from input to logits.
         build: makes all layers for a rank, with parameters on the meta device: without memory. A rank gives memory to
-            those of its own chunks only (`megasnn.parallel.sharded_tensors.materialise`).
+            those of its own chunks only (`megasnn.parallel.sharding.materialise`).
         time_steps: T.
         input_shape: of one sample, (C, H, W) for images and (T, C, H, W) for event frames.
         num_classes: size of the logits `[T, N, num_classes]`.
@@ -110,12 +110,12 @@ class ModelDescription:
 
     @cached_property
     def inputs(self) -> tuple[tuple[int, ...], ...]:
-        """For each layer, the numbers of the layers whose outputs it takes."""
+        """Numbers, for each layer, of the layers whose outputs it takes."""
         return sources([(layer.name, layer.takes) for layer in self.layers])
 
     @property
     def is_chain(self) -> bool:
-        """Whether each layer takes one tensor, the output of the layer before it, and nothing else."""
+        """Tells whether each layer takes one tensor, the output of the layer before it, and nothing else."""
         return not any(layer.takes or not isinstance(layer.output, Content) for layer in self.layers)
 
     def needed_from(self, stop: int) -> list[int]:
@@ -141,7 +141,7 @@ class ModelDescription:
 
 
 def sources(layers: Sequence[tuple[str, Sequence[str]]]) -> tuple[tuple[int, ...], ...]:
-    """For each layer, the numbers of those it takes.
+    """Numbers, for each layer, of those it takes.
 
     Args:
         layers: (name, names that it takes); without names, a layer takes the one before it.

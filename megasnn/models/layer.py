@@ -1,4 +1,4 @@
-"""What a model's `layers` yields: one layer with its name."""
+"""Layer of a model with its name, as a model's `layers` yields it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from megasnn.layers.own_values import ModuleInitialiser
-from megasnn.layers.shareable import ELEMENTWISE
-from megasnn.parallel.codec import Content
+from megasnn.kernels.spike_codec import Content
+from megasnn.layers.init import ModuleInitialiser
+from megasnn.layers.plain import ELEMENTWISE
 
 if TYPE_CHECKING:
-    from megasnn.models.shard import Sharded
+    from megasnn.models.convert_module import Sharded
 
 Holds = Content | tuple[Content | None, ...] | Mapping[str, Content | None] | None
 
@@ -58,7 +58,7 @@ class Computed(nn.Module):
 
     @property
     def mixes_rows(self) -> bool:
-        """See `megasnn.layers.shareable`."""
+        """See `megasnn.layers.plain`."""
         return self.function not in ELEMENTWISE
 
     def forward(self, *inputs: Any) -> Any:
@@ -69,7 +69,7 @@ class Computed(nn.Module):
 
 
 def _held(function: Callable[..., Any]) -> Iterator[object]:
-    """What a function computes with beside its arguments."""
+    """Values that a function computes with beside its arguments."""
     if isinstance(function, partial):
         yield from (*function.args, *function.keywords.values(), *_held(function.func))
     elif inspect.ismethod(function):

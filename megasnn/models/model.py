@@ -1,17 +1,17 @@
-"""What every model is: a dataclass whose fields are flags, with a method that yields its layers."""
+"""Base class of models: a dataclass whose fields are flags, with a method that yields its layers."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from megasnn.config.checks import at_least
 from megasnn.config.neuron import NeuronConfig
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megasnn.models.layer import Layer
-    from megasnn.models.names import Dialect
+    from megasnn.models.weight_names import Dialect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,7 @@ class Model(ABC):
     """The dimensions of a model. A subclass is a frozen dataclass, whose fields are flags, checked, saved with every
     checkpoint and explained by --help with the text below each of them.
 
-    A built-in model imports what needs torch in its methods (`layers_beside`): flags are checked before torch is
-    imported.
+    A built-in model imports what needs torch in its methods: flags are checked before torch is imported.
 
     Attributes:
         name: checkpoints keep it. By default that of the class, as a file would be called: sew_res_net of SewResNet.
@@ -68,7 +67,7 @@ class Model(ABC):
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of one sample: (C, H, W) for images, (T, C, H, W) for frames of events."""
+        """Shape of one sample: (C, H, W) for images, (T, C, H, W) for frames of events."""
         return self.in_channels, self.image_size, self.image_size
 
     def example_input(self, samples: int, generator: torch.Generator) -> Tensor:
@@ -82,13 +81,13 @@ class Model(ABC):
 
     def units(self) -> list[str]:
         """The unit of each layer, from input to output."""
-        from megasnn.models.building import built
+        from megasnn.models.build import built
 
         return [each.unit for each in built(self)]
 
     def problems(self, tensor_parallel: int) -> list[str]:
-        """What is wrong with the dimensions, with value and flag; what does not divide by the tensor parallel ranks is
-        found out when layers are built. A model with more to say adds it to this."""
+        """Problems of the dimensions, with value and flag; what does not divide by the tensor parallel ranks is found
+        out when layers are built. A model with more to say adds it to this."""
         return at_least(self, 1, "image_size", "in_channels", "time_steps", "num_classes")
 
     @classmethod
@@ -103,14 +102,13 @@ class Model(ABC):
 
     @classmethod
     def dialects(cls) -> Sequence[Dialect]:
-        """The names that other programs have for the model's tensors: DIALECTS, or SPIKINGJELLY alone, of the module
-        `spikingjelly_names` beside that of the class, where there is one."""
+        """The names that other programs have for the model's tensors: DIALECTS of the module `weight_names` beside that
+        of the class, where there is one."""
         package = cls.__module__.rpartition(".")[0]
-        if not package or find_spec(f"{package}.spikingjelly_names") is None:
+        if not package or find_spec(f"{package}.weight_names") is None:
             return ()
-        module = import_module(f"{package}.spikingjelly_names")
-        found: Sequence[Dialect] = getattr(module, "DIALECTS", None) or (module.SPIKINGJELLY,)
-        return found
+        dialects: Sequence[Dialect] = import_module(f"{package}.weight_names").DIALECTS
+        return dialects
 
     def from_spikingjelly(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A state_dict of SpikingJelly's model under our global names. The tensors are not copied.
@@ -123,17 +121,6 @@ class Model(ABC):
                 recipe = dialect.to_ours(state_dict)
                 return {ours: made.of(state_dict[name] for name in made.sources) for ours, made in recipe.items()}
         raise ValueError(f"SpikingJelly has no model {self.name}; --load takes a checkpoint's folder")
-
-
-def layers_beside(module: str) -> Callable[[Any], Iterable[Layer]]:
-    """The method `layers` of a built-in model whose class is in this module: it calls `layers_of` of the module `model`
-    beside it, which needs torch and is imported then."""
-
-    def layers(self: Model) -> Iterable[Layer]:
-        found: Iterable[Layer] = import_module(f"{module.rpartition('.')[0]}.model").layers_of(self)
-        return found
-
-    return layers
 
 
 @cache

@@ -15,12 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from megasnn.bundle import Key, entries_of
 from megasnn.config import ModelConfig
 from megasnn.kernels import NeuronSpec
+from megasnn.kernels.spike_codec import Content, encoded_like
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
-from megasnn.models.building import built, dry_run
+from megasnn.models.build import built, dry_run
 from megasnn.models.description import DRY_SAMPLES, LayerDescription, ModelDescription
 from megasnn.models.layer import Layer
-from megasnn.parallel.codec import Content, encoded_like
-from megasnn.parallel.sharded_tensors import parameter_count, sharded_tensors
+from megasnn.parallel.sharding import parameter_count, sharded_tensors
 
 _HOLDS = {Content.SPIKES: "bits", Content.COUNTS: "counts", Content.DENSE: "dense"}
 
@@ -54,7 +54,7 @@ def summarise(
     micro_batch_size: int,
     compute_dtype: torch.dtype = torch.float32,
 ) -> list[LayerSummary]:
-    """Of each layer, from input to logits.
+    """Summaries of all layers, from input to logits.
 
     Args:
         described: what `describe` gives for this model and neuron.
@@ -148,7 +148,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def multiply_adds(layers: Sequence[LayerSummary]) -> str:
-    """Of some layers together, in short."""
+    """Multiply-adds of some layers together, in short."""
     return f"{_short(sum(each.operations for each in layers))} multiply-adds a sample"
 
 

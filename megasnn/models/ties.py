@@ -1,4 +1,4 @@
-"""What several layers have in common: a module that is yielded again, a parameter that two modules hold.
+"""Ties between layers: a module that is yielded again, a parameter that two modules hold.
 
 Each layer gets modules and tensors of its own, so that it can live on any stage and keeps its own state and gradient.
 Those of a later layer are copies, tied to those of the first layer that has them: the owner.
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.layers import DropPath, ParallelBatchNorm, ParallelDropout
-from megasnn.layers.holding import calls_of
 from megasnn.layers.plain import SHARDED
+from megasnn.layers.shape_inference import calls_of
 from megasnn.models.layer import Layer
-from megasnn.parallel.sharded_tensors import owner_name, tie
+from megasnn.parallel.sharding import owner_name, tie
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def tie_all(layers: Sequence[Layer], ties: Ties) -> None:
 
 
 def refuse_other_calls(named_layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Behind the dry run: raises ValueError for a norm that one layer calls more often than another that has it too,
+    """Raises ValueError, behind the dry run, for a norm that one layer calls more often than another that has it too,
     because their statistics are paired."""
     calls: dict[str, int] = {}
     for layer, module in named_layers:

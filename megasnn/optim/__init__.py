@@ -1,22 +1,14 @@
-"""What turns gradients into steps: optimizers, learning rates, and norms that do not depend on the layout."""
+"""Optimizers, learning rates, and norms that do not depend on the layout."""
 
-from megasnn.optim.average import WeightAverage
-from megasnn.optim.building import build_optimizer, held_state_bytes, state_bytes, takes_found_inf, working_bytes
-from megasnn.optim.groups import is_frozen, require_matches
-from megasnn.optim.norms import GradientNorm, ShardedNorms
-from megasnn.optim.rates import learning_rate, require_course
-
-__all__ = [
-    "GradientNorm",
-    "ShardedNorms",
-    "WeightAverage",
-    "build_optimizer",
-    "held_state_bytes",
-    "is_frozen",
-    "learning_rate",
-    "require_course",
-    "require_matches",
-    "state_bytes",
-    "takes_found_inf",
-    "working_bytes",
-]
+from megasnn.optim.average import WeightAverage as WeightAverage
+from megasnn.optim.build import build_optimizer as build_optimizer
+from megasnn.optim.build import held_state_bytes as held_state_bytes
+from megasnn.optim.build import is_frozen as is_frozen
+from megasnn.optim.build import require_matches as require_matches
+from megasnn.optim.build import state_bytes as state_bytes
+from megasnn.optim.build import takes_found_inf as takes_found_inf
+from megasnn.optim.build import working_bytes as working_bytes
+from megasnn.optim.norms import GradientNorm as GradientNorm
+from megasnn.optim.norms import ShardedNorms as ShardedNorms
+from megasnn.optim.rates import learning_rate as learning_rate
+from megasnn.optim.rates import require_schedule as require_schedule

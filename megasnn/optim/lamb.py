@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,23 +43,9 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self._norms = norms
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step, collective over the ranks that hold parts of the same tensors.
-
-        Args:
-            closure: computes loss and gradients again, as torch's optimizers take it.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Takes one step, collective over the ranks that hold parts of the same tensors."""
         updates: dict[Tensor, Tensor] = {}
         adapted: list[Tensor] = []
         for group in self.param_groups:
@@ -72,7 +58,6 @@ class Lamb(torch.optim.Optimizer):
             held = [parameter for parameter in group["params"] if parameter in updates]
             if held:
                 torch._foreach_sub_(held, [updates[each] for each in held], alpha=group["lr"])
-        return loss
 
     def _updates(self, parameters: list[Tensor], group: Mapping[str, Any]) -> Sequence[Tensor]:
         """Adam's direction with the weight decay: u of the formula; the moments go on."""
@@ -112,12 +97,6 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_mul_(flat, factors.split(counts))
 
 
-def build(
-    groups: Sequence[dict[str, Any]],
-    lr: float,
-    adam_beta1: float,
-    adam_beta2: float,
-    norms: Norms,
-) -> Lamb:
-    """For the table of optimizers."""
+def build(groups: Sequence[dict[str, Any]], lr: float, adam_beta1: float, adam_beta2: float, norms: Norms) -> Lamb:
+    """Builds the optimizer for the registry."""
     return Lamb(groups, lr, (adam_beta1, adam_beta2), EPS, norms)

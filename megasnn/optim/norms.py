@@ -9,16 +9,28 @@ import torch
 from torch import Tensor
 
 from megasnn.grid import HOLDING_AXES, SUMMED_AXES, Axis, Place
-from megasnn.optim.squares import Squares
 from megasnn.parallel.collectives import all_reduce_sum
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
+from megasnn.parallel_state import Group
 
 _MODEL_AXES = tuple(axis for axis in HOLDING_AXES if axis not in SUMMED_AXES)
 
 
+def sums_of_squares(values: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """Returns the sum of squares of each tensor, float64 `[tensors]` on the device; None is zero. The host does not
+    wait."""
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    norms = [zero] * len(values)
+    given = {slot: value for slot, value in enumerate(values) if value is not None and value.numel()}
+    if given:
+        found = torch._foreach_norm(list(given.values()), 2, dtype=torch.float64)
+        for slot, norm in zip(given, found, strict=True):
+            norms[slot] = norm
+    return torch.stack(norms) ** 2 if norms else zero.new_zeros(0)
+
+
 class GradientNorm:
-    """The global L2 norm of all gradients, every parameter counted once, on any layout.
+    """Global L2 norm of all gradients, every parameter counted once, on any layout.
 
     Each global parameter has a slot; a rank has the squares of what it holds (of an uncut parameter only one
     tensor-parallel rank does). The slots are summed over the ranks that together hold one model, then in the order of
@@ -42,21 +54,21 @@ class GradientNorm:
         self._parameters = [entry.tensor for entry in held]
         counted = [entry for entry in held if entry.shard.is_primary(_MODEL_AXES) and entry.tensor.requires_grad]
         self._counted = [entry.tensor for entry in counted]
-        self._squares = Squares(counted, device)
-        summed_up = [axis for axis in SUMMED_AXES if axis not in self._squares.parts]
-        self._counts = all(place.index(axis) == 0 for axis in summed_up)
+        whole = [axis for axis in SUMMED_AXES if not any(entry.shard.is_cut(axis) for entry in counted)]
+        self._counts = all(place.index(axis) == 0 for axis in whole)  # one of the ranks that hold the same
         slot_of = {name: slot for slot, name in enumerate(names)}
         self._slots = torch.tensor([slot_of[entry.name] for entry in counted], dtype=torch.int64, device=device)
         self._nothing = torch.zeros(len(names), dtype=torch.float64, device=device)
 
     def squares(self) -> Tensor:
-        """This rank's part of each slot, to be summed over all ranks: float64 on the device. A gradient that is not
-        there is zero; where several replicas know the same, one of them has it."""
-        found = self._squares([each.grad for each in self._counted])
-        return self._nothing.index_copy(0, self._slots, found) if self._counts else self._nothing
+        """Returns this rank's part of each slot, to be summed over all ranks: float64 on the device."""
+        if not self._counts:
+            return self._nothing
+        found = sums_of_squares([each.grad for each in self._counted], self._nothing.device)
+        return self._nothing.index_copy(0, self._slots, found)
 
     def of(self, squares: Sequence[float]) -> float:
-        """The norm, of the summed slots. NaN and infinity come out as such."""
+        """Returns the norm, of the summed slots. NaN and infinity come out as such."""
         return math.sqrt(math.fsum(squares))
 
     def clip(self, norm: float | Tensor, most: float, is_void: Tensor | None = None) -> None:
@@ -81,7 +93,7 @@ class GradientNorm:
 
 
 class ShardedNorms:
-    """The L2 norms of whole tensors, of which this rank may hold a part only.
+    """L2 norms of whole tensors, of which this rank may hold a part only.
 
     The squares of a tensor that is cut along an axis are summed over the ranks along it, which hold its other parts;
     `Shard.is_cut` says it. All cut tensors travel together, once for each axis.
@@ -93,18 +105,16 @@ class ShardedNorms:
 
     def __init__(self, tensors: Sequence[ShardedTensor], groups: Mapping[Axis, Group]) -> None:
         self._tensors = [entry.tensor for entry in tensors]
-        device = tensors[0].tensor.device if tensors else torch.device("cpu")
-        self._squares = Squares(tensors, device)
-        axes = (*self._squares.parts, *_MODEL_AXES)
-        cut = {axis: [entry.shard.is_cut(axis) for entry in tensors] for axis in axes}
-        self._sums = [(groups[axis], torch.tensor(mask, device=device)) for axis, mask in cut.items() if any(mask)]
+        self._device = tensors[0].tensor.device if tensors else torch.device("cpu")
+        cut = {axis: [entry.shard.is_cut(axis) for entry in tensors] for axis in (*SUMMED_AXES, *_MODEL_AXES)}
+        self._sums = [
+            (groups[axis], torch.tensor(mask, device=self._device)) for axis, mask in cut.items() if any(mask)
+        ]
 
     def __call__(self, values: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """By parameter, the norm of the whole tensor of which the value is this rank's part: float64, without sizes.
-
-        Collective over the axes that tensors are cut over. No value is waited for.
-        """
-        squares = self._squares([values.get(tensor) for tensor in self._tensors])
+        """Returns, by parameter, the norm of the whole tensor of which the value is this rank's part: float64, without
+        sizes. Collective over the axes that tensors are cut over. The host does not wait."""
+        squares = sums_of_squares([values.get(tensor) for tensor in self._tensors], self._device)
         for group, mask in self._sums:
             squares = torch.where(mask, all_reduce_sum(torch.where(mask, squares, 0.0), group, "step"), squares)
         norms = squares.sqrt()

@@ -1,4 +1,4 @@
-"""The learning rate over the course of a training."""
+"""Schedule of the learning rate over a training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megasnn.optimizers import DECAY_STYLES
 
 
 def learning_rate(config: OptimizerConfig, iteration: int, iterations: int, epoch: Fraction = Fraction(1)) -> float:
-    """The rate of step `iteration` (from 0): linear warm-up, then `--lr-decay-style` to min_lr, then min_lr.
+    """Returns the rate of step `iteration` (from 0): linear warm-up, then `--lr-decay-style` to min_lr, then min_lr.
 
     Args:
         iterations: of the whole training.
@@ -29,7 +29,7 @@ def learning_rate(config: OptimizerConfig, iteration: int, iterations: int, epoc
     return config.min_lr + (config.lr - config.min_lr) * DECAY_STYLES[config.lr_decay_style](progress)
 
 
-def require_course(config: OptimizerConfig, iterations: int, epoch: Fraction) -> None:
+def require_schedule(config: OptimizerConfig, iterations: int, epoch: Fraction) -> None:
     """Raises ValueError where warm-up and cool-down together are longer than the training."""
     cooldown = config.lr_cooldown_epochs * epoch
     if config.warmup_iterations(epoch) + cooldown > iterations:

@@ -5,13 +5,14 @@ A `group` of None stands for a process on its own, without torch.distributed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from megasnn.files import CheckpointError, DamagedError, raise_problems
-from megasnn.parallel.group import Group
+from megasnn.parallel_state import Group
 
 T = TypeVar("T")
 
@@ -29,30 +30,39 @@ def is_first(group: dist.ProcessGroup | None) -> bool:
 
 
 def gather(group: dist.ProcessGroup | None, value: T) -> list[T]:
-    """Every rank's value, in rank order, on every rank."""
+    """Gathers every rank's value, in rank order, on every rank."""
     if group is None:
         return [value]
-    values: list[T | None] = [None] * dist.get_world_size(group)
+    values: list[T | None] = [None] * size_of(group)
     dist.all_gather_object(values, value, group=group)
     return values  # type: ignore[return-value]
 
 
 def first_gathers(group: dist.ProcessGroup | None, value: T) -> list[T]:
-    """Every rank's value, in rank order, on the first rank; nothing on the others."""
+    """Gathers every rank's value, in rank order, on the first rank; nothing on the others."""
     if group is None:
         return [value]
-    values: list[T] | None = [value] * dist.get_world_size(group) if is_first(group) else None
+    values: list[T] | None = [value] * size_of(group) if is_first(group) else None
     dist.gather_object(value, values, group=group, group_dst=0)
     return values or []
 
 
-def first_decides(group: dist.ProcessGroup | None, decide: Callable[[], T]) -> T:
+def clock_offsets(group: Group) -> list[float]:
+    """Seconds to add to each rank's `time.perf_counter()` for that of the group's first rank. Collective.
+
+    The wall clocks of hosts are taken to agree, as they do with NTP, to about a millisecond.
+    """
+    zeros = gather(group.handle, time.time() - time.perf_counter())
+    return [zero - zeros[0] for zero in zeros]
+
+
+def broadcast_result(group: dist.ProcessGroup | None, decide: Callable[[], T]) -> T:
     """Runs `decide` on the group's first rank; its result, or the error it raised, reaches every rank."""
     return _from_first(group, lambda: _attempt(decide))
 
 
-def decided_by_first(group: Group, decide: Callable[[], T]) -> T:
-    """What `decide` returned on the first rank, which alone calls it. Raises its ValueError on every rank."""
+def broadcast_object(group: Group, decide: Callable[[], T]) -> T:
+    """Runs `decide` on the first rank alone. Raises its ValueError on every rank."""
 
     def attempt() -> tuple[T | None, ValueError | None]:
         try:
@@ -63,7 +73,7 @@ def decided_by_first(group: Group, decide: Callable[[], T]) -> T:
     return _from_first(group.handle, attempt)
 
 
-def all_do(group: dist.ProcessGroup | None, work: Callable[[], T], title: str) -> T:
+def run_on_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], T], title: str) -> T:
     """Runs `work` on every rank. If it fails on any, all raise the same error, which lists the problems.
 
     It is a DamagedError when all that failed is one.

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.again import once
-from megasnn.kernels.codec import empty_values
-from megasnn.parallel.codec import Content, decode_into, encode
-from megasnn.parallel.group import Group
+from megasnn.kernels.spike_codec import Content, decode_into, empty_values, encode
 from megasnn.parallel.traffic import statistics
+from megasnn.parallel_state import Group
+from megasnn.recompute import cached_collective
 from megasnn.telemetry.allocations import let_others_go
+
+_ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 
 
 def to_rows(x: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ def from_rows(rows: Tensor, like: tuple[int, ...] | torch.Size) -> Tensor:
 def gather_columns(
     rows: Tensor, group: Group, content: Content, direction: str = "forward", bits: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Every rank's columns side by side: [R, C/size] -> [R, C], and the payloads they came in.
+    """Gathers every rank's columns side by side: [R, C/size] -> [R, C], and the payloads they came in.
 
     The payloads (one per rank, packed by `content`) are the cheapest exact copy of the result to keep for backward.
 
@@ -59,21 +60,17 @@ def gather_columns(
 
     if group.size == 1:
         return rows, [payload()]
-    payloads = once(gathered)
+    payloads = cached_collective(gathered)
     return join_columns(payloads, content, rows.shape, rows.dtype), payloads
 
 
 def all_gather_into(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
-    """The part of each rank, in rank order; all of them lie in `into`.
+    """Gathers the part of each rank, in rank order; all of them lie in `into`.
 
     Args:
-        into: contiguous, as many values as all ranks have together. mine: `[n]`, the same number on every rank.
+        into: contiguous, as many values as all ranks have together.
+        mine: `[n]`, the same number on every rank.
     """
-    return start_all_gather_into(into, mine, group)()
-
-
-def start_all_gather_into(into: Tensor, mine: Tensor, group: Group) -> Callable[[], list[Tensor]]:
-    """Starts it; the returned function waits, and gives what `all_gather_into` gives."""
     parts, mine = list(into.view(group.size, -1)), mine.view(-1)
     work: list[dist.Work | None]
     if mine.device.type != "cpu":
@@ -88,22 +85,15 @@ def start_all_gather_into(into: Tensor, mine: Tensor, group: Group) -> Callable[
         work += [dist.isend(mine, group.ranks[rank], group=group.handle) for rank, _ in others]
     else:
         work = [dist.all_gather(parts, mine, group=group.handle, async_op=True)]
-
-    def finish() -> list[Tensor]:
-        for each in work:
-            if each is not None:
-                each.wait()
-        let_others_go()
-        return parts
-
-    return finish
-
-
-_ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
+    for each in work:
+        if each is not None:
+            each.wait()
+    let_others_go()
+    return parts
 
 
 def exchange_bytes(group: Group, device: torch.device, on_cpu: int) -> int:
-    """How many bytes should travel together, of what is cut into several exchanges over a group.
+    """Bytes that should travel together, of what is cut into several exchanges over a group.
 
     A GPU's link comes to its speed with messages of some megabytes, and each rank gets a part of what travels: 4 MiB of
     it (a million gradients of float32, as in Megatron-LM), 32 MiB at least (PyTorch's DDP: 25).
@@ -133,8 +123,7 @@ def sum_and_scatter_columns(rows: Tensor, group: Group, direction: str) -> Calla
     if group.size == 1:
         return lambda: rows
     row_count, columns = rows.shape
-    mine = columns // group.size
-    outgoing = rows.view(row_count, group.size, mine).transpose(0, 1).contiguous()
+    outgoing = rows.view(row_count, group.size, columns // group.size).transpose(0, 1).contiguous()
     incoming = torch.empty_like(outgoing)
     statistics.record(group.name, "reduce_scatter", direction, outgoing.nbytes - outgoing[0].nbytes)
     work = [dist.all_to_all_single(incoming, outgoing, group=group.handle, async_op=True)]
@@ -149,7 +138,7 @@ def sum_and_scatter_columns(rows: Tensor, group: Group, direction: str) -> Calla
 
 
 def sum_in_rank_order(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """In float32 at least, rounded once."""
+    """Sums in float32 at least, rounded once."""
     if parts[0].dtype == torch.bfloat16:
         return sum_in_rank_order([part.float() for part in parts]).to(parts[0].dtype)
     total = parts[0].clone() if len(parts) == 1 else parts[0] + parts[1]
@@ -159,7 +148,7 @@ def sum_in_rank_order(parts: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 def all_reduce_sum(tensor: Tensor, group: Group, direction: str) -> Tensor:
-    """The sum over the group, in place."""
+    """Sums over the group, in place."""
     if group.size > 1:
         start_all_reduce_sum(tensor, group, direction)()
     return tensor
@@ -167,7 +156,7 @@ def all_reduce_sum(tensor: Tensor, group: Group, direction: str) -> Tensor:
 
 def start_all_reduce_sum(tensor: Tensor, group: Group, direction: str) -> Callable[[], object]:
     """Starts summing over a group of several ranks, in place; the returned function waits until that is done."""
-    # Of what a backend does the least is counted: each rank adds up a part, and gets the others'.
+    # Counted is the least that a backend does: each rank adds up a part, and gets the others'.
     statistics.record(group.name, "all_reduce", direction, 2 * (group.size - 1) * tensor.nbytes // group.size)
     return dist.all_reduce(tensor, group=group.handle, async_op=True).wait
 
@@ -182,11 +171,11 @@ class Exchange:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all values are here; nothing waits for that."""
+        """True when all values are here; nothing waits for that."""
         return bool(self._work.is_completed())
 
     def wait(self) -> list[Tensor]:
-        """What each rank has sent, in rank order; nothing from this one."""
+        """Waits for what each rank has sent, in rank order; nothing from this one."""
         self._work.wait()
         let_others_go()
         return list(self._incoming.split(self._counts))
@@ -203,14 +192,14 @@ def start_exchange(
     """Starts sending each other rank of a group its part of a tensor `[n]`.
 
     Args:
-        to_ranks, from_ranks: how many values go to each rank, and come from it. What is for this rank is none of them.
+        to_ranks, from_ranks: how many values go to each rank, and come from it; those for this rank are not looked at.
         incoming: where to put what comes, which it fits; None: in memory of its own.
     """
-    given, taken = ([0 if rank == group.rank else n for rank, n in enumerate(c)] for c in (to_ranks, from_ranks))
-    incoming = outgoing.new_empty(sum(taken)) if incoming is None else incoming
+    sent, received = ([0 if rank == group.rank else n for rank, n in enumerate(c)] for c in (to_ranks, from_ranks))
+    incoming = outgoing.new_empty(sum(received)) if incoming is None else incoming
     statistics.record(group.name, "all_to_all", direction, incoming.nbytes)
-    work = dist.all_to_all_single(incoming, outgoing, taken, given, group=group.handle, async_op=True)
-    return Exchange(work, incoming, taken)
+    work = dist.all_to_all_single(incoming, outgoing, received, sent, group=group.handle, async_op=True)
+    return Exchange(work, incoming, received)
 
 
 class _GatherAlike(torch.autograd.Function):
@@ -247,6 +236,11 @@ class _OwnChannels(torch.autograd.Function):
         return from_rows(full, grad.shape), None
 
 
+def gather_alike(x: Tensor, group: Group) -> Tensor:
+    """[T, N, C/size, *space] -> [T, N, C, *space], for a result that every rank uses in the same way."""
+    return x if group.size == 1 else _GatherAlike.apply(x, group)
+
+
 def own_channels(x: Tensor, group: Group) -> Tensor:
     """[T, N, C, *space], whole and the same on every rank -> [T, N, C/size, *space].
 
@@ -261,8 +255,3 @@ def own_channels(x: Tensor, group: Group) -> Tensor:
             f"{what} the output {list(x.shape)} do not divide by --tensor-model-parallel-size {group.size}"
         )
     return _OwnChannels.apply(x, group)
-
-
-def gather_alike(x: Tensor, group: Group) -> Tensor:
-    """[T, N, C/size, *space] -> [T, N, C, *space], for a result that every rank uses in the same way."""
-    return x if group.size == 1 else _GatherAlike.apply(x, group)

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.parallel.collectives import Exchange, start_exchange
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel.zero import by_owner, joined, rows_of
+from megasnn.parallel_state import Group
 from megasnn.schedule.fsdp_passes import AT_ONCE
 
 ALIGNMENT = 64  # bytes, as of torch's own tensors on the CPU: a product may sum in another order at another alignment
@@ -32,7 +32,7 @@ class WeightCache(Protocol):
     """The layers' `CastWeights`."""
 
     def give(self, weight: Tensor, values: Tensor) -> None:
-        """From now on these values, of the type that is computed in, are multiplied by."""
+        """Sets the values, of the type that is computed in, that are multiplied by from now on."""
 
 
 class GatheredWeights:
@@ -56,9 +56,9 @@ class GatheredWeights:
         self._on_their_way: dict[int, _Gather] = {}
         self._buffers: list[Tensor] = []  # that nothing is on its way in
         self._live: set[int] = set()
-        self._kept: dict[Tensor, nn.Parameter] = {}
+        self._rows: dict[Tensor, nn.Parameter] = {}
 
-    def keep(self, unit: int, layers: Sequence[nn.Module]) -> None:
+    def shard(self, unit: int, layers: Sequence[nn.Module]) -> None:
         """Keeps this rank's rows of the parameters in these layers, which have their values, and frees all else.
 
         Raises:
@@ -68,63 +68,60 @@ class GatheredWeights:
         self.multiplied.update(multiplied)
         self._units[unit] = []
         for (_, travels_in), parameters in _by_type(layers, multiplied).items():
-            together = FlatParameter(parameters, travels_in, self._group)
-            self._units[unit].append(together)
-            self._kept |= zip(parameters, together.rows, strict=True)
-            for parameter, values in zip(parameters, together.values, strict=True):
+            flat = FlatParameter(parameters, travels_in, self._group)
+            self._units[unit].append(flat)
+            self._rows |= zip(parameters, flat.rows, strict=True)
+            for parameter, values in zip(parameters, flat.values, strict=True):
                 if parameter in multiplied:
                     self._cast_weights.give(parameter, values)
 
     def rows(self, parameter: Tensor) -> nn.Parameter:
         """This rank's rows of a parameter, of which there may be none; a number is a row of one."""
-        return self._kept[parameter]
+        return self._rows[parameter]
 
     def kept(self, entry: ShardedTensor) -> ShardedTensor:
         """What this rank keeps of a tensor: its rows of a parameter, all of a buffer."""
         if not entry.is_parameter:
             return entry
-        return replace(entry, tensor=self._kept[entry.tensor], shard=entry.shard.by_rows("weight"))
+        return replace(entry, tensor=self._rows[entry.tensor], shard=entry.shard.by_rows("weight"))
 
-    def gather(self, unit: int) -> None:
+    def unshard(self, unit: int) -> None:
         """Starts gathering a unit's weights. Collective over the group.
 
         Waits for those that are longest on their way, where these have all the buffers.
         """
         if len(self._on_their_way) == AT_ONCE:
-            self.ready(next(iter(self._on_their_way)))
+            self.wait_unshard(next(iter(self._on_their_way)))
         if not self._buffers:
-            self._make_buffer()
+            most = max(sum(flat.buffer_bytes for flat in flats) for flats in self._units.values())
+            device = next(iter(self._rows.values())).device
+            self._buffers.append(torch.empty(most, dtype=torch.uint8, device=device))
         buffer, exchanges, start = self._buffers.pop(), list[Exchange](), 0
-        for together in self._units[unit]:
-            exchanges.append(together.start(buffer[start : start + together.buffer_bytes]))
-            start += together.buffer_bytes
+        for flat in self._units[unit]:
+            exchanges.append(flat.start(buffer[start : start + flat.buffer_bytes]))
+            start += flat.buffer_bytes
         self._on_their_way[unit] = _Gather(exchanges, buffer)
 
-    def _make_buffer(self) -> None:
-        most = max(sum(together.buffer_bytes for together in unit) for unit in self._units.values())
-        device = next(iter(self._kept.values())).device
-        self._buffers.append(torch.empty(most, dtype=torch.uint8, device=device))
-
-    def ready(self, unit: int) -> None:
+    def wait_unshard(self, unit: int) -> None:
         """Waits until a unit's weights are here, where they are on their way.
 
         Raises:
             ValueError: nobody has gathered them.
         """
         if (gather := self._on_their_way.pop(unit, None)) is not None:
-            for together, exchange in zip(self._units[unit], gather.exchanges, strict=True):
-                together.finish(exchange)
+            for flat, exchange in zip(self._units[unit], gather.exchanges, strict=True):
+                flat.finish(exchange)
             self._buffers.append(gather.buffer)
             self._live.add(unit)
         elif unit not in self._live and self._units.get(unit):
             raise ValueError(f"the weights of unit {unit} are used, and were not gathered")
 
-    def free(self, unit: int) -> None:
+    def reshard(self, unit: int) -> None:
         """Frees a unit's gathered weights."""
-        self.ready(unit)
+        self.wait_unshard(unit)
         self._live.discard(unit)
-        for together in self._units[unit]:
-            together.free()
+        for flat in self._units[unit]:
+            flat.free()
 
 
 class _Gather(NamedTuple):
@@ -135,7 +132,7 @@ class _Gather(NamedTuple):
 
 
 class FlatParameter:
-    """Parameters of a unit that are of one type and travel in one type.
+    """Parameters of a unit that are of one type and travel in one type, in one piece of memory.
 
     Attributes:
         rows: this rank's, of each parameter.
@@ -146,31 +143,29 @@ class FlatParameter:
     def __init__(self, parameters: Sequence[nn.Parameter], travels_in: torch.dtype, group: Group) -> None:
         self._group = group
         step = ALIGNMENT // travels_in.itemsize
-        places = [-(-each.numel() // step) * step for each in parameters]
-        flat = torch.empty(sum(places), dtype=travels_in, device=parameters[0].device)
+        sizes = [-(-each.numel() // step) * step for each in parameters]
+        flat = torch.empty(sum(sizes), dtype=travels_in, device=parameters[0].device)
         self._storage, self._bytes = flat.untyped_storage(), flat.nbytes
-        starts = list(accumulate(places, initial=0))
         # Tensors that autograd saves are to know nothing of what is written here: `data` has a version of its own.
-        for_layers, here = flat.data, flat
-        self.values = [_like(each, for_layers, start) for each, start in zip(parameters, starts, strict=False)]
-        places_here = [_like(each, here, start) for each, start in zip(parameters, starts, strict=False)]
-        self._of_ranks = by_owner(places_here, group)
+        self.values = _side_by_side(parameters, flat.data, sizes)
+        self._of_ranks = by_owner(_side_by_side(parameters, flat, sizes), group)
         self._counts = [sum(part.numel() for part in parts) for parts in self._of_ranks]
         self.buffer_bytes = _buffer_bytes(parameters, travels_in, group)
         mine = by_owner(parameters, group)[group.rank]
         with torch.no_grad():
             self._mine = joined([part.detach() for part in mine], parameters[0].detach()).clone()
-        shapes = [rows_of(each, group) for each in parameters]
-        ends = accumulate((each.numel() for each in shapes), initial=0)
+        own = [rows_of(each, group) for each in parameters]
+        rows = _side_by_side(own, self._mine, [each.numel() for each in own])
         self.rows = [
-            nn.Parameter(_like(each, self._mine, end), requires_grad=parameter.requires_grad)
-            for each, parameter, end in zip(shapes, parameters, ends, strict=False)
+            nn.Parameter(each, requires_grad=parameter.requires_grad)
+            for each, parameter in zip(rows, parameters, strict=True)
         ]
         for parameter, values in zip(parameters, self.values, strict=True):
             parameter.data = values if values.dtype == parameter.dtype else _without_memory(parameter)
         self.free()
 
     def start(self, buffer: Tensor) -> Exchange:
+        """Starts sending this rank's rows to the others, and theirs here."""
         own, dtype = len(self._mine), self.values[0].dtype
         coming = sum(self._counts) - own
         outgoing, incoming = self._mine, buffer[: coming * dtype.itemsize].view(dtype)
@@ -181,6 +176,7 @@ class FlatParameter:
         return start_exchange(outgoing, [own] * self._group.size, self._counts, self._group, "step", incoming)
 
     def finish(self, exchange: Exchange) -> None:
+        """Waits for the rows, and copies them to their places."""
         parts = exchange.wait()
         parts[self._group.rank] = self._mine
         self._storage.resize_(self._bytes)
@@ -199,9 +195,10 @@ class FlatParameter:
         self._storage.resize_(0)
 
 
-def _like(tensor: Tensor, flat: Tensor, start: int) -> Tensor:
-    """A place in `flat`, in the memory order of a tensor."""
-    return flat.as_strided(tensor.shape, tensor.stride(), start)
+def _side_by_side(tensors: Sequence[Tensor], flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Places in `flat`, in the memory order of the tensors, each of which takes a size."""
+    starts = accumulate(sizes, initial=0)
+    return [flat.as_strided(each.shape, each.stride(), start) for each, start in zip(tensors, starts, strict=False)]
 
 
 def _without_memory(parameter: Tensor) -> Tensor:
@@ -241,7 +238,7 @@ def _copies(dtype: torch.dtype, travels_in: torch.dtype, ranks: int) -> int:
 
 
 def _buffer_bytes(parameters: Sequence[Tensor], travels_in: torch.dtype, group: Group) -> int:
-    """What is sent and what comes take on their way, on the rank where that is most."""
+    """Bytes on their way to and from the rank where these are most."""
     counts = [sum(part.numel() for part in parts) for parts in by_owner(parameters, group)]
     copies = _copies(parameters[0].dtype, travels_in, group.size)
     return max(
@@ -255,12 +252,12 @@ def _aligned(size: int) -> int:
 
 
 def gathered_bytes(layers: Sequence[nn.Module]) -> int:
-    """What the gathered weights of a unit take. Its layers may be on the meta device."""
+    """Bytes of the gathered weights of a unit. Its layers may be on the meta device."""
     by_type = _by_type(layers, _multiplied(layers))
-    return sum(_aligned(each.numel() * to.itemsize) for (_, to), together in by_type.items() for each in together)
+    return sum(_aligned(each.numel() * to.itemsize) for (_, to), parameters in by_type.items() for each in parameters)
 
 
 def travelling_bytes(layers: Sequence[nn.Module], group: Group) -> int:
-    """What a buffer takes that the weights of a unit can be gathered in. Its layers may be on the meta device."""
+    """Bytes of a buffer that the weights of a unit can be gathered in. Its layers may be on the meta device."""
     by_type = _by_type(layers, _multiplied(layers))
-    return sum(_buffer_bytes(together, travels_in, group) for (_, travels_in), together in by_type.items())
+    return sum(_buffer_bytes(parameters, travels_in, group) for (_, travels_in), parameters in by_type.items())

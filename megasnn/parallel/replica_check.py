@@ -1,4 +1,4 @@
-"""Ranks that hold the same tensor hold the same bits: compared by checksums.
+"""Comparison of replicas by checksums: ranks that hold the same tensor hold the same bits.
 
 A bit that flips in one replica's memory changes no message that the ranks send each other: gradients are summed over
 the replicas, and all of them go on from the sum. So nothing else notices it, and it would stay for ever.
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from megasnn.grid import Axis
 from megasnn.parallel.agreement import gather
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
+from megasnn.parallel_state import Group
 from megasnn.random import keyed_generator
 
 Key = tuple[str, tuple[tuple[Axis, int], ...]]
 """Global name of a tensor, and which of its parts a rank holds, by axis."""
-NAMED = 10  # tensors that an error lists, and ranks of each
+NAMED = 10  # tensors that an error lists
 
 
 class ReplicaError(RuntimeError):
@@ -31,10 +31,7 @@ class ReplicaError(RuntimeError):
 
 
 class ReplicaCheck:
-    """Compares what this rank holds with all other ranks that hold the same.
-
-    Ranks along an axis that a tensor is not cut over hold the same of it. Each tensor has one checksum; equal checksums
-    count as equal tensors.
+    """Compares tensors of this rank with all other ranks that hold the same.
 
     Args:
         entries: gives parameters, buffers and optimizer state as they are now; those that ranks share in the same order
@@ -67,35 +64,26 @@ class ReplicaCheck:
 
         Args:
             iteration: steps done, for the message.
+
         Raises:
             ReplicaError: on every rank, where tensors differ on any: which, on which ranks of which hosts.
         """
-        found = self._differing(self._entries())
-        if found is not None:
-            raise ReplicaError(self._report(found, iteration))
-        self.agreed = iteration
-
-    def _differing(self, entries: Sequence[ShardedTensor]) -> dict[Key, int] | None:
-        """Checksums of this rank's tensors that differ somewhere; None where no rank has such a tensor."""
+        entries = self._entries()
         own = [checksum(entry.tensor).to(self._device, non_blocking=True) for entry in entries]
         sums = torch.stack(own) if own else torch.empty(0, dtype=torch.int64, device=self._device)
         # The largest of all, and the complement of the smallest: one reduction for both.
         bounds = torch.stack([sums, ~sums])
         for axis, group in self._groups.items():
             shared = [index for index, entry in enumerate(entries) if axis in entry.shard.shared_axes]
-            values = bounds[:, shared]
-            _reduce_max(values, group)
-            bounds[:, shared] = values
+            bounds[:, shared] = _largest(bounds[:, shared], group)
         differs = bounds[0] != ~bounds[1]
-        anywhere = differs.any().long().reshape(1)
-        _reduce_max(anywhere, self._world)
-        if not anywhere.item():
-            return None
-        differing = (entries[index] for index in differs.nonzero().flatten().tolist())
-        return {(entry.name, entry.shard.part): int(checksum(entry.tensor)) for entry in differing}
+        if _largest(differs.any().long().reshape(1), self._world).item():
+            found = {(entries[i].name, entries[i].shard.part): int(sums[i]) for i in differs.nonzero().flatten()}
+            raise ReplicaError(self._report(found, iteration))
+        self.agreed = iteration
 
     def _report(self, found: dict[Key, int], iteration: int) -> str:
-        """Gathers who holds what of the tensors that differ; the same text on every rank."""
+        """Names the tensors that differ and who holds what; the same text on every rank."""
         holders: dict[Key, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
         for rank, (values, host) in enumerate(gather(self._world.handle, (found, socket.gethostname()))):
             for key, value in values.items():
@@ -104,20 +92,16 @@ class ReplicaCheck:
         lines = [f"replicas differ at iteration {iteration} ({before}); checksums of {len(holders)} tensor(s):"]
         for (name, part), ranks_of in list(holders.items())[:NAMED]:
             cut = "".join(f", part {index} by {axis} parallelism" for axis, index in part)
-            held = (f"{value & (2**64 - 1):016x} on rank {_some(ranks)}" for value, ranks in ranks_of.items())
+            held = (f"{value & (2**64 - 1):016x} on rank {', '.join(ranks)}" for value, ranks in ranks_of.items())
             lines.append(f"  - {name}{cut}: {'; '.join(held)}")
         return "\n".join(lines + [f"  - and {len(holders) - NAMED} more"] * (len(holders) > NAMED))
 
 
-def _reduce_max(values: Tensor, group: Group) -> None:
-    """In place. Ranks of a pipeline stage without tensors have nothing to reduce."""
+def _largest(values: Tensor, group: Group) -> Tensor:
+    """The largest over a group. Ranks of a pipeline stage without tensors have nothing to reduce."""
     if group.size > 1 and values.numel():
         dist.all_reduce(values, dist.ReduceOp.MAX, group=group.handle)
-
-
-def _some(ranks: Sequence[str]) -> str:
-    more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
-    return ", ".join(ranks[:NAMED]) + more
+    return values
 
 
 ROW = 1 << 16  # words that are multiplied at once: on a CPU the products then stay in its cache
@@ -129,13 +113,16 @@ def checksum(tensor: Tensor) -> Tensor:
 
     The bits are read as 32-bit words, in the order in which they lie in memory. Each is multiplied by an odd random
     64-bit number that belongs to its place, and the products are added up modulo 2^64. An odd number has an inverse
-    there, so that every change of a single word, and with it every single flipped bit, changes the sum. Any other
-    change, such as two swapped elements, goes unseen with a probability of about 2^-32 at most.
+    there, so that every single flipped bit changes the sum. Any other change, such as two swapped elements, goes unseen
+    with a probability of about 2^-32 at most.
 
     Raises:
         ValueError: the tensor's elements do not lie side by side in memory.
     """
-    return _keyed_sum(_words(in_memory_order(tensor)), level=0)
+    data = in_memory_order(tensor).view(torch.uint8)
+    if data.numel() % 4 or data.storage_offset() % 4:  # a copy, of types narrower than a word
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 4)).clone()
+    return _keyed_sum(data.view(torch.int32), level=0)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
@@ -151,16 +138,8 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     return ordered.view(-1)
 
 
-def _words(flat: Tensor) -> Tensor:
-    """int32 words; types narrower than that are copied when they end in the middle of one."""
-    data = flat.view(torch.uint8)
-    if data.numel() % 4 or data.storage_offset() % 4:
-        data = torch.nn.functional.pad(data, (0, -data.numel() % 4)).clone()
-    return data.view(torch.int32)
-
-
 def _keyed_sum(values: Tensor, level: int) -> Tensor:
-    """Rows of the integers `values` [n] are summed up, and then the rows' sums, with other keys on each level."""
+    """Sums rows of the integers `values` [n], and then the rows' sums, with other keys on each level."""
     keys = _keys(level, values.device)
     if len(values) <= ROW:
         return (values * keys[: len(values)]).sum()

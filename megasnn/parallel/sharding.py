@@ -1,25 +1,25 @@
-"""The description every parameter and buffer carries: which part of which global tensor this rank holds.
+"""Shards: which part of which global tensor a rank holds, declared by layers, read by everything else.
 
-Initial values, parameter counts, gradient norms, saving, loading and conversion read this description; nothing
-matches on names. The idea of a tensor that knows its global shape and offset is Megatron-core's ``ShardedTensor``;
-``blocks`` is what a fused q-k-v weight needs: it is cut inside each of its parts, by whole heads, not across them.
+Initial values, parameter counts, gradient norms, saving, loading and conversion read this description; nothing matches
+on names. The idea of a tensor that knows its global shape and offset is Megatron-core's ``ShardedTensor``; ``blocks``
+is what a fused q-k-v weight needs: it is cut inside each of its parts, by whole heads, not across them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from megasnn.grid import FLAG_OF_AXIS, HOLDING_AXES, Axis, Place
+from megasnn.random import keyed_generator
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-Initialiser = Callable[["Tensor", "torch.Generator"], object]
+Initialiser = Callable[[Tensor, torch.Generator], object]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Cut:
     even: bool = True
 
     def span(self, length: int, place: Place, axis: Axis) -> tuple[int, int]:
-        """Where in each block of a dimension of this length the part of a rank begins, and how long it is."""
+        """Start and length of a rank's part in each block of a dimension of this length."""
         own = own_rows(length // self.blocks, place.size(axis), place.index(axis))
         return own.start, len(own)
 
@@ -70,16 +70,12 @@ class Cut:
 def row_bounds(rows: int, ranks: int) -> list[int]:
     """Where each rank's part of so many rows begins, and behind them the end. Parts differ by one row at most; the only
     row of all is the first rank's."""
-    return [_row_bound(rows, ranks, rank) for rank in range(ranks + 1)]
+    return [-(-rows * rank // ranks) for rank in range(ranks + 1)]
 
 
 def own_rows(rows: int, ranks: int, rank: int) -> range:
-    """A rank's part of so many rows; what the other ranks have is not looked at."""
-    return range(_row_bound(rows, ranks, rank), _row_bound(rows, ranks, rank + 1))
-
-
-def _row_bound(rows: int, ranks: int, rank: int) -> int:
-    return -(-rows * rank // ranks)
+    """A rank's part of so many rows, in a time that does not grow with the ranks."""
+    return range(-(-rows * rank // ranks), -(-rows * (rank + 1) // ranks))
 
 
 def nested_bounds(rows: int, sizes: Sequence[int]) -> list[int]:
@@ -87,9 +83,8 @@ def nested_bounds(rows: int, sizes: Sequence[int]) -> list[int]:
     out what the axes before it leave, as `Shard.by_rows` does, axis by axis."""
     bounds = [0, rows]
     for size in sizes:
-        bounds = [first + each for first, last in pairwise(bounds) for each in row_bounds(last - first, size)[:-1]] + [
-            rows
-        ]
+        starts = [first + each for first, last in pairwise(bounds) for each in row_bounds(last - first, size)[:-1]]
+        bounds = [*starts, rows]
     return bounds
 
 
@@ -105,6 +100,9 @@ class Shard:
         partial_gradient: axes along which a rank's gradient covers only a share of a parameter that all hold, so that
             gradients must be summed over them (the time constant of a PLIF neuron, whose channels are cut).
         initialise: fills the *global* tensor from a generator keyed by the parameter's name.
+
+    Raises:
+        ValueError: a dimension does not divide into equal parts, or is cut along an axis of `partial_gradient`.
     """
 
     global_shape: tuple[int, ...]
@@ -141,7 +139,7 @@ class Shard:
         return _replaced(shape, cut.dim, cut.blocks * length)
 
     def is_cut(self, axis: Axis) -> bool:
-        """Whether the ranks along an axis hold different parts."""
+        """True where the ranks along an axis hold different parts."""
         return self.place.size(axis) > 1 and any(axis == other for other, _ in self.cuts)
 
     @property
@@ -177,12 +175,11 @@ class Shard:
         for axis, cut in self.cuts:
             start, length = cut.span(shape[cut.dim], self.place, axis)
             block = shape[cut.dim] // cut.blocks
-            starts = [number * block + start for number in range(cut.blocks)]
             pieces = [
                 box
-                for number, start in enumerate(starts)
+                for number in range(cut.blocks)
                 for piece in pieces
-                for box in _within(piece, cut.dim, start, length, number * length)
+                for box in _within(piece, cut.dim, number * block + start, length, number * length)
             ]
             shape = _replaced(shape, cut.dim, cut.blocks * length)
         return pieces
@@ -194,22 +191,8 @@ class Shard:
             return self  # nothing is shared out
         return replace(self, cuts=(*self.cuts, (axis, Cut(0, even=False))))
 
-    def without(self, axes: Collection[Axis]) -> Shard:
-        """Of what the ranks along some axes hold together."""
-        return replace(self, cuts=tuple((axis, cut) for axis, cut in self.cuts if axis not in axes))
-
-    def rows_of(self, place: Place) -> range:
-        """Which rows the rank at a place owns, of those that a tensor parallel rank holds; a number is a row."""
-        shared = self.without([axis for axis, cut in self.cuts if not cut.even]).local_shape
-        rows = range(shared[0] if shared else 1)
-        for axis, cut in self.cuts:
-            if not cut.even:
-                start, length = cut.span(len(rows), place, axis)
-                rows = rows[start : start + length]
-        return rows
-
     def whole(self, global_shape: tuple[int, ...] = ()) -> Shard:
-        """Of another tensor at the same place, which every rank holds whole."""
+        """The shard of another tensor at the same place, which every rank holds whole."""
         return Shard(global_shape, place=self.place)
 
     def cut(self, full: Tensor) -> Tensor:
@@ -236,3 +219,162 @@ def _within(piece: Piece, dim: int, start: int, length: int, goes_to: int) -> It
 
 def _replaced(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return values[:dim] + (value,) + values[dim + 1 :]
+
+
+# --- tensors of modules
+
+
+@dataclass(frozen=True)
+class ShardedTensor:
+    """A parameter or buffer of a built model with its global name and description."""
+
+    name: str
+    tensor: Tensor
+    shard: Shard
+    is_parameter: bool
+
+
+def declare_parameter(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype) -> None:
+    """Registers a parameter of the shard's local shape on the meta device; `materialise` gives it memory and values."""
+    module.register_parameter(name, nn.Parameter(torch.empty(shard.local_shape, dtype=dtype, device="meta")))
+    _shards(module)[name] = shard
+
+
+def declare_buffer(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype) -> None:
+    """The same for a buffer."""
+    module.register_buffer(name, torch.empty(shard.local_shape, dtype=dtype, device="meta"))
+    _shards(module)[name] = shard
+
+
+def describe_tensor(module: nn.Module, name: str, shard: Shard) -> None:
+    """Describes a parameter or buffer that a module has already, on the meta device."""
+    _shards(module)[name] = shard
+
+
+def is_described(module: nn.Module, name: str | None = None) -> bool:
+    """True where tensors of the module itself are described, or the one of this name."""
+    described = vars(module).get("_described_shards", {})
+    return bool(described) if name is None else name in described
+
+
+def _shards(module: nn.Module) -> dict[str, Shard]:
+    shards: dict[str, Shard] = vars(module).setdefault("_described_shards", {})
+    return shards
+
+
+def tie(module: nn.Module, name: str, owner_name: str, owner: nn.Module, name_there: str) -> None:
+    """Makes a described tensor a copy of another one, which owns the value; it takes that one's name and description.
+
+    Raises:
+        ValueError: they have other shapes, or ranks hold other parts of them.
+    """
+    if name not in _shards(module) or name_there not in _shards(owner):
+        return  # `sharded_tensors` tells what is missing
+    mine, theirs = _shards(module)[name], _shards(owner)[name_there]
+    if mine.pieces() != theirs.pieces():
+        shapes = f"{list(mine.global_shape)} here and {list(theirs.global_shape)} there"
+        raise ValueError(
+            f"ranks hold other parts of the two, {shapes}: give both layers the same sizes and `style`, or set "
+            f"{FLAG_OF_AXIS['tensor']} 1"
+        )
+    _shards(module)[name] = theirs
+    vars(module).setdefault("_owner_names", {})[name] = owner_name
+
+
+def owner_name(module: nn.Module, name: str, path: str) -> str:
+    """Global name of the tensor that a module at this path owns, or has a copy of."""
+    called: str = vars(module).get("_owner_names", {}).get(name, f"{path}.{name}")
+    return called
+
+
+def sharded_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
+    """Every parameter and persistent buffer below the given (global name, layer) pairs, in a fixed order; no copies.
+
+    Raises:
+        ValueError: a tensor has no description, which would make it invisible to initialisation and checkpoints.
+    """
+    return (entry for entry, is_copy in _described_tensors(named_layers) if not is_copy)
+
+
+def copied_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
+    """The copies below these layers, each under the name of what it is a copy of; see `tie`."""
+    return (entry for entry, is_copy in _described_tensors(named_layers) if is_copy)
+
+
+def _described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[ShardedTensor, bool]]:
+    """All tensors, and whether each is a copy."""
+    for prefix, layer in named_layers:
+        for path, module in layer.named_modules(prefix=prefix):
+            shards = _shards(module)
+            own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+            for name, tensor in own:
+                if name in module._non_persistent_buffers_set:
+                    continue
+                if name not in shards:
+                    raise ValueError(f"{path}.{name} has no shard description; make it with declare_parameter/_buffer")
+                called = owner_name(module, name, path)
+                entry = ShardedTensor(called, tensor, shards[name], name in module._parameters)
+                yield entry, called != f"{path}.{name}"
+
+
+def freeze(named_layers: Iterable[tuple[str, nn.Module]], is_frozen: Callable[[str], bool]) -> None:
+    """Ends the training of those parameters of these layers whose global names are frozen, and of their copies."""
+    for entry, _ in _described_tensors(named_layers):
+        if entry.is_parameter and is_frozen(entry.name):
+            entry.tensor.requires_grad_(False)
+
+
+def parameter_count(tensors: Iterable[ShardedTensor]) -> int:
+    """Number of elements of the global parameters described, each counted once."""
+    return sum(torch.Size(entry.shard.global_shape).numel() for entry in tensors if entry.is_parameter)
+
+
+def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:
+    """Gives memory and initial values to every declared tensor of these layers.
+
+    Each value follows from (seed, global name) alone: the global tensor is drawn, this rank's part is kept, so
+    the model starts from the same numbers on every layout. At most one global tensor exists at a time. What is tied has
+    the same memory.
+
+    Raises:
+        ValueError: nothing initialises a tensor.
+    """
+    layers = list(named_layers)
+    values: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for entry, _ in _described_tensors(layers):
+            if entry.name in values:
+                continue
+            if entry.shard.initialise is None:
+                raise ValueError(f"nothing initialises {entry.name}; its Shard needs an `initialise` function")
+            # Floating-point values are drawn in float32 whatever the precision: fp64 checks start from the fp32 run's.
+            dtype = torch.float32 if entry.tensor.is_floating_point() else entry.tensor.dtype
+            full = torch.empty(entry.shard.global_shape, dtype=dtype)
+            entry.shard.initialise(full, keyed_generator(seed, "init", entry.name))
+            values[entry.name] = _in_memory_order(entry.shard.cut(full).to(device, entry.tensor.dtype))
+        for prefix, layer in layers:
+            for path, module in layer.named_modules(prefix=prefix):
+                for name in _shards(module):
+                    value = values[owner_name(module, name, path)]
+                    if name in module._parameters:
+                        module._parameters[name] = _with_all_of(module._parameters[name], value)
+                    else:
+                        module._buffers[name] = value.detach()  # a tensor of its own, of the same memory
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """Kernels of convolutions have channels last, like activations: nothing is reordered when they meet."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+
+
+def _with_all_of(old: nn.Parameter | None, value: Tensor) -> nn.Parameter:
+    """A parameter with a value, and what was set on the one before: whether it is trained, attributes, hooks."""
+    new = nn.Parameter(value, requires_grad=old is None or old.requires_grad)
+    if old is not None:
+        vars(new).update(vars(old))
+    if old is not None and old.requires_grad:
+        for hook in (old._backward_hooks or {}).values():
+            new.register_hook(hook)
+        for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+            new.register_post_accumulate_grad_hook(hook)
+    return new

@@ -1,9 +1,8 @@
 """Statistics of norms over ranks: those of a micro-batch that ranks share, and the running ones of a global batch.
 
 What travels are statistics, not values. All ranks form the same sums in the same order, so that they go on from the
-same bits. A norm that a forward of the model calls several times has one update for each call, in their order. Every
-replica sees every micro-batch's statistics, so that the buffers are equal on all of them, and equal to those of one
-rank.
+same bits. Every replica sees every micro-batch's statistics, so that the buffers are equal on all of them, and equal to
+those of one rank. A norm that a forward of the model calls several times has one update for each call, in their order.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import torch
 from torch import Tensor
 
 from megasnn.parallel.collectives import all_gather_into
-from megasnn.parallel.group import Group
 from megasnn.parallel.traffic import statistics
+from megasnn.parallel_state import Group
 from megasnn.pinned import without_waiting
 
 
 @dataclass(frozen=True)
 class SharedStatistics:
-    """The exchange over a group of several ranks; see `megasnn.kernels.norm_neuron.Shared`."""
+    """The exchange over a group of several ranks; see `megasnn.kernels.neuron.Shared`."""
 
     group: Group
 
@@ -34,11 +33,12 @@ class SharedStatistics:
 
         Args:
             own: `[2, C]` in double precision, over `count` values a channel.
+
         Returns:
             `[2, C]` over the values of all ranks, and their number, a scalar on the device.
         """
         mine = torch.cat([own.flatten(), own.new_full((1,), count)])
-        parts = self._gathered(mine, "forward")
+        parts = _all_gathered(mine, self.group, "forward")
         counts, (means, variances) = parts[:, -1:], parts[:, :-1].unflatten(1, own.shape).unbind(1)
         total = counts.sum(0)
         shares = counts / total
@@ -47,20 +47,23 @@ class SharedStatistics:
         return torch.stack((mean, variance)), total.squeeze(0)
 
     def total(self, sums: Tensor) -> Tensor:
-        """The sum over the ranks of a tensor in backward, in rank order."""
-        return self._gathered(sums, "backward").sum(0)
-
-    def _gathered(self, mine: Tensor, direction: str) -> Tensor:
-        """`[ranks, ...]`."""
-        statistics.record(self.group.name, "all_gather", direction, (self.group.size - 1) * mine.nbytes)
-        into = mine.new_empty(self.group.size, *mine.shape)
-        all_gather_into(into, mine.reshape(-1), self.group)
-        return into
+        """Sums a tensor in backward over the ranks, in rank order."""
+        return _all_gathered(sums, self.group, "backward").sum(0)
 
 
 def shared_over(group: Group) -> SharedStatistics | None:
     """The exchange over a group; None where it has only this rank."""
     return SharedStatistics(group) if group.size > 1 else None
+
+
+def _all_gathered(mine: Tensor, group: Group, direction: str) -> Tensor:
+    """`[ranks, ...]`."""
+    if group.size == 1:
+        return mine[None]
+    statistics.record(group.name, "all_gather", direction, (group.size - 1) * mine.nbytes)
+    into = mine.new_empty(group.size, *mine.shape)
+    all_gather_into(into, mine.reshape(-1), group)
+    return into
 
 
 class RunningNorm(Protocol):
@@ -101,6 +104,7 @@ def merge_running_statistics(
         data: the data-parallel group, in the order in which replicas take their micro-batches.
         most_micro_batches: the largest number of micro-batches that any replica has.
         of_owners: whose running statistics are updated by what was found, for norms that several layers have.
+
     Raises:
         ValueError: a norm was called otherwise than in the dry run.
     """
@@ -108,29 +112,26 @@ def merge_running_statistics(
     tracked = [norm for norm in expected if norm.running_mean is not None]
     if not tracked:
         return
-    table = _gathered(_local_table(tracked, most_micro_batches), data)
+    table = _all_gathered(_local_table(tracked, most_micro_batches), data, "step").flatten(0, 1)
     sizes = [(norm.calls, norm.running_mean.numel()) for norm in tracked if norm.running_mean is not None]
     channels = [size for calls, size in sizes for _ in range(calls)]
     counts, means, variances = table.split([len(channels), sum(channels), sum(channels)], dim=1)
     repeats = without_waiting(torch.tensor(channels), table.device)
     counts = counts.repeat_interleave(repeats, dim=1, output_size=sum(channels))
-    pooled = [_of_each_call(values, sizes) for values in _pooled(counts, means, variances)]
+    pooled = [_of_each_norm(values, sizes) for values in _pooled(counts, means, variances)]
     _update(of_owners(list(zip(tracked, *pooled, strict=True))))
     for norm in tracked:
         norm.pending.clear()
 
 
-def _of_each_call(values: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+def _of_each_norm(values: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
     """The values of all norms, `[calls, C_local]` of each."""
     parts = values.split([calls * channels for calls, channels in sizes])
     return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
 
 
 def _local_table(norms: Sequence[RunningNorm], rows: int) -> Tensor:
-    """One row for each micro-batch: counts, means and variances of all calls of all norms; unused rows have count 0.
-
-    Raises ValueError for a norm that forwards have not called as often as the dry run.
-    """
+    """One row for each micro-batch: counts, means and variances of all calls of all norms; unused rows have count 0."""
     calls = [norm.pending[call :: norm.calls] for norm in norms for call in range(norm.calls)]
     unexpected = any(norm.pending for norm in norms if not norm.calls)
     if unexpected or len({len(records) for records in calls}) > 1 or len(calls[0]) > rows:
@@ -150,21 +151,12 @@ def _local_table(norms: Sequence[RunningNorm], rows: int) -> Tensor:
 
 
 def _counts(counts: Sequence[Sequence[int | Tensor]], table: Tensor) -> Tensor:
-    """How many values a channel each record is of, `[micro-batches, calls]`. Where ranks share a micro-batch, the
-    device knows that, and elsewhere the host."""
+    """Number of values a channel of each record, `[micro-batches, calls]`. Where ranks share a micro-batch, the device
+    knows it, and elsewhere the host."""
     if any(isinstance(count, Tensor) for row in counts for count in row):
         on_device = [[c if isinstance(c, Tensor) else table.new_full((), c) for c in row] for row in counts]
         return torch.stack([torch.stack(row) for row in on_device])
     return without_waiting(torch.tensor(counts, dtype=torch.float64), table.device)
-
-
-def _gathered(table: Tensor, data: Group) -> Tensor:
-    if data.size == 1:
-        return table
-    statistics.record(data.name, "all_gather", "step", (data.size - 1) * table.nbytes)
-    tables = table.new_empty(data.size * len(table), table.shape[1])
-    all_gather_into(tables, table.view(-1), data)
-    return tables
 
 
 def _pooled(counts: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,11 +168,25 @@ def _pooled(counts: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, T
 
 
 def _added_up(rows: Tensor) -> Tensor:
-    """From the first row to the last, which no operator for a sum promises."""
+    """Sums from the first row to the last, which no operator for a sum promises."""
     total = torch.zeros_like(rows[0])
     for row in rows:
         total += row
     return total
+
+
+class _Call(NamedTuple):
+    """What all inputs of a step say of one call of a norm: mean and variance `[C_local]`."""
+
+    norm: RunningNorm
+    mean: Tensor
+    variance: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the running statistics."""
+        assert self.norm.running_mean is not None
+        return self.norm.running_mean.dtype
 
 
 def _update(found: Sequence[StepStatistics]) -> None:
@@ -195,20 +201,6 @@ def _update(found: Sequence[StepStatistics]) -> None:
                 alike.setdefault((call.dtype, call.norm.momentum), []).append(call)
         for (dtype, momentum), several in alike.items():
             _update_alike(several, dtype, momentum)
-
-
-class _Call(NamedTuple):
-    """What all inputs of a step say of one call of a norm: mean and variance `[C_local]`."""
-
-    norm: RunningNorm
-    mean: Tensor
-    variance: Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the running statistics."""
-        assert self.norm.running_mean is not None
-        return self.norm.running_mean.dtype
 
 
 def _update_alike(calls: Sequence[_Call], dtype: torch.dtype, momentum: float | None) -> None:

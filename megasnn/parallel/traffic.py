@@ -1,8 +1,8 @@
 """Counts of collective calls and bytes, by group, operation and direction.
 
 The counters belong to the process. Bytes are those that cross from one rank to another, after spikes have been packed:
-of a collective what this rank receives from the others, its own share not counted; of a message its payload, where it
-is sent. Summed over ranks, every byte is counted once.
+of a collective what this rank receives from the others, of a message its payload, where it is sent. Summed over ranks,
+every byte is counted once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass
@@ -21,9 +21,14 @@ class Traffic:
     bytes: int = 0
     dense_bytes: int = 0
 
+    def add(self, calls: int, moved: int, dense: int) -> None:
+        self.calls += calls
+        self.bytes += moved
+        self.dense_bytes += dense
+
 
 class CommStatistics:
-    """Count, read, reset. Recording costs a dictionary look-up for each collective, and nothing outside of counting."""
+    """Counters of traffic. Recording costs a dictionary look-up for each collective, nothing outside of counting."""
 
     def __init__(self) -> None:
         self.enabled = False
@@ -31,7 +36,7 @@ class CommStatistics:
 
     @contextmanager
     def counting(self, enabled: bool = True) -> Iterator[None]:
-        """Inside, counting is on, or off; behind it, as before."""
+        """Turns counting on, or off, for a while."""
         before, self.enabled = self.enabled, enabled
         try:
             yield
@@ -42,25 +47,19 @@ class CommStatistics:
         self._traffic.clear()
 
     def record(self, group: str, operation: str, direction: str, moved: int, dense: int | None = None) -> None:
-        if not self.enabled:
-            return
-        traffic = self._traffic[group, operation, direction]
-        traffic.calls += 1
-        traffic.bytes += moved
-        traffic.dense_bytes += moved if dense is None else dense
+        if self.enabled:
+            self._traffic[group, operation, direction].add(1, moved, moved if dense is None else dense)
 
     def read(self) -> dict[tuple[str, str, str], Traffic]:
         """(group, operation, "forward" | "backward" | "step") -> traffic since the last reset."""
-        return {key: Traffic(t.calls, t.bytes, t.dense_bytes) for key, t in self._traffic.items()}
+        return {key: replace(traffic) for key, traffic in self._traffic.items()}
 
     def total(self, group: str | None = None, operation: str | None = None) -> Traffic:
-        """All traffic, or that of one group, or of one operation."""
+        """Sums all traffic, or that of one group, or of one operation."""
         total = Traffic()
         for (name, kind, _), traffic in self._traffic.items():
             if group in (None, name) and operation in (None, kind):
-                total.calls += traffic.calls
-                total.bytes += traffic.bytes
-                total.dense_bytes += traffic.dense_bytes
+                total.add(traffic.calls, traffic.bytes, traffic.dense_bytes)
         return total
 
 

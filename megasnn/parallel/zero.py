@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.parallel.collectives import Exchange, start_exchange, sum_in_rank_order
-from megasnn.parallel.group import Group
 from megasnn.parallel.replica_check import in_memory_order
 from megasnn.parallel.sharding import nested_bounds
+from megasnn.parallel_state import Group
 
 
 class RowShards:
@@ -23,8 +23,8 @@ class RowShards:
 
     Args:
         gradients: of the parameters, as they lie in memory, like them.
-        data: the replicas, and ranks that share a micro-batch with them.
-        kept: this rank's rows, where it keeps no others: then there is nothing to be shared.
+        data: the ranks that hold the same of the weights.
+        kept: this rank's rows, where it keeps no others: then there is nothing to be gathered.
 
     Attributes:
         rows: for each parameter those of its rows that this rank owns, which share its memory; there may be none. A
@@ -43,13 +43,14 @@ class RowShards:
         self._values = [[] for _ in range(data.size)] if kept is not None else by_owner(parameters, data)
         self._gradients = by_owner(gradients, data)
         self._counts = [sum(part.numel() for part in parts) for parts in self._gradients]
-        self._of_others = list(chain(*without(self._values, data.rank)))
+        self._values_of_others = self._of_others(self._values)
         self.sum = gradients[0].new_zeros(self._counts[data.rank])
         self.rows = list(kept) if kept is not None else [nn.Parameter(rows_of(each, data)) for each in parameters]
-        ends = accumulate((rows.numel() for rows in self.rows), initial=0)
+        starts = accumulate((rows.numel() for rows in self.rows), initial=0)
         # Like the rows, as the optimizer wants it.
         self.sums = [
-            self.sum.as_strided(rows.shape, rows.stride(), end) for rows, end in zip(self.rows, ends, strict=False)
+            self.sum.as_strided(rows.shape, rows.stride(), start)
+            for rows, start in zip(self.rows, starts, strict=False)
         ]
 
     def attach(self) -> None:
@@ -80,34 +81,36 @@ class RowShards:
         return finish
 
     def _start(self, direction: str) -> Exchange:
-        rank = self._data.rank
-        outgoing = joined(list(chain(*without(self._gradients, rank))), self.sum)
-        mine = [0 if other == rank else self._counts[rank] for other in range(self._data.size)]
+        outgoing = joined(self._of_others(self._gradients), self.sum)
+        mine = [self._counts[self._data.rank]] * self._data.size
         return start_exchange(outgoing, self._counts, mine, self._data, direction)
+
+    def start_all_gather(self) -> Callable[[], None]:
+        """Starts sending the values of this rank's rows to all others; the returned function waits for theirs."""
+        rank, size = self._data.rank, self._data.size
+        outgoing = joined(self._values[rank], self.sum).repeat(size - 1)
+        exchange = start_exchange(outgoing, [self._counts[rank]] * size, self._counts, self._data, "step")
+
+        def finish() -> None:
+            arrived = torch.cat(exchange.wait()).split([part.numel() for part in self._values_of_others])
+            if self._values_of_others:
+                torch._foreach_copy_(self._values_of_others, arrived)
+
+        return finish
 
     @property
     def travelling_bytes(self) -> int:
-        """What is sent and what comes, while gradients travel, or rows."""
+        """Bytes that are sent and that come, while gradients travel, or rows."""
         mine = self._counts[self._data.rank]
         return self.sum.itemsize * (sum(self._counts) - mine + (self._data.size - 1) * mine)
 
     @property
     def arrived_bytes(self) -> int:
-        """What the end of that takes beside: this rank's own part and the sum, or the rows of all others in one."""
-        return max(2 * self.sum.nbytes, sum(part.nbytes for part in self._of_others))
+        """Bytes that the end of that takes beside: this rank's own part and the sum, or the rows of all others."""
+        return max(2 * self.sum.nbytes, sum(part.nbytes for part in self._values_of_others))
 
-    def start_sharing(self) -> Callable[[], None]:
-        """Starts sending the values of this rank's rows to all others; the returned function waits for theirs."""
-        rank, others = self._data.rank, self._data.size - 1
-        outgoing = joined(self._values[rank], self.sum).repeat(others)
-        exchange = start_exchange(outgoing, [self._counts[rank]] * (others + 1), self._counts, self._data, "step")
-
-        def finish() -> None:
-            arrived = torch.cat(exchange.wait()).split([part.numel() for part in self._of_others])
-            if self._of_others:
-                torch._foreach_copy_(self._of_others, arrived)
-
-        return finish
+    def _of_others(self, parts: Sequence[list[Tensor]]) -> list[Tensor]:
+        return [*chain(*(part for rank, part in enumerate(parts) if rank != self._data.rank))]
 
 
 def by_owner(tensors: Sequence[Tensor], data: Group) -> list[list[Tensor]]:
@@ -144,11 +147,6 @@ def _bounds(rows: int, data: Group) -> list[int]:
     return nested_bounds(rows, data.sizes or (data.size,))
 
 
-def without(parts: Sequence[list[Tensor]], rank: int) -> list[list[Tensor]]:
-    """The parts of all other ranks."""
-    return [part for other, part in enumerate(parts) if other != rank]
-
-
 def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Side by side, `[n]`; of the type of `like` where there are none."""
+    """Copies parts side by side, `[n]`; of the type of `like` where there are none."""
     return torch.cat(list(parts)) if parts else like.new_empty(0)

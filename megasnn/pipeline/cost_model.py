@@ -41,6 +41,12 @@ class LinkCost:
         steps = math.ceil(math.log2(ranks)) if on_gpu else ranks - 1
         return 2 * (steps * self.latency + self.per_byte * size * (ranks - 1) / ranks)
 
+    def transfer(self, size: int, pack: float = 0.0, unpack: float = 0.0) -> Transfer:
+        """Way of a message, for the simulator."""
+        sender, receiver = size * self.sender_per_byte, size * self.receiver_per_byte
+        on_the_way = self.latency + size * self.per_byte - sender - receiver
+        return Transfer(on_the_way, pack + sender, unpack + receiver)
+
 
 @dataclass(frozen=True)
 class LayerCost:
@@ -49,18 +55,15 @@ class LayerCost:
     Attributes:
         forward, input_gradient, weight_gradient: seconds to compute.
         held: bytes kept from the forward until the weight gradient is done.
-        working: most bytes that forward, input gradient and weight gradient need, above those before each; their inputs
-            and the gradient of the output were there.
+        working: most bytes that forward, input gradient and weight gradient need above those before each.
         message, gradient: bytes of the output and of its gradient on the way to another stage; in PipelineCosts of all
             that crosses a boundary behind the layer.
         pack, unpack: seconds to make those messages, and to restore what they hold.
         parameters: bytes of this rank's part of them.
-        collectives, exchanged: calls between tensor parallel ranks, forward and backward, and the bytes that this rank
-            receives from the others.
+        collectives, exchanged: calls between ranks that share the layer, and the bytes that this rank receives.
         found: bytes kept beside the input where the forward is computed again: statistics of norms, received tensors.
         again: seconds of a forward that is computed again; None: those of the forward.
         working_again: bytes that it needs, as in `working`; None: those of the forward.
-        working_whole: bytes that a backward in one part needs; None: the larger one of the parts'.
         deferred: bytes that an input gradient leaves for the weight gradient; None: all that the forward has kept.
         output: bytes of the output where the layer runs, and of its gradient; None: those of the gradient on its way.
             In PipelineCosts of all that crosses a boundary behind the layer.
@@ -82,7 +85,6 @@ class LayerCost:
     found: int = 0
     again: float | None = None
     working_again: int | None = None
-    working_whole: int | None = None
     deferred: int | None = None
     output: int | None = None
     cast: int = 0
@@ -96,6 +98,11 @@ class LayerCost:
     def deferred_bytes(self) -> int:
         """Bytes that an input gradient leaves for the weight gradient."""
         return self.held if self.deferred is None else self.deferred
+
+    @property
+    def recompute_seconds(self) -> float:
+        """Seconds of a forward that is computed again."""
+        return self.forward if self.again is None else self.again
 
     @property
     def seconds(self) -> float:
@@ -134,35 +141,26 @@ class PipelineCosts:
         layers = [self.layers[i] for i in span]
         # A chunk without layers hands its input on.
         last = self.layers[span.stop - 1] if span.stop > 0 else LayerCost(0, 0, 0)
-        inputs, weights = (sum(getattr(each, f"{part}_gradient") for each in layers) for part in ("input", "weight"))
+        inputs, weights = sum(each.input_gradient for each in layers), sum(each.weight_gradient for each in layers)
         return ChunkCost(
             forward=sum(each.forward for each in layers),
             backward=inputs + weights,
             activation=share,
             input_gradient=inputs,
             weight_gradient=weights,
-            output=self._transfer(last.message, last.pack, last.unpack),
-            gradient=self._transfer(last.gradient, 0.0, 0.0),
-            again=sum(each.forward if each.again is None else each.again for each in layers),
+            output=self.link.transfer(last.message, last.pack, last.unpack),
+            gradient=self.link.transfer(last.gradient),
+            again=sum(each.recompute_seconds for each in layers),
         )
-
-    def _transfer(self, size: int, pack: float, unpack: float) -> Transfer:
-        link = self.link
-        sender, receiver = size * link.sender_per_byte, size * link.receiver_per_byte
-        on_the_way = link.latency + size * link.per_byte - sender - receiver
-        return Transfer(on_the_way, pack + sender, unpack + receiver)
 
 
 def with_recompute_in_backward(costs: Sequence[ChunkCost]) -> list[ChunkCost]:
     """Adds forwards that are computed again to the backwards right behind them."""
-    return [
-        replace(
-            each,
-            backward=each.backward + each.time(Kind.RECOMPUTE),
-            input_gradient=each.time(Kind.INPUT_GRADIENT) + each.time(Kind.RECOMPUTE),
-        )
-        for each in costs
-    ]
+    found = []
+    for each in costs:
+        again, inputs = each.time(Kind.RECOMPUTE), each.time(Kind.INPUT_GRADIENT)
+        found.append(replace(each, backward=each.backward + again, input_gradient=inputs + again))
+    return found
 
 
 def crossing(model: ModelDescription, costs: Sequence[LayerCost]) -> list[LayerCost]:
@@ -170,11 +168,12 @@ def crossing(model: ModelDescription, costs: Sequence[LayerCost]) -> list[LayerC
     found = []
     for number, cost in enumerate(costs):
         carried = [costs[other] for other in model.needed_from(number + 1)]
-        sizes = {name: sum(getattr(each, name) for each in carried) for name in ("message", "gradient")}
-        sizes["output"] = sum(each.waiting for each in carried)
-        times = {name: sum(getattr(each, name) for each in carried) for name in ("pack", "unpack")}
-        found.append(replace(cost, **sizes, **times))
+        sums = {name: sum(getattr(each, name) for each in carried) for name in _CROSSING}
+        found.append(replace(cost, **sums, output=sum(each.waiting for each in carried)))
     return found
+
+
+_CROSSING = "message", "gradient", "pack", "unpack"
 
 
 def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]) -> LayerCost:
@@ -195,7 +194,7 @@ def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]
     return replace(first, working=(forward, inputs, weights), **values)
 
 
-_IN_BYTES = "held", "message", "gradient", "found", "working_again", "working_whole", "deferred", "output", "exchanged"
+_IN_BYTES = "held", "message", "gradient", "found", "working_again", "deferred", "output", "exchanged"
 
 
 def layers_per_chunk(bounds: Sequence[range]) -> str:

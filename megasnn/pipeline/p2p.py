@@ -1,292 +1,316 @@
-"""Tensors from one pipeline rank to another: any shape, packed where their content allows it.
+"""Tensors from one pipeline rank to another: spikes as bits, counts as bytes, all else dense.
 
-Both ends know a tensor's shape, memory order, type and format from the plan (megasnn/pipeline/boundaries.py), so that
-every receive can be posted, and no host waits for another one. Only what plain modules give has an order that is not
-known before it is computed: there, a descriptor travels before the first tensor of its kind, from host to host, and no
-device is asked for it. Boundaries differ only by the number of samples, which both ends know, so that later tensors of
-the same key need none. The memory order is restored as it was: a convolution may sum in another order on another memory
-format, and the pipeline must not change a bit.
+Both ends know shape, type, content and need of a gradient of what a boundary carries: they follow from the model's dry
+run. In memory the channels are last, on the wire as everywhere between layers (megasnn/layers/shape_inference.py), so a
+pipeline changes no bit. So every receive can be posted, and no host waits for another one.
+
+A link is all that one rank sends to another, forward and backward, first in, first out. Each direction between two
+ranks has a process group of its own: with both in one queue, a receive that is posted early would hold up the send that
+its peer waits for. `megasnn/schedule/receives.py` decides which receives are posted before which computation.
 
 A message has the size that was planned, whatever the values: a packed one that cannot hold them is noted by its sender
-(megasnn/device_checks.py), and whoever reads that with the loss does the step again. No host looks at what travels.
+(megasnn/device_checks.py) and read with the loss. No host looks at what travels.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.kernels.codec import empty_values
-from megasnn.kernels.packed import bits_of
-from megasnn.parallel.codec import Content, decode_into, encode, encoded_like
-from megasnn.parallel.group import Group
+from megasnn.bundle import Key, entries_of
+from megasnn.device_checks import explained
+from megasnn.kernels.spike_codec import Content, bits_of, decode_into, empty_values, encode, encoded_like
+from megasnn.layers.context import BuildContext
+from megasnn.layers.init import tensors_of
+from megasnn.layers.row_context import WholeImages
+from megasnn.layers.shape_inference import is_channels_last
+from megasnn.models.description import DRY_SAMPLES, INPUT, Carried, ModelDescription
+from megasnn.parallel.sharding import own_rows
 from megasnn.parallel.traffic import statistics
+from megasnn.parallel_state import Group, ParallelState
 from megasnn.pinned import without_waiting
-
-MAX_DIMS = 8
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.uint8,
-    torch.int32,
-    torch.bool,
-)
-CONTENTS = tuple(Content)
+from megasnn.pipeline.chunk import PipelineChunk
+from megasnn.schedule import Action, Kind, Schedule
+from megasnn.schedule.receives import known_arrivals, posted_ahead, receives_from, sent_by_then
 
 
 @dataclass(frozen=True)
-class WireOptions:
-    """How tensors travel between stages.
+class TensorSpec:
+    """Tensor in transit.
 
     Attributes:
-        gradient_dtype: in which type gradients travel; None: in their own. A narrower one rounds them.
-    """
-
-    gradient_dtype: torch.dtype | None = None
-
-
-@dataclass(frozen=True)
-class TensorDescriptor:
-    """Shape, memory order (dimensions from slowest to fastest), type and format of a tensor in transit.
-
-    `sent_as` is the type of dense values on the way; `learns` says whether a gradient is to come back.
+        content: decides the format.
+        learns: True if a gradient comes back.
     """
 
     shape: tuple[int, ...]
-    order: tuple[int, ...]
     dtype: torch.dtype
-    content: Content
-    sent_as: torch.dtype
+    content: Content = Content.DENSE
     learns: bool = False
 
-    @classmethod
-    def of(cls, tensor: Tensor, content: Content, sent_as: torch.dtype | None = None) -> TensorDescriptor:
-        # Dimensions of size 1 come first: their strides mean nothing and differ from one operation to the next.
-        strides = tensor.stride()
-        order = sorted(range(tensor.ndim), key=lambda dim: (tensor.shape[dim] > 1, -strides[dim]))
-        dtype = tensor.dtype
-        return cls(tuple(tensor.shape), tuple(order), dtype, content, sent_as or dtype, tensor.requires_grad)
-
-    @property
-    def count(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    def flatten(self, tensor: Tensor) -> Tensor:
-        """The values in memory order, as a 1-d tensor."""
-        return tensor.permute(self.order).reshape(-1)
-
-    def restore(self, payload: Tensor) -> Tensor:
-        """The tensor with its shape and memory order, from a packed or dense message."""
-        if self.content is Content.DENSE:
-            values = payload.to(self.dtype)
-        else:
-            values = empty_values(self.count, self.dtype, payload.device)
-            rows = values.view(-1, 1) if self.content is Content.COUNTS else values.view(1, -1)
-            decode_into(payload, self.content, rows)
-        sizes = [self.shape[dim] for dim in self.order]
-        tensor = values.view(sizes).permute([self.order.index(dim) for dim in range(len(sizes))])
-        return tensor.requires_grad_(self.learns)
-
-    def differences(self, other: TensorDescriptor) -> str:
-        """What is not the same in the two, with both values, for a message."""
-        words = {"order": "memory order", "dtype": "type", "learns": "need of a gradient"}
-        return ", ".join(
-            f"its {words.get(each.name, each.name)} from {getattr(self, each.name)} to {getattr(other, each.name)}"
-            for each in fields(self)
-            if getattr(self, each.name) != getattr(other, each.name)
-        )
-
     def buffer(self, device: torch.device, pinned: bool = False) -> Tensor:
-        """Room for a message: packed or dense values."""
-        return encoded_like(self.count, self.content, self.sent_as, device, pinned)
+        """Empty message."""
+        return encoded_like(torch.Size(self.shape).numel(), self.content, self.dtype, device, pinned)
 
-    def to_header(self) -> Tensor:
-        """The header is on the CPU. Raises ValueError for a tensor that a header cannot describe."""
-        if len(self.shape) > MAX_DIMS or self.dtype not in DTYPES:
-            raise ValueError(
-                f"a tensor of {len(self.shape)} dimensions and type {self.dtype} cannot cross pipeline stages: at most "
-                f"{MAX_DIMS} dimensions of {', '.join(map(str, DTYPES))}"
-            )
-        fill = [0] * (MAX_DIMS - len(self.shape))
-        types = [DTYPES.index(self.dtype), CONTENTS.index(self.content), DTYPES.index(self.sent_as)]
-        values = [len(self.shape), *types, self.learns, *self.shape, *fill, *self.order, *fill]
-        return torch.tensor(values, dtype=torch.int64)
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Makes the message. Spikes that know their bits are not looked at.
 
-    @classmethod
-    def from_header(cls, header: Tensor) -> TensorDescriptor:
-        dims, dtype, content, sent_as, learns, *rest = header.tolist()
-        shape, order = rest[:dims], rest[MAX_DIMS : MAX_DIMS + dims]
-        return cls(tuple(shape), tuple(order), DTYPES[dtype], CONTENTS[content], DTYPES[sent_as], bool(learns))
+        Raises ValueError for values that do not fit; inside of a step they are noted, and the message is of no use.
+        """
+        bits = bits_of(tensor) if self.content is Content.SPIKES else None
+        if bits is not None and is_channels_last(tensor):
+            return bits
+        flat = (tensor.detach().movedim(2, -1) if tensor.ndim > 3 else tensor.detach()).reshape(-1)
+        return flat if self.content is Content.DENSE else encode(flat, self.content, check=True)
+
+    def unpack(self, message: Tensor) -> Tensor:
+        """Makes the tensor, its channels last in memory."""
+        values = message
+        if self.content is not Content.DENSE:
+            values = empty_values(torch.Size(self.shape).numel(), self.dtype, message.device)
+            decode_into(message, self.content, values.view((-1, 1) if self.content is Content.COUNTS else (1, -1)))
+        if len(self.shape) < 4:
+            return values.view(self.shape).requires_grad_(self.learns)
+        steps, samples, channels, *space = self.shape
+        return values.view(steps, samples, *space, channels).movedim(-1, 2).requires_grad_(self.learns)
 
 
-HEADER_LENGTH = 5 + 2 * MAX_DIMS
-TRAFFIC = {"forward": "pipeline", "backward": "backward"}  # under which names traffic is counted
+class Boundaries:
+    """Tensors that boundaries between stages carry, on this rank; a boundary is between ranks with the same part of it.
 
+    Shapes grow in a straight line with the samples: two dry runs of the whole model give them for any number.
 
-def message_of(tensor: Tensor, descriptor: TensorDescriptor) -> Tensor:
-    """What is sent for a tensor: its values in the order of the descriptor, packed as that says. Spikes that know their
-    bits in this order are not looked at.
-
-    Raises ValueError for values that a packed message cannot hold; inside of a step they are noted, and what is sent
-    then has the same size, and is of no use.
+    Args:
+        context: what this rank's layers were built with.
+    Raises:
+        ValueError: a layer cannot be tried out.
     """
-    bits = bits_of(tensor) if descriptor.content is Content.SPIKES else None
-    if bits is not None and tensor.permute(descriptor.order).is_contiguous():
-        return bits
-    flat = descriptor.flatten(tensor.detach())
-    if descriptor.content is Content.DENSE:
-        return flat.to(descriptor.sent_as)
-    return encode(flat, descriptor.content, check=True)
+
+    def __init__(self, model: ModelDescription, context: BuildContext) -> None:
+        assert model.dry_run is not None
+        self._model, self._context = model, context
+        self._specs: dict[tuple[int, Key], tuple[TensorSpec | None, TensorSpec | None]] = {}
+        learns, by_rows = {INPUT: False}, {INPUT: True}
+        few, more = (model.dry_run(context, samples) for samples in (DRY_SAMPLES, 2 * DRY_SAMPLES))
+        for number, ((layer, output), (_, larger)) in enumerate(zip(few, more, strict=True)):
+            takes, described = model.inputs[number], model.layers[number].entries
+            learns[number] = any(each.requires_grad for each in tensors_of(layer)) or any(learns[n] for n in takes)
+            joins = any(isinstance(each, WholeImages) for each in layer.modules())
+            by_rows[number] = not joins and all(by_rows[n] for n in takes)
+            for (key, small), large in zip(entries_of(output).items(), entries_of(larger).values(), strict=True):
+                content, learning = described[key].content, learns[number] and small.is_floating_point()
+                shapes = (self._own_shape(each, by_rows[number]) for each in (small, large))
+                first, second = (shape and TensorSpec(shape, small.dtype, content, learning) for shape in shapes)
+                self._specs[number, key] = first or None, second or None
+        self.spec = lru_cache(maxsize=None)(self._spec)
+
+    def _own_shape(self, entry: Tensor, by_rows: bool) -> tuple[int, ...] | None:
+        """Shape of this rank's part, where ranks share the rows of images, which a dry run sees whole."""
+        rows, frames = self._context.context, 2 + len(self._model.input_shape[-3:])
+        if self._context.cut != "rows" or rows.size == 1 or entry.ndim < 4:
+            return tuple(entry.shape)
+        if not by_rows or entry.ndim != frames:
+            return None
+        return (*entry.shape[:3], len(own_rows(entry.shape[3], rows.size, rows.rank)), *entry.shape[4:])
+
+    def _spec(self, carried: Carried, samples: int) -> TensorSpec:
+        """Tensor of a micro-batch of so many samples. Raises ValueError where its shape is not known."""
+        few, more = self._specs.get((carried.layer, carried.key), (None, None))
+        if few is None or more is None:
+            raise ValueError(
+                f"a stage cannot begin behind {carried.name}, whose shape does not follow from the dry run: choose "
+                "another --pipeline-model-parallel-layout"
+            )
+        pairs = zip(few.shape, more.shape, strict=True)
+        return replace(few, shape=tuple(a + (b - a) * (samples - DRY_SAMPLES) // DRY_SAMPLES for a, b in pairs))
 
 
 def on_wire(message: Tensor, wire: torch.device) -> Tensor:
-    """The message where it is sent from: itself, or of a GPU's a copy in pinned memory. The host waits for that."""
+    """Message where it is sent from: itself, or of a GPU's a copy in pinned memory. The host waits for that."""
     if message.device.type == wire.type:
         return message
     return torch.empty_like(message, device=wire, pin_memory=message.is_cuda).copy_(message)
 
 
-class Sender:
-    """The sending end of one link, to one peer. Sends do not wait for the peer.
+def linked(placement: Sequence[int]) -> list[tuple[int, int]]:
+    """Pairs of pipeline ranks that send to each other, in ascending order."""
+    pairs = zip(placement, placement[1:], strict=False)
+    return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
+
+
+class Link:
+    """Both directions between this rank and another one.
 
     Args:
-        wire: where messages lie when they are sent.
+        outward, inward: groups that this rank sends through, and receives through.
+        peer: global rank.
+        wire: where messages lie when they travel. device: where their tensors are.
     """
 
-    def __init__(
-        self,
-        peer: int,
-        group: Group,
-        wire: torch.device,
-        options: WireOptions = WireOptions(),  # noqa: B008  (frozen)
-    ) -> None:
-        self._peer, self._group, self._wire, self._options = peer, group, wire, options
-        self._known: dict[Hashable, TensorDescriptor] = {}
+    def __init__(self, outward: Group, inward: Group, peer: int, wire: torch.device, device: torch.device) -> None:
+        self.outward, self.inward, self.peer = outward, inward, peer
+        self._wire, self._device = wire, device
         self._in_flight: deque[tuple[int, dist.Work, Tensor]] = deque()  # with the number of the transfer
-        self._transfers = 0
+        self._posted: deque[tuple[dist.Work, Tensor]] = deque()
+        self.transfers = 0
 
-    def begin(self) -> None:
-        """Before the tensors of each transfer of a step."""
-        self._transfers += 1
-
-    def send(self, key: Hashable, tensor: Tensor, expected: TensorDescriptor | Content, direction: str) -> None:
-        """Starts sending.
-
-        Args:
-            expected: the tensor as it is planned on both ends, in the memory order that it travels in; or its format
-                alone, and the receiver is told the rest.
-            direction: "forward", or of a gradient "backward".
-        Raises:
-            ValueError: before anything is sent, for a tensor that is not as it was planned, or changed its shape, order
-                or type under its key, one that a descriptor cannot describe, and outside of a step, one whose values do
-                not fit.
-        """
-        planned = expected if isinstance(expected, TensorDescriptor) else None
-        content = expected if isinstance(expected, Content) else expected.content
-        sent_as = self._options.gradient_dtype if direction == "backward" else None
-        descriptor = TensorDescriptor.of(tensor, content, sent_as)
-        if planned is not None:
-            descriptor = replace(descriptor, order=planned.order)
-        known = planned or self._known.get(key, descriptor)
-        if known != descriptor:
-            raise ValueError(
-                f"a tensor between stages changed {known.differences(descriptor)}; micro-batches of as many samples "
-                "are to give the same: let the layer return one shape, type and memory order (`.contiguous()` makes it "
-                "one), and need a gradient always or never"
-                if planned is None
-                else f"a tensor between stages is not what the dry run of its layer has shown; it changed "
-                f"{planned.differences(descriptor)}: let the layer give shapes and types that follow from those of its "
-                "inputs alone"
-            )
-        header = None if planned is not None or key in self._known else descriptor.to_header()
-        message = message_of(tensor, descriptor)
-        if header is not None:
-            self._known[key] = descriptor
-            self._start(header)
-        statistics.record(TRAFFIC[direction], "send", direction, message.nbytes, tensor.nbytes)
-        self._start(on_wire(message, self._wire))
-
-    def _start(self, payload: Tensor) -> None:
-        work = dist.isend(payload, self._peer, group=self._group.handle)
+    def send(self, message: Tensor) -> None:
+        """Starts sending. Does not wait for the peer."""
+        payload = on_wire(message, self._wire)
+        work = dist.isend(payload, self.peer, group=self.outward.handle)
         assert work is not None
         # The transport reads the payload until it is done: it must stay alive that long.
-        self._in_flight.append((self._transfers, work, payload))
+        self._in_flight.append((self.transfers, work, payload))
         while self._in_flight and self._in_flight[0][1].is_completed():
             self._in_flight.popleft()
 
     def arrived(self, transfers: int) -> None:
-        """Lets the first transfers of the step go, which the peer has received. Gloo does not tell by itself."""
+        """Lets go of the step's first transfers, which the peer has received. Gloo does not tell by itself."""
         while self._in_flight and self._in_flight[0][0] <= transfers:
             self._in_flight.popleft()[1].wait()
 
-    def wait(self) -> None:
-        """At the end of a step: until everything sent has left."""
+    def post(self, spec: TensorSpec) -> None:
+        """Announces the next message."""
+        buffer = spec.buffer(self._wire, pinned=self._device.type == "cuda" and self._wire.type == "cpu")
+        work = dist.irecv(buffer, self.peer, group=self.inward.handle)
+        assert work is not None
+        self._posted.append((work, buffer))
+
+    def receive(self, spec: TensorSpec, let_go: Callable[[], None]) -> Tensor:
+        """Waits for the first message that was announced. Args: let_go: called before its tensor takes memory."""
+        work, buffer = self._posted.popleft()
+        work.wait()
+        let_go()
+        return spec.unpack(without_waiting(buffer, self._device))
+
+    def finish(self) -> None:
+        """Waits at the end of a step until everything sent has left."""
         while self._in_flight:
             self._in_flight.popleft()[1].wait()
-        self._transfers = 0
+        self.transfers = 0
 
 
-class Receiver:
-    """The receiving end of one link, from one peer. `post` announces the next tensors early, `receive` waits for one.
+class Transfers:
+    """One rank's links, used action by action.
 
     Args:
-        wire: where messages are received. device: where their tensors are to be.
+        chunks: this rank's chunks by index. placement: pipeline rank of every chunk.
+        boundaries: what they carry; None on a single stage.
+        wholes: for every chunk, the number of the one that it is a unit of; None where each is one by itself.
     """
 
-    def __init__(self, peer: int, group: Group, wire: torch.device, device: torch.device) -> None:
-        self._peer, self._group, self._wire, self._device = peer, group, wire, device
-        self._pins = device.type == "cuda" and wire.type == "cpu"
-        self._known: dict[Hashable, TensorDescriptor] = {}
-        self._posted: deque[tuple[Hashable, dist.Work, Tensor]] = deque()
+    def __init__(
+        self,
+        chunks: Mapping[int, PipelineChunk],
+        placement: Sequence[int],
+        state: ParallelState,
+        boundaries: Boundaries | None = None,
+        wholes: Sequence[int] | None = None,
+    ) -> None:
+        self._chunks, self.placement, self._boundaries = chunks, tuple(placement), boundaries
+        self._wholes = range(len(placement)) if wholes is None else wholes
+        self._rank, self.links = state.pipeline.rank, dict[int, Link]()
+        up, down, wire = state.pipeline, state.downward, state.communicators.wire
+        for low, high in linked(placement):
+            state.communicators.start_messages(up, low, high)
+            state.communicators.start_messages(down, high, low)
+            if self._rank in (low, high):
+                ways, peer = ((up, down), high) if self._rank == low else ((down, up), low)
+                self.links[peer] = Link(*ways, up.ranks[peer], wire, state.device)
+        self._sizes: Sequence[int] = ()
+        self._schedule: Schedule | None = None  # the last one, of which the next four are
 
-    @property
-    def is_posted(self) -> bool:
-        """Whether a tensor is announced that was not received."""
-        return bool(self._posted)
-
-    def post(self, key: Hashable, planned: TensorDescriptor | None = None) -> None:
-        """Does nothing for the first tensor of a kind that is not planned: its size is known when its descriptor is
-        there.
-
-        Args:
-            planned: as it is sent, where that is known on both ends.
-        """
-        expected = planned or self._known.get(key)
-        if expected is not None:
-            buffer = expected.buffer(self._wire, self._pins)
-            self._posted.append((key, self._start(buffer), buffer))
-
-    def receive(
-        self, key: Hashable, here: Callable[[], None] = lambda: None, planned: TensorDescriptor | None = None
-    ) -> Tensor:
-        """Waits for the tensor. Of a kind that is known, it is posted now where it was not before.
+    def begin(self, schedule: Schedule, sizes: Sequence[int], is_new: bool = False) -> None:
+        """Begins a step.
 
         Args:
-            planned: see `post`.
-            here: called when the message has come, before there is a tensor of it: what may go now goes before that
-                takes memory.
+            sizes: samples of each micro-batch.
+            is_new: kernels may be loaded and memory may be taken for the first time, which may wait for all that a
+                device does: only receives whose messages were sent for certain are posted early.
         """
-        if planned is None and key not in self._known:
-            header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
-            self._start(header).wait()
-            self._known[key] = TensorDescriptor.from_header(header)
-        if not self._posted:
-            self.post(key, planned)
-        posted, work, buffer = self._posted.popleft()
-        assert posted == key, f"receive {key} while {posted} is announced"
-        work.wait()
-        here()
-        return (planned or self._known[key]).restore(without_waiting(buffer, self._device))
+        if schedule is not self._schedule:  # large ones take a second to read
+            self._schedule, self._arrivals = schedule, known_arrivals(schedule, self._rank)
+            self._certain = sent_by_then(schedule, self._rank)
+            self._ahead = posted_ahead(schedule, self._rank, self._wholes)
+            self._sent = {peer: receives_from(schedule, peer, self._rank) for peer in self.links}
+        self._sizes, self._posts = sizes, self._certain if is_new else self._ahead
+        self._coming = {peer: deque(receives) for peer, receives in self._sent.items()}
+        self._posted: set[Action] = set()
+        self._early: dict[Action, list[Tensor]] = {}  # what came before its turn
 
-    def _start(self, buffer: Tensor) -> dist.Work:
-        work = dist.irecv(buffer, self._peer, group=self._group.handle)
-        assert work is not None
-        return work
+    def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
+        """Does not wait for the peer.
+
+        Raises ValueError, naming the tensor, for one that is not as it was planned, and for values that do not fit.
+        """
+        link = self.links[self._peer(action)]
+        link.transfers += 1
+        group, direction = ("pipeline", "forward") if action.kind is Kind.SEND_FORWARD else ("backward", "backward")
+        for tensor, (spec, name) in zip(tensors, self._carried(action), strict=True):
+            with explained(partial("{1}: {0}".format, name)):
+                if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+                    raise ValueError(
+                        f"a tensor between stages has shape {list(tensor.shape)} and type {tensor.dtype}, and by the "
+                        f"dry run of its layer {list(spec.shape)} and {spec.dtype}: let the layer give shapes and "
+                        "types that follow from those of its inputs alone"
+                    )
+                message = spec.pack(tensor)
+            statistics.record(group, "send", direction, message.nbytes, tensor.nbytes)
+            link.send(message)
+
+    def announce(self, action: Action) -> None:
+        """Posts what is to arrive while this rank does what comes now."""
+        for receive in self._posts.get(action, ()):
+            self._post(receive)
+
+    def _post(self, receive: Action) -> None:
+        self._posted.add(receive)
+        for spec, _ in self._carried(receive):
+            self.links[self._peer(receive)].post(spec)
+
+    def receive(self, action: Action) -> list[Tensor]:
+        """Waits for the tensors, and for those that their sender sends before them."""
+        self.announce(action)
+        peer = self._peer(action)
+        coming, link = self._coming[peer], self.links[peer]
+        while action not in self._early:
+            first = coming.popleft()
+            if first not in self._posted:
+                self._post(first)
+            let_go = partial(link.arrived, self._arrivals[first])
+            self._early[first] = [link.receive(spec, let_go) for spec, _ in self._carried(first)]
+            let_go()
+        return self._early.pop(action)
+
+    def wait(self) -> None:
+        """Waits until everything sent has left."""
+        for link in self.links.values():
+            link.finish()
+
+    def learning(self, carried: Sequence[Carried], micro_batch: int) -> list[int]:
+        """Places of the tensors whose gradients come back."""
+        return [index for index, each in enumerate(carried) if self._spec(each, micro_batch).learns]
+
+    def _carried(self, action: Action) -> Iterator[tuple[TensorSpec, str]]:
+        """Tensors of a transfer, with their names; of a gradient's those that learn."""
+        assert action.micro_batch is not None
+        chunk, forward = self._chunks[action.chunk], action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+        for each in chunk.receives if action.kind.is_receive == forward else chunk.hands_on:
+            spec = self._spec(each, action.micro_batch)
+            if forward:
+                yield replace(spec, learns=spec.learns and torch.is_grad_enabled()), each.name
+            elif spec.learns:
+                yield replace(spec, content=Content.DENSE, learns=False), f"gradient of {each.name}"
+
+    def _spec(self, carried: Carried, micro_batch: int) -> TensorSpec:
+        assert self._boundaries is not None
+        return self._boundaries.spec(carried, self._sizes[micro_batch])
+
+    def _peer(self, action: Action) -> int:
+        return self.placement[action.peer.chunk]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megasnn.pipeline.arrivals import known_arrivals, peers
 from megasnn.pipeline.cost_model import LayerCost, PipelineCosts
 from megasnn.schedule import Kind, Schedule
-from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, RECEIVES, SENDS, Action
+from megasnn.schedule.actions import COMPUTE, PROPAGATING, RECEIVES, SENDS, Action
+from megasnn.schedule.memory import micro_batches_under_way
 from megasnn.schedule.passes import refine
+from megasnn.schedule.receives import known_arrivals, peers, received_behind
 
 
 @dataclass(frozen=True)
@@ -48,25 +49,25 @@ class UnitMemory:
 def unit_memory(costs: PipelineCosts, units: Sequence[range]) -> list[UnitMemory]:
     """Bytes of units of one layer each, or of none. Args: units: layers of each."""
     found, layers = [], costs.layers
-    nothing = LayerCost(0, 0, 0, output=0)
     for span in units:
-        before = layers[span.start - 1] if span.start else nothing
+        before = layers[span.start - 1] if span.start else LayerCost(0, 0, 0, output=0)
         # A unit without a layer hands its input on.
         layer = layers[span.start] if span else LayerCost(0, 0, 0)
         behind = layer if span else before
         gradient = behind.waiting if behind.gradient and span.stop < len(layers) else 0
         forward, inputs, weights = layer.working
+        # In a backward in one part the weight gradient comes while all that the forward has kept is there.
+        whole = max(inputs, weights + layer.deferred_bytes - layer.held)
         working = {
             Kind.FORWARD: before.waiting + forward,
             Kind.RECOMPUTE: before.waiting + (layer.working_again or forward),
-            Kind.BACKWARD: gradient + (layer.working_whole or max(inputs, weights)),
+            Kind.BACKWARD: gradient + whole,
             Kind.INPUT_GRADIENT: gradient + inputs,
             Kind.WEIGHT_GRADIENT: weights,
         }
-        again = layer.forward if layer.again is None else layer.again
         sizes = behind.waiting, behind.message, behind.gradient, layer.cast
         entering = before.message + layer.found
-        found.append(UnitMemory(layer.held, entering, working, layer.deferred_bytes, again, *sizes))
+        found.append(UnitMemory(layer.held, entering, working, layer.deferred_bytes, layer.recompute_seconds, *sizes))
     return found
 
 
@@ -100,7 +101,7 @@ def moments(schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchange
     again = {(unit, m) for unit, kind, m in row if kind is Kind.RECOMPUTE}
     cast = sum(unit.cast for unit, place in zip(units, schedule.placement, strict=True) if place == rank)
     kept, waiting, on_the_way = cast, 0, 0
-    arrivals = known_arrivals(schedule, rank)
+    arrivals, one = known_arrivals(schedule, rank), [0] * schedule.chunks
     sent: dict[int, deque[int]] = {peer: deque() for peer in peers(schedule.placement, rank)}
     arrived = dict.fromkeys(sent, 0)
     for index, action in enumerate(row):
@@ -113,7 +114,7 @@ def moments(schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchange
         elif kind in PROPAGATING and unit < last:
             waiting -= memory.waiting_gradient
         if kind in COMPUTE:
-            coming = sum(_size(units, each) for each in _received_next(row, index))
+            coming = sum(_size(units, each) for each in received_behind(row, index, one))
             yield Moment(action, kept, memory.working[kind], waiting + coming + on_the_way)
         if kind is Kind.FORWARD:
             kept += 0 if is_again else memory.held
@@ -137,18 +138,6 @@ def moments(schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchange
                 arrived[peer] += 1
     if row and exchanged:
         yield Moment(row[-1], cast, 0, exchanged)
-
-
-def _received_next(row: Sequence[Action], index: int) -> Iterator[Action]:
-    """Receives before the next computation: there is room for them beside this one. All units of one forward, or of one
-    backward, are one computation here."""
-    _, kind, m = row[index]
-    together = PROPAGATING | {Kind.RECOMPUTE} if kind in PROPAGATING | {Kind.RECOMPUTE} else {kind}
-    for action in row[index + 1 :]:
-        if action.kind in COMPUTE and (action.kind not in together or action.micro_batch != m):
-            return
-        if action.kind.is_receive:
-            yield action
 
 
 def _size(units: Sequence[UnitMemory], transfer: Action) -> int:
@@ -179,30 +168,16 @@ def peak_moments(
 
 def graphs_bytes(schedule: Schedule, rank: int, bounds: Sequence[range], costs: PipelineCosts) -> int:
     """Bytes of the CUDA graphs of a rank's layers: a pool for each of the micro-batches that are under way at once, and
-    one for weight gradients.
-
-    Args: as of `peak_moments`.
-    """
-    now, most = Counter[int](), Counter[int]()
-    for chunk, kind, _ in schedule.actions[rank]:
-        now[chunk] += (kind is Kind.FORWARD) - (kind in FINISHING)
-        most[chunk] = max(most[chunk], now[chunk])
-    total = 0
-    for chunk, slots in most.items():
-        weights = [costs.layers[number].working[2] for number in bounds[chunk]]
-        total += slots * _pool_bytes(bounds[chunk], costs.layers) + max(weights, default=0)
+    one for weight gradients. Args: as of `peak_moments`."""
+    total, layers = 0, costs.layers
+    for chunk, slots in micro_batches_under_way(schedule, rank).items():
+        kept = peak = 0  # what forwards and input gradients leave stays, and so do outputs, and gradients of inputs
+        for number in bounds[chunk]:
+            peak = max(peak, kept + layers[number].working[0])
+            kept += layers[number].held + layers[number].waiting
+        for number in reversed(bounds[chunk]):
+            peak = max(peak, kept + layers[number].working[1])
+            before = layers[number - 1] if number else LayerCost(0, 0, 0)
+            kept += layers[number].deferred_bytes + (before.waiting if before.gradient else 0)
+        total += slots * max(peak, kept) + max((layers[number].working[2] for number in bounds[chunk]), default=0)
     return total
-
-
-def _pool_bytes(span: range, layers: Sequence[LayerCost]) -> int:
-    """Most bytes while graphs are made: what forwards and input gradients leave stays, and so do outputs, and gradients
-    of inputs."""
-    kept = peak = 0
-    for number in span:
-        peak = max(peak, kept + layers[number].working[0])
-        kept += layers[number].held + layers[number].waiting
-    for number in reversed(span):
-        peak = max(peak, kept + layers[number].working[1])
-        before = layers[number - 1] if number else None
-        kept += layers[number].deferred_bytes + (before.waiting if before is not None and before.gradient else 0)
-    return max(peak, kept)

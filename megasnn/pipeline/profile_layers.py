@@ -1,12 +1,13 @@
-"""Profile of a model's layers: seconds and bytes of each, on copies of its own, in one pass from the first to the last.
+"""Profile of a model's layers and links: seconds and bytes of each, in one pass from the first layer to the last.
 
 Each layer runs by itself, as a chunk that begins and ends with it: once to warm up, once with its allocations counted,
-and a few times by the clock. Layers that are built alike and take the same shapes are profiled once. No more than one
-layer exists at a time. Values come from keyed generators: no random state moves.
+and three times by the clock, of which the median counts. Layers that are built alike and take the same shapes are
+profiled once. No more than one layer exists at a time. Values come from keyed generators: no random state moves.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -19,40 +20,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from megasnn.again import Findings, first_forward, second_forward
 from megasnn.bundle import Bundle, bundle_of, entries_of, map_entries
 from megasnn.device_checks import DeviceChecks
-from megasnn.kernels.packed import bits_of, remember_bits
-from megasnn.layers.cast_weights import CastWeights
+from megasnn.kernels.spike_codec import bits_of, remember_bits
+from megasnn.layers.blocks import recompute_mode
 from megasnn.layers.context import BuildContext
-from megasnn.layers.only_graph import only_graph
-from megasnn.layers.rows import own_rows_of
-from megasnn.layers.weight_gradients import WeightGradients
-from megasnn.layers.whole import apply_layer
+from megasnn.layers.replicated import apply_layer
+from megasnn.layers.row_context import own_rows_of
+from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription, frames_of
-from megasnn.parallel.sharded_tensors import materialise
+from megasnn.parallel.sharding import materialise
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel_state import ParallelState
+from megasnn.parallel_state import Group, ParallelState
 from megasnn.pipeline.chunk import carrying_layers
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts, crossing, for_samples
-from megasnn.pipeline.edges import Entry, backward_of
-from megasnn.pipeline.link import measure_link
-from megasnn.pipeline.p2p import TensorDescriptor, WireOptions, message_of
+from megasnn.pipeline.microbatch_state import backward_of, enter_graph
+from megasnn.pipeline.p2p import TensorSpec
+from megasnn.recompute import Cache, recording, replaying
 from megasnn.telemetry.allocations import AllocationCounter
 
 ROUNDS = 3
 TRIAL_SAMPLES = 1, 2
 COUNTED_AS_THEY_ARE = 4
 """Samples of a micro-batch. Of few, other moments are the peak than of many: weights' gradients take most."""
+MESSAGES = 8
+SMALL, LARGE = 1 << 10, 1 << 22  # bytes
 
 
 def profile_pipeline(
-    model: ModelDescription,
-    samples: int,
-    context: BuildContext,
-    state: ParallelState,
-    wires: WireOptions = WireOptions(),  # noqa: B008  (frozen)
-    repeats: bool = False,
+    model: ModelDescription, samples: int, context: BuildContext, state: ParallelState, repeats: bool = False
 ) -> PipelineCosts:
     """Costs for micro-batches of `samples` samples as the first rank measured them; the same on every rank.
 
@@ -60,21 +56,20 @@ def profile_pipeline(
     measure nevertheless, at the same time: in training every core is at work. Collective over the world.
 
     Args:
-        repeats: whether forwards that are computed again are measured, too.
+        repeats: also measures forwards that are computed again.
     """
     world, link, replicas = state.world, LinkCost(), None
     if world.size > 1:
         dist.barrier(group=world.handle)  # who begins before the others would measure a quieter machine
-    layers = profile_layers(model, samples, context, state.device, wires, ROUNDS, repeats)
+    layers = profile_layers(model, samples, context, state.device, ROUNDS, repeats)
     if world.size > 1:
         dist.barrier(group=world.handle)
-        wire = state.communicators.wire
         if state.pipeline.size > 1:
             state.communicators.start_messages(state.pipeline, 0, 1)
-            link = measure_link(state.pipeline, wire)
+            link = measure_link(state.pipeline, state.communicators.wire)
         if context.weight.size > 1:
             state.communicators.start_messages(context.weight, 0, 1)
-            replicas = measure_link(context.weight, wire)
+            replicas = measure_link(context.weight, state.communicators.wire)
     measured = [PipelineCosts(tuple(layers), link, replicas)]
     if world.size > 1:
         dist.broadcast_object_list(measured, src=0, group=world.handle)
@@ -82,19 +77,14 @@ def profile_pipeline(
 
 
 def count_memory(
-    model: ModelDescription,
-    samples: int,
-    context: BuildContext,
-    device: torch.device,
-    wires: WireOptions,
-    repeats: bool = False,
+    model: ModelDescription, samples: int, context: BuildContext, device: torch.device, repeats: bool = False
 ) -> PipelineCosts:
     """Bytes of each layer for a micro-batch of `samples` samples; times are 0.
 
     Up to four samples are counted as they are; more with one sample and with two: each more needs as much more.
     """
     sizes = TRIAL_SAMPLES if samples > COUNTED_AS_THEY_ARE else (samples,)
-    counted = [profile_layers(model, size, context, device, wires, 0, repeats) for size in sizes]
+    counted = [profile_layers(model, size, context, device, 0, repeats) for size in sizes]
     return PipelineCosts(tuple(for_samples(each, samples, sizes) for each in zip(*counted, strict=True)), LinkCost())
 
 
@@ -103,24 +93,21 @@ def profile_layers(
     samples: int,
     context: BuildContext,
     device: torch.device,
-    wires: WireOptions,
     rounds: int = ROUNDS,
     repeats: bool = False,
 ) -> list[LayerCost]:
     """Costs of all layers for a micro-batch. Collective over the ranks that share one.
 
     Args:
-        rounds: runs by the clock, whose median counts; 0: bytes only.
-        repeats: whether forwards that are computed again are measured, too.
+        rounds: runs by the clock; 0: bytes only.
+        repeats: also measures forwards that are computed again.
     """
     generator, draw = torch.Generator().manual_seed(0), model.example_input
     x = torch.randn((samples, *model.input_shape), generator=generator) if draw is None else draw(samples, generator)
-    outputs: dict[int, Bundle] = {
-        INPUT: own_rows_of(frames_of(x.to(device, context.dtype), model.input_shape), context)
-    }
-    casts, weight_gradients = CastWeights(), WeightGradients()
-    built = replace(context, cast_weights=casts, weight_gradients=weight_gradients)
-    layers: list[nn.Module | None] = list(model.build(built))
+    images = own_rows_of(frames_of(x.to(device, context.dtype), model.input_shape), context)
+    outputs: dict[int, Bundle] = {INPUT: images}
+    casts, tasks = CastWeights(), WeightGradients()
+    layers: list[nn.Module | None] = list(model.build(replace(context, cast_weights=casts, weight_gradients=tasks)))
     known: dict[Hashable, tuple[LayerCost, Bundle]] = {}
     costs: list[LayerCost] = []
     quiet = True if rounds == 0 or (dist.is_initialized() and dist.get_rank() > 0) else None  # None: on a terminal
@@ -134,8 +121,8 @@ def profile_layers(
         if kind not in known:
             materialise([(description.name, layer)], device, seed=0)
             with casts.kept():  # as in a step, which makes each copy once
-                trial = _Trial(layer, inputs, range(samples), INPUT in takes, weight_gradients, device)
-                cost = _with_messages(trial.cost(rounds, repeats), trial.output, description, wires, rounds)
+                trial = _Trial(layer, inputs, range(samples), INPUT in takes, tasks, device)
+                cost = _with_messages(trial.cost(rounds, repeats), trial.output, description, rounds)
                 cast = casts.held_bytes if context.weight.size == 1 else 0  # weights are gathered as such
             known[kind] = replace(cost, cast=cast), trial.output
         cost, outputs[number] = known[kind]
@@ -147,26 +134,22 @@ def profile_layers(
 
 def _structure(layer: nn.Module) -> Hashable:
     """Class, settings and tensors' shapes of every module in a layer: equal for layers that are built alike."""
-    return tuple((path, type(module), *_attributes(module)) for path, module in layer.named_modules())
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
-    for name, value in sorted(vars(module).items()):
-        if not name.startswith("_"):
-            try:
-                hash(value)
-            except TypeError:
-                value = repr(value)
-            yield name, value
-    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        yield name, (tensor.shape, tensor.dtype, tensor.requires_grad)
+    found: list[Hashable] = []
+    for path, module in layer.named_modules():
+        found.append((path, type(module)))
+        for name, value in sorted(vars(module).items()):
+            if not name.startswith("_"):
+                found.append((name, value if isinstance(value, Hashable) else repr(value)))
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            found.append((name, tensor.shape, tensor.dtype, tensor.requires_grad))
+    return tuple(found)
 
 
 class _Trial:
     """Runs of one layer.
 
     Args:
-        is_first: whether it takes the model's input, of which no gradient is needed.
+        is_first: it takes the model's input, of which no gradient is needed.
     Attributes:
         output: with its bits, where it knows them.
     """
@@ -197,61 +180,42 @@ class _Trial:
 
     def cost(self, rounds: int, repeats: bool) -> LayerCost:
         """Costs without those of messages. Args: as of `profile_layers`."""
-        held, forward, whole = self._count_whole_backward()
-        inputs, deferred, weights = self._count_parts()
-        found, again = self._count_again() if repeats else (0, None)
+        counter, forward, backward = self._counted_forward()
+        held = counter.held
+        with counter.counting(), self._weight_gradients.deferred() as tasks:
+            backward()
+        gradient = sum(each.nbytes for each in self._learning)  # of the output, which is no work of the layer's
+        inputs = counter.peak - held - gradient
+        with counter.counting():
+            self._gradients.clear()
+        deferred = counter.held
+        with counter.counting():
+            _run(tasks)
+        weights = counter.peak - deferred
+        findings, again = (self._first_forward(), 0) if repeats else (deque(), None)
+        parts = [part for each in findings for part in ([each] if isinstance(each, Tensor) else each)]
+        found = sum(part.nbytes for part in parts)
+        if repeats:  # the second forward does not fire the last neuron
+            with recompute_mode([self._layer]), replaying(findings):
+                again = self._counted_forward()[1]
         for _ in range(rounds):
             self._run_by_the_clock(repeats)
+        seconds = self._clock.seconds
         return LayerCost(
-            forward=self._clock.seconds("forward") or 0.0,
-            input_gradient=self._clock.seconds("input_gradient") or 0.0,
-            weight_gradient=self._clock.seconds("weight_gradient") or 0.0,
+            forward=seconds("forward") or 0.0,
+            input_gradient=seconds("input_gradient") or 0.0,
+            weight_gradient=seconds("weight_gradient") or 0.0,
             held=held,
             working=(forward, inputs, weights),
             parameters=sum(each.nbytes for each in self._layer.parameters()),
             collectives=self._traffic[0],
             exchanged=self._traffic[1],
             found=found,
-            again=self._clock.seconds("again"),
+            again=seconds("again"),
             working_again=again,
-            working_whole=whole,
             deferred=deferred,
             output=sum(each.nbytes for each in entries_of(self.output).values()),
         )
-
-    def _count_whole_backward(self) -> tuple[int, int, int]:
-        """Bytes that a forward keeps and needs, and that a backward in one part needs."""
-        counter, forward, backward = self._counted_forward()
-        held = counter.held
-        with counter.counting():
-            backward()
-        self._gradients.clear()
-        return held, forward, counter.peak - held - self._gradient_bytes
-
-    def _count_parts(self) -> tuple[int, int, int]:
-        """Bytes that an input gradient needs and leaves, and that a weight gradient needs."""
-        counter, _, backward = self._counted_forward()
-        held = counter.held
-        with counter.counting(), self._weight_gradients.deferred() as tasks:
-            backward()
-        inputs = counter.peak - held - self._gradient_bytes
-        with counter.counting():
-            self._gradients.clear()
-        deferred = counter.held
-        tasks.reverse()
-        with counter.counting():
-            while tasks:
-                tasks.pop()()
-        return inputs, deferred, counter.peak - deferred
-
-    def _count_again(self) -> tuple[int, int]:
-        """Bytes that a forward keeps for the second one beside its input, and that the second one needs."""
-        with AllocationCounter(self._device).counting():
-            findings = self._first_forward()
-        parts = [part for each in findings for part in ([each] if isinstance(each, Tensor) else each)]
-        found = sum(part.nbytes for part in parts)
-        with only_graph([self._layer]), second_forward(findings):
-            return found, self._counted_forward()[1]
 
     def _counted_forward(self) -> tuple[AllocationCounter, int, Callable[[], None]]:
         """A forward, at whose end nothing is left but what it keeps; the bytes that it needed, and its backward."""
@@ -268,15 +232,10 @@ class _Trial:
             given.clear()
         return counter, needed, backward
 
-    @property
-    def _gradient_bytes(self) -> int:
-        """Bytes of the gradient of the output."""
-        return sum(each.nbytes for each in self._learning)
-
-    def _first_forward(self) -> Findings:
-        findings: Findings = deque()
+    def _first_forward(self) -> Cache:
+        findings: Cache = deque()
         self._forget()
-        with first_forward(findings):
+        with recording(findings):
             self._forward(self._inputs)
         return findings
 
@@ -289,13 +248,11 @@ class _Trial:
         with self._clock("input_gradient"), self._weight_gradients.deferred() as tasks:
             backward()
         self._gradients.clear()
-        tasks.reverse()
         with self._clock("weight_gradient"):
-            while tasks:
-                tasks.pop()()
+            _run(tasks)
         if repeats:
             findings = self._first_forward()
-            with self._clock("again"), only_graph([self._layer]), second_forward(findings):
+            with self._clock("again"), recompute_mode([self._layer]), replaying(findings):
                 self._forward(self._inputs)
 
     def _forget(self) -> None:
@@ -304,7 +261,7 @@ class _Trial:
             each.forget()
 
     def _forward(self, inputs: Sequence[Bundle]) -> Bundle:
-        inputs = list(inputs) if self._is_first else self._entered(inputs)
+        inputs = inputs if self._is_first else self._entered(inputs)
         return apply_layer(self._layer, inputs[0], self._samples, *inputs[1:])
 
     def _entered(self, inputs: Sequence[Bundle]) -> list[Bundle]:
@@ -312,27 +269,28 @@ class _Trial:
         bundles = [dict(entries_of(x)) for x in inputs]
         learning = [(bundle, key) for bundle in bundles for key, entry in bundle.items() if entry.requires_grad]
         if learning:
-            given = (bundle[key].detach() for bundle, key in learning)
-            entered = Entry.apply(self._anchor, self._gradients.append, *given)
+            entered = enter_graph(self._anchor, self._gradients.append, [bundle[key] for bundle, key in learning])
             for (bundle, key), entry in zip(learning, entered, strict=True):
-                bundle[key] = remember_bits(entry, bits_of(bundle[key]))
+                bundle[key] = entry
         return [bundle_of(bundle) for bundle in bundles]
 
     def _backward_of(self, y: Bundle) -> Callable[[], None]:
         """Backward from ones; nothing without anything to learn up to here."""
         learning = _learning(y)
-        return backward_of(learning, self._ones) if learning else _nothing
+        return backward_of(learning, self._ones) if learning else lambda: None
 
     def _ones(self) -> list[Tensor]:
         return [torch.ones_like(each, device=self._device) for each in self._learning]
 
 
+def _run(tasks: list[Callable[[], None]]) -> None:
+    tasks.reverse()
+    while tasks:
+        tasks.pop()()
+
+
 def _learning(y: Bundle) -> list[Tensor]:
     return [each for each in entries_of(y).values() if each.requires_grad]
-
-
-def _nothing() -> None:
-    return
 
 
 def _copied(x: Tensor) -> Tensor:
@@ -341,24 +299,21 @@ def _copied(x: Tensor) -> Tensor:
     return remember_bits(copy, None if bits is None else bits.clone())
 
 
-def _with_messages(
-    cost: LayerCost, output: Bundle, description: LayerDescription, wires: WireOptions, rounds: int
-) -> LayerCost:
+def _with_messages(cost: LayerCost, output: Bundle, description: LayerDescription, rounds: int) -> LayerCost:
     """Adds the costs of handing the output to another stage."""
     for key, y in entries_of(output).items():
-        descriptor = TensorDescriptor.of(y, description.entries[key].content)
-        size, clock = descriptor.buffer(torch.device("meta")).nbytes, Clock(y.device)
+        spec = TensorSpec(tuple(y.shape), y.dtype, description.entries[key].content)
+        clock = Clock(y.device)
         for _ in range(rounds):
             # Whether values fit is a question of training: here they are made up.
             with clock("pack"), DeviceChecks(y.device).collecting():
-                message = message_of(y, descriptor)
+                message = spec.pack(y)
             with clock("unpack"):
-                descriptor.restore(message)
-        width = (wires.gradient_dtype or y.dtype).itemsize if y.requires_grad else 0
+                spec.unpack(message)
         cost = replace(
             cost,
-            message=cost.message + size,
-            gradient=cost.gradient + y.numel() * width,
+            message=cost.message + spec.buffer(torch.device("meta")).nbytes,
+            gradient=cost.gradient + y.nbytes * y.requires_grad,
             pack=cost.pack + (clock.seconds("pack") or 0.0),
             unpack=cost.unpack + (clock.seconds("unpack") or 0.0),
         )
@@ -374,15 +329,48 @@ class Clock:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        start = self._now()
+        start = now(self._device)
         yield
-        self._times.setdefault(name, []).append(self._now() - start)
+        self._times.setdefault(name, []).append(now(self._device) - start)
 
     def seconds(self, name: str) -> float | None:
         """Median of a block; None where it never ran."""
         return median(self._times[name]) if name in self._times else None
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+
+def now(device: torch.device) -> float:
+    """Seconds, when a device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def measure_link(group: Group, device: torch.device) -> LinkCost:
+    """Cost of messages between the first two ranks of a group, stages or replicas; none on the others. Collective."""
+    if group.rank > 1 or group.size == 1:
+        return LinkCost()
+    small, large = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (SMALL, LARGE))
+    times: list[list[float]] = [[], []]
+    processor = []
+    for _ in range(MESSAGES + 1):
+        for message, found in zip((small, large), times, strict=True):
+            start, used = now(device), time.process_time()
+            _transfer(group, message, sends=group.rank == 0)
+            _transfer(group, small, sends=group.rank != 0)
+            found.append(now(device) - start)
+        processor.append(time.process_time() - used)
+    # What else the machine does lengthens some of them: the least of several, small and large by turns.
+    least, most = (min(found[1:]) for found in times)
+    per_byte = (most - least if most > least else most) / LARGE  # free bytes would be planned on
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    cores, busy = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 0.0
+    if device.type == "cpu" and ranks_here * torch.get_num_threads() >= cores:
+        busy = min(median(processor[1:]) / LARGE, per_byte / 2)  # more would be threads that wait by spinning
+    return LinkCost(least / 2, per_byte, busy, busy)
+
+
+def _transfer(group: Group, tensor: Tensor, sends: bool) -> None:
+    peer = group.ranks[1 - group.rank]
+    work = (dist.isend if sends else dist.irecv)(tensor, peer, group=group.handle)
+    assert work is not None
+    work.wait()

@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasnn.layers import ParallelBatchNorm
-from megasnn.layers.holding import calls_of
+from megasnn.layers.shape_inference import calls_of
 from megasnn.models.description import ModelDescription
-from megasnn.parallel.communicators import Communicators
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel.sync_batch_norm import StepStatistics
 from megasnn.parallel.traffic import statistics
+from megasnn.parallel_state import Communicators, Group
 from megasnn.pinned import without_waiting
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.p2p import on_wire
@@ -29,7 +28,7 @@ from megasnn.pipeline.p2p import on_wire
 
 @dataclass
 class _Pair:
-    """The copies that a chunk has of tensors which one rank owns.
+    """Copies that a chunk has of tensors which one rank owns.
 
     Attributes:
         owner, copy: the two pipeline ranks, which may be the same.
@@ -118,7 +117,7 @@ class Ties:
                         copy.copy_(value)
 
     def statistics_of_owners(self, found: Sequence[StepStatistics]) -> list[StepStatistics]:
-        """A step's statistics of all norms, for those that own their running statistics: behind a norm's own those of
+        """Statistics of a step of all norms, for those that own their running statistics: behind a norm's own those of
         its copies, in the order in which a forward calls them."""
         of = {norm: torch.stack([mean, variance]) for norm, mean, variance in found if norm in self._copied_norms}
         result = [each for each in found if each[0] not in self._copied_norms]
@@ -129,7 +128,7 @@ class Ties:
         return result
 
     def _moved(self, given: Sequence[Tensor], like: Sequence[Tensor], source: int, target: int) -> Sequence[Tensor]:
-        """The tensors `given` on the pipeline rank `source`, on the rank `target`, where they are like those of `like`;
+        """Moves the tensors `given` from pipeline rank `source` to rank `target`, where they are like those of `like`;
         nothing on other ranks. All of one type travel in one message."""
         if source == target:
             return given

@@ -1,24 +1,44 @@
-"""`analyze`: what of a model can be cut along which axis, and what its layers cost at each size; for a costs file."""
+"""`analyze`: what of a model can be cut along which axis, and what its layers cost at each size; for a costs file.
+
+Sizes are counted on one process. The other ranks are torch's `fake` process group: exchanges give back what was there,
+so that layers compute with values that mean nothing and tensors of the right sizes, and what they exchange is counted.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError
-from megasnn.models.building import describe
+from megasnn.grid import ContextCut
+from megasnn.kernels.products import can_be_sparse
+from megasnn.kernels.spike_codec import Content
+from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
+from megasnn.models.build import building_problems, describe
 from megasnn.models.description import INPUT, ModelDescription
-from megasnn.models.problems import building_problems
 from megasnn.models.summary import LayerSummary, summarise
-from megasnn.parallel.codec import Content
-from megasnn.parallel.world import kind_of_device
-from megasnn.planner.analysis import FORMAT, Analysis, Counted, LayerFacts, identity
-from megasnn.planner.counting import counted, extrapolated, trial_sizes
-from megasnn.planner.measuring import measured
+from megasnn.parallel.sharding import sharded_tensors
+from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel, kind_of_device
+from megasnn.pipeline.cost_model import LayerCost
+from megasnn.pipeline.profile_layers import COUNTED_AS_THEY_ARE, TRIAL_SAMPLES, count_memory
+from megasnn.planner.cost_file import FORMAT, Analysis, Counted, HeldTensor, LayerFacts, identity
+from megasnn.precisions import PRECISIONS
 
 TENSOR_SIZES = 1, 2, 3, 4, 6, 8, 12, 16
 CONTEXT_SIZES = 2, 3, 4, 6, 8, 12, 16, 24, 32
+CPU = torch.device("cpu")
+WHOLE = "held", "message", "gradient", "parameters", "found", "cast"
+OPTIONAL = "working_again", "deferred", "output"
 
 
 def analyze(
@@ -29,29 +49,25 @@ def analyze(
 ) -> Analysis:
     """What `plan` needs to know of a model.
 
-    Whether a size can be is asked of the code that builds the layers. With `measure` it is called in a process by
-    itself, or in each that torchrun has started: these measure together, and the result is the same on all of them.
+    With `measure` it is called in a process by itself, or in each that torchrun has started: these measure together,
+    and the result is the same on all of them.
 
     Args:
         tensor_sizes, context_sizes: that are asked for.
-        measure: whether seconds of the layers are measured on this device, and its links where there are several ranks.
+        measure: seconds of the layers are measured on this device, and its links where there are several ranks.
     Raises:
         ConfigError: one rank cannot build the model.
     """
-    wrong = config.model.problems(1) or building_problems(config.model, config.neuron.spec, 1)
-    if wrong:
+    if wrong := config.model.problems(1) or building_problems(config.model, config.neuron.spec, 1):
         raise ConfigError(wrong)
     model = describe(config.model, config.neuron.spec)
     tensors, contexts = sorted({1, *tensor_sizes}), sorted({2, *context_sizes} - {1})
-    is_first = int(os.environ.get("RANK", "0")) == 0
-    on_cpu = measure and kind_of_device(config.parallel.device) == "cpu"
-    known = counted_sizes(model, config, tensors, contexts, on_cpu) if is_first or not measure else None
-    return measured(model, config, known) if measure else _there(known)
+    if not measure:
+        return counted_sizes(model, config, tensors, contexts)
+    from megasnn.planner.measure import measured
 
-
-def _there(known: Analysis | None) -> Analysis:
-    assert known is not None, "every process counts where none measures"
-    return known
+    on_cpu, is_first = kind_of_device(config.parallel.device) == "cpu", os.environ.get("RANK", "0") == "0"
+    return measured(model, config, counted_sizes(model, config, tensors, contexts, on_cpu) if is_first else None)
 
 
 def counted_sizes(
@@ -61,16 +77,15 @@ def counted_sizes(
     context_sizes: Sequence[int],
     on_cpu: bool = False,
 ) -> Analysis:
-    """All that needs no clock. No process group may be there: other ranks are pretended.
+    """All that needs no clock. No process group may be there.
 
     Args:
-        on_cpu: whether bytes are those of a run on a CPU, which may form sums over spikes; otherwise of dense products.
+        on_cpu: bytes are those of a run on a CPU, which may form sums over spikes; otherwise of dense products.
     """
     summaries = summarise(config.model, config.neuron.spec, model, 1)
     layers = tuple(_facts(model, number, each) for number, each in enumerate(summaries))
     alone, *others = [counted(model, config, tensor, on_cpu=on_cpu) for tensor in tensor_sizes[:2]]
-    pair = counted(model, config, 1, 2, on_cpu=on_cpu)
-    by_rows = counted(model, config, 1, 2, "rows", on_cpu)
+    pair, by_rows = (counted(model, config, 1, 2, cut, on_cpu) for cut in ("samples", "rows"))
     sizes = [alone, *others, *_more(model, config, alone, others, tensor_sizes[2:], on_cpu)]
     # Whether samples can be shared does not depend on the number of ranks, and what is exchanged is proportional to it.
     sizes += [pair if size == 2 else Counted(1, size, "samples", pair.refused) for size in context_sizes]
@@ -106,3 +121,126 @@ def _facts(model: ModelDescription, number: int, told: LayerSummary) -> LayerFac
     spikes = bool(contents) and Content.DENSE not in contents
     rows = max((shape[3] for shape, _ in told.outputs if len(shape) == 5), default=1)
     return LayerFacts(told.name, told.unit, told.parameters, told.operations, told.output_bytes, spikes, rows)
+
+
+def counted(
+    model: ModelDescription,
+    config: PretrainConfig,
+    tensor: int,
+    context: int = 1,
+    cut: ContextCut = "samples",
+    on_cpu: bool = False,
+) -> Counted:
+    """Counts in trial steps what the first of so many ranks keeps, or says why it cannot be."""
+    if refused := _refusal(config, tensor, context, cut):
+        return Counted(tensor, context, cut, refused)
+    with fake_ranks(tensor, context) as state:
+        built_for = context_of(state, config, cut, on_cpu)
+        costs = tuple(count_memory(model, size, built_for, CPU, repeats=True).layers for size in trial_sizes(config))
+        return Counted(tensor, context, cut, None, costs, _tensors(model, built_for))
+
+
+def extrapolated(model: ModelDescription, config: PretrainConfig, alone: Counted, some: Counted, size: int) -> Counted:
+    """Computes what one of `size` ranks keeps, from one rank and from some ranks that were counted.
+
+    A share of channels takes whole + cut / n bytes; a share of rows cut / n, and the rows of its neighbours. Trial
+    steps of 224 x 224 pixels take seconds for each size, and this none.
+    """
+    is_rows = some.context > 1
+    tensor, context = (1, size) if is_rows else (size, 1)
+    if refused := _refusal(config, tensor, context, some.cut):
+        return Counted(tensor, context, some.cut, refused)
+    counted_at = some.context if is_rows else some.tensor
+    costs = tuple(
+        tuple(_share(one, part, counted_at, size, is_rows) for one, part in zip(ones, parts, strict=True))
+        for ones, parts in zip(alone.costs, some.costs, strict=True)
+    )
+    tensors = alone.tensors
+    if not is_rows:
+        with fake_ranks(size, 1) as state:
+            tensors = _tensors(model, context_of(state, config, "samples", False))
+    return Counted(tensor, context, some.cut, None, costs, tensors)
+
+
+def _share(alone: LayerCost, part: LayerCost, counted_at: int, size: int, is_rows: bool) -> LayerCost:
+    def bytes_of(one: int, some: int) -> int:
+        if is_rows:
+            return round(max(some - one / counted_at, 0) + one / size)
+        cut = (one - some) / (1 - 1 / counted_at)
+        return max(0, round(one - cut + cut / size))
+
+    def optional(one: int | None, some: int | None) -> int | None:
+        return some if one is None or some is None else bytes_of(one, some)
+
+    received = (1 - 1 / size) / (1 - 1 / counted_at)  # of what all ranks have, a rank receives the others' part
+    forward, inputs, weights = map(bytes_of, alone.working, part.working)
+    counts: dict[str, Any] = {name: bytes_of(getattr(alone, name), getattr(part, name)) for name in WHOLE}
+    counts |= {name: optional(getattr(alone, name), getattr(part, name)) for name in OPTIONAL}
+    exchanged = part.exchanged if is_rows else round(part.exchanged * received)
+    return replace(part, working=(forward, inputs, weights), exchanged=exchanged, **counts)
+
+
+def trial_sizes(config: PretrainConfig) -> tuple[int, ...]:
+    """Numbers of samples that are counted: those that a run tries, and where it would count its own, these too."""
+    own = config.training.micro_batch_size
+    return tuple(sorted({*TRIAL_SAMPLES, own} if own <= COUNTED_AS_THEY_ARE else TRIAL_SAMPLES))
+
+
+@contextmanager
+def fake_ranks(tensor: int, context: int) -> Iterator[ParallelState]:
+    """Yields the state of the first of so many ranks that share layers and micro-batches. No process group may be
+    there."""
+    if tensor * context > 1:
+        dist.init_process_group("fake", rank=0, world_size=tensor * context, store=FakeStore())
+    try:
+        # torch's own refuses an exchange in which this rank only receives, as the first rank of a share by rows does.
+        with patch.object(dist, "all_to_all_single", _exchange):
+            yield initialize_model_parallel(tensor, device=CPU, context_parallel_size=context)
+    finally:
+        destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _exchange(received: Tensor, *_: Any, **__: Any) -> Any:
+    received.zero_()
+    return dist.barrier(async_op=True)
+
+
+def context_of(state: ParallelState, config: PretrainConfig, cut: ContextCut, on_cpu: bool) -> BuildContext:
+    """What layers are built with on a rank of a grid."""
+    return replace(one_rank(config, on_cpu), tensor=state.tensor, context=state.context, cut=cut)
+
+
+def one_rank(config: PretrainConfig, on_cpu: bool) -> BuildContext:
+    """The same for a rank that shares nothing.
+
+    Args:
+        on_cpu: products are formed as runs form them on a CPU; otherwise all are dense.
+    """
+    types, backend = PRECISIONS[config.training.precision], config.neuron.neuron_backend
+    weights, products = getattr(torch, types.weights), getattr(torch, types.products)
+    sparse = on_cpu and config.training.sparse_products == "auto" and can_be_sparse(CPU, products)
+    return BuildContext(dtype=weights, compute_dtype=products, neuron_backend=backend, sparse_products=sparse)
+
+
+def _refusal(config: PretrainConfig, tensor: int, context: int, cut: ContextCut) -> str | None:
+    """Why the model cannot be built for so many ranks; None where it can."""
+    wrong = config.model.problems(tensor)
+    wrong = wrong or building_problems(config.model, config.neuron.spec, tensor, context, cut)
+    return wrong[0] if wrong else None
+
+
+def _tensors(model: ModelDescription, built_for: BuildContext) -> tuple[tuple[HeldTensor, ...], ...]:
+    return tuple(tuple(_tensors_of(name, layer)) for name, layer in model.named_layers(built_for))
+
+
+def _tensors_of(name: str, layer: nn.Module) -> Iterator[HeldTensor]:
+    multiplied = {
+        module.weight: module.compute_dtype.itemsize
+        for module in layer.modules()
+        if isinstance(module, (ParallelConv, ParallelLinear))
+    }
+    for entry in sharded_tensors([(name, layer)]):
+        shape, size = tuple(entry.tensor.shape), entry.tensor.itemsize
+        yield HeldTensor(entry.name, shape, size, entry.is_parameter, multiplied.get(entry.tensor, size))

@@ -1,76 +1,234 @@
-"""Candidates for a plan, and which of those that were simulated is taken."""
+"""Layouts that might be taken: the sizes of all axes, and what a run is told besides."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
 from typing import Literal
 
-from megasnn.planner.layout import Layout
+from megasnn.batching import micro_batches_of
+from megasnn.config import PretrainConfig
+from megasnn.config.parallel import ParallelConfig
+from megasnn.config.validate import layout_problems
+from megasnn.grid import AXES, ContextCut, Grid
+from megasnn.planner.cost_file import Analysis
+from megasnn.schedule.named import RECIPES, SCHEDULES
+from megasnn.schedule.partition import layout_text
+from megasnn.schedule.passes import NEVER
 
 Prefer = Literal["speed", "memory", "capacity"]
-AS_FAST = 1.01  # times as long as the fastest is as fast, as far as the planner can tell
+MOST_CHUNKS = 3  # on a rank, of schedules that take any number
+
+
+@dataclass(frozen=True)
+class Layout:
+    """
+    Attributes:
+        grid: sizes of the axes. cut: how context parallel ranks share a micro-batch.
+        schedule: its name. chunks: on each pipeline rank.
+        recompute: a name in `RECOMPUTE`. shards_optimizer: replicas own rows (ZeRO-1).
+    """
+
+    grid: Grid
+    cut: ContextCut = "samples"
+    schedule: str = "1f1b"
+    chunks: int = 1
+    recompute: str = NEVER
+    shards_optimizer: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.grid.world_size
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same rows of weights."""
+        return self.grid.data * self.grid.context
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The pipeline rank of each chunk."""
+        if self.grid.pipeline == 1:
+            return (0,) * self.chunks
+        return SCHEDULES[self.schedule].placement(self.grid.pipeline, self.chunks)
+
+    @property
+    def parts(self) -> int:
+        """How much there is to it: axes besides data, and what is no default. Simpler layouts have fewer."""
+        shared = sum(self.grid.size(axis) > 1 for axis in AXES if axis != "data")
+        return shared + (self.chunks > 1) + (self.recompute != NEVER) + self.shards_optimizer
+
+    def chunks_of(self, rank: int) -> list[int]:
+        """Chunks of a pipeline rank."""
+        return [chunk for chunk, place in enumerate(self.placement) if place == rank]
+
+    def micro_batches(self, count: int) -> int:
+        """Of a global batch of so many, those of the replica that has the most."""
+        return len(micro_batches_of(count, self.grid.replicas, 0))
+
+    def own_samples(self, size: int) -> int:
+        """Of a micro-batch of so many samples, those that a rank has at most."""
+        return -(-size // self.grid.context) if self.cut == "samples" else size
+
+    def parallel(self, given: ParallelConfig, bounds: tuple[range, ...] | None = None) -> ParallelConfig:
+        """As flags.
+
+        Args:
+            given: all that a layout does not say. bounds: layers of each chunk, where they are known.
+        """
+        pipeline = self.grid.pipeline > 1
+        sizes = None if bounds is None or not pipeline else layout_text([len(span) for span in bounds]).strip('"')
+        return replace(
+            given,
+            tensor_model_parallel_size=self.grid.tensor,
+            pipeline_model_parallel_size=self.grid.pipeline,
+            context_parallel_size=self.grid.context,
+            context_parallel_cut=self.cut if self.grid.context > 1 else "auto",
+            weight_parallel_size=self.grid.weight,
+            pipeline_schedule=self.schedule if pipeline else "auto",
+            num_virtual_stages_per_pipeline_rank=self.chunks if pipeline else None,
+            pipeline_model_parallel_layout=sizes,
+            recompute=self.recompute,
+            use_distributed_optimizer=self.shards_optimizer,
+        )
+
+    def __str__(self) -> str:
+        sizes = [f"{axis} {self.grid.size(axis)}" for axis in AXES if self.grid.size(axis) > 1]
+        words = [" x ".join(sizes) or "one rank"]
+        if self.grid.context > 1:
+            words.append(f"by {self.cut}")
+        if self.grid.pipeline > 1:
+            words.append(self.schedule + (f" with {self.chunks} chunks a rank" if self.chunks > 1 else ""))
+        words += [f"recompute {self.recompute}"] * (self.recompute != NEVER)
+        words += ["sharded optimizer"] * self.shards_optimizer
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that was looked at.
+    """A layout with a size of micro-batches that was looked at.
 
     Attributes:
-        seconds, bytes: of a step, and that the largest rank needs; by closed bounds, or simulated. None: it cannot be.
+        seconds, bytes: of a step, and that the largest rank needs; closed bounds, or simulated. None: it cannot be.
         reason: why it was not taken; "" of the one that was.
     """
 
     layout: Layout
+    micro_batch_size: int
     seconds: float | None
     bytes: float | None
-    simulated: bool
-    reason: str
+    simulated: bool = False
+    reason: str = ""
 
 
-class Choice:
-    """What is taken of the candidates that were simulated: of those that are preferred, and no more than 1 % slower
-    than the fastest of these, the simplest.
+def with_layout(
+    config: PretrainConfig, layout: Layout, bounds: tuple[range, ...] | None = None, micro_batch_size: int | None = None
+) -> PretrainConfig:
+    """Configuration of a run on a layout. Args: bounds: as in `Layout.parallel`. micro_batch_size: None: the given."""
+    if micro_batch_size not in (None, config.training.micro_batch_size):
+        config = replace(config, training=replace(config.training, micro_batch_size=micro_batch_size))
+    return replace(config, parallel=layout.parallel(config.parallel, bounds))
 
-    Attributes:
-        taken: None before there is a candidate.
+
+def layouts(
+    analysis: Analysis,
+    config: PretrainConfig,
+    counts: list[int],
+    may_be_best: Callable[[Layout], bool] = lambda _: True,
+) -> Iterator[tuple[Layout, str]]:
+    """Yields every layout with the reason why it cannot be, "" where it can; most devices first.
+
+    Args:
+        counts: numbers of devices.
+        may_be_best: asked of a grid's plain layout (1F1B); the others of the grid are left out where it says no.
     """
-
-    def __init__(self, preferred: Callable[[Candidate], float]) -> None:
-        """Args: preferred: of a candidate, what is wanted to be least, before its time decides; of bounds, a bound."""
-        self._preferred = preferred
-        self._least = math.inf
-        self._alike: list[Candidate] = []  # those that have the least
-        self.taken: Candidate | None = None
-        self.slowest = math.inf  # seconds of one device, where that fits: no plan is slower
-
-    def add(self, each: Candidate) -> None:
-        mine = self._preferred(each)
-        if mine > self._least or _seconds(each) > AS_FAST * self.slowest:
-            return
-        self._alike = [*(self._alike if mine == self._least else ()), each]
-        self._least = mine
-        longest = AS_FAST * self._fastest()
-        self.taken = min((one for one in self._alike if _seconds(one) <= longest), key=_simplicity)
-
-    def may_change_by(self, each: Candidate) -> bool:
-        """Whether another one may be taken when this one is simulated, which shows no less than its bounds."""
-        if _seconds(each) > AS_FAST * self.slowest:
-            return False
-        mine = self._preferred(each)
-        if self.taken is None or mine != self._least:
-            return mine < self._least
-        may_be_taken = _seconds(each) <= AS_FAST * self._fastest() and _simplicity(each) < _simplicity(self.taken)
-        return may_be_taken or AS_FAST * _seconds(each) < _seconds(self.taken)
-
-    def _fastest(self) -> float:
-        return min(map(_seconds, self._alike))
+    tensors, contexts = analysis.possible("tensor"), sorted({1, *analysis.possible("samples")})
+    for count in reversed(counts):
+        for grid in _grids(count, list(tensors), contexts, len(analysis.layers)):
+            cuts: tuple[ContextCut, ...] = ("samples", "rows") if grid.context > 1 else ("samples",)
+            for cut in cuts:
+                yield from _of_grid(analysis, config, Layout(grid, cut), may_be_best)
 
 
-def _seconds(each: Candidate) -> float:
-    return math.inf if each.seconds is None else each.seconds
+def _grids(ranks: int, tensor: list[int], context: list[int], layers: int) -> Iterator[Grid]:
+    """Every grid of so many ranks with these sizes of tensor and context, in which a stage has a layer at least."""
+    for t in tensor:
+        for c in context:
+            for p in range(1, layers + 1):
+                if ranks % (t * c * p) == 0:
+                    replicas = ranks // (t * c * p)
+                    for w in (w for w in range(1, replicas + 1) if replicas % w == 0):
+                        yield Grid(pipeline=p, data=replicas // w, tensor=t, weight=w, context=c)
 
 
-def _simplicity(each: Candidate) -> tuple[float, ...]:
-    return each.layout.parts, _seconds(each), each.bytes or 0.0
+def _of_grid(
+    analysis: Analysis, config: PretrainConfig, plain: Layout, may_be_best: Callable[[Layout], bool]
+) -> Iterator[tuple[Layout, str]]:
+    grid = plain.grid
+    if not _is_asked(config, plain, whole=False):
+        return
+    refused = analysis.possible("tensor")[grid.tensor]
+    if refused is None and grid.context > 1:
+        refused = analysis.possible(plain.cut).get(grid.context, "was not asked for by analyze")
+    if refused is None and (problems := layout_problems(with_layout(config, plain), grid.world_size, None)):
+        refused = problems[0]
+    if refused is not None or not may_be_best(plain):
+        yield plain, refused or ""
+        return
+    count, first_of = plain.micro_batches(config.training.micro_batches), dict[Hashable, str]()
+    for name, chunks in _schedules(grid.pipeline):
+        for recompute in (NEVER, "always"):
+            for shards in (False, True)[: 1 + (plain.copies > 1)]:
+                layout = Layout(grid, plain.cut, name, chunks, recompute, shards)
+                if not _is_asked(config, layout, whole=True):
+                    continue
+                what = _identity_of(name, grid.pipeline, count), chunks, recompute, shards
+                if (first := first_of.setdefault(what, name)) != name:
+                    yield layout, f"the same as {first} with {count} micro-batch(es) on {grid.pipeline} stages"
+                    continue
+                problems = layout_problems(with_layout(config, layout), grid.world_size, lambda: analysis.units)
+                yield layout, problems[0] if problems else ""
+
+
+def _schedules(stages: int) -> Iterator[tuple[str, int]]:
+    """Names of schedules with the numbers of chunks that each may have on a rank."""
+    if stages == 1:
+        yield "1f1b", 1
+        return
+    for name, named in SCHEDULES.items():
+        most = MOST_CHUNKS if named.any_chunks else named.chunks
+        yield from ((name, count) for count in range(named.chunks, most + 1) if named.can_place(count))
+
+
+def _identity_of(name: str, stages: int, micro_batches: int) -> Hashable:
+    """Equal for named schedules that are the same whatever the costs: few stages, or few micro-batches, leave some of
+    them no choice."""
+    if name not in RECIPES:
+        return name
+    recipe = RECIPES[name](stages)
+    ahead = tuple(min(recipe.pace * behind, micro_batches) for behind in range(stages))
+    return recipe.v, min(recipe.limit, micro_batches), ahead
+
+
+def _is_asked(config: PretrainConfig, layout: Layout, whole: bool) -> bool:
+    """True for a layout with the flags that were given. Args: whole: those beside the sizes, too."""
+    given = config.parallel
+    names = [name for name in given_flags(given) if name in _SIZES or (whole and name in _OF_LAYOUTS)]
+    if not names:
+        return True
+    mine = layout.parallel(ParallelConfig())
+    return all(getattr(given, name) == getattr(mine, name) for name in names)
+
+
+@cache
+def given_flags(parallel: ParallelConfig) -> tuple[str, ...]:
+    """Fields that have not their defaults."""
+    default = ParallelConfig()
+    return tuple(each.name for each in fields(parallel) if getattr(parallel, each.name) != getattr(default, each.name))
+
+
+_SIZES = {"context_parallel_cut", *(each.name for each in fields(ParallelConfig) if each.name.endswith("_size"))}
+_OF_LAYOUTS = {
+    *("pipeline_schedule", "num_virtual_stages_per_pipeline_rank", "recompute", "use_distributed_optimizer"),
+}

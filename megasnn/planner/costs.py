@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 
 from megasnn.grid import ContextCut
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, for_samples
-from megasnn.planner.analysis import Analysis, LayerFacts, LayerSeconds, Timed
+from megasnn.planner.cost_file import Analysis, LayerFacts, LayerSeconds, Timed
 from megasnn.planner.machines import Machine
-
-PARTS = "forward", "input_gradient", "weight_gradient"
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def _of_both(of_tensor: LayerCost, by_rows: LayerCost, alone: LayerCost, share: 
     )
 
 
-_CUT = "held", "message", "gradient", "found", "working_again", "working_whole", "deferred", "output"
+_CUT = "held", "message", "gradient", "found", "working_again", "deferred", "output"
 
 
 def work_of(layer: LayerFacts, cost: LayerCost, share: Share, first: bool) -> dict[str, Work]:

@@ -1,10 +1,23 @@
-"""What a rank needs in memory: the forecast of a run, and the same of a layout that is only planned."""
+"""Memory of a rank: the forecast of a run, and weights, gradients and optimizer state of a layout that is planned.
+
+Sums of states are those of a run: `GradientBuckets`, `GatheredWeights` and `forecast_memory` come to the same.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import groupby
+from math import prod
 
 from megasnn.config import PretrainConfig
+from megasnn.config.optimizer import OptimizerConfig
+from megasnn.planner.candidates import Layout
+from megasnn.planner.cost_file import HeldTensor
+
+ALIGNMENT = 64  # bytes: each gradient and each gathered weight begins at a multiple
+BUCKET_BYTES = 8 << 20  # on a CPU
+GPU_BUCKET_BYTES, GPU_SHARE_BYTES = 32 << 20, 4 << 20  # on a GPU: at least, and for each rank
 
 
 @dataclass(frozen=True)
@@ -64,11 +77,137 @@ def sample_bytes(config: PretrainConfig, itemsize: int, micro_batches: int, shar
 
     Args:
         itemsize: bytes of a value. share: samples of a micro-batch that the rank has.
-        on_host: whether the rank computes on its host.
+        on_host: the rank computes on its host.
     """
-    of_sample = itemsize
-    for length in config.model.input_shape:
-        of_sample *= length
     batches = 2 if on_host and config.data.num_workers else 1
     samples = config.training.micro_batch_size if config.data.mixes else share  # those that are mixed are read whole
-    return of_sample * micro_batches * samples * batches
+    return itemsize * prod(config.model.input_shape) * micro_batches * samples * batches
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of a rank.
+
+    Attributes:
+        weights: parameters and buffers that it keeps, and their average. gradients, optimizer: theirs.
+        exchanged: what gradients and rows take on their way, where these have owners.
+        reduced: bytes of gradients that are summed over ranks that hold the same.
+        updated: bytes of the parameters that this rank's optimizer steps. working: what its step takes meanwhile.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    exchanged: int
+    reduced: int
+    updated: int
+    working: int
+
+
+def states_of(
+    chunks: Sequence[Sequence[HeldTensor]], layout: Layout, optimizer: OptimizerConfig, on_gpu: bool
+) -> States:
+    """Of a rank with these chunks, each of which has its buckets; the rank that owns most rows."""
+    weight, copies = layout.grid.weight, (layout.grid.data, layout.grid.context)
+    owners = copies if layout.shards_optimizer and layout.copies > 1 else (1,)
+    tensors = [each for chunk in chunks for each in chunk]
+    trained = [each for each in tensors if each.is_parameter and optimizer.lr_scale(each.name)]
+    kept = {each.name: row_bytes([each], weight) for each in tensors if each.is_parameter}
+    owned = {each.name: row_bytes([each], weight, *owners) for each in tensors if each.is_parameter}
+    buffers = sum(_bytes(each) for each in tensors if not each.is_parameter)
+    averages = 0 if not optimizer.ema_decay else sum(owned.values()) + buffers
+    sums = sum(kept[each.name] for each in trained) * (weight > 1)
+    sums += sum(owned[each.name] for each in trained) * (prod(owners) > 1)
+    kinds = optimizer.state_kinds()
+    exchanged = 0
+    if weight > 1 or prod(owners) > 1:
+        buckets = [bucket for chunk in chunks for bucket in buckets_of(chunk, layout, optimizer, on_gpu)]
+        exchanged = _exchanged(buckets, weight, owners)
+    return States(
+        weights=sum(kept.values()) + buffers + averages,
+        gradients=sum(_aligned(_bytes(each)) for each in trained) + sums,
+        optimizer=sum(4 if kind == "step" else owned[each.name] for each in trained for kind in kinds),
+        exchanged=exchanged,
+        reduced=sum(kept[each.name] for each in trained),
+        updated=sum(owned[each.name] for each in trained),
+        working=optimizer.working_bytes(sum(owned[each.name] for each in trained)),
+    )
+
+
+def buckets_of(
+    tensors: Iterable[HeldTensor], layout: Layout, optimizer: OptimizerConfig, on_gpu: bool
+) -> list[list[HeldTensor]]:
+    """Buckets of a chunk, filled from the last parameter on; each is closed when it holds so many bytes."""
+    grid = layout.grid
+    over = grid.weight if grid.weight > 1 else layout.copies
+    most = max(GPU_BUCKET_BYTES, over * GPU_SHARE_BYTES) if on_gpu else BUCKET_BYTES
+    groups: list[list[HeldTensor]] = []
+    size = most
+    for each in reversed([e for e in tensors if e.is_parameter and optimizer.lr_scale(e.name)]):
+        if size >= most or groups[-1][0].itemsize != each.itemsize:
+            groups.append([])
+            size = 0
+        groups[-1].append(each)
+        size += _bytes(each)
+    return groups
+
+
+def row_bytes(tensors: Iterable[HeldTensor], *sizes: int) -> int:
+    """Bytes that the first rank, which has most rows, has of these where ranks along axes of such sizes share them."""
+    total = 0
+    for each in tensors:
+        rows = each.shape[0] if each.shape else 1
+        mine = rows
+        for size in sizes:
+            mine = -(-mine // size)
+        total += _bytes(each) // max(rows, 1) * mine
+    return total
+
+
+def _exchanged(buckets: Sequence[Sequence[HeldTensor]], weight: int, owners: tuple[int, ...]) -> int:
+    """What exchanges with those who keep or own rows take at most: the end of one, while the next is on its way."""
+    travelling, arrived = list[int](), list[int]()
+    for bucket in buckets:
+        whole, kept = sum(map(_bytes, bucket)), row_bytes(bucket, weight)
+        if weight > 1:
+            travelling.append(whole + (weight - 2) * kept)
+            arrived.append(2 * kept)
+        if prod(owners) > 1:
+            mine = row_bytes(bucket, weight, *owners)
+            travelling.append(kept + (prod(owners) - 2) * mine)
+            arrived.append(max(2 * mine, kept - mine))
+    later = [*travelling[1:], 0]
+    return max((sum(each) for each in zip(travelling, arrived, later, strict=True)), default=0)
+
+
+def gathered_bytes(tensors: Iterable[HeldTensor]) -> int:
+    """What the gathered weights of a unit take."""
+    return sum(_aligned(prod(each.shape) * each.travels) for each in tensors if each.is_parameter)
+
+
+def travelling_bytes(tensors: Iterable[HeldTensor], ranks: int) -> int:
+    """What a buffer takes that the weights of a unit can be gathered in."""
+
+    def kind(each: HeldTensor) -> tuple[int, int]:
+        return each.itemsize, each.travels
+
+    total = 0
+    for (itemsize, travels), together in groupby(sorted((e for e in tensors if e.is_parameter), key=kind), key=kind):
+        counts = [0] * ranks
+        for each in together:
+            rows = each.shape[0] if each.shape else 1
+            length, ends = prod(each.shape) // max(rows, 1), [-(-rows * rank // ranks) for rank in range(ranks + 1)]
+            counts = [
+                count + (last - first) * length for count, first, last in zip(counts, ends, ends[1:], strict=False)
+            ]
+        copies = 0 if ranks == 2 and itemsize == travels else ranks - 1
+        total += max(_aligned((sum(counts) - own) * travels) + _aligned(copies * own * travels) for own in counts)
+    return total
+
+
+def _bytes(tensor: HeldTensor) -> int:
+    return prod(tensor.shape) * tensor.itemsize
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

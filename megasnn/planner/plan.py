@@ -1,34 +1,41 @@
-"""`plan`: which layout to take on a cluster, and why none of the others. Reads a costs file, and needs no torch."""
+"""`plan` and `apply`: which layout to take on a cluster and why none of the others, and the file that runs it.
+
+Reads a costs file, and needs no torch.
+"""
 
 from __future__ import annotations
 
 import math
+import shlex
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import get_args
 
-from megasnn.batching import advised_size
 from megasnn.config import ConfigError, PretrainConfig
 from megasnn.config.checks import flag
 from megasnn.config.parallel import ParallelConfig
-from megasnn.planner.analysis import Analysis, whose
-from megasnn.planner.candidates import Candidate, Prefer
-from megasnn.planner.cluster import Cluster, counts, node_problems
-from megasnn.planner.layout import Layout
-from megasnn.planner.predicted import Predicted
-from megasnn.planner.search import PlanError, Search, layouts
+from megasnn.config.training import LENGTHS
+from megasnn.config.values import to_json
+from megasnn.files import write_whole
+from megasnn.planner.candidates import Candidate, Layout, Prefer, with_layout
+from megasnn.planner.cost_file import Analysis, differences
+from megasnn.planner.machines import Cluster
+from megasnn.planner.predict import Predicted
+from megasnn.planner.search import PlanError, Search
 
 SIMULATIONS, SECONDS = 20, 20.0
+FEW_SAMPLES = 8  # of which norms see little
+LARGEST, CHOICES = 64, 5  # samples of a micro-batch that is chosen, and of how many sizes
 SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "weight_parallel_size",
 )
-DECIDED = ("--memory-budget", "--pipeline-model-parallel-layout", "--layer-costs")
-
-_ANEW = "; --costs with a file that is not there does"  # one that is there is read
+DECIDED = ("memory_budget", "pipeline_model_parallel_layout")
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class Plan:
     """What to do, and why.
 
     Attributes:
-        layout: the one to take. predicted: its step.
+        layout, micro_batch_size: to take. predicted: its step.
         bytes: that its largest rank needs, with what an allocator keeps. largest_micro_batch: samples of the largest
             micro-batch that would fit.
         candidates: all that were looked at, the one that was taken first, then the others from the best one on.
@@ -45,22 +52,21 @@ class Plan:
     """
 
     layout: Layout
+    micro_batch_size: int
     predicted: Predicted
     bytes: float
     largest_micro_batch: int
     cluster: Cluster
     prefer: Prefer
-    micro_batches: int
     candidates: tuple[Candidate, ...]
     simulated: int
     seconds: float
     advice: tuple[str, ...]
     warnings: tuple[str, ...]
 
-    @property
-    def bounds(self) -> tuple[range, ...]:
-        """The layers of each chunk."""
-        return self.predicted.bounds
+    def configuration(self, config: PretrainConfig) -> PretrainConfig:
+        """Of a run on the layout of the plan, with the cut that was planned."""
+        return with_layout(config, self.layout, self.predicted.bounds, self.micro_batch_size)
 
 
 def plan(
@@ -70,81 +76,85 @@ def plan(
     prefer: Prefer = "speed",
     simulations: int = SIMULATIONS,
     seconds: float = SECONDS,
+    micro_batch_sizes: Sequence[int] = (),
 ) -> Plan:
     """Looks at all layouts by bounds, and simulates the best of them.
 
-    Sizes and number of micro-batches are those of the configuration: they define what is computed. Flags of layouts
-    that it gives are kept: only layouts with these are looked at.
+    Flags of layouts that the configuration gives are kept: only layouts with these are looked at.
 
     Args:
-        prefer: the fastest step; the smallest peak of a rank's memory; or room for the largest micro-batches.
+        prefer: the fastest step; the smallest peak of a rank's memory; or room for the largest micro-batches. The
+            latter two take nothing that is slower than one device, where that fits.
         simulations: at most. seconds: for them.
+        micro_batch_sizes: to choose from; by default that of the configuration, which defines what is computed.
     Raises:
         ConfigError: what no layout can be right for. PlanError: costs of another model, or no layout that fits.
     """
     begin = time.monotonic()
     if prefer not in get_args(Prefer):
         raise ValueError(f"prefer={prefer!r} is none of {', '.join(get_args(Prefer))}")
-    if wrong := problems(config, cluster.ranks, cluster.ranks_of_node):
+    if wrong := problems(config, cluster):
         raise ConfigError(wrong)
-    _check(analysis, config)
-    if analysis.machine is not None and _is_of_another(analysis, cluster):
+    if other := differences(analysis, config):
+        raise PlanError(f"these costs do not serve: {'; '.join(other)}; analyze this model (--costs with a new file)")
+    if _is_of_another(analysis, cluster):
         analysis = replace(analysis, timed=())  # seconds of one device say nothing of another
-    search = Search(analysis, config, cluster, prefer)
-    looked_at = search.all_looked_at(layouts(analysis, config, cluster, search.may_be_best))
-    chosen, predicted, looked_at, simulated = search.best(
-        looked_at, simulations, max(begin + seconds, time.monotonic() + seconds / 2)
-    )
-    rest = sorted((each for each in looked_at if each.layout != chosen.layout), key=search.rank)
+    search = Search(analysis, config, cluster, prefer, micro_batch_sizes or (config.training.micro_batch_size,))
+    chosen, predicted, looked_at, simulated = search.best(simulations, seconds)
+    rest = sorted((each for each in looked_at if each != chosen), key=search.rank)
     return Plan(
         layout=chosen.layout,
+        micro_batch_size=chosen.micro_batch_size,
         predicted=predicted,
         bytes=chosen.bytes or 0.0,
         largest_micro_batch=search.largest_micro_batch(chosen),
         cluster=cluster,
         prefer=prefer,
-        micro_batches=chosen.layout.micro_batches(config.training.micro_batches),
         candidates=(chosen, *(search.with_reason(each, chosen) for each in rest)),
         simulated=simulated,
         seconds=time.monotonic() - begin,
-        advice=tuple(_advice(config, chosen.layout, cluster)),
+        advice=tuple(
+            _advice(with_layout(config, chosen.layout, None, chosen.micro_batch_size), chosen.layout, cluster)
+        ),
         warnings=tuple(_warnings(analysis, config, cluster)),
     )
 
 
-def _check(analysis: Analysis, config: PretrainConfig) -> None:
-    if (other := whose(analysis, config)) is not None:
-        raise PlanError(f"these are costs {other}; analyze this one{_ANEW}")
-    asked = config.parallel
-    for name, size, known in (
-        ("tensor_model_parallel_size", asked.tensor_model_parallel_size, {1, *analysis.possible("tensor")}),
-        ("context_parallel_size", asked.context_parallel_size, {1, *analysis.possible("samples")}),
-    ):
-        if size not in known:
-            told = ", ".join(map(str, sorted(known)))
-            missing = f"{flag(name)} {size} is not in the costs, which have {told}"
-            raise PlanError(f"{missing}: analyze with that flag{_ANEW}")
+def sizes_to_choose(config: PretrainConfig, ranks: int) -> tuple[int, ...]:
+    """Sizes of micro-batches that divide the global batch, powers of two; first what gives each device one, then the
+    nearest."""
+    batch = config.training.global_batch_size
+    found = [1 << power for power in range(LARGEST.bit_length()) if batch % (1 << power) == 0]
+    return tuple(sorted(found, key=lambda size: abs(math.log2(size * ranks / batch)))[:CHOICES])
 
 
-def _is_of_another(analysis: Analysis, cluster: Cluster) -> bool:
-    """Whether layers were not measured on the device that a plan is for."""
-    return analysis.machine is None or analysis.machine.name != cluster.machine.name
-
-
-def problems(config: PretrainConfig, ranks: int, ranks_of_node: int) -> list[str]:
+def problems(config: PretrainConfig, cluster: Cluster) -> list[str]:
     """What no layout can be right for, and what the planner does not plan; needs no costs."""
-    training = config.training
-    wrong = node_problems(ranks, ranks_of_node) or _size_problems(config.parallel, ranks, ranks_of_node)
+    training, parallel, default = config.training, config.parallel, ParallelConfig()
+    wrong = cluster.problems() or _size_problems(parallel, cluster)
+    wrong += [
+        f"{flag(name)} is decided by the plan, or given to the run behind it: leave it out"
+        for name in DECIDED
+        if getattr(parallel, name) != getattr(default, name)
+    ]
+    changes = {
+        "--weight-gradients": parallel.weight_gradients if parallel.weight_gradients != "once" else None,
+        "--cuda-graphs": training.cuda_graphs if training.cuda_graphs != "off" else None,
+        "--bptt-steps": training.bptt_steps,
+    }
+    wrong += [
+        f"{name} {value} is not planned, and changes what a rank needs: give it to the run"
+        for name, value in changes.items()
+        if value is not None
+    ]
     parts = config.neuron, training, config.optimizer, config.data, config.checkpoint, config.logging
-    return wrong + _not_planned(config) + [problem for part in parts for problem in part.problems()]
+    return wrong + [problem for part in parts for problem in part.problems()]
 
 
-def _size_problems(parallel: ParallelConfig, ranks: int, ranks_of_node: int) -> list[str]:
+def _size_problems(parallel: ParallelConfig, cluster: Cluster) -> list[str]:
     """Sizes that are given and of which no number of devices is a multiple."""
     given = {flag(name): getattr(parallel, name) for name in SIZES if getattr(parallel, name) != 1}
-    if wrong := [f"{name} must be at least 1, got {size}" for name, size in given.items() if size < 1]:
-        return wrong
-    able = counts(ranks, ranks_of_node)
+    able = cluster.counts()
     if any(count % math.prod(given.values()) == 0 for count in able):
         return []
     told = " x ".join(f"{name} {size}" for name, size in given.items())
@@ -153,43 +163,36 @@ def _size_problems(parallel: ParallelConfig, ranks: int, ranks_of_node: int) -> 
     ]
 
 
-def _not_planned(config: PretrainConfig) -> list[str]:
-    parallel, default = config.parallel, ParallelConfig()
-    wrong = [
-        f"{name} is decided by the plan, or given to the run behind it: leave it out (none takes it back)"
-        for name in DECIDED
-        if getattr(parallel, name[2:].replace("-", "_")) != getattr(default, name[2:].replace("-", "_"))
-    ]
-    for name, value in (
-        ("--weight-gradients", parallel.weight_gradients),
-        ("--cuda-graphs", config.training.cuda_graphs),
-    ):
-        if value not in ("once", "off"):
-            wrong.append(f"{name} {value} is not planned, and changes what a rank needs: give it to the run")
-    if config.training.bptt_steps is not None:
-        wrong.append(f"--bptt-steps {config.training.bptt_steps} is not planned: leave it out")
-    return wrong
-
-
 def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterator[str]:
     """What is not the planner's to change."""
     training, grid = config.training, layout.grid
     count, stages = layout.micro_batches(training.micro_batches), grid.pipeline
     if stages > 1 and count < 4 * stages:
-        size = advised_size(training.global_batch_size // grid.replicas, stages)
-        if size < training.micro_batch_size:
+        # Of the sizes that divide the batch, the largest that gives four micro-batches a stage.
+        most = training.global_batch_size // (grid.replicas * 4 * stages)
+        able = [size for size in range(1, most + 1) if training.global_batch_size % (size * grid.replicas) == 0]
+        if able and able[-1] < training.micro_batch_size:
             yield (
                 f"{count} micro-batch(es) for {stages} stages are few, about four a stage hide the bubble: "
-                f"--micro-batch-size {size} would give them, and norms would see {size} samples and not "
+                f"--micro-batch-size {able[-1]} would give them, and norms would see {able[-1]} samples and not "
                 f"{training.micro_batch_size}"
             )
     if training.micro_batches % grid.replicas:
         yield f"{training.micro_batches} micro-batches on {grid.replicas} replicas are uneven: some wait for others"
+    if training.micro_batch_size < FEW_SAMPLES:
+        yield (
+            f"norms see {training.micro_batch_size} sample(s): a larger --global-batch-size or fewer devices allow more"
+        )
     if layout.ranks < cluster.ranks:
         yield (
             f"{cluster.ranks - layout.ranks} of {cluster.ranks} devices are left out: with --global-batch-size "
             f"{training.global_batch_size} in micro-batches of {training.micro_batch_size} they would not help"
         )
+
+
+def _is_of_another(analysis: Analysis, cluster: Cluster) -> bool:
+    """True where layers were not measured on the device that a plan is for."""
+    return analysis.machine is None or analysis.machine.name != cluster.machine.name
 
 
 def _warnings(analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> Iterator[str]:
@@ -201,3 +204,33 @@ def _warnings(analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> I
     if analysis.machine is not None:
         where = f"measured on {analysis.machine.name}, which is not used (leave --device-name out for that)"
     yield f"layers were {where}, and the plan is for {cluster.machine.name}: {cluster.machine.told}"
+
+
+def apply(found: Plan, config: PretrainConfig, path: Path) -> str:
+    """Writes the file that `--config` takes; returns the command that runs it, on several nodes that of each."""
+    write_whole(path, to_json(found.configuration(config)))
+    return command(found, config, path)
+
+
+def command(found: Plan, config: PretrainConfig, path: Path) -> str:
+    """The command that runs a plan from its file."""
+    ranks, of_node = found.layout.ranks, found.cluster.ranks_of_node
+    run = f"{_program(config)} --config {shlex.quote(str(path))}"
+    if all(getattr(config.training, name) is None for name in LENGTHS):
+        run += " --train-epochs N"
+    if ranks == 1:
+        return f"python {run}"
+    if ranks <= of_node:
+        return f"torchrun --standalone --nproc-per-node {ranks} {run}"
+    nodes = -(-ranks // of_node)
+    meet = "--rdzv-id NAME --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500"
+    return f"torchrun --nnodes {nodes} --nproc-per-node {of_node} {meet} {run}"
+
+
+def _program(config: PretrainConfig) -> str:
+    """What trains the model: MegaSNN, or the script that it is defined in."""
+    module = type(config.model).__module__
+    if module.partition(".")[0] == "megasnn":
+        return f"-m megasnn {config.model.name}"
+    script = getattr(sys.modules.get(module), "__file__", None)
+    return shlex.quote(str(script)) if script else "SCRIPT"

@@ -8,10 +8,8 @@ from typing import Any
 
 from megasnn.grid import AXES
 from megasnn.pipeline.cost_model import layers_per_chunk
-from megasnn.planner.analysis import Analysis, CutAxis
-from megasnn.planner.candidates import Candidate
-from megasnn.planner.energy import joules_of_step
-from megasnn.planner.layout import Layout
+from megasnn.planner.candidates import Candidate, Layout
+from megasnn.planner.cost_file import Analysis, CutAxis
 from megasnn.planner.plan import Plan
 
 SHOWN = 12  # candidates
@@ -48,7 +46,7 @@ def table(plan: Plan) -> str:
     unused = 1e-6 * plan.bytes - largest.total
     lines = [
         f"plan for {cluster.ranks} x {cluster.machine.name}, {cluster.ranks_of_node} a node, preferring {plan.prefer}: "
-        f"{layout}",
+        f"{layout}, micro-batches of {plan.micro_batch_size} samples",
         f"  step {1e3 * time.total:.1f} ms = forward and backward {1e3 * time.pipeline:.1f} (ranks idle "
         f"{plan.predicted.idle:.1%}) + sums of gradients that are not hidden {1e3 * time.reduction:.1f} + loss and "
         f"norm of all ranks {1e3 * time.agreement:.1f} + optimizer {1e3 * time.update:.1f} "
@@ -56,15 +54,16 @@ def table(plan: Plan) -> str:
         f"  memory of the largest rank {plan.bytes / GB:.2f} of {cluster.machine.memory / GB:.2f} GB: "
         f"{1e-6 * plan.bytes:.0f} MB = {largest.told}"
         + (f" + what an allocator keeps unused {unused:.0f}" if unused >= 1 else ""),
-        f"  the largest micro-batch that would fit has about {plan.largest_micro_batch} samples",
-        f"  {plan.micro_batches} micro-batch(es) a replica"
-        + (f", layers of each chunk {layers_per_chunk(plan.bounds)}" if layout.grid.pipeline > 1 else ""),
-        f"  {len(plan.candidates)} layouts looked at in {plan.seconds:.1f} s, {plan.simulated} of them simulated",
+        f"  {plan.predicted.schedule.micro_batches} micro-batch(es) a replica; the largest that would fit has about "
+        f"{plan.largest_micro_batch} samples",
     ]
-    watts = f"{cluster.machine.watts:g} W a device"
-    lines.append(f"  {joules_of_step(plan):.4g} J a step at {watts}")
+    if layout.grid.pipeline > 1:
+        lines.append(f"  layers of each chunk {layers_per_chunk(plan.predicted.bounds)}")
+    lines.append(
+        f"  {len(plan.candidates)} layouts looked at in {plan.seconds:.1f} s, {plan.simulated} of them simulated"
+    )
     lines += [f"advice: {each}" for each in plan.advice] + [f"WARNING: {each}" for each in plan.warnings]
-    rows = [("layout", "step, ms", "GB", "", "why not"), *map(_row, plan.candidates[:SHOWN])]
+    rows = [("layout, samples of a micro-batch", "step, ms", "GB", "", "why not"), *map(_row, plan.candidates[:SHOWN])]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for row in rows:
         cells = [text.ljust(width) for text, width in zip(row[:4], widths, strict=True)]
@@ -75,39 +74,30 @@ def table(plan: Plan) -> str:
 
 
 def _row(each: Candidate) -> tuple[str, str, str, str, str]:
+    name = f"{each.layout}, {each.micro_batch_size}"
     if each.seconds is None or each.bytes is None:
-        return str(each.layout), "-", "-", "", each.reason
+        return name, "-", "-", "", each.reason
     how = "simulated" if each.simulated else "at least"
-    return str(each.layout), f"{1e3 * each.seconds:.1f}", f"{each.bytes / GB:.2f}", how, each.reason or "taken"
+    return name, f"{1e3 * each.seconds:.1f}", f"{each.bytes / GB:.2f}", how, each.reason or "taken"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """All of it, for programs; seconds and bytes."""
     return {
         "layout": _layout(plan.layout),
-        "layers": [len(span) for span in plan.bounds],
-        "micro_batches": plan.micro_batches,
+        "micro_batch_size": plan.micro_batch_size,
+        "layers": [len(span) for span in plan.predicted.bounds],
         "prefer": plan.prefer,
         "cluster": asdict(plan.cluster),
         "step": {**asdict(plan.predicted.time), "total": plan.predicted.time.total, "idle": plan.predicted.idle},
         "bytes": plan.bytes,
-        "joules": joules_of_step(plan),
         "largest_micro_batch": plan.largest_micro_batch,
         "memory_mb": [{**asdict(each), "total": each.total} for each in plan.predicted.memory],
         "simulated": plan.simulated,
         "planning_seconds": plan.seconds,
         "advice": list(plan.advice),
         "warnings": list(plan.warnings),
-        "candidates": [
-            {
-                "layout": _layout(each.layout),
-                "seconds": each.seconds,
-                "bytes": each.bytes,
-                "simulated": each.simulated,
-                "reason": each.reason,
-            }
-            for each in plan.candidates
-        ],
+        "candidates": [{**vars(each), "layout": _layout(each.layout)} for each in plan.candidates],
     }
 
 

@@ -10,20 +10,24 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from megasnn.data.index import INDEX_NAME, verify
+from megasnn.data.index import INDEX_NAME
 from megasnn.events import FrameOptions
 from megasnn.files import SAMPLE_MB
-from megasnn.preprocess.event_sets import EncodeRecording, has_trials, list_event_folders, list_gestures
-from megasnn.preprocess.image_sets import CopyImage, encode_cifar, list_cifar, list_image_folders, list_tiny_imagenet
-from megasnn.preprocess.listing import Listing
+from megasnn.preprocess.encoding import CopyImage, EncodeRecording, encode_cifar
+from megasnn.preprocess.sources import (
+    Listing,
+    list_cifar,
+    list_event_folders,
+    list_gestures,
+    list_image_folders,
+    list_tiny_imagenet,
+)
 from megasnn.preprocess.writing import Encode, Job, preprocess
-
-_UNKNOWN = (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions(ABC):
-    """Flags that all data sets have."""
+    """Flags of all data sets."""
 
     input: Path
     """Folder of the data set."""
@@ -39,20 +43,21 @@ class ShardOptions(ABC):
     """Processes; the shards do not depend on their number."""
 
     def __post_init__(self) -> None:
-        for name in ("samples_per_shard", "max_sample_mb", "workers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        for name in ("samples_per_shard", "max_sample_mb", "workers", "size"):
+            value = getattr(self, name, None)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
     @abstractmethod
     def listing(self) -> Listing:
-        """Finds the samples. Raises ValueError, naming what is missing."""
+        """Finds the samples. Raises ValueError, naming a missing file or folder."""
 
     @abstractmethod
     def encode(self) -> Encode:
         """Function that makes a sample's files."""
 
     def run(self) -> str:
-        """Makes the shards; returns what is to be printed. Raises ValueError as `preprocess`."""
+        """Makes the shards; returns a summary. Raises ValueError as `preprocess`."""
         if not self.input.is_dir():
             raise ValueError(f"--input {self.input} is no folder; the data set is expected there")
         options = {name: value for name, value in asdict(self).items() if name not in ("input", "output", "workers")}
@@ -62,24 +67,19 @@ class ShardOptions(ABC):
         for split in job.listing.splits:
             shards = index.of_split(split)
             braces = f"{{00000..{len(shards) - 1:05d}}}" if len(shards) > 1 else "00000"
-            samples, size = sum(shard.samples for shard in shards), sum(shard.size for shard in shards)
+            samples, size = sum(len(shard.members.keys) for shard in shards), sum(shard.size for shard in shards)
             lines.append(f"{samples} samples, {size / 1e6:.1f} MB in {self.output / split}-{braces}.tar")
         if broken := [reason for shard in index.shards for reason in shard.broken]:
             lines.append(f"{len(broken)} samples cannot be used and were left out ({INDEX_NAME} has all): {broken[0]}")
         return "\n".join(lines)
-
-    @property
-    def limit(self) -> int:
-        """Bytes that a sample may take."""
-        return self.max_sample_mb << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class EventFolder(ShardOptions):
     """Recordings of any format: train/CLASS/FILE and test/CLASS/FILE, or CLASS/FILE, then 90 % of each class train."""
 
-    sensor_size: tuple[int, int] = _UNKNOWN
-    """Height and width of the sensor, where recordings do not say them (.npz of SpikingJelly, .bin); 0 0 if all do."""
+    sensor_size: tuple[int, int] | None = None
+    """Height and width of the sensor, where recordings do not say them; by default the data set's."""
     sort_events: bool = False
     """Put events in order of time, instead of refusing recordings that are not: some cameras send a few late."""
     keep_events: bool = False
@@ -89,58 +89,55 @@ class EventFolder(ShardOptions):
     size: int | None = None
     """Height and width to scale frames to (48 is usual for CIFAR10-DVS); by default the sensor's."""
     split_by: Literal["number", "time"] = "number"
-    """What frames have equal shares of: a recording's events (number) or its time."""
+    """Equal shares of a recording's events (number) or of its time for all frames."""
     frame_duration: int | None = None
-    """Microseconds of a frame, instead of equal shares: what comes after T frames is left out, what is missing is
-    empty."""
+    """Microseconds of a frame, instead of equal shares: later events are left out, missing frames are empty."""
     normalize_frames: Literal["none", "frame-max"] = "none"
     """frame-max divides each frame by its largest count, before scaling; none leaves counts."""
+    default_sensor: ClassVar[tuple[int, int] | None] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sensor_size != _UNKNOWN and min(self.sensor_size) < 1:
+        if self.sensor_size is not None and min(self.sensor_size) < 1:
             raise ValueError(f"--sensor-size must be at least 1 1, got {self.sensor_size[0]} {self.sensor_size[1]}")
         frames = self.frames()
         if self.keep_events and frames != FrameOptions():
             raise ValueError(f"--keep-events makes no frames: give {frames} to training instead")
 
     def frames(self) -> FrameOptions:
-        """How frames are made. Raises ValueError for flags that contradict."""
+        """Options of frames. Raises ValueError for flags that contradict."""
         return FrameOptions(self.time_steps, self.split_by, self.frame_duration, self.size, self.normalize_frames)
 
     def listing(self) -> Listing:
         return list_event_folders(self.input)
 
     def encode(self) -> Encode:
-        sensor = None if self.sensor_size == _UNKNOWN else self.sensor_size
-        return EncodeRecording(None if self.keep_events else self.frames(), sensor, self.sort_events, self.limit)
+        frames, sensor = None if self.keep_events else self.frames(), self.sensor_size or self.default_sensor
+        return EncodeRecording(frames, sensor, self.sort_events, self.max_sample_mb << 20)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cifar10Dvs(EventFolder):
     """CIFAR10-DVS: a folder of .aedat recordings for each class, or of SpikingJelly's .npz."""
 
-    sensor_size: tuple[int, int] = (128, 128)
-    """Height and width of the sensor, where recordings do not say them."""
+    default_sensor = (128, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NMnist(EventFolder):
     """N-MNIST: Train/DIGIT/*.bin and Test/DIGIT/*.bin, or the same of SpikingJelly's .npz."""
 
-    sensor_size: tuple[int, int] = (34, 34)
-    """Height and width of the sensor, where recordings do not say them."""
+    default_sensor = (34, 34)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dvs128Gesture(EventFolder):
     """DVS128 Gesture: recordings with trials_to_train.txt, trials_to_test.txt and labels; or SpikingJelly's .npz."""
 
-    sensor_size: tuple[int, int] = (128, 128)
-    """Height and width of the sensor, where recordings do not say them."""
+    default_sensor = (128, 128)
 
     def listing(self) -> Listing:
-        return list_gestures(self.input) if has_trials(self.input) else list_event_folders(self.input)
+        return list_gestures(self.input)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,13 +150,8 @@ class ImageFolder(ShardOptions):
     def listing(self) -> Listing:
         return list_image_folders(self.input)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.size is not None and self.size < 1:
-            raise ValueError(f"--size must be at least 1, got {self.size}")
-
     def encode(self) -> Encode:
-        return CopyImage(self.size, self.limit)
+        return CopyImage(self.size, self.max_sample_mb << 20)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,19 +182,6 @@ class Cifar100(Cifar10):
     classes = 100
 
 
-@dataclass(frozen=True)
-class Verify:
-    """Read all shards of a folder and compare them with the checksums of its index.json."""
-
-    folder: tyro.conf.Positional[Path]
-    """Folder of shards."""
-
-    def run(self) -> str:
-        if wrong := verify(self.folder):
-            raise ValueError("\n".join(wrong))
-        return f"the shards in {self.folder} are as they were made"
-
-
 Command = (
     Annotated[Cifar10Dvs, tyro.conf.subcommand("cifar10-dvs")]
     | Annotated[NMnist, tyro.conf.subcommand("n-mnist")]
@@ -212,5 +191,4 @@ Command = (
     | Annotated[Cifar100, tyro.conf.subcommand("cifar100")]
     | Annotated[TinyImageNet, tyro.conf.subcommand("tiny-imagenet")]
     | Annotated[ImageFolder, tyro.conf.subcommand("image-folder")]
-    | Annotated[Verify, tyro.conf.subcommand("verify")]
 )

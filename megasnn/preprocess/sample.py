@@ -16,9 +16,9 @@ from PIL import Image
 from tqdm import tqdm
 
 from megasnn.cache import build_once, cache_folder
-from megasnn.data.event_files import EVENTS, encode_events
+from megasnn.data.formats import EVENTS, encode_events
 from megasnn.events import simulate_recording
-from megasnn.preprocess.image_sets import encode_image
+from megasnn.preprocess.encoding import encode_image
 from megasnn.preprocess.writing import write_shard
 
 _IMAGES, _EVENTS = "digits-v2", "digits-events-v2"  # folders in the cache; change them when the bytes change

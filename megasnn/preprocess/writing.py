@@ -1,7 +1,7 @@
 """Writes the shards of a data set, several at a time, and their index.
 
-All is written into a folder `<output>.partial`, which gets its name last of all: what has the name of the output is
-complete, also after a kill or a power cut.
+All is written into a folder `<output>.partial`, which gets its name last of all: a folder with the name of the output
+is complete, also after a kill or a power cut.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import to_json
 from tqdm import tqdm
 
-from megasnn.data.index import INDEX_NAME, Index, ShardRecord, sha256_of
+from megasnn.data.index import INDEX_NAME, Index, ShardRecord
 from megasnn.data.shards import scan
-from megasnn.preprocess.listing import Item, Listing, shuffled
+from megasnn.preprocess.sources import Item, Listing, shuffled
 
 Sample = tuple[str, Mapping[str, bytes]]
 """Key, and the contents of its files by suffix."""
@@ -39,11 +38,11 @@ class Job:
     """Shards that are to be made of a data set.
 
     Attributes:
-        listing: what goes into them.
+        listing: its samples.
         encode: makes the files of a sample.
-        samples_per_shard: the last one of a split has the rest.
+        samples_per_shard: the last shard of a split has the rest.
         skip_broken: leaves out and counts items that cannot be used.
-        options: what it was made with, for the index, as JSON values.
+        options: for the index, as JSON values.
     """
 
     listing: Listing
@@ -66,14 +65,11 @@ def preprocess(job: Job, output: Path, workers: int = 1) -> Index:
     aside = output.with_name(f"{output.name}.partial")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output {output} exists, and is no empty folder; choose another one, or remove it")
+    if aside.exists():
+        raise ValueError(f"{aside} exists: another run is writing there, or was killed; wait for it, or remove it")
     with _named(output):
         try:
             aside.mkdir(parents=True)
-        except FileExistsError:
-            raise ValueError(
-                f"{aside} exists: another run is writing there, or was killed; wait for it, or remove the folder"
-            ) from None
-        try:
             index = Index(job.options, job.listing.classes, _write_shards(job, aside, workers))
             with open(aside / INDEX_NAME, "wb") as file:
                 file.write(to_json(asdict(index)))
@@ -85,21 +81,18 @@ def preprocess(job: Job, output: Path, workers: int = 1) -> Index:
     return index
 
 
-def write_shard(path: Path, samples: Iterable[Sample]) -> int:
-    """Writes a shard whose bytes depend on `samples` only; returns their number."""
-    from webdataset import TarWriter  # what its ShardWriter writes each shard with; imports torch
+def write_shard(path: Path, samples: Iterable[Sample]) -> None:
+    """Writes a shard whose bytes depend on `samples` only."""
+    from webdataset import TarWriter  # with which its ShardWriter writes each shard; imports torch
 
-    count = 0
+    # Owner, rights and time of change are the same everywhere and always. GNU's tar has names of any length.
+    attributes: dict[str, Any] = {"user": "", "group": "", "mode": 0o644, "mtime": 0, "format": "GNU_FORMAT"}
     with open(path, "wb") as file:
-        # Owner, rights and time of change are the same everywhere and always. GNU's tar has names of any length.
-        attributes: dict[str, Any] = {"user": "", "group": "", "mode": 0o644, "mtime": 0, "format": "GNU_FORMAT"}
         with TarWriter(file, encoder=False, compress=False, **attributes) as archive:
             for key, files in samples:
                 archive.write({"__key__": key, **files})
-                count += 1
         file.flush()
         os.fsync(file.fileno())
-    return count
 
 
 def _write_shards(job: Job, folder: Path, workers: int) -> list[ShardRecord]:
@@ -109,7 +102,6 @@ def _write_shards(job: Job, folder: Path, workers: int) -> list[ShardRecord]:
         ordered = shuffled(items, split)
         for number, start in enumerate(range(0, len(ordered), job.samples_per_shard)):
             tasks.append((folder / f"{split}-{number:05d}.tar", split, ordered[start : start + job.samples_per_shard]))
-    write = partial(_write_task, job.encode, job.skip_broken)
     records = []
     with ExitStack() as stack:
         run: Callable[..., Iterator[ShardRecord]] = map
@@ -118,12 +110,11 @@ def _write_shards(job: Job, folder: Path, workers: int) -> list[ShardRecord]:
             pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker)
             stack.callback(pool.shutdown, cancel_futures=True)
             run = pool.map
-        total = sum(len(items) for _, _, items in tasks)
-        bar = stack.enter_context(tqdm(total=total, unit=" samples", disable=None))
+        bar = stack.enter_context(tqdm(total=sum(len(task[2]) for task in tasks), unit=" samples", disable=None))
         try:
-            for record in run(write, *zip(*tasks, strict=True)):
+            for record in run(partial(_write_task, job.encode, job.skip_broken), *zip(*tasks, strict=True)):
                 records.append(record)
-                bar.update(record.samples + len(record.broken))
+                bar.update(len(record.members.keys) + len(record.broken))
         except BrokenProcessPool as error:
             raise ValueError("a worker process was killed (out of memory?); try fewer --workers") from error
     return records
@@ -146,16 +137,20 @@ def _write_task(encode: Encode, skip_broken: bool, path: Path, split: str, items
             raise ValueError(f"none of the {len(items)} samples of {path.name} can be used; the first: {broken[0]}")
 
     with _named(path):
-        count = write_shard(path, samples())
-    return ShardRecord(path.name, split, count, path.stat().st_size, sha256_of(path), broken, scan(path, str(path)))
+        write_shard(path, samples())
+    return ShardRecord(path.name, split, path.stat().st_size, broken, scan(path, str(path)))
 
 
 def _start_worker() -> None:
     """Leaves Ctrl-C to the parent process, and ends when that does, however it ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    if parent := multiprocessing.parent_process():
+        parent.join()
+    os._exit(1)
 
 
 @contextmanager

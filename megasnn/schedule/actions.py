@@ -14,10 +14,9 @@ the whole pipeline, and `Schedule.placement` gives the pipeline rank of each.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import zip_longest
 from typing import NamedTuple
 
 
@@ -136,31 +135,20 @@ Position = tuple[int, int]
 AROUND = 6  # actions shown on each side of a mark
 
 
-def format_actions(orders: Collection[Collection[Action]], marks: Collection[Position] = ()) -> str:
-    """Formats actions as the grid of ``torch.distributed.pipelining``'s messages, turned: time runs to the right.
+def format_actions(orders: Collection[Sequence[Action]], marks: Collection[Position] = ()) -> str:
+    """Formats actions, a line for each rank.
 
     Args:
         orders: actions of each rank.
         marks: positions to point out as ``>1B3<``; an index behind the last action is its end. With marks, only the
-            columns near them are shown.
+            actions near them are shown.
     """
-    if not orders:
-        return "no ranks"
-    rows = [[*map(str, order), "end"] for order in orders]
-    for rank, index in marks:
-        rows[rank][index] = f">{rows[rank][index]}<"
-    columns = max(len(row) for row in rows)
+    lines = []
     first = max(0, min((index for _, index in marks), default=0) - AROUND)
-    last = min(columns, max((index for _, index in marks), default=columns) + AROUND + 1)
-    labels = [f"rank {rank}:" for rank in range(len(rows))]
-    cells = list(zip_longest(*(row[first:last] for row in rows), fillvalue=""))
-    if first > 0:
-        cells.insert(0, tuple("..." for _ in rows))
-    if last < columns:
-        cells.append(tuple("..." if len(row) > last else "" for row in rows))
-    table = [labels, *cells]
-    widths = [max(len(cell) for cell in column) for column in table]
-    return "\n".join(
-        " ".join(column[rank].ljust(width) for column, width in zip(table, widths, strict=True)).rstrip()
-        for rank in range(len(rows))
-    )
+    behind = max((index for _, index in marks), default=max(map(len, orders), default=0)) + AROUND + 1
+    for rank, order in enumerate(orders):
+        row = [*map(str, order), "end"]
+        shown = [f">{text}<" if (rank, at) in marks else text for at, text in enumerate(row)][first:behind]
+        cut = "... " if first else "", " ..." if len(row) > behind else ""
+        lines.append(f"rank {rank}: {' '.join(shown).join(cut)}")
+    return "\n".join(lines)

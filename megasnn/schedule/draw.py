@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasnn.schedule.actions import Action, Kind, Schedule
-from megasnn.schedule.memory import weights_held
 from megasnn.schedule.simulate import Simulation, TimedAction
 
 if TYPE_CHECKING:
@@ -26,23 +24,15 @@ COLOURS = {
     Kind.WEIGHT_GRADIENT: ("#fdd0a2", "#fd8d3c"),
     Kind.RECOMPUTE: ("#dadaeb", "#9e9ac8"),
 }
-LANE_COLOURS = {
-    Kind.UNSHARD: "#f768a1",
-    Kind.RESHARD: "#fcc5c0",  # from when the weights are there until then
-    Kind.REDUCE_SCATTER: "#8c6d31",
-}
 NAMES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
     Kind.INPUT_GRADIENT: "input gradient",
     Kind.WEIGHT_GRADIENT: "weight gradient",
     Kind.RECOMPUTE: "forward again",
-    Kind.UNSHARD: "gathering weights",
-    Kind.RESHARD: "gathered",
-    Kind.REDUCE_SCATTER: "reducing and scattering gradients",
 }
 WAITING = "#eeeeee"
-BAR, LANE, GAP = 0.8, 0.35, 0.2  # heights in the unit of the vertical axis
+BAR, GAP = 0.8, 0.2  # heights in the unit of the vertical axis
 WIDTH, UNIT_HEIGHT, AROUND = 12.0, 0.36, 1.2  # inches
 WIDE, NARROW = 0.025, 0.011  # parts of the width that a bar needs for its action, and for its micro-batch alone
 SECONDS = (1e3, "ms")  # scale and unit of times in seconds
@@ -91,14 +81,16 @@ def write_chart(schedule: Schedule, simulation: Simulation, path: Path, view: Vi
     """Writes the Gantt chart; the suffix says how, .svg or .png. Raises ValueError for another."""
     if path.suffix not in (".svg", ".png"):
         raise ValueError(f"--output {path}: the name must end in .svg or .png")
+    if path.suffix == ".png":
+        from PIL import Image
+
+        # A palette: a third of the size.
+        Image.fromarray(raster(schedule, simulation, view)).quantize(32).save(path, optimize=True)
+        return
     from matplotlib import rc_context
 
-    # The same bytes in every run, letters as letters, and hundredths of a point: SVGs of a third of the size.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "schedule", "font.sans-serif": ["DejaVu Sans"]}):
-        chart(schedule, simulation, view).savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    if path.suffix == ".svg":
-        text = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", path.read_text(encoding="utf-8"))
-        path.write_text(re.sub(r"\s*\n\s*", "\n", text), encoding="utf-8")
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "schedule"}):  # the same bytes in every run
+        chart(schedule, simulation, view).savefig(path, metadata={"Date": None})
 
 
 def raster(schedule: Schedule, simulation: Simulation, view: View = View()) -> NDArray[np.uint8]:  # noqa: B008
@@ -111,21 +103,18 @@ def raster(schedule: Schedule, simulation: Simulation, view: View = View()) -> N
 
 
 def chart(schedule: Schedule, simulation: Simulation, view: View = View()) -> Figure:  # noqa: B008  (frozen)
-    """Gantt chart: a row for each rank, below its computations a lane for each unit whose weights it has gathered."""
+    """Gantt chart: a row for each rank."""
     from matplotlib.figure import Figure
 
-    lanes = _lanes(schedule)
-    pitch = BAR + LANE * lanes + GAP
-    figure = Figure(figsize=(WIDTH, AROUND + UNIT_HEIGHT * pitch * schedule.ranks), layout="constrained")
+    figure = Figure(figsize=(WIDTH, AROUND + UNIT_HEIGHT * schedule.ranks), layout="constrained")
     axes = figure.add_subplot()
     span = (simulation.makespan if view.span is None else view.span) or 1.0
     for rank, row in enumerate(simulation.timeline):
-        axes.broken_barh([(0, span * view.scale)], (rank * pitch, BAR), facecolors=WAITING)
-        _add_computations(axes, schedule, row, rank * pitch, span, view.scale)
-        _add_lanes(axes, row, lanes, rank * pitch + BAR, view.scale)
-    axes.set_yticks([rank * pitch + BAR / 2 for rank in range(schedule.ranks)])
+        axes.broken_barh([(0, span * view.scale)], (rank, BAR), facecolors=WAITING)
+        _add_computations(axes, schedule, row, rank, span, view.scale)
+    axes.set_yticks([rank + BAR / 2 for rank in range(schedule.ranks)])
     axes.set_yticklabels([f"rank {rank}" for rank in range(schedule.ranks)])
-    axes.set_ylim(pitch * schedule.ranks, -GAP)
+    axes.set_ylim(schedule.ranks, -GAP)
     axes.set_xlim(0, span * view.scale)
     axes.set_xlabel(view.unit)
     axes.set_title(_caption(schedule, simulation, view), fontsize=9, loc="left")
@@ -137,43 +126,14 @@ def chart(schedule: Schedule, simulation: Simulation, view: View = View()) -> Fi
 def _add_computations(
     axes: Axes, schedule: Schedule, row: Sequence[TimedAction], top: float, span: float, scale: float
 ) -> None:
-    bars: dict[str, list[tuple[float, float]]] = {}
     for action, start, end in row:
         if action.kind in COLOURS:
-            colour = COLOURS[action.kind][_in_second_half(schedule, action)]
-            bars.setdefault(colour, []).append((start * scale, (end - start) * scale))
-            width = (end - start) / span
+            colour, width = COLOURS[action.kind][_in_second_half(schedule, action)], (end - start) / span
+            bar = [(start * scale, (end - start) * scale)]
+            axes.broken_barh(bar, (top, BAR), facecolors=colour, edgecolors="white", linewidth=0.4)
             if width >= NARROW:
                 label = str(action) if width >= WIDE else str(action.micro_batch)
-                middle = (start + end) / 2 * scale
-                axes.text(middle, top + BAR / 2, label, ha="center", va="center", fontsize=6)
-    for colour, spans in bars.items():
-        axes.broken_barh(spans, (top, BAR), facecolors=colour, edgecolors="white", linewidth=0.4)
-
-
-def _add_lanes(axes: Axes, row: Sequence[TimedAction], lanes: int, top: float, scale: float) -> None:
-    """A rank's gathered weights, each in the first lane that is free, and in the last lane its gradients."""
-    used: dict[int, tuple[int, float]] = {}  # lane of a unit, and since when its weights are there
-    for action, start, end in row:
-        if action.kind is Kind.UNSHARD:
-            lane = min(set(range(lanes)) - {lane for lane, _ in used.values()})
-            used[action.chunk] = lane, end
-        elif action.kind is Kind.RESHARD:
-            lane, since = used.pop(action.chunk)
-            start, end = since, start
-        elif action.kind is Kind.REDUCE_SCATTER:
-            lane = lanes - 1
-        else:
-            continue
-        place = (top + lane * LANE, LANE * 0.9)
-        axes.broken_barh([(start * scale, (end - start) * scale)], place, facecolors=LANE_COLOURS[action.kind])
-
-
-def _lanes(schedule: Schedule) -> int:
-    """One for each unit whose weights a rank has gathered at the same time, and one for gradients."""
-    each_one = [1] * schedule.chunks
-    weights = max(max(weights_held(schedule, rank, each_one), default=0) for rank in range(schedule.ranks))
-    return weights + any(action.kind is Kind.REDUCE_SCATTER for row in schedule.actions for action in row)
+                axes.text((start + end) / 2 * scale, top + BAR / 2, label, ha="center", va="center", fontsize=6)
 
 
 def _add_legend(figure: Figure, schedule: Schedule) -> None:
@@ -186,7 +146,6 @@ def _add_legend(figure: Figure, schedule: Schedule) -> None:
         if kind in kinds:
             handles.append(Patch(facecolor=light, edgecolor=dark, label=NAMES[kind]))
     handles += [Patch(color="#888888", label="darker: second half of the chunks")] * several
-    handles += [Patch(color=colour, label=NAMES[kind]) for kind, colour in LANE_COLOURS.items() if kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 7), fontsize=7, frameon=False)
 
 

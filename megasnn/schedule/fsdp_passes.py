@@ -106,7 +106,7 @@ def _next_units(used: Sequence[int], number: int, count: int) -> list[int]:
 
 
 def _next_uses(used: Sequence[int]) -> list[int]:
-    """For each use, the number of the next one of the same unit; behind the last one, that of all uses."""
+    """Number of the next use of the same unit, for each use; behind the last one, that of all uses."""
     following, later = [0] * len(used), dict[int, int]()
     for number in range(len(used) - 1, -1, -1):
         following[number] = later.get(used[number], len(used))
@@ -135,7 +135,7 @@ def _with_unshards(row: Sequence[Action], unit_bytes: Sequence[int], limit: int,
 def _plan(
     used: Sequence[int], unit_bytes: Sequence[int], limit: int, ahead: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """For each use, the units that are gathered right before it, and those that are freed right behind it.
+    """Units that are gathered right before each use, and those that are freed right behind it.
 
     Args:
         used: units, in the order of their uses.

@@ -107,4 +107,4 @@ def named_schedule(
     filled = recipe.fill(Ticks.of(recipe.placement, costs_of(recipe.placement), micro_batches), micro_batches)
     if filled is None:
         raise ValueError(f"--pipeline-schedule {name} cannot keep its memory on {stages} stages")
-    return filled.schedule(name, recipe.placement, micro_batches)
+    return filled.schedule

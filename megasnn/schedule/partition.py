@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations, groupby
-from operator import sub
 
 from megasnn.registry import Registry
 
@@ -21,7 +20,8 @@ MOST_CUTS = 20_000
 def balanced_bounds(costs: Sequence[float], parts: int, allow_empty: bool = False) -> list[range]:
     """Contiguous partition whose most costly part costs least; exact.
 
-    Among those, the one with the smallest sum of squares, so that the other parts are balanced too.
+    Among those, the one with the smallest sum of squares, so that the other parts are balanced too. Dynamic
+    programming: the best of the first n layers in p parts follows from that in p - 1 parts.
 
     Args:
         costs: of each layer, in any unit.
@@ -32,47 +32,34 @@ def balanced_bounds(costs: Sequence[float], parts: int, allow_empty: bool = Fals
     """
     if parts < 1:
         raise ValueError(f"cannot cut {len(costs)} layers into {parts} parts; --pipeline-model-parallel-size")
-    bad = [cost for cost in costs if not (math.isfinite(cost) and cost >= 0)]
-    if bad:
+    if bad := [cost for cost in costs if not (math.isfinite(cost) and cost >= 0)]:
         raise ValueError(f"costs must be finite and not negative, got {bad[0]}")
     if parts > len(costs) and not allow_empty:
         raise ValueError(
             f"{parts} pipeline chunks for {len(costs)} layers leave chunks without a layer; lower "
             f"--pipeline-model-parallel-size or --num-virtual-stages-per-pipeline-rank"
         )
-    filled = min(parts, len(costs))
-    largest, _ = _best_cuts(costs, filled, max, lambda cost: cost)
-    _, cuts = _best_cuts(costs, filled, lambda a, b: a + b, lambda cost: cost * cost if cost <= largest else math.inf)
-    return _ranges(cuts + [len(costs)] * (parts - filled))
+    filled, total, layers = min(parts, len(costs)), list(accumulate(costs, initial=0.0)), len(costs)
 
+    def cuts(limit: float) -> tuple[float, list[int]]:
+        """Largest part, or with a limit for it the sum of squares, and the ends of the parts."""
+        none: tuple[float, list[int]] = (math.inf, [])
+        best = [(0.0, none[1]), *[none] * layers]
+        for part in range(filled):
+            following = [none] * (layers + 1)
+            for end in range(part + 1, layers + 1):
+                for start in range(part, end):
+                    before, span = best[start][0], total[end] - total[start]
+                    squares = before + (span * span if span <= limit else math.inf)
+                    value = max(before, span) if limit == math.inf else squares
+                    if value < following[end][0]:
+                        following[end] = value, [*best[start][1], end]
+            best = following
+        return best[layers]
 
-def _best_cuts(
-    costs: Sequence[float],
-    parts: int,
-    combine: Callable[[float, float], float],
-    weigh: Callable[[float], float],
-) -> tuple[float, list[int]]:
-    """Value and ends of the parts, none empty, that minimise the parts' weights, combined.
-
-    Dynamic programming: best[p][n] is the least for the first n layers in p parts; every last part is tried.
-    """
-    total = list(accumulate(costs, initial=0.0))
-    layers = len(costs)
-    best = [0.0 if n == 0 else math.inf for n in range(layers + 1)]
-    choices: list[list[int]] = []
-    for part in range(parts):
-        following, choice = [math.inf] * (layers + 1), [part] * (layers + 1)
-        for end in range(part + 1, layers + 1):
-            for start in range(part, end):
-                value = combine(best[start], weigh(total[end] - total[start]))
-                if value < following[end]:
-                    following[end], choice[end] = value, start
-        best = following
-        choices.append(choice)
-    cuts = [layers]
-    for choice in reversed(choices[1:]):
-        cuts.insert(0, choice[cuts[0]])
-    return best[layers], cuts if parts else []
+    largest, _ = cuts(math.inf)
+    _, ends = cuts(largest) if filled else (0.0, [])
+    return _ranges(ends + [layers] * (parts - filled))
 
 
 def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[range]:
@@ -88,15 +75,14 @@ def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[rang
     if len(set(placement)) == len(placement):
         return bounds
     total = list(accumulate(costs, initial=0.0))
-    ranks, whole = max(placement) + 1, total[-1]
 
     def badness(cuts: Sequence[int]) -> float:
-        ends = [*map(total.__getitem__, cuts), whole]
-        spans = list(map(sub, ends, [0.0, *ends]))
-        loads = [0.0] * ranks
-        for rank, span in zip(placement, spans, strict=True):
+        loads, most, before = [0.0] * (max(placement) + 1), 0.0, 0.0
+        for rank, cut in zip(placement, (*cuts, len(costs)), strict=True):
+            span, before = total[cut] - before, total[cut]
             loads[rank] += span
-        return max(loads) + FILL_AND_DRAIN * max(spans)
+            most = max(most, span)
+        return max(loads) + FILL_AND_DRAIN * most
 
     if math.comb(len(costs) - 1, len(bounds) - 1) <= MOST_CUTS:
         best = min(combinations(range(1, len(costs)), len(bounds) - 1), key=badness)

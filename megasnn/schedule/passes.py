@@ -57,7 +57,7 @@ def insert_transfers(schedule: Schedule) -> Schedule:
 
 
 def _links(placement: tuple[int, ...]) -> tuple[list[deque[Action]], list[deque[Action]]]:
-    """For each chunk, the receives to come on the link of its input, and of the gradient of its output.
+    """Receives to come on the link of each chunk's input, and of the gradient of its output.
 
     Chunks that share a link share its receives.
     """

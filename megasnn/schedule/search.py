@@ -121,7 +121,7 @@ class _Search:
         longest = math.inf if self.best is None else self.best[0].makespan * EQUAL
         filled = recipe.fill(ticks, count, (longest / ticks.unit, math.inf))
         if filled is not None:
-            self.consider(filled.schedule(recipe.name, recipe.placement, count))
+            self.consider(filled.schedule)
 
     def consider(self, order: Schedule) -> None:
         """Simulates a schedule that only computes, and takes it if it is better than the best one."""

@@ -52,7 +52,6 @@ def validate(schedule: Schedule) -> None:
     boundaries = Boundaries.of(schedule.placement)
     for rank in range(schedule.ranks):
         _check_rank(schedule, rank, boundaries)
-    _check_links(schedule)
     for _ in runs(schedule):
         pass
 
@@ -146,37 +145,14 @@ def _needed(action: Action, schedule: Schedule, boundaries: Boundaries, scattere
         yield Action(chunk, Kind.REDUCE_SCATTER if scattered else Kind.WEIGHT_GRADIENT, m - 1)
 
 
-def _check_links(schedule: Schedule) -> None:
-    """Sends and receives of each link and direction, in order: first in, first out."""
-    placement = schedule.placement
-    sent: dict[tuple[int, int, Kind], list[Action]] = {}
-    received: dict[tuple[int, int, Kind], list[Action]] = {}
-    for rank, order in enumerate(schedule.actions):
-        for action in order:
-            kind = action.kind
-            if kind in SENDS:
-                receive = action.peer
-                sent.setdefault((rank, placement[receive.chunk], receive.kind), []).append(receive)
-            elif kind in RECEIVES:
-                received.setdefault((placement[action.peer.chunk], rank, kind), []).append(action)
-    for link, expected in sent.items():
-        if expected != received[link]:
-            receive, due = next(pair for pair in zip(received[link], expected, strict=True) if pair[0] != pair[1])
-            raise ScheduleError(
-                schedule,
-                f"{receive} is next to receive from rank {link[0]}, which sends {due.peer} first",
-                [(link[1], schedule.actions[link[1]].index(receive))],
-            )
-
-
 def runs(schedule: Schedule) -> Iterator[tuple[int, range]]:
     """All actions in an order in which they can run, as (rank, indices of what it does without waiting).
 
-    A receive waits until its send was reached; a send does not hold up its rank. Raises ScheduleError when every
-    unfinished rank waits.
+    A receive waits until its send was reached; a send does not hold up its rank. Raises ScheduleError for a receive out
+    of turn, since what is first in on a link and direction is first out, and when every unfinished rank waits.
     """
-    on_the_way: set[Action] = set()  # receives whose send was reached
-    waiting: dict[Action, int] = {}  # receives that a rank has come to
+    placement, on_the_way = schedule.placement, dict[tuple[int, int, Kind], deque[Action]]()
+    waiting: dict[tuple[int, int, Kind], int] = {}  # ranks that have come to a receive, by its link
     position = [0] * schedule.ranks
     ready = deque(range(schedule.ranks))
     while ready:
@@ -188,12 +164,19 @@ def runs(schedule: Schedule) -> Iterator[tuple[int, range]]:
             kind = action.kind
             if kind in SENDS:
                 receive = action.peer
-                on_the_way.add(receive)
-                if receive in waiting:
-                    ready.append(waiting.pop(receive))
-            elif kind in RECEIVES and action not in on_the_way:
-                waiting[action] = rank
-                break
+                link = rank, placement[receive.chunk], receive.kind
+                on_the_way.setdefault(link, deque()).append(receive)
+                if link in waiting:
+                    ready.append(waiting.pop(link))
+            elif kind in RECEIVES:
+                link = placement[action.peer.chunk], rank, kind
+                if not on_the_way.get(link):
+                    waiting[link] = rank
+                    break
+                first = on_the_way[link].popleft()
+                if first != action:
+                    problem = f"{action} is next to receive from rank {link[0]}, which sends {first.peer} first"
+                    raise ScheduleError(schedule, problem, [(rank, at)])
         else:
             at = len(order)
         position[rank] = at

@@ -24,8 +24,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import itemgetter
 
-from megasnn.schedule.fill import FORWARD, INPUT_GRADIENT, NO_CUTOFF, Filled, Rows, Ticks, fill, stream
+from megasnn.schedule.actions import Action, Kind, Schedule
+from megasnn.schedule.fill import NO_CUTOFF, B, F, Filled, Ticks, fill
 from megasnn.schedule.partition import loop_placement, v_placement
 
 PERIOD = 6  # ticks in which a rank has room for both chunks' F, B and W
@@ -42,6 +45,7 @@ BLOCKS = (
     ((1, 4, 1, 2), (1, 1, 1)),
     ((2, 3, 1, 1), (1, 1, 1)),
 )
+Rows = list[tuple[Action, ...]]
 
 
 def half_limit(stages: int) -> int:
@@ -61,7 +65,7 @@ class Recipe:
     Attributes:
         name: of the schedule. stages: pipeline ranks.
         limit: activations that a rank may hold, in whole stages' micro-batches.
-        v: whether it places two chunks on each rank as a V, instead of one.
+        v: places two chunks on each rank as a V, instead of one.
         gap: as in `fill`.
         pace, most: of one chunk a rank: warm-up forwards for each rank that follows, and how many at most. A pace of 1
             is 1F1B's order.
@@ -86,39 +90,46 @@ class Recipe:
         """
         best = None
         for order in self.orders(micro_batches):
-            found = fill(ticks, micro_batches, order, self.limit, self.gap, cutoff)
+            found = fill(ticks, order, self.limit, self.gap, cutoff)
             if found is not None and (found.makespan, found.bubble) < cutoff:
                 best, cutoff = found, (found.makespan, found.bubble)
         return best
 
-    def orders(self, micro_batches: int) -> Iterator[Rows]:
+    def orders(self, micro_batches: int) -> Iterator[Schedule]:
         """Forwards and input gradients of each rank."""
+
+        def order(rows: Rows) -> Schedule:
+            return Schedule(self.name, self.placement, micro_batches, tuple(rows))
+
         if not self.v:
-            yield _one_chunk_order(self.stages, micro_batches, self.pace, self.most)
+            yield order(_one_chunk_rows(self.stages, micro_batches, self.pace, self.most))
             return
-        yield _full_v_order(self.stages, micro_batches)
+        yield order(_full_v_rows(self.stages, micro_batches))
         blocks = [_block(self.stages, steps, turns) for steps, turns in BLOCKS]
         for index, block in enumerate(blocks):
             if block not in blocks[:index]:  # on few stages some are the same
-                yield _repeated(block, self.stages, micro_batches)
+                yield order(_repeated(block, self.stages, micro_batches))
 
 
-def _one_chunk_order(stages: int, micro_batches: int, pace: int, most: int | None) -> Rows:
+def _one_chunk_rows(stages: int, micro_batches: int, pace: int, most: int | None) -> Rows:
     """Warm-up, then a forward and an input gradient in turn."""
     rows = []
     for rank in range(stages):
         ahead = min(pace * (stages - rank - 1), micro_batches, micro_batches if most is None else most)
-        forward, backward = stream(rank, FORWARD), stream(rank, INPUT_GRADIENT)
-        rows.append([forward] * ahead + [forward, backward] * (micro_batches - ahead) + [backward] * ahead)
+        forwards, gradients = (_all(rank, kind, micro_batches) for kind in (F, B))
+        row = forwards[:ahead]
+        for pair in zip(forwards[ahead:], gradients, strict=False):
+            row += pair
+        rows.append((*row, *gradients[micro_batches - ahead :]))
     return rows
 
 
-def _block(stages: int, steps: Sequence[int], turns: Sequence[int]) -> dict[int, int]:
-    """Tick of the first micro-batch in each stream; later than asked where a repetition is in the way."""
+def _block(stages: int, steps: Sequence[int], turns: Sequence[int]) -> dict[tuple[int, Kind], int]:
+    """Ticks of the first micro-batch; later than asked where a repetition is in the way."""
     placement = v_placement(stages)
     down, up = range(stages), range(stages, 2 * stages)
-    ways = [(FORWARD, down), (FORWARD, up), (INPUT_GRADIENT, up[::-1]), (INPUT_GRADIENT, down[::-1])]
-    ticks: dict[int, int] = {}
+    ways = [(F, down), (F, up), (B, up[::-1]), (B, down[::-1])]
+    ticks: dict[tuple[int, Kind], int] = {}
     taken: list[set[int]] = [set() for _ in range(stages)]
     tick = 0
     for way, (kind, chunks) in enumerate(ways):
@@ -127,36 +138,45 @@ def _block(stages: int, steps: Sequence[int], turns: Sequence[int]) -> dict[int,
             while tick % PERIOD in taken[placement[chunk]]:
                 tick += 1
             taken[placement[chunk]].add(tick % PERIOD)
-            ticks[stream(chunk, kind)] = tick
+            ticks[chunk, kind] = tick
     return ticks
 
 
-def _repeated(ticks: dict[int, int], stages: int, micro_batches: int) -> Rows:
-    """All micro-batches, one period after another: in the n-th, a stream is at micro-batch n less its first period."""
+def _repeated(ticks: dict[tuple[int, Kind], int], stages: int, micro_batches: int) -> Rows:
+    """All micro-batches, one period after another: in the n-th, a chunk is at micro-batch n less its first period."""
     placement = v_placement(stages)
-    of_ranks: list[list[tuple[int, int, int]]] = [[] for _ in range(stages)]
-    for each, tick in ticks.items():
-        of_ranks[placement[each // 3]].append((tick // PERIOD, tick % PERIOD, each))
+    ways: list[list[tuple[int, int, list[Action]]]] = [[] for _ in range(stages)]
+    for (chunk, kind), tick in ticks.items():
+        period, turn = divmod(tick, PERIOD)
+        ways[placement[chunk]].append((turn, period, _all(chunk, kind, micro_batches)))
     rows = []
-    for mine in of_ranks:
-        turns = sorted((first + n, turn, each) for first, turn, each in mine for n in range(micro_batches))
-        rows.append([each for _, _, each in turns])
+    for mine in ways:
+        mine.sort(key=itemgetter(0))
+        periods = range(max(period for _, period, _ in mine) + micro_batches)
+        rows.append(
+            tuple(each[n - start] for n in periods for _, start, each in mine if 0 <= n - start < micro_batches)
+        )
     return rows
 
 
-def _full_v_order(stages: int, micro_batches: int) -> Rows:
+@lru_cache(maxsize=256)
+def _all(chunk: int, kind: Kind, micro_batches: int) -> list[Action]:
+    return [Action(chunk, kind, m) for m in range(micro_batches)]
+
+
+def _full_v_rows(stages: int, micro_batches: int) -> Rows:
     """As many forwards as 1F1B's memory allows before the first gradient comes back, then all in turn."""
     rows = []
     for rank in range(stages):
         down, up = rank, 2 * stages - 1 - rank
-        f, i = stream(down, FORWARD), stream(down, INPUT_GRADIENT)
-        late_f, late_i = stream(up, FORWARD), stream(up, INPUT_GRADIENT)
+        steady = [(down, F), (down, B), (up, F), (up, B)]
+        f, i, late_f, late_i = steady
         warm_up = [f] * (2 * (stages - rank) - 1) + [late_f, f] * rank + [late_f, late_i] * (stages - rank)
-        left = dict.fromkeys((f, i, late_f, late_i), micro_batches)
+        done = dict.fromkeys(steady, 0)
         row = []
-        for each in warm_up + [f, i, late_f, late_i] * micro_batches:
-            if left[each]:
-                left[each] -= 1
-                row.append(each)
-        rows.append(row + [i] * left[i])
+        for each in warm_up + steady * micro_batches + [i] * micro_batches:
+            if done[each] < micro_batches:
+                row.append(Action(*each, done[each]))
+                done[each] += 1
+        rows.append(tuple(row))
     return rows

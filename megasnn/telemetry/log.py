@@ -54,19 +54,16 @@ class JsonLog:
 
     def __init__(self, directory: str | Path | None) -> None:
         self.path = None if directory is None else Path(directory) / FILE_NAME
-        self._torn = False
 
     def add(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Writes a line. Raises OSError when that fails; the next line then begins anew behind what was torn."""
+        """Writes a line. Raises OSError when that fails."""
         if self.path is None:
             return
         line = {"time": datetime.now().astimezone().isoformat(timespec="seconds"), "kind": kind, **values}
         text = json.dumps(_finite(line), allow_nan=False) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        torn, self._torn = self._torn, True
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write("\n" * torn + text)
-        self._torn = False
+            file.write(text)
 
 
 def _finite(value: Any) -> Any:

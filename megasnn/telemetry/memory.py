@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import resource
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,14 +20,14 @@ def peak_memory_mb(device: torch.device) -> float:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
-    return (_own_status("VmHWM:") or _peak_resident()) / 1e6
+    return _resident("VmHWM:") / 1e6
 
 
 def held_memory_mb(device: torch.device) -> float:
     """Returns the present memory of this rank, counted as `peak_memory_mb` counts."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / 1e6
-    return (_own_status("VmRSS:") or _peak_resident()) / 1e6
+    return _resident("VmRSS:") / 1e6
 
 
 def reset_peak_memory(device: torch.device) -> bool:
@@ -75,18 +74,13 @@ def processor_name() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def _own_status(name: str) -> int:
-    """Returns bytes from /proc/self/status; 0 where there is none.
+def _resident(name: str) -> int:
+    """Bytes of this process from /proc/self/status; elsewhere than on Linux its peak by getrusage.
 
     getrusage's maximum survives exec: a rank begun by a large launcher would report the launcher's memory.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
-        return 0
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
-
-
-def _peak_resident() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

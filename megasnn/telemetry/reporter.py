@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasnn.telemetry.callback import Callback
+from megasnn.telemetry.energy import LayerWork, describe_operations, synaptic_operations
 from megasnn.telemetry.log import BestEffort, Console, JsonLog
 from megasnn.telemetry.records import (
     EvaluationRecord,
@@ -25,15 +26,8 @@ from megasnn.telemetry.records import (
     scalars_of,
 )
 from megasnn.telemetry.spikes import LayerSpikes, mean_spikes
-from megasnn.telemetry.tensorboard import Flag, TensorBoard
+from megasnn.telemetry.tensorboard import TensorBoard
 
-METRICS = (
-    "training/loss",
-    "training/accuracy",
-    "training/samples_per_second",
-    "validation/loss",
-    "validation/accuracy_top1",
-)
 PACE_INTERVALS = 10  # log intervals from which the time left is estimated
 
 
@@ -64,6 +58,7 @@ class Reporter:
     Attributes:
         best_effort: contexts for other code that only reports.
         asked_to_stop: True once a callback has asked for the end of the run.
+        work: multiply-adds of the model's layers, for the operations and energy told beside an evaluation.
     """
 
     def __init__(self, outline: RunOutline, is_writer: bool, callbacks: Sequence[Callback] = ()) -> None:
@@ -75,6 +70,8 @@ class Reporter:
         directory = outline.directory if is_writer else None
         self._board = TensorBoard(directory, done if outline.resumed else None, self.line)
         self._done = self._iteration = done
+        self.work: Sequence[LayerWork] = ()
+        self._spikes: Sequence[LayerSpikes] = ()  # of the last log line
         self.begin()
 
     def begin(self) -> None:
@@ -97,9 +94,8 @@ class Reporter:
     def text(self, tag: str, markdown: str) -> None:
         self._board.text(tag, markdown)
 
-    def flags(self, values: Mapping[str, Flag]) -> None:
-        """Writes, once and before the first step, the flags by which runs are compared."""
-        self._board.flags(values, METRICS)
+    def flags(self, values: Mapping[str, bool | int | float | str]) -> None:
+        """Tells callbacks, once and before the first step, the flags by which runs are compared."""
         self._call("start", self._outline, values)
 
     def picture(self, tag: str, draw: Callable[[], NDArray[np.uint8]], iteration: int) -> None:
@@ -133,7 +129,7 @@ class Reporter:
             samples: consumed up to here.
             more: scalars for TensorBoard and log.jsonl only. layers: spikes, for the same.
         """
-        record = self._record(iteration, samples, skipped_samples)
+        record, self._spikes = self._record(iteration, samples, skipped_samples), layers or self._spikes
         self._console.line(format_iteration(record))
         spikes = {layer.name: {k: v for k, v in asdict(layer).items() if k != "name"} for layer in layers}
         self.entry("iteration", {**asdict(record), **more, "layers": spikes})
@@ -180,8 +176,13 @@ class Reporter:
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._console.line(format_evaluation(record))
-        self.entry("validation", asdict(record))
-        self._board.scalars(scalars_of(record), record.iteration)
+        operations: dict[str, float] = {}
+        with self.best_effort("counting synaptic operations"):
+            if self.work and (operations := synaptic_operations(self.work, self._spikes)):
+                self._console.line(describe_operations(operations))
+        self.entry("validation", {**asdict(record), **operations})
+        drawn = {name: value for name, value in operations.items() if "dense" not in name}  # which never changes
+        self._board.scalars({**scalars_of(record), **drawn}, record.iteration)
         self._board.flush()
         self._call("evaluation", record)
 

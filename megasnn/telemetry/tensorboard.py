@@ -1,18 +1,17 @@
-"""TensorBoard: cards in the order in which they are looked at, charts of several lines, and the table of runs.
+"""TensorBoard: cards in the order in which they are looked at, and charts of several lines.
 
 TensorBoard sorts cards by name and unfolds the first two groups, so groups and their first cards have numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Flag = bool | str | float | int
 GROUPS: dict[str, tuple[str, ...]] = {
     "training": ("loss", "accuracy", "samples_per_second", "grad_norm", "learning_rate", "consumed_samples"),
     "validation": ("loss", "accuracy_top1", "accuracy_top5"),
@@ -62,7 +61,7 @@ def charts() -> dict[str, dict[str, list[object]]]:
 
 
 class TensorBoard:
-    """Writes scalars, texts, pictures and flags of a run. Scalars that were only ever zero are not shown.
+    """Writes scalars, texts and pictures of a run. Scalars that were only ever zero are not shown.
 
     An error, such as a full disk, is told once; nothing more is written then, and training goes on.
 
@@ -79,27 +78,29 @@ class TensorBoard:
         tell: Callable[[str], None] = print,
     ) -> None:
         self._directory, self._tell = directory, tell
-        self._resumed = resumed_iteration
-        self._writer: Any = None
         self._shown: set[str] = set()
+        self._writer: Any = None
         if directory is not None:
-            self._do(self._open)
+            self._try(lambda: self._open(None if resumed_iteration is None else resumed_iteration + 1))
+            self._call("add_custom_scalars", charts())
+            self.flush()
 
-    def _open(self) -> None:
+    def _open(self, purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = None if self._resumed is None else self._resumed + 1
-        self._writer = SummaryWriter(str(self._directory), purge_step=purge)
-        self._writer.add_custom_scalars(charts())
-        self._writer.flush()
+        self._writer = SummaryWriter(str(self._directory), purge_step=purge_step)
 
-    def _do(self, work: Callable[..., object], *values: object) -> None:
+    def _try(self, write: Callable[[], object]) -> None:
         try:
-            work(*values)
+            write()
         except Exception as error:
             self._writer = None
             why = f"{type(error).__name__}: {error}"
             self._tell(f"WARNING: TensorBoard's files in {self._directory} cannot be written ({why}); training goes on")
+
+    def _call(self, method: str, *values: object, **options: object) -> None:
+        if self._writer is not None:
+            self._try(lambda: getattr(self._writer, method)(*values, **options))
 
     def scalars(self, values: Mapping[str, float], iteration: int) -> None:
         """Writes each `name: value` on the card of that name; nan and infinities as they are."""
@@ -107,35 +108,21 @@ class TensorBoard:
             tag = card(name)
             if value != 0:
                 self._shown.add(tag)
-            if self._writer is not None and tag in self._shown:
-                self._do(self._writer.add_scalar, tag, value, iteration)
-
-    def flags(self, values: Mapping[str, Flag], metrics: Sequence[str]) -> None:
-        """Writes the run's line in the tab "HParams": flags by name, beside the last values of some scalars."""
-        if self._writer is None:
-            return
-        from torch.utils.tensorboard.summary import hparams
-
-        # SummaryWriter.add_hparams would make another run for them, with its values only.
-        for summary in hparams(dict(values), dict.fromkeys(map(card, metrics), 0.0)):
-            if self._writer is not None:
-                self._do(self._writer._get_file_writer().add_summary, summary)
+            if tag in self._shown:
+                self._call("add_scalar", tag, value, iteration)
 
     def text(self, tag: str, markdown: str) -> None:
         """Writes a text, which TensorBoard renders as Markdown."""
-        if self._writer is not None:
-            self._do(self._writer.add_text, tag, markdown)
+        self._call("add_text", tag, markdown)
 
     def picture(self, tag: str, draw: Callable[[], NDArray[np.uint8]], iteration: int) -> None:
         """Writes uint8 `[height, width, 3]`; `draw` makes it, and is called only where it is written."""
         if self._writer is not None:
-            self._do(lambda: self._writer.add_image(tag, draw(), iteration, dataformats="HWC"))
+            self._try(lambda: self._writer.add_image(tag, draw(), iteration, dataformats="HWC"))
 
     def flush(self) -> None:
-        if self._writer is not None:
-            self._do(self._writer.flush)
+        self._call("flush")
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._do(self._writer.close)
+        self._call("close")
         self._writer = None

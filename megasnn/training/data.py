@@ -6,10 +6,10 @@ from functools import partial
 
 from megasnn.config import PretrainConfig
 from megasnn.data import BatchLoader, Datasets, LoaderOptions, Share, open_datasets
-from megasnn.data.epochs import check_shares, epoch_samples, order_identity
+from megasnn.data.loader import check_shares, epoch_samples, order_identity
 from megasnn.engine import Engine
 from megasnn.engine.faults import placed
-from megasnn.parallel.agreement import decided_by_first
+from megasnn.parallel.agreement import broadcast_object
 from megasnn.parallel_state import ParallelState
 from megasnn.preprocess.sample import shards_of_sample
 
@@ -33,7 +33,7 @@ class RunData:
         self._config = config
         self._loaders: dict[bool, BatchLoader] = {}
         data, training, model = config.data, config.training, config.model
-        shape, decide = model.input_shape, partial(decided_by_first, state.world)
+        shape, decide = model.input_shape, partial(broadcast_object, state.world)
         self.datasets: Datasets = open_datasets(
             data, shape, model.num_classes, shards_of_sample, decide, training.evaluate_only
         )
@@ -41,16 +41,14 @@ class RunData:
         if not training.evaluate_only:
             micro_batch, context = training.micro_batch_size, config.parallel.context_parallel_size
             sharing = context if config.parallel.context_cut(micro_batch) == "samples" else 1
-            check_shares(len(self.datasets.train), batch, micro_batch, state.data.size, sharing, last_batch)
+            share = Share(batch, micro_batch, dp_size=state.data.size, cp_size=sharing)
+            check_shares(len(self.datasets.train), share, last_batch)
         samples = epoch_samples(len(self.datasets.train), batch, last_batch)
         self.length = training.length(samples, keeps_last_batch=last_batch == "keep")
         self.place: dict[str, object] = {
             "dataset": order_identity(self.datasets.train, batch, last_batch),
             **{"seed": training.seed, "shuffle": data.shuffle, "last_batch": last_batch},
-            "frames": {
-                **{"split_by": data.split_by, "frame_duration": data.frame_duration},
-                "normalize": data.normalize_frames,
-            },
+            "frames": {"split_by": data.split_by},
         }
 
     @property

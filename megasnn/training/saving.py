@@ -1,18 +1,16 @@
-"""What a run saves: its checkpoints, the best one among them, and what becomes of each."""
+"""Checkpoints of a run, and the best one among them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 
 from megasnn import checkpoint
 from megasnn.config import PretrainConfig
-from megasnn.config.identity import NORMALISATION, identity, normalisation, recipe
+from megasnn.config.identity import NORMALISATION, normalisation
 from megasnn.engine import Engine
-from megasnn.engine.faults import another_failed
-from megasnn.random import GENERATOR
-from megasnn.training.starting import Best, Claim, StartingPoint
+from megasnn.telemetry.reporter import Reporter
+from megasnn.training.resume import Best, Claim, StartingPoint
 
 
 class Saves:
@@ -20,10 +18,8 @@ class Saves:
 
     Args:
         claim: of the folder to save in; None: nothing is saved.
-        place: what a place in the data refers to; see `megasnn.training.data`.
+        place: identity of the data and its order; see `megasnn.training.data`.
         begin: where the run has started.
-        report: takes lines for the user; may be called from another thread.
-        complete: the same for iteration and path of each checkpoint that is complete.
     """
 
     def __init__(
@@ -33,17 +29,13 @@ class Saves:
         claim: Claim | None,
         place: Mapping[str, object],
         begin: StartingPoint,
-        report: Callable[[str], None],
-        complete: Callable[[int, Path], None],
+        reporter: Reporter,
     ) -> None:
         options = config.checkpoint
-        self._keeps_best, self._engine, self._claim, self._report = options.keep_best, engine, claim, report
-        self._model, self._identity = config.model.name, identity(config)
-        self._extra = {**place, "recipe": recipe(config), "generator": GENERATOR}
-        if (constants := normalisation(config)) is not None:
-            self._extra[NORMALISATION] = constants
-        self._best = self._best_before = begin.best
-        self._saved_best = begin.best if begin.saved else None
+        self._keeps_best, self._engine, self._claim = options.keep_best, engine, claim
+        constants = normalisation(config)
+        self._extra = {**place, **({} if constants is None else {NORMALISATION: constants})}
+        self._best, self._saved_best = begin.best, begin.best if begin.saved else None
         self._saves_best = False
         self._saver: checkpoint.SyncWriter | None = None
         if claim is not None:
@@ -52,58 +44,44 @@ class Saves:
                 claim.folder,
                 process_group=engine.state.world.handle,
                 retention=checkpoint.Retention(options.keep_last, options.keep_every, claim.others),
-                report=self._tell,
-                complete=complete,
+                report=reporter.line,
+                complete=reporter.saved,
                 saved=begin.iteration if begin.saved else None,
             )
 
-    def _tell(self, text: str) -> None:
-        """What becomes of a save; that one fails because another rank has ended was told as the reason to end."""
-        if not another_failed():
-            self._report(text)
-
-    def save(self, iteration: int, consumed_samples: int, skipped_steps: int, owes_evaluation: bool = False) -> None:
-        """Saves unless this iteration is saved already, or tells why it cannot be. Collective.
+    def save(self, skipped_steps: int) -> None:
+        """Saves unless this iteration is saved already; a save that fails is reported, and the run goes on. Collective.
 
         Args:
             skipped_steps: since the save before, steps that were not finite.
-            owes_evaluation: an evaluation is due after this iteration, and the run that goes on makes it first.
         """
         if self._saver is None:
             return
         self._settle_best()
-        extra = dict(self._extra)
-        if self._best is not None:
-            extra["best"] = asdict(self._best)
-        if owes_evaluation:
-            extra["owes_evaluation"] = True
-        layout = self._engine.checkpoints.layout()
-        progress = checkpoint.Progress(
-            iteration, consumed_samples, self._model, self._identity, layout, extra, skipped_steps
-        )
-        self._saves_best = self.at_best(iteration) and self._best != self._saved_best
+        best = {} if self._best is None else {"best": asdict(self._best)}
+        progress = self._engine.checkpoints.progress({**self._extra, **best}, skipped_steps)
+        self._saves_best = self.at_best(self._engine.iteration) and self._best != self._saved_best
         self._saver.save(progress, self._engine.checkpoints.state, self._saves_best)
 
     def found(self, iteration: int, accuracy: float) -> None:
-        """An evaluation of this iteration found this share of right answers, the same on every rank."""
+        """Takes the share of right answers of an evaluation, the same on every rank."""
         self._settle_best()
         if self._keeps_best and (self._best is None or accuracy > self._best.accuracy_top1):
-            self._best_before, self._best = self._best, Best(iteration, accuracy)
+            self._best = Best(iteration, accuracy)
 
     def _settle_best(self) -> None:
-        """A best that could not be saved does not count. Waits for it while it is being saved."""
+        """Waits for a best that is being saved; one that could not be saved does not count."""
         if self._saves_best and self._saver is not None:
             self._saver.finish()
-            if self._saver.failed:
-                self._best = self._best_before
-            self._saves_best = False
+            self._best = self._saved_best = self._saved_best if self._saver.failed else self._best
+        self._saves_best = False
 
     def at_best(self, iteration: int) -> bool:
-        """Whether this iteration is the best so far, and is to be kept as that."""
+        """Returns True where this iteration is the best so far, and is to be kept as that."""
         return self._best is not None and self._best.iteration == iteration
 
     def finish(self, seconds: float | None = None) -> bool:
-        """Waits for what is being saved; False when the save that was asked for last has failed. Collective.
+        """Waits for a save in the background; False when the last save has failed. Collective.
 
         Args:
             seconds: no longer than that, after which nothing more can be saved.

@@ -42,7 +42,7 @@ class Calm:
 
 @pytest.fixture
 def pair():
-    ranks = RankProcesses("row pair", Calm, [0, 1], {"OMP_NUM_THREADS": "3"}, limit_flag="--timeout")
+    ranks = RankProcesses("row pair", Calm, [0, 1], {"OMP_NUM_THREADS": "3"})
     yield ranks
     ranks.close()
 
@@ -67,9 +67,9 @@ def test_a_failing_rank_is_named_while_the_other_is_stuck(pair: RankProcesses, m
     assert time.monotonic() - start < 10
 
 
-def test_silence_ends_with_the_flag_that_allows_more(pair: RankProcesses) -> None:
+def test_silence_ends(pair: RankProcesses) -> None:
     pair.ready(30)
-    with pytest.raises(RankError, match=r"no answer from rank 0, 1 within 0.5 s \(--timeout\)"):
+    with pytest.raises(RankError, match="rank 0, 1 within 0.5 s"):
         pair.call("sleep", timeout=0.5)
 
 

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 
 from megasnn.checkpoint import LocalState
 from megasnn.grid import Grid, Place
-from megasnn.parallel.sharded_tensors import (
+from megasnn.parallel.sharding import (
+    Cut,
+    Initialiser,
+    Shard,
     ShardedTensor,
     declare_buffer,
     declare_parameter,
     materialise,
     sharded_tensors,
 )
-from megasnn.parallel.sharding import Cut, Initialiser, Shard
 from megasnn.random import keyed_generator
 
 CONFIG = {"model": {"embed_dim": 16, "depth": 2}, "neuron": {"tau": 2.0, "v_reset": None}}
@@ -86,7 +88,7 @@ class Rank:
 
     def __init__(self, layout: Layout, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         rank = dist.get_rank() if layout.world_size > 1 else 0
-        grid = Grid(layout.pipeline, layout.data, layout.tensor)
+        grid = Grid(pipeline=layout.pipeline, data=layout.data, tensor=layout.tensor)
         at = grid.coordinates(rank)
         self.group = dist.group.WORLD if layout.world_size > 1 else None
         per_stage = len(LAYERS) // layout.pipeline

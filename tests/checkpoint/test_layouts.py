@@ -17,8 +17,7 @@ from megasnn.checkpoint.format import OPTIMIZER, SavedTensor, covers_once
 from megasnn.checkpoint.save import file_name
 from megasnn.checkpoint.tensor_io import boxes_of, read_boxes, write_safetensors
 from megasnn.grid import Coordinates, Grid, Place
-from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Cut, Shard
+from megasnn.parallel.sharding import Cut, Shard, ShardedTensor
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known, wrong
 
 LAYOUTS = [

@@ -9,7 +9,7 @@ from megasnn.checkpoint import Progress, load_checkpoint, save_checkpoint
 from megasnn.checkpoint.format import SavedTensor
 from megasnn.checkpoint.optimizer_state import allocate
 from megasnn.grid import Place
-from megasnn.parallel.sharded_tensors import sharded_tensors
+from megasnn.parallel.sharding import sharded_tensors
 from tests.checkpoint.fake_model import Layout, Rank, Stem
 
 OPTIMIZERS = {

@@ -9,9 +9,9 @@ from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor
 
 from megasnn.checkpoint import CheckpointError
-from megasnn.models.dialects import dialect_for, dialect_of
-from megasnn.models.names import Recipe
-from megasnn.models.spikformer.spikingjelly_names import to_spikingjelly
+from megasnn.models.registry import dialect_for, dialect_of
+from megasnn.models.spikformer.weight_names import to_spikingjelly
+from megasnn.models.weight_names import Recipe
 from tests.checkpoint.published_spikformer import PublishedSpikformer, published
 
 PATCH = {"cifar10": 4, "imagenet": 16}

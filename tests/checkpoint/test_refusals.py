@@ -24,8 +24,7 @@ from megasnn.checkpoint import (
 )
 from megasnn.checkpoint.folder import LATEST
 from megasnn.grid import Grid, Place
-from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Shard
+from megasnn.parallel.sharding import Shard, ShardedTensor
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank, expected, known
 
 
@@ -67,6 +66,7 @@ def test_another_model_another_configuration_and_weights_alone(checkpoint):
     config = copy.deepcopy(CONFIG)
     config["neuron"]["tau"] = 1.5
     config["model"]["num_heads"] = 4
+    config["model"]["embed_dim"] = 16.0  # of another type, and equal
     text = str(refusal(checkpoint, Rank(Layout()), config=config))
     assert "neuron.tau: saved 2.0, now 1.5" in text and "model.num_heads: saved absent, now 4" in text
     assert "embed_dim" not in text
@@ -76,7 +76,7 @@ def test_another_model_another_configuration_and_weights_alone(checkpoint):
     rank = Rank(Layout())
     save_checkpoint(checkpoint, Progress(300), LocalState(rank.tensors))
     text = str(refusal(checkpoint, rank))
-    assert "--finetune" in text and "--no-load-optim" in text
+    assert "--finetune" in text
     load_checkpoint(checkpoint, LocalState(rank.tensors))
 
 
@@ -126,10 +126,12 @@ def test_a_layer_or_an_optional_tensor_may_stay_as_it_is(checkpoint):
     reshape(rank)
     rank.tensors.append(ShardedTensor("stem.w", torch.full((), 3.0), Shard(()), False))
     before = {entry.name: entry.tensor.clone() for entry in rank.tensors}
-    loaded = load_checkpoint(checkpoint, LocalState(rank.tensors), leave="head", optional=["stem.w", "blocks.0.w"])
+    optional = ["stem.w", "blocks.0.w"]
+    loaded = load_checkpoint(checkpoint, LocalState(rank.tensors), replaceable="head", optional=optional)
     after = {entry.name: entry.tensor for entry in rank.tensors}
     unchanged = {name for name in before if torch.equal(before[name], after[name])}
     assert unchanged >= {"head.weight", "head.bias", "stem.w"} and loaded.initial == ("stem.w",)
+    assert loaded.replaced and not load_checkpoint(checkpoint, Rank(Layout()).state, replaceable="head").replaced
     assert not unchanged & {"stem.weight", "blocks.0.w"}
 
 
@@ -137,7 +139,7 @@ def test_another_optimizer(checkpoint):
     rank = Rank(Layout())
     rank.optimizer = torch.optim.SGD(rank.parameters(), lr=0.1)
     text = str(refusal(checkpoint, rank))
-    assert "AdamW" in text and "SGD" in text and "--no-load-optim" in text
+    assert "AdamW" in text and "SGD" in text and "--finetune" in text
     rank.optimizer = torch.optim.AdamW(rank.parameters()[1:])
     assert "optimizer.exp_avg.stem.weight" in str(refusal(checkpoint, rank))
 
@@ -183,7 +185,9 @@ def save_on_ranks_that_cannot(folder: Path) -> list[str]:
         rank = Rank(layout)
         for index, entry in enumerate(rank.tensors):
             at = entry.shard.place.coordinates
-            place = Place(Grid(layout.pipeline, 2, layout.tensor), replace(at, data=0 if answers else 1))
+            place = Place(
+                Grid(pipeline=layout.pipeline, data=2, tensor=layout.tensor), replace(at, data=0 if answers else 1)
+            )
             rank.tensors[index] = replace(entry, shard=replace(entry.shard, place=place))
         with pytest.raises(CheckpointError) as raised:
             save(folder, rank)

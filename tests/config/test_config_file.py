@@ -1,64 +1,41 @@
-"""`--config FILE`: what a run writes can be given back, flags win over it, and a problem says what gave its value."""
+"""`--config FILE`: what a run writes can be given back, flags win over it, and what does not fit is refused."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from shlex import split
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
 
-from megasnn.commands import plan
-from megasnn.config import CheckpointConfig, ConfigError, PretrainConfig, parse, to_dict, to_json, validate
-from megasnn.config.cli import _members
-from megasnn.config.names import registry_of
-from megasnn.config.sources import sources_of, with_sources
+from megasnn.config import (
+    CheckpointConfig,
+    ConfigError,
+    PretrainConfig,
+    changed_flags,
+    from_dict,
+    parse,
+    to_dict,
+    to_json,
+    validate,
+)
 from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.vgg_dvs.dimensions import VggDvs
-from megasnn.pretraining import configuration, pretrain
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.models.vgg_dvs.model import VggDvs
 
 CLASS = run_config(Spikformer)
-BY_TYPE = {
-    int: st.integers(1, 1000) | st.integers(-(2**62), 2**62),
-    float: st.floats(0.01, 0.99) | st.floats(allow_nan=False, allow_infinity=False),
-    str: st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
-    bool: st.booleans(),
-    NoneType: st.none(),
+ODD = {
+    "model": {"embed_dim": 48, "num_heads": 6, "mlp_ratio": 2.5},
+    "neuron": {"v_reset": None, "tau": 1.0000000000000002, "neuron": "plif"},
+    "data": {"data_path": "a b\"'{0..9}.tar", "rand_augment": "rand-m9:rotate", "shuffle": False, "mixup_alpha": 1e-9},
+    "training": {"seed": 2**62, "bptt_steps": 2, "deterministic": True, "precision": "bf16"},
+    "optimizer": {"lr": 1e30, "lr_scale_of": "a=0,b=1", "lr_warmup_init": 0.0, "lr_interval": "epoch"},
+    "parallel": {"memory_budget": 0.1, "pipeline_model_parallel_layout": "1|2", "recompute": "always"},
+    "checkpoint": {"save": "caf\u00e9", "ckpt_step": 0, "keep_best": True, "load": "x"},
+    "logging": {"eval_iters": 0, "profile_steps": "1-2"},
 }
-
-
-def values_of(hint: Any) -> st.SearchStrategy[Any]:
-    """Any value of a field's type, in its bounds or not."""
-    if (registry := registry_of(hint)) is not None:
-        return st.sampled_from(registry.choices)
-    members = _members(hint)
-    return st.one_of(
-        *(st.sampled_from(get_args(each)) if get_origin(each) is Literal else BY_TYPE[each] for each in members)
-    )
-
-
-@st.composite
-def configs(draw: st.DrawFn, config_class: type) -> PretrainConfig:
-    """Configurations of values that the fields take."""
-    values: dict[str, dict[str, Any]] = {}
-    for entry in fields(config_class):
-        part = type(getattr(config_class(), entry.name))
-        hints = get_type_hints(part, include_extras=True)
-        values[entry.name] = {}
-        for each in draw(st.sets(st.sampled_from(fields(part)), max_size=4)):
-            value = draw(values_of(hints[each.name]))
-            try:
-                part(**{each.name: value})
-            except ValueError:
-                assume(entry.name != "model")
-            else:
-                values[entry.name][each.name] = value
-    return config_class(**{name: type(getattr(config_class(), name))(**part) for name, part in values.items()})
+"""Values of every type, far from the defaults."""
 
 
 def written(folder: Path, values: object) -> Path:
@@ -71,21 +48,22 @@ def spikformer(path: Path, *flags: str) -> PretrainConfig:
     return parse(CLASS, ["--config", str(path), *flags])
 
 
-@pytest.mark.parametrize("config_class", [CLASS, run_config(VggDvs)])
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_what_a_run_writes_given_back_is_the_same(config_class, data, tmp_path) -> None:
-    config = data.draw(configs(config_class))
-    assert parse(config_class, ["--config", str(written(tmp_path, to_json(config)))]) == config
+def test_what_a_run_writes_given_back_is_the_same(tmp_path) -> None:
+    config = from_dict(CLASS, ODD)
+    assert parse(CLASS, ["--config", str(written(tmp_path, to_json(config)))]) == config
+    flags = [flag for of_part in changed_flags(config).values() for flag in of_part]
+    assert parse(CLASS, [word for flag in flags for word in split(flag)]) == config
+    other = run_config(VggDvs)(model=VggDvs(channels="8,P,16", dropout=0.5))
+    assert parse(run_config(VggDvs), ["--config", str(written(tmp_path, to_json(other)))]) == other
 
 
 def test_flags_win_wherever_they_stand(tmp_path) -> None:
-    values = {"optimizer": {"lr": 2, "min_lr": 0.5}, "checkpoint": {"no_load_optim": True, "load": "x"}}
+    values = {"optimizer": {"lr": 2, "min_lr": 0.5}, "checkpoint": {"finetune": True, "load": "x"}}
     path = written(tmp_path, values)
-    config = parse(CLASS, ["--lr", "3", f"--config={path}", "--no-load-optim", "--load", "none"])
+    config = parse(CLASS, ["--lr", "3", f"--config={path}", "--load", "none"])
     assert (config.optimizer.lr, config.optimizer.min_lr) == (3.0, 0.5)
-    assert config.checkpoint.no_load_optim and config.checkpoint.load is None
-    assert not spikformer(path, "--no-no-load-optim").checkpoint.no_load_optim
+    assert config.checkpoint.finetune and config.checkpoint.load is None
+    assert not spikformer(path, "--no-finetune").checkpoint.finetune
     assert spikformer(path, "--config", "none") == CLASS()
 
 
@@ -120,8 +98,7 @@ def test_the_values_of_a_checkpoint_come_before_those_of_a_file(tmp_path) -> Non
         ({"about": {"model": "vgg_dvs"}, "training": {"seed": 1}}, ["vgg_dvs"]),
         ({"training": 3}, ["training"]),
         ([1], [""]),
-        ('{"optimizer": {"lr": 1, "lr": 2}}', ["lr"]),
-        ('{"optimizer": {"lr": NaN}}', ["NaN"]),
+        ('{"optimizer": {"lr": NaN}}', ["lr"]),
         ("lr: 1", [""]),
         (json.dumps({"x" * 10: {"\x1b[2J" * 1000: 1}}), ["x" * 10]),
         (" " * (1 << 21), ["2097152"]),
@@ -137,17 +114,10 @@ def test_what_does_not_fit_is_refused_with_file_and_field(tmp_path, values, name
     assert "\x1b" not in str(refused.value) and len(str(refused.value)) < 1000
 
 
-def test_the_file_of_another_model_is_named_with_its_command(tmp_path) -> None:
+def test_the_file_of_another_model_is_refused(tmp_path) -> None:
     own = written(tmp_path, to_json(run_config(VggDvs)()))
-    for name in ("vgg_dvs/digits", str(VggDvs.recipes()["vgg_dvs/digits"]), str(own)):
-        with pytest.raises(ConfigError) as refused:
-            configuration(Spikformer, ["--config", name])
-        (problem,) = refused.value.problems
-        assert f"python -m megasnn vgg_dvs --config {name}" in problem
-    with pytest.raises(ConfigError, match=r"training\.seeds"):
-        configuration(Spikformer, ["--config", str(written(tmp_path, {"training": {"seeds": 1}}))])
-    with pytest.raises(ConfigError, match="spikformer/digits"):
-        configuration(Spikformer, ["--config", "vgg_dvs/absent"])
+    with pytest.raises(ConfigError, match="vgg_dvs"):
+        spikformer(own)
     own.write_text(json.dumps(to_dict(run_config(VggDvs)())))  # which does not name its model
     with pytest.raises(ConfigError, match=r"model\.channels"):
         spikformer(own)
@@ -189,40 +159,3 @@ def test_an_evaluation_takes_nothing_of_a_file_about_checkpoints_and_logs(tmp_pa
     assert spikformer(path, "--no-evaluate-only").checkpoint.save == "a"
     with pytest.raises(ConfigError, match="--save c"):
         validate(spikformer(path, "--load", "a", "--evaluate-only", "--save", "c"), 1)
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--config spikformer/digits --train-iters 2", "(--config spikformer/digits gives --lr-warmup-iters 10)"),
-        (
-            "--config spikformer/imagenet --train-epochs 2",
-            "(--config spikformer/imagenet gives --lr-warmup-epochs 20 --lr-cooldown-epochs 10)",
-        ),
-        ("--variant spikformer_ti --num-heads 7 --train-iters 2", "(--variant spikformer_ti gives --embed-dim 256)"),
-        ("--config spikformer/digits --data-path x", "(--config spikformer/digits gives --eval-interval 50)"),
-        ("--train-iters 2 --lr-warmup-iters 10", "--train-iters 2"),
-        ("--config spikformer/digits --train-iters 2 --lr-warmup-iters 20", "--train-iters 2"),
-    ],
-)
-def test_a_run_says_what_gives_the_value(flags, told, capsys) -> None:
-    assert pretrain("spikformer", flags.split()) == 2
-    assert capsys.readouterr().err.endswith(f"{told}\n")
-
-
-def test_a_plan_says_it_too() -> None:
-    words = "--gpus 2 spikformer --config spikformer/digits --num-heads 3"
-    with pytest.raises(ConfigError, match=r"--num-heads 3 \(--config spikformer/digits gives --embed-dim 64\)"):
-        plan.main(words.split())
-
-
-def test_the_last_source_counts_and_paths_are_not_shown(tmp_path) -> None:
-    values = {"model": {"variant": "spikformer_s"}, "data": {"data_path": "https://a:secret@b/c.tar"}}
-    argv, saved = ["--config", str(written(tmp_path, values))], {"model": {"embed_dim": 64, "time_steps": 7}}
-    config, sources = parse(CLASS, argv, saved=saved), sources_of(CLASS, argv, {}, saved)
-    problems = "--embed-dim 384 or --time-steps 7", "--data-path", "--lr 0.001 or --valid-data-path"
-    assert with_sources(problems, config, sources) == [
-        f"{problems[0]} ({argv[0]} {argv[1]} gives --embed-dim 384; --load gives --time-steps 7)",
-        f"{problems[1]} ({argv[0]} {argv[1]} gives --data-path)",
-        problems[2],
-    ]

@@ -15,11 +15,11 @@ from megasnn.config.neuron import NeuronConfig
 from megasnn.convert.reshard import SavedModel, saved_model
 from megasnn.convert.source import Source
 from megasnn.layers import BuildContext
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.table import MODELS as TABLE
-from megasnn.models.vgg_dvs.dimensions import VggDvs
-from megasnn.parallel.group import Group
-from megasnn.parallel.sharded_tensors import ShardedTensor, materialise, sharded_tensors
+from megasnn.models.registry import MODELS as TABLE
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.models.vgg_dvs.model import VggDvs
+from megasnn.parallel.sharding import ShardedTensor, materialise, sharded_tensors
+from megasnn.parallel_state import Group
 from megasnn.random import keyed_generator
 
 CPU = torch.device("cpu")

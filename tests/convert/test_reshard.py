@@ -21,7 +21,7 @@ from megasnn.checkpoint.optimizer_state import allocate, describe
 from megasnn.commands.convert_checkpoint import main
 from megasnn.convert.reshard import Target, reshard, saved_model
 from megasnn.convert.source import open_source
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.schedule.partition import layout_to_bounds, parse_layout
 from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory
 from tests.convert.saved import EXTRA, MODELS, build, save_whole

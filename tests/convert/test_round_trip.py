@@ -22,9 +22,9 @@ from megasnn.checkpoint import (
     save_checkpoint,
 )
 from megasnn.commands.convert_checkpoint import main
-from megasnn.models.spikformer.dimensions import Spikformer as Ours
-from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly, to_spikingjelly
-from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.models.spikformer.model import Spikformer as Ours
+from megasnn.models.spikformer.weight_names import from_spikingjelly, to_spikingjelly
+from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.checkpoint.published_spikformer import PublishedSpikformer, published
 from tests.convert.saved import build, identity, model_like

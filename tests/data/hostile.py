@@ -22,8 +22,8 @@ def npy(array: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def npy_header(shape: object, dtype: str = "<f8", padding: int = 0) -> bytes:
-    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".encode() + b" " * padding + b"\n"
+def npy_header(shape: object, dtype: str = "<f8") -> bytes:
+    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
     return b"\x93NUMPY\2\0" + struct.pack("<I", len(text)) + text
 
 
@@ -57,7 +57,7 @@ def events(**changes: object) -> bytes:
 
 
 class Runs:
-    """Unpickling it makes a file."""
+    """Unpickling it makes a folder."""
 
     def __init__(self, decoy: Path) -> None:
         self.decoy = decoy
@@ -74,12 +74,6 @@ def png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"\x78\x9c" + zeros(1)) + chunk(b"IEND", b"")
 
 
-def webp(width: int, height: int) -> bytes:
-    size = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
-    body = b"WEBPVP8X" + struct.pack("<I", 10) + b"\2\0\0\0" + size
-    return b"RIFF" + struct.pack("<I", len(body)) + body
-
-
 def jpeg(width: int, height: int) -> bytes:
     data = bytearray(image_file(PIXELS, "JPEG"))
     struct.pack_into(">HH", data, data.index(b"\xff\xc0") + 5, height, width)
@@ -88,43 +82,21 @@ def jpeg(width: int, height: int) -> bytes:
 
 def samples(folder: Path) -> dict[str, tuple[str, bytes]]:
     """Contents of a sample's file that cannot be decoded, by what is wrong with them."""
-    objects = np.array([Runs(folder / "run"), None], object)
     buffer = io.BytesIO()
-    np.save(buffer, objects, allow_pickle=True)
-    frames, nan = np.zeros((4, 2, 8, 8), np.float32), np.zeros((4, 2, 8, 8), np.float32)
-    nan[1, 0, 3, 3] = np.nan
+    np.save(buffer, np.array([Runs(folder / "run"), None], object), allow_pickle=True)
+    frames = np.zeros((4, 2, 8, 8), np.float32)
     return {
         "npz of 3 GB": ("frames.npz", zip_bomb(3000, 3000 << 20)),
         "npz of 1 GB that declares little": ("frames.npz", zip_bomb(1000, 5000)),
-        "npz with 100,000 members": ("frames.npz", b"PK\1\2" * 100_000 + npz(frames=npy(frames))),
         "npy of 8 TB": ("frames.npz", npz(frames=npy_header((10**12,)))),
-        "npy of a negative size": ("frames.npz", npz(frames=npy_header((-1, 2, 4, 4)))),
-        "npy whose size overflows": ("frames.npz", npz(frames=npy_header((2**32, 2**32)))),
-        "npy of nothing, very often": ("frames.npz", npz(frames=npy_header((2**62, 2**62, 0)))),
-        "npy with a shape of truth values": ("frames.npz", npz(frames=npy_header((True, True)))),
-        "npy with a large header": ("frames.npz", npz(frames=npy_header((1,), padding=8 << 20))),
         "npy with a deep header": ("frames.npz", npz(frames=npy_header("-" * 9000 + "1"))),
-        "npy with large elements": ("frames.npz", npz(frames=npy_header((4, 2, 8, 8), "S1000000000"))),
         "objects": ("frames.npz", npz(frames=buffer.getvalue())),
-        "objects in events": ("events.npz", npz(t=buffer.getvalue())),
-        "frames with NaN": ("frames.npz", npz(frames=npy(nan))),
-        "frames with infinity": ("frames.npz", npz(frames=npy(frames + np.inf))),
-        "frames beyond float32": ("frames.npz", npz(frames=npy(frames.astype(float) + 1e300))),
+        "frames with NaN": ("frames.npz", npz(frames=npy(frames * np.nan))),
         "frames of an absurd height": ("frames.npz", npz(frames=npy(np.zeros((4, 2, 3_000_000, 1), np.uint8)))),
         "empty frames": ("frames.npz", npz(frames=npy(np.zeros((4, 2, 0, 0), np.uint8)))),
         "sensor of 60,000 x 60,000": ("events.npz", events(height=60_000, width=60_000)),
-        "sensor of 2^60 x 1": ("events.npz", events(height=2**60, width=1)),
-        "sensor of a negative height": ("events.npz", events(height=-5)),
-        "sensor whose height is an array": ("events.npz", events(height=np.zeros((7, 7), int))),
-        "sensor whose height is a fraction": ("events.npz", events(height=3.5)),
-        "times beyond 62 bits": ("events.npz", events(t=[-(2**62), 2**62])),
-        "times beyond int64": ("events.npz", events(t=np.array([2**63, 2**63 + 5], np.uint64))),
         "PNG of 13,000 x 13,000": ("png", png(13_000, 13_000)),
-        "PNG of 2^31 x 2^31": ("png", png(2**31 - 1, 2**31 - 1)),
         "JPEG of 65,500 x 65,500": ("jpg", jpeg(65_500, 65_500)),
-        "WebP of 16,383 x 16,383": ("webp", webp(16_383, 16_383)),
         "PPM of 100,000 x 100,000": ("ppm", b"P6 100000 100000 255\n" + bytes(100)),
         "PNG cut": ("png", image_file(PIXELS)[:45]),
-        "GIF called PNG": ("png", image_file(PIXELS, "GIF")),
-        "TIFF called JPEG": ("jpg", image_file(PIXELS, "TIFF")),
     }

@@ -1,4 +1,4 @@
-"""Small shards for tests: grey 8 × 8 images whose pixels all equal the sample's number."""
+"""Small shards for tests: grey 8 × 8 images whose pixels all equal the sample's number, and recordings."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from webdataset import TarWriter
 
 from megasnn import data
 from megasnn.data.dataset import ShardDataset
+from megasnn.data.formats import encode_events, encode_frames
 from megasnn.data.images import ImageFormat
 from megasnn.data.loader import BatchLoader, LoaderOptions, Share
 from megasnn.data.shards import open_shard
+from megasnn.events import Events, FrameOptions, Recording, SensorSize, make_frames
 from megasnn.preprocess.sample import shards_of_sample
 
 CLASSES = 3
+Samples = dict[str, dict[str, bytes]]
 open_datasets = partial(data.open_datasets, sample_shards=shards_of_sample)  # as training does
 
 
@@ -28,14 +31,7 @@ def image_file(pixels: np.ndarray, kind: str = "PNG") -> bytes:
     return buffer.getvalue()
 
 
-def sample_files(number: int) -> dict[str, bytes]:
-    return {
-        "png": image_file(np.full((8, 8), number, dtype=np.uint8)),
-        "cls": str(number % CLASSES).encode(),
-    }
-
-
-def write_shard(path: Path, samples: dict[str, dict[str, bytes]]) -> Path:
+def write_shard(path: Path, samples: Samples) -> Path:
     """A `.tar`, or a `.tar.gz` by its name, of `{key: {suffix: bytes}}`."""
     buffer = io.BytesIO()
     with TarWriter(buffer, encoder=False, mtime=0, compress=False) as writer:
@@ -46,8 +42,11 @@ def write_shard(path: Path, samples: dict[str, dict[str, bytes]]) -> Path:
     return path
 
 
-def numbered(numbers: range) -> dict[str, dict[str, bytes]]:
-    return {f"s{number:03d}": sample_files(number) for number in numbers}
+def numbered(numbers: range) -> Samples:
+    return {
+        f"s{n:03d}": {"png": image_file(np.full((8, 8), n, np.uint8)), "cls": str(n % CLASSES).encode()}
+        for n in numbers
+    }
 
 
 def write_shards(folder: Path, samples: int, per_shard: int, broken: tuple[int, ...] = ()) -> list[Path]:
@@ -60,6 +59,28 @@ def write_shards(folder: Path, samples: int, per_shard: int, broken: tuple[int, 
                 contents[f"s{number:03d}"]["png"] = b"not an image"
         paths.append(write_shard(folder / f"train-{index:05d}.tar", contents))
     return paths
+
+
+def recording(seed: int, events: int = 500, sensor: tuple[int, int] = (12, 16), duration: int = 10_000) -> Recording:
+    random = np.random.default_rng(seed)
+    t = np.sort(random.integers(0, duration, events)) + 77
+    places = [random.integers(0, side, events) for side in (sensor[1], sensor[0], 2)]
+    return Recording(Events.make(t, *places), SensorSize(*sensor))
+
+
+def as_events(numbers: range, **changes) -> Samples:
+    return {
+        f"r{number}": {"events.npz": encode_events(recording(number, **changes)), "cls": str(number % 3).encode()}
+        for number in numbers
+    }
+
+
+def as_frames(numbers: range, settings: FrameOptions, **changes) -> Samples:
+    found = as_events(numbers, **changes)
+    for number, files in zip(numbers, found.values(), strict=True):
+        del files["events.npz"]
+        files["frames.npz"] = encode_frames(make_frames(recording(number, **changes), settings))
+    return found
 
 
 def open_all(paths: list[Path], channels: int = 1, size: int = 8) -> ShardDataset:

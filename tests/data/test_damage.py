@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megasnn.data.dataset import BrokenSample, ShardDataset
-from megasnn.data.event_frames import EventFormat
+from megasnn.data.formats import EventFormat
 from megasnn.data.images import ImageFormat
 from megasnn.data.shards import open_shard
 from megasnn.events import FrameOptions
@@ -24,19 +24,19 @@ from tests.data import hostile
 from tests.data.shard_files import image_file, loader, numbered, open_all, write_shard
 
 ROOT = Path(__file__).parents[2]
-ROOM = 160 << 20
+SPACE = 160 << 20
 """Bytes of addresses above those of the imported libraries: less than one sample may take."""
 IMAGE, EVENTS = ImageFormat(8, 3), EventFormat(FrameOptions(4, size=8))
 
 
 def read_all(folder: Path) -> None:
-    """Reads each sample with a limit on the address space; prints what came of it."""
+    """Reads each sample with a limit on the address space; prints the outcomes."""
     datasets = {}
     for number, (name, (suffix, data)) in enumerate(hostile.samples(folder).items()):
         shard = open_shard(write_shard(folder / f"{number}.tar", {"victim": {suffix: data, "cls": b"1"}}))
         datasets[name] = ShardDataset([shard], EVENTS if suffix.endswith("npz") else IMAGE, 10)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, size + ROOM))
+    resource.setrlimit(resource.RLIMIT_AS, (size + SPACE, size + SPACE))
     for name, dataset in datasets.items():
         begun = time.monotonic()
         try:
@@ -54,47 +54,38 @@ def test_each_is_refused_by_name_at_once_and_in_little_memory(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = list(map(json.loads, done.stdout.splitlines()))
     wrong = [each for each in outcomes if not each[1].startswith("BrokenSample: sample 'victim' of") or each[2] > 5]
-    assert len(outcomes) >= 30 and not wrong, wrong
+    assert len(outcomes) == 13 and not wrong, wrong
     assert not (tmp_path / "run").exists(), "something ran code"
 
 
-def test_a_flag_raises_the_bounds(tmp_path):
+def test_a_flag_bounds_file_and_decoded_sample_and_too_large_ones_can_be_skipped(tmp_path):
     large = hostile.png(13_000, 13_000)
     with pytest.raises(ValueError, match="13000 x 13000 .*--max-sample-mb"):
         IMAGE.decode(large)
     with pytest.raises(ValueError, match="truncated|cut|broken"):
         ImageFormat(8, 3, limit=1 << 30).decode(large[:200])
-    with pytest.raises(ValueError, match="--max-sample-mb"):
-        ImageFormat(8, 3, limit=100).decode(image_file(hostile.PIXELS))
     path = tmp_path / "a.tar"
     shard = open_shard(write_shard(path, {"a": {"png": image_file(hostile.PIXELS) + bytes(300), "cls": b"0"}}))
     with pytest.raises(BrokenSample, match="'a' of shard .*its file.*--max-sample-mb"):
         ShardDataset([shard], ImageFormat(8, 3, limit=200), 3).sample(0)
-
-
-@pytest.mark.parametrize("name", ["PNG of 13,000 x 13,000", "JPEG of 65,500 x 65,500"])
-def test_a_sample_that_is_too_large_can_be_skipped(tmp_path, name):
-    suffix, data = hostile.samples(tmp_path)[name]
-    contents = numbered(range(5)) | {"s002": {suffix: data, "cls": b"2"}}
-    dataset = open_all([write_shard(tmp_path / "a.tar", contents)])
+    dataset = open_all([write_shard(path, numbered(range(5)) | {"s002": {"png": large, "cls": b"2"}})])
     (batch,) = loader(dataset, shuffle=False, skip_broken=True, global_batch_size=5).batches(limit=1)
     assert ["s002" in skipped for part in batch.micro_batches for skipped in part.skipped] == [True]
 
 
-WHOLE = {
-    "png": image_file(np.arange(192, dtype=np.uint8).reshape(8, 8, 3)),
-    "jpg": image_file(np.arange(192, dtype=np.uint8).reshape(8, 8, 3), "JPEG"),
-    "webp": image_file(np.arange(192, dtype=np.uint8).reshape(8, 8, 3), "WEBP"),
+PICTURE = np.arange(192, dtype=np.uint8).reshape(8, 8, 3)
+SOUND = {
+    **{suffix: image_file(PICTURE, kind) for suffix, kind in (("png", "PNG"), ("jpg", "JPEG"), ("webp", "WEBP"))},
     "frames.npz": hostile.npz(frames=hostile.npy(np.zeros((4, 2, 8, 8), np.uint8))),
     "events.npz": hostile.events(t=list(range(9)), x=[1] * 9, y=[2] * 9, p=[0] * 9),
 }
 
 
-@pytest.mark.parametrize("suffix", WHOLE)
-@settings(max_examples=60, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("suffix", SOUND)
+@settings(max_examples=50, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_whatever_is_damaged_is_decoded_or_a_value_error(suffix, data):
-    content = bytearray(WHOLE[suffix])
+    content = bytearray(SOUND[suffix])
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     content = content[: data.draw(st.integers(len(content) // 2, len(content)))]
@@ -102,18 +93,3 @@ def test_whatever_is_damaged_is_decoded_or_a_value_error(suffix, data):
         (EVENTS if suffix.endswith("npz") else IMAGE).decode(bytes(content))
     except ValueError:
         pass
-
-
-@settings(max_examples=150, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(st.data())
-def test_whatever_is_damaged_of_a_tar_is_read_or_refused_by_name(tmp_path, data):
-    path = write_shard(tmp_path / "a.tar", numbered(range(2)))
-    content = bytearray(path.read_bytes())
-    header = 1024 * data.draw(st.integers(0, 3))
-    for _ in range(data.draw(st.integers(1, 4))):
-        content[header + data.draw(st.integers(0, 511))] = data.draw(st.integers(0, 255))
-    path.write_bytes(content)
-    try:
-        open_shard(path)
-    except ValueError as error:
-        assert str(path) in str(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tarfile
@@ -11,28 +10,23 @@ import numpy as np
 import pytest
 
 from megasnn.data import shards as shards_
-from megasnn.data.index import read_index
 from megasnn.data.paths import expand_shards
 from megasnn.data.shards import open_shard, scan
-from tests.data.shard_files import numbered, open_all, sample_files, write_shard, write_shards
+from tests.data.shard_files import image_file, numbered, open_all, write_shard, write_shards
 
 
 def values(dataset) -> list[int]:
     return [int(np.unique(dataset.sample(index)).item()) for index in range(len(dataset))]
 
 
-def test_samples_are_found_across_shards_packed_or_not(tmp_path):
-    dataset = open_all(write_shards(tmp_path, samples=7, per_shard=3))
-    assert [dataset.key(index) for index in range(7)] == [f"s{number:03d}" for number in range(7)]
-    assert values(dataset) == list(range(7)) and dataset.labels.tolist() == [0, 1, 2, 0, 1, 2, 0]
-    packed = open_all([write_shard(tmp_path / "b.tar.gz", numbered(range(7)))])
-    assert values(packed) == list(range(7)) and packed.fingerprint() == dataset.fingerprint()
-
-
-def test_more_shards_than_a_process_keeps_open(tmp_path):
+def test_samples_are_found_across_many_shards_packed_or_not(tmp_path):
     dataset = open_all(write_shards(tmp_path, samples=40, per_shard=1))
     before = len(os.listdir("/proc/self/fd"))
-    assert values(dataset) == list(range(40)) and len(os.listdir("/proc/self/fd")) - before <= 16
+    assert [dataset.key(index) for index in range(40)] == [f"s{number:03d}" for number in range(40)]
+    assert values(dataset) == list(range(40)) and dataset.labels.tolist()[:7] == [0, 1, 2, 0, 1, 2, 0]
+    assert len(os.listdir("/proc/self/fd")) - before <= 16
+    packed = open_all([write_shard(tmp_path / "b.tar.gz", numbered(range(40)))])
+    assert values(packed) == list(range(40)) and packed.fingerprint() == dataset.fingerprint()
 
 
 def test_files_of_a_sample_need_not_be_neighbours_and_folders_are_part_of_the_key(tmp_path):
@@ -40,7 +34,7 @@ def test_files_of_a_sample_need_not_be_neighbours_and_folders_are_part_of_the_ke
     with tarfile.open(path, "w") as archive:
         for suffix in ("png", "cls", "json"):
             for number in (4, 5):
-                data.write_bytes(sample_files(number).get(suffix, b"{}"))
+                data.write_bytes(numbered(range(9))[f"s{number:03d}"].get(suffix, b"{}"))
                 archive.add(data, f"images/s{number}.{suffix.upper()}")
     dataset = open_all([path])
     assert [dataset.key(index) for index in range(2)] == ["images/s4", "images/s5"] and values(dataset) == [4, 5]
@@ -55,18 +49,17 @@ def test_a_shard_is_scanned_once_and_again_when_it_changes(tmp_path, monkeypatch
     assert len(open_shard(path)) == 30 and len(scans) == 2
 
 
-def test_places_in_index_json_spare_the_scan_and_are_checked(tmp_path, monkeypatch):
+def test_offsets_in_index_json_spare_the_scan_and_are_checked(tmp_path, monkeypatch):
     path = write_shard(tmp_path / "a.tar", numbered(range(3)))
     members = {name: list(value) for name, value in vars(scan(path, "a")).items()}
 
     def write(**changes: object) -> None:
-        record = {"file": "a.tar", "split": "train", "samples": 3, "size": path.stat().st_size, "broken": []}
-        record |= {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "members": members | changes}
+        record = {"file": "a.tar", "split": "train", "size": path.stat().st_size, "broken": []}
+        record["members"] = members | changes
         content = {"version": 1, "options": {}, "classes": [], "shards": [record]}
         (tmp_path / "index.json").write_text(json.dumps(content))
 
     write()
-    assert read_index(tmp_path).shards[0].members.keys == ["s000", "s001", "s002"]
     monkeypatch.setattr(shards_, "scan", lambda *_: pytest.fail("it is scanned"))
     assert values(open_all([path])) == [0, 1, 2]
     for changes, named in (
@@ -78,28 +71,26 @@ def test_places_in_index_json_spare_the_scan_and_are_checked(tmp_path, monkeypat
         write(**changes)
         with pytest.raises(ValueError, match=named):
             open_shard(path)
+    write()
+    with open(path, "ab") as file:
+        file.write(bytes(512))
+    with pytest.raises(ValueError, match=f"{path}.*index.json"):
+        open_shard(path)
 
 
-def test_every_cut_of_a_tar_is_noticed(tmp_path):
+def test_every_cut_of_a_tar_packed_or_not_is_noticed_and_leaves_nothing(tmp_path, cache):
     whole = write_shard(tmp_path / "whole.tar", numbered(range(2))).read_bytes()
     end = len(whole.rstrip(b"\0")) // 512 * 512 + 512  # of the last file, rounded up to blocks
-    for cut in (*range(0, end + 1, 512), *range(100, end, 700), end + 100):
-        path = tmp_path / f"cut-{cut}.tar"
-        path.write_bytes(whole[:cut])
-        with pytest.raises(ValueError, match=str(path)):
-            open_shard(path)
-
-
-def test_every_cut_and_a_flipped_byte_of_a_packed_tar_are_noticed_and_leave_nothing(tmp_path, cache):
-    whole = write_shard(tmp_path / "whole.tar.gz", numbered(range(20))).read_bytes()
-    flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 0xFF
-    for number, content in enumerate((*(whole[:cut] for cut in (0, 5, len(whole) // 2, -9, -4)), flipped)):
-        path = tmp_path / f"damaged-{number}.tar.gz"
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=str(path)):
-            open_shard(path)
-    assert not [found for found in cache.glob("unpacked/.*") if not found.name.endswith(".lock")]
+    packed = write_shard(tmp_path / "whole.tar.gz", numbered(range(20))).read_bytes()
+    flipped = bytearray(packed)
+    flipped[len(packed) // 2] ^= 0xFF
+    damaged = {f"{cut}.tar": whole[:cut] for cut in (*range(0, end + 1, 512), *range(100, end, 700), end + 100)}
+    damaged |= {f"{cut}.tar.gz": packed[:cut] for cut in (0, 5, len(packed) // 2, -9, -4)} | {"f.tar.gz": flipped}
+    for name, content in damaged.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=str(tmp_path / name)):
+            open_shard(tmp_path / name)
+    assert not [found for found in cache.glob("*/.*") if not found.name.endswith(".lock")]
 
 
 @pytest.mark.parametrize("damage", ["cut", "overwritten", "replaced", "removed"])
@@ -126,9 +117,9 @@ def test_a_shard_that_changes_while_in_use_is_named_with_the_member(tmp_path, da
         (lambda files: files.pop("cls"), "s001.cls"),
         (lambda files: files.pop("png"), "'s001' of shard .*png"),
         (lambda files: files.update(jpg=b"1"), "'s001' of shard .*jpg, png"),
-        (lambda files: files.update(cls=b"cat"), "b'cat' of sample 's001'"),
-        (lambda files: files.update(cls=b""), "b'' of sample 's001'"),
-        (lambda files: files.update(cls=b"1" * 1000), "sample 's001'"),
+        (lambda files: files.update(cls=b"cat"), "s001.cls.*b'cat'"),
+        (lambda files: files.update(cls=b""), "s001.cls"),
+        (lambda files: files.update(cls=b"1" * 1000), "s001.cls"),
     ],
 )
 def test_an_incomplete_sample_is_named(tmp_path, change, named):
@@ -139,7 +130,7 @@ def test_an_incomplete_sample_is_named(tmp_path, change, named):
 
 
 @pytest.mark.parametrize("content", ["empty", "no tar", "joined", "twice", "link", "name"])
-def test_what_is_no_sound_shard_is_named(tmp_path, content):
+def test_a_file_that_is_no_sound_shard_is_named(tmp_path, content):
     path = write_shard(tmp_path / "a.tar", {} if content == "empty" else numbered(range(2)))
     if content == "no tar":
         path.write_bytes(b"something else" * 100)
@@ -156,25 +147,23 @@ def test_what_is_no_sound_shard_is_named(tmp_path, content):
         open_shard(path)
 
 
-@pytest.mark.parametrize("label", [3, -1])
-def test_a_label_out_of_range_is_named_before_anything_is_read(tmp_path, label):
-    paths = write_shards(tmp_path, samples=4, per_shard=2)
-    samples = numbered(range(2, 4))
-    samples["s003"]["cls"] = str(label).encode()
-    write_shard(paths[1], samples)
-    with pytest.raises(ValueError, match=rf"{label} of sample 's003' of shard {paths[1]}.*--num-classes \(now 3\)"):
-        open_all(paths)
-
-
-def test_the_fingerprint_tells_data_sets_apart(tmp_path):
+def test_labels_out_of_range_are_named_and_the_fingerprint_tells_data_sets_apart(tmp_path):
     prints = {open_all(write_shards(tmp_path, samples=6, per_shard=3)).fingerprint()}
     assert open_all(write_shards(tmp_path, samples=6, per_shard=6)[:1]).fingerprint() in prints
-    samples = numbered(range(6))
-    samples["s002"]["cls"] = b"0"
-    prints.add(open_all([write_shard(tmp_path / "label.tar", samples)]).fingerprint())
-    prints.add(open_all([write_shard(tmp_path / "fewer.tar", numbered(range(5)))]).fingerprint())
-    prints.add(open_all([write_shard(tmp_path / "other.tar", numbered(range(1, 7)))]).fingerprint())
-    assert len(prints) == 4
+    for name, change in (("label", b"0"), ("large", b"3"), ("negative", b"-1"), ("bytes", None)):
+        samples = numbered(range(6))
+        files = {"cls": change} if change else {"png": image_file(np.zeros((9, 9), np.uint8))}
+        samples["s002"] |= files
+        path = write_shard(tmp_path / f"{name}.tar", samples)
+        if name in ("large", "negative"):
+            named = rf"{change.decode()} of sample 's002' of shard {path}.*--num-classes \(now 3\)"
+            with pytest.raises(ValueError, match=named):
+                open_all([path])
+        else:
+            prints.add(open_all([path]).fingerprint())
+    for numbers in (range(5), range(1, 7)):
+        prints.add(open_all([write_shard(tmp_path / "a.tar", numbered(numbers))]).fingerprint())
+    assert len(prints) == 5
 
 
 @pytest.fixture
@@ -209,14 +198,12 @@ def test_braces_keep_their_order_globs_and_folders_are_sorted(folder):
         ("{folder}/notes.txt", "notes.txt"),
         ("{folder}/empty", "empty"),
         ("{folder}/mixed", r"test, train"),
-        ("{folder}/caf\udce9/a.tar", r"caf\\xe9"),
-        ("{folder}/odd*", r"odd\\xe9"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(folder, path, named):
+def test_paths_that_cannot_be_meant_are_refused(folder, path, named):
     (folder / "empty").mkdir()
     (folder / "mixed").mkdir()
-    for name in ("mixed/train-0.tar", "mixed/test-0.tar", "odd\udce9.tar"):
+    for name in ("mixed/train-0.tar", "mixed/test-0.tar"):
         (folder / name).write_bytes(b"x")
     with pytest.raises(ValueError, match=named):
         expand_shards(path.format(folder=folder))

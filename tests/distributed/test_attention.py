@@ -1,4 +1,5 @@
-"""Products of spikes in attention: exact in bfloat16, which tensor cores multiply, as far as it holds their sums."""
+"""Attention on spikes: over heads that tensor-parallel ranks share, over tokens that ranks share, and its exact
+products."""
 
 from __future__ import annotations
 
@@ -7,16 +8,58 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megasnn.layers import attend
-from megasnn.layers.attend import EXACT_BFLOAT16, Attend, AttendPlan, exact_type
-from megasnn.parallel.alike import sum_for_each
+from megasnn.layers import SpikingSelfAttention, TokenAttention, attention
+from megasnn.layers.attention import EXACT_BFLOAT16, Attend, AttendPlan, exact_type
+from megasnn.layers.row_context import sum_for_each
 from megasnn.parallel.sharding import own_rows
-from tests.distributed.whole import everybody, random, spikes
+from megasnn.parallel_state import alone
+from tests.distributed.whole import (
+    assemble,
+    build,
+    channels_last,
+    context,
+    everybody,
+    fill_mantissas,
+    mine,
+    parts,
+    random,
+    spikes,
+)
 
 FRAMES, HEADS, WIDTH = 2, 3, 8
 PLAN = AttendPlan(FRAMES, HEADS)
+DIM, SHAPE = 16, (2, 3, 16, 3, 4)
+CUT: dict[str, tuple[type[nn.Module], int]] = {"qkv": (SpikingSelfAttention, 3), "qk": (TokenAttention, 2)}
+
+
+def _heads(fused: str, alone_too: bool = False) -> list:
+    """Output and gradients of four heads on this rank's channels; q, k and v have weights of other sizes each."""
+    group = alone("tensor") if alone_too else everybody()
+    kind, blocks = CUT[fused]
+    layer = kind(DIM, 4, context(group), v_threshold=0.1)
+    weight = random(blocks * DIM, DIM, 1, seed=3) * (1 + torch.arange(blocks)).repeat_interleave(DIM)[:, None, None]
+    bias = torch.linspace(0.5, 1.5, blocks * DIM, dtype=torch.float64)  # other rates of firing for q, k and v
+    values = {"norm.weight": torch.full((blocks * DIM,), 2.0), "norm.bias": bias, "conv.weight": weight / 4}
+    values = {f"a.{fused}.{name}": value for name, value in values.items()}
+    values |= {f"a.projection.norm.{name}": torch.full((DIM,), 2.0) for name in ("weight", "bias")}
+    tensors = build({"a": layer}, values)
+    fill_mantissas(layer)
+    x = channels_last(mine(spikes(*SHAPE, seed=1), group)).requires_grad_()
+    y = layer(x)
+    (y * mine(random(*SHAPE, seed=2), group)).sum().backward()
+    at = (0, 0, group.rank * DIM // group.size, 0, 0)
+    return parts(tensors, gradients=True) + [("y", SHAPE, [(at, y.detach())]), ("x", SHAPE, [(at, x.grad)])]
+
+
+@pytest.mark.parametrize("fused", CUT)
+@pytest.mark.parametrize("size", [2, 4])
+def test_heads_are_cut_inside_q_k_and_v(ranks, size: int, fused: str) -> None:
+    expected, found = assemble([_heads(fused, alone_too=True)]), assemble(ranks(size, _heads, fused))
+    assert found.keys() == expected.keys() and 0.05 < expected["y"].mean() < 0.95 and expected["x"].abs().max() > 0
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}")
 
 
 def attended(tokens: int, dtype: torch.dtype, every: float | None = None) -> tuple[Tensor, Tensor]:
@@ -39,8 +82,8 @@ def test_sums_of_spikes_are_exact_in_bfloat16(dtype: torch.dtype, every: float |
     """On tensor cores: emulated here, the result is the same bit for bit, up to as many tokens as bfloat16 counts."""
     expected, of_expected = attended(EXACT_BFLOAT16, dtype, every)
     with (
-        mock.patch.object(attend, "exact_type", return_value=torch.bfloat16),
-        mock.patch.object(attend, "product", emulated),
+        mock.patch.object(attention, "exact_type", return_value=torch.bfloat16),
+        mock.patch.object(attention, "product", emulated),
     ):
         out, gradient = attended(EXACT_BFLOAT16, dtype, every)
     assert out.dtype == dtype and torch.equal(out, expected)
@@ -48,6 +91,13 @@ def test_sums_of_spikes_are_exact_in_bfloat16(dtype: torch.dtype, every: float |
         assert torch.equal(gradient, of_expected)
     else:  # one gradient on the way is rounded to bfloat16
         torch.testing.assert_close(gradient, of_expected, rtol=0.03, atol=0.03 * float(of_expected.abs().mean()))
+    ones = torch.ones(1, EXACT_BFLOAT16 + 1)
+    assert (ones @ ones.t()).bfloat16() == EXACT_BFLOAT16, "one token more is too many"
+
+
+def test_only_a_gpu_takes_bfloat16_for_that() -> None:
+    for dtype, exact in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64,) * 2):
+        assert exact_type(torch.empty(4, dtype=dtype), 4) == exact
 
 
 def _on_own_tokens(tokens: int, plan: AttendPlan) -> tuple[Tensor, Tensor]:
@@ -58,6 +108,8 @@ def _on_own_tokens(tokens: int, plan: AttendPlan) -> tuple[Tensor, Tensor]:
     own = rows[:, mine.start : mine.stop]
     whole = Attend.apply(rows.flatten(0, 1), None, plan)
     shared = Attend.apply(own.flatten(0, 1), None, replace(plan, shared=(group, tokens)))
+    counted = sum_for_each(own.sum(1), group)  # as spike-driven attention counts tokens
+    assert torch.equal(counted, rows.sum(1)) and counted.max() > 0
     return shared.unflatten(0, (FRAMES, -1)), whole.unflatten(0, (FRAMES, -1))
 
 
@@ -68,28 +120,6 @@ def test_tokens_that_ranks_share_give_the_same_bits(ranks, size: int, tokens: in
     found = ranks(size, _on_own_tokens, tokens, replace(PLAN, sparse=sparse))
     whole = found[0][1]
     assert torch.equal(torch.cat([shared for shared, _ in found], 1), whole) and whole.max() > 0
-
-
-def _counted(tokens: int) -> tuple[Tensor, Tensor]:
-    """In how many tokens each channel fires, as spike-driven attention counts them: over all ranks, and on one."""
-    group, fired = everybody("context"), spikes(FRAMES, WIDTH, tokens, dtype=torch.float32)
-    mine = own_rows(tokens, group.size, group.rank)
-    return sum_for_each(fired[..., mine.start : mine.stop].sum(-1), group), fired.sum(-1)
-
-
-def test_spikes_that_ranks_count_together_are_counted_exactly(ranks) -> None:
-    for shared, whole in ranks(4, _counted, 300):
-        assert torch.equal(shared, whole) and whole.max() > 0
-
-
-def test_one_token_more_is_too_many() -> None:
-    ones = torch.ones(1, EXACT_BFLOAT16 + 1)
-    assert (ones @ ones.t()).bfloat16() == EXACT_BFLOAT16
-
-
-def test_only_a_gpu_takes_bfloat16_for_that() -> None:
-    for dtype, exact in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64,) * 2):
-        assert exact_type(torch.empty(4, dtype=dtype), 4) == exact
 
 
 @pytest.mark.gpu

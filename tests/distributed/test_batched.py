@@ -14,14 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasnn.layers import BuildContext, ParallelBatchNorm
-from megasnn.layers.holding import calls_of
+from megasnn.layers.shape_inference import calls_of
 from megasnn.optim.average import WeightAverage
 from megasnn.optim.lamb import Lamb
-from megasnn.optim.squares import Squares
-from megasnn.parallel.group import alone
-from megasnn.parallel.sharded_tensors import ShardedTensor, materialise
-from megasnn.parallel.sharding import Shard
+from megasnn.optim.norms import sums_of_squares
+from megasnn.parallel.sharding import Shard, ShardedTensor, materialise
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
+from megasnn.parallel_state import alone
 
 BETAS, EPS, RATE = (0.9, 0.999), 1e-6, 0.01
 
@@ -114,8 +113,7 @@ def test_what_sums_of_squares_start_does_not_grow_with_the_tensors() -> None:
     found = []
     for count in (10, 100):
         values = [torch.randn(3, 2) for _ in range(count)]
-        entries = [ShardedTensor(f"{number}", each, Shard((3, 2)), True) for number, each in enumerate(values)]
-        squares = Squares(entries, torch.device("cpu"))
+        squares = partial(sums_of_squares, device=torch.device("cpu"))
         found.append(started(partial(squares, values)))
         assert torch.allclose(squares(values), torch.stack(values).double().square().sum((1, 2)), rtol=1e-14)
     assert found[0] == found[1] and found[0].total() < 20

@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from megasnn.parallel import zero
 from megasnn.parallel.collectives import Exchange, start_exchange
 from megasnn.parallel.gradient_buckets import GradientBuckets
-from megasnn.parallel.group import alone
-from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Shard
+from megasnn.parallel.sharding import Shard, ShardedTensor
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel_state import alone, destroy_model_parallel, initialize_model_parallel
 from megasnn.telemetry.allocations import AllocationCounter
 from tests.distributed.whole import everybody, random
 
@@ -93,8 +91,7 @@ def _steps(bucket_bytes: int, without: str) -> tuple[int, int]:
     return traffic.calls, traffic.bytes
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("bucket_bytes, buckets", [(1, 4), (100, 2), (1 << 20, 1)])
+@pytest.mark.parametrize(("size", "bucket_bytes", "buckets"), [(2, 1, 4), (3, 100, 2), (2, 1 << 20, 1)])
 def test_gradients_are_the_sums_over_all_micro_batches(ranks, size, bucket_bytes, buckets) -> None:
     gradients = 8 * (8 + 16 + 8 + 8)  # multiples of 64 bytes
     for calls, received in ranks(size, _steps, bucket_bytes, ""):
@@ -131,7 +128,7 @@ def _exchanged(rows: tuple[int, ...]) -> tuple[int, int]:
         under_way.popleft()()
 
     peaks = []
-    for exchange in (sum_gradients, data_parallel.share_rows):
+    for exchange in (sum_gradients, data_parallel.all_gather_params):
         counters = [AllocationCounter(torch.device("cpu")) for _ in range(4)]
         for counter in counters:
             with counter.counting():
@@ -140,8 +137,7 @@ def _exchanged(rows: tuple[int, ...]) -> tuple[int, int]:
     return data_parallel.exchanged_bytes, max(peaks)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("rows", [(60, 60, 60), (12, 90, 48, 60), (120,)])
+@pytest.mark.parametrize(("size", "rows"), [(2, (60, 60, 60)), (3, (12, 90, 48, 60)), (2, (120,))])
 def test_what_exchanges_with_owners_take(ranks, size: int, rows: tuple[int, ...]) -> None:
     for said, counted in ranks(size, _exchanged, rows):
         assert counted == pytest.approx(said, rel=0.05)
@@ -166,71 +162,55 @@ def _steps_or_none(without: str) -> None:
     _check(parameters, expected)
 
 
-def _partial() -> None:
-    """Two tensor ranks see different channels of `b` and `e`; all four ranks have micro-batches of their own."""
+def _uneven_orders() -> None:
+    """Two tensor ranks see different channels of `b` and `e`. Then replicas that finish their chunks in another order,
+    and still reduce them in the same one. Then a gradient that is added by hand, and reduced as the last."""
     state = initialize_model_parallel(2, 1)
     try:
         parameters = _parameters(b=True, e=True)
-        entries = list(parameters.values())
-        data_parallel = GradientBuckets([(0, entries)], state.data, state.tensor, 65)
-        data_parallel.zero()
+        buckets = GradientBuckets([(0, list(parameters.values()))], state.data, state.tensor, 65)
+        buckets.zero()
         _loss(parameters, state.rank).backward()
-        data_parallel.finish(0)
-        data_parallel.wait()
+        buckets.finish(0)
+        buckets.wait()
         everywhere, replicas = _gradients([0, 1, 2, 3]), _gradients(list(state.data.ranks))
         _check(parameters, {name: (everywhere if name in "be" else replicas)[name] for name in SHAPES})
     finally:
         destroy_model_parallel()
-
-
-def test_partial_gradients_are_summed_over_tensor_ranks_too(ranks) -> None:
-    ranks(4, _partial)
-
-
-def _two_chunks() -> None:
-    """Replicas that finish their chunks in another order still reduce them in the same one."""
-    group = everybody("data")
+    group, seeds = everybody("data"), [seed + 10 * rank for rank in range(4) for seed in (1, 2)]
     first, second, empty = _parameters(), _parameters(), list[ShardedTensor]()
     chunks = [(3, list(first.values())), (0, list(second.values())), (5, empty)]
-    data_parallel = GradientBuckets(chunks, group, alone("tensor"), 65)
-    data_parallel.zero(2)
+    buckets = GradientBuckets(chunks, group, alone("tensor"), 65)
+    buckets.zero(2)
     for chunk in (second, first) if group.rank else (first, second):
         for seed in (1, 2):
             _loss(chunk, seed + group.rank * 10).backward()
     for finished in (0, 5, 3):
-        data_parallel.finish(finished)
-    data_parallel.wait()
+        buckets.finish(finished)
+    buckets.wait()
     for chunk in (first, second):
-        _check(chunk, _gradients([1, 2, 11, 12]))
-
-
-def _added_by_hand() -> None:
-    """A bucket is reduced as soon as the last gradient was added, whoever added it."""
-    group, parameters = everybody("data"), _parameters()
-    data_parallel = GradientBuckets([(0, list(parameters.values()))], group, alone("tensor"), 1 << 20)
-    data_parallel.zero(2)
+        _check(chunk, _gradients(seeds))
+    parameters = _parameters()
+    buckets = GradientBuckets([(0, list(parameters.values()))], group, alone("tensor"), 1 << 20)
+    buckets.zero(1)
     statistics.reset()
     with statistics.counting():
-        for seed in (1, 2):
-            _loss(parameters, seed, "b").backward()
-        for _ in range(2):
-            assert statistics.total("data").calls == 0
-            parameters["b"].tensor.grad.add_(1.5)
-            data_parallel.accumulated(parameters["b"].tensor)
+        _loss(parameters, 1, "b").backward()
+        assert statistics.total("data").calls == 0
+        parameters["b"].tensor.grad.add_(1.5)
+        buckets.accumulated(parameters["b"].tensor)
     assert statistics.total("data").calls == 1
     statistics.reset()
-    data_parallel.wait()
-    expected = _gradients([1, 2, 1, 2], "b")
+    buckets.wait()
+    expected = _gradients([1] * 4, "b")
     expected["b"] += 6
     _check(parameters, expected)
+    with pytest.raises(ValueError, match="more often"):
+        buckets.accumulated(parameters["b"].tensor)
 
 
-def test_gradients_that_autograd_does_not_see(ranks) -> None:
-    ranks(2, _added_by_hand)
-
-
-def test_chunks_are_reduced_in_one_order(ranks) -> None:
-    ranks(2, _two_chunks)
+def test_partial_gradients_orders_of_chunks_and_gradients_that_autograd_does_not_see(ranks) -> None:
+    ranks(4, _uneven_orders)
 
 
 def test_one_replica_reduces_nothing() -> None:

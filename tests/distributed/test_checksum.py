@@ -21,27 +21,14 @@ def random_bits(length: int, dtype: torch.dtype, seed: int) -> Tensor:
     return data.to(torch.uint8).view(dtype) if dtype is not torch.bool else data.gt(127)
 
 
-def flip(tensor: Tensor, bit: int) -> None:
-    tensor.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
-
-
 @given(st.sampled_from(TYPES), st.sampled_from(LENGTHS[1:]), st.integers(0, 99), st.data())
 def test_each_flipped_bit_changes_it(dtype: torch.dtype, length: int, seed: int, data: st.DataObject) -> None:
     tensor = random_bits(length, dtype, seed)
     before = checksum(tensor)
     assert before.dtype == torch.int64 and before.shape == () and checksum(tensor.clone()) == before
-    flip(tensor, data.draw(st.integers(0, 8 * tensor.nbytes - 1)))
+    bit = data.draw(st.integers(0, 8 * tensor.nbytes - 1))
+    tensor.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
     assert checksum(tensor) != before
-
-
-def test_each_bit_of_a_short_tensor_changes_it_to_another_value() -> None:
-    tensor = random_bits(40, torch.float32, 1)
-    seen = {int(checksum(tensor))}
-    for bit in range(8 * tensor.nbytes):
-        flip(tensor, bit)
-        seen.add(int(checksum(tensor)))
-        flip(tensor, bit)
-    assert len(seen) == 8 * tensor.nbytes + 1 and int(checksum(tensor)) in seen
 
 
 @given(st.sampled_from([torch.float32, torch.int64]), st.sampled_from(LENGTHS[5:]), st.data())
@@ -68,13 +55,6 @@ def test_two_signs_that_change_do_not_cancel() -> None:
     assert len(sums) == 64 * 63 // 2
 
 
-def test_what_compares_as_equal_or_unequal_does_not_matter() -> None:
-    zeros, other = torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])
-    assert torch.equal(zeros, other) and checksum(zeros) != checksum(other)
-    nan = torch.tensor([0x7FC00001, 0x7FC00000], dtype=torch.int32).view(torch.float32)
-    assert checksum(nan) == checksum(nan.clone()) != checksum(nan.flip(0))
-
-
 def test_orders_of_memory() -> None:
     kernel = torch.randn(3, 4, 5, 5).contiguous(memory_format=torch.channels_last)
     flat = in_memory_order(kernel)
@@ -83,7 +63,7 @@ def test_orders_of_memory() -> None:
     assert checksum(kernel) != checksum(kernel.contiguous())
     for shape in [(), (1,), (0,), (3, 1, 1, 1), (1, 5)]:
         assert in_memory_order(torch.zeros(shape)).numel() == torch.zeros(shape).numel()
-    with pytest.raises(ValueError, match="has gaps"):
+    with pytest.raises(ValueError, match=r"\[4, 2\]"):
         checksum(torch.zeros(4, 4)[:, :2])
 
 

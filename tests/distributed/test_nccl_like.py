@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.links import Links
 from tests.nccl_like import nccl_like
-from tests.queued_device import Device, Moved
+from tests.queued_device import Device
 from tools.benchmark.ranks import RankError
 
 LIMIT = 1.5  # seconds
@@ -106,35 +105,3 @@ def test_what_hangs_with_nccl_hangs_here_and_says_who_waits_for_whom(ranks, case
     (sentence, *_) = [line for line in str(raised.value).splitlines() if "HangError: " in line]
     for rank in (0, 1):
         assert re.search(WAITS[case].format(rank, 1 - rank), sentence), sentence
-
-
-BYTES, LINKS = 400_000, Links(latency=0.01, per_byte=1e-7)  # 50 ms
-
-
-def _over_links() -> list[list[Moved]]:
-    """Two messages at once, then one of each collective; sleeping between."""
-    with nccl_like(links=LINKS) as device:
-        rank, values = dist.get_rank(), torch.zeros(BYTES // 4)
-        dist.barrier()
-        device.moved.clear()
-        device.compute(0.02 * rank)
-        works = [(dist.isend if rank else dist.irecv)(values.clone(), 1 - rank) for _ in range(2)]
-        device.compute(0.03)
-        for work in works:
-            work.wait()
-        dist.all_reduce(values)
-        dist.all_gather([values.clone(), values.clone()], values)
-        given, taken = ([0, 100_000], [0, 50_000]) if rank == 0 else ([50_000, 0], [100_000, 0])
-        dist.all_to_all_single(torch.empty(sum(taken)), values[: sum(given)], taken, given)
-        dist.broadcast(values, 0)
-        return device.moved
-
-
-def test_over_links_operations_take_their_time(ranks) -> None:
-    told = ranks(2, _over_links)
-    for mine, what in zip(told, ("receive", "send"), strict=True):
-        assert [each.what for each in mine[:2]] == [what] * 2
-        assert [each.end - each.begin for each in mine] == pytest.approx([0.05, 0.05, 0.06, 0.05, 0.05, 0.05])
-        # One after another; then all ranks go on at the same time.
-        assert [after.begin for after in mine[1:]] == pytest.approx([each.end for each in mine[:-1]], abs=1e-9)
-    assert [each.begin for each in told[0]] == pytest.approx([each.begin for each in told[1]], abs=1e-9)

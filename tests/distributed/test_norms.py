@@ -1,4 +1,4 @@
-"""Norms of the literature cut over channels, against SpikingJelly's and torch's in float64."""
+"""Norms cut over channels, replicas, samples and rows, against torch's, SpikingJelly's and one rank, in float64."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from spikingjelly.activation_based import functional
 from spikingjelly.activation_based import layer as sj
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
+from megasnn.kernels.neuron import norm_pool_neuron
 from megasnn.layers import (
     BuildContext,
     ConvNormNeuron,
     ParallelBatchNorm,
     ParallelGroupNorm,
-    ParallelLayerNorm,
     TemporalEffectiveBatchNorm,
     ThresholdDependentBatchNorm,
 )
 from megasnn.parallel.collectives import all_reduce_sum
-from megasnn.parallel.group import Group, alone
-from megasnn.parallel.sync_batch_norm import merge_running_statistics
+from megasnn.parallel.sync_batch_norm import SharedStatistics, merge_running_statistics
+from megasnn.parallel.traffic import statistics
+from megasnn.parallel_state import Group, alone
 from tests.distributed.whole import assemble, build, channels_last, context, everybody, mine, parts, random
 
-T, N, C = 3, 5, 8
-CLOSE = dict(rtol=1e-11, atol=1e-11)
+T, N, C, STEPS = 3, 5, 12, 2
+CLOSE = dict(rtol=1e-10, atol=1e-11)
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,38 @@ class Case:
     """
     Attributes:
         ours: makes the layer. theirs: makes the reference, on `[T, N, C, *space]`.
+        blocks: of channels, each cut by itself.
     """
 
     ours: Callable[[BuildContext], nn.Module]
     theirs: Callable[[], nn.Module]
     space: tuple[int, ...] = (3, 4)
     frames: tuple[int, int] = (T, N)
+    blocks: int = 1
 
 
-def _on_frames(norm: nn.Module) -> nn.Module:
+def on_frames(norm: nn.Module) -> nn.Module:
     return sj.SeqToANNContainer(norm)
 
 
+def batch_norm(blocks: int = 1, signals: bool = False, **options: Any) -> Case:
+    kind = nn.BatchNorm1d if signals else nn.BatchNorm2d
+    return Case(
+        lambda c: ParallelBatchNorm(C, c, blocks=blocks, **options),
+        lambda: on_frames(kind(C, **options)),
+        (6,) if signals else (3, 4),
+        blocks=blocks,
+    )
+
+
 CASES: dict[str, Case] = {
+    "batch": batch_norm(momentum=0.2),
+    "batch without weights": batch_norm(affine=False, momentum=None),
+    "batch of blocks": batch_norm(blocks=3),
+    "batch of signals without statistics": batch_norm(signals=True, track_running_stats=False),
     "tdbn": Case(
         lambda c: ThresholdDependentBatchNorm(C, 0.7, 1.3, c, momentum=0.2),
         lambda: sj.ThresholdDependentBatchNorm2d(0.7, 1.3, C, momentum=0.2),
-    ),
-    "tdbn of signals": Case(
-        lambda c: ThresholdDependentBatchNorm(C, context=c), lambda: sj.ThresholdDependentBatchNorm1d(1.0, 1.0, C), (6,)
     ),
     "tebn": Case(lambda c: TemporalEffectiveBatchNorm(C, c), lambda: sj.TemporalEffectiveBatchNorm2d(T, C)),
     "tebn without weights": Case(
@@ -62,109 +75,138 @@ CASES: dict[str, Case] = {
         lambda: sj.TemporalEffectiveBatchNorm1d(T, C, affine=False, momentum=None),
         (6,),
     ),
-    "groups": Case(lambda c: ParallelGroupNorm(4, C, c, eps=1e-3), lambda: _on_frames(nn.GroupNorm(4, C, 1e-3))),
+    "groups": Case(lambda c: ParallelGroupNorm(4, C, c, eps=1e-3), lambda: on_frames(nn.GroupNorm(4, C, 1e-3))),
     "groups of one frame": Case(
-        lambda c: ParallelGroupNorm(4, C, c), lambda: _on_frames(nn.GroupNorm(4, C)), frames=(1, 1)
+        lambda c: ParallelGroupNorm(4, C, c), lambda: on_frames(nn.GroupNorm(4, C)), frames=(1, 1)
     ),
-    "instances": Case(lambda c: ParallelGroupNorm(C, C, c), lambda: _on_frames(nn.InstanceNorm2d(C, affine=True))),
-    "layer": Case(lambda c: ParallelLayerNorm((C, 3, 4), c), lambda: nn.LayerNorm([C, 3, 4])),
-    "layer of features": Case(lambda c: ParallelLayerNorm(C, c, bias=False), lambda: nn.LayerNorm(C, bias=False), ()),
-    "layer without weights": Case(
-        lambda c: ParallelLayerNorm((C, 6), c, affine=False, eps=1e-3),
-        lambda: nn.LayerNorm([C, 6], 1e-3, elementwise_affine=False),
-        (6,),
-    ),
+    "instances": Case(lambda c: ParallelGroupNorm(C, C, c), lambda: on_frames(nn.InstanceNorm2d(C, affine=True))),
 }
 
 
-def _input(one: Case) -> Tensor:
-    return random(*one.frames, C, *one.space, seed=5) * 3 + torch.linspace(-2, 5, C).view(-1, *[1] * len(one.space))
+def input_of(one: Case, step: int = 0) -> Tensor:
+    of_channels = torch.linspace(-2, 5, C).view(-1, *[1] * len(one.space))
+    return random(*one.frames, C, *one.space, seed=5 + step) * 3 + of_channels
 
 
-def _values(norm: nn.Module) -> dict[str, Tensor]:
+def values_of(norm: nn.Module) -> dict[str, Tensor]:
     named = [(name.split(".")[-1], value) for name, value in norm.named_parameters()]
     return {name: random(*value.shape, seed=20 + index) + 1 for index, (name, value) in enumerate(named)}
 
 
-def _cut(name: str) -> list:
-    group, one = everybody(), CASES[name]
+def _cut(one: Case) -> list:
+    """Outputs and gradients of two steps, and in evaluation behind them, with all tensors."""
+    group, shape = everybody(), tuple(input_of(one).shape)
+    if C % (one.blocks * group.size):
+        return []
     norm: Any = one.ours(replace(context(group), time_steps=T))
-    tensors = build({"norm": norm}, {f"norm.{key}": value for key, value in _values(one.theirs()).items()})
+    tensors = build({"norm": norm}, {f"norm.{key}": value for key, value in values_of(one.theirs()).items()})
+    found, each = [], C // one.blocks // group.size
     norm.recording = True
-    x = channels_last(mine(_input(one), group)).requires_grad_()
-    y = norm(x)
-    (y * mine(random(*_input(one).shape, seed=60), group)).sum().backward()
-    for each in tensors:
-        if each.shard.partial_gradient:
-            all_reduce_sum(each.tensor.grad, group, "backward")
-    if isinstance(norm, ParallelBatchNorm):
-        merge_running_statistics([norm], alone("data"), 1)
+
+    def keep(name: str, value: Tensor) -> None:
+        at = [
+            (0, 0, block * (C // one.blocks) + group.rank * each, *[0] * len(one.space)) for block in range(one.blocks)
+        ]
+        found.append((name, shape, list(zip(at, value.chunk(one.blocks, 2), strict=True))))
+
+    for step in range(STEPS):
+        x = channels_last(mine(input_of(one, step), group, blocks=one.blocks)).requires_grad_()
+        y = norm(x)
+        (y * mine(random(*shape, seed=60), group, blocks=one.blocks)).sum().backward()
+        keep(f"y{step}", y.detach()), keep(f"x{step}", x.grad)
+        if isinstance(norm, ParallelBatchNorm):
+            merge_running_statistics([norm], alone("data"), 1)
+            assert not norm.pending
+    for tensor in tensors:
+        if tensor.shard.partial_gradient:
+            all_reduce_sum(tensor.tensor.grad, group, "backward")
     norm.eval()
-    outputs = {"y": y.detach(), "x": x.grad, "evaluated": norm(channels_last(mine(_input(one) + 1, group))).detach()}
-    at = (0, 0, group.rank * C // group.size, *[0] * len(one.space))
-    found = [(what, tuple(_input(one).shape), [(at, value)]) for what, value in outputs.items()]
+    keep("evaluated", norm(channels_last(mine(input_of(one) + 1, group, blocks=one.blocks))).detach())
     return found + parts(tensors) + [(f"grad {name}", *rest) for name, *rest in parts(tensors, gradients=True)]
 
 
 def _truth(one: Case) -> dict[str, Tensor]:
-    norm = one.theirs().double()
+    norm, found = one.theirs().double(), {}
     with torch.no_grad():
-        for (_, parameter), value in zip(norm.named_parameters(), _values(norm).values(), strict=True):
+        for (_, parameter), value in zip(norm.named_parameters(), values_of(norm).values(), strict=True):
             parameter.copy_(value)
-    x = _input(one).requires_grad_()
-    y = norm(x)
-    (y * random(*x.shape, seed=60)).sum().backward()
-    found = {"y": y.detach(), "x": x.grad}
+    for step in range(STEPS):
+        x = input_of(one, step).requires_grad_()
+        y = norm(x)
+        (y * random(*x.shape, seed=60)).sum().backward()
+        found |= {f"y{step}": y.detach(), f"x{step}": x.grad}
     norm.eval()
-    found["evaluated"] = norm(_input(one) + 1).detach()
+    found["evaluated"] = norm(input_of(one) + 1).detach()
     found |= {f"norm.{name.split('.')[-1]}": value for name, value in norm.state_dict().items()}
     return found | {f"grad norm.{name.split('.')[-1]}": p.grad for name, p in norm.named_parameters()}
 
 
 def _all_cut() -> list:
-    return [_cut(name) for name in CASES]
+    return [_cut(one) for one in CASES.values()]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_norm_against_spikingjellys_or_torchs(ranks, size: int) -> None:
     everyone = ranks(size, _all_cut)
     for index, (name, one) in enumerate(CASES.items()):
-        expected, found = _truth(one), assemble([rank[index] for rank in everyone])
-        assert found.keys() == expected.keys(), name
-        for what, value in expected.items():
-            torch.testing.assert_close(found[what], value, **CLOSE, msg=lambda text, at=(name, what): f"{at}: {text}")
+        if everyone[0][index]:
+            expected, found = _truth(one), assemble([rank[index] for rank in everyone])
+            assert found.keys() == expected.keys(), name
+            for what, value in expected.items():
+                torch.testing.assert_close(
+                    found[what], value, **CLOSE, msg=lambda text, at=(name, what): f"{at}: {text}"
+                )
+
+
+SHARES = [[4, 4], [4], [2]]  # micro-batches of three replicas: uneven in number and size
+
+
+def batch(index: int, samples: int) -> Tensor:
+    return random(2, samples, C, 3, 4, seed=index) * 3 + torch.linspace(-2, 5, C).view(-1, 1, 1)
 
 
 def _replica() -> dict[str, Tensor]:
-    group = everybody("data")
-    norms = {
-        "td": ThresholdDependentBatchNorm(C, context=context(alone("tensor"))),
-        "te": TemporalEffectiveBatchNorm(C, replace(context(alone("tensor")), time_steps=T)),
-    }
+    group, own = everybody("data"), replace(context(alone("tensor")), time_steps=2)
+    norms: dict[str, Any] = {name: ParallelBatchNorm(C, own) for name in ("one", "two")}
+    norms |= {"td": ThresholdDependentBatchNorm(C, context=own), "te": TemporalEffectiveBatchNorm(C, own)}
+    norms["free"] = ParallelBatchNorm(C, own, track_running_stats=False)
     tensors = build(norms, {})
     for norm in norms.values():
         norm.recording = True
-        norm(_input(CASES["tdbn"])[:, 2 * group.rank : 2 * group.rank + 3 - group.rank])
-    merge_running_statistics(list(norms.values()), group, 1)
+    done = sum(len(share) for share in SHARES[: group.rank])
+    for index, samples in enumerate(SHARES[group.rank]):
+        x = batch(done + index, samples)
+        norms["two"](norms["one"](x) * 2 + x[:, :, :1])
+        for name in ("td", "te", "free"):
+            norms[name](x)
+    merge_running_statistics(list(norms.values()), group, max(map(len, SHARES)))
     return {each.name: each.tensor.clone() for each in tensors if not each.is_parameter}
 
 
-def test_statistics_of_replicas_are_those_of_the_whole_batch(ranks) -> None:
-    first, second = ranks(2, _replica)
-    x = _input(CASES["tdbn"])
-    values = torch.cat([x[:, :3], x[:, 2:4]], dim=1)
-    for name, norm in (("td", sj.ThresholdDependentBatchNorm2d(1.0, 1.0, C)), ("te", sj.BatchNorm2d(C))):
-        functional.set_step_mode(norm, "m")
-        norm.double()(values)
-        for buffer, value in norm.named_buffers():
+def test_statistics_of_uneven_replicas_are_those_of_the_whole_batch(ranks) -> None:
+    first, *others = ranks(3, _replica)
+    assert all(torch.equal(value, other[name]) for other in others for name, value in first.items())
+    inputs = [batch(index, samples) for index, samples in enumerate(samples for share in SHARES for samples in share)]
+    normed = [on_frames(nn.BatchNorm2d(C)).double()(x) * 2 + x[:, :, :1] for x in inputs]
+    for name, values in (("one", inputs), ("two", normed), ("td", inputs), ("te", inputs)):
+        truth = nn.BatchNorm2d(C).double()
+        truth(torch.cat([each.detach().flatten(0, 1) for each in values]))
+        for buffer, value in truth.named_buffers():
             torch.testing.assert_close(first[f"{name}.{buffer}"], value, **CLOSE)
-            assert torch.equal(first[f"{name}.{buffer}"], second[f"{name}.{buffer}"])
+    assert not [name for name in first if name.startswith("free")]
 
 
-def test_initial_weights_are_at_the_threshold() -> None:
-    norm = ThresholdDependentBatchNorm(C, 0.5, 3.0)
-    build({"norm": norm}, {})
-    assert torch.equal(norm.weight, torch.full((C,), 1.5))
+def test_statistics_of_bfloat16_are_float32_and_initial_weights_at_the_threshold() -> None:
+    norm, x = ParallelBatchNorm(C, context(alone("tensor"), torch.float32)), batch(0, 5).bfloat16()
+    td = ThresholdDependentBatchNorm(C, 0.5, 3.0)
+    build({"norm": norm, "td": td}, {})
+    norm.recording = True
+    assert norm(x).dtype == torch.bfloat16 and torch.equal(td.weight, torch.full((C,), 1.5))
+    ((mean, variance, count),) = norm.pending
+    flat = x.float().flatten(0, 1)
+    assert mean.dtype == variance.dtype == torch.float32 and count == flat.numel() // C
+    torch.testing.assert_close(mean, flat.mean((0, 2, 3)))
+    torch.testing.assert_close(variance, flat.var((0, 2, 3), correction=0))
 
 
 @pytest.mark.parametrize("kind", ["tdbn", "tebn", "groups"])
@@ -173,30 +215,144 @@ def test_a_unit_takes_another_norm(kind: str) -> None:
     options = replace(context(alone("tensor")), time_steps=T)
     norm = CASES[kind].ours(options)
     unit = ConvNormNeuron(C, C, 3, options, norm=norm, neuron=NeuronSpec())
-    build({"unit": unit}, {f"unit.norm.{name}": value for name, value in _values(CASES[kind].theirs()).items()})
-    x = _input(CASES[kind])[:1]
+    build({"unit": unit}, {f"unit.norm.{name}": value for name, value in values_of(CASES[kind].theirs()).items()})
+    x = input_of(CASES[kind])[:1]
     spikes = unit(x)
-    parts_of_it = unit.neuron(norm(unit.conv(x.expand(T, *x.shape[1:]))))
-    assert torch.equal(spikes, parts_of_it) and 0.05 < spikes.mean() < 0.95
-
-
-FOUR = Group("tensor", (0, 1, 2, 3))
+    assert torch.equal(spikes, unit.neuron(norm(unit.conv(x.expand(T, *x.shape[1:]))))) and 0.05 < spikes.mean() < 0.95
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "names"),
     [
-        (lambda: ParallelGroupNorm(2, C, context(FOUR)), "groups 2 .* 8 channels .*--tensor-model-parallel-size 4"),
-        (lambda: ParallelGroupNorm(3, C), "groups 3 .* must divide its 8 channels"),
-        (
-            lambda: ParallelLayerNorm((6, 3), context(FOUR)),
-            "6 channels of a layer norm .*--tensor-model-parallel-size 4",
-        ),
-        (lambda: ParallelLayerNorm((C, 3))(torch.zeros(1, 1, 3, C)), r"over \[8, 3\].* is given \[1, 1, 3, 8\]"),
-        (lambda: TemporalEffectiveBatchNorm(C)(torch.zeros(2, 1, C, 3)), "factors for 1 time steps, and is given 2"),
-        (lambda: ParallelBatchNorm(C)(torch.zeros(1, 2, 4, 3, device="meta")), "batch norm of 8 channels, .* given 4"),
+        (lambda: ParallelGroupNorm(2, 8, context(Group("tensor", (0, 1, 2, 3)))), "groups 2 .* 8 .*parallel-size 4"),
+        (lambda: ParallelGroupNorm(3, 8), "groups 3 .* 8"),
+        (lambda: TemporalEffectiveBatchNorm(C)(torch.zeros(2, 1, C, 3)), "1 time steps, and is given 2"),
+        (lambda: ParallelBatchNorm(8)(torch.zeros(1, 2, 4, 3, device="meta")), "8 channels, .* given 4"),
     ],
 )
-def test_what_does_not_fit_is_refused(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_what_does_not_fit_is_refused(make: Callable[[], object], names: str) -> None:
+    with pytest.raises(ValueError, match=names):
         make()
+
+
+# --- samples and rows that ranks share out
+
+NEURONS = {
+    "lif": NeuronSpec("lif"),
+    "plif": NeuronSpec("plif", decay_input=False),
+    "soft": NeuronSpec("lif", v_reset=None, surrogate="atan"),
+}
+
+
+def _run(kind: str, own: BuildContext, x: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Output, gradients of the input and of this rank's share of the parameters, and what is recorded."""
+    layer: Any = ParallelBatchNorm(C, own)
+    if kind != "norm":
+        layer = ConvNormNeuron(C, C, 3, own, neuron=NEURONS[kind], bias=True, max_pool=kind != "soft")
+    layer = layer.to_empty(device="cpu")
+    for index, (name, value) in enumerate([*layer.named_parameters(), *layer.named_buffers()]):
+        with torch.no_grad():
+            value.copy_(random(*value.shape, seed=index) + (name.endswith("norm.weight")) if value.ndim else value * 0)
+    norm = layer if kind == "norm" else layer.norm
+    norm.recording = True
+    x = channels_last(x).requires_grad_()
+    y = layer(x)
+    (y * weights).sum().backward()
+    ((mean, variance, count),) = norm.pending
+    found = {"y": y.detach(), "x": x.grad, "mean": mean, "variance": variance, "count": torch.as_tensor(count)}
+    return found | {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
+
+
+def _shared(kind: str, backend: str, shares: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    group = everybody("context")
+    own = slice(sum(shares[: group.rank]), sum(shares[: group.rank + 1]))
+    x = random(4, N, C, 4, 4, seed=50) * 2 + 0.3
+    one = BuildContext(dtype=torch.float64, compute_dtype=torch.float64, neuron_backend=backend)
+    weights = random(*_run(kind, one, x, torch.ones(()))["y"].shape, seed=51)
+    whole = _run(kind, one, x, weights)
+    statistics.reset()
+    with statistics.counting():
+        cut = _run(kind, replace(one, context=group), x[:, own], weights[:, own])
+    whole["y"], whole["x"] = whole["y"][:, own], whole["x"][:, own]
+    return whole, cut, statistics.total("context").bytes
+
+
+@pytest.mark.parametrize("shares", [(1, 4), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("norm", "torch"), ("lif", "torch"), ("plif", "fused"), ("soft", "fused")]
+)
+def test_shared_samples_are_normalised_together(ranks, kind, backend, shares) -> None:
+    found = ranks(len(shares), _shared, kind, backend, shares)
+    told = ("y", "x", "mean", "variance", "count")
+    for whole, cut, moved in found:
+        for name in told:
+            torch.testing.assert_close(cut[name], whole[name].to(cut[name].dtype), **CLOSE)
+        assert kind == "norm" or torch.equal(cut["y"], whole["y"]) and 0 < cut["y"].mean() < 1
+        # Forward mean, variance and the count, backward the sums, in double precision, once each.
+        assert moved == (len(shares) - 1) * 8 * (2 * C + 1 + (2 if kind == "norm" else 3) * C)
+    parameters = found[0][0].keys() - set(told)
+    assert len(parameters) >= 2
+    for name in parameters:
+        torch.testing.assert_close(sum(cut[name] for _, cut, _ in found), found[0][0][name], **CLOSE)
+
+
+def _rows(backend: str, heights: tuple[int, ...], kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Pooled units on rows of images: what one rank computes of the whole ones, and this rank of its own rows."""
+    group, spec = everybody("context"), NEURONS[kind]
+    first = sum(heights[: group.rank])
+    own = slice(first, first + heights[group.rank])
+    x = channels_last(random(4, 2, C, sum(heights), 5, seed=60) * 2 + 0.3)
+    options = {"spec": spec, "training": True, "pool": True, "backend": backend}
+
+    def run(x: Tensor, rows: slice, above: Tensor | None = None, shared: SharedStatistics | None = None) -> dict:
+        x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        weight, bias = (random(C, seed=61) + 1).requires_grad_(), random(C, seed=62).requires_grad_()
+        leaves = {"x": x, "weight": weight, "bias": bias}
+        if above is not None:
+            leaves["above"] = above = above.detach().clone().requires_grad_()
+        if spec.kind == "plif":
+            leaves["w"] = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+        y, mean, variance, count = norm_pool_neuron(
+            x, weight, bias, w=leaves.get("w"), shared=shared, above=above, **options
+        )
+        (y * random(4, 2, C, -(-sum(heights) // 2), 3, seed=63)[:, :, :, rows]).sum().backward()
+        found = {"y": y.detach(), "mean": mean, "variance": variance, "count": torch.as_tensor(count)}
+        return found | {name: each.grad for name, each in leaves.items()}
+
+    above = x[:, :, :, first - 1 : first] if first else None
+    rows = slice(first // 2, -(-own.stop // 2))
+    whole, cut = run(x, slice(None)), run(channels_last(x[:, :, :, own]), rows, above, SharedStatistics(group))
+    whole["y"] = whole["y"][:, :, :, rows]
+    return whole, cut
+
+
+@pytest.mark.parametrize("heights", [(2, 5), (4, 2, 3), (6, 1)], ids=str)
+@pytest.mark.parametrize(("backend", "kind"), [("torch", "lif"), ("fused", "plif"), ("fused", "soft")])
+def test_shared_rows_are_normalised_and_pooled_together(ranks, backend, kind, heights) -> None:
+    found = ranks(len(heights), _rows, backend, heights, kind)
+    whole = found[0][0]
+    for expected, cut in found:
+        for name in ("y", "mean", "variance", "count"):
+            torch.testing.assert_close(cut[name], expected[name].to(cut[name].dtype), **CLOSE)
+        assert torch.equal(cut["y"], expected["y"]) and 0 < cut["y"].mean() < 1
+    gradients = [cut["x"].clone() for _, cut in found]
+    for gradient, (_, below) in zip(gradients, found[1:], strict=False):
+        gradient[:, :, :, -1:] += below["above"]
+    torch.testing.assert_close(torch.cat(gradients, 3), whole["x"], **CLOSE)
+    for name in {"weight", "bias", "w"} & whole.keys():
+        torch.testing.assert_close(sum(cut[name] for _, cut in found), whole[name], **CLOSE)
+
+
+def _of_nobody() -> tuple[Tensor, Tensor, Tensor]:
+    """Statistics where the first rank has no values."""
+    group = everybody("context")
+    x = random(7 * group.rank, C, seed=3) + 4
+    own = x.new_full((2, C), float(9)) if not len(x) else torch.stack([x.mean(0), x.var(0, correction=0)])
+    return x, *SharedStatistics(group).statistics(own, len(x))
+
+
+def test_a_rank_without_values(ranks) -> None:
+    (_, *none), (x, *some) = ranks(2, _of_nobody)
+    for found, count in (none, some):
+        torch.testing.assert_close(found, torch.stack([x.mean(0), x.var(0, correction=0)]), **CLOSE)
+        assert count == len(x)

@@ -18,16 +18,14 @@ from megasnn.optim import (
     build_optimizer,
     held_state_bytes,
     learning_rate,
-    require_course,
+    require_schedule,
     state_bytes,
 )
 from megasnn.optimizers import OPTIMIZERS
 from megasnn.parallel.collectives import all_reduce_sum
-from megasnn.parallel.sharded_tensors import ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.distributed.whole import assemble, build, context, nothing, parts, random
-
-NAMES = ("stem", "block", "head")
 
 
 def _layers(inner: BuildContext) -> dict[str, nn.Module]:
@@ -168,7 +166,7 @@ def test_the_rates_of_spikformers_recipe(iterations_per_epoch: Fraction) -> None
     assert config.problems() == []
     length = TrainingConfig(train_epochs=310, global_batch_size=4).length(int(4 * iterations_per_epoch))
     assert length.epoch == iterations_per_epoch
-    require_course(config, length.iterations, length.epoch)
+    require_schedule(config, length.iterations, length.epoch)
     for iteration in {round(length.iterations * part / 997) for part in range(997)}:
         rate = learning_rate(config, iteration, length.iterations, length.epoch)
         epoch = int(iteration / iterations_per_epoch)
@@ -196,22 +194,7 @@ def test_warm_up_and_cool_down_in_epochs() -> None:
     found = [learning_rate(slow, iteration, 6, Fraction(3, 2)) for iteration in range(6)]
     assert found == pytest.approx([0.5, 0.5, 1.0, 1.0, 1.0, 1.0])
     with pytest.raises(ValueError, match=r"--lr-cooldown-epochs 2 are together more than the 5 iter"):
-        require_course(config, 5, Fraction(2))
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"lr_warmup_init": 1e-5}, "--lr-warmup-init 1e-05 needs --lr-warmup-iters or"),
-        ({"lr_warmup_init": 2.0, "lr_warmup_epochs": 1}, "--lr-warmup-init 2.0 is greater than --lr 1.0"),
-        ({"lr_cooldown_epochs": 1, "lr_decay_style": "constant"}, "--lr-cooldown-epochs 1 has no meaning with --lr-d"),
-        ({"lr_interval": "epoch", "lr_warmup_iters": 3}, "--lr-interval epoch takes the warm-up in epochs"),
-        ({"lr_warmup_epochs": 2, "lr_warmup_iters": 3}, "give either --lr-warmup-iters 3 or --lr-warmup-epochs 2"),
-    ],
-)
-def test_a_course_without_meaning_is_refused(options: dict[str, object], problem: str) -> None:
-    (found,) = OptimizerConfig(**{"lr": 1.0, **options}).problems()
-    assert found.startswith(problem)
+        require_schedule(config, 5, Fraction(2))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

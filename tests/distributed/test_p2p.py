@@ -1,169 +1,170 @@
-"""Tensors between two ranks: any shape, memory order, type and content; a descriptor travels once for each kind."""
+"""Tensors between two ranks arrive with all their bits or are refused; what a boundary carries is known before."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch._lazy.ts_backend
-import torch.distributed as dist
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from megasnn.kernels import codec
-from megasnn.kernels.packed import bits_of, remember_bits
-from megasnn.parallel.codec import Content
-from megasnn.parallel.group import alone
-from megasnn.parallel.traffic import statistics
-from megasnn.pipeline.edges import without_graph
-from megasnn.pipeline.p2p import Receiver, Sender, TensorDescriptor
+from megasnn import Engine, device_checks
+from megasnn.device_checks import DeviceChecks, explained
+from megasnn.kernels import spike_codec as codec
+from megasnn.kernels.spike_codec import Content, bits_of, remember_bits
+from megasnn.layers import (
+    BuildContext,
+    ConvNormNeuron,
+    KeyedLayer,
+    ParallelConv,
+    ParallelNeuron,
+    SpikingNeuron,
+    WholeImages,
+)
+from megasnn.layers.shape_inference import to_channels_last
+from megasnn.models.build import describe
+from megasnn.models.description import Carried
+from megasnn.models.layer import Layer, layer
+from megasnn.models.model import Model
+from megasnn.parallel_state import Group
+from megasnn.pipeline import p2p
+from megasnn.pipeline.microbatch_state import without_graph
+from megasnn.pipeline.p2p import Boundaries, Link, TensorSpec, linked
 from tests.distributed.whole import everybody, random, spikes
+from tests.models.networks import between
 
-CPU = torch.device("cpu")
-
-
-def _tensors() -> list[tuple[object, Tensor, Content]]:
-    """(key, tensor, content) in the order of sending: several kinds, each more than once, in turns."""
-    image = random(2, 3, 5, 4, 6)
-    kinds = [
-        ("scalar", lambda s: random(seed=s), Content.DENSE),
-        ("row", lambda s: random(7, seed=s), Content.DENSE),
-        ("contiguous", lambda s: image + s, Content.DENSE),
-        ("channels last", lambda s: (image + s).movedim(2, -1).contiguous().movedim(-1, 2), Content.DENSE),
-        ("samples first", lambda s: (image + s).transpose(0, 1).contiguous().transpose(0, 1), Content.DENSE),
-        ("slice", lambda s: (image + s)[:, 1:, :, ::2], Content.DENSE),
-        ("eight dims", lambda s: random(1, 2, 1, 3, 1, 2, 1, 2, seed=s).permute(7, 0, 3, 2, 5, 4, 1, 6), Content.DENSE),
-        ("spikes", lambda s: spikes(3, 5, 7, seed=s).transpose(0, 2), Content.SPIKES),
-        ("spikes bf16", lambda s: spikes(3, 5, 7, seed=s, dtype=torch.bfloat16), Content.SPIKES),
-        ("counts", lambda s: torch.arange(256.0).roll(s).view(4, 8, 8).permute(2, 0, 1), Content.COUNTS),
-        ("float32", lambda s: random(3, 4, seed=s, dtype=torch.float32), Content.DENSE),
-        ("bfloat16", lambda s: random(3, 4, seed=s, dtype=torch.bfloat16), Content.DENSE),
-        ("int64", lambda s: torch.arange(s, s + 6), Content.DENSE),
-        ("int32", lambda s: torch.arange(s, s + 6, dtype=torch.int32), Content.DENSE),
-        ("mask", lambda s: spikes(3, 5, 7, seed=s).bool(), Content.SPIKES),
-        (("stream", 3), lambda s: spikes(2, 3, 9, seed=s), Content.SPIKES),
-        (("stream", 1), lambda s: spikes(2, 1, 9, seed=s), Content.SPIKES),  # the last, smaller micro-batch
-    ]
-    return [(key, make(turn), content) for turn in range(3) for key, make, content in kinds]
+CPU, PAIR = torch.device("cpu"), Group("pipeline", (0, 1))
+BITS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+SIZE = {Content.DENSE: lambda t: t.nbytes, Content.SPIKES: lambda t: -(-t.numel() // 8), Content.COUNTS: torch.numel}
 
 
-def _exchange(announce_early: bool) -> tuple[int, int, int]:
-    """Both ranks send all tensors to each other at the same time, before they receive any."""
-    group = everybody("pipeline")
-    peer, sent = 1 - group.rank, _tensors()
-    sender, receiver = Sender(peer, group, CPU), Receiver(peer, group, CPU, CPU)
-    statistics.reset()
-    messages = 0
-    start = dist.isend
-
-    def counted(*args, **kwargs):
-        nonlocal messages
-        messages += 1
-        return start(*args, **kwargs)
-
-    dist.isend = counted
-    try:
-        with statistics.counting():
-            for key, tensor, content in sent:
-                sender.send(key, tensor, content, "forward")
-            if announce_early:
-                receiver.post(sent[0][0])
-            for index, (key, tensor, _) in enumerate(sent):
-                if not announce_early:
-                    receiver.post(key)
-                got = receiver.receive(key)
-                if announce_early and index + 1 < len(sent):
-                    receiver.post(sent[index + 1][0])
-                assert torch.equal(got, tensor) and got.dtype == tensor.dtype and got.shape == tensor.shape, key
-                # As dense as it was, in the same memory order.
-                order = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
-                assert got.permute(order).is_contiguous(), key
-            sender.wait()
-    finally:
-        dist.isend = start
-    traffic = statistics.read()
-    statistics.reset()
-    ((_, sent_once),) = traffic.items()
-    return messages, sent_once.calls, sent_once.bytes
+def spec_of(tensor: Tensor, content: Content = Content.DENSE) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, content, tensor.requires_grad)
 
 
-@pytest.mark.parametrize("announce_early", [True, False])
-def test_any_tensor_arrives_as_it_was(ranks, announce_early) -> None:
-    tensors = _tensors()
-    kinds = len({key for key, _, _ in tensors})
-    size = {
-        Content.DENSE: lambda t: t.numel() * t.itemsize,
-        Content.SPIKES: lambda t: -(-t.numel() // 8),
-        Content.COUNTS: lambda t: t.numel(),
-    }
-    expected = sum(size[content](tensor) for _, tensor, content in tensors)
-    for messages, calls, sent in ranks(2, _exchange, announce_early):
-        assert messages == len(tensors) + kinds  # one descriptor for each kind
-        assert calls == len(tensors) and sent == expected
+# --- messages
+
+values = st.sampled_from([0.0, 1.0, 0.0, 1.0, -0.0, float("nan"), float("inf"), 2.0, 0.5, 255.0, 256.0, -1.0])
 
 
-def _refusals() -> list[str]:
-    group = everybody("pipeline")
-    sender = Sender(1 - group.rank, group, CPU)
-    receiver = Receiver(1 - group.rank, group, CPU, CPU)
-    messages = []
-    sender.send("a", random(2, 3), Content.DENSE, "forward")
-    for key, tensor, content in [
-        ("a", random(3, 2), Content.DENSE),  # another shape under a known key
-        ("a", random(2, 3, dtype=torch.float32), Content.DENSE),
-        ("a", random(3, 2).T.requires_grad_(), Content.DENSE),
-        ("b", random(*[1] * 9), Content.DENSE),
-        ("c", torch.zeros(2, dtype=torch.complex64), Content.DENSE),
-        ("d", torch.tensor([0.0, 0.5, 1.0]), Content.SPIKES),
-        ("e", torch.tensor([1.0, 256.0]), Content.COUNTS),
-        ("f", torch.tensor([1.0, float("nan")]), Content.COUNTS),
-        ("g", torch.tensor([1.0, -0.0]), Content.SPIKES),
-    ]:
-        with pytest.raises(ValueError) as raised:
-            sender.send(key, tensor, content, "forward")
-        messages.append(str(raised.value))
-    # Nothing of all that was sent: the link still works.
-    sender.send("a", random(2, 3, seed=1), Content.DENSE, "forward")
-    for seed in range(2):
-        receiver.post("a")
-        assert torch.equal(receiver.receive("a"), random(2, 3, seed=seed))
-    sender.wait()
-    return messages
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Of any memory order and content: few spikes among strangers and the other way round."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=0, max_size=5))
+    count = torch.Size(shape).numel()
+    dtype = draw(st.sampled_from(list(BITS)))
+    kind = draw(st.sampled_from([values, st.sampled_from([0.0, 1.0]), st.integers(0, 255).map(float)]))
+    content = torch.tensor(draw(st.lists(kind, min_size=count, max_size=count)), dtype=dtype).view(shape)
+    return content.permute(draw(st.permutations(range(len(shape)))))
 
 
-def test_what_cannot_travel_exactly_is_refused_before_anything_is_sent(ranks) -> None:
-    for shape, dtype, order, dims, complex_, *unfit in ranks(2, _refusals):
-        assert "changed its shape from (2, 3) to (3, 2); micro-batches" in shape
-        assert "changed its type from torch.float64 to torch.float32, its sent_as from" in dtype
-        assert "changed its memory order from (0, 1) to (1, 0), its need of a gradient from False to True;" in order
-        assert "let the layer return one shape, type and memory order" in order
-        assert "9 dimensions" in dims and "complex64" in complex_
-        half, large, nan, minus = unfit
-        assert "takes 0 and 1" in half and "256" in large and "nan" in nan and "-0.0" in minus
-        assert all("said to hold" in message for message in unfit)
+def fits(tensor: Tensor, content: Content) -> bool:
+    largest = {Content.DENSE: math.inf, Content.SPIKES: 1, Content.COUNTS: 255}[content]
+    numbers = tensor.double().flatten().tolist()
+    whole = (value.is_integer() and 0 <= value <= largest and math.copysign(1, value) > 0 for value in numbers)
+    return content is Content.DENSE or all(whole)
 
 
-def _from_another_device() -> None:
-    """Tensors of torch's lazy backend, which is on the CPU, but which Gloo takes as little as those of a GPU."""
+@settings(max_examples=80, deadline=None)
+@given(tensors(), st.sampled_from(list(Content)))
+def test_every_value_arrives_with_all_its_bits_or_is_refused(tensor: Tensor, content: Content) -> None:
+    spec = spec_of(tensor, content)
+    if not fits(tensor, content):
+        with pytest.raises(ValueError, match="takes"):
+            spec.pack(tensor)
+        return
+    message = spec.pack(tensor)
+    buffer = spec.buffer(CPU)
+    assert (message.shape, message.dtype) == (buffer.shape, buffer.dtype) and message.nbytes == SIZE[content](tensor)
+    got = spec.unpack(message)
+    assert got.dtype == tensor.dtype and got.shape == tensor.shape
+    assert torch.equal(got.reshape(-1).view(BITS[tensor.dtype]), tensor.reshape(-1).view(BITS[tensor.dtype]))
+    assert (got.movedim(2, -1) if got.ndim > 3 else got).is_contiguous()
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["as-on-a-cpu", "as-on-a-gpu"])
+@pytest.mark.parametrize("value", [-0.0, float("nan"), 2.0, 0.5, 256.0, -1.0])
+def test_in_a_step_what_does_not_fit_is_noted_and_its_message_keeps_its_size(value: float, runs_ahead: bool) -> None:
+    good, content = torch.ones(4, 20), Content.COUNTS if value in (0.5, 256.0) else Content.SPIKES
+    bad = good.clone()
+    bad[2, 3] = value
+    checks, spec = DeviceChecks(CPU), spec_of(good, content)
+    with (
+        mock.patch.object(device_checks, "runs_ahead", lambda device: runs_ahead),
+        mock.patch.object(codec, "_loops", (lambda: None) if runs_ahead else codec._loops),
+        checks.collecting(),
+    ):
+        for number, tensor in enumerate((good, bad, good)):
+            with explained(f"number {number}: {{}}".format):
+                message = spec.pack(tensor)
+            got = spec.unpack(message)
+            assert message.shape == spec.buffer(CPU).shape
+            assert torch.equal(got.view(torch.int32), tensor.view(torch.int32)) is (tensor is good)
+    assert checks.count().item() == 1
+    assert checks.findings()[0].text.startswith("number 1: pack_")
+
+
+def test_spikes_that_know_their_bits_travel_as_these_in_the_order_of_the_wire() -> None:
+    last = spikes(2, 3, 5, 4, 4).movedim(2, -1).contiguous().movedim(-1, 2)
+    spec = spec_of(last, Content.SPIKES)
+    bits = codec.pack_bits(last)
+    assert spec.pack(remember_bits(last, bits)) is bits
+    first = remember_bits(last.contiguous(), codec.pack_bits(last.contiguous()))
+    assert torch.equal(spec.pack(first), bits), "packed anew"
+    given = without_graph(remember_bits(last.requires_grad_() * 1, bits))
+    assert given.is_leaf and given.requires_grad and bits_of(given) is bits
+    assert not without_graph(last.detach()).requires_grad
+
+
+def test_layers_hand_on_tensors_and_get_gradients_with_their_channels_last() -> None:
+    x, seen = torch.rand(2, 3, 4, 5, 6, requires_grad=True), list[Tensor]()
+    y = 2 * x
+    y.register_hook(lambda gradient: seen.append(gradient))
+    given = to_channels_last(y)
+    assert torch.equal(given, y) and given.movedim(2, -1).is_contiguous() and not y.movedim(2, -1).is_contiguous()
+    assert to_channels_last(given) is given
+    to_channels_last(given * 1).backward(gradient := torch.rand(2, 3, 4, 5, 6))
+    assert torch.equal(seen[0], gradient) and seen[0].movedim(2, -1).is_contiguous()
+    repeated = torch.ones(1, 1, 1, 1, 1).expand(2, 3, 4, 5, 6)
+    assert to_channels_last(repeated) is repeated, "takes no memory"
+
+
+# --- links
+
+
+def _both_ways() -> None:
+    """Both ranks send to each other before they receive; on the second device Gloo takes as little as from a GPU."""
     torch._lazy.ts_backend.init()
-    lazy, group = torch.device("lazy"), everybody("pipeline")
-    sender = Sender(1 - group.rank, group, CPU)
-    receiver = Receiver(1 - group.rank, group, CPU, lazy)
-    values = [spikes(3, 5, 7, seed=seed, dtype=torch.float32) for seed in range(3)]
-    for seed, value in enumerate(values):
-        sender.send("key", value.to(lazy), Content.SPIKES, "forward")
-        receiver.post("key")
-        got = receiver.receive("key")
-        assert got.device.type == "lazy" and torch.equal(got.cpu(), values[seed])
-    sender.wait()
+    group = everybody("pipeline")
+    sent = [(spikes(2, 3, 5, 4, seed=s), Content.SPIKES) for s in range(3)] + [(random(7, seed=4), Content.DENSE)]
+    for device in (CPU, torch.device("lazy")):
+        link, gone = Link(group, group, 1 - group.rank, CPU, device), list[int]()
+        link.post(spec_of(*sent[0]))
+        for tensor, content in sent:
+            link.transfers += 1
+            link.send(spec_of(tensor, content).pack(tensor.to(device)))
+        for number, (tensor, content) in enumerate(sent):
+            if number:
+                link.post(spec_of(tensor, content))
+            got = link.receive(spec_of(tensor, content), partial(gone.append, 1))
+            assert got.device.type == device.type and torch.equal(got.cpu(), tensor)
+        link.arrived(2)
+        assert len(link._in_flight) <= 2 and len(gone) == len(sent)
+        link.finish()
+        assert not link._in_flight and link.transfers == 0
 
 
-def test_messages_go_through_the_host_where_the_transport_takes_none_from_the_device(ranks) -> None:
-    ranks(2, _from_another_device)
+def test_messages_arrive_over_a_link_and_through_the_host(ranks) -> None:
+    ranks(2, _both_ways)
 
 
-@pytest.mark.parametrize("content", Content)
-def test_what_a_gpu_reads_from_the_host_is_received_into_pinned_memory(content, monkeypatch) -> None:
+def test_what_a_gpu_reads_from_the_host_is_received_into_pinned_memory(monkeypatch) -> None:
     asked, empty = [], torch.empty
 
     def without_gpu(*sizes, pin_memory=False, **options):
@@ -171,98 +172,173 @@ def test_what_a_gpu_reads_from_the_host_is_received_into_pinned_memory(content, 
         return empty(*sizes, **options)
 
     monkeypatch.setattr(torch, "empty", without_gpu)
-    descriptor = TensorDescriptor.of(torch.ones(3, 5), content)
+    monkeypatch.setattr(p2p.dist, "irecv", lambda *_, **__: mock.Mock())
     for device in (CPU, torch.device("cuda")):
-        receiver = Receiver(1, alone("pipeline"), CPU, device)
-        monkeypatch.setattr(receiver, "_start", lambda buffer: None)
-        receiver._known["key"] = descriptor
-        receiver.post("key")
-    assert asked == [False, True]
+        for content in Content:
+            Link(PAIR, PAIR, 1, CPU, device).post(TensorSpec((3, 5), torch.float32, content))
+    assert asked == [False] * 3 + [True] * 3
 
 
-def _with_bits() -> None:
-    group = everybody("pipeline")
-    sender, receiver = Sender(1 - group.rank, group, CPU), Receiver(1 - group.rank, group, CPU, CPU)
-    values = spikes(2, 3, 5, 4, 4).movedim(2, -1).contiguous().movedim(-1, 2)
-    remember_bits(values, codec.pack_bits(values))
-    with mock.patch.object(codec, "pack_bits", None):
-        sender.send("key", values, Content.SPIKES, "forward")
-        assert torch.equal(receiver.receive("key"), values)
-        with pytest.raises(TypeError):
-            sender.send("key", values + 0, Content.SPIKES, "forward")
-    sender.wait()
+def test_links_are_those_of_the_placement() -> None:
+    assert linked((0, 1, 2)) == [(0, 1), (1, 2)]
+    assert linked((0, 1, 2, 0, 1, 2)) == [(0, 1), (0, 2), (1, 2)]
+    assert linked((0, 1, 1, 0)) == [(0, 1)]
 
 
-def test_spikes_that_know_their_bits_travel_as_these(ranks) -> None:
-    ranks(2, _with_bits)
+# --- what boundaries carry
 
 
-def test_what_a_stage_hands_on_knows_its_bits_and_needs_a_gradient() -> None:
-    values = spikes(2, 3, 8)
-    bits = codec.pack_bits(values)
-    given = without_graph(remember_bits(values.requires_grad_() * 1, bits))
-    assert given.is_leaf and given.requires_grad and bits_of(given) is bits
-    assert not without_graph(values.detach()).requires_grad
+class CutOff(nn.Module):
+    """Its second half has no history; what it gives is neither channels-last in memory nor contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = ConvNormNeuron(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.unit(x)
+        return (0.5 * y).transpose(3, 4).contiguous().transpose(3, 4), y.detach()
 
 
-def _with_bits_of_another_order() -> None:
-    group = everybody("pipeline")
-    sender, receiver = Sender(1 - group.rank, group, CPU), Receiver(1 - group.rank, group, CPU, CPU)
-    values = spikes(2, 3, 5, 4, 4)
-    plan = TensorDescriptor.of(values.movedim(2, -1).contiguous().movedim(-1, 2), Content.SPIKES)
-    remember_bits(values, codec.pack_bits(values))
-    sender.send("key", values, plan, "forward")
-    assert torch.equal(receiver.receive("key", planned=plan), values)
-    sender.wait()
+class Joined(nn.Module):
+    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
+        return both[0] + both[1]
 
 
-def test_spikes_that_know_their_bits_in_another_order_than_is_planned_are_packed_anew(ranks) -> None:
-    ranks(2, _with_bits_of_another_order)
+class Doubled(nn.Module):
+    """Has no weights, and gives whole numbers beside what it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neuron = ParallelNeuron()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.neuron(x).mul_(2), torch.ones(2, x.shape[1], 1, 1, 1, dtype=torch.int64, device=x.device)
 
 
-def _posted_together() -> None:
-    group = everybody("pipeline")
-    sender, receiver = Sender(1 - group.rank, group, CPU), Receiver(1 - group.rank, group, CPU, CPU)
-    sizes = range(2, 5)
-    plans = {size: TensorDescriptor.of(torch.empty(1, 1, size), Content.DENSE) for size in sizes}
-    for size in sizes:
-        receiver.post(size, plans[size])
-    for size in sizes:
-        sender.send(size, torch.full((1, 1, size), float(size)), plans[size], "forward")
-    for size in sizes:
-        assert torch.equal(receiver.receive(size, planned=plans[size]), torch.full((1, 1, size), float(size)))
-    assert not receiver.is_posted
-    sender.wait()
+class InPairs(nn.Module):
+    """Compares samples, in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = ConvNormNeuron(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and x.shape[1] < 2:
+            raise ValueError("two samples at least")
+        return self.unit(x)
 
 
-def test_several_tensors_may_be_posted_in_their_order(ranks) -> None:
-    ranks(2, _posted_together)
+def _carried(model: Model, stop: int, samples: int = 3, context: BuildContext | None = None) -> list[TensorSpec]:
+    described = describe(model)
+    boundaries = Boundaries(described, context or BuildContext())
+    return [boundaries.spec(each, samples) for each in described.carried(stop)]
 
 
-def _planned() -> tuple[str, str]:
-    """Without a descriptor; the tensor is brought into the order that is planned."""
-    group = everybody("pipeline")
-    sender, receiver = Sender(1 - group.rank, group, CPU), Receiver(1 - group.rank, group, CPU, CPU)
-    pixels = random(2, 3, 4, 5, 6)
-    plan = TensorDescriptor.of(pixels.movedim(2, -1).contiguous().movedim(-1, 2), Content.DENSE)
-    with mock.patch.object(TensorDescriptor, "to_header", None):
-        for early in (True, False):
-            sender.send("key", pixels, plan, "forward")
-            if early:
-                receiver.post("key", plan)
-                assert receiver.is_posted
-            got = receiver.receive("key", planned=plan)
-            assert torch.equal(got, pixels) and got.movedim(2, -1).is_contiguous()
-        refused = []
-        for other in (pixels[:, 1:], pixels.float()):
-            with pytest.raises(ValueError) as raised:
-                sender.send("key", other, plan, "forward")
-            refused.append(str(raised.value))
-    sender.wait()
-    return refused[0], refused[1]
+def test_what_is_planned_follows_from_the_description_for_any_number_of_samples() -> None:
+    model = between(lambda: [layer("two", CutOff()), layer("one", Joined())])
+    for samples in (1, 3, 7):
+        dense, cut_off = _carried(model, 2, samples)
+        assert dense == TensorSpec((2, samples, 4, 4, 4), torch.float32, Content.DENSE, learns=True)
+        assert cut_off.learns and cut_off.shape == dense.shape, "that it is cut off is not seen, and costs zeros"
+    doubled, ones = _carried(between(lambda: [layer("two", Doubled()), layer("one", Joined())]), 2)
+    assert doubled.learns and not ones.learns and ones.shape == (2, 3, 1, 1, 1) and ones.dtype == torch.int64
+    plain = between(lambda: [layer("plain", nn.Conv2d(4, 4, 1)), layer("own", ConvNormNeuron(4, 4))])
+    assert [each.shape for each in _carried(plain, 2)] == [(2, 3, 4, 4, 4)]
+    assert _carried(between(lambda: [layer("mine", InPairs()), layer("own", ConvNormNeuron(4, 4))]), 2, samples=1)
 
 
-def test_what_is_planned_travels_without_a_descriptor_and_is_refused_where_it_differs(ranks) -> None:
-    for shape, dtype in ranks(2, _planned):
-        assert "is not what the dry run of its layer has shown; it changed its shape from (2, 3, 4, 5, 6) to" in shape
-        assert "its type from torch.float64 to torch.float32" in dtype
+def test_ranks_that_share_out_rows_have_some_of_them_up_to_where_images_are_whole() -> None:
+    class Whole(nn.Module):
+        mixes_rows = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.whole = WholeImages()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.whole(x)
+
+    model = between(lambda: [layer("whole", Whole()), layer("own", ConvNormNeuron(4, 4))], image_size=5)
+    context = BuildContext(context=Group("context", (0, 1), 0), cut="rows")
+    assert [each.shape for each in _carried(model, 1, context=context)] == [(2, 3, 4, 3, 5)]
+    with pytest.raises(ValueError, match="whole, .*--pipeline-model-parallel-layout"):
+        _carried(model, 2, context=context)
+    with pytest.raises(ValueError, match="--pipeline-model-parallel-layout"):
+        Boundaries(describe(model), context).spec(Carried(-1, None, Content.DENSE, "the model's input"), 3)
+
+
+class NoDerivative(SpikingNeuron):
+    """A threshold, without a surrogate."""
+
+    def charge(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return state["v"] + x
+
+    def fire(self, h: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return (h > 1).to(h.dtype)
+
+    def reset(self, h: Tensor, spikes: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"v": h * (1 - spikes)}
+
+
+class Stop(KeyedLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = ConvNormNeuron(4, 4)
+
+    def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
+        return self.unit(x).detach()
+
+
+class Shrinking(nn.Module):
+    """Gives fewer rows on each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += not x.is_meta
+        return x[..., : x.shape[-1] - self.calls]
+
+
+ENDS = {
+    "neuron": lambda: nn.Sequential(ParallelConv(4, 4, 1), NoDerivative(4)),
+    "keyed layer": Stop,
+    "plain": lambda: nn.Conv2d(4, 4, 1),
+    "in pairs": InPairs,
+}
+
+
+def _losses(kinds: list[str], flags: dict[str, object]) -> list[list[float]]:
+    """Of two steps, and of an evaluation that leaves one sample over."""
+    found = []
+    for kind in kinds:
+
+        def layers(kind: str = kind) -> Iterable[Layer]:
+            yield layer("cut", ENDS[kind]())
+            yield layer("behind", ConvNormNeuron(4, 4))
+
+        with Engine(between(layers), micro_batch_size=2, global_batch_size=4, train_iters=2, **flags) as engine:
+            images = torch.rand(5, *engine.config.model.input_shape, generator=torch.Generator().manual_seed(0))
+            losses = [float(engine.train_step(images[:4], torch.arange(4)).loss) for _ in range(2)]
+            found.append([*losses, engine.evaluate(images, torch.arange(5) % 4).loss])
+    return found
+
+
+PAIR_OF_STAGES = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "2|2"}
+
+
+def test_any_layer_may_end_a_stage_and_changes_no_bit(ranks) -> None:
+    """Without a derivative, with an order of its own, or one that takes more than a single sample in training."""
+    assert ranks(2, _losses, list(ENDS), PAIR_OF_STAGES)[0] == ranks(1, _losses, list(ENDS), {})[0]
+
+
+def test_what_is_not_as_the_dry_run_has_shown_is_refused(ranks) -> None:
+    with pytest.raises(Exception, match=r"shape \[2, 2, 4, 4, 3\] .*\[2, 2, 4, 4, 4\] .*the output of cut"):
+        ranks(2, _losses_of_shrinking)
+
+
+def _losses_of_shrinking() -> None:
+    with mock.patch.dict(ENDS, {"shrinking": Shrinking}):
+        _losses(["shrinking"], {**PAIR_OF_STAGES, "pipeline_schedule": "1f1b"})

@@ -1,45 +1,25 @@
-"""The grid on real ranks: made, read, used, freed, and made again in another shape."""
+"""The grid on real ranks: made, read, used, freed, and made again in another shape; and the devices of ranks."""
 
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megasnn import parallel_state
-from megasnn.parallel import world
-from megasnn.parallel.group import TASKS
 from megasnn.parallel_state import (
+    TASKS,
     destroy_model_parallel,
     get_parallel_state,
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
-from megasnn.training import introduction
 
-AXES = ("tensor", "data", "pipeline", "downward", "model", "world")
-
-
-def _describe(grids: list[tuple[int, int]]) -> list[dict]:
-    """For each (tensor, pipeline): the groups of this rank, and the sum of all members' ranks through each of them."""
-    found = []
-    for tensor, pipeline in grids:
-        state = initialize_model_parallel(tensor, pipeline)
-        view: dict = {"coordinates": state.coordinates, "rank": state.rank}
-        for axis in AXES:
-            group = getattr(state, axis)
-            total = torch.tensor([float(state.rank)])
-            if group.size > 1:
-                dist.all_reduce(total, group=group.handle)
-                assert dist.get_rank(group.handle) == group.rank
-            assert (group.handle is None) == (group.size == 1) and group.ranks[group.rank] == state.rank
-            view[axis] = (list(group.ranks), total.item())
-        found.append(view)
-        destroy_model_parallel()
-    return found
-
+GROUPS = ("tensor", "data", "pipeline", "downward", "model", "world")
 
 # rank 5 of 8 on each grid (tensor, pipeline): coordinates are (pipeline, data, tensor)
 EXPECTED_OF_RANK_5 = {
@@ -47,186 +27,205 @@ EXPECTED_OF_RANK_5 = {
     (4, 1): ((0, 1, 1), {"tensor": [4, 5, 6, 7], "data": [1, 5], "pipeline": [5], "model": [4, 5, 6, 7]}),
     (1, 4): ((2, 1, 0), {"tensor": [5], "data": [4, 5], "pipeline": [1, 3, 5, 7], "model": [1, 3, 5, 7]}),
     (1, 1): ((0, 5, 0), {"tensor": [5], "data": list(range(8)), "pipeline": [5], "model": [5]}),
-    (8, 1): ((0, 0, 5), {"tensor": list(range(8)), "data": [5], "pipeline": [5], "model": list(range(8))}),
-    (1, 8): ((5, 0, 0), {"tensor": [5], "data": [5], "pipeline": list(range(8)), "model": list(range(8))}),
     (2, 4): ((2, 0, 1), {"tensor": [4, 5], "data": [5], "pipeline": [1, 3, 5, 7], "model": list(range(8))}),
 }
 
 
+def grids() -> list[dict]:
+    """For each (tensor, pipeline): the groups of this rank, and the sum of all members' ranks through each of them."""
+    found = []
+    for tensor, pipeline in EXPECTED_OF_RANK_5:
+        state = initialize_model_parallel(tensor, pipeline)
+        assert get_parallel_state() is state and state.is_first_stage == (state.pipeline.rank == 0)
+        view: dict = {"coordinates": state.coordinates, "rank": state.rank}
+        for name in GROUPS:
+            group = getattr(state, name)
+            total = torch.tensor([float(state.rank)])
+            if group.size > 1:
+                dist.all_reduce(total, group=group.handle)
+                assert dist.get_rank(group.handle) == group.rank
+            assert (group.handle is None) == (group.size == 1) and group.ranks[group.rank] == state.rank
+            view[name] = (list(group.ranks), total.item())
+        found.append(view)
+        destroy_model_parallel()
+        destroy_model_parallel()  # does nothing
+        assert not model_parallel_is_initialized()
+    return found
+
+
 def test_grids_one_after_another_in_megatrons_order(ranks) -> None:
-    everyone = ranks(8, _describe, list(EXPECTED_OF_RANK_5))
+    everyone = ranks(8, grids)
     for index, (place, groups) in enumerate(EXPECTED_OF_RANK_5.values()):
         view = everyone[5][index]
         where = view["coordinates"]
         assert (where.pipeline, where.data, where.tensor) == place
-        for axis, members in {**groups, "downward": groups["pipeline"], "world": list(range(8))}.items():
-            assert view[axis][0] == members
+        for name, members in {**groups, "downward": groups["pipeline"], "world": list(range(8))}.items():
+            assert view[name][0] == members
         for rank, views in enumerate(everyone):
             assert views[index]["rank"] == rank
-            for axis in AXES:
-                members, total = views[index][axis]
+            for name in GROUPS:
+                members, total = views[index][name]
                 assert rank in members and total == sum(members)
-                assert all(everyone[other][index][axis][0] == members for other in members)
+                assert all(everyone[other][index][name][0] == members for other in members)
 
 
-def _resources() -> tuple[int, int]:
+def finer_groups() -> dict[str, list[int]]:
+    state = initialize_model_parallel(weight_parallel_size=2, context_parallel_size=2)
+    names = "weight", "scatter", "context", "data", "dp_replicate", "dp_replicate_cp", "dp_cp"
+    found = {name: list(getattr(state, name).ranks) for name in names}
+    assert state.group("data") is state.dp_replicate and state.scatter.held is not state.weight.held
+    destroy_model_parallel()
+    return found
+
+
+def test_ranks_that_share_weights_and_micro_batches(ranks) -> None:
+    assert ranks(8, finer_groups)[5] == {
+        **{"weight": [5, 7], "scatter": [5, 7], "context": [4, 5], "data": [1, 3, 5, 7], "dp_replicate": [1, 5]},
+        **{"dp_replicate_cp": [0, 1, 4, 5], "dp_cp": list(range(8))},
+    }
+
+
+def resources_over_many_grids() -> list[tuple[int, int]]:
     """Process groups that torch knows of, and open files (sockets among them)."""
-    return len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/fd"))
-
-
-def _resources_over_many_grids() -> list[tuple[int, int]]:
     counts = []
     for _ in range(4):
         for tensor, pipeline in ((2, 2), (1, 1), (4, 1), (2, 1)):
             initialize_model_parallel(tensor, pipeline)
             destroy_model_parallel()
-        # A socket closes when its peer has closed too.
-        dist.barrier()
-        counts.append(_resources())
+        dist.barrier()  # a socket closes when its peer has closed too
+        counts.append((len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/fd"))))
     return counts
 
 
 def test_destroy_frees_the_groups(ranks) -> None:
-    for counts in ranks(4, _resources_over_many_grids):
+    for counts in ranks(4, resources_over_many_grids):
         assert [groups for groups, _ in counts] == [1] * 4  # the world's
         assert counts[-1][1] <= counts[0][1] + 8
 
 
-def _accessors() -> dict[str, object]:
-    state = initialize_model_parallel(2, 2)
-    assert get_parallel_state() is state and model_parallel_is_initialized()
-    names = [name for name in dir(parallel_state) if name.startswith(("get_", "is_pipeline"))]
-    found = {name: getattr(parallel_state, name)() for name in names}
-    for axis, group in (("tensor_model", state.tensor), ("pipeline_model", state.pipeline), ("data", state.data)):
-        assert found[f"get_{axis}_parallel_group"] is group
-    assert found["get_model_parallel_group"] is state.model
-    destroy_model_parallel()
-    destroy_model_parallel()  # does nothing
-    assert not model_parallel_is_initialized()
-    return {name: value for name, value in found.items() if isinstance(value, (int, bool))}
-
-
-def test_megatrons_accessors(ranks) -> None:
-    everyone = ranks(4, _accessors)
-    for rank, found in enumerate(everyone):
-        assert found == {
-            "get_tensor_model_parallel_world_size": 2,
-            "get_tensor_model_parallel_rank": rank % 2,
-            "get_pipeline_model_parallel_world_size": 2,
-            "get_pipeline_model_parallel_rank": rank // 2,
-            "get_context_parallel_world_size": 1,
-            "get_context_parallel_rank": 0,
-            "get_data_parallel_world_size": 1,
-            "get_data_parallel_rank": 0,
-            "is_pipeline_first_stage": rank < 2,
-            "is_pipeline_last_stage": rank >= 2,
-        }
-
-
-def _refusals() -> list[str]:
-    messages = []
-    for tensor, pipeline in ((3, 1), (2, 4), (0, 1), (1, -1)):
-        with pytest.raises(ValueError) as raised:
+def refusals() -> str:
+    for tensor, pipeline, named in ((3, 1, "tensor 3"), (2, 4, "multiple of 8"), (0, 1, "tensor.* 0"), (1, -1, "-1")):
+        with pytest.raises(ValueError, match=named):
             initialize_model_parallel(tensor, pipeline)
-        messages.append(str(raised.value))
         assert not model_parallel_is_initialized()
     initialize_model_parallel(2, 1)
-    with pytest.raises(RuntimeError, match="a grid exists already .*destroy_model_parallel") as twice:
+    with pytest.raises(RuntimeError, match="pipeline 1 x data 2 x tensor 2.*destroy_model_parallel"):
         initialize_model_parallel(1, 2)
     destroy_model_parallel()
-    return [*messages, str(twice.value)]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="cpu:gloo,cuda:nccl") as raised:
+        patch.setattr(dist, "get_backend", lambda: "nccl")
+        initialize_model_parallel(1, 2, torch.device("cuda"))
+    return str(raised.value)
 
 
-def test_sizes_that_do_not_fit_are_refused_with_every_factor(ranks) -> None:
-    for three, eight, zero, negative, twice in ranks(4, _refusals):
-        assert "world size 4" in three and "tensor 3 x pipeline 1" in three
-        assert "world size 4" in eight and "tensor 2 x pipeline 4" in eight and "multiple of 8" in eight
-        assert "tensor" in zero and "got 0" in zero and "pipeline" in negative and "got -1" in negative
-        assert "pipeline 1 x data 2 x tensor 2" in twice
+def test_what_does_not_fit_is_refused(ranks) -> None:
+    assert len(set(ranks(4, refusals))) == 1
 
 
 def test_without_ranks_every_group_is_this_process() -> None:
-    with pytest.raises(RuntimeError, match="call initialize_model_parallel first"):
+    with pytest.raises(RuntimeError, match="initialize_model_parallel"):
         get_parallel_state()
     state = initialize_model_parallel()
     try:
-        assert all(getattr(state, axis).size == 1 and getattr(state, axis).handle is None for axis in AXES)
+        assert all(getattr(state, name).size == 1 and getattr(state, name).handle is None for name in GROUPS)
         assert state.is_first_stage and state.is_last_stage and state.rank == 0
-        with pytest.raises(ValueError, match="world size 1 is not tensor 2"):
-            destroy_model_parallel()
-            initialize_model_parallel(2)
     finally:
         destroy_model_parallel()
-
-
-@pytest.mark.parametrize("backend, device", [("nccl", "cpu"), ("auto", "cuda")])
-def test_devices_that_are_not_there(monkeypatch, backend, device) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"2 rank.*1 GPU\(s\)"):
-        world.start_process_group(backend, device)
+    with pytest.raises(ValueError, match="world size 1 is not tensor 2"):
+        initialize_model_parallel(2)
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpus", "cuda", "why"),
+    ("backend", "device", "gpus", "named"),
+    [("nccl", "cpu", 1, r"2 rank.*1 GPU"), ("auto", "cuda", 1, r"2 rank.*1 GPU"), ("auto", "cuda", 0, "--device cpu")],
+)
+def test_devices_that_are_not_there(monkeypatch, backend, device, gpus, named) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(parallel_state, "_place", (0, 2))
+    with pytest.raises(ValueError, match=named):
+        parallel_state.start_process_group(backend, device)
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "cuda", "named"),
     [
-        ("auto", 1, "13.0", "2 ranks on this machine and 1 GPU(s); they share with --backend gloo --device cuda"),
-        ("auto", 0, "13.0", f"torch {torch.__version__} is built for CUDA 13.0 and finds none; see whether nvidia-smi"),
+        ("auto", 1, "13.0", "--backend gloo --device cuda"),
+        ("auto", 0, "13.0", "CUDA 13.0"),
         ("auto", 0, None, None),
         ("auto", 2, "13.0", None),
         ("cpu", 1, "13.0", None),
     ],
 )
-def test_a_run_that_falls_back_to_the_cpu_says_why(monkeypatch, asked, gpus, cuda, why) -> None:
+def test_a_run_that_falls_back_to_the_cpu_says_why(monkeypatch, asked, gpus, cuda, named) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    found = world.why_not_on_gpus(asked)
-    assert found is None if why is None else found is not None and found.startswith(why)
-    in_log = introduction._device(torch.device("cpu"), asked)
-    assert in_log.endswith("a rank" if why is None else f"a rank ({found})")
-
-
-def test_without_a_gpu_it_says_why(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(ValueError, match="finds no GPU: torch .* is built without CUDA; .*; or use --device cpu$"):
-        world.start_process_group("auto", "cuda")
-
-
-def _refused_on_gpus(backend: str) -> str:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError) as raised:
-        patch.setattr(dist, "get_backend", lambda: backend)
-        initialize_model_parallel(1, 2, torch.device("cuda"))
-    assert not model_parallel_is_initialized()
-    return str(raised.value)
-
-
-def test_a_transport_for_gpus_alone_is_refused(ranks) -> None:
-    assert all("or give 'cpu:gloo,cuda:nccl'" in text for text in ranks(2, _refused_on_gpus, "nccl"))
+    monkeypatch.setattr(parallel_state, "_place", (0, 2))
+    found = parallel_state.why_not_on_gpus(asked)
+    assert found is None if named is None else named in (found or "")
 
 
 @pytest.mark.parametrize("local_rank, gpu", [(0, 0), (1, 1), (2, 0)])
 def test_ranks_share_a_gpu_with_gloo(monkeypatch, local_rank, gpu) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setattr(parallel_state, "_place", (local_rank, 3))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert world.start_process_group("gloo", "cuda") == torch.device("cuda", gpu)
+    assert parallel_state.start_process_group("gloo", "cuda") == torch.device("cuda", gpu)
 
 
-def _policies() -> list[int]:
-    state = initialize_model_parallel(1, 2)
+SLURM = {"each its own": ["a", "b", "c", "d"], "two by two": ["a", "a", "b", "b"], "all the same": ["a"] * 4}
+
+
+def devices_where_each_sees_one(seen: list[str]) -> list[str]:
+    """Devices by `--device auto` and `--device cuda` of a rank of four on one machine, each of which sees one GPU."""
+    rank, found = dist.get_rank(), []
+    local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "4"}
+    with (
+        mock.patch.dict(os.environ, local),
+        mock.patch.object(parallel_state, "visible_gpus", lambda: [seen[rank]]),
+        mock.patch.object(torch.cuda, "device_count", lambda: 1),
+        mock.patch.object(parallel_state, "_place", None),
+    ):
+        store = dist.PrefixStore(" ".join(seen), _get_default_store())
+        parallel_state._find_place(store, "auto")
+        for asked in ("auto", "cuda"):
+            try:
+                found.append(str(parallel_state.device_of_rank("auto", asked)))
+            except ValueError as error:
+                found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("name", SLURM)
+def test_ranks_that_see_one_gpu_each_take_it(ranks, name: str) -> None:
+    for auto, cuda in ranks(4, devices_where_each_sees_one, SLURM[name]):
+        if name == "each its own":
+            assert auto == cuda == "cuda:0"
+        else:
+            assert auto == "cpu" and f"{4 if name == 'all the same' else 2} ranks" in cuda
+
+
+def test_rocm_is_refused_by_name(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(ValueError, match="ROCm 6.4"):
+        parallel_state.device_of_rank("auto", "cuda")
+    assert parallel_state.device_of_rank("auto", "auto") == torch.device("cpu")
+    assert "ROCm 6.4" in (parallel_state.why_not_on_gpus("auto") or "")
+
+
+def policies() -> list[int]:
+    initialize_model_parallel(1, 2)
     tasks = [task for task in TASKS.iterdir() if (task / "comm").read_text().startswith("gloo")]
-    policies = [os.sched_getscheduler(int(task.name)) for task in tasks]
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER and state.pipeline.size == 2
+    found = [os.sched_getscheduler(int(task.name)) for task in tasks]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
     destroy_model_parallel()
-    return policies
+    return found
 
 
 @pytest.mark.skipif(not TASKS.is_dir(), reason="needs Linux's /proc")
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="Gloo's threads have no name before torch 2.13")
 def test_transport_does_not_interrupt_computing(ranks) -> None:
-    for policies in ranks(2, _policies):
-        assert policies and set(policies) == {os.SCHED_BATCH}
+    for found in ranks(2, policies):
+        assert found and set(found) == {os.SCHED_BATCH}

@@ -12,26 +12,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasnn.config import ConfigError, parse, validate
+from megasnn.config import parse
 from megasnn.engine import Engine
-from megasnn.engine.distributed_model import DistributedModel
-from megasnn.kernels.packed import bits_of
+from megasnn.engine.model import DistributedModel
+from megasnn.kernels.spike_codec import Content, bits_of
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.models.description import Carried
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.parallel.codec import Content
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.choose_schedule import PipelineRequest
-from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
-from megasnn.pipeline.kept_input import KeptInput
-from megasnn.pipeline.p2p import WireOptions
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.peak_memory import unit_memory
-from megasnn.pipeline.plan import plan_pipeline
 from megasnn.pipeline.profile_layers import count_memory
-from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.pipeline.recompute import PackedInput
 from megasnn.schedule import Action, Kind, plan_schedule
 from megasnn.schedule.memory import activations_held
 
@@ -58,7 +53,7 @@ class _Live:
     def __init__(self, engine: DistributedModel, batches: Iterable[MicroBatchInput]) -> None:
         self.after: list[tuple[Action, int]] = []
         self._holders: weakref.WeakSet[_Holder] = weakref.WeakSet()
-        self._inputs: weakref.WeakSet[KeptInput] = weakref.WeakSet()
+        self._inputs: weakref.WeakSet[PackedInput] = weakref.WeakSet()
         known = [each.tensor for each in engine.tensors] + [each.images for each in batches if each.images is not None]
         self._known = {each.untyped_storage().data_ptr() for each in known}
         engine.executor.observer = lambda action, start, end: self.after.append((action, self._bytes()))
@@ -67,14 +62,14 @@ class _Live:
         self._holders.add(holder := _Holder(tensor))
         return holder
 
-    def keep(self, made: type[KeptInput], *args: Any) -> KeptInput:
+    def keep(self, made: type[PackedInput], *args: Any) -> PackedInput:
         self._inputs.add(kept := made(*args))
         return kept
 
     def _bytes(self) -> int:
         found = [each.tensor for each in self._holders]
         for kept in self._inputs:
-            found += [payload for _, payload in kept._tensors] + list(kept.findings)
+            found += [each if isinstance(each, Tensor) else each[1] for each in kept._packed] + list(kept.findings)
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}
         return sum(size for place, size in storages.items() if place not in self._known)
 
@@ -90,12 +85,12 @@ def _held_after_actions(model: Model, recompute: str) -> tuple[list[tuple[Action
     try:
         engine.forward_backward(batches, 2 * SAMPLES)  # weights have gradients from now on
         live = _Live(engine, batches)
-        made = mock.patch("megasnn.pipeline.executor.KeptInput", lambda *args: live.keep(KeptInput, *args))
+        made = mock.patch("megasnn.pipeline.executor.PackedInput", lambda *args: live.keep(PackedInput, *args))
         with made, torch.autograd.graph.saved_tensors_hooks(live.pack, lambda holder: holder.tensor):
             engine.forward_backward(batches, 2 * SAMPLES)
     finally:
         destroy_model_parallel()
-    costs = count_memory(engine.model, SAMPLES, BuildContext(), CPU, WireOptions(), repeats=True)
+    costs = count_memory(engine.model, SAMPLES, BuildContext(), CPU, repeats=True)
     units = unit_memory(costs, engine.plan.unit_bounds([range(len(engine.model.layers))]))
     schedule = engine.plan.training(2)
     assert [action for action, _ in live.after] == list(schedule.actions[0])
@@ -124,7 +119,7 @@ def test_an_input_is_kept_in_its_format() -> None:
     whole = torch.arange(6)
     formats = [Content.SPIKES, Content.COUNTS, Content.DENSE]
     carried = [Carried(0, None, content, f"tensor {index}") for index, content in enumerate(formats)]
-    kept = KeptInput([spikes, counts, whole], carried)
+    kept = PackedInput([spikes, counts, whole], carried)
     packed = bits_of(spikes)
     assert packed is not None and packed.nbytes == spikes.numel() // 8, "layers need not pack it again"
     for given, restored in zip((spikes, counts, whole), kept.restored(), strict=True):
@@ -132,7 +127,7 @@ def test_an_input_is_kept_in_its_format() -> None:
         assert given.stride() == restored.stride() and given.requires_grad == restored.requires_grad
     assert kept.restored() == []
     with pytest.raises(ValueError, match="tensor 0: pack_bits takes 0 and 1"):
-        KeptInput([spikes / 2], carried[:1])
+        PackedInput([spikes / 2], carried[:1])
 
 
 class _Counts(nn.Module):
@@ -195,39 +190,6 @@ def test_forwards_that_cannot_be_computed_again_are_an_error_with_the_place(rank
     assert "computed again did something else than the first time" in text and "--recompute never" in text
 
 
-COSTS = PipelineCosts(
-    tuple(
-        LayerCost(0.5, 1, 1, held=held * 10**6, working=(10**6,) * 3, message=10**5, gradient=10**6, again=0.25)
-        for held in (10, 20, 30)
-    ),
-    LinkCost(),
-)
-
-
-def _planned(budget: float) -> tuple[list[dict[int, list[int]]], list[int], list[str]]:
-    state = initialize_model_parallel(1, 1)
-    try:
-        request = PipelineRequest("gpipe", 1, (range(3),), SAMPLES, (2,), memory_budget=budget)
-        plan = plan_pipeline(describe(_Between()), request, BuildContext(), state, WireOptions(), COSTS)
-        return plan.repeated(), plan.step_bytes(2), plan.describe_recompute()
-    finally:
-        destroy_model_parallel()
-
-
-def test_a_plan_within_a_budget(ranks) -> None:
-    """Two micro-batches of three layers keep 120 MB. The cheapest way to 95 is the last layer's, once."""
-    ((repeated, (needed,), told),) = ranks(1, _planned, 95e6)
-    assert [*repeated[0]] == [2] and len(repeated[0][2]) == 1 and needed <= 95e6
-    assert told == [
-        "--memory-budget 95: 1 of a step's 6 forwards of layers are computed again, 250 ms on the rank that does most; "
-        f"predicted for a step, above weights, gradients and optimizer state: {needed / 1e6:.0f} MB"
-    ]
-    ((repeated, (needed,), _),) = ranks(1, _planned, 200e6)
-    assert repeated == [{}] and 120e6 < needed < 200e6
-    with pytest.raises(RuntimeError, match="--memory-budget 10 cannot be kept .*: the least is --memory-budget"):
-        ranks(1, _planned, 10e6)
-
-
 def test_a_run_that_only_evaluates_computes_nothing_again_and_needs_no_plan_for_it() -> None:
     """Whatever the configuration of the run says that it evaluates the weights of."""
     sizes = ["--image-size", "8", "--embed-dim", "16", "--depth", "1", "--num-heads", "2", "--train-iters", "1"]
@@ -235,15 +197,3 @@ def test_a_run_that_only_evaluates_computes_nothing_again_and_needs_no_plan_for_
         config = parse(run_config(Spikformer), [*sizes, "--evaluate-only", "--load", "x", "--device", "cpu", *flags])
         with Engine(config) as engine:
             assert engine.plan.schedules.units is None and engine.plan.costs is None
-
-
-def test_flags_that_do_not_go_together() -> None:
-    flags = ["--train-iters", "1", "--time-steps", "4", "--bptt-steps", "2"]
-    config = run_config(Spikformer)
-    validate(parse(config, flags), 1)
-    with pytest.raises(ConfigError, match=r"--recompute always with --bptt-steps 2: .* leave it out"):
-        validate(parse(config, [*flags, "--recompute", "always"]), 1)
-    with pytest.raises(ConfigError, match=r"--memory-budget 100 with --bptt-steps 2: .* leave it out"):
-        validate(parse(config, [*flags, "--memory-budget", "100"]), 1)
-    with pytest.raises(ConfigError, match=r"--memory-budget 100 with --recompute always: .* leave one of them out"):
-        validate(parse(config, ["--train-iters", "1", "--memory-budget", "100", "--recompute", "always"]), 1)

@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers import (
     BuildContext,
     ParallelConv,
     ParallelLinear,
     SpikingSelfAttention,
 )
-from megasnn.layers.initialisers import trunc_normal
-from megasnn.layers.weight_gradients import Task
-from megasnn.parallel.codec import Content
-from megasnn.parallel.group import Group, alone
+from megasnn.layers.init import trunc_normal
+from megasnn.layers.weight_grad import Task
 from megasnn.parallel.traffic import statistics
+from megasnn.parallel_state import Group, alone
 from tests.distributed.whole import build, channels_last, everybody, mine, random, spikes
 
 T, N, CHANNELS, SIDE = 2, 3, 16, 6
@@ -26,7 +26,6 @@ CONVOLUTIONS: dict[str, dict] = {
     "pointwise": dict(kernel_size=1, pointwise=True, blocks=2),
     "groups": dict(kernel_size=3, groups=4),
     "pooled": dict(kernel_size=3, padding=1, pool=2),
-    "reflected": dict(kernel_size=3, padding=1, padding_mode="reflect"),
 }
 LAYERS = (*CONVOLUTIONS, "linear-row", "linear-column", "attention")
 

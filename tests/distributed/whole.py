@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megasnn.layers import BuildContext
-from megasnn.parallel.group import Group, Handle, alone
-from megasnn.parallel.sharded_tensors import ShardedTensor, materialise, sharded_tensors
+from megasnn.parallel.sharding import ShardedTensor, materialise, sharded_tensors
+from megasnn.parallel_state import Group, Handle, alone
 
 
 def everybody(name: str = "tensor") -> Group:

@@ -1,9 +1,7 @@
-"""Ranks that share micro-batches by samples, from Python: evaluation, prediction, mixed samples, windows of time, and
-what cannot be shared."""
+"""Ranks that share micro-batches by samples or rows, from Python: steps, mixed samples, windows, refusals."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,101 +9,63 @@ import torch
 from torch import Tensor
 
 from megasnn import Engine
-from megasnn.layers import ConvNormNeuron, ParallelBatchNorm
-from megasnn.models.layer import layer
-from megasnn.models.model import Model
 from tests.engine.test_engine import MODEL
-from tests.models.networks import between
 
 SIZES = {"micro_batch_size": 4, "global_batch_size": 10, "train_iters": 8, "lr": 1e-2, "precision": "fp64"}
 CP2 = {"context_parallel_size": 2}
-MIXED = {"mixup_alpha": 0.4, "cutmix_alpha": 1.0}
+MIXED = {"mixup_alpha": 0.4, "cutmix_alpha": 1.0, "micro_batch_size": 5}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stages": (4, {**CP2, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}, {}),
-    "mixed": (4, {**CP2, "use_distributed_optimizer": True, "micro_batch_size": 5}, {**MIXED, "micro_batch_size": 5}),
+    "mixed": (4, {**CP2, "use_distributed_optimizer": True}, MIXED),
     "windows": (2, CP2, {"bptt_steps": 1, "ema_decay": 0.5}),
+    "rows": (2, {**CP2, "context_parallel_cut": "rows"}, {}),
 }
 """Ranks, flags of their layout, and flags of what is computed."""
 
 
-def _batch(samples: int) -> tuple[Tensor, Tensor]:
+def batch(samples: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    images = torch.rand(samples, *MODEL.input_shape, generator=generator)
-    return images, torch.randint(10, (samples,), generator=generator)
+    return torch.rand(samples, *MODEL.input_shape, generator=generator), torch.randint(
+        10, (samples,), generator=generator
+    )
 
 
-def answers(flags: dict[str, Any]) -> dict[str, Any]:
-    """What an engine says of samples, few and uneven ones too, behind two steps."""
-    images, labels = _batch(19)
+def steps(flags: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    images, labels = batch(15)
     with Engine(MODEL, **{**SIZES, **flags}) as engine:
-        steps = [engine.train_step(images[:10], labels[:10]), engine.train_step(images[5:15], labels[5:15])]
-        return {
-            "steps": [(each.loss, each.correct, each.grad_norm) for each in steps],
-            "logits": engine.predict(images),
-            "of one": engine.predict(images[18:]),
-            "records": [engine.evaluate(images, labels), engine.evaluate(images[:1], labels[:1])],
-            "weights": engine.state_dict(),
-        }
+        results = [engine.train_step(images[at : at + 10], labels[at : at + 10]) for at in (0, 5)]
+        record = engine.evaluate(images, labels)
+        figures = [value for each in results for value in (each.loss, each.correct, each.grad_norm)]
+        return [*figures, record.loss, record.top1], engine.state_dict()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_they_say_what_one_rank_says(ranks, case: str) -> None:
+def test_they_compute_what_one_rank_computes(ranks, case: str) -> None:
     size, layout, computed = CASES[case]
-    (one,) = ranks(1, answers, computed)
-    for found in ranks(size, answers, {**computed, **layout}):
-        assert [x for step in found["steps"] for x in step] == pytest.approx([x for s in one["steps"] for x in s], 1e-9)
-        assert found["of one"].shape == (1, 10)
-        for name in ("logits", "of one"):
-            assert (found[name] - one[name]).norm() <= 1e-9 * one[name].norm()
-        for ours, theirs in zip(found["records"], one["records"], strict=True):
-            assert (ours.samples, ours.top1, ours.top5) == (theirs.samples, theirs.top1, theirs.top5)
-            assert ours.loss == pytest.approx(theirs.loss, 1e-9)
-        for name, value in one["weights"].items():
-            assert (found["weights"][name] - value).double().norm() <= 1e-8 * value.double().norm(), name
+    ((figures, weights),) = ranks(1, steps, computed)
+    for found, theirs in ranks(size, steps, {**computed, **layout}):
+        assert found == pytest.approx(figures, rel=1e-9)
+        for name, value in weights.items():
+            assert (theirs[name] - value).double().norm() <= 1e-8 * value.double().norm(), name
 
 
-def losses(ranks_of_a_batch: int) -> list[float]:
+def losses(samples: int, ranks_of_a_batch: int) -> list[float]:
     """Of steps on one batch, in float32."""
-    images, labels = _batch(8)
-    flags = {"micro_batch_size": 8, "global_batch_size": 8, "precision": "fp32", "lr_decay_style": "constant"}
-    with Engine(MODEL, **{**SIZES, **flags}, context_parallel_size=ranks_of_a_batch, deterministic=True) as engine:
+    images, labels = batch(samples)
+    flags = {"micro_batch_size": samples, "global_batch_size": samples, "lr": 1e-2, "lr_decay_style": "constant"}
+    with Engine(MODEL, train_iters=8, **flags, context_parallel_size=ranks_of_a_batch, deterministic=True) as engine:
         return [engine.train_step(images, labels).loss for _ in range(8)]
 
 
-def test_a_sample_for_each_of_eight_ranks(ranks) -> None:
-    """The loss falls, and two runs give the same bits."""
-    first, second = ranks(8, losses, 8), ranks(8, losses, 8)
-    assert first == second and len({*map(tuple, first)}) == 1
-    assert first[0][-1] < 0.8 * first[0][0]
-
-
-def by_batch() -> Model:
-    """With a norm that has no running statistics: in evaluation, too, it normalises by the batch."""
-    norm = partial(ParallelBatchNorm, 4, track_running_stats=False)
-    return between(lambda: [layer("unit", ConvNormNeuron(4, 4, 3, norm=norm()))])
-
-
-def evaluated_by_batch(flags: dict[str, Any], samples: int) -> float | str:
-    generator = torch.Generator().manual_seed(1)
-    with Engine(by_batch(), **{**SIZES, **flags}) as engine:
-        images = torch.rand(samples, *engine.config.model.input_shape, generator=generator)
-        try:
-            return engine.evaluate(images, torch.arange(samples) % 4).loss
-        except ValueError as error:
-            return str(error)
-
-
-def test_a_norm_without_running_statistics(ranks) -> None:
-    """It is evaluated by the whole micro-batch; with fewer samples than ranks, one would stand in for a sample."""
-    (one,) = ranks(1, evaluated_by_batch, {}, 7)
-    assert ranks(2, evaluated_by_batch, CP2, 7) == [pytest.approx(one, 1e-9)] * 2
-    for said in ranks(2, evaluated_by_batch, CP2, 5):
-        assert "of 5 samples to evaluate the last micro-batch has 1, fewer than the ranks that share it" in str(said)
+@pytest.mark.parametrize(("samples", "size"), [(8, 8), (1, 2)])
+def test_a_sample_for_each_rank_or_one_for_all(ranks, samples: int, size: int) -> None:
+    """Rows are what auto shares where there are fewer samples than ranks. Two runs give the same bits."""
+    first, second = ranks(size, losses, samples, size), ranks(size, losses, samples, size)
+    assert first == second and len({*map(tuple, first)}) == 1 and first[0][-1] < 0.8 * first[0][0]
 
 
 def refusals() -> list[str]:
-    """What is said of batches that two ranks cannot share."""
-    images, labels, said = *_batch(9), []
+    images, labels, said = *batch(9), []
     with Engine(MODEL, **SIZES, **CP2) as engine:
         for act in (lambda: engine.train_step(images, labels), lambda: engine.train_step(images[:1], labels[:1])):
             with pytest.raises(ValueError) as caught:
@@ -116,6 +76,5 @@ def refusals() -> list[str]:
 
 
 def test_what_cannot_be_shared_is_refused_on_every_rank(ranks) -> None:
-    for said in ranks(2, refusals):
-        assert "of 9 samples in micro-batches of micro_batch_size 4 the last one has 1, fewer than the" in said[0]
-        assert "context_parallel_size 2, by samples" in said[1]
+    first, second = ranks(2, refusals)
+    assert first == second and all("context_parallel_size 2" in text for text in first)

@@ -24,13 +24,13 @@ import pretrain_spikformer
 from megasnn.checkpoint import SyncWriter, save
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
+from megasnn.engine import mesh as program
 from megasnn.parallel.replica_check import ReplicaCheck, in_memory_order
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.schedule import Action
 from megasnn.telemetry.records import StepResult
 from megasnn.telemetry.timers import DeviceClock
-from megasnn.training import program
 from megasnn.training.loop import TrainingRun
 from tests.sums import form_sums_where_few
 
@@ -87,27 +87,10 @@ def lose_the_gpu() -> None:
     _at_second_forward_of_second_step(_lose_the_gpu)
 
 
-def lose_the_gpu_in_a_kernel() -> None:
-    """As Triton tells of it."""
-    _at_second_forward_of_second_step(partial(_lose_the_gpu, RuntimeError, "Triton Error [CUDA]: device-side assert"))
-
-
 def run_out_of_gpu_memory() -> None:
     _at_second_forward_of_second_step(
         partial(_lose_the_gpu, torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB")
     )
-
-
-def lose_the_gpu_in_backward() -> None:
-    """In the second step, at the first backward."""
-    compute, calls = PipelineExecutor._whole_backward, iter(range(1_000))
-
-    def counted(self: PipelineExecutor, run: Any, action: Action) -> None:
-        if next(calls) == MICRO_BATCHES:
-            _lose_the_gpu()
-        compute(self, run, action)
-
-    mock.patch.object(PipelineExecutor, "_whole_backward", counted).start()
 
 
 def lose_the_gpu_in_evaluation() -> None:
@@ -200,11 +183,6 @@ def full_disk() -> None:
     _fail_saves(range(1, 1_000))
 
 
-def full_disk_for_a_while() -> None:
-    """At the second save."""
-    _fail_saves(range(1, 2))
-
-
 def disk_of_its_own() -> None:
     """A relative path leads this rank elsewhere."""
     os.chdir(Path(os.environ[PID_FILE]).parent)
@@ -276,9 +254,7 @@ FAULTS = {
         raise_in_step,
         raise_while_saving,
         lose_the_gpu,
-        lose_the_gpu_in_a_kernel,
         run_out_of_gpu_memory,
-        lose_the_gpu_in_backward,
         lose_the_gpu_in_evaluation,
         slow_evaluation,
         stall_in_step,
@@ -286,7 +262,6 @@ FAULTS = {
         slow_rank,
         stall_the_first_time,
         full_disk,
-        full_disk_for_a_while,
         disk_of_its_own,
         raise_before_the_grid,
         leave_before_joining,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import shutil
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from tests.faults.test_bad_data import SECONDS, refused
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """What is there, without the lock: a refused run held it, too."""
+    """Files and their hashes, without the lock: a refused run held it, too."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -39,56 +38,40 @@ def resume(saved: Path, tmp_path: Path, *flags: str) -> Ended:
     return ended
 
 
-def test_of_another_model(saved, tmp_path) -> None:
-    refused(resume(saved, tmp_path, "--embed-dim", "64", "--depth", "2"), "embed_dim", "32", "64", "depth")
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--embed-dim", "64", "--depth", "2"), ("embed_dim", "32", "64", "depth")),
+        (("--tau", "3.0"), ("tau", "2.0", "3.0")),
+        (("--seed", "7"), ("seed", "1234", "7", "--finetune")),
+        (("--ckpt-step", "3"), ("3", "2, 4", "--ckpt-step")),
+    ],
+)
+def test_one_that_does_not_fit_names_what_differs(saved, tmp_path, flags, named) -> None:
+    refused(resume(saved, tmp_path, *flags), *named)
 
 
-def test_of_another_neuron(saved, tmp_path) -> None:
-    refused(resume(saved, tmp_path, "--tau", "3.0"), "tau", "2.0", "3.0")
+def test_other_data_and_a_folder_without_one_are_refused(saved, tmp_path, shards) -> None:
+    refused(resume(saved, tmp_path / "data", "--data-path", str(shards[0])), "dataset", "other data", "--finetune")
+    argv = [*TINY, *PP2, "--load", str(tmp_path / "absent")]
+    refused(Ranks(tmp_path / "none", 2, *argv).end(SECONDS), str(tmp_path / "absent"), "--load")
 
 
-def test_with_another_order_of_the_data(saved, tmp_path) -> None:
-    refused(resume(saved, tmp_path, "--seed", "7"), "seed", "1234", "7", "--finetune")
-
-
-def test_with_other_data(saved, tmp_path, shards) -> None:
-    refused(resume(saved, tmp_path, "--data-path", str(shards[0])), "dataset", "other data", "--finetune")
-
-
-def test_of_a_step_that_was_not_saved(saved, tmp_path) -> None:
-    refused(resume(saved, tmp_path, "--ckpt-step", "3"), "3", "2, 4", "--ckpt-step")
-
-
-@pytest.fixture
-def damaged(saved, tmp_path) -> Path:
+def test_a_damaged_one_gives_way_to_the_one_before_unless_it_is_asked_for(saved, tmp_path) -> None:
     """One bit of the newest checkpoint, in what the second rank wrote."""
     folder = shutil.copytree(saved, tmp_path / "damaged")
     file = folder / "iter_0000004" / "rank_00001.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 16
     file.write_bytes(content)
-    return folder
-
-
-def test_that_was_damaged_gives_way_to_the_one_before(damaged, tmp_path) -> None:
-    argv = [*TINY, *PP2, "--load", str(damaged), "--train-iters", "5"]
+    argv = [*TINY, *PP2, "--load", str(folder), "--train-iters", "5"]
     ended = Ranks(tmp_path / "ranks", 2, *argv).end(SECONDS)
     assert ended.status == [0, 0] and "continuing at iteration 2, 8 samples consumed" in ended.output[0]
-    warnings = [line for line in ended.output[0].splitlines() if line.startswith("WARNING") and "damaged" in line]
-    assert len(warnings) == 1 and "iter_0000004 is damaged and was passed over" in warnings[0]
-    assert re.search(r"iter_0000004/rank_00001.safetensors was altered", ended.output[0])
+    assert sum(line.startswith("WARNING") and "damaged" in line for line in ended.output[0].splitlines()) == 1
+    refused(resume(folder, tmp_path / "asked", "--ckpt-step", "4"), "iter_0000004/rank_00001.safetensors was altered")
 
 
-def test_that_was_damaged_and_asked_for(damaged, tmp_path) -> None:
-    refused(resume(damaged, tmp_path / "ranks", "--ckpt-step", "4"), "iter_0000004/rank_00001.safetensors was altered")
-
-
-def test_none_where_there_must_be_one(tmp_path) -> None:
-    argv = [*TINY, *PP2, "--load", str(tmp_path / "absent")]
-    refused(Ranks(tmp_path, 2, *argv).end(SECONDS), str(tmp_path / "absent"), "--load")
-
-
-def test_a_checkpoint_that_fits_goes_on_on_another_layout(saved, tmp_path) -> None:
+def test_one_that_fits_goes_on_on_another_layout(saved, tmp_path) -> None:
     """So that the refusals above are refusals of what differs."""
     argv = [*TINY, *TP2, "--load", str(saved), "--train-iters", "6"]
     ended = Ranks(tmp_path, 2, *argv).end(SECONDS)

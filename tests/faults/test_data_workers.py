@@ -41,8 +41,8 @@ def test_a_lost_or_stopped_worker_ends_the_run_and_is_named(tmp_path, number) ->
     ended = ranks.end(40)
     assert ended.status == [1, 1], ended.output
     (line,) = lines_of(1, ended.output[1])
-    named = f"data worker {lost} was killed by SIGKILL" if number == signal.SIGKILL else f"{lost} (stopped)"
-    assert named in line and not lines_of(0, ended.output[0])
+    state = "status -9" if number == signal.SIGKILL else "alive"
+    assert f"{lost}: {state}" in line and not lines_of(0, ended.output[0])
     assert "Traceback" not in "".join(ended.output) and all_end(processes)
 
 

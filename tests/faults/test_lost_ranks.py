@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import time
 
 import pytest
 
 from tests.data.shard_files import numbered, write_shard
-from tests.faults.launch import PP2, PP3, TINY, TP2, Ranks, Torchrun
+from tests.faults.launch import PP2, PP3, TINY, TP2, Ranks, Torchrun, lines_of
 from tests.faults.test_signals import wait_for
 
 QUICK = (*TINY, "--neuron-backend", "torch")  # nothing has to be compiled
@@ -88,6 +89,16 @@ def test_a_rank_that_never_joins_is_waited_for_as_long_as_asked(tmp_path) -> Non
     argv = [*TINY, *PP2, "--distributed-timeout-minutes", "0.05"]
     ended = Ranks(tmp_path, 2, *argv, fault=("leave_before_joining", 1)).end(30)
     assert ended.status == [1, 0] and ended.output[0].count("--distributed-timeout-minutes 0.05") == 1
+
+
+def test_a_port_that_another_program_holds_ends_all_ranks(tmp_path) -> None:
+    """It takes connections and never answers: torch would wait for it without an end."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = {"MASTER_PORT": str(other.getsockname()[1])}
+        ended = Ranks(tmp_path, 2, *QUICK, *PP2, "--distributed-timeout-minutes", "0.05", more=port).end(30)
+    assert ended.status == [1, 1]
+    for rank, output in enumerate(ended.output):
+        assert lines_of(rank, output) and f"127.0.0.1:{port['MASTER_PORT']}" in output, output
 
 
 @pytest.mark.parametrize("fault", ["raise_in_step", "stall_in_step"])

@@ -13,7 +13,6 @@ import torch
 
 from megasnn.checkpoint import list_checkpoints, load_global_tensors
 from megasnn.checkpoint.job import LOCK, FolderLock
-from megasnn.training.hosts import leave_mark, sees_mark
 from tests.faults.launch import PP2, PP3, TINY, Ranks, Torchrun
 from tests.faults.test_bad_data import refused
 from tests.faults.test_signals import ENDLESS, wait_for
@@ -40,14 +39,6 @@ def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path) -> No
     assert list_checkpoints(folder) == [1] and not list(folder.glob("*.tmp"))
 
 
-def test_a_disk_that_was_full_for_a_while(tmp_path) -> None:
-    folder = tmp_path / "run"
-    argv = [*TINY, *PP2, "--save", str(folder), "--save-interval", "1"]
-    ended = Ranks(tmp_path / "ranks", 2, *argv, fault=("full_disk_for_a_while", 0)).end(30)
-    assert ended.status == [0, 0] and "iteration 2 was NOT SAVED" in ended.output[0]
-    assert list_checkpoints(folder) == [1, 3, 4]
-
-
 def test_a_rank_on_a_disk_of_its_own_is_refused(tmp_path) -> None:
     folder = tmp_path / "run"
     save = os.path.relpath(folder)
@@ -55,16 +46,6 @@ def test_a_rank_on_a_disk_of_its_own_is_refused(tmp_path) -> None:
     refused(ended, f"--save {save} must be one folder that all hosts share", f"{platform.node()} (rank 1)")
     assert {path.name for path in folder.iterdir()} == {LOCK}  # no mark is left, and another run may begin
     FolderLock(folder).release()
-
-
-def test_marks_show_whether_folders_are_the_same(tmp_path) -> None:
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    for folder in (ours, theirs):
-        folder.mkdir()
-    mark = leave_mark(ours)
-    assert sees_mark(mark) and mark.exists() and sees_mark(ours / ".." / "ours" / mark.name)
-    assert not sees_mark(theirs / mark.name) and not list(theirs.iterdir())
-    assert not sees_mark(tmp_path / "nowhere" / mark.name)
 
 
 def test_two_runs_in_one_folder(tmp_path) -> None:

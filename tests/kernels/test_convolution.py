@@ -1,5 +1,5 @@
-"""Gradients of convolutions and pooling that take no memory for a tensor of which only the shape matters, and none for
-a sum that has its place already."""
+"""Gradients of convolutions and pooling: no memory for a tensor of which only the shape matters, none for a sum that
+has its place already."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megasnn.kernels import convolution
 from megasnn.kernels.convolution import (
     FEW_SUMMED_ROWS,
     Geometry,
-    _transposed,
     add_weight_gradient,
+    average_pool_gradient,
     input_gradient,
 )
-from megasnn.kernels.pooling import average_pool_gradient
-
-GEOMETRIES = [
-    (k, Geometry((stride, 1), (padding, 0), (dilation, dilation)))
-    for k, stride, padding, dilation in product((1, 3), (1, 2, 3), (0, 1), (1, 2))
-]
 
 
 class Called(TorchDispatchMode):
@@ -43,17 +38,19 @@ def random(*shape: int) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize(("k", "geometry"), GEOMETRIES)
-def test_a_gpus_input_gradient_is_that_of_torch(k: int, geometry: Geometry) -> None:
-    for space in (torch.Size((9, 8)), torch.Size((10, 7))):
-        x, weight = random(2, 4, *space).requires_grad_(), random(6, 4, k, k)
-        y = torch.conv2d(x, weight, None, geometry.stride, geometry.padding, geometry.dilation)
-        grad = random(*y.shape)
-        y.backward(grad)
-        torch.testing.assert_close(_transposed(grad, weight, geometry, space), x.grad, rtol=1e-12, atol=1e-12)
-        with Called() as called:
-            on_gpu = input_gradient(grad.to("meta"), weight.to("meta"), geometry, space)
-        assert on_gpu.shape == x.shape and not [name for name in called.names if "empty" in name]
+def test_a_gpus_input_gradient_is_that_of_torch() -> None:
+    for k, stride, padding, dilation in product((1, 3), (1, 2, 3), (0, 1), (1, 2)):
+        geometry, weight = Geometry((stride, 1), (padding, 0), (dilation, dilation)), random(6, 4, k, k)
+        for space in (torch.Size((9, 8)), torch.Size((10, 7))):
+            x = random(2, 4, *space).requires_grad_()
+            y = torch.conv2d(x, weight, None, geometry.stride, geometry.padding, geometry.dilation)
+            grad = random(*y.shape)
+            y.backward(grad)
+            found = convolution._transposed(grad, weight, geometry, space)
+            torch.testing.assert_close(found, x.grad, rtol=1e-12, atol=1e-12)
+            with Called() as called:
+                on_gpu = input_gradient(grad.to("meta"), weight.to("meta"), geometry, space)
+            assert on_gpu.shape == x.shape and not [name for name in called.names if "empty" in name]
 
 
 @pytest.mark.parametrize("fewer", [0, 1])
@@ -61,9 +58,8 @@ def test_the_gradient_of_a_pointwise_weight_is_added_in_place_over_few_rows(fewe
     """By one product; over more rows by a convolution, whose result is added. Both are what torch gives."""
     x, weight = random(16, 4, 1, FEW_SUMMED_ROWS // 16 - fewer), random(6, 4, 1, 1).requires_grad_()
     y = torch.conv2d(x, weight)
-    grad = random(*y.shape)
+    grad, total = random(*y.shape), torch.ones_like(weight)
     y.backward(grad)
-    total = torch.ones_like(weight)
     with Called() as called:
         add_weight_gradient(total, grad, x, Geometry())
     torch.testing.assert_close(total - 1, weight.grad, rtol=1e-12, atol=1e-12)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasnn.kernels.compiled_philox import _philox
+from megasnn.kernels.numba.philox import _philox
 from megasnn.kernels.philox import kept
 from megasnn.random import Draws, philox, philox_key
 
@@ -31,8 +31,7 @@ def sample_keys(samples: int) -> torch.Tensor:
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
 def test_the_published_answers(counter: list[int], key: list[int], answer: list[int]) -> None:
     words = [*counter, *key]
-    assert list(philox(*words)) == answer
-    assert list(_philox(*words)) == answer
+    assert list(philox(*words)) == list(_philox(*words)) == answer
     assert [each.tolist() for each in philox(*(np.full(2, word) for word in words))] == [[word] * 2 for word in answer]
     assert [each.tolist() for each in philox(*(torch.full((2,), word) for word in words))] == [[w] * 2 for w in answer]
 
@@ -40,10 +39,8 @@ def test_the_published_answers(counter: list[int], key: list[int], answer: list[
 def test_a_value_is_kept_where_the_upper_24_bits_are_at_least_p() -> None:
     for channel, word in enumerate(KNOWN[0][2]):
         for above in (0, 1):
-            p = ((word >> 8) + above) / 2**24
-            assert kept(
-                p, torch.zeros(2, 1, dtype=torch.int64), 1, 1, range(channel, channel + 1), 4
-            ).item() is not bool(above)
+            p, key = ((word >> 8) + above) / 2**24, torch.zeros(2, 1, dtype=torch.int64)
+            assert kept(p, key, 1, 1, range(channel, channel + 1), 4).item() is not bool(above)
 
 
 def test_the_bits_of_a_key_stay_what_they_are() -> None:
@@ -57,7 +54,6 @@ def test_the_bits_of_a_key_stay_what_they_are() -> None:
     (3, 5, range(0, 7), 7),
     (2, 9, range(6, 9), 12),
     (2, 1, range(1, 2), 5),
-    (1, 1, range(0, 1), 1),
     (2, 1, range(2**34 - 7, 2**34), 2**34),  # counters beyond 32 bits
     (2, 3, range(0, 0), 4),
 ])  # fmt: skip
@@ -95,13 +91,8 @@ def test_the_distributions_that_are_drawn() -> None:
     assert len(counts) == 5 and abs(counts - 800).max() < 120
     normals = draws.normals(20001)
     assert len(normals) == 20001 and abs(normals.mean()) < 0.03 and abs(normals.std() - 1) < 0.03
-    assert abs((normals**4).mean() - 3) < 0.3
-    assert sorted(draws.order(50)) == list(range(50)) != draws.order(50)
-
-
-@pytest.mark.parametrize("alpha", [1e-3, 0.2, 1.0, 5.0])
-def test_beta_has_its_mean_and_variance(alpha: float) -> None:
-    values = np.array([Draws("beta", index).beta(alpha) for index in range(2000)])
-    assert 0 <= values.min() and values.max() <= 1
-    assert abs(values.mean() - 0.5) < 0.04
-    assert values.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.1)
+    assert abs((normals**4).mean() - 3) < 0.3 and sorted(draws.order(50)) == list(range(50)) != draws.order(50)
+    for alpha in (1e-3, 0.2, 1.0, 5.0):
+        values = np.array([Draws("beta", index).beta(alpha) for index in range(2000)])
+        assert 0 <= values.min() and values.max() <= 1 and abs(values.mean() - 0.5) < 0.04
+        assert values.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.1)

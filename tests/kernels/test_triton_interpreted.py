@@ -7,24 +7,25 @@ import math
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
-from megasnn.kernels.codec import pack_bits, pack_counts
-from megasnn.kernels.packed import bits_of
+from megasnn.kernels.convolution import average_pool, average_pool_of_bits
+from megasnn.kernels.neuron import neuron_multi_step, norm_pool_neuron
 from megasnn.kernels.philox import Runs, kept_by_tensors
-from megasnn.kernels.pooling import average_pool, average_pool_of_bits
-from megasnn.kernels.unit import neuron_multi_step, norm_pool_neuron
+from megasnn.kernels.spike_codec import bits_of, pack_bits, pack_counts
 from megasnn.random import philox_key
 from tests.kernels.four_calls import (
     neurons_alone_leave_their_spikes_packed_as_well,
     spikes_leave_packed_as_well,
     two_ranks_equal_one,
 )
-from tests.kernels.models import assert_close, channels_last, plif_weight
+from tests.kernels.models import assert_close, channels_last, plif_weight, saved_tensors
 from tests.kernels.test_neuron import CHARGES
 from tests.kernels.triton_process import interpreted as interpreted
 from tests.kernels.triton_process import without_triton
@@ -45,11 +46,11 @@ specs = st.builds(
 )
 
 
-def weights_of(x: torch.Tensor) -> torch.Tensor:
+def weights_of(x: Tensor) -> Tensor:
     return channels_last(*x.shape, seed=7).to(x.dtype)
 
 
-def assert_same_neurons(x: torch.Tensor, spec: NeuronSpec, v0: torch.Tensor | None) -> None:
+def assert_same_neurons(x: Tensor, spec: NeuronSpec, v0: Tensor | None) -> None:
     """Spikes and potentials of the reference, bit for bit, and its gradients."""
     w = plif_weight(spec, x.dtype)
     inputs = [each for each in (x, v0, w) if each is not None]
@@ -71,20 +72,16 @@ def every_neuron_in_there() -> None:
         CHARGES.values(), [0.0, -0.3, None], [True, False], ["sigmoid", "atan"]
     ):
         spec = NeuronSpec(**charge, v_threshold=0.6, v_reset=v_reset, detach_reset=detach, surrogate=surrogate)
-        for dtype in (torch.float32, torch.float64):
-            x = (channels_last(3, 2, 5, 3, dtype=dtype) * 2.5).requires_grad_()
-            assert_same_neurons(x, spec, channels_last(1, 2, 5, 3, dtype=dtype, seed=1)[0].requires_grad_())
-
-
-def test_every_neuron(interpreted) -> None:
-    interpreted(every_neuron_in_there)
+        dtype = torch.float32 if detach else torch.float64
+        x = (channels_last(3, 2, 5, 3, dtype=dtype) * 2.5).requires_grad_()
+        assert_same_neurons(x, spec, channels_last(1, 2, 5, 3, dtype=dtype, seed=1)[0].requires_grad_())
 
 
 @given(
     spec=specs,
     shape=st.tuples(st.integers(1, 16), st.integers(1, 3), st.integers(1, 33), st.integers(1, 5)),
     dtype=st.sampled_from([torch.float32, torch.float64]),
-    view=st.sampled_from([lambda x: x, torch.Tensor.contiguous, lambda x: x[..., ::2], lambda x: x[:1].expand_as(x)]),
+    view=st.sampled_from([lambda x: x, Tensor.contiguous, lambda x: x[..., ::2], lambda x: x[:1].expand_as(x)]),
     given_v=st.booleans(),
 )
 @EXAMPLES
@@ -94,12 +91,8 @@ def any_size_in_there(spec, shape, dtype, view, given_v) -> None:
     assert_same_neurons(x, spec, v0)
 
 
-def test_any_size_number_of_steps_and_memory_order(interpreted) -> None:
-    interpreted(any_size_in_there)
-
-
 def unit_on(
-    backend: str, x: torch.Tensor, spec: NeuronSpec, *, training: bool, pool: bool, steps: int, above: bool = False
+    backend: str, x: Tensor, spec: NeuronSpec, *, training: bool, pool: bool, steps: int, above: bool = False
 ) -> Any:
     """Spikes, mean, variance, and the gradients of a fixed function.
 
@@ -120,6 +113,13 @@ def unit_on(
     return spikes, mean, var, *torch.autograd.grad((spikes * weights_of(spikes)).sum(), inputs)
 
 
+def assert_same_units(x: Tensor, spec: NeuronSpec, **options: Any) -> None:
+    wanted, found = (unit_on(each, x.detach().requires_grad_(), spec, **options) for each in ("torch", "triton"))
+    assert torch.equal(found[0], wanted[0])
+    for actual, expected in zip(found[1:], wanted[1:], strict=True):
+        assert_close(actual, expected, 1e-9)
+
+
 @given(
     spec=specs,
     shape=st.tuples(st.integers(1, 16), st.integers(1, 2), st.integers(1, 40), st.integers(1, 6), st.integers(2, 5)),
@@ -135,17 +135,8 @@ def any_unit_in_there(spec, shape, tokens, pool, static, training, above) -> Non
     x = channels_last(1 if static else steps, *(shape[1:-1] if tokens else shape[1:])) * 2 + 0.3
     pool = pool and not tokens
     above = above and pool and shape[3] > 1
-    if x[:, :, 0, above:].numel() == 1:
-        return
-    options = {"training": training, "pool": pool, "steps": steps, "above": above}
-    wanted, found = (unit_on(each, x.detach().requires_grad_(), spec, **options) for each in ("torch", "triton"))
-    assert torch.equal(found[0], wanted[0])
-    for actual, expected in zip(found[1:], wanted[1:], strict=True):
-        assert_close(actual, expected, 1e-9)
-
-
-def test_any_unit(interpreted) -> None:
-    interpreted(any_unit_in_there)
+    if x[:, :, 0, above:].numel() > 1:
+        assert_same_units(x, spec, training=training, pool=pool, steps=steps, above=above)
 
 
 def many_steps_in_there() -> None:
@@ -158,17 +149,9 @@ def many_steps_in_there() -> None:
         x = (channels_last(steps, 2, 5, 3, dtype=dtype) * 2.5).requires_grad_()
         assert_same_neurons(x, spec, channels_last(1, 2, 5, 3, dtype=dtype, seed=1)[0].requires_grad_())
     steps, spec = MOST_UNROLLED + 2, NeuronSpec(kind="plif", v_reset=None)
-    for static, pool in itertools.product((False, True), (False, True)):
+    for static, pool in ((False, False), (False, True), (True, True)):
         x = channels_last(1 if static else steps, 2, 24, 5, 4) * 2 + 0.3
-        options = {"training": True, "pool": pool, "steps": steps}
-        wanted, found = (unit_on(each, x.detach().requires_grad_(), spec, **options) for each in ("torch", "triton"))
-        assert torch.equal(found[0], wanted[0])
-        for actual, expected in zip(found[1:], wanted[1:], strict=True):
-            assert_close(actual, expected, 1e-9)
-
-
-def test_many_steps(interpreted) -> None:
-    interpreted(many_steps_in_there)
+        assert_same_units(x, spec, training=True, pool=pool, steps=steps)
 
 
 def sums_of_many_programs_in_there() -> None:
@@ -177,20 +160,11 @@ def sums_of_many_programs_in_there() -> None:
 
     cut = calls._cut(1 << 30, 48, 8)
     assert cut.tiles == 16 and cut.programs * cut.tiles * cut.rows * cut.row >= 1 << 30
-    x = (channels_last(2, 3, 24, 17, 18) * 2 + 5).requires_grad_()
-    original = calls._PROGRAMS
-    for calls._PROGRAMS in (1, original):
-        wanted, found = (
-            unit_on(each, x, NeuronSpec(kind="plif"), training=True, pool=False, steps=2)
-            for each in ("torch", "triton")
-        )
-        assert torch.equal(found[0], wanted[0])
-        for actual, expected in zip(found[1:], wanted[1:], strict=True):
-            assert_close(actual, expected, 1e-9)
-
-
-def test_sums_of_many_programs(interpreted) -> None:
-    interpreted(sums_of_many_programs_in_there)
+    with mock.patch.object(calls, "_PROGRAMS", 1):
+        calls._cut.cache_clear()
+        for shape in ((2, 3, 24, 17, 18), (2, 1, 160, 5, 6)):
+            assert_same_units(channels_last(*shape) * 2 + 5, NeuronSpec("plif"), training=True, pool=False, steps=2)
+    calls._cut.cache_clear()
 
 
 def pool_in_there() -> None:
@@ -198,18 +172,15 @@ def pool_in_there() -> None:
     x = torch.randint(0, 3, (2, 2, 9, 8, 4), generator=torch.Generator().manual_seed(0)).double().movedim(-1, 2)
     x[0, 0, 1, 2, 3] = math.nan
     x.requires_grad_()
-    options = {"spec": NeuronSpec(kind="if"), "training": False, "pool": True}
     statistics = torch.zeros(4).double(), torch.ones(4).double()
     results = []
     for backend in ("torch", "triton"):
-        spikes, _, _, _ = norm_pool_neuron(x, None, None, *statistics, backend=backend, **options)
+        spikes, _, _, _ = norm_pool_neuron(
+            x, None, None, *statistics, backend=backend, spec=NeuronSpec(kind="if"), training=False, pool=True
+        )
         results.append((spikes, *torch.autograd.grad((spikes * weights_of(spikes)).sum(), x)))
     assert torch.equal(results[0][0], results[1][0])
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-9, atol=1e-9, equal_nan=True)
-
-
-def test_pool_gives_ties_to_the_first(interpreted) -> None:
-    interpreted(pool_in_there)
 
 
 def reduced_types_in_there() -> None:
@@ -231,10 +202,6 @@ def reduced_types_in_there() -> None:
             assert torch.equal(actual, wanted)
 
 
-def test_reduced_types_and_float32(interpreted) -> None:
-    interpreted(reduced_types_in_there)
-
-
 def gradients_of_bfloat16_in_there() -> None:
     x = (channels_last(4, 2, 24, 6, 5, dtype=torch.float32) * 2).bfloat16()
     for pool in (False, True):
@@ -254,29 +221,11 @@ def gradients_of_bfloat16_in_there() -> None:
             assert_close(actual, expected, relative)
 
 
-def test_gradients_of_bfloat16(interpreted) -> None:
-    interpreted(gradients_of_bfloat16_in_there)
-
-
-def two_ranks_in_there() -> None:
+def bits_in_there() -> None:
+    """Two ranks exchange between the calls; spikes leave as bits as well, and know them until somebody changes them."""
     two_ranks_equal_one("triton")
-
-
-def test_what_two_ranks_exchange_makes_them_one(interpreted) -> None:
-    interpreted(two_ranks_in_there)
-
-
-def packed_in_there() -> None:
     spikes_leave_packed_as_well("triton")
     neurons_alone_leave_their_spikes_packed_as_well("triton")
-
-
-def test_spikes_leave_packed_as_well(interpreted) -> None:
-    interpreted(packed_in_there)
-
-
-def remembered_bits_in_there() -> None:
-    """In training, until somebody changes the spikes."""
     x = channels_last(3, 2, 8, 4, 5).requires_grad_()
     options: dict[str, Any] = {"spec": NeuronSpec(), "training": True, "backend": "triton"}
     spikes, *_ = norm_pool_neuron(x, None, None, **options)
@@ -287,10 +236,6 @@ def remembered_bits_in_there() -> None:
     with torch.no_grad():
         spikes.mul_(2)
     assert bits_of(spikes) is None
-
-
-def test_spikes_remember_their_bits(interpreted) -> None:
-    interpreted(remembered_bits_in_there)
 
 
 @given(st.integers(0, 4100), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.bool]))
@@ -314,17 +259,13 @@ def codec_in_there(size, dtype) -> None:
     assert torch.equal(out[0], spikes)
     for window, dtype in ((2, torch.bfloat16), (3, torch.float32), (3, torch.float64)):
         images = torch.randint(0, 2, (2, 7, 6, 16), generator=generator).to(dtype).movedim(-1, 1)
-        with mock.patch("megasnn.kernels.pooling.usable_on", return_value=True):
+        with mock.patch("megasnn.kernels.convolution.usable_on", return_value=True):
             pooled = average_pool_of_bits(pack_bits(images), images.shape, window, dtype)
         assert torch.equal(pooled, average_pool(images, window))
     wide = torch.zeros(size // 7, 10)
     bits = spikes[: 7 * (size // 7)].float()
     codec.unpack_bits_into(pack_bits(bits), wide[:, 2:9])
     assert torch.equal(wide[:, 2:9], bits.view(-1, 7)) and not wide[:, [0, 1, 9]].any()
-
-
-def test_codec(interpreted) -> None:
-    interpreted(codec_in_there)
 
 
 def philox_in_there() -> None:
@@ -344,21 +285,33 @@ def philox_in_there() -> None:
         assert torch.equal(kept_by_kernel(*arguments), kept_by_tensors(*arguments)), (cut, threshold)
 
 
-def test_the_generator_has_equal_bits(interpreted) -> None:
-    interpreted(philox_in_there)
+def saved_in_there() -> None:
+    """Of the input nothing but itself is kept for backward, in its own type."""
+    for dtype, norm in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        x, weight = channels_last(4, 2, 16, 8, 8).to(dtype).requires_grad_(), torch.ones(16, requires_grad=True)
+        with saved_tensors() as saved:
+            if norm:
+                norm_pool_neuron(x, weight, weight, spec=NeuronSpec(), training=True, pool=True, backend="triton")
+            else:
+                neuron_multi_step(x, NeuronSpec(), backend="triton")
+        assert (dtype, x.numel()) in saved and sum(size for _, size in saved) <= x.numel() + 4 * 16
 
 
 def chosen_in_there() -> None:
+    """Triton is taken where it can be used."""
     x, spec = torch.zeros(2, 3), NeuronSpec()
     assert backend_for(AUTO, x, spec) is BACKENDS["triton"]
-    for other, why in (
-        (NeuronSpec(surrogate="erf"), "surrogates sigmoid, atan, not 'erf'"),
-        (x.long(), "not torch.int64"),
-        (x[:0], "is empty"),
-    ):
-        arguments = (x, other) if isinstance(other, NeuronSpec) else (other, spec)
-        assert why in BACKENDS["triton"].unavailable(*arguments)
+    for given_x, given_spec in ((x, NeuronSpec(surrogate="erf")), (x.long(), spec), (x[:0], spec)):
+        assert BACKENDS["triton"].unavailable(given_x, given_spec)
 
 
-def test_it_is_chosen_where_it_can_be_used(interpreted) -> None:
-    interpreted(chosen_in_there)
+CASES = (
+    *(every_neuron_in_there, any_size_in_there, any_unit_in_there, many_steps_in_there, sums_of_many_programs_in_there),
+    *(pool_in_there, reduced_types_in_there, gradients_of_bfloat16_in_there, bits_in_there, codec_in_there),
+    *(philox_in_there, saved_in_there, chosen_in_there),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.removesuffix("_in_there"))
+def test_equals_the_reference(interpreted, case) -> None:
+    interpreted(case)

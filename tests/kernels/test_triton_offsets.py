@@ -5,15 +5,13 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import product
 from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megasnn.kernels.fused_constants import numbers
-from megasnn.kernels.spec import NeuronSpec
+from megasnn.kernels.neuron_spec import NeuronSpec, numbers
 from tests.kernels.triton_process import interpreted as interpreted
 from tests.kernels.triton_process import without_triton
 
@@ -60,56 +58,40 @@ def near(room: Far, steps: int, size: int) -> Tensor:
     return torch.stack([room.read(t * size, BLOCK) for t in range(steps)])
 
 
-def _fire(x: Far, g: Far, norm: Tensor, size: int, steps: int) -> Tensor:
-    from megasnn.kernels.triton.launch import NUMBERS, at_once, launch
-    from megasnn.kernels.triton.unit import fire_kernel
+def far_kernels(size: int, steps: int, seed: int) -> list[Tensor]:
+    """What the kernels of a forward and a backward give for steps of so many values, of which the first are used."""
+    from megasnn.kernels.triton.launch import COLUMNS, MOST_UNROLLED, NUMBERS, at_once, launch
+    from megasnn.kernels.triton.sums import backward_sums_kernel
+    from megasnn.kernels.triton.unit import fire_kernel, gradient_kernel
 
-    spikes = Far(steps * size)
+    norm = normal(5, CHANNELS, seed=seed)
+    x, g = (far(2 * normal(steps, BLOCK, seed=seed + each), size) for each in (1, 2))
+    spikes, g_x, kept, partial = Far(steps * size), Far(steps * size), Far(steps * size), torch.zeros(2, 1, COLUMNS)
+    starts = kept.start if steps > MOST_UNROLLED else None
+    common = {"T": steps, "REPEATED": False, "N": numbers(NeuronSpec()), "D": NUMBERS[torch.float32]}
     launch(
         fire_kernel, 1, x.start, norm, None, None, spikes.start, None, None, size, size, CHANNELS, 0, 0, 0,
-        T=steps, REPEATED=False, POOL=False, N=numbers(NeuronSpec()), D=NUMBERS[torch.float32], AT_ONCE=at_once(steps),
-        BLOCK=BLOCK,
+        POOL=False, AT_ONCE=at_once(steps), BLOCK=BLOCK, **common,
     )  # fmt: skip
-    return near(spikes, steps, size)
-
-
-def _gradient(x: Far, g: Far, norm: Tensor, size: int, steps: int) -> Tensor:
-    from megasnn.kernels.triton.launch import MOST_UNROLLED, NUMBERS, launch
-    from megasnn.kernels.triton.unit import gradient_kernel
-
-    g_x, kept = Far(steps * size), Far(steps * size)
     launch(
-        gradient_kernel, 1, x.start, g.start, g_x.start, norm, None, None, None, None, None,
-        kept.start if steps > MOST_UNROLLED else None, size, CHANNELS, T=steps, CHUNK=2, REPEATED=False, BATCH=True,
-        N=numbers(NeuronSpec()), D=NUMBERS[torch.float32], BLOCK=BLOCK,
+        gradient_kernel, 1, x.start, g.start, g_x.start, norm, None, None, None, None, None, starts, size, CHANNELS,
+        CHUNK=2, BATCH=True, BLOCK=BLOCK, **common,
     )  # fmt: skip
-    return near(g_x, steps, size)
-
-
-def _sums(x: Far, g: Far, norm: Tensor, size: int, steps: int) -> Tensor:
-    from megasnn.kernels.triton.launch import COLUMNS, MOST_UNROLLED, NUMBERS, launch
-    from megasnn.kernels.triton.sums import backward_sums_kernel
-
-    partial, kept = torch.zeros(2, 1, COLUMNS), Far(steps * size)
     launch(
-        backward_sums_kernel, 1, x.start, g.start, norm, None, None, None, partial,
-        kept.start if steps > MOST_UNROLLED else None, size, size, CHANNELS, 0, 0, 0, COLUMNS, 1, 1,
-        T=steps, CHUNK=2, REPEATED=False, POOL=False, LEARN=False, N=numbers(NeuronSpec()), D=NUMBERS[torch.float32],
-        ROWS=BLOCK // COLUMNS, COLUMNS=COLUMNS,
+        backward_sums_kernel, 1, x.start, g.start, norm, None, None, None, partial, starts, size, size, CHANNELS, 0, 0,
+        0, COLUMNS, 1, 1, CHUNK=2, POOL=False, LEARN=False, ROWS=BLOCK // COLUMNS, COLUMNS=COLUMNS, **common,
     )  # fmt: skip
-    return partial
+    return [near(spikes, steps, size), near(g_x, steps, size), partial]
 
 
 def steps_in_there() -> None:
     """The same as of steps that lie side by side, written out and in loops."""
     from megasnn.kernels.triton import launch
 
-    norm = normal(5, CHANNELS, seed=1)
-    for kernel, steps, most in product((_fire, _gradient, _sums), (5,), (16, 4)):
-        x, g = (2 * normal(steps, BLOCK, seed=seed) for seed in (2, 3))
+    for most in (16, 4):
         with mock.patch.object(launch, "MOST_UNROLLED", most):
-            expected, found = (kernel(far(x, size), far(g, size), norm, size, steps) for size in (BLOCK, FAR))
-        assert expected[-1].any() and torch.equal(found, expected), (kernel.__name__, most)
+            for expected, found in zip(far_kernels(BLOCK, 5, 1), far_kernels(FAR, 5, 1), strict=True):
+                assert expected[-1].any() and torch.equal(found, expected), most
 
 
 def test_time_steps_beyond_31_bits(interpreted) -> None:
@@ -138,7 +120,7 @@ def _statistics(values: Tensor, program: int) -> list[Tensor]:
     x.write(start, values)
     with _programs_from(program):
         launch(
-            statistics_kernel, 1, x.start, partial.start, size, row, program + 1, 1,
+            statistics_kernel, 1, x.start, partial.start, size, *divmod(size, row), row, program + 1, 1,
             D=NUMBERS[torch.float32], ROWS=BLOCK // row, COLUMNS=COLUMNS,
         )  # fmt: skip
     places = program * row, (2 * program + 1) * row

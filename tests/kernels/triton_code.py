@@ -1,4 +1,4 @@
-"""Triton's kernels compiled for GPUs that are not there, as the calls would start them."""
+"""Triton's kernels compiled for GPUs that are not there, as the calls would start them, on tensors without memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from unittest import mock
 import torch
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.norm_neuron import Norm, Unit
-from tests.kernels.models import channels_last
+from megasnn.kernels.neuron import Norm, Unit
+
+SMALL = 8, 64, 32, 32  # samples, channels and sides: programs that sum have several tiles
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,13 @@ def compiling_for(capability: int) -> Iterator[list[Code]]:
 
 @cache
 def compiled(
-    capability: int, dtype: torch.dtype, steps: int, tau: float, pool: bool, decay_input: bool = True
+    capability: int,
+    dtype: torch.dtype,
+    steps: int,
+    tau: float,
+    pool: bool,
+    decay_input: bool = True,
+    sizes: tuple[int, int, int, int] = SMALL,
 ) -> list[Code]:
     """All kernels that forward and backward of a unit start, and without pooling those of neurons alone.
 
@@ -107,15 +114,19 @@ def compiled(
     """
     from megasnn.kernels.triton import alone, calls
 
-    spec, channels = NeuronSpec(kind="lif", tau=tau, decay_input=decay_input), torch.ones(48)
+    def absent(*sides: int) -> torch.Tensor:
+        samples, channels, *_ = sizes
+        return torch.empty(steps, samples, *sides, channels, dtype=dtype, device="meta").movedim(-1, 2)
+
+    spec = NeuronSpec(kind="lif", tau=tau, decay_input=decay_input)
+    channels = torch.empty(sizes[1], device="meta")
     unit, norm = Unit(spec, 1e-5, pool, steps), Norm(channels.double(), channels.double(), channels, channels)
-    x = channels_last(steps, 2, 48, 8, 8, dtype=torch.float32).to(dtype).requires_grad_()
-    g = channels_last(steps, 2, 48, *((4, 4) if pool else (8, 8)), dtype=torch.float32).to(dtype)
+    x, g = absent(*sizes[2:]), absent(*unit.space_of_spikes(sizes[2:]))
     with compiling_for(capability) as found:
-        calls.statistics(x.detach())
-        calls.fire(x.detach(), norm, None, unit, packed=True)
-        sums, carried = calls.backward_sums(x.detach(), g, norm, None, unit, False)
-        calls.input_gradient(x.detach(), g, norm, None, unit, sums, 7, carried)
+        calls.statistics(x)
+        calls.fire(x, norm, None, unit, packed=True)
+        sums, carried, _ = calls.backward_sums(x, g, norm, None, unit, False)
+        calls.input_gradient(x, g, norm, None, unit, sums, 7, carried)
         if not pool:
-            alone.neuron_multi_step(x, spec, None, None)[0].backward(g)
+            alone.neuron_multi_step(x.requires_grad_(), spec, None, None)[0].backward(g)
     return found

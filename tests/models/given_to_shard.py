@@ -104,7 +104,7 @@ def signals() -> nn.Sequential:
         neuron=neuron.LIFNode(detach_reset=True),
     )
     parts = OrderedDict(
-        conv=sj.Conv1d(2, 8, 5, padding=2, padding_mode="reflect"),
+        conv=sj.Conv1d(2, 8, 5, padding=2),
         norm=sj.BatchNorm1d(8),
         fire=neuron.LIFNode(),
         pool=sj.MaxPool1d(2),
@@ -123,7 +123,7 @@ def rest() -> nn.Sequential:
         steps=sj.MultiStepContainer(neuron.IFNode(), sj.Conv2d(8, 8, 1)),
         counts=neuron.ILIFNode(),
         conv=sj.Conv2d(8, 8, 3, padding=1),
-        mixing=sj.SeqToANNContainer(nn.LocalResponseNorm(3), nn.InstanceNorm2d(8, affine=True), nn.PReLU(8)),
+        mixing=sj.SeqToANNContainer(nn.LocalResponseNorm(3, alpha=1.0), nn.InstanceNorm2d(8, affine=True), nn.PReLU(8)),
         through_time=sj.BatchNormThroughTime2d(TIME, 8),
         fire=neuron.LIFNode(surrogate_function=surrogate.PiecewiseLeakyReLU()),
         mean=sj.AdaptiveAvgPool2d(1),
@@ -196,25 +196,8 @@ class Given(Model):
         yield from megasnn.shard(globals()[self.network]())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rest(Model):
-    """Images, a layer of each part."""
-
-    image_size: int = 8
-    time_steps: int = TIME
-    num_classes: int = CLASSES
-
-    def layers(self) -> Iterable[Layer]:
-        yield from megasnn.shard(rest())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dropping(Model):
+class Dropping(Given):
     """Dropout of both kinds: torch's on frames, torch's on all time steps and SpikingJelly's."""
-
-    image_size: int = 8
-    time_steps: int = TIME
-    num_classes: int = CLASSES
 
     def layers(self) -> Iterable[Layer]:
         yield layer("stem", megasnn.shard(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.3))))
@@ -223,49 +206,32 @@ class Dropping(Model):
         yield layer("head", megasnn.shard(Head(8)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Vgg(Model):
-    """Events, a layer of each part."""
-
-    time_steps: int = TIME
-    num_classes: int = CLASSES
+class Vgg(Given):
+    """Events."""
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         return TIME, 2, 8, 8
 
-    def layers(self) -> Iterable[Layer]:
-        yield from megasnn.shard(vgg())
 
-
-@dataclass(frozen=True, kw_only=True)
-class Residual(Model):
-    """Images; whole blocks as layers."""
-
-    image_size: int = 8
-    time_steps: int = TIME
-    num_classes: int = CLASSES
+class Residual(Given):
+    """Whole blocks as layers."""
 
     def layers(self) -> Iterable[Layer]:
         net = residual()
-        yield layer("stem", megasnn.shard(net.stem))
-        yield layer("block", megasnn.shard(net.block))
-        yield layer("head", megasnn.shard(net.head))
+        for name in ("stem", "block", "head"):
+            yield layer(name, megasnn.shard(getattr(net, name)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Signals(Model):
+class Signals(Given):
     """Signals; one layer of ours among those of SpikingJelly."""
-
-    time_steps: int = TIME
-    num_classes: int = CLASSES
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         return 2, 12
 
     def layers(self) -> Iterable[Layer]:
-        for each in megasnn.shard(signals()):
+        for each in super().layers():
             if not each.name.startswith("unit."):
                 yield each
             elif each.name == "unit.conv":
@@ -287,10 +253,10 @@ def _case(model: Model, make: Callable[[], nn.Module]) -> Case:
 
 
 CASES = {
-    "vgg": _case(Vgg(), vgg),
+    "vgg": _case(Vgg(network="vgg"), vgg),
     "residual": _case(Residual(), residual),
-    "signals": _case(Signals(), signals),
-    "rest": _case(Rest(), rest),
+    "signals": _case(Signals(network="signals"), signals),
+    "rest": _case(Given(network="rest"), rest),
     # Neurons of what is whole are on every rank, which counts their spikes.
     "maxformer": replace(_case(Given(network="maxformer", image_size=16), maxformer), counts=False),
     "odd": replace(_case(Given(network="odd"), odd), counts=False),

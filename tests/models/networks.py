@@ -12,10 +12,10 @@ from spikingjelly.activation_based import neuron
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers import ConvNormNeuron, KeyedLayer, MeanLinear, ParallelDropout
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.parallel.codec import Content
 
 CLASSES = 4
 
@@ -209,6 +209,36 @@ class Tied(Model):
         yield layer("mean", nn.AdaptiveAvgPool2d(1))
         yield layer("flat", nn.Flatten())
         yield layer("head", head)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain(Model):
+    """Nothing in it knows of MegaSNN, but one unit in the middle."""
+
+    image_size: int = 8
+    time_steps: int = 3
+    num_classes: int = CLASSES
+    width: int = 8
+    sharded: bool = True
+
+    def layers(self) -> Iterable[Layer]:
+        yield layer("conv", nn.Conv2d(3, self.width, 3, padding=1))
+        yield layer("norm", nn.BatchNorm2d(self.width))
+        yield layer("fire", neuron.LIFNode(step_mode="m"), holds=Content.SPIKES)
+        yield layer("pool", nn.MaxPool2d(2))
+        if self.sharded:
+            yield layer("unit", ConvNormNeuron(self.width, self.width, 3))
+        yield layer(
+            "block",
+            nn.Sequential(
+                sj.Conv2d(self.width, 2 * self.width, 3, padding=1, bias=False, step_mode="m"),
+                sj.BatchNorm2d(2 * self.width, step_mode="m"),
+                neuron.LIFNode(step_mode="m"),
+            ),
+        )
+        yield layer("mean", nn.AdaptiveAvgPool2d(1))
+        yield layer("flat", nn.Flatten())
+        yield layer("head", nn.Linear(2 * self.width, self.num_classes))
 
 
 class Sum(nn.Module):

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megasnn.checkpoint import load_globals_into
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel
 from megasnn.grid import HOLDING_AXES
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.models.model import Model
 from megasnn.optim import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel

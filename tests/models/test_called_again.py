@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import megasnn
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelBatchNorm, ParallelConv
-from megasnn.layers.own_values import without_memory
-from megasnn.models.building import describe
+from megasnn.layers.init import without_memory
+from megasnn.models.build import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.parallel.codec import Content
-from megasnn.parallel.group import Group, alone
-from megasnn.parallel.sharded_tensors import materialise
+from megasnn.parallel.sharding import materialise
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
+from megasnn.parallel_state import Group, alone
 from tests.models.steps import one_step
 from tests.parity.ranks import Layout
 from tools.benchmark.ranks import RankError
@@ -90,76 +90,41 @@ def test_more_calls_than_in_the_dry_run_are_refused_in_the_first_step(ranks) -> 
         merge_running_statistics([norm], alone("data"), 1)
 
 
-class Whole(nn.Module):
-    """A convolution on images, which every rank has whole, and on its own channels."""
+class Twice(nn.Module):
+    """Calls a module on its own output, or on the sum of input and output."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: nn.Module, calls: int = 2) -> None:
         super().__init__()
-        self.conv = ParallelConv(2, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(self.conv(x))
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnImages(Model):
-    in_channels: int = 2
-
-    def layers(self) -> Iterable[Layer]:
-        yield layer("stem", Whole())
-        yield layer("fire", megasnn.ParallelLIF())
-        yield layer("head", MeanLinear(2, self.num_classes))
-
-
-def test_a_whole_and_a_cut_input_of_one_layer_are_refused() -> None:
-    described = describe(OnImages())
-    with pytest.raises(ValueError, match=r"in conv: it is called again, and of the two inputs .* has only one whole"):
-        described.build(BuildContext(Group("tensor", (0, 1))))
-
-
-def test_neurons_that_carry_are_called_once() -> None:
-    class Neurons(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.neuron = megasnn.ParallelLIF()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.neuron(x + self.neuron(x))
-
-    @dataclass(frozen=True, kw_only=True)
-    class Carrying(Model):
-        def layers(self) -> Iterable[Layer]:
-            yield layer("stem", Neurons())
-            yield layer("head", MeanLinear(3, self.num_classes))
-
-    described = describe(Carrying())  # each call starts at rest
-    with pytest.raises(ValueError, match="is called twice in one forward, and with --bptt-steps it goes on from what"):
-        described.build(BuildContext(carries=True))
-
-
-class Normed(nn.Module):
-    def __init__(self, norm: ParallelBatchNorm, calls: int) -> None:
-        super().__init__()
-        self.norm, self.calls = norm, calls
+        self.part, self.calls = part, calls
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.calls):
-            x = self.norm(x)
+            x = self.part(x)
         return x
 
 
-def test_layers_that_share_a_norm_call_it_as_often() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Shared(Model):
-        calls: int = 2
+@dataclass(frozen=True, kw_only=True)
+class Calling(Model):
+    """Layers that call a convolution on images, neurons, and a norm that two of them share."""
 
-        def layers(self) -> Iterable[Layer]:
-            norm = ParallelBatchNorm(4)
-            yield layer("stem", ConvNormNeuron(3, 4))
-            yield layer("a", Normed(norm, 2))
-            yield layer("b", Normed(norm, self.calls))
-            yield layer("head", MeanLinear(4, self.num_classes))
+    in_channels: int = 2
+    calls: int = 2
 
-    assert describe(Shared()).ties
-    with pytest.raises(ValueError, match=r"b\.norm is called 1 times in a forward, and a\.norm, .* copy, 2 times: let"):
-        describe(Shared(calls=1))
+    def layers(self) -> Iterable[Layer]:
+        norm = ParallelBatchNorm(2)
+        yield layer("conv", Twice(ParallelConv(2, 2, 1)))
+        yield layer("fire", Twice(megasnn.ParallelLIF()))
+        yield layer("a", Twice(norm))
+        yield layer("b", Twice(norm, self.calls))
+        yield layer("head", MeanLinear(2, self.num_classes))
+
+
+def test_calls_that_differ_are_refused() -> None:
+    described = describe(Calling())
+    assert described.ties and described.build(BuildContext())  # each call of a neuron starts at rest
+    with pytest.raises(ValueError, match="in part: .* only one whole"):
+        described.build(BuildContext(Group("tensor", (0, 1))))
+    with pytest.raises(ValueError, match="fire.* twice in one forward, .*--bptt-steps"):
+        described.build(BuildContext(carries=True))
+    with pytest.raises(ValueError, match=r"b\.part is called 1 times .*a\.part, .* 2 times"):
+        describe(Calling(calls=1))

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from megasnn.layers import ConvNormNeuron, MeanLinear
-from megasnn.layers.channels import Cut, MixedChannels, cut_of, mark_cut
-from megasnn.layers.cut_tracking import CutTracker, Recorder
+from megasnn.layers.cut_tracking import CutTracker
+from megasnn.layers.shape_inference import Cut, MixedChannels, cut_of, mark_cut
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from tests.models.steps import one_step
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 def followed(block: nn.Module, shape: tuple[int, ...], ranks: int = 2) -> Cut | None:
     """How the block's output is cut where channels (dimension 2) are. Raises MixedChannels."""
-    recorder, full = Recorder(block), torch.empty(shape, device="meta")
+    recorder, full = CutTracker(block), torch.empty(shape, device="meta")
     with torch.no_grad(), recorder:
         block(full)
     local = torch.empty(shape[0], shape[1], shape[2] // ranks, *shape[3:], device="meta")
@@ -70,70 +70,42 @@ def attention(x: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     return product(product(rows, rows.transpose(1, 2)).softmax(-1), rows).view(x.shape)
 
 
-def einsum(a: Tensor, b: Tensor) -> Tensor:
-    return torch.einsum("bij,bjk->bik", a, b)
-
-
 MIXING: dict[str, Function] = {
     "shuffle": shuffle,
-    "shuffle of four": lambda x: shuffle(x, 4),
     "shuffle by permute": lambda x: x.unflatten(2, (2, -1)).permute(0, 1, 3, 2, 4, 5).flatten(2, 3),
     "attention by matmul": lambda x: attention(x, torch.matmul),
     "attention by bmm": lambda x: attention(x, torch.bmm),
-    "attention by einsum": lambda x: attention(x, einsum),
-    "attention by @": lambda x: (x.flatten(3) @ x.flatten(3).transpose(2, 3)).softmax(-1) @ x.flatten(3),
-    "gram": lambda x: torch.einsum("tnchw,tnchw->tnhw", x, x),
     "scaled dot product": lambda x: F.scaled_dot_product_attention(x.flatten(3), x.flatten(3), x.flatten(3)),
-    "chunk of signals": lambda x: x.flatten(3).chunk(2, 2)[0],
     "chunk": lambda x: torch.cat(x.chunk(2, 2)[::-1], 3),
-    "split": lambda x: x.split(2, 2)[0],
     "unbind": lambda x: x.unbind(2)[0],
     "softmax": lambda x: x.softmax(2),
     "softmax behind permute": lambda x: x.permute(0, 1, 3, 4, 2).softmax(-1),
-    "softmax of rows": lambda x: x.flatten(0, 1).flatten(2).softmax(1),
-    "log softmax": lambda x: F.log_softmax(x, 2),
     "layer norm": lambda x: F.layer_norm(x, x.shape[2:]),
-    "layer norm behind movedim": lambda x: F.layer_norm(x.movedim(2, -1), x.shape[2:3]),
     "group norm": lambda x: F.group_norm(x.flatten(0, 1), 2).view(x.shape),
     "normalize": lambda x: F.normalize(x, dim=2),
-    "normalize rows": lambda x: F.normalize(x.flatten(0, 1)),
     "norm": lambda x: x / x.norm(dim=2, keepdim=True),
-    "norm of all": lambda x: x / torch.linalg.vector_norm(x),
     "cosine": lambda x: F.cosine_similarity(x, x + 1, dim=2).unsqueeze(2) * x,
     "glu": lambda x: F.glu(x, 2),
-    "glu behind movedim": lambda x: F.glu(x.movedim(2, -1)),
     "logsumexp": lambda x: x - x.logsumexp(2, keepdim=True),
     "first channel": lambda x: x * x[..., :1, :, :],
-    "one channel": lambda x: x * x[:, :, :1],
     "selected": lambda x: x - x.select(2, 0).unsqueeze(2),
     "index": lambda x: x[:, :, [0]] + x,
-    "index select": lambda x: x.index_select(2, torch.zeros(1, dtype=torch.long, device=x.device)) + x,
     "every second": lambda x: x[:, :, ::2],
     "mean of all": lambda x: x - x.mean(),
     "mean": lambda x: x - x.mean(2, keepdim=True),
-    "mean from behind": lambda x: x - x.mean(-3, keepdim=True),
-    "mean of three": lambda x: x - x.mean((2, 3, 4), keepdim=True),
     "sum": lambda x: x.sum(2),
-    "variance": lambda x: x / x.var(2, keepdim=True),
     "largest": lambda x: x / x.amax(2, keepdim=True),
-    "largest of all": lambda x: x / x.max(),
     "largest with index": lambda x: x - x.max(2, keepdim=True).values,
     "cumulated": lambda x: x.cumsum(2),
-    "sorted": lambda x: x.sort(2).values,
     "flipped": lambda x: x.flip(2),
-    "rolled": lambda x: x.roll(1, 2),
     "rolled flat": lambda x: x.roll(1),
     "padded": lambda x: F.pad(x, (0, 0, 0, 0, 1, 1)),
     "neighbours": lambda x: F.avg_pool1d(x.flatten(0, 1).flatten(2).transpose(1, 2), 3, 1, 1),
-    "neighbours in depth": lambda x: F.avg_pool3d(x, 3, 1, 1),
     "interpolated": lambda x: F.interpolate(x.flatten(3).flatten(0, 1).transpose(1, 2), scale_factor=2),
     "unfolded": lambda x: F.unfold(x.flatten(0, 1), 3, padding=1),
     "pixel shuffle": lambda x: F.pixel_shuffle(x.flatten(0, 1), 2),
     "tokens of another size": lambda x: x.reshape(*x.shape[:2], -1, 4).softmax(2),
-    "transposed away": lambda x: x.transpose(2, 3).reshape(x.shape) + x,
-    "repeated": lambda x: x.repeat(1, 1, 2, 1, 1),
     "joined": lambda x: torch.cat((x, x), 2).softmax(3).sum(2),
-    "stacked beside": lambda x: torch.stack((x, x), 3).flatten(2, 3).mean(2),
     "outer product": lambda x: x.mean((3, 4)).unsqueeze(-1) * x.mean((3, 4)).unsqueeze(-2),
     "number of channels": lambda x: x * x.shape[2] ** -0.5,
     "number of elements": lambda x: x / x.numel(),
@@ -153,7 +125,6 @@ def test_what_mixes_channels_is_refused(way: str) -> None:
 # What is right for a rank's channels, wherever they have come to.
 RIGHT: dict[str, Function] = {
     "tokens": lambda x: x.flatten(3).softmax(3),
-    "tokens of rows": lambda x: x.flatten(0, 1).flatten(2).softmax(-1),
     "tokens first": lambda x: x.flatten(3).flatten(0, 1).transpose(1, 2).softmax(1),
     "heads": lambda x: x.flatten(3).unflatten(2, (-1, 2)).transpose(3, 4).softmax(3),
     "attention of heads": lambda x: attention_of_heads(x),
@@ -161,12 +132,9 @@ RIGHT: dict[str, Function] = {
     "over space": lambda x: x - x.mean((3, 4), keepdim=True),
     "over time": lambda x: x - x.amax(0, keepdim=True),
     "normalized space": lambda x: F.normalize(x.flatten(3), dim=3),
-    "layer norm of space": lambda x: F.layer_norm(x, x.shape[3:]),
-    "instance norm": lambda x: F.instance_norm(x.flatten(0, 1)).view(x.shape),
     "pools": lambda x: F.max_pool2d(F.avg_pool2d(x.flatten(0, 1), 2), 2),
     "adaptive": lambda x: F.adaptive_avg_pool2d(x.flatten(0, 1), 1).flatten(1),
     "interpolated": lambda x: F.interpolate(x.flatten(0, 1), scale_factor=2),
-    "padded": lambda x: F.pad(x, (1, 1, 1, 1)),
     "time step": lambda x: torch.stack([x[0], x[1] * x[0]]),
     "in place": lambda x: x.clone().mul_(2).add_(torch.ones(())),
     "written": lambda x: written(x),
@@ -174,9 +142,7 @@ RIGHT: dict[str, Function] = {
     "flipped": lambda x: x.flip(3).roll(1, 0),
     "joined in space": lambda x: torch.cat((x, x), 3),
     "double": lambda x: x.to(torch.float64),
-    "ones": lambda x: x + torch.ones(x.shape, device=x.device),
     "permuted": lambda x: x.permute(2, 0, 1, 4, 3).contiguous(),
-    "repeated": lambda x: x.repeat_interleave(2, -1),
 }
 
 
@@ -217,7 +183,7 @@ FUNCTIONS: list[Function] = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.lists(st.sampled_from(range(len(FUNCTIONS))), min_size=1, max_size=5), st.sampled_from([2, 4]))
 def test_blocks_of_random_functions_are_refused_or_the_same(numbers: list[int], ranks: int) -> None:
     block = Block(*(FUNCTIONS[number] for number in numbers))
@@ -274,6 +240,6 @@ class Hidden(Model):
 
 @pytest.mark.parametrize("way", HIDDEN)
 def test_what_the_meta_device_does_not_show_is_found_on_random_numbers(ranks, way: str) -> None:
-    with pytest.raises(RankError, match=f"hiding: .*{way} differ"):
+    with pytest.raises(RankError, match="hiding: .* differ from those of one rank"):
         ranks(2, one_step, Hidden(way=way), Layout(tensor=2))
     ranks(1, one_step, Hidden(way=way), Layout())

@@ -10,14 +10,13 @@ import torch
 
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import ConvNormNeuron, MeanLinear
-from megasnn.models.building import describe
+from megasnn.models.build import building_problems, describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.models.problems import building_problems
-from megasnn.models.qkformer.dimensions import QKFormer
-from megasnn.models.sew_resnet.dimensions import SewResNet
-from megasnn.models.spike_driven.dimensions import SpikeDrivenTransformer
-from megasnn.models.table import MODELS
+from megasnn.models.qkformer.model import QKFormer
+from megasnn.models.registry import MODELS
+from megasnn.models.sew_resnet.model import SewResNet
+from megasnn.models.spike_driven.model import SpikeDrivenTransformer
 from megasnn.pretraining import pretrain
 
 

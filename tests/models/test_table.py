@@ -16,12 +16,11 @@ from megasnn.convert.exchange import weights_as
 from megasnn.convert.reshard import Target, reshard, saved_model
 from megasnn.convert.source import open_source
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
-from megasnn.models.building import describe
-from megasnn.models.dialects import dialect_for, dialect_of
+from megasnn.models.build import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
-from megasnn.models.table import MODELS, guess_model
-from megasnn.parallel.sharded_tensors import materialise, sharded_tensors
+from megasnn.models.registry import MODELS, dialect_for, dialect_of, guess_model
+from megasnn.parallel.sharding import materialise, sharded_tensors
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pretraining import pretrain
 from tests.convert.saved import CPU

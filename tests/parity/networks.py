@@ -18,8 +18,8 @@ from megasnn.layers import ConvNormNeuron, ParallelLinear
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from tests.models import given_to_shard
+from tests.models.networks import Plain
 from tests.models.test_own_neurons import Own
-from tests.models.test_plain import Plain
 from tests.parity.beside import Case
 from tests.parity.zoo import with_other_norms
 

@@ -12,19 +12,19 @@ from torch import Tensor
 from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.bundle import Bundle, logits_of
 from megasnn.checkpoint import load_globals_into
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel, ModelOptions
 from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.layers.whole import is_called_as_sharded
-from megasnn.models.building import describe
+from megasnn.layers.replicated import is_called_as_sharded
+from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.models.spikformer.weight_names import from_spikingjelly
 from megasnn.parallel.sharding import Shard, own_rows
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.plan import shared_weights
-from megasnn.pipeline.step_state import MicroBatchInput
 from megasnn.schedule import SchedulePlan, plan_schedule
 from megasnn.schedule.partition import balanced_bounds
 from tests.parity.spikingjelly_reference import DIMS, IMAGE_SIZE
@@ -108,7 +108,9 @@ def build_engine(
     plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, state.pipeline.size)
     bounds = bounds or balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
     plan = gathering(plan, model, bounds, context, layout)
-    return DistributedModel(model, state, context, bounds, plan, rows_have_owners=rows_have_owners)
+    return DistributedModel(
+        model, state, context, bounds, plan, options=ModelOptions(rows_have_owners=rows_have_owners)
+    )
 
 
 def join(layout: Layout) -> ParallelState:

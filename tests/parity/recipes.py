@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +26,10 @@ from torch import Tensor, nn
 
 from megasnn.config import PretrainConfig, validate
 from megasnn.data import GlobalBatch
-from megasnn.models.table import MODELS
+from megasnn.engine.step import TrainStep
+from megasnn.models.registry import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pretraining import configuration
 from megasnn.telemetry.records import StepResult
 from megasnn.training.loop import TrainingRun
@@ -217,7 +219,7 @@ def train_recipe(name: str, *flags: str) -> RecipeRun:
     seen = RecipeRun()
     try:
         run = TrainingRun(config, state)
-        run.engine.steps.train = _watched(run.engine.steps.train, seen)  # type: ignore[method-assign]
+        run.engine.step = _Watched(run.engine.step, seen)  # type: ignore[assignment]
         run.train()
         run.close()
         seen.pieces = pieces_of(run)
@@ -226,14 +228,18 @@ def train_recipe(name: str, *flags: str) -> RecipeRun:
         destroy_model_parallel()
 
 
-def _watched(train: Callable[..., StepResult], seen: RecipeRun) -> Callable[..., StepResult]:
-    def watched(micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
-        seen.batches.append([(micro.images, micro.labels) for micro in micro_batches])
-        result = train(micro_batches, batch)
-        seen.losses.append(result.loss)
+class _Watched:
+    def __init__(self, step: TrainStep, seen: RecipeRun) -> None:
+        self._step, self._seen = step, seen
+
+    def __call__(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
+        self._seen.batches.append([(micro.images, micro.labels) for micro in micro_batches])
+        result = self._step(micro_batches, batch)
+        self._seen.losses.append(result.loss)
         return result
 
-    return watched
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step, name)
 
 
 def train_published(published: Published, model: nn.Module, seen: RecipeRun) -> list[float]:

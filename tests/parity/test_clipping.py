@@ -13,7 +13,7 @@ from torch import Tensor
 from megasnn.checkpoint import load_globals_into
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import HOLDING_AXES
-from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
+from megasnn.models.spikformer.weight_names import from_spikingjelly
 from megasnn.optim import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel
 from tests.parity import spikingjelly_reference as reference
@@ -99,7 +99,7 @@ def train(
             steps.append(record_step(engine, state, images, labels, SIZES[0]))
             engine.gradient_norm.clip(steps[-1].norm, CLIP)
             optimizer.step()
-            engine.share_rows()
+            engine.all_gather_params()
             steps[-1].gradients = weights_of(engine)
         return steps
     finally:

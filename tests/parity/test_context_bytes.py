@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megasnn.grid import ContextCut
-from megasnn.layers.holding import exchanges_of
-from megasnn.models.building import describe
+from megasnn.layers.shape_inference import exchanges_of
+from megasnn.models.build import describe
 from megasnn.models.model import Model
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import destroy_model_parallel
 from tests.models.steps import take_steps

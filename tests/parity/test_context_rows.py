@@ -14,8 +14,8 @@ import torch
 
 from megasnn.kernels import NeuronSpec
 from megasnn.models.model import Model
-from megasnn.models.sew_resnet.dimensions import SewResNet
-from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.models.sew_resnet.model import SewResNet
+from megasnn.models.vgg_dvs.model import VggDvs
 from tests.models.steps import assert_equal
 from tests.models.steps import one_step as step_of_model
 from tests.parity import test_clipping as clipping

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megasnn.kernels import NeuronSpec
-from megasnn.layers.holding import calls_of
+from megasnn.layers.shape_inference import calls_of
 from megasnn.models.model import Model
 from megasnn.parallel.traffic import Traffic, statistics
 from megasnn.parallel_state import destroy_model_parallel
@@ -193,4 +193,4 @@ def test_statistics_are_all_that_travels_inside_of_layers(ranks, layout: Layout)
             ("all_gather", "forward"): (micro_batches * calls, micro_batches * others * 8 * (2 * channels + calls)),
             ("all_gather", "backward"): (micro_batches * calls, micro_batches * others * 8 * 3 * channels),
         }
-        assert {key[0] for key in found} == {"context", "copies", "world"}, "gradients, and what a step came to"
+        assert {key[0] for key in found} == {"context", "dp_replicate_cp", "world"}, "gradients, and a step's sums"

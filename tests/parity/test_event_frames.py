@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from megasnn.checkpoint import load_globals_into
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
-from megasnn.models.spikformer.dimensions import Spikformer as Ours
-from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
-from megasnn.models.vgg_dvs.dimensions import VggDvs
-from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly, vgg_to_spikingjelly
+from megasnn.models.spikformer.model import Spikformer as Ours
+from megasnn.models.spikformer.weight_names import from_spikingjelly
+from megasnn.models.vgg_dvs.model import VggDvs
+from megasnn.models.vgg_dvs.weight_names import vgg_from_spikingjelly, vgg_to_spikingjelly
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk
 from tests.parity.test_layouts import error
 from tests.parity.vgg import NEURON

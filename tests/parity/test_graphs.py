@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -16,28 +13,22 @@ from torch import Tensor
 from megasnn.config import parse
 from megasnn.config.training import Length
 from megasnn.engine import Engine
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel, ModelOptions
 from megasnn.layers import BuildContext
-from megasnn.layers.batch_norm import ParallelBatchNorm
-from megasnn.layers.cast_weights import CastWeights
-from megasnn.models.building import describe
+from megasnn.layers.weight_grad import CastWeights
+from megasnn.models.build import describe
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
-from megasnn.parallel.gradient_buckets import GradientBuckets
+from megasnn.models.registry import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.capture import GraphOptions
 from megasnn.pipeline.executor import PipelineError
-from megasnn.pipeline.graph_room import MicroBatchPass
-from megasnn.pipeline.graphs import ChunkGraphs
-from megasnn.pipeline.layer_graphs import LayerGraphs
-from megasnn.pipeline.step_state import MicroBatchInput
-from megasnn.pipeline.transfers import Transfers
+from megasnn.pipeline.graphs import ChunkGraphs, GraphOptions
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from megasnn.telemetry.spikes import LayerSpikes
-from megasnn.training.watch import Watch
+from megasnn.training.metrics import Metrics
 from tests.host_waits import MODEL_FLAGS
 from tests.models.networks import CLASSES, Random
-from tests.recorded_graphs import FAILURE, Pool, RecordedGraphs, Refused, is_recording, recorded_graphs
+from tests.recorded_graphs import Pool, RecordedGraphs, recorded_graphs
 
 SIZES = "--micro-batch-size 2 --train-iters 9 --lr 1e-3 --clip-grad 0.1 --ema-decay 0.9 --neuron-backend torch"
 FLAGS = {model: flags.replace("--depth 2", "--depth 1") for model, flags in MODEL_FLAGS.items()}
@@ -52,7 +43,7 @@ def trained(model: str, flags: str, steps: int, watched: int | None = None) -> t
     samples, random = config.training.global_batch_size, torch.Generator().manual_seed(0)
     labels, found = torch.arange(samples) % config.model.num_classes, []
     with Engine(config, length=Length(steps)) as engine:
-        watch = Watch(engine.distributed, engine.state, engine.steps.timers)
+        watch = Metrics(engine)
         for step in range(steps):
             watch.spikes.enabled = step == watched
             images = torch.rand(samples, *config.model.input_shape, generator=random)
@@ -62,17 +53,9 @@ def trained(model: str, flags: str, steps: int, watched: int | None = None) -> t
         return found, engine.state_dict()
 
 
-def with_and_without(
-    model: str,
-    flags: str,
-    steps: int = 3,
-    watched: int | None = None,
-    graphs: RecordedGraphs | None = None,
-    asked: str = "on",
-) -> RecordedGraphs:
-    graphs = graphs or RecordedGraphs()
-    with recorded_graphs(graphs):
-        found, tensors = trained(model, f"{flags} --cuda-graphs {asked}", steps, watched)
+def with_and_without(model: str, flags: str, steps: int = 3, watched: int | None = None) -> RecordedGraphs:
+    with recorded_graphs() as graphs:
+        found, tensors = trained(model, f"{flags} --cuda-graphs on", steps, watched)
         assert graphs.replays > 0
         expected, others = trained(model, flags, steps, watched)
     assert found == expected
@@ -80,157 +63,21 @@ def with_and_without(
     return graphs
 
 
-@pytest.mark.parametrize(("ranks_wanted", "model", "flags"), [
-    (2, "spikformer", f"--global-batch-size 4 {PIPELINE} zbv {LAYOUT} 2|2|2|2"),
-    (2, "vgg_dvs", f"--global-batch-size 7 {PIPELINE} 1f1b {LAYOUT} 2|2"),
-    (2, "vgg_dvs", f"--global-batch-size 8 {PIPELINE} zb1p {LAYOUT} 2|2"),
+@pytest.mark.parametrize(("model", "flags"), [
+    ("spikformer", f"--global-batch-size 4 {PIPELINE} zbv {LAYOUT} 2|2|2|2"),
+    ("vgg_dvs", f"--global-batch-size 7 {PIPELINE} 1f1b {LAYOUT} 2|2"),
+    ("vgg_dvs", f"--global-batch-size 8 {PIPELINE} zb1p {LAYOUT} 2|2"),
 ])  # fmt: skip
-def test_graphs_change_no_bit(ranks, ranks_wanted: int, model: str, flags: str) -> None:
+def test_graphs_change_no_bit(ranks, model: str, flags: str) -> None:
     """Of weights, their average, running statistics and losses: dropout, uneven micro-batches, several under way."""
-    ranks(ranks_wanted, with_and_without, model, flags)
+    ranks(2, with_and_without, model, flags)
 
 
-def steps_that_make() -> list[bool]:
-    """Of each step, whether this rank's transfers were told that graphs may be made; the first rank leaves a layer out
-    in the fourth one."""
-    found, begin = list[bool](), Transfers.begin
-
-    def noted(self: Transfers, *given: Any) -> None:
-        found.append(given[3])
-        begin(self, *given)
-
-    flags = f"{FLAGS['vgg_dvs']} {SIZES} --global-batch-size 4 {PIPELINE} 1f1b {LAYOUT} 2|2 --cuda-graphs auto"
-    config = parse(run_config(MODELS["vgg_dvs"]), flags.split())
-    with recorded_graphs(), mock.patch.object(Transfers, "begin", noted):
-        with Engine(config, length=Length(6)) as engine:
-            for step in range(6):
-                if step == 3 and engine.state.rank == 0:
-                    engine.distributed.chunks[0].layers[0].register_forward_hook(lambda *_: None)
-                engine.train_step(torch.rand(4, *config.model.input_shape), torch.arange(4))
-    return found
-
-
-def test_ranks_agree_on_the_steps_that_make_graphs(ranks) -> None:
-    """What is posted in them counts on all ranks posting alike."""
-    assert ranks(2, steps_that_make) == [[False, True, False, False, True, False]] * 2
-
-
-@pytest.mark.parametrize("watched", [1, 2])
-def test_a_step_whose_spikes_are_counted_goes_without(watched: int) -> None:
-    """Also where it is the one in which graphs would have been made."""
+@pytest.mark.parametrize(("watched", "steps_with_graphs"), [(1, 2), (2, 2)])
+def test_a_step_whose_spikes_are_counted_goes_without(watched: int, steps_with_graphs: int) -> None:
+    """Also where it comes between the first step and the one in which graphs are captured."""
     graphs = with_and_without("vgg_dvs", "--global-batch-size 4 --precision bf16", steps=4, watched=watched)
-    assert graphs.replays == 3 * 4 * 2 * 2, "three for each of four layers and two micro-batches, in two steps"
-
-
-PARTS = {
-    "_forward": "its forward",
-    "_differentiate": "the gradients of its inputs",
-    "_add_weight_gradients": "the gradients of its weights",
-}
-
-
-def names_of(model: str) -> list[str]:
-    config = parse(run_config(MODELS[model]), f"{FLAGS[model]} {SIZES}".split())
-    return [each.name for each in describe(config.model, config.neuron.spec).layers]
-
-
-UNEVEN = "--global-batch-size 5 --pipeline-schedule gpipe"
-
-
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize(("model", "layer", "slot"), [
-    ("vgg_dvs", 0, 0), ("vgg_dvs", 1, 0), ("vgg_dvs", 1, 1), ("vgg_dvs", -1, 0), ("spikformer", 5, 1),
-])  # fmt: skip
-def test_a_layer_whose_capture_fails_goes_without(model: str, layer: int, part: str, slot: int, capfd) -> None:
-    """The first layer, one whose output and gradient other graphs hand on, the last one, one with attention; before
-    there is any graph of it, and while another micro-batch is under way with its graph."""
-    name = names_of(model)[layer]
-    refused = Refused(name, part, slot)
-    graphs = with_and_without(model, UNEVEN, graphs=RecordedGraphs(refused), asked="auto")
-    assert refused.failures == 1, "the layer is left out from then on"
-    assert graphs.joins == (slot if part == "_forward" else 3 - slot), "of three that are forward before one goes back"
-    (warning,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("WARNING")]
-    assert warning == (
-        f"WARNING: {name} runs without CUDA graphs: {PARTS[part]} cannot be captured (RuntimeError: {FAILURE})"
-    )
-
-
-def test_gradients_that_no_graph_adds_are_counted() -> None:
-    """Buckets of gradients are reduced when all of theirs were added."""
-    shapes: list[torch.Size] = []
-
-    def counted(self: GradientBuckets, parameter: Tensor) -> None:
-        shapes.append(parameter.shape)
-        accumulated(self, parameter)
-
-    accumulated, flags = GradientBuckets.accumulated, "--global-batch-size 4"
-    with mock.patch.object(GradientBuckets, "accumulated", counted):
-        refused = RecordedGraphs(Refused(names_of("vgg_dvs")[1], "_differentiate"))
-        with_and_without("vgg_dvs", flags, graphs=refused, asked="auto")
-    half = len(shapes) // 2
-    assert Counter(shapes[:half]) == Counter(shapes[half:])
-
-
-def test_statistics_of_a_capture_that_fails_are_not_taken() -> None:
-    failures: list[ParallelBatchNorm] = []
-
-    def refused(self: ParallelBatchNorm, *arguments: Any) -> None:
-        record(self, *arguments)
-        if is_recording() and self not in failures:
-            failures.append(self)
-            raise RuntimeError(FAILURE)
-
-    record = ParallelBatchNorm.record
-    with mock.patch.object(ParallelBatchNorm, "record", refused):
-        with_and_without("spikformer", UNEVEN, asked="auto")
-    assert len(failures) > 1
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_a_capture_that_fails_is_an_error_where_graphs_must_be(part: str) -> None:
-    name = names_of("vgg_dvs")[1]
-    words = re.escape(f"{name} cannot have CUDA graphs: {PARTS[part]} cannot be captured (RuntimeError: {FAILURE})")
-    with pytest.raises(PipelineError, match=words):
-        with_and_without("vgg_dvs", UNEVEN, graphs=RecordedGraphs(Refused(name, part)))
-
-
-def test_all_layers_may_fail(capfd) -> None:
-    graphs = RecordedGraphs(lambda work: 0)
-    with recorded_graphs(graphs):
-        found, tensors = trained("spikformer", f"{UNEVEN} --cuda-graphs auto", 3)
-        expected, others = trained("spikformer", UNEVEN, 3)
-    assert found == expected and all(torch.equal(value, others[name]) for name, value in tensors.items())
-    assert capfd.readouterr().err.count("runs without CUDA graphs: its forward") == len(names_of("spikformer"))
-
-
-def test_what_is_captured_holds_no_parameter() -> None:
-    """Autograd remembers the stream on which a parameter was used first, as long as a graph with it is held."""
-    made: list[LayerGraphs] = []
-
-    def known(self: LayerGraphs, *arguments: Any) -> None:
-        init(self, *arguments)
-        made.append(self)
-
-    init = LayerGraphs.__init__
-    with mock.patch.object(LayerGraphs, "__init__", known), recorded_graphs():
-        trained("spikformer", "--global-batch-size 2 --cuda-graphs on", 3)
-    held = [leaf for each in made for output in each.outputs for leaf in leaves_of(output.grad_fn)]
-    own = {leaf for each in made for leaf in (*each.leaves.values(), *each.inputs.tensors)}
-    learnt = {parameter for each in made for parameter in each.leaves}
-    assert any(leaf.data_ptr() in {each.data_ptr() for each in learnt} for leaf in held), "norms and biases"
-    assert not learnt.intersection(held) and own.issuperset(leaf for leaf in held if leaf.numel() > 1)
-
-
-def leaves_of(node: Any) -> set[Tensor]:
-    """The tensors that autograd would add to."""
-    seen, ahead, found = set(), [node], set()
-    while ahead:
-        node = ahead.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            found |= {node.variable} if hasattr(node, "variable") else set()
-            ahead += [before for before, _ in node.next_functions]
-    return found
+    assert graphs.replays == 3 * 4 * 2 * steps_with_graphs, "three for each of four layers and two micro-batches"
 
 
 def random_steps(seed: int, chunks: int, graphs: RecordedGraphs | None) -> list[tuple[float, list[Tensor]]]:
@@ -242,7 +89,7 @@ def random_steps(seed: int, chunks: int, graphs: RecordedGraphs | None) -> list[
     context = BuildContext(cast_weights=CastWeights(stay=graphs is not None), neuron_backend="torch")
     try:
         state, options = initialize_model_parallel(1, 1), None if graphs is None else GraphOptions(graphs, False)
-        engine = DistributedModel(model, state, context, bounds, plan, graphs=options)
+        engine = DistributedModel(model, state, context, bounds, plan, options=ModelOptions(graphs=options))
         for step in range(3):
             random = torch.Generator().manual_seed(step)
             images = torch.rand(4, *model.input_shape, generator=random)
@@ -268,23 +115,17 @@ def test_random_networks(seed: int) -> None:
         assert loss == other and all(map(torch.equal, tensors, others))
 
 
+# --- breaks that must be seen
+
+
 def forgetful(outputs: Any, inputs: Any, grads: Any, **options: Any) -> Any:
     return gradients(outputs, inputs, grads, **{**options, "retain_graph": False})
 
 
-@contextmanager
-def in_one_slot(self: ChunkGraphs, micro_batch: int) -> Iterator[None]:
-    with begun(self, micro_batch):
-        assert self._pass is not None
-        self._pass = self._pass._replace(slot=0)
-        yield
-
-
-gradients, begun = torch.autograd.grad, ChunkGraphs.begun
-WRONG = {
-    "memory is freed": ("pipeline.layer_graphs.torch.autograd.grad", forgetful),
-    "one slot for all": ("pipeline.graphs.ChunkGraphs.begun", in_one_slot),
-}
+def in_one_slot(self: ChunkGraphs, name: str, micro_batch: int) -> bool:
+    found = has(self, name, micro_batch)
+    self._slots |= dict.fromkeys(self._slots, 0)
+    return found
 
 
 def one_pool(self: RecordedGraphs) -> Pool:
@@ -293,48 +134,38 @@ def one_pool(self: RecordedGraphs) -> Pool:
     return self.pools[0]
 
 
-def in_pool_of_pass(self: LayerGraphs, grads: Any, passing: MicroBatchPass) -> Any:
-    with mock.patch.object(self.room, "of_weights", passing.pool):
-        return made_backward(self, grads, passing)
-
-
-made_backward = LayerGraphs._made_backward
-WRONG_POOLS = {
-    "all": ("tests.recorded_graphs.RecordedGraphs.pool", one_pool),
-    "weight gradients": ("megasnn.pipeline.layer_graphs.LayerGraphs._made_backward", in_pool_of_pass),
+gradients, has = torch.autograd.grad, ChunkGraphs.has
+GPIPE = "--global-batch-size 4 --precision bf16 --pipeline-schedule gpipe"
+WRONG = {
+    "memory is freed": ("megasnn.pipeline.graphs.torch.autograd.grad", forgetful, GPIPE),
+    "one slot for all": ("megasnn.pipeline.graphs.ChunkGraphs.has", in_one_slot, GPIPE),
 }
 
 
-def differs(what: str, model: str, flags: str) -> bool:
-    with mock.patch(*WRONG_POOLS[what]):
+@pytest.mark.parametrize("what", WRONG)
+def test_what_a_graph_must_not_do_is_seen(what: str) -> None:
+    target, wrong, flags = WRONG[what]
+    with mock.patch(target, wrong), pytest.raises(AssertionError):
+        with_and_without("vgg_dvs", flags)
+
+
+def differs_with_one_pool(flags: str) -> bool:
+    with mock.patch("tests.recorded_graphs.RecordedGraphs.pool", one_pool):
         try:
-            with_and_without(model, flags)
+            with_and_without("vgg_dvs", flags)
         except AssertionError:
             return True
         return False
 
 
-@pytest.mark.parametrize(("what", "flags"), [
-    ("all", f"--global-batch-size 7 {PIPELINE} 1f1b {LAYOUT} 2|2"),
-    ("all", f"--global-batch-size 8 {PIPELINE} zb1p {LAYOUT} 2|2"),
-    ("weight gradients", f"--global-batch-size 8 {PIPELINE} zb1p {LAYOUT} 2|2"),
-])  # fmt: skip
-def test_memory_that_replays_in_another_order_must_not_share(ranks, what: str, flags: str) -> None:
-    assert any(ranks(2, differs, what, "vgg_dvs", flags))
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_what_a_graph_must_not_do_is_seen(what: str) -> None:
-    target, wrong = WRONG[what]
-    flags = "--global-batch-size 4 --precision bf16 --pipeline-schedule gpipe"
-    with mock.patch(f"megasnn.{target}", wrong), pytest.raises(AssertionError):
-        with_and_without("vgg_dvs", flags)
+def test_memory_that_replays_in_another_order_must_not_share(ranks) -> None:
+    assert any(ranks(2, differs_with_one_pool, f"--global-batch-size 8 {PIPELINE} zb1p {LAYOUT} 2|2"))
 
 
 def test_what_is_taken_from_the_host_is_refused() -> None:
-    """Keys that are drawn while a graph is made, as one of them."""
-    with mock.patch("megasnn.layers.keyed.RefilledKeys.entered", lambda self: nullcontext()):
-        with pytest.raises(PipelineError, match="not permitted when stream is capturing: lift_fresh"):
+    """Keys that are drawn while a graph is made, as one of them; the error names the layer."""
+    with mock.patch("megasnn.layers.dropout.RefilledKeys.entered", lambda self: nullcontext()):
+        with pytest.raises(PipelineError, match="cannot be captured .*not permitted when stream is capturing"):
             with_and_without("vgg_dvs", "--global-batch-size 4")
 
 

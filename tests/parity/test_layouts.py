@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
+from megasnn.models.spikformer.weight_names import from_spikingjelly
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, RankStep, assemble, one_step
 

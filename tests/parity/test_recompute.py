@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel
 from megasnn.layers import BuildContext
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model
-from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.parallel.traffic import Traffic, statistics
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
 from megasnn.schedule.passes import RECOMPUTE

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megasnn.batching import micro_batch_sizes
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, assemble, build_engine, one_step

@@ -9,7 +9,7 @@ from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ParallelBatchNorm
 from megasnn.losses.sums import cross_entropy_sum
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import profile_layers
 from megasnn.pipeline.chunk import build_chunk
@@ -135,7 +135,7 @@ def test_evaluation_and_search_for_nan_leave_running_statistics_alone(ranks) -> 
 
 
 def _statistics_before_and_after_evaluation() -> bool:
-    from megasnn.pipeline.step_state import MicroBatchInput
+    from megasnn.pipeline.microbatch_state import MicroBatchInput
     from tests.parity.ranks import build_engine
 
     state = initialize_model_parallel(1, 2)
@@ -158,9 +158,9 @@ def _statistics_before_and_after_evaluation() -> bool:
 @pytest.mark.parametrize("momentum", [0.3, None])
 def test_momentum_none_averages_over_steps(momentum: float | None) -> None:
     """Trap 8: momentum None silently lost."""
-    from megasnn.parallel.group import alone
-    from megasnn.parallel.sharded_tensors import materialise
+    from megasnn.parallel.sharding import materialise
     from megasnn.parallel.sync_batch_norm import merge_running_statistics
+    from megasnn.parallel_state import alone
 
     norm = ParallelBatchNorm(4, BuildContext(dtype=torch.float64), momentum=momentum)
     materialise([("norm", norm)], torch.device("cpu"), 0)

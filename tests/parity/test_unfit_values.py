@@ -12,15 +12,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelDropout
-from megasnn.layers.unit import Residual
-from megasnn.models.building import describe
+from megasnn.layers.blocks import Residual
+from megasnn.models.build import describe
 from megasnn.models.layer import Layer, layer
-from megasnn.parallel.codec import Content
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.executor import PipelineError
-from megasnn.pipeline.step_state import MicroBatchInput
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
 from tests.models.networks import CLASSES, between

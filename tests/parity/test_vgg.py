@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly
+from megasnn.models.vgg_dvs.weight_names import vgg_from_spikingjelly
 from tests.parity import spikingjelly_reference as reference
 from tests.parity import vgg
 from tests.parity.ranks import Layout, RankStep, assemble

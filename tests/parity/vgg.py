@@ -13,15 +13,15 @@ from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, 
 from torch import Tensor, nn
 
 from megasnn.checkpoint import load_globals_into
-from megasnn.engine.distributed_model import DistributedModel
+from megasnn.engine.model import DistributedModel
 from megasnn.kernels import NeuronSpec
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, DropPath
 from megasnn.losses.sums import cross_entropy_sum, mse_sum, tet_sum
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.models.description import LayerDescription, ModelDescription
-from megasnn.models.vgg_dvs.dimensions import VggDvs
-from megasnn.models.vgg_dvs.spikingjelly_names import vgg_from_spikingjelly
-from megasnn.parallel.codec import Content
+from megasnn.models.vgg_dvs.model import VggDvs
+from megasnn.models.vgg_dvs.weight_names import vgg_from_spikingjelly
 from megasnn.parallel_state import destroy_model_parallel
 from megasnn.random import Draws
 from megasnn.schedule import plan_schedule

@@ -12,9 +12,9 @@ import torch
 from spikingjelly.activation_based import functional, neuron
 from torch import nn
 
-from megasnn.models.qkformer.dimensions import QKFormer
-from megasnn.models.sew_resnet.dimensions import SewResNet
-from megasnn.models.spike_driven.dimensions import SpikeDrivenTransformer
+from megasnn.models.qkformer.model import QKFormer
+from megasnn.models.sew_resnet.model import SewResNet
+from megasnn.models.spike_driven.model import SpikeDrivenTransformer
 from tests.parity.beside import Case
 
 CLASSES = 5

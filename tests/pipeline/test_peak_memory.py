@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 import pytest
 
-from megasnn.pipeline.arrivals import known_arrivals
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.peak_memory import UnitMemory, moments, peak_moments
-from megasnn.schedule import Action, Kind, generate
+from megasnn.schedule import Kind, generate
 from megasnn.schedule.passes import insert_recompute, refine
 
 WORKING = {Kind.FORWARD: 5, Kind.BACKWARD: 7, Kind.INPUT_GRADIENT: 6, Kind.WEIGHT_GRADIENT: 4, Kind.RECOMPUTE: 3}
@@ -64,30 +60,6 @@ def test_the_peak_of_a_step() -> None:
     assert alone.messages == 0 and alone.total == 10 + 20 + 40
     (behind,) = peak_moments(generate("1f1b", 1, 4), [range(0, 2)], costs, exchanged=[500])
     assert behind.total == 500
-
-
-def test_who_sends_something_has_received_what_it_was_to_receive_before() -> None:
-    schedule = generate("1f1b", 2, 3)
-    receives = [Action.parse(f"0RECV_B{m}") for m in range(3)]
-    assert [known_arrivals(schedule, 0)[each] for each in receives] == [1, 2, 3]
-    receives = [Action.parse(f"1RECV_F{m}") for m in range(3)]
-    assert [known_arrivals(schedule, 1)[each] for each in receives] == [0, 0, 1]
-
-
-class _NotRead(tuple[Action, ...]):
-    """Actions of a rank that nobody has to look at."""
-
-    def __iter__(self) -> Iterator[Action]:
-        raise AssertionError("actions of a rank that exchanges nothing with this one")
-
-
-def test_only_ranks_that_exchange_tensors_are_looked_at() -> None:
-    """Otherwise what all ranks need takes the square of their number."""
-    schedule = generate("zbv", 8, 4)
-    for rank in range(8):
-        near = {rank - 1, rank, rank + 1}
-        rows = tuple(row if other in near else _NotRead(row) for other, row in enumerate(schedule.actions))
-        assert known_arrivals(replace(schedule, actions=rows), rank) == known_arrivals(schedule, rank)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "zbv"])

@@ -8,14 +8,12 @@ import pytest
 
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.models.building import describe
-from megasnn.parallel.agreement import decided_by_first
+from megasnn.models.build import describe
+from megasnn.parallel.agreement import broadcast_object
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import profile_layers
-from megasnn.pipeline.choose_schedule import PipelineRequest
 from megasnn.pipeline.cost_model import LayerCost
-from megasnn.pipeline.p2p import WireOptions
-from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
+from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
 from tests.parity.ranks import model_config
 
 MODEL = describe(model_config(), NeuronSpec())
@@ -38,7 +36,7 @@ def _plan(request: PipelineRequest, searches: bool = True, context_size: int = 1
                 patch.setattr(f"megasnn.schedule.plan.{name}", _no_search)
         context = BuildContext(state.tensor, context=state.context, cut="rows")
         try:
-            plan = plan_pipeline(MODEL, request, context, state, WireOptions())
+            plan = plan_pipeline(MODEL, request, context, state)
             for count in request.micro_batches:
                 plan.schedules.training(count)
             return plan
@@ -109,7 +107,7 @@ def _decide(works: bool) -> str:
         return f"rank {group.rank} decided"
 
     try:
-        return decided_by_first(group, decide)
+        return broadcast_object(group, decide)
     except ValueError as error:
         return str(error)
 

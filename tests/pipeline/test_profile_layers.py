@@ -10,14 +10,12 @@ import torch
 
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.models.building import describe
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.parallel.group import Group
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline import link, profile_layers
+from megasnn.models.build import describe
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.parallel_state import Group, destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline import profile_layers
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
-from megasnn.pipeline.p2p import WireOptions
 from megasnn.schedule import Kind
 from tests.parity.ranks import model_config
 
@@ -26,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def profiled(samples: int, rounds: int = 1) -> list[LayerCost]:
-    return profile_layers.profile_layers(MODEL, samples, BuildContext(), CPU, WireOptions(), rounds)
+    return profile_layers.profile_layers(MODEL, samples, BuildContext(), CPU, rounds)
 
 
 def test_costs_of_a_layer_are_what_it_does() -> None:
@@ -45,9 +43,6 @@ def test_costs_of_a_layer_are_what_it_does() -> None:
     sizes = [prod(entry.shard.global_shape) for entry in described if entry.is_parameter]
     assert sum(cost.parameters for cost in four) == sum(cost.parameters for cost in eight) == 4 * sum(sizes)
     assert all((cost.collectives, cost.exchanged) == (0, 0) for cost in four)
-    narrow = WireOptions(gradient_dtype=torch.bfloat16)
-    halves = profile_layers.profile_layers(MODEL, 4, BuildContext(), CPU, narrow, 0)
-    assert [2 * cost.gradient for cost in halves] == [cost.gradient for cost in four]
 
 
 def test_layers_that_are_built_alike_are_profiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,16 +50,14 @@ def test_layers_that_are_built_alike_are_profiled_once(monkeypatch: pytest.Monke
     model, made = describe(config), []
     materialise = profile_layers.materialise
     monkeypatch.setattr(profile_layers, "materialise", lambda *given, **more: made.append(materialise(*given, **more)))
-    found = profile_layers.count_memory(model, 2, BuildContext(), CPU, WireOptions()).layers
+    found = profile_layers.count_memory(model, 2, BuildContext(), CPU).layers
     assert len(found) == len(model.layers) and len(made) == len(model.layers) - 2 * 3
     held = {layer.name: cost.held for layer, cost in zip(model.layers, found, strict=True)}
     assert held["blocks.0.attention"] == held["blocks.3.attention"] > held["head"]
 
 
 def test_bytes_of_many_samples_are_counted_with_few() -> None:
-    one, few, many = (
-        profile_layers.count_memory(MODEL, samples, BuildContext(), CPU, WireOptions()).layers for samples in (2, 7, 12)
-    )
+    one, few, many = (profile_layers.count_memory(MODEL, samples, BuildContext(), CPU).layers for samples in (2, 7, 12))
     for first, second, third in zip(one, few, many, strict=True):
         assert third.held - second.held == second.held - first.held > 0 and third.gradient == 6 * first.gradient
 
@@ -73,7 +66,7 @@ def _profiled_in_a_group(tensor: int, context: int) -> list[LayerCost]:
     state = initialize_model_parallel(tensor, 1, context_parallel_size=context)
     try:
         built = BuildContext(state.tensor, context=state.context, cut="rows")
-        return profile_layers.profile_layers(MODEL, 4, built, CPU, WireOptions(), 1)
+        return profile_layers.profile_layers(MODEL, 4, built, CPU, 1)
     finally:
         destroy_model_parallel()
 
@@ -116,8 +109,9 @@ def test_a_busy_machine_hides_no_cost_of_a_byte(monkeypatch, least_small: float,
     """Most of the messages are held up, the small ones longer than the large ones."""
     small, large = [9.0] * 7 + [least_small] * 2, [8.0] * 7 + [5.0] * 2
     marks = chain.from_iterable((0.0, each) for pair in zip(small, large, strict=True) for each in pair)
-    monkeypatch.setattr(link, "_now", lambda device: next(marks))
-    monkeypatch.setattr(link, "_transfer", lambda *_, sends=True: None)
-    monkeypatch.setattr(link, "_exchange", lambda *_: None)
-    monkeypatch.setattr(link, "_all_cores_compute", lambda group: False)
-    assert link.measure_link(Group("pipeline", (0, 1)), CPU) == LinkCost(least_small / 2, per_byte / link.LARGE)
+    monkeypatch.setattr(profile_layers, "now", lambda device: next(marks))
+    monkeypatch.setattr(profile_layers, "_transfer", lambda *_, sends=True: None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    found = profile_layers.measure_link(Group("pipeline", (0, 1)), CPU)
+    assert found == LinkCost(least_small / 2, per_byte / profile_layers.LARGE)

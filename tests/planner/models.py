@@ -6,20 +6,20 @@ from dataclasses import replace
 from functools import cache
 
 from megasnn.config import PretrainConfig, TrainingConfig
-from megasnn.models.building import describe
+from megasnn.models.build import describe
 from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.planner.analysis import Analysis
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.planner.analyze import analyze, counted_sizes
-from megasnn.planner.cluster import Cluster
-from megasnn.planner.machines import DEVICES
+from megasnn.planner.cost_file import Analysis
+from megasnn.planner.machines import DEVICES, Cluster
 
 MODEL = Spikformer(embed_dim=32, depth=1, num_heads=2, image_size=16, in_channels=3, time_steps=2)
 
 
-def config(samples: int = 16, micro_batch: int = 4) -> PretrainConfig:
+def config(samples: int = 16, micro_batch: int = 4, **parallel: object) -> PretrainConfig:
     training = TrainingConfig(micro_batch_size=micro_batch, global_batch_size=samples, train_iters=9)
-    return run_config(Spikformer)(model=MODEL, training=training)
+    found = run_config(Spikformer)(model=MODEL, training=training)
+    return replace(found, parallel=replace(found.parallel, **parallel))  # type: ignore[arg-type]
 
 
 @cache
@@ -34,7 +34,7 @@ def on_cpu() -> Analysis:
     return counted_sizes(describe(run.model, run.neuron.spec), run, (1, 2), (2,), on_cpu=True)
 
 
-def cluster(ranks: int = 8, gigabytes: float = 4.0, device: str = "cpu-core") -> Cluster:
+def cluster(ranks: int = 8, gigabytes: float = 4.0, device: str = "cpu-core", **machine: object) -> Cluster:
     # As if nothing took time to start: on a core, sharing such a small model would not be worth it.
-    machine = replace(DEVICES[device].machine(device, "fp32"), start=0.0)
-    return Cluster(ranks, min(ranks, 8), replace(machine, memory=1e9 * gigabytes))
+    known = replace(DEVICES[device].machine(device, "fp32"), start=0.0, memory=1e9 * gigabytes)
+    return Cluster(ranks, min(ranks, 8), replace(known, **machine))  # type: ignore[arg-type]

@@ -9,9 +9,7 @@ from matplotlib.collections import PolyCollection
 from megasnn.commands.draw_schedule import main
 from megasnn.schedule import ChunkCost, equal_costs, generate, simulate
 from megasnn.schedule.actions import COMPUTE
-from megasnn.schedule.draw import LANE_COLOURS, SECONDS, View, chart, draw_grid, raster, write_chart
-from megasnn.schedule.fsdp_passes import SharedWeights
-from megasnn.schedule.passes import refine
+from megasnn.schedule.draw import SECONDS, View, chart, draw_grid, raster, write_chart
 
 
 def test_the_grid_in_the_terminal() -> None:
@@ -41,20 +39,6 @@ def test_a_chart_has_a_bar_for_every_computation_and_says_what_it_shows() -> Non
     (legend,) = figure.legends
     texts = {text.get_text() for text in legend.get_texts()}
     assert {"waiting", "forward", "input gradient", "weight gradient"} <= texts and "backward" not in texts
-
-
-def test_gathered_weights_have_lanes() -> None:
-    """One for each unit that is there at the same time, and one for gradients."""
-    schedule = refine(generate("1f1b", 1, 2), [3])
-    schedule = SharedWeights((1,) * 3, 2, scattered=frozenset(range(3))).insert(schedule)
-    (axes,) = chart(schedule, simulate(schedule, [ChunkCost(1, 2, unshard=0.3, reduce_scatter=0.3)] * 3)).axes
-    lanes = [each for each in axes.collections if _colour(each) in LANE_COLOURS.values()]
-    assert len({round(float(each.get_paths()[0].vertices[0, 1]), 3) for each in lanes}) == 3
-    assert len(lanes) == sum(action.kind in LANE_COLOURS for action in schedule.actions[0])
-
-
-def _colour(bars: PolyCollection) -> str:
-    return "#" + "".join(f"{round(255 * part):02x}" for part in bars.get_facecolor()[0][:3])
 
 
 def test_files_and_pictures(tmp_path: Path) -> None:

@@ -111,12 +111,6 @@ def _check_ahead(actions: tuple[Action, ...], unit_bytes: tuple[int, ...], limit
             assert {following[n] for n in fitting} <= live
 
 
-def test_without_a_limit_as_little_as_lets_the_next_ones_come() -> None:
-    schedule, unit_bytes = of_units("1f1b", 2, 3, 3), (5, 1, 2, 7, 4, 1)
-    assert [default_limit(schedule, unit_bytes, ahead) for ahead in (0, 1, 2)] == [7, 11, 12]
-    assert default_limit(schedule, (0,) * 6) == 0
-
-
 def _by_hand(used: list[int]) -> Schedule:
     """One rank whose computations use these units."""
     order = tuple(Action(unit, Kind.FORWARD, number) for number, unit in enumerate(used))
@@ -142,24 +136,6 @@ def _fewest(used: list[int], limit: int, ahead: int) -> int:
 def test_no_way_has_fewer_gathers(used: list[int], limit: int, ahead: int) -> None:
     schedule = _by_hand(used)
     assert gathers(insert_unshards(schedule, [1] * schedule.chunks, limit, ahead)) == [_fewest(used, limit, ahead)]
-
-
-@pytest.mark.parametrize(
-    "name, units, ahead, expected",
-    [
-        ("zb1p", 3, 1, [30, 26, 22, 18]),
-        ("zb1p", 3, 0, [20, 20, 18, 18]),
-        ("zbv", 2, 1, [22, 30, 38, 46]),
-        ("zbv", 2, 0, [19, 24, 31, 38]),
-    ],
-)
-def test_two_live_units(name: str, units: int, ahead: int, expected: list[int]) -> None:
-    """Four stages, eight micro-batches: how often weights are gathered, and how often if they were freed each time."""
-    schedule = of_units(name, 4, 8, units)
-    planned = SharedWeights((1,) * schedule.chunks, limit=2, ahead=ahead).insert(schedule)
-    freed_each_time = {"zb1p": 2 * 8 * units, "zbv": 2 * 2 * 8 * units}[name]
-    assert uses(planned) == [freed_each_time] * 4
-    assert gathers(planned) == expected and max(expected) < freed_each_time
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -31,7 +31,7 @@ def test_replicas_that_share_weights_are_neighbours() -> None:
 
 @given(sizes, sizes, sizes, sizes)
 def test_ranks_and_coordinates_are_inverse(pipeline: int, data: int, tensor: int, weight: int) -> None:
-    grid = Grid(pipeline, data, tensor, weight)
+    grid = Grid(pipeline=pipeline, data=data, tensor=tensor, weight=weight)
     for rank in range(grid.world_size):
         at = grid.coordinates(rank)
         assert grid.rank(at) == rank
@@ -39,7 +39,7 @@ def test_ranks_and_coordinates_are_inverse(pipeline: int, data: int, tensor: int
 
 @given(sizes, sizes, sizes, st.sets(st.sampled_from(["pipeline", "data", "tensor"])))
 def test_groups_part_the_world_by_the_other_axes(pipeline: int, data: int, tensor: int, axes: set) -> None:
-    grid = Grid(pipeline, data, tensor)
+    grid = Grid(pipeline=pipeline, data=data, tensor=tensor)
     groups = grid.groups(*axes)
     assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
     for group in groups:
@@ -62,9 +62,9 @@ def test_impossible_grids_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
         Grid.fit(0)
     with pytest.raises(ValueError, match="rank 4 is outside"):
-        Grid(2, 2, 1).coordinates(4)
+        Grid(pipeline=2, data=2).coordinates(4)
     with pytest.raises(ValueError, match="data index 2"):
-        Grid(2, 2, 1).rank(Coordinates(data=2))
+        Grid(pipeline=2, data=2).rank(Coordinates(data=2))
     with pytest.raises(ValueError, match="unknown axis 'expert'"):
         Grid().groups("expert")  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""The log line, log.jsonl and the console: what they show, and that nothing there ends a run."""
+"""The log line, log.jsonl, the console and the reporter: what they show, and that nothing there ends a run."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ import subprocess
 import sys
 from datetime import datetime
 from math import inf, nan
+from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megasnn.telemetry import reporter as module
+from megasnn.telemetry.energy import LayerWork
 from megasnn.telemetry.log import BestEffort, Console, JsonLog
 from megasnn.telemetry.records import (
     EvaluationRecord,
     IterationRecord,
+    StepResult,
     format_duration,
     format_evaluation,
     format_iteration,
 )
-from tests.small_disk import fill, small_disk
+from megasnn.telemetry.reporter import Reporter, RunOutline
+from megasnn.telemetry.spikes import LayerSpikes
 
 NOW = datetime(2026, 2, 3, 4, 5, 6)
 RECORD = dict(
@@ -28,69 +34,32 @@ RECORD = dict(
 )  # fmt: skip
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_the_line_reads_as_in_megatron_and_fits_a_screen() -> None:
-    line = format_iteration(IterationRecord(**RECORD), now=NOW)
-    assert line == (
+def test_lines_read_as_in_megatron_and_count_errors() -> None:
+    assert format_iteration(IterationRecord(**RECORD), now=NOW) == (
         "[02-03 04:05:06] iteration  20/ 200 | epoch: 0.89 | samples/s: 78.8 | learning rate: 1.00E-03 | "
         "loss: 2.3000 | accuracy: 25.5 % | grad norm: 1.200 | ETA: 2:26"
     )
-
-
-def test_nan_is_shown_and_what_went_wrong_is_counted() -> None:
     wrong = {"skipped_iterations": 2, "nan_iterations": 3, "skipped_samples": 4}
     line = format_iteration(IterationRecord(**{**RECORD, "loss": nan}, **wrong))
     assert "| loss: nan |" in line
     assert line.endswith("skipped iterations: 2 | number of nan iterations: 3 | number of skipped samples: 4")
-    assert "number of" not in format_iteration(IterationRecord(**RECORD))
-
-
-def test_durations_and_evaluations() -> None:
     seconds = (0.4, 61, 605, 3599.7, 3723, 90000)
     assert [*map(format_duration, seconds)] == ["0:00", "1:01", "10:05", "1:00:00", "1:02:03", "1 day, 1:00:00"]
     line = format_evaluation(EvaluationRecord(100, 6400, 360, loss=0.25, top1=0.9166, top5=1.0), NOW)
     assert "iteration 100 | validation samples: 360 | validation loss: 0.2500 | top-1 accuracy: 91.66 %" in line
 
 
-def strict(text: str) -> list[dict]:
-    """The lines of a file as JSON without words for nan."""
-
+def test_every_line_of_the_json_log_is_an_object_with_time_and_kind(tmp_path) -> None:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
 
-    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
-
-
-def test_every_line_of_the_json_log_is_an_object_with_time_and_kind(tmp_path) -> None:
     JsonLog(tmp_path / "new").add("iteration", {"loss": nan, "norms": (1.0, -inf), "layers": {"a": {"rate": 0.5}}})
     JsonLog(tmp_path / "new").add("message", {"text": "two\nlines"})  # a run that continues
-    first, second = strict((tmp_path / "new" / "log.jsonl").read_text())
+    lines = (tmp_path / "new" / "log.jsonl").read_text().splitlines()
+    first, second = (json.loads(line, parse_constant=refuse) for line in lines)
     assert datetime.fromisoformat(first.pop("time")).tzinfo is not None
     assert first == {"kind": "iteration", "loss": "nan", "norms": [1.0, "-inf"], "layers": {"a": {"rate": 0.5}}}
     assert second["text"] == "two\nlines"
-
-
-def test_without_a_folder_no_json_log_is_written(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    JsonLog(None).add("start", {})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_lines_behind_a_full_disk_are_whole(tmp_path) -> None:
-    with small_disk(tmp_path / "disk", "64k") as disk:
-        log = JsonLog(disk)
-        ballast = fill(disk, 4096)
-        with pytest.raises(OSError, match="No space"):
-            for number in range(1, 1000):
-                log.add("message", {"number": number, "text": "x" * 1000})
-        ballast.unlink()
-        log.add("message", {"number": -1})
-        last = (disk / "log.jsonl").read_text().splitlines()[-1]
-        assert json.loads(last)["number"] == -1
 
 
 def test_an_error_in_reporting_is_told_once_and_goes_no_further() -> None:
@@ -102,16 +71,18 @@ def test_an_error_in_reporting_is_told_once_and_goes_no_further() -> None:
     assert len(told) == 2 and "pictures" in told[0] and "no font" in told[0] and "flags" in told[1]
 
 
-def test_without_a_terminal_there_are_only_lines_and_quiet_ranks_say_nothing(capsys) -> None:
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_console_has_lines_and_on_a_terminal_a_bar(monkeypatch, capsys) -> None:
     for quiet in (False, True):
         console = Console(total=3, quiet=quiet)
         console.advance(loss="1.0")
         console.line("one")
         console.close()
     assert capsys.readouterr() == ("one\n", "")
-
-
-def test_the_bar_continues_where_the_run_was_and_steps_aside_for_lines(monkeypatch) -> None:
     screen = Terminal()  # a terminal shows both streams
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(sys, "stdout", screen)
@@ -141,3 +112,74 @@ def test_a_closed_pipe_ends_nothing() -> None:
         process.stdin.write(b"\n")
         process.stdin.close()
         assert process.wait(60) == 0 and process.stderr.read() == b""
+
+
+def entries(folder: Path, kind: str) -> list[dict]:
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == kind]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test sets."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_an_interval_is_summed_up(tmp_path, clock, capsys) -> None:
+    reporter = Reporter(RunOutline(40, 50, tmp_path, tmp_path), is_writer=True)
+    for number in range(4):
+        clock[0] += 0.5
+        reporter.step(StepResult(2.0 - number / 4, number, 10, 1.5, 0.1, skipped=number == 1))
+    with reporter.pause():
+        clock[0] += 2.0  # an evaluation: no part of the pace of training, but of the time left
+    reporter.log(4, 40, {"time/data_ms": 3.0}, [LayerSpikes("a", 0.5, 0.0, 0.0)], skipped_samples=2)
+    clock[0] += 0.5
+    reporter.step(StepResult(nan, 0, 10, nan, 0.1))
+    reporter.log(5, 50, {})
+    reporter.work = [LayerWork("input", 8, False), LayerWork("a", 100, True)]
+    reporter.evaluation(EvaluationRecord(5, 50, 5, 1.0, 0.5, 1.0))
+    reporter.close()
+    assert entries(tmp_path, "validation")[0]["validation/effective_acs"] == 50
+    line, after = entries(tmp_path, "iteration")
+    assert line["loss"] == 1.625 and line["accuracy"] == 6 / 40 and line["samples_per_second"] == 20.0
+    assert line["elapsed_ms"] == 500 and line["epoch"] == 0.8 and line["skipped_iterations"] == 1
+    assert line["seconds_left"] == 36 * 3.5 / 3, "without the first step"
+    assert line["time/data_ms"] == 3.0 and line["layers"]["a"]["firing_rate"] == 0.5
+    assert after["loss"] == after["grad_norm"] == "nan" and after["nan_iterations"] == 1
+    shown = capsys.readouterr().out
+    assert "epoch: 0.80 | samples/s: 20.0 |" in shown and "ETA: 0:42 | number of skipped iterations: 1" in shown
+    tags = EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"]
+    assert {"1_training/2_accuracy", "3_spikes/1_firing_rate", "4_time/data_ms", "8_data/skipped_samples"} <= set(tags)
+    assert "3_spikes/2_silent" not in tags
+
+
+def test_the_time_left_is_of_the_recent_pace_without_start_and_first_step(tmp_path, clock) -> None:
+    reporter = Reporter(RunOutline(100, 50, log_directory=tmp_path, resumed=(10, 100)), is_writer=True)
+    clock[0] += 60.0  # to load and to predict memory
+    reporter.begin()
+    for iteration in range(11, 41):
+        clock[0] += {11: 9.0}.get(iteration, 2.0 if iteration < 25 else 1.0)
+        reporter.step(StepResult(1.0, 1, 10, 1.0, 0.1))
+        reporter.log(iteration, 10 * iteration, {})
+    lines = entries(tmp_path, "iteration")
+    assert [line["elapsed_ms"] for line in lines[:3]] == [9000, 2000, 2000]
+    assert [line["seconds_left"] for line in lines[:3]] == [89 * 9.0, 88 * 2.0, 87 * 2.0]
+    assert lines[-1]["seconds_left"] == 60.0
+
+
+def test_other_ranks_write_nothing_and_a_folder_that_is_none_is_told_once(tmp_path, capsys) -> None:
+    reporter = Reporter(RunOutline(2, 50, tmp_path, tmp_path), is_writer=False)
+    reporter.line("a line")
+    reporter.step(StepResult(1.0, 1, 10, 1.0, 0.1))
+    reporter.log(1, 10, {})
+    reporter.evaluation(EvaluationRecord(1, 10, 5, 1.0, 0.5, 1.0))
+    reporter.close()
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
+    (tmp_path / "file").write_text("where a folder should be")
+    reporter = Reporter(RunOutline(2, 50, log_directory=tmp_path / "file"), is_writer=True)
+    for text in ("first", "second"):
+        reporter.line(text)
+    shown = capsys.readouterr().out
+    assert shown.count("WARNING") == 1 and "log.jsonl" in shown

@@ -1,33 +1,49 @@
+"""Memory: peaks of ranks, bytes of tensors counted where they are taken, and what a step leaves to the next."""
+
 from __future__ import annotations
 
+import gc
 import mmap
-import os
-import platform
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.telemetry.memory import gather_peak_memory_mb, peak_memory_mb, reset_peak_memory
 
 CPU = torch.device("cpu")
 
 
-def test_peak_counts_memory_that_is_already_given_back():
-    if not reset_peak_memory(CPU):
-        pytest.skip("this system cannot reset the peak")
-    before = peak_memory_mb(CPU)
-    # Not an array: the C library may take it out of memory that others have freed, and keep it afterwards.
-    with mmap.mmap(-1, 100_000_000) as block:
+def take(size: int) -> None:
+    """Not an array: the C library may take it out of memory that others have freed, and keep it afterwards."""
+    with mmap.mmap(-1, size) as block:
         block[::4096] = bytes(len(block[::4096]))
-    after = peak_memory_mb(CPU)
-    assert 80 < after - before < 150
-    assert peak_memory_mb(CPU) == after
+
+
+def _peaks(sizes: list[int]) -> list[float]:
+    """Peaks of all ranks, above those before each took so many bytes."""
+    reset_peak_memory(CPU)
+    before = gather_peak_memory_mb(CPU, dist.group.WORLD)
+    take(sizes[dist.get_rank()])
+    after = gather_peak_memory_mb(CPU, dist.group.WORLD)
+    return [late - early for early, late in zip(before, after, strict=True)]
+
+
+def test_every_rank_learns_the_peaks_of_all_and_a_peak_starts_anew(ranks):
+    first, second = ranks(2, _peaks, [4096, 300_000_000])
+    assert first == second and first[0] < 50 and 270 < first[1] < 350
+    reset_peak_memory(CPU)
+    before = peak_memory_mb(CPU)
+    take(100_000_000)
+    assert 80 < peak_memory_mb(CPU) - before < 150, "of memory that is already given back"
     reset_peak_memory(CPU)
     assert peak_memory_mb(CPU) < before + 50
+    assert gather_peak_memory_mb(CPU, None) == pytest.approx([peak_memory_mb(CPU)], rel=0.05)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak is getrusage's")
@@ -41,27 +57,6 @@ def test_a_rank_does_not_report_its_launchers_memory():
     assert float(child.stdout) < 400  # torch itself takes less
 
 
-def _peaks(sizes: list[int]) -> list[float]:
-    """What each rank learns of all peaks, above what each had before it took so many bytes."""
-    reset_peak_memory(CPU)
-    before = gather_peak_memory_mb(CPU, dist.group.WORLD)
-    # Not an array: see above.
-    with mmap.mmap(-1, sizes[dist.get_rank()]) as block:
-        block[::4096] = bytes(len(block[::4096]))
-    after = gather_peak_memory_mb(CPU, dist.group.WORLD)
-    return [late - early for early, late in zip(before, after, strict=True)]
-
-
-def test_every_rank_learns_the_peak_of_every_rank(ranks):
-    first, second = ranks(2, _peaks, [4096, 300_000_000])
-    assert first == second
-    assert first[0] < 50 and 270 < first[1] < 350
-
-
-def test_a_group_of_one_is_this_rank():
-    assert gather_peak_memory_mb(CPU, None) == pytest.approx([peak_memory_mb(CPU)], rel=0.05)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_peak_on_cuda_counts_tensors():
@@ -73,31 +68,22 @@ def test_peak_on_cuda_counts_tensors():
     assert 50 <= peak_memory_mb(device) - before < 60
 
 
-STEPS = """
-import resource
-import torch
-import megasnn
-
-engine = megasnn.Engine(megasnn.MODELS["spikformer"](variant="spikformer_ti", image_size=32), micro_batch_size=8,
-                        global_batch_size=8, train_iters=9)
-images, labels = torch.rand(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)
-for _ in range(5):
-    engine.train_step(images, labels)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(4):
-    engine.train_step(images, labels)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 4)
-"""
+class _Circle:
+    def __init__(self) -> None:
+        self.itself, self.tensor = self, torch.zeros(1000)
 
 
-@pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
-def test_a_step_takes_the_memory_that_the_one_before_has_freed():
-    def faults(**variables: str) -> int:
-        plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-        child = subprocess.run(
-            [sys.executable, "-c", STEPS], env=plain | variables, capture_output=True, text=True, check=True
-        )
-        return int(child.stdout.split()[-1])
-
-    assert faults() < 500
-    assert faults(MALLOC_TRIM_THRESHOLD_="131072", MALLOC_MMAP_THRESHOLD_="131072") > 5000  # what the user sets stays
+def test_bytes_of_tensors_are_counted_and_circles_from_before_stay() -> None:
+    """The program's own collector would free them at any moment, and torch warn of memory that it does not know."""
+    alive, counter = weakref.ref(_Circle()), AllocationCounter(CPU)
+    with counter.counting():
+        first = torch.zeros(1000)
+        torch.zeros(500)
+        lists = [[number] for number in range(100_000)]
+        assert alive() is not None
+    assert (counter.held, counter.peak) == (4000, 6000)
+    with counter.counting():
+        del first
+    assert (counter.held, counter.peak) == (0, 4000)
+    gc.collect()
+    assert alive() is None and gc.isenabled() and len(lists) == 100_000

@@ -3,22 +3,19 @@ from __future__ import annotations
 from math import inf, nan
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from megasnn.non_finite import NonFinite, NonFiniteWatch, earliest, first_non_finite
+from megasnn.engine.debug import NonFinite, first_non_finite, watched_outputs
 
 
-def test_first_bad_tensor_with_its_counts():
+def test_first_bad_tensor_with_its_counts() -> None:
     named = [
         ("fine", torch.ones(3)),
         ("whole numbers", torch.ones(3, dtype=torch.int64)),
         ("bad", torch.tensor([nan, 1.0, inf, -inf])),
         ("worse", torch.full((2,), nan)),
     ]
-    found = first_non_finite(named)
-    assert found == NonFinite("bad", nan=1, infinite=2, total=4)
-    assert str(found) == "bad: 1 nan and 2 infinite of 4 values"
+    assert first_non_finite(named) == NonFinite("bad", nan=1, infinite=2, total=4)
     assert first_non_finite(named[:2]) is None
 
 
@@ -39,43 +36,15 @@ class Network(nn.Module):
         return self.third(self.fire(self.second(self.first(x)))["spikes"][0])
 
 
-def test_watch_finds_the_layer_whose_nan_the_neuron_hides():
+def test_the_layer_whose_nan_a_neuron_hides_is_found_and_no_hook_stays() -> None:
     network = Network()
     with torch.no_grad():
         network.second.weight[0, 0] = nan
         network.third.bias.fill_(inf)
-    with NonFiniteWatch(network.named_children()) as watch:
+    with watched_outputs([*network.named_children()]) as found:
         network(torch.ones(5, 2))
-    assert watch.found == NonFinite("second", nan=5, infinite=0, total=10)
-    with NonFiniteWatch([("fire", network.fire)]) as watch:
+    assert [each.name for each in found] == ["second", "third"]
+    assert found[0] == NonFinite("second", nan=5, infinite=0, total=10)
+    with watched_outputs([("fire", network.fire)]) as found:
         network(torch.ones(5, 2))
-    assert watch.found is None
-
-
-def test_watch_looks_into_what_a_layer_returns_and_leaves_no_hooks():
-    class Pair(nn.Module):
-        def forward(self, x: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-            return {"pair": (x, x / 0)}
-
-    pair = Pair()
-    with NonFiniteWatch([("pair", pair)]) as watch:
-        pair(torch.ones(2))
-    assert watch.found == NonFinite("pair", nan=0, infinite=2, total=2)
-    assert not pair._forward_hooks
-
-
-def _find(stages: list[int], bad: list[bool]) -> NonFinite | None:
-    rank = dist.get_rank()
-    found = NonFinite(f"layer of rank {rank}", 1, 0, 2) if bad[rank] else None
-    return earliest(found, stages[rank], dist.group.WORLD)
-
-
-def test_all_ranks_name_the_lowest_stage(ranks):
-    for found in ranks(3, _find, [0, 2, 1], [False, True, True]):
-        assert found is not None and found.name == "layer of rank 2"
-    assert ranks(3, _find, [0, 2, 1], [False] * 3) == [None] * 3
-
-
-def test_earliest_of_one_rank():
-    found = NonFinite("a", 1, 0, 2)
-    assert earliest(found, 3, None) is found
+    assert found == [] and not any(module._forward_hooks for module in network.modules())

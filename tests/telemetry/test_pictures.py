@@ -19,13 +19,10 @@ def test_polarities_have_their_colours_and_frames_stand_side_by_side() -> None:
     assert picture.shape == (4, 3 * 6, 3) and picture.dtype == np.uint8
     assert tuple(picture[0, 1]) == RED and tuple(picture[2, 6 + 3]) == BLUE and tuple(picture[3, 12 + 4]) == BLACK
     assert (picture == WHITE).all(-1).sum() == 3 * 20 - 3
-
-
-def test_a_hot_pixel_leaves_the_others_visible_and_nothing_is_white() -> None:
-    frames = np.ones((1, 2, 30, 30), np.float32)
-    frames[:, 0] = 0
-    frames[0, 1, 5, 5] = 1000
-    assert (to_rgb(frames)[:, :-1] == RED).all()
+    hot = np.zeros((1, 2, 30, 30), np.float32)
+    hot[:, 1] = 1
+    hot[0, 1, 5, 5] = 1000
+    assert (to_rgb(hot)[:, :-1] == RED).all(), "a hot pixel leaves the others visible"
     assert (to_rgb(np.zeros((2, 2, 3, 3)))[:, :3] == 255).all()
 
 
@@ -57,7 +54,10 @@ def test_a_raster_has_a_row_for_each_neuron_and_a_column_for_each_step() -> None
     picture = raster_picture(raster)
     assert picture.shape == (3, 9, 3) and np.argwhere(picture[..., 0] == 0).tolist() == [[2, 5]]
     assert set(np.unique(picture[:, 4])) == {160}
-    assert raster_sheet({"a": raster, "b": raster}).shape[2] == 3
+    for count in (1, 3):
+        sheet = raster_sheet(dict.fromkeys([f"layer{number}" for number in range(count)], raster))
+        borders = (sheet == 160).all(-1).sum(0) > 20  # columns of the borders between samples: one in each layer
+        assert (np.diff(borders.astype(int)) == 1).sum() == count
 
 
 def layers(*rates: float) -> list[LayerSpikes]:

@@ -1,13 +1,13 @@
-from __future__ import annotations
+"""Rates, silent and saturated neurons of all ranks are those of one rank; rasters of a few neurons."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megasnn.telemetry.energy import LayerWork, describe_operations, synaptic_operations
 from megasnn.telemetry.spikes import (
     RASTER_NEURONS,
     RASTER_SAMPLES,
@@ -17,15 +17,13 @@ from megasnn.telemetry.spikes import (
     mean_spikes,
 )
 
-
-@contextmanager
-def recording(recorder: SpikeRecorder) -> Iterator[None]:
-    recorder.enabled = True
-    yield
-    recorder.enabled = False
-
-
 SHAPES = {"stem.neuron": (4, 3, 3), "block.qkv": (8, 5), "head.neuron": (2,)}
+
+
+def enabled() -> SpikeRecorder:
+    recorder = SpikeRecorder()
+    recorder.enabled = True
+    return recorder
 
 
 def test_rate_silent_and_saturated_by_hand():
@@ -33,61 +31,32 @@ def test_rate_silent_and_saturated_by_hand():
     spikes[:, :, 0] = 1  # saturated
     spikes[0, 0, 1] = 1  # fires once
     spikes[:, 1:, 2] = 1  # fires 4 times; neuron 3 is silent
-    recorder = SpikeRecorder()
-    with recording(recorder):
-        recorder.observe("layer", spikes)
+    recorder = enabled()
+    recorder.observe("layer", spikes)
     (layer,) = recorder.reduce(None, (), None, [])
     assert layer.name == "layer"
     assert layer.firing_rate == pytest.approx((6 + 1 + 4 + 0) / 24, rel=1e-12)
     assert (layer.silent, layer.saturated) == (0.25, 0.25)
-
-
-def test_micro_batches_of_different_size_count_by_sample():
-    recorder = SpikeRecorder()
-    with recording(recorder):
-        recorder.observe("layer", torch.ones(2, 3, 1, dtype=torch.bool))
-        recorder.observe("layer", torch.zeros(2, 1, 1, dtype=torch.bool))
-    assert recorder.reduce(None, (), None, []) == [LayerSpikes("layer", 0.75, 0.0, 0.0)]
-    assert recorder.reduce(None, (), None, []) == [], "counts must be forgotten after reduce"
+    assert mean_spikes([layer]) == {
+        "spikes/firing_rate": layer.firing_rate,
+        "spikes/silent": 0.25,
+        "spikes/saturated": 0.25,
+    }
+    assert mean_spikes([]) == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8, torch.bool])
-def test_counts_are_exact_in_every_type(dtype):
+def test_counts_are_exact_in_every_type_and_forgotten_once_they_are_taken(dtype):
     spikes = torch.ones(300, 4, 2)
     spikes[0, 0, 0] = 0  # 1199 of 1200: bfloat16 sums could not tell
-    recorder = SpikeRecorder()
-    with recording(recorder):
-        recorder.observe("layer", spikes.to(dtype))
+    recorder = enabled()
+    for part in spikes.split((3, 1), dim=1):  # micro-batches of different size count by sample
+        recorder.observe("layer", part.to(dtype))
+    recorder.enabled = False
+    recorder.observe("layer", spikes)
     (layer,) = recorder.reduce(None, (), None, [])
     assert layer.firing_rate == pytest.approx(2399 / 2400, rel=1e-12) and layer.saturated == 0.5
-
-
-def test_nothing_is_counted_outside_recording():
-    recorder = SpikeRecorder()
-    recorder.observe("layer", torch.ones(1, 1, 1))
-    with recording(recorder):
-        pass
-    recorder.observe("layer", torch.ones(1, 1, 1))
     assert recorder.reduce(None, (), None, []) == []
-
-
-def test_order_of_the_network_and_a_layer_it_lacks():
-    recorder = SpikeRecorder()
-    with recording(recorder):
-        for name in ("b.fc.neuron", "b", "a.neuron"):
-            recorder.observe(name, torch.ones(1, 1, 1))
-    found = recorder.reduce(None, (), None, ["a", "x", "b"])
-    assert [layer.name for layer in found] == ["a.neuron", "b.fc.neuron", "b"]
-
-
-def test_scalars_for_tensorboard():
-    layers = [LayerSpikes("a", 0.5, 0.25, 0.125), LayerSpikes("b", 0.25, 0.75, 0.0)]
-    assert mean_spikes(layers) == {
-        "spikes/firing_rate": 0.375,
-        "spikes/silent": 0.5,
-        "spikes/saturated": 0.0625,
-    }
-    assert mean_spikes([]) == {}
 
 
 def _spikes(name: str) -> Tensor:
@@ -109,69 +78,60 @@ def _group(of_rank: list[list[int]]) -> dist.ProcessGroup | None:
     return mine
 
 
-def _data_and_tensor(samples_of_first: int) -> list[LayerSpikes]:
+def _shared(samples_of_first: list[int]) -> list[list[LayerSpikes]]:
     """Ranks 0..3 are (dp 0, tp 0), (dp 0, tp 1), (dp 1, tp 0), (dp 1, tp 1)."""
     data, tensor = divmod(dist.get_rank(), 2)
     data_group, tensor_group = _group([[0, 2], [1, 3]]), _group([[0, 1], [2, 3]])
-    recorder = SpikeRecorder()
-    with recording(recorder):
+    found = []
+    for samples in samples_of_first:
+        recorder = enabled()
         for name in SHAPES:
             shard = _spikes(name).chunk(2, dim=2)[tensor]
-            mine = shard[:, :samples_of_first] if data == 0 else shard[:, samples_of_first:]
+            mine = shard[:, :samples] if data == 0 else shard[:, samples:]
             for sample in mine.split(1, dim=1):
                 recorder.observe(name, sample)
-    return recorder.reduce(data_group, (tensor_group,), None, [])
-
-
-def _alone() -> list[LayerSpikes]:
-    recorder = SpikeRecorder()
-    with recording(recorder):
-        for name in SHAPES:
-            recorder.observe(name, _spikes(name))
-    return recorder.reduce(None, (), None, [])
-
-
-def _same(one: list[LayerSpikes], other: list[LayerSpikes]) -> bool:
-    return [layer.name for layer in one] == [layer.name for layer in other] and all(
-        (a.silent, a.saturated) == (b.silent, b.saturated) and a.firing_rate == pytest.approx(b.firing_rate, rel=1e-12)
-        for a, b in zip(one, other, strict=True)
-    )
-
-
-@pytest.mark.parametrize("samples_of_first", [2, 5], ids=["uneven", "a rank without samples"])
-def test_two_by_two_ranks_give_the_statistics_of_one(ranks, samples_of_first):
-    alone = _alone()
-    assert any(layer.silent > 0 for layer in alone) and any(layer.saturated > 0 for layer in alone)
-    for layers in ranks(4, _data_and_tensor, samples_of_first):
-        assert _same(layers, alone)
-
-
-def _pipeline(order: list[str]) -> list[LayerSpikes]:
-    """Rank 0 has the first and last layer, as with virtual stages; rank 1 the one between; rank 2 none."""
-    names = list(SHAPES)
-    mine: list[str] = [[names[0], names[2]], [names[1]], []][dist.get_rank()]
-    recorder = SpikeRecorder()
-    with recording(recorder):
-        for name in mine:
-            recorder.observe(name, _spikes(name))
-    return recorder.reduce(None, (), dist.group.WORLD, order)
-
-
-def test_pipeline_ranks_gather_the_layers_in_the_networks_order(ranks):
-    for layers in ranks(3, _pipeline, list(SHAPES)):
-        assert _same(layers, _alone())
-
-
-def _unequal_shards() -> None:
-    recorder = SpikeRecorder()
-    with recording(recorder):
-        recorder.observe("layer", torch.ones(1, 1, 2 + dist.get_rank()))
+        found.append(recorder.reduce(data_group, (tensor_group,), None, []))
+    # A pipeline: rank 0 has the first and last layer, as with virtual stages; rank 1 the one between; others none.
+    names, recorder, rasters = list(SHAPES), enabled(), RasterRecorder()
+    rasters.enabled = True
+    for name in [[names[0], names[2]], [names[1]], [], []][dist.get_rank()]:
+        recorder.observe(name, _spikes(name))
+        rasters.observe(name, _spikes(name))
+    found.append(recorder.reduce(None, (), dist.group.WORLD, names))
+    drawn = rasters.take(dist.group.WORLD, names)
+    assert list(drawn) == names and all(raster.any() and raster.shape[::2] == (4, 3) for raster in drawn.values())
+    recorder = enabled()
+    recorder.observe("layer", torch.ones(1, 1, 2 + dist.get_rank()))
     with pytest.raises(ValueError, match="layer.*3.*2"):
         recorder.reduce(dist.group.WORLD, (), None, [])
+    return found
 
 
-def test_replicas_with_different_shards_are_refused_on_every_rank(ranks):
-    ranks(2, _unequal_shards)
+def test_ranks_give_the_statistics_of_one(ranks):
+    """Two by two, unevenly or with a replica that has no samples, and as a pipeline; unequal shards are refused."""
+    recorder = enabled()
+    for name in SHAPES:
+        recorder.observe(name, _spikes(name))
+    alone = recorder.reduce(None, (), None, list(SHAPES))
+    assert any(layer.silent > 0 for layer in alone) and any(layer.saturated > 0 for layer in alone)
+    for cases in ranks(4, _shared, [2, 5]):
+        for layers in cases:
+            for mine, expected in zip(layers, alone, strict=True):
+                assert (mine.name, mine.silent, mine.saturated) == (expected.name, expected.silent, expected.saturated)
+                assert mine.firing_rate == pytest.approx(expected.firing_rate, rel=1e-12)
+
+
+def test_synaptic_operations_are_counted_where_neurons_fire() -> None:
+    """A dense layer, one behind its neuron, and a block with two products, between which another neuron fires."""
+    layers = [LayerWork("conv", 1000, False), LayerWork("next", 200, True), LayerWork("block", 50, True)]
+    rates = {"conv.neuron": 0.5, "next.neuron": 0.1, "block.first": 0.3, "block.last": 0.4}
+    spikes = [LayerSpikes(name, rate, 0.0, 0.0) for name, rate in rates.items()]
+    found = synaptic_operations(layers, spikes)
+    acs = 200 * (0.5 + 0.1) / 2 + 50 * (0.1 + 0.3 + 0.4) / 3
+    assert found["validation/effective_macs"] == 1000 and found["validation/dense"] == 1250
+    assert found["validation/effective_acs"] == pytest.approx(acs)
+    assert found["validation/energy_mj"] == pytest.approx(1e3 * (1000 * 4.6e-12 + acs * 0.9e-12))
+    assert synaptic_operations(layers, []) == {} and "1250 MACs" in describe_operations(found)
 
 
 def test_rasters_have_a_few_neurons_of_the_first_samples_in_the_models_order() -> None:

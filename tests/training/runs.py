@@ -17,7 +17,7 @@ from megasnn.checkpoint import load_global_tensors
 from megasnn.config import parse, validate
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import plan
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts

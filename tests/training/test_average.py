@@ -11,7 +11,6 @@ import torch
 from megasnn.checkpoint import CheckpointError, load_global_tensors
 from megasnn.convert.exchange import export_weights
 from megasnn.convert.source import open_source
-from megasnn.models.spikformer.spikingjelly_names import from_spikingjelly
 from tests.training.runs import train, whole
 
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
@@ -81,14 +80,6 @@ def test_with_and_without_it(cache, tmp_path, capsys) -> None:
     assert not averages(tmp_path / "run")
     with pytest.raises(CheckpointError, match="holds no average of the weights: the run had no --ema-decay"):
         export_weights(open_source(tmp_path / "run"), tmp_path / "out.pt", "spikingjelly", averaged=True)
-
-
-def test_it_is_exported_in_place_of_the_weights(cache, tmp_path) -> None:
-    train(cache, *COMMON, "--save", str(tmp_path / "run"), "--ema-decay", "0.75")
-    export_weights(open_source(tmp_path / "run"), tmp_path / "out.pt", "spikingjelly", averaged=True)
-    theirs = from_spikingjelly(torch.load(tmp_path / "out.pt", weights_only=True))
-    found = averages(tmp_path / "run")
-    assert theirs.keys() == found.keys() and all(torch.equal(theirs[name], found[name]) for name in found)
 
 
 def losses(folder: Path) -> list[float]:

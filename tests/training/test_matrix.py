@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.data.event_files import FRAMES, encode_frames
+from megasnn.data.formats import FRAMES, encode_frames
 from megasnn.preprocess.writing import write_shard
 from tests.training.runs import Outcome, train, train_vgg, whole, without_trial
 

@@ -7,58 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 
-from megasnn.config import parse
-from megasnn.engine.distributed_model import DistributedModel
-from megasnn.kernels import NeuronSpec
-from megasnn.layers import BuildContext
-from megasnn.models.building import describe
-from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.optim import build_optimizer, held_state_bytes, state_bytes
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.plan import PipelinePlan
 from megasnn.preprocess.sample import shards_of_sample
-from megasnn.schedule import plan_schedule
-from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training import memory
-from tests.training.runs import TINY, train, without_trial
-
-
-def test_the_state_of_the_optimizer_is_known_before_it_is_there() -> None:
-    layer = torch.nn.Linear(8, 4)
-    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
-    assert held_state_bytes(optimizer) == 0
-    layer(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    assert held_state_bytes(optimizer) == state_bytes(layer.parameters()) == 2 * 4 * (8 * 4 + 4) + 2 * 4
-
-
-@pytest.mark.parametrize(("device", "batches", "snapshots"), [("cpu", 2, 1), ("cuda", 1, 0)])
-def test_what_lies_in_the_hosts_memory_is_no_part_of_a_gpus(monkeypatch, device, batches, snapshots) -> None:
-    config = parse(run_config(Spikformer), [*TINY, "--num-workers", "1", "--async-save", "--save", "nowhere"])
-    model = describe(config.model, NeuronSpec())
-    state = initialize_model_parallel(1, 1)
-    try:
-        bounds = (range(len(model.layers)),)
-        plan = PipelinePlan(bounds, plan_schedule("1f1b", 1, 1), 3)
-        engine = DistributedModel(model, state, BuildContext(), bounds, plan.schedules)
-        optimizer = build_optimizer(engine.tensors, config.optimizer)
-        monkeypatch.setattr(memory, "held_memory_mb", lambda _: 1000.0)
-        reporter = Reporter(RunOutline(1, 1), is_writer=False)
-        with without_trial():
-            elsewhere = replace(state, device=torch.device(device))
-            (mine,) = memory.forecast_memory(config, engine, optimizer, plan, elsewhere, reporter)
-    finally:
-        destroy_model_parallel()
-    assert mine.samples == pytest.approx(1e-6 * batches * 3 * 4 * 4 * 8 * 8)
-    assert mine.snapshot == pytest.approx(snapshots * (mine.weights + mine.optimizer))
+from tests.training.runs import train
 
 
 def test_a_run_without_a_forecast_trains(tmp_path_factory, tmp_path, monkeypatch) -> None:

@@ -11,13 +11,9 @@ import torch
 import megasnn
 from megasnn.checkpoint import CheckpointError, NoCheckpointError, list_checkpoints
 from megasnn.data import GlobalBatch
-from megasnn.engine.batches import Batches
-from megasnn.layers import BuildContext, ParallelConv
-from megasnn.parallel.codec import Content
-from megasnn.parallel.sharded_tensors import materialise
+from megasnn.engine.batch import Batches
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.step_state import MicroBatchInput
-from megasnn.training import saving
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import build_engine
 from tests.training.runs import TINY, train, whole
@@ -59,19 +55,6 @@ def test_a_run_with_a_broken_step_ends_with_finite_tensors(tmp_path_factory, mon
     assert tensors["patch_embed.stages.0.norm.num_batches_tracked"] == 2
 
 
-@pytest.mark.parametrize("value", [0.5, 300.0, -1.0])
-@pytest.mark.parametrize("content", [Content.SPIKES, Content.COUNTS])
-def test_an_input_that_does_not_fit_its_wire_is_refused(content: Content, value: float) -> None:
-    context = BuildContext()
-    conv = ParallelConv(2, 4, 3, context, padding=1, content=content, initialise=lambda t, g: t.normal_(generator=g))
-    materialise([("conv", conv)], torch.device("cpu"), 0)
-    fits = torch.ones(1, 2, 2, 5, 5)
-    assert conv(fits).shape == (1, 2, 4, 5, 5)
-    fits[0, 1, 1, 2, 3] = value
-    with pytest.raises(ValueError):
-        conv(fits)
-
-
 def test_a_folder_named_by_mistake_is_refused_and_a_first_start_is_not(tmp_path_factory, tmp_path) -> None:
     cache = str(tmp_path_factory.mktemp("cache"))
     with pytest.raises(NoCheckpointError, match="typo"):
@@ -94,22 +77,6 @@ def test_what_a_resumed_run_does_otherwise_is_told_or_refused(tmp_path_factory, 
     assert "WARNING: changed since the checkpoint was saved: --loss from cross-entropy to mse, --augment" in printed
     with pytest.raises(CheckpointError, match="last_batch: continue when it was saved, drop now"):
         train(cache, *again, "--last-batch", "drop")
-
-
-def test_a_checkpoint_from_before_the_generator_says_that_random_draws_differ(
-    tmp_path_factory, tmp_path, capsys, monkeypatch
-) -> None:
-    cache, folder = str(tmp_path_factory.mktemp("cache")), str(tmp_path)
-    with monkeypatch.context() as before:
-        before.setattr(saving, "GENERATOR", None)
-        train(cache, "--train-iters", "1", "--eval-iters", "0", "--augment", "cifar", "--save", folder)
-    again = ("--eval-iters", "0", "--augment", "cifar", "--load", folder, "--save", folder)
-    told = "WARNING: the checkpoint was saved by a program that drew from other random numbers than philox4x32-10"
-    for iterations, augment, expected in (("2", "none", False), ("2", "cifar", True), ("3", "cifar", False)):
-        capsys.readouterr()
-        saves = () if augment == "cifar" else ("--save", f"{folder}-else")
-        train(cache, *again, "--train-iters", iterations, "--augment", augment, *saves)
-        assert (told in capsys.readouterr().out) is expected
 
 
 def test_a_program_goes_on_after_a_run_that_failed(tmp_path_factory, tmp_path, monkeypatch) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from megasnn.checkpoint import load_global_tensors
 from megasnn.config import validate
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.pretraining import configuration
 from tests.parity import recipes
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-from unittest import mock
-
 import pytest
 import torch
 
-from megasnn.checkpoint import CheckpointError
-from megasnn.optimizers import OPTIMIZERS, OptimizerRecipe
 from tests.training.runs import train, whole
 
 FLAGS = {"sgd": "--optimizer sgd --lr 0.05", "lamb": "--optimizer lamb --lr 1e-2 --weight-decay 0.05"}
@@ -30,32 +25,6 @@ def test_a_run_goes_on_on_another_layout(ranks, cache, tmp_path, optimizer: str)
     assert resumed.keys() == straight.keys()
     for name, value in straight.items():
         assert (resumed[name].double() - value.double()).norm() <= 1e-9 * value.double().norm(), name
-
-
-def adafactor(groups: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(groups, lr=lr)
-
-
-def trained_with_adafactor(*arguments: str) -> str:
-    """Why it cannot be trained with; "" where it can."""
-    recipe = OptimizerRecipe("with sums of rows and columns", adafactor, lambda: ("step",))
-    try:
-        with mock.patch.dict(OPTIMIZERS, {"adafactor": recipe}):
-            train(*arguments, "--optimizer", "adafactor", "--train-iters", "2", "--eval-iters", "0")
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
-def test_an_optimizer_whose_state_cannot_be_saved_is_refused_after_its_first_step(ranks, cache, tmp_path) -> None:
-    assert trained_with_adafactor(cache) == ""
-    for more in ([], ["--async-save"]):
-        text = trained_with_adafactor(cache, "--save", str(tmp_path), "--save-interval", "1", *more)
-        assert text.startswith("--save cannot have this optimizer's state; take another one, or do without:\n")
-        assert "optimizer.row_var.patch_embed" in text and not list(tmp_path.glob("iter_*"))
-    for text in ranks(2, trained_with_adafactor, cache):
-        assert text.startswith("--check-replicas-interval cannot have this optimizer's state")
-    assert ranks(2, trained_with_adafactor, cache, "--check-replicas-interval", "0") == ["", ""]
 
 
 @pytest.mark.parametrize("optimizer", FLAGS)

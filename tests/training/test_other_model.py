@@ -49,9 +49,3 @@ def test_what_is_wrong_otherwise_is_told_when_it_is_loaded(tmp_path) -> None:
     (path / "metadata.json").write_text("{}")
     with pytest.raises(CheckpointError, match="holds no checkpoint that is intact"):
         train(str(tmp_path / "cache"), "--train-iters", "1", "--load", str(tmp_path / "vgg"))
-
-
-def test_a_folder_without_a_checkpoint_is_told_before_anything_is_built(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("megasnn.training.loop.Engine", None)
-    with pytest.raises(CheckpointError, match="no folder .*absent"):
-        train(str(tmp_path / "cache"), "--train-iters", "1", "--load", str(tmp_path / "absent"))

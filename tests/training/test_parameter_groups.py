@@ -6,16 +6,13 @@ import pytest
 import torch
 
 from megasnn.checkpoint import load_global_tensors
-from megasnn.config import ConfigError, OptimizerConfig, parse, validate
-from megasnn.config.patterns import patterns
-from megasnn.engine.setup import parameter_names
+from megasnn.config import OptimizerConfig
+from megasnn.engine.build import parameter_names
 from megasnn.kernels import NeuronSpec
-from megasnn.models.building import describe
-from megasnn.models.model import run_config
-from megasnn.models.spikformer.dimensions import Spikformer
+from megasnn.models.build import describe
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.optim import build_optimizer, is_frozen, require_matches
-from megasnn.parallel.sharded_tensors import ShardedTensor
-from megasnn.parallel.sharding import Shard
+from megasnn.parallel.sharding import Shard, ShardedTensor
 from tests.training.runs import train, whole
 
 FROZEN = "patch_embed.stages.*=0,blocks.0.attention=0,*.fc2.norm.weight=0"
@@ -60,20 +57,6 @@ def test_what_is_frozen_stays_and_all_else_is_trained(cache, straight) -> None:
     assert len(stays) > 10 and "patch_embed.stages.0.norm.running_mean" not in stays
 
 
-def test_the_size_of_the_pipeline_changes_no_bit(ranks, cache) -> None:
-    common = ("--train-iters", "2", "--eval-iters", "0", *RULES)
-    one = whole([train(cache, *common)])
-    two = whole(ranks(2, train, cache, *common, "--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zb1p"))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-def test_freezing_changes_no_bit_of_the_others_gradients(cache) -> None:
-    common = ("--train-iters", "1", "--eval-iters", "0", "--optimizer", "sgd", "--clip-grad", "0")
-    every, some = whole([train(cache, *common)]), whole([train(cache, *common, "--lr-scale-of", FROZEN)])
-    differs = {name for name in every if not torch.equal(every[name], some[name])}
-    assert differs and all(map(frozen, differs))
-
-
 def test_a_checkpoint_has_no_state_of_what_is_frozen(cache, tmp_path, capsys) -> None:
     folder, common = str(tmp_path), ("--eval-iters", "0", "--save", str(tmp_path), "--load", str(tmp_path))
     train(cache, "--train-iters", "1", *common, "--lr-scale-of", "blocks=0")
@@ -116,21 +99,3 @@ def test_groups_of_an_optimizer() -> None:
 def test_a_pattern_without_effect_is_refused(patterns: str, named: str) -> None:
     with pytest.raises(ValueError, match=f"--lr-scale-of.*{named}"):
         require_matches(OptimizerConfig(lr_scale_of=patterns), NAMES)
-
-
-def test_it_is_refused_before_anything_is_built(cache, monkeypatch) -> None:
-    monkeypatch.setattr("megasnn.training.data.open_datasets", None)
-    with pytest.raises(ValueError, match="--lr-scale-of: 'stem'"):
-        train(cache, "--train-iters", "1", "--lr-scale-of", "stem=0")
-
-
-@pytest.mark.parametrize("text", ["head", "a=1,,b=2", "head=x", "head=-1", "head=inf"])
-def test_a_text_that_is_no_pattern_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--lr-scale-of"):
-        validate(parse(run_config(Spikformer), ["--train-iters", "1", "--lr-scale-of", text]), 1)
-
-
-def test_the_name_of_a_layer_stands_for_all_below_it() -> None:
-    (layer,) = patterns("lr_scale_of", "blocks.1=2")
-    assert layer.matches("blocks.1.mlp.fc1.conv.weight") and layer.matches("blocks.1")
-    assert not layer.matches("blocks.10.mlp.fc1.conv.weight")

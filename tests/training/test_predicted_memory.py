@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
-import weakref
 from itertools import cycle, product
 from typing import Any
 from unittest import mock
@@ -16,12 +14,11 @@ from megasnn.config import OptimizerConfig, ParallelConfig, PretrainConfig, Trai
 from megasnn.config.training import Length
 from megasnn.engine import Engine
 from megasnn.models.model import Model, run_config
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.models.vgg_dvs.dimensions import VggDvs
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.parallel import gradient_buckets
 from megasnn.parallel.gradient_buckets import BUCKET_BYTES
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline import plan as pipeline_plan
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.memory import forecast_memory, step_peak
@@ -78,10 +75,9 @@ def predicted_and_counted(
         config: PretrainConfig = run_config(type(model))(
             model=model, training=training, parallel=layout, optimizer=frozen
         )
-        modules = gradient_buckets, pipeline_plan
-        small = (mock.patch.object(module, "BUCKET_BYTES", bucket_bytes) for module in modules)
-        with next(small), next(small), Engine(config, length=Length(9)) as engine:
-            predicted = step_peak(config, engine.distributed, engine.plan, state).total
+        small = mock.patch.object(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
+        with small, Engine(config, length=Length(9)) as engine:
+            predicted = step_peak(config, engine.distributed, engine.plan).total
             return predicted, _counted(engine, samples)
     finally:
         destroy_model_parallel()
@@ -102,7 +98,7 @@ def _counted(engine: Engine, samples: int) -> int:
         counter = AllocationCounter(engine.distributed.state.device)
         with counter.counting():
             engine.distributed.forward_backward(micro_batches, samples)
-            engine.distributed.share_rows()
+            engine.distributed.all_gather_params()
         peaks.append(counter.peak)
     return min(peaks)
 
@@ -117,19 +113,6 @@ def cases() -> list[object]:
 def test_within_ten_percent(ranks, name: str, layout: str) -> None:
     size, parallel = LAYOUTS[layout]
     found = ranks(size, predicted_and_counted, MODELS[name], parallel)
-    assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.1)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_of_more_samples_than_are_tried(ranks, name: str) -> None:
-    ((predicted, counted),) = ranks(1, predicted_and_counted, MODELS[name], {}, 1, 9)
-    assert predicted == pytest.approx(counted, rel=0.1)
-
-
-def test_what_has_arrived_is_gone_before_what_comes_takes_memory(ranks) -> None:
-    """In front of the last two layers, what travels is more than what they keep."""
-    cut = {**LAYOUTS["pp2"][1], "pipeline_model_parallel_layout": "3|2"}
-    found = ranks(2, predicted_and_counted, MODELS["vgg"], cut)
     assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.1)
 
 
@@ -148,27 +131,11 @@ def test_of_a_model_with_many_parameters(ranks, parallel: dict[str, Any], precis
     assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.1)
 
 
-def test_of_rows_that_travel_in_several_buckets(ranks) -> None:
-    found = ranks(2, predicted_and_counted, MODELS["vgg"], LAYOUTS["dp2-zero1"][1], 3, 4, "fp32", None, None, 2**17)
-    assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.1)
-
-
 def test_a_bucket_travels_beside_the_last_backward(ranks) -> None:
     """The first layers need most, while the bucket of the last ones is under way."""
     deep, zero1 = VggDvs(channels="16,32,P,128,P,256,P", image_size=32, time_steps=5), LAYOUTS["dp2-zero1"][1]
     found = ranks(2, predicted_and_counted, deep, zero1, 3, 1, "fp32", None, None, 2**17)
     assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.1)
-
-
-def test_a_budget_counts_what_travels_between_owners(ranks) -> None:
-    """It is more here than all that backwards need, and no choice makes it less."""
-    flags: dict[str, Any] = {"use_distributed_optimizer": True, "pipeline_schedule": "gpipe"}
-    needed = max(predicted for predicted, _ in ranks(2, predicted_and_counted, WIDE, flags, 1, 1))
-    with pytest.raises(RuntimeError, match=f"the least is --memory-budget {math.ceil(1e-6 * needed)};"):
-        ranks(2, predicted_and_counted, WIDE, {**flags, "memory_budget": 0.9e-6 * needed}, 1, 1)
-    flags["memory_budget"] = 1.001e-6 * needed
-    for predicted, counted in ranks(2, predicted_and_counted, WIDE, flags, 1, 1):
-        assert predicted == pytest.approx(counted, rel=0.1) and predicted <= 1e6 * flags["memory_budget"]
 
 
 FROZEN = {"spikformer": "patch_embed.*=0,blocks.1.attention*=0", "vgg": "features.0=0,features.1=0,features.3.conv=0"}
@@ -198,8 +165,7 @@ def _forecast_and_counted(flags: dict[str, Any], parallel: dict[str, Any], preci
         with Engine(config, length=Length(9)) as engine:
             images, labels = torch.randn(samples, *WIDE.input_shape), torch.arange(samples)
             engine.train_step(images, labels)
-            arguments = engine.distributed, engine.steps.optimizer, engine.plan, state
-            forecasts = forecast_memory(config, *arguments, Reporter(RunOutline(1, 1), is_writer=False))
+            forecasts = forecast_memory(config, engine, Reporter(RunOutline(1, 1), is_writer=False))
             mine = forecasts[state.rank]
             gc.collect()
             counter = AllocationCounter(state.device)
@@ -214,8 +180,6 @@ def _forecast_and_counted(flags: dict[str, Any], parallel: dict[str, Any], preci
     ("flags", "parallel", "precision"),
     [
         ({"optimizer": "lamb"}, {}, "fp32"),
-        ({"optimizer": "lamb"}, {}, "fp64"),
-        ({"optimizer": "lamb", "weight_decay": 0.0}, {}, "fp32"),
         ({"optimizer": "lamb"}, {"use_distributed_optimizer": True}, "fp32"),
         ({"optimizer": "adamw"}, {}, "fp32"),
     ],
@@ -223,31 +187,6 @@ def _forecast_and_counted(flags: dict[str, Any], parallel: dict[str, Any], preci
 def test_what_the_optimizers_step_takes(ranks, flags: dict[str, Any], parallel: dict[str, Any], precision: str) -> None:
     found = ranks(2 if parallel else 1, _forecast_and_counted, flags, parallel, precision)
     assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.1)
-
-
-def _samples_left(parallel: dict[str, Any]) -> int:
-    """How many of a step's micro-batches are in memory behind it, where nobody else has them."""
-    initialize_model_parallel(1, ParallelConfig(**parallel).pipeline_model_parallel_size)
-    try:
-        training = TrainingConfig(micro_batch_size=2, global_batch_size=4, train_iters=9)
-        model = MODELS["vgg"]
-        config = run_config(type(model))(model=model, training=training, parallel=ParallelConfig(**parallel))
-        with Engine(config, length=Length(9)) as engine:
-            images, labels = torch.randn(4, *engine.config.model.input_shape), torch.arange(4)
-            micro_batches = engine.batches.training_inputs(engine.batches.share(images, labels, 4, 0))
-            alive = [weakref.ref(micro) for micro in micro_batches]
-            engine.distributed.forward_backward(micro_batches, 4)
-            del micro_batches
-            gc.collect()
-            return sum(each() is not None for each in alive)
-    finally:
-        destroy_model_parallel()
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_step_leaves_nothing_behind(ranks, stages: int) -> None:
-    """What it left would be given back in the next one, where memory is counted that torch has not seen taken."""
-    assert ranks(stages, _samples_left, {"pipeline_model_parallel_size": stages}) == [0] * stages
 
 
 @pytest.mark.parametrize("name", MODELS)

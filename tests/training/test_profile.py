@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megasnn.parallel.clocks import clock_offsets
+from megasnn.parallel import agreement
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.schedule import equal_costs, generate, simulate
-from megasnn.training.profile import measured_simulation
+from megasnn.training.profiling import measured_simulation
 from tests.training.runs import train
 
 PP2 = ("--pipeline-model-parallel-size", "2", "--train-iters", "4", "--log-interval", "2", "--eval-iters", "0")
@@ -33,14 +33,6 @@ def test_a_profiled_run_shows_both_charts(ranks, tmp_path_factory, tmp_path, sch
         assert all(event.value > 0 for event in events.Scalars(f"6_pipeline/ms_{what}"))
 
 
-def test_a_run_that_ends_before_a_log_interval_is_profiled_too(ranks, tmp_path_factory, tmp_path) -> None:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    short = ("--train-iters", "3", "--log-interval", "10", "--profile-pipeline", "--tensorboard-dir", str(tmp_path))
-    ranks(2, train, cache, *PP2, *short)
-    images = EventAccumulator(str(tmp_path)).Reload().Images("pipeline/measured")
-    assert [image.step for image in images] == [2]
-
-
 def test_measured_times_become_a_timeline_on_one_clock() -> None:
     """What the simulator says, told by ranks whose clocks are apart, comes out as the simulator said it."""
     schedule = generate("1f1b", 3, 5)
@@ -56,34 +48,18 @@ def test_measured_times_become_a_timeline_on_one_clock() -> None:
     assert measured.peak_activations == told.peak_activations
 
 
-def _offsets(start: Path | None) -> list[float]:
-    """As if the second rank were on another host, with a clock five seconds behind.
-
-    Args:
-        start: tells the hosts apart; None: their names do.
-    """
-    monkeypatch = pytest.MonkeyPatch()
+def _offsets() -> list[float]:
+    """As if the second rank's clock were five seconds behind."""
     state = initialize_model_parallel(1, 2)
+    now, behind = agreement.time.perf_counter, 5 if state.rank else 0
     try:
-        if state.rank == 1:
-            from megasnn.parallel import clocks
-
-            now = clocks.time.perf_counter
-            if start is None:
-                monkeypatch.setattr(clocks.socket, "gethostname", lambda: "elsewhere")
-            else:
-                monkeypatch.setattr(clocks, "BOOT_ID", start)
-            monkeypatch.setattr(clocks, "time", type("Behind", (), {"perf_counter": staticmethod(lambda: now() - 5)}))
-        return clock_offsets(state.pipeline)
+        with mock.patch.object(agreement.time, "perf_counter", lambda: now() - behind):
+            return agreement.clock_offsets(state.pipeline)
     finally:
-        monkeypatch.undo()
         destroy_model_parallel()
 
 
-@pytest.mark.parametrize("by_name", [True, False])
-def test_clocks_of_other_hosts_are_compared(ranks, tmp_path, by_name: bool) -> None:
-    start = tmp_path / "boot_id"
-    start.write_text("another start")
-    first, second = ranks(2, _offsets, None if by_name else start)
+def test_clocks_of_other_hosts_are_compared(ranks) -> None:
+    first, second = ranks(2, _offsets)
     assert first == second and first[0] == 0
     assert np.isclose(first[1], 5, atol=0.2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -74,14 +73,3 @@ def test_without_a_folder_to_save_in_too(ranks, tmp_path, interval, expected) ->
     flags = [f"--check-replicas-interval={n}" for n in interval]
     texts = ranks(2, train_with_flip, 1, WEIGHT, str(tmp_path), *flags)
     assert all(expected in text for text in texts)
-
-
-def test_switched_off(ranks, tmp_path: Path) -> None:
-    save = ("--save", str(tmp_path / "run"))
-    assert ranks(2, _train_off, str(tmp_path / "cache"), *save) == [None, None]
-    assert list_checkpoints(tmp_path / "run") == [6]
-
-
-def _train_off(cache: str, *flags: str) -> None:
-    with mock.patch.object(ReplicaCheck, "__call__", side_effect=AssertionError("compared")):
-        train(cache, *FLAGS, "--check-replicas-interval", "0", *flags)

@@ -8,11 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megasnn.checkpoint import find_checkpoint, read_metadata
-from megasnn.checkpoint.format import METADATA, to_text
 from megasnn.config import PretrainConfig
-from megasnn.config.identity import NORMALISATION, normalisation
-from megasnn.models.table import MODELS
+from megasnn.config.identity import normalisation
+from megasnn.models.registry import MODELS
 from megasnn.pretraining import configuration, pretrain
 from tests.data.shard_files import image_file, write_shard
 
@@ -69,20 +67,12 @@ def test_an_evaluation_finds_what_the_training_found(trained, shard, tmp_path, c
     assert other != loss and f"{WARNING}{told}\n" in capsys.readouterr().out
 
 
-def test_an_evaluation_by_the_file_of_a_run_takes_the_rest_from_the_checkpoint(trained, shard) -> None:
-    """The run was not told its normalisation: the file says null, the checkpoint says what it used."""
-    folder, _ = trained
-    file = ("--config", f"{folder}/config.json", "--load", folder, "--evaluate-only", "--valid-data-path", shard)
-    assert read(*file, "--augment", "none").data.normalize_images == "cifar10"
-    assert read(*file, "--normalize-images", "generic").data.normalize_images == "generic"
-
-
 def test_an_evaluation_makes_the_frames_of_the_training(tmp_path) -> None:
     sizes = "--channels 4,P,8,P --image-size 16 --time-steps 3 --num-classes 10 --train-iters 1 --save".split()
-    trained = ["--split-by", "time", "--normalize-frames", "frame-max"]
+    trained = ["--split-by", "time"]
     assert pretrain("vgg_dvs", [*BATCHES, *sizes, str(tmp_path), *trained, "--eval-iters", "0"]) == 0
     found = configuration(MODELS["vgg_dvs"], ["--load", str(tmp_path), "--evaluate-only"]).data
-    assert (found.split_by, found.normalize_frames) == ("time", "frame-max")
+    assert found.split_by == "time"
 
 
 def test_fine_tuning_takes_the_constants_and_says_it(trained, shard, tmp_path, capsys) -> None:
@@ -98,23 +88,3 @@ def test_fine_tuning_takes_the_constants_and_says_it(trained, shard, tmp_path, c
 
 def test_a_run_that_goes_on_takes_none(trained, shard) -> None:
     assert normalisation(read("--load", trained[0], "--data-path", shard, "--train-iters", "40")) == "generic"
-
-
-@pytest.mark.parametrize("normalised", ["cifar10", "digits", "generic"])
-def test_what_a_checkpoint_says_of_its_constants(trained, shard, tmp_path, normalised) -> None:
-    rewrite(trained[0], tmp_path, {NORMALISATION: normalised})
-    found = read("--load", str(tmp_path), "--evaluate-only", "--valid-data-path", shard)
-    assert normalisation(found) == normalised
-
-
-def rewrite(folder: str, to: Path, extra: dict[str, object]) -> None:
-    """A checkpoint whose description says something else of its run; None takes it out."""
-    path = find_checkpoint(Path(folder), None)
-    facts = read_metadata(path)
-    (to / path.name).mkdir()
-    for file in path.iterdir():
-        (to / path.name / file.name).write_bytes(file.read_bytes())
-    facts.extra.update(extra)
-    for name in [name for name, value in extra.items() if value is None]:
-        del facts.extra[name]
-    (to / path.name / METADATA).write_text(to_text(facts))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,18 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint import read_metadata, save
+from megasnn.checkpoint import read_metadata
 from megasnn.config import ConfigError, parse
 from megasnn.config.training import Length
 from megasnn.engine import Engine
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.optim import held_state_bytes
 from megasnn.optimizers import OPTIMIZERS, OptimizerRecipe
 from megasnn.parallel.gradient_buckets import GradientBuckets
-from megasnn.parallel.sharding import row_bounds
 from megasnn.parallel.traffic import statistics
-from tests.training.runs import TINY, close, same, saved, train, whole, without_trial
+from tests.training.runs import TINY, close, same, saved, train, without_trial
 
 SHARDED = "--use-distributed-optimizer"
 TINY_FLAGS = tuple(TINY)
@@ -104,7 +99,7 @@ def accounts() -> tuple[int, int, int, int, int]:
             rows = len(parameter) if parameter.ndim else 1
             most += 2 * (parameter.nbytes // made.state.data.size + parameter.nbytes // rows) + 4
         size = 4 * made.distributed.trained_parameters
-        return received, size, held_state_bytes(made.steps.optimizer), most, 2 * size + 4 * len(parameters)
+        return received, size, held_state_bytes(made.step.optimizer), most, 2 * size + 4 * len(parameters)
 
 
 @pytest.mark.parametrize("replicas", [3, pytest.param(4, marks=pytest.mark.matrix)])
@@ -132,8 +127,8 @@ def spoiled() -> tuple[list[bool], str, bool, bool]:
 
         with mock.patch.object(GradientBuckets, "_reduce", spoiling):
             result = made.train_step(*batch(made))
-        unchanged = same(made.state_dict(), before) and not held_state_bytes(made.steps.optimizer)
-        made.steps.iteration = made.steps.consumed_samples = 0
+        unchanged = same(made.state_dict(), before) and not held_state_bytes(made.step.optimizer)
+        made.step.iteration = made.step.consumed_samples = 0
         made.train_step(*batch(made))
         return [result.skipped], str(result.not_finite), unchanged, same(made.state_dict(), expected)
 
@@ -155,46 +150,3 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused(ranks) -> None:
         assert "or take another optimizer (adamw, sgd, lamb, own)" in text
     for text in ranks(2, refusal, "--tensor-model-parallel-size", "2"):
         assert "--optimizer whole needs whole tensors, and with --tensor-model-parallel-size 2 a rank" in text
-
-
-def test_one_replica_owns_everything(cache, tmp_path) -> None:
-    with mock.patch.dict(os.environ, {"MEGASNN_CACHE": cache}), engine(SHARDED) as made:
-        assert all(mine is whole for mine, whole in zip(made.distributed.owned, made.distributed.tensors, strict=True))
-    plain, sharded = (whole([train(cache, *CLIPPED, *more)]) for more in ((), (SHARDED,)))
-    assert same(plain, sharded)
-
-
-def test_rows_are_cut_into_nearly_equal_parts() -> None:
-    for rows in range(9):
-        for parts in range(1, 6):
-            sizes = [end - begin for begin, end in pairwise(row_bounds(rows, parts))]
-            assert sum(sizes) == rows and max(sizes) - min(sizes) <= 1 and (rows != 1 or sizes[0] == 1)
-
-
-BYTES_A_SECOND = 20e6
-
-
-def seconds_to_save(folder: str, *flags: str) -> float:
-    """Of a model of some size, where each rank writes 20 MB a second."""
-    write = save.write_safetensors
-
-    def throttled(path: Path, *arguments: Any) -> Any:
-        begin = time.monotonic()
-        written = write(path, *arguments)
-        time.sleep(max(0.0, written.bytes / BYTES_A_SECOND - (time.monotonic() - begin)))
-        return written
-
-    with engine("--embed-dim", "384", "--depth", "4", *flags) as made:
-        made.train_step(*batch(made))
-        with mock.patch.object(save, "write_safetensors", throttled):
-            begin = time.monotonic()
-            made.save(folder)
-            return time.monotonic() - begin
-
-
-@pytest.mark.matrix
-def test_four_ranks_write_together(ranks, tmp_path) -> None:
-    one = max(ranks(1, seconds_to_save, str(tmp_path / "one")))
-    four = max(ranks(4, seconds_to_save, str(tmp_path / "four"), SHARDED))
-    print(f"{one:.2f} s on one rank, {four:.2f} s on four that own rows: {four / one:.2f}")
-    assert four <= 0.35 * one

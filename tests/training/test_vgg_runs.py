@@ -10,10 +10,9 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megasnn.data.event_files import encode_frames
-from megasnn.layers import ParallelDropout
+from megasnn.data.formats import encode_frames
 from tests.data.shard_files import write_shard
-from tests.training.runs import train_vgg, whole, without_trial
+from tests.training.runs import train_vgg, whole
 
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 
@@ -39,17 +38,6 @@ def test_a_run_with_dropout_resumes_exactly(ranks, shard, tmp_path) -> None:
     others = whole(ranks(4, train_vgg, *common, "--load", str(tmp_path), *TP2_PP2))
     for name, value in straight.items():
         torch.testing.assert_close(others[name], value, rtol=1e-9, atol=1e-9, msg=name)
-
-
-def test_dropout_is_drawn_for_the_position_in_the_whole_training(shard, tmp_path, monkeypatch) -> None:
-    """Every sample of every iteration has a key of its own, before an interruption and after it."""
-    positions: list[int] = []
-    kept = ParallelDropout._kept
-    monkeypatch.setattr(ParallelDropout, "_kept", lambda *args: positions.extend(args[2]) or kept(*args))
-    for flags in (("--exit-interval", "2"), ("--load", str(tmp_path))):
-        with without_trial():
-            train_vgg(*shard, "--train-iters", "3", "--save", str(tmp_path), *flags)
-    assert positions == list(range(30))
 
 
 def test_what_tensorboard_shows(ranks, shard, tmp_path) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
-from io import StringIO
 from typing import Any
 from unittest import mock
 
@@ -21,18 +18,14 @@ from megasnn.engine import Engine
 from megasnn.layers import ConvNormNeuron, ParallelConv, ParallelLinear
 from megasnn.models.layer import layer
 from megasnn.models.model import run_config
-from megasnn.models.table import MODELS
+from megasnn.models.registry import MODELS
 from megasnn.optim import held_state_bytes
 from megasnn.parallel.fsdp import GatheredWeights
-from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel.traffic import statistics
-from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
-from megasnn.pipeline.plan import PipelinePlan
-from megasnn.schedule import Kind, plan_schedule
-from megasnn.schedule.fsdp_passes import AT_ONCE, SharedWeights, default_limit
-from megasnn.telemetry.allocations import AllocationCounter
+from megasnn.schedule import Kind
+from megasnn.schedule.fsdp_passes import default_limit
 from tests.models.networks import CLASSES, between
-from tests.training.runs import TINY, close, same, saved, train, without_trial
+from tests.training.runs import TINY, close, saved
 from tests.training.test_replicas import WEIGHT, train_with_flip
 from tests.training.test_sharded_optimizer import SHARDED, batch, trained
 
@@ -108,30 +101,6 @@ def samples(made: Engine, count: int) -> tuple[Tensor, Tensor]:
     return images[:count], labels[:count]
 
 
-def looked_at(*flags: str) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Evaluations and predictions of numbers of samples that leave replicas with fewer micro-batches, or none; and the
-    whole weights, before and behind a step, and when others were loaded."""
-    with engine("--precision", "fp64", "--ema-decay", "0.5", *flags) as made:
-        made.train_step(*samples(made, 8))
-        found = []
-        for count in (10, 1, 5):
-            record = made.evaluate(*samples(made, count))
-            found += [torch.tensor([record.loss, record.top1]), made.predict(samples(made, count)[0])]
-        weights = made.state_dict()
-        made.load_state_dict({name: value * 2 for name, value in weights.items()})
-        found.append(made.predict(samples(made, 3)[0]))
-        return found, weights
-
-
-def test_evaluating_and_whole_weights(ranks) -> None:
-    (one, weights), others = looked_at(), ranks(4, looked_at, *BY_TWO)
-    for found, whole in others:
-        for mine, theirs in zip(found, one, strict=True):
-            torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-9, atol=1e-12)
-        for name, value in weights.items():
-            torch.testing.assert_close(whole[name], value, rtol=1e-9, atol=1e-12, msg=name)
-
-
 @dataclass
 class Account:
     """Bytes: what this rank receives in its second step, and holds behind it, beside what is planned and allowed.
@@ -165,7 +134,7 @@ def accounts(*flags: str) -> Account:
             for each in chunk.modules()
             if isinstance(each, (ParallelConv, ParallelLinear))
         }
-        live, ready = [0], GatheredWeights.ready
+        live, ready = [0], GatheredWeights.wait_unshard
 
         def watched(self: GatheredWeights, unit: int) -> None:
             ready(self, unit)
@@ -175,7 +144,7 @@ def accounts(*flags: str) -> Account:
 
         made.train_step(*samples(made, 8))
         statistics.reset()
-        with statistics.counting(), mock.patch.object(GatheredWeights, "ready", watched):
+        with statistics.counting(), mock.patch.object(GatheredWeights, "wait_unshard", watched):
             made.train_step(*samples(made, 8))
         traffic = statistics.read()
         statistics.reset()
@@ -198,7 +167,7 @@ def accounts(*flags: str) -> Account:
                 each.nbytes / made.state.weight.size + each.nbytes / count
                 for each, count in zip(of_layers, rows, strict=True)
             ),
-            state=held_state_bytes(made.steps.optimizer),
+            state=held_state_bytes(made.step.optimizer),
             live=max(live),
             left=sum(each.untyped_storage().nbytes() for each in of_layers),
             limit=default_limit(schedule, weights.unit_bytes, weights.ahead),
@@ -224,119 +193,9 @@ def test_what_a_step_receives_and_a_rank_holds(ranks, size: int, flags: tuple[st
         assert each.state <= 2 * (each.parameters / share + 2 * (each.allowed - each.parameters / shared)) + 4000
 
 
-@dataclass
-class Buffers:
-    """What gathers take, in bytes.
-
-    Attributes:
-        to_start, to_arrive: what starting each takes, and waiting for it beside the unit's places, in the second step.
-        kept, planned: all buffers behind it, and what was foretold. same: whether they are those of the first step.
-        on_their_way: gathers at once, the most.
-    """
-
-    to_start: list[int]
-    to_arrive: list[int]
-    kept: int
-    planned: int
-    same: bool
-    on_their_way: int
-
-
-def buffers(*flags: str) -> Buffers:
-    with engine("--neuron", "plif", *flags) as made:
-        weights, shared = made.distributed._weights, made.plan.schedules.weights
-        assert weights is not None and shared is not None
-        to_start, to_arrive, on_their_way = list[int](), list[int](), list[int]()
-        gather, ready = GatheredWeights.gather, GatheredWeights.ready
-
-        def gathering(self: GatheredWeights, unit: int) -> None:
-            counter = AllocationCounter(made.state.device)
-            with counter.counting():
-                gather(self, unit)
-            to_start.append(counter.peak)
-            on_their_way.append(len(self._on_their_way))
-
-        def arriving(self: GatheredWeights, unit: int) -> None:
-            comes, counter = unit in self._on_their_way, AllocationCounter(made.state.device)
-            with counter.counting():
-                ready(self, unit)
-            to_arrive.append(counter.peak - comes * sum(each._bytes for each in self._units[unit]))
-
-        def places() -> set[int]:
-            return {each.data_ptr() for each in weights._buffers}
-
-        made.train_step(*samples(made, 8))
-        first = places()
-        with mock.patch.object(GatheredWeights, "gather", gathering):
-            with mock.patch.object(GatheredWeights, "ready", arriving):
-                made.train_step(*samples(made, 8))
-        schedule = made.plan.schedules.training(4 // made.state.data.size)
-        _, planned = shared.gathered_and_buffers(schedule, made.state.pipeline.rank)
-        kept = sum(each.nbytes for each in weights._buffers)
-        return Buffers(to_start, to_arrive, kept, planned, first == places(), max(on_their_way))
-
-
-@pytest.mark.parametrize(
-    ("size", "flags"),
-    [(2, BY_TWO), (4, BY_FOUR), (2, (*BY_TWO, "--precision", "bf16")), (4, (*BY_TWO, *PP2))],
-    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
-)
-def test_gathers_use_the_same_buffers_in_every_step(ranks, size: int, flags: tuple[str, ...]) -> None:
-    for found in ranks(size, buffers, *flags):
-        assert found.to_start and not any(found.to_start) and not any(found.to_arrive)
-        assert found.same and 0 < found.kept == found.planned
-        assert found.on_their_way <= AT_ONCE
-
-
-def gathered_early(*flags: str) -> tuple[int, bool]:
-    """How many buffers there are when all units are gathered and none is used, and whether all values are right."""
-    with engine(*flags) as made, torch.no_grad():
-        weights = made.distributed._weights
-        assert weights is not None
-        units = [unit for unit, parts in weights._units.items() if parts]
-        found: list[list[Tensor]] = []
-        for early in (False, True):
-            for unit in units:
-                weights.gather(unit)
-                if not early:
-                    weights.ready(unit)
-            for unit in units:
-                weights.ready(unit)
-            found.append([each.clone() for unit in units for part in weights._units[unit] for each in part.values])
-            for unit in units:
-                weights.free(unit)
-        return len(weights._buffers), all(map(torch.equal, *found))
-
-
-def test_more_gathers_than_buffers_wait_for_the_first(ranks) -> None:
-    assert ranks(2, gathered_early, *BY_TWO) == [(AT_ONCE, True)] * 2
-
-
-def spoiled() -> tuple[bool, str, bool]:
-    """A step with an infinite gradient."""
-    with engine(*BY_TWO) as made:
-        before = made.state_dict()
-        (weight,) = [e.tensor for e in made.distributed.tensors if e.name == "head.weight"]
-        wait = GradientBuckets.wait
-
-        def spoiling(self: GradientBuckets) -> None:
-            wait(self)
-            if made.state.rank == 1 and (gradient := self.gradient(weight)) is not None:
-                gradient[0] = float("inf")
-
-        with mock.patch.object(GradientBuckets, "wait", spoiling):
-            result = made.train_step(*samples(made, 8))
-        return result.skipped, str(result.not_finite), same(made.state_dict(), before)
-
-
-def test_a_step_that_is_not_finite_changes_nothing(ranks) -> None:
-    for skipped, where, unchanged in ranks(2, spoiled):
-        assert skipped and "gradient of head.weight" in where and unchanged
-
-
 def built_by_layers() -> list[int]:
     """The memory of this rank's whole parameters whenever a layer has got its values."""
-    held, keep = list[int](), GatheredWeights.keep
+    held, keep = list[int](), GatheredWeights.shard
     seen = list[nn.Module]()
 
     def watched(self: GatheredWeights, unit: int, layers: Sequence[nn.Module]) -> None:
@@ -345,7 +204,7 @@ def built_by_layers() -> list[int]:
         held.append(-sum(each.nbytes for layer in layers for each in layer.parameters()))
         keep(self, unit, layers)
 
-    with mock.patch.object(GatheredWeights, "keep", watched), engine(*BY_TWO):
+    with mock.patch.object(GatheredWeights, "shard", watched), engine(*BY_TWO):
         return held
 
 
@@ -359,43 +218,18 @@ def test_a_flipped_bit_is_found_where_weights_are_held_twice(ranks, cache) -> No
     assert all(f"{WEIGHT}, part 1 by weight parallelism" in text for text in found)
 
 
-def printed(cache: str, *flags: str) -> str:
-    with redirect_stdout(StringIO()) as told:
-        trained(cache, *flags)
-    return told.getvalue()
-
-
-def test_what_is_told(ranks, cache) -> None:
-    told, _ = ranks(2, printed, cache, *EVEN, *BY_TWO, "--train-iters", "1", "--embed-dim", "64")
-    assert re.search(r"--weight-parallel-size 2: a rank keeps 0.2 MB of weights, and gathers at most 0\.\d MB", told)
-    assert "--weight-gradients once: once holds" in told and "scattered holds" in told
-
-
-def told_before_evaluating(cache: str, *flags: str) -> str:
-    with redirect_stdout(StringIO()) as told, without_trial():
-        train(cache, *flags, only_load=True)
-    return told.getvalue()
-
-
-def test_an_evaluation_is_told_of_no_gradients(ranks, cache, tmp_path) -> None:
-    flags = (*EVEN, *BY_TWO, "--train-iters", "1")
-    ranks(2, trained, cache, *flags, "--save", str(tmp_path))
-    told, _ = ranks(2, told_before_evaluating, cache, *flags, "--load", str(tmp_path), "--evaluate-only")
-    assert "a global batch receives" in told and "--weight-gradients" not in told
-
-
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
         ("--weight-parallel-size 3", "--weight-parallel-size 3 does not divide the 4 data parallel replica(s)"),
         ("--weight-parallel-size 8", "--weight-parallel-size 8 does not divide the 4"),
-        ("--weight-parallel-size 2 --global-batch-size 12", "with 6 micro-batches on 4 data parallel replicas"),
-        ("--weight-parallel-size 2 --last-batch keep", "with --last-batch keep"),
+        ("--weight-parallel-size 2 --global-batch-size 12", "and 6 are on 4"),
+        ("--weight-parallel-size 2 --last-batch keep", "--last-batch keep"),
         ("--weight-parallel-size 2 --cuda-graphs on", "with --weight-parallel-size above 1 weights do not stay"),
         ("--weight-gradients scattered", "--weight-gradients scattered needs --weight-parallel-size 2 or more"),
         (
             "--weight-parallel-size 2 --weight-gradients scattered --pipeline-model-parallel-size 2 --deterministic",
-            "--weight-gradients scattered and --pipeline-schedule auto: which gradients are sent together depends on",
+            "--pipeline-schedule auto",
         ),
     ],
 )
@@ -404,58 +238,6 @@ def test_bad_input_is_refused_before_anything_is_built(flags: str, told: str) ->
     with pytest.raises(ConfigError) as caught:
         validate(config, 4)
     assert told in str(caught.value)
-
-
-def test_a_prediction_knows_what_gathers_take() -> None:
-    """All but the first are hidden behind the layer before."""
-    bounds = (range(4),)
-    schedules = plan_schedule("1f1b", 1).in_units(bounds, "never").sharing(SharedWeights((8,) * 4), [1])
-    costs = PipelineCosts((LayerCost(1.0, 1.0, 1.0),) * 4, LinkCost(latency=0.25, per_byte=0.0625))
-    simulation = PipelinePlan(bounds, schedules, 1, costs, weight_ranks=2).simulation(1)
-    assert simulation is not None and simulation.makespan == 12 + 0.25 + 4 * 0.0625
-
-
-def gathers_predicted(*flags: str) -> list[float]:
-    """Seconds of each gather of a step without a pipeline."""
-    with engine(*flags) as made:
-        simulation = made.plan.simulation(made.plan.micro_batches)
-        assert simulation is not None
-        (row,) = simulation.timeline
-        return [each.end - each.start for each in row if each.action.kind is Kind.UNSHARD]
-
-
-def test_a_prediction_without_a_pipeline_has_the_time_of_gathers(ranks) -> None:
-    first, second = ranks(2, gathers_predicted, *BY_TWO, "--profile-pipeline", "--log-interval", "1")
-    assert first == second and min(first) >= 0 and max(first) > 0
-
-
-def gradients_held(*flags: str) -> tuple[int, int, int]:
-    """Bytes of memory that gradients of whole parameters have, the most in a step; what is foretold, without the sums
-    of rows; and those of all parameters."""
-    with engine(*flags) as made:
-        data_parallel, most = made.distributed.data_parallel, [0]
-        buckets, begin = data_parallel._buckets, GradientBuckets.begin
-
-        def watched(self: GradientBuckets, *args: Any, **keywords: Any) -> None:
-            begin(self, *args, **keywords)
-            storages = {view.untyped_storage()._cdata: view.untyped_storage() for b in buckets for view in b.views}
-            most.append(sum(each.nbytes() for each in storages.values()))
-
-        with mock.patch.object(GradientBuckets, "begin", watched):
-            made.train_step(*samples(made, 8))
-        sums = sum(bucket.sum.nbytes for bucket in buckets)
-        return max(most), data_parallel.held_bytes - sums, sum(view.nbytes for b in buckets for view in b.views)
-
-
-@pytest.mark.parametrize(("schedule", "units"), [("1f1b", "2|3"), ("zb1p", "2|3"), ("zbv", "1|1|1|2")])
-def test_what_scattered_gradients_hold(ranks, schedule: str, units: str) -> None:
-    """Those of weights wait for nothing, also where backwards are split; those of norms may wait for them.
-
-    The cut is given, since a stage of two layers, which measured costs may make, holds the gradients of both.
-    """
-    cut = "--pipeline-schedule", schedule, "--depth", "3", "--pipeline-model-parallel-layout", units
-    for held, foretold, whole in ranks(4, gradients_held, *BY_TWO, *SCATTERED, *PP2[:2], *cut):
-        assert 0 < held <= foretold < whole
 
 
 class Scaled(nn.Module):

@@ -1,13 +1,53 @@
-"""`python tools/benchmark`, from any folder."""
+"""`python -m tools.benchmark [CASE] [FLAGS]`; `--help` behind a case lists its flags.
+
+    python -m tools.benchmark                  # training steps of layouts, beside SpikingJelly's own model
+    python -m tools.benchmark --pipeline       # every schedule, beside its simulation and one rank
+    python -m tools.benchmark --plans          # layouts, beside what the planner foresees of them
+    python -m tools.benchmark --data           # the loader, beside a plain PyTorch DataLoader
+    python -m tools.benchmark --kernels        # norm and neuron, in copies of their input
+    python -m tools.benchmark --checkpoints    # saving and loading, beside cp; what a save costs training
+
+Prints a table, and appends a JSON line per row to `--output`.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
-if __name__ == "__main__":
-    # The repository in place of this folder, whose files have names like `log`; ranks are started with the same path.
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-    from tools.benchmark.program import main
+CASES = {
+    "--pipeline": ("layouts", "Schedules"),
+    "--plans": ("plans", "Plans"),
+    "--data": ("data", "Loading"),
+    "--kernels": ("kernels", "Kernels"),
+    "--checkpoints": ("checkpoints", "Checkpoints"),
+}
 
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0; 1 where a rank failed, 2 where flags do not go together, after saying so on stderr."""
+    from megasnn.config.cli import command_line
+    from tools.benchmark.harness import run
+    from tools.benchmark.ranks import RankError
+
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    module, name = ("layouts", "Layouts")
+    if words and words[0] in CASES:
+        module, name = CASES[words.pop(0)]
+    case = getattr(import_module(f"tools.benchmark.{module}"), name)
+    try:
+        run(command_line(case, words, description=f"{case.__doc__}\n\n{__doc__}"))
+    except RankError as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":  # ranks import this file, and must set their threads before torch
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
     sys.exit(main())

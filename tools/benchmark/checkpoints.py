@@ -1,9 +1,8 @@
-"""How fast checkpoints are saved, loaded and laid out anew, and how long training waits for it.
+"""How fast checkpoints are saved and loaded, beside `cp` of the same files, and what a save in the background costs.
 
-A Spikformer with its optimizer state is saved and loaded in one process, beside `cp` of the same files in the same
-folder with all of it forced to the disk, as a save is. A save in the background takes what training lost through it:
-the time until it was done, less what the steps done meanwhile take when nothing is being saved. Beside it stands what
-training loses to `cp` of the same files by a process of the lowest priority: no way of writing them takes less.
+All of it is forced to the disk, as a save is. Training loses to a save in the background the time until it was done,
+less what the steps done meanwhile take when nothing is saved. Beside it stands what training loses to `cp` of the same
+files by a process of the lowest priority: no way of writing them takes less.
 """
 
 from __future__ import annotations
@@ -14,50 +13,58 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import ClassVar
 
 import torch
 
 from megasnn.checkpoint import AsyncWriter, LocalState, Progress, SyncWriter, load_checkpoint
 from megasnn.checkpoint.folder import step_folder
+from megasnn.config import TrainingConfig
 from megasnn.config.checks import at_least
-from megasnn.config.neuron import NeuronConfig
+from megasnn.config.training import Length
 from megasnn.config.values import to_dict
-from megasnn.models.spikformer.dimensions import Spikformer
-from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
-from tools.benchmark.conversion import ConversionTask, measure_conversion
-from tools.benchmark.harness import Case, Figures, Flags, Part, ratios, rounds, say, seconds, summary
-from tools.benchmark.log import Line
-from tools.benchmark.table import change, table
-from tools.benchmark.training_steps import megasnn_step
+from megasnn.engine import Engine
+from megasnn.models.spikformer.model import Spikformer
+from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, seconds, summary
+from tools.benchmark.steps import ENDLESS, Work, random_batch
 
-FIGURES = ("save", "load", "cp", "stall", "save_call", "after_call", "cp_stall", "step")
-PARTS_OF_A_SAVE = ("stall", "after_call", "save_call", "cp_stall")
-NOT_COPIED = ("after_call", "step")  # seconds in which no bytes of a checkpoint are moved
-HEADINGS = ("", "s", "GB/s", "", "change")
-_IDLE = ("nice", "-n", "19")
+IDLE = ("nice", "-n", "19")
+LABELS = {
+    "cp": "cp of its files, and sync",
+    "save": "save",
+    "load": "load",
+    "stall": "training lost to a save in the background",
+    "call": "  of which before the next step",
+    "cp_stall": "training lost to cp with nice 19",
+    "step": "a training step",
+}
 
 
 @dataclass(frozen=True)
-class CheckpointBenchmark(Flags):
-    """The default model's checkpoint has 1.1 GB, two thirds of it optimizer state; on disk it takes five times that."""
+class Checkpoints(Case):
+    """Saving and loading a Spikformer with its optimizer state: 1.1 GB, two thirds of it optimizer state."""
 
+    columns: ClassVar[Sequence[Column]] = (
+        ("", "row", ""),
+        ("s", "seconds", ".2f"),
+        ("GB/s", "gigabytes_per_s", ".2f"),
+        ("x cp", "x_cp", ".2f"),
+        ("x save", "x_save", ".2f"),
+    )
+    notes: ClassVar[str] = "x cp, x save: seconds against cp of the same files and against a save, round by round"
+
+    rounds: int = 3
+    """How often everything is measured; one untimed round comes before."""
     embed_dim: int = 768
     """Channels of the Spikformer."""
     depth: int = 12
     """Its blocks."""
     num_heads: int = 12
     """Its heads."""
-    tensor: int = 2
-    """Tensor-parallel size of the layout that the checkpoint is converted to."""
-    pipeline: int = 2
-    """Its pipeline-parallel size."""
-    rounds: int = 3
-    """How often everything is measured; one untimed round comes before."""
     steps: int = 5
     """Training steps before and again after each save in the background, which tell what a step takes without one."""
     threads: int | None = None
@@ -70,108 +77,93 @@ class CheckpointBenchmark(Flags):
         return Spikformer(embed_dim=self.embed_dim, depth=self.depth, num_heads=self.num_heads, image_size=16)
 
     def problems(self) -> list[str]:
-        wrong = at_least(self, 1, "tensor", "pipeline", "rounds", "steps", "threads")
-        wrong += self.model().problems(self.tensor)
+        wrong = at_least(self, 1, "rounds", "steps", "threads") + self.model().problems(1)
         if self.folder is not None and not self.folder.is_dir():
             wrong.append(f"--folder {self.folder} is no folder")
         return wrong
 
+    def measure(self) -> list[Figures]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads or max(1, (os.cpu_count() or 1) - 1))
+        training = TrainingConfig(micro_batch_size=1, global_batch_size=1)
+        config = Work("checkpoints", "megasnn", self.model(), training).configuration()
+        try:
+            with (
+                Engine(config, length=Length(ENDLESS)) as engine,
+                tempfile.TemporaryDirectory(prefix="megasnn-benchmark-", dir=self.folder) as folder,
+            ):
+                run = _Run(self, engine, Path(folder))
+                found = [run.round(number) for number in rounds(self.rounds, untimed=1)][1:]
+        finally:
+            torch.set_num_threads(before)
+        times = {name: [each[name] for each in found] for name in LABELS}
+        return [_figures(name, times, run.gigabytes) for name in LABELS]
 
-def measure(flags: CheckpointBenchmark) -> Iterator[Part]:
-    """Saving and loading in this process, then the conversion of what was saved in a process of its own."""
-    with _alone(flags) as state, tempfile.TemporaryDirectory(prefix="megasnn-benchmark-", dir=flags.folder) as folder:
-        run = _Run(flags, Path(folder), state)
-        measured = [run.round(number) for number in rounds(flags.rounds, untimed=1)][1:]
-        say("laying out for other ranks")
-        task = ConversionTask(run.saved, Path(folder) / "converted", flags.tensor, flags.pipeline)
-        conversion = measure_conversion(task)
-    times = {figure: [each[figure] for each in measured] for figure in FIGURES}
-    sizes = {"embed_dim": flags.embed_dim, "depth": flags.depth, "layout": f"tp{flags.tensor}pp{flags.pipeline}"}
-    figures: Figures = {
-        "row": "checkpoint",
-        "configuration": {"row": "checkpoint", **sizes},
-        "gigabytes": run.gigabytes,
-        "seconds": {figure: summary(values) for figure, values in times.items()},
-        "save_ratio": ratios(times["cp"], times["save"]),
-        "load_ratio": ratios(times["cp"], times["load"]),
-        **{f"{figure}_ratio": ratios(times[figure], times["save"]) for figure in PARTS_OF_A_SAVE},
-        "conversion": conversion,
+
+def _figures(name: str, times: dict[str, list[float]], gigabytes: float) -> Figures:
+    moves = name in ("cp", "save", "load")
+    return {
+        "row": LABELS[name],
+        "seconds": summary(times[name]),
+        "gigabytes_per_s": gigabytes / median(times[name]) if moves else None,
+        "x_cp": ratios(times[name], times["cp"]) if moves else None,
+        "x_save": None if name == "step" else ratios(times[name], times["save"]),
     }
-    yield Part([figures])
-
-
-@contextmanager
-def _alone(flags: CheckpointBenchmark) -> Iterator[ParallelState]:
-    """The grid of one process, and the threads it trains with."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(flags.threads or max(1, (os.cpu_count() or 1) - 1))
-    try:
-        yield initialize_model_parallel(device=torch.device("cpu"))
-    finally:
-        destroy_model_parallel()
-        torch.set_num_threads(threads)
 
 
 class _Run:
-    """
-    Attributes:
-        saved: the checkpoint of the last round.
-        gigabytes: of its files, 10^9 bytes.
-    """
+    """Attributes: gigabytes: of the checkpoint's files, 10^9 bytes."""
 
-    def __init__(self, flags: CheckpointBenchmark, folder: Path, state: ParallelState) -> None:
-        self._flags, self._folder = flags, folder
-        self._work = megasnn_step(flags.model(), 1, 1, "fp32", "auto")
-        self._state = LocalState(self._work.engine.distributed.tensors, self._work.engine.steps.optimizer)
-        self._identity = {"model": to_dict(flags.model()), "neuron": to_dict(NeuronConfig())}
+    gigabytes = 0.0
+
+    def __init__(self, case: Checkpoints, engine: Engine, folder: Path) -> None:
+        self._case, self._engine, self._folder = case, engine, folder
+        self._batch = random_batch(case.model(), 1)
+        self._state = LocalState(engine.distributed.tensors, engine.step.optimizer)
+        self._identity = {"model": to_dict(case.model())}
         self._step()
-        self._at_once = SyncWriter(folder / "at_once", process_group=None, report=lambda text: None)
-        self._aside = AsyncWriter(folder / "aside", process_group=None, report=lambda text: None)
+        self._writers: dict[str, SyncWriter] = {
+            "at_once": SyncWriter(folder / "at_once", process_group=None, report=lambda text: None),
+            "aside": AsyncWriter(folder / "aside", process_group=None, report=lambda text: None),
+        }
 
     def round(self, number: int) -> dict[str, float]:
-        """Seconds of each of FIGURES."""
-        save = seconds(lambda: self._save(self._at_once, number))
-        self.saved = step_folder(self._folder / "at_once", number)
-        files = [path for path in self.saved.iterdir() if path.is_file()]
+        """Seconds of each of LABELS."""
+        save = seconds(lambda: self._save("at_once", number))
+        saved = step_folder(self._folder / "at_once", number)
+        files = [path for path in saved.iterdir() if path.is_file()]
         self.gigabytes = sum(path.stat().st_size for path in files) / 1e9
-        copied = self._folder / "copy"
-        copied.mkdir()
-        copy = seconds(lambda: _copy(files, copied))
-        shutil.rmtree(copied)
-        load = seconds(self._load)
-        measured = {"save": save, "cp": copy, "load": load, **self._in_the_background(number, files)}
-        for path in (self._folder / "aside", self._folder / "at_once"):
-            _remove_all_but(path, number)
-        return measured
+        copy = seconds(self._copied(files))
+        load = seconds(lambda: load_checkpoint(saved.parent, self._state))
+        aside = self._in_the_background(number, files)
+        for path in self._folder.glob("*/iter_*"):
+            if path.name != saved.name:
+                shutil.rmtree(path)
+        return {"save": save, "cp": copy, "load": load, **aside}
 
     def _in_the_background(self, number: int, files: list[Path]) -> dict[str, float]:
         """Steps while nothing is saved, then while a save is written, then again, as the machine's speed drifts."""
         quiet = self._quiet_steps()
         began = time.perf_counter()
-        self._save(self._aside, number)
+        self._save("aside", number)
         call = time.perf_counter() - began
-        elapsed, steps = self._train_while(began, lambda: self._aside.busy)
-        self._aside.finish()
+        elapsed, steps = self._train_while(began, lambda: self._writers["aside"].busy)
+        self._writers["aside"].finish()
         quiet += self._quiet_steps()
-        copied = self._folder / "copy_aside"
-        copied.mkdir()
         began = time.perf_counter()
-        copy = threading.Thread(target=_copy, args=(files, copied, _IDLE))
+        copy = threading.Thread(target=self._copied(files, IDLE))
         copy.start()
         copy_elapsed, copy_steps = self._train_while(began, copy.is_alive)
-        shutil.rmtree(copied)
-        quiet += self._quiet_steps()
-        step = median(quiet)
+        step = median([*quiet, *self._quiet_steps()])
         return {
             "stall": elapsed - steps * step,
-            "save_call": call,
-            "after_call": elapsed - steps * step - call,
+            "call": call,
             "cp_stall": copy_elapsed - copy_steps * step,
             "step": step,
         }
 
     def _quiet_steps(self) -> list[float]:
-        return [seconds(self._step) for _ in range(self._flags.steps)]
+        return [seconds(self._step) for _ in range(self._case.steps)]
 
     def _train_while(self, began: float, busy: Callable[[], bool]) -> tuple[float, int]:
         """Seconds since then, and steps, when the step ends in which something else has."""
@@ -182,58 +174,19 @@ class _Run:
         return time.perf_counter() - began, steps
 
     def _step(self) -> None:
-        self._work.forward_backward()
-        self._work.update()
+        self._engine.train_step(*self._batch)
 
-    def _save(self, saver: SyncWriter, number: int) -> None:
-        saver.save(Progress(number, number, config=self._identity), self._state)
-        if saver.failed:
+    def _save(self, name: str, number: int) -> None:
+        self._writers[name].save(Progress(number, number, config=self._identity), self._state)
+        if self._writers[name].failed:
             raise OSError(f"the checkpoint could not be written to {self._folder}; give another --folder")
 
-    def _load(self) -> None:
-        load_checkpoint(self.saved.parent, self._state)
+    def _copied(self, files: list[Path], priority: tuple[str, ...] = ()) -> Callable[[], None]:
+        def copy() -> None:
+            folder = Path(tempfile.mkdtemp(dir=self._folder))
+            subprocess.run([*priority, "cp", *map(str, files), str(folder)], check=True)
+            copies = [str(folder / file.name) for file in files]
+            subprocess.run([*priority, "sync", *copies, str(folder)], check=True)
+            shutil.rmtree(folder)
 
-
-def _copy(files: list[Path], folder: Path, priority: tuple[str, ...] = ()) -> None:
-    subprocess.run([*priority, "cp", *map(str, files), str(folder)], check=True)
-    subprocess.run([*priority, "sync", *(str(folder / file.name) for file in files), str(folder)], check=True)
-
-
-def _remove_all_but(folder: Path, number: int) -> None:
-    for path in folder.glob("iter_*"):
-        if path != step_folder(folder, number):
-            shutil.rmtree(path)
-
-
-def report(flags: CheckpointBenchmark, lines: Sequence[Line], earlier: Sequence[Line | None]) -> str:
-    (line,), (last,) = lines, earlier
-    size, conversion = line["gigabytes"], line["conversion"]
-
-    def row(label: str, figure: str, compared: str = "") -> list[str]:
-        value = line["seconds"][figure]["median"]
-        speed = "" if figure in NOT_COPIED else f"{size / value:.2f}"
-        return [label, f"{value:.2f}", speed, compared, change(line, last, "seconds", figure, "median")]
-
-    def of_a_save(label: str, figure: str) -> list[str]:
-        return row(label, figure, f"{line[f'{figure}_ratio']['median']:.2f} of a save")
-
-    layout, took = line["configuration"]["layout"], conversion["seconds"]
-    rows = [
-        row("cp of its files, and sync", "cp"),
-        row("save", "save", f"{line['save_ratio']['median']:.2f} x cp"),
-        row("load", "load", f"{line['load_ratio']['median']:.2f} x cp"),
-        of_a_save("training lost, in the background", "stall"),
-        of_a_save("  of which before the next step", "save_call"),
-        of_a_save("  of which after that", "after_call"),
-        of_a_save("training lost to cp with nice 19", "cp_stall"),
-        row("a training step", "step"),
-        [f"reshard to {layout}", f"{took:.2f}", f"{size / took:.2f}", "", change(line, last, "conversion", "seconds")],
-    ]
-    return (
-        f"Checkpoint of {size:.2f} GB, medians of the rounds; {line['machine']['cpu']}\n\n{table(HEADINGS, rows)}\n\n"
-        f"peak of reshard {conversion['peak_mb']:.0f} MB above the start, "
-        f"largest tensor {conversion['largest_mb']:.1f} MB"
-    )
-
-
-CHECKPOINTS = Case(CheckpointBenchmark, measure, report)
+        return copy

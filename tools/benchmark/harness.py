@@ -1,89 +1,103 @@
-"""What all cases of the benchmark share: a run from its flags to its log, its rounds, and figures of rounds."""
+"""A run of a case from its flags to its log, with rounds, summaries and the table."""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar
 
-from megasnn.config.checks import ConfigError
-from tools.benchmark.log import Line, append_lines, latest_alike, plain, read_lines, surroundings
+from megasnn.config.checks import ConfigError, at_least
+from megasnn.telemetry.memory import processor_name
 
-Figures = dict[str, Any]  # of one row, as the log has them
+Figures = dict[str, Any]
+"""Of one row, by name: numbers, texts, Summary; None for what the row does not have."""
+Column = tuple[str, str, str]
+"""Heading, name of the figure, format of its numbers."""
+PACKAGES = ("torch", "spikingjelly", "numba", "triton", "megasnn")
 
 
 @dataclass(frozen=True)
-class Flags(ABC):
-    """The flags that every case has."""
+class Summary:
+    """Median, quartiles and extremes of the rounds."""
 
-    output: Path = Path("benchmark.jsonl")
-    """File to append one JSON line per row to; earlier lines in it are compared with."""
+    median: float
+    q1: float
+    q3: float
+    least: float
+    most: float
+
+
+@dataclass(frozen=True)
+class Case(ABC):
+    """Flags of every case; a subclass adds its own, and measures."""
+
+    columns: ClassVar[Sequence[Column]]
+    notes: ClassVar[str] = ""
+
+    rounds: int = 5
+    """How often each row has its turn."""
+    output: Path = Path("runs/benchmark.jsonl")
+    """File to append a JSON line per row to."""
+
+    def problems(self) -> list[str]:
+        """What cannot be run, one sentence each."""
+        return at_least(self, 1, "rounds")
 
     @abstractmethod
-    def problems(self) -> list[str]:
-        """Everything that cannot be run, one message each."""
-
-    def check(self) -> None:
-        """Raises ConfigError with everything that cannot be run."""
-        wrong = self.problems()
-        if wrong:
-            raise ConfigError(wrong)
+    def measure(self) -> list[Figures]:
+        """Figures of each row, which has its name as "row". Raises RankError, ValueError."""
 
 
-CaseFlags = TypeVar("CaseFlags", bound=Flags)
-
-
-@dataclass(frozen=True)
-class Part:
-    """The figures of rows that were measured together, which are logged and shown at once; and the GPU they ran on."""
-
-    rows: list[Figures]
-    gpu: str | None = None
-
-
-@dataclass(frozen=True)
-class Case(Generic[CaseFlags]):
-    """
-    Attributes:
-        flags: its command line; the docstring is the help's.
-        measure: yields each part when it has been measured.
-        report: the lines of a part as text, beside the earlier line that each is compared with.
-        notes: what the columns mean, for the end.
-    """
-
-    flags: type[CaseFlags]
-    measure: Callable[[CaseFlags], Iterator[Part]]
-    report: Callable[[CaseFlags, Sequence[Line], Sequence[Line | None]], str]
-    notes: str = ""
-
-
-def run(case: Case[CaseFlags], flags: CaseFlags) -> None:
-    """Measures, prints what was measured, appends it to the log.
+def run(case: Case) -> None:
+    """Measures, logs and prints.
 
     Raises:
-        ConfigError: flags that do not go together.
-        RankError: a rank failed.
-        ValueError: the log holds a line that is not JSON, or what the flags name cannot be used.
+        ConfigError: flags that do not go together. RankError: a rank failed.
     """
-    flags.check()
-    earlier = read_lines(flags.output)
-    for part in case.measure(flags):
-        around = surroundings(part.gpu)
-        lines = [plain({**around, **figures}) for figures in part.rows]
-        append_lines(flags.output, lines)
-        print(f"\n{case.report(flags, lines, [latest_alike(line, earlier) for line in lines])}")
-    if case.notes:
-        print(f"\n{case.notes}")
-    print(f"\nappended to {flags.output}")
+    if wrong := case.problems():
+        raise ConfigError(wrong)
+    rows, about = case.measure(), {**surroundings(), "case": type(case).__name__, "flags": asdict(case)}
+    case.output.parent.mkdir(parents=True, exist_ok=True)
+    with case.output.open("a") as file:
+        file.writelines(json.dumps({**about, **row}, default=_plain) + "\n" for row in rows)
+    machine = f"{about['cpu']}, {about['cores']} cores, torch {about['versions']['torch']}"
+    print("\n".join(["", machine, "", table(case.columns, rows), "", case.notes, f"appended to {case.output}"]))
+
+
+def surroundings() -> Figures:
+    """When, on what and with which versions a run is made."""
+    describe = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    commit = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": processor_name(),
+        "cores": os.cpu_count(),
+        "commit": commit.stdout.strip() or None,
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+    }
+
+
+def table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table as text; a summary is its median with the quartiles."""
+    cells = [[heading for heading, _, _ in columns]]
+    cells += [[_cell(row.get(name), digits) for _, name, digits in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in cells)
 
 
 def rounds(count: int, untimed: int = 0) -> Iterator[int]:
-    """The numbers of the rounds, from 1; those of `untimed` ones come before."""
+    """Numbers of the rounds, from 1 on; untimed ones come before, up to 0."""
     for number in range(1 - untimed, count + 1):
         say(f"round {number}/{count}")
         yield number
@@ -96,17 +110,35 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def summary(values: Sequence[float]) -> dict[str, float]:
-    """Median, quartiles and extremes."""
+def summary(values: Sequence[float]) -> Summary:
     first, _, third = quantiles(values if len(values) > 1 else [*values] * 2, n=4, method="inclusive")
-    return {"median": median(values), "q1": first, "q3": third, "min": min(values), "max": max(values)}
+    return Summary(median(values), first, third, min(values), max(values))
 
 
-def ratios(values: Sequence[float], others: Sequence[float]) -> dict[str, float]:
-    """Summary of `values / others`, compared round by round: what slows the machine for a while slows both."""
+def ratios(values: Sequence[float], others: Sequence[float]) -> Summary:
+    """Summary of `values / others`, round by round: what slows the machine for a while slows both."""
     return summary([value / other for value, other in zip(values, others, strict=True)])
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Shows how far a run has come; standard output is left to its results."""
+    """Shows how far a run has come, on stderr."""
     print(text, end=end, file=sys.stderr, flush=True)
+
+
+def _cell(value: Any, digits: str) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, Summary):
+        return f"{value.median:{digits}} ({value.q1:{digits}}..{value.q3:{digits}})"
+    return value if isinstance(value, str) else format(value, digits)
+
+
+def _plain(value: object) -> object:
+    return asdict(value) if isinstance(value, Summary) else str(value)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,172 +1,329 @@
-"""A training step of MegaSNN's layouts and of SpikingJelly's own model, side by side."""
+"""Training steps of MegaSNN's layouts beside SpikingJelly's own model and one rank, side by side in one run."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields
 from statistics import median
+from typing import Annotated, Any, ClassVar, Literal
 
-from megasnn.models.vgg_dvs.dimensions import VggDvs
-from tools.benchmark.harness import Case, Part, rounds, say
-from tools.benchmark.layouts_figures import Measurements, figures, step_times
-from tools.benchmark.layouts_flags import LayoutBenchmark
-from tools.benchmark.layouts_rank import LayoutRank
-from tools.benchmark.layouts_rows import COMPILED, MEGASNN, SPIKINGJELLY, Row
-from tools.benchmark.log import Line
-from tools.benchmark.ranks import RankProcesses, start_row
-from tools.benchmark.table import change, quartiles, shown, table
+from megasnn.config import ParallelConfig, TrainingConfig
+from megasnn.config.checks import above, at_least, refusal
+from megasnn.config.fields import name_in
+from megasnn.config.parallel import ScheduleName
+from megasnn.kernels import BACKENDS
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.models.vgg_dvs.model import VggDvs
+from megasnn.schedule.named import AUTO, SCHEDULES
+from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, say, summary
+from tools.benchmark.ranks import RankProcesses, start_ranks
+from tools.benchmark.steps import SPIKINGJELLY, Dimensions, Facts, StepRank, Turn, Work
 
-HEADINGS = (
-    "row",
-    "ranks x\nthreads",
-    "step\nms",
-    "quartiles",
-    "samples\nper s",
-    "x one\nrank",
-    "x Spiking\nJelly",
-    "peak\nMB",
-    "x one\nrank",
-    "activa-\ntions MB",
-    "x one\nrank",
-    "calls",
-    "MB\nmoved",
-    "fwd+bwd\nms",
-    "optimizer\nms",
-    "step,\nchange",
-    "peak,\nchange",
-)
-NOTES = """\
-x: throughput against the row megasnn (one rank, one thread) or spikingjelly, median of the rounds, each compared with
-   itself; behind peak MB, memory against the row megasnn
-peak MB: of the largest rank, above its memory before the model was built, everything imported and warmed up
-activations: what forward and backward of the largest rank take at their peak above weights, gradients and optimizer
-   state, counted where it is taken; behind it, against the row megasnn
-calls, MB moved: of the busiest rank in one step; what it receives in collectives, and sends in messages
-change: against the latest line in the log of the same row and configuration on the same kind of machine"""
-TITLES = {
-    MEGASNN: "one rank",
-    SPIKINGJELLY: "SpikingJelly in one process",
-    COMPILED: "SpikingJelly in one process under torch.compile",
-}
+ModelName = Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10", "vgg_dvs"]
+# Smaller images than those of the Spikformers for ImageNet: a step takes seconds on one core.
+IMAGE_SIZES = {"spikformer_ti": 64, "spikformer_s": 64, "spikformer_cifar10": 32}
+MEGASNN = "megasnn"
+SPIKINGJELLY_NEURONS = ("torch", "triton", "cuda")
+SIZES = {"dp": "", "tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "wp": "weight"}
+_NAME = re.compile(r"(?P<row>[^:@]+)(?::(?P<pieces>[1-9]\d*))?(?:@(?P<threads>all|[1-9]\d*))?")
+_SCHEDULES = sorted((AUTO, *SCHEDULES), key=len, reverse=True)
+_PART = re.compile(rf"-?(?:(?P<axis>{'|'.join(SIZES)})(?P<size>[1-9]\d*)|(?P<option>rows|zero1|always)|"
+                   rf"(?P<schedule>{'|'.join(map(re.escape, _SCHEDULES))}))")  # fmt: skip
 
 
-def measure(flags: LayoutBenchmark) -> Iterator[Part]:
-    """Starts the ranks of all rows, gives the rows their turns, and collects the figures."""
-    limit = flags.timeout
-    with _rows_started(flags) as rows:
-        measured = {}
-        for row, ranks in rows.items():
-            say(f"building and warming up {row.name}")
-            measured[row] = Measurements(ranks.call("prepare", timeout=limit))
-        for _ in rounds(flags.rounds):
-            for row, ranks in rows.items():
-                turn = ranks.call("measure", flags.steps, timeout=limit)
-                measured[row].turns.append(turn)
-                say(f"  {row.name} {1e3 * median(step_times(turn)):.0f} ms", end="")
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A row by its name: a library, or sizes of axes and options, in so many micro-batches, with threads a rank."""
+
+    name: str
+    library: str = MEGASNN
+    neurons: str | None = None
+    compiled: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    options: frozenset[str] = frozenset()
+    schedule: str | None = None
+    pieces: int | None = None
+    threads: int = 1
+
+    @property
+    def ranks(self) -> int:
+        found = 1
+        for size in self.sizes.values():
+            found *= size
+        return found
+
+    @property
+    def replicas(self) -> int:
+        return self.sizes.get("dp", 1) * self.sizes.get("wp", 1)
+
+    def parallel(self, schedule: str) -> ParallelConfig:
+        """As flags. Args: schedule: of rows that name none."""
+        sizes: dict[str, Any] = {
+            f"{SIZES[axis]}_parallel_size": size for axis, size in self.sizes.items() if axis != "dp"
+        }
+        return ParallelConfig(
+            **sizes,
+            context_parallel_cut=("rows" if "rows" in self.options else "samples") if "cp" in self.sizes else "auto",
+            pipeline_schedule=self.schedule or schedule,
+            recompute="always" if "always" in self.options else "never",
+            use_distributed_optimizer="zero1" in self.options,
+        )
+
+
+def parse_row(name: str, all_threads: int) -> Row:
+    """Raises ValueError for a name that is none. Args: all_threads: what "@all" stands for."""
+    whole = _NAME.fullmatch(name)
+    layout = whole["row"] if whole else ""
+    pieces = int(whole["pieces"]) if whole and whole["pieces"] else None
+    threads = all_threads if whole and whole["threads"] == "all" else int((whole and whole["threads"]) or 1)
+    library, _, neurons = layout.partition("-")
+    if library == SPIKINGJELLY and pieces is None and neurons in ("", "compiled", *SPIKINGJELLY_NEURONS):
+        own = neurons if neurons in SPIKINGJELLY_NEURONS else None
+        return Row(name, SPIKINGJELLY, own, neurons == "compiled", threads=threads)
+    parts, end = list[re.Match[str]](), len(MEGASNN) if layout.startswith(MEGASNN) else 0
+    while match := _PART.match(layout, end):
+        parts.append(match)
+        end = match.end()
+    sizes = {each["axis"]: int(each["size"]) for each in parts if each["axis"]}
+    schedules = [each["schedule"] for each in parts if each["schedule"]]
+    options = frozenset(each["option"] for each in parts if each["option"])
+    row = Row(name, MEGASNN, None, False, sizes, options, schedules[0] if schedules else None, pieces, threads)
+    twice = len(sizes) + len(schedules[:1]) + len(options) < len(parts)
+    lacks = ("rows" in options and "cp" not in sizes) or (schedules and "pp" not in sizes)
+    lacks = lacks or ("zero1" in options and row.replicas * sizes.get("cp", 1) == 1)
+    if not layout or end < len(layout) or twice or lacks:
+        raise ValueError(
+            f"--rows: {name!r} is no row; rows are {SPIKINGJELLY} (also -compiled, -torch, -triton, -cuda), {MEGASNN} "
+            "(one rank), and sizes like dp2, tp2, pp2-zbv, cp2, cp2rows, wp2, dp2zero1, dp2tp2, megasnn-always, with "
+            ":MICRO_BATCHES and then @THREADS or @all behind"
+        )
+    return row
+
+
+@dataclass(frozen=True)
+class Layouts(Case):
+    """Training steps of layouts beside SpikingJelly's own model. A step has the whole batch, AdamW included."""
+
+    columns: ClassVar[Sequence[Column]] = (
+        ("row", "row", ""),
+        ("ranks", "ranks", "d"),
+        ("threads", "threads", "d"),
+        ("step ms", "step_ms", ".1f"),
+        ("samples/s", "samples_per_s", ".1f"),
+        ("x one rank", f"x_{MEGASNN}", ".2f"),
+        ("x SpikingJelly", f"x_{SPIKINGJELLY}", ".2f"),
+        ("peak MB", "peak_mb", ".0f"),
+        ("activations MB", "needed_mb", ".0f"),
+        ("calls", "calls", "d"),
+        ("MB moved", "moved_mb", ".2f"),
+    )
+    notes: ClassVar[str] = """\
+step ms: median and quartiles of all steps, each on its slowest rank
+x: throughput against the row megasnn (one rank, one thread) or spikingjelly, median of the rounds' ratios
+peak MB: of the largest rank, above its memory before the model was built, with everything imported and compiled
+activations MB: what a step takes at most above weights, gradients and optimizer state, counted as it is allocated
+calls, MB moved: of the busiest rank in a step: received in collectives, sent in messages"""
+
+    model: ModelName = "spikformer_cifar10"
+    """Its dimensions are SpikingJelly's; images of 64 pixels, 32 of spikformer_cifar10, 48 of vgg_dvs."""
+    dimensions: tuple[str, ...] = ()
+    """Others, as image_size=224 depth=8."""
+    rows: tuple[str, ...] = ()
+    """spikingjelly, spikingjelly-compiled (torch.compile), -torch, -triton or -cuda (with its neurons of that name),
+    megasnn (one rank), or layouts: dp2, tp2, pp2, cp2 (samples are shared), cp2rows, wp2 and products of them, behind
+    which zero1, always (recompute), a schedule, :MICRO_BATCHES of a replica and then @THREADS or @all may follow."""
+    global_batch_size: int = 32
+    """Samples of a step."""
+    micro_batches: int = 8
+    """Of a replica in rows with a pipeline; the others take their samples in one go, unless a row says it."""
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """bf16: products in bfloat16; autocast for SpikingJelly."""
+    sparse_products: Literal["auto", "off"] = "auto"
+    """As training takes it, on a CPU."""
+    neuron_backend: Annotated[str, name_in(BACKENDS)] = "auto"
+    """Of MegaSNN's rows."""
+    pipeline_schedule: ScheduleName = AUTO
+    """Of rows with a pipeline that name none."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda needs a GPU for each rank of a row."""
+    steps: int = 2
+    """Timed steps of a turn; an untimed one comes before."""
+    timeout: float = 600.0
+    """Seconds that a turn may take before the benchmark gives up."""
+
+    anew: ClassVar[bool] = False
+
+    def problems(self) -> list[str]:
+        sizes = ("rounds", "steps", "global_batch_size", "micro_batches")
+        wrong = at_least(self, 1, *sizes) + above(self, 0, "timeout")
+        wrong += refusal(self.dimensions_of_model) + refusal(self.parsed)
+        return wrong or [problem for row in self.parsed() for problem in self._row_problems(row)]
+
+    def _row_problems(self, row: Row) -> list[str]:
+        pieces = row.replicas * self.pieces(row)
+        if self.global_batch_size % pieces:
+            return [f"row {row.name}: --global-batch-size {self.global_batch_size} is no multiple of its {pieces} "
+                    "micro-batches"]  # fmt: skip
+        size, context = self.global_batch_size // pieces, row.sizes.get("cp", 1)
+        if context > size and "rows" not in row.options:
+            return [f"row {row.name}: {context} ranks cannot share micro-batches of {size} samples"]
+        wrong = self.dimensions_of_model().problems(row.sizes.get("tp", 1))
+        return [f"row {row.name}: {problem}" for problem in wrong]
+
+    def parsed(self) -> list[Row]:
+        """Raises ValueError for a name that is no row."""
+        names = self.rows or self.default_rows()
+        return [parse_row(name, os.cpu_count() or 1) for name in dict.fromkeys(names)]
+
+    def default_rows(self) -> tuple[str, ...]:
+        """Names of the rows that are measured where none are given."""
+        both = SPIKINGJELLY, MEGASNN
+        if self.device == "cuda":
+            return both
+        return *both, "dp2", "tp2", "pp2", "cp2", "cp2rows", f"{MEGASNN}@all", f"{SPIKINGJELLY}@all"
+
+    def dimensions_of_model(self) -> Dimensions:
+        """Raises ValueError for what is no dimension of the model."""
+        vgg = self.model == "vgg_dvs"
+        model: Dimensions = VggDvs() if vgg else Spikformer(variant=self.model, image_size=IMAGE_SIZES[self.model])  # type: ignore[arg-type]
+        values: dict[str, Any] = {each.name: getattr(model, each.name) for each in fields(model)}
+        values |= {"num_classes": 10}
+        for text in self.dimensions:
+            name, _, value = text.partition("=")
+            if name not in values or name == "variant":
+                raise ValueError(f"--dimensions {text}: {self.model} has {', '.join(values)}")
+            values[name] = type(values[name])(value)
+        return type(model)(**values)
+
+    def pieces(self, row: Row) -> int:
+        """Micro-batches of a replica."""
+        return row.pieces or (self.micro_batches if "pp" in row.sizes else 1)
+
+    def work(self, row: Row) -> Work:
+        size = self.global_batch_size // (row.replicas * self.pieces(row))
+        training = TrainingConfig(
+            micro_batch_size=size,
+            global_batch_size=self.global_batch_size,
+            precision=self.precision,
+            sparse_products=self.sparse_products,
+        )
+        return Work(
+            name=row.name,
+            library=row.library,
+            model=self.dimensions_of_model(),
+            training=training,
+            parallel=row.parallel(self.pipeline_schedule),
+            neuron_backend=self.neuron_backend,
+            ranks=row.ranks,
+            threads=row.threads,
+            device=self.device,
+            compiled=row.compiled,
+            anew=self.anew,
+        )
+
+    def measure(self) -> list[Figures]:
+        return measured(self, {row: self.work(row) for row in self.parsed()})
+
+
+class Schedules(Layouts):
+    """Every pipeline schedule beside its simulation, and beside one rank with as many micro-batches and with one batch.
+
+    Each turn makes an Engine, which measures the layers right before its steps: both are slowed alike.
+    """
+
+    columns = (
+        *Layouts.columns[:1],
+        ("that is", "schedule", ""),
+        ("layers", "layers", ""),
+        ("step ms", "step_ms", ".1f"),
+        ("simulated", "simulated_ms", ".1f"),
+        ("measured/simulated", "x_simulated", ".3f"),
+        ("idle", "idle", ".1%"),
+        ("x one batch", f"x_{MEGASNN}", ".2f"),
+        ("x one rank", "x_same", ".2f"),
+        *Layouts.columns[7:],
+        ("packed", "packed", ".3f"),
+    )
+    notes = (
+        Layouts.notes
+        + """
+simulated: from the first to the last action, by the layers' costs measured in the same turn; a step adds norm, clipping
+   and AdamW. idle: simulated share of the ranks' time. packed: bytes moved, as a share of their size unpacked
+x one batch, x one rank: throughput against one rank with all samples in one go, and with the same micro-batches"""
+    )
+    anew = True
+
+    def default_rows(self) -> tuple[str, ...]:
+        return MEGASNN, f"{MEGASNN}:{self.micro_batches}", *(f"pp2-{name}" for name in (*SCHEDULES, AUTO))
+
+
+def measured(case: Layouts, works: Mapping[Row, Work]) -> list[Figures]:
+    """Gives all rows their turns, and returns the figures of each."""
+    turns: dict[Row, list[list[Turn]]] = {row: [] for row in works}
+    with _started(case, works) as started:
+        for number in rounds(case.rounds):
+            for row, ranks in started.items():
+                turns[row].append(ranks.call("turn", case.steps, 2 if number == 1 else 1, timeout=case.timeout))
+                say(f"  {row.name} {1e3 * median(_seconds(turns[row][-1])):.0f} ms", end="")
             say("")
-        for row, ranks in rows.items():
-            measured[row].events = ranks.call("events", timeout=limit)
-            measured[row].memory = ranks.call("memory", timeout=limit)
-        gpu = next(iter(rows.values())).call("gpu", timeout=limit)[0]
-    yield Part(figures(flags, measured), gpu)
+        facts = {row: ranks.call("facts", timeout=case.timeout) for row, ranks in started.items()}
+    return figures(works, turns, facts)
 
 
 @contextmanager
-def _rows_started(flags: LayoutBenchmark) -> Iterator[dict[Row, RankProcesses]]:
+def _started(case: Layouts, works: Mapping[Row, Work]) -> Iterator[dict[Row, RankProcesses]]:
+    say("starting the ranks of all rows ...")
     with ExitStack() as stack:
-        say("starting the ranks of all rows ...")
-        rows = {}
-        for row in flags.table_rows():
-            started = start_row(row.name, LayoutRank, (flags, row), row.ranks, row.threads, row.variables)
-            rows[row] = stack.enter_context(started)
-        for ranks in rows.values():
-            ranks.ready(flags.timeout)
-        yield rows
+        started = {}
+        for row, work in works.items():
+            variables = {"SJ_LIF_CUDA_IMPLEMENTATION": row.neurons} if row.neurons else {}
+            ranks = stack.enter_context(start_ranks(row.name, StepRank, work, work.ranks, row.threads, variables))
+            started[row] = ranks
+        for ranks in started.values():
+            ranks.ready(case.timeout)
+        yield started
 
 
-def report(flags: LayoutBenchmark, lines: Sequence[Line], earlier: Sequence[Line | None]) -> str:
-    machine, versions = lines[0]["machine"], lines[0]["versions"]
-    gpu = f", {machine['gpu']}" if machine["gpu"] else ""
-    return (
-        f"{_headline(flags)}\n{machine['cpu']}, {machine['cores']} cores{gpu}, "
-        f"torch {versions['torch']}, spikingjelly {versions['spikingjelly']}\n\n"
-        f"{table_of(lines, earlier)}\n\n{brief(lines)}"
-    )
+def figures(
+    works: Mapping[Row, Work], turns: Mapping[Row, Sequence[Sequence[Turn]]], facts: Mapping[Row, Sequence[Facts]]
+) -> list[Figures]:
+    """Args: turns: of each round, those of the ranks. facts: of each rank."""
+    medians = {row: [median(_seconds(turn)) for turn in of_row] for row, of_row in turns.items()}
+    by_name = {row.name: medians[row] for row in works}
+    single = [row for row in works if row.library == MEGASNN and row.ranks == 1 and row.pieces]
+    found = []
+    for row, work in works.items():
+        samples, ranks = work.training.global_batch_size, facts[row]
+        steps = [1e3 * value for turn in turns[row] for value in _seconds(turn)]
+        busiest = max(ranks, key=lambda each: each.moved_mb)
+        own: Figures = {
+            "row": row.name,
+            "ranks": work.ranks,
+            "threads": row.threads,
+            "step_ms": summary(steps),
+            "samples_per_s": 1e3 * samples / median(steps),
+            "micro_batch_size": work.training.micro_batch_size,
+            "peak_mb": max(each.peak_mb for each in ranks),
+            "needed_mb": max((each.needed_mb for each in ranks if each.needed_mb is not None), default=None),
+            "calls": busiest.calls,
+            "moved_mb": busiest.moved_mb,
+            "packed": busiest.packed,
+            **{name: getattr(ranks[0], name) for name in ("layers", "schedule", "idle")},
+        }
+        for name in (MEGASNN, SPIKINGJELLY):
+            own[f"x_{name}"] = ratios(by_name[name], medians[row]) if name in by_name else None
+        own["x_same"] = ratios(medians[single[0]], medians[row]) if single else None
+        simulated = [turn[0].simulated for turn in turns[row]]
+        if all(each is not None for each in simulated):
+            times = [each for each in simulated if each is not None]
+            own |= {"simulated_ms": summary([1e3 * each for each in times]), "x_simulated": ratios(medians[row], times)}
+        found.append(own)
+    return found
 
 
-def _headline(flags: LayoutBenchmark) -> str:
-    model = flags.dimensions()
-    if isinstance(model, VggDvs):
-        text = f"VGG {model.channels}, event frames {model.image_size} x {model.image_size}"
-    else:
-        text = (
-            f"Spikformer {model.embed_dim} wide, {model.depth} blocks, {model.num_heads} heads, "
-            f"images {model.image_size} x {model.image_size} in patches of {model.patch_size}"
-        )
-    return (
-        f"{text}, T {model.time_steps}; "
-        f"global batch {flags.global_batch_size} ({flags.regime} scaling), {flags.precision}; "
-        f"{flags.rounds} rounds of {flags.steps} steps"
-    )
-
-
-def table_of(lines: Sequence[Line], earlier: Sequence[Line | None]) -> str:
-    """`earlier`: for each line the one that it is compared with."""
-    return table(HEADINGS, list(map(_cells, lines, earlier)))
-
-
-def _cells(line: Line, last: Line | None) -> list[str]:
-    step, phases = line["step_ms"], line["phases_ms"]
-    calls, moved = max(map(_total_traffic, line["traffic"]), key=lambda pair: pair[1])
-    memory_ratio = line["memory_ratio"].get(MEGASNN)
-    return [
-        line["row"],
-        f"{line['layout']['ranks']} x {line['threads']}",
-        f"{step['median']:.1f}",
-        quartiles(step, ".1f"),
-        f"{line['samples_per_s']:.1f}",
-        _ratio(line, MEGASNN),
-        _ratio(line, SPIKINGJELLY),
-        f"{line['memory_mb']['largest']:.0f}",
-        shown(memory_ratio, ".2f"),
-        shown(line["activations_mb"], ".0f"),
-        shown(line["activations_ratio"], ".3f"),
-        str(calls),
-        f"{moved:.2f}",
-        f"{phases['forward_backward']:.1f}",
-        f"{phases['optimizer']:.1f}",
-        change(line, last, "step_ms", "median"),
-        change(line, last, "memory_mb", "largest"),
-    ]
-
-
-def _ratio(line: Line, reference: str) -> str:
-    ratio = line["throughput_ratio"].get(reference)
-    return shown(ratio and ratio["median"], ".2f")
-
-
-def brief(lines: Sequence[Line]) -> str:
-    """One rank against SpikingJelly, then each layout against one rank: throughput with quartiles, memory."""
-    said = []
-    for line in lines:
-        references = (SPIKINGJELLY, COMPILED) if line["row"] == MEGASNN else (MEGASNN,)
-        same_threads = line["threads"] == 1 and not line["row"].startswith(SPIKINGJELLY)
-        said += [_comparison(line, each) for each in references if same_threads and each in line["throughput_ratio"]]
-    return "\n".join(said)
-
-
-def _comparison(line: Line, reference: str) -> str:
-    speed, memory = line["throughput_ratio"][reference], line["memory_ratio"][reference]
-    stages = f"; layers {line['pipeline_layout']}" if line["pipeline_layout"] else ""
-    return (
-        f"{TITLES.get(line['row'], line['row'])}: {speed['median']:.2f} x the throughput of {TITLES[reference]} "
-        f"(quartiles {quartiles(speed, '.2f')}), {memory:.2f} x its peak memory a rank{stages}"
-    )
-
-
-def _total_traffic(traffic: Mapping[str, Mapping[str, float]]) -> tuple[int, float]:
-    """Calls and MB of one rank in one step, all groups together."""
-    return int(sum(t["calls"] for t in traffic.values())), sum(t["mb"] for t in traffic.values())
-
-
-LAYOUTS = Case(LayoutBenchmark, measure, report, NOTES)
+def _seconds(turn: Sequence[Turn]) -> list[float]:
+    """Of each step, on the rank where it takes longest."""
+    return [max(step) for step in zip(*(rank.seconds for rank in turn), strict=True)]

@@ -1,12 +1,10 @@
 """Processes that act as ranks: the benchmark's, and those of the tests (tests/rank_pool.py).
 
-They sleep on a pipe until they are called. It stands here and not in the package because training starts no ranks:
-torchrun does.
+They sleep on a pipe until they are called. Training starts no ranks itself: torchrun does.
 """
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -17,16 +15,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 GRACE_SECONDS = 1.0
-GROUP_SECONDS = 5.0
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
-Work = TypeVar("Work")
 
 
 class RankError(RuntimeError):
@@ -34,16 +28,14 @@ class RankError(RuntimeError):
 
 
 class RankProcesses:
-    """The ranks of one name, each an object in a process of its own.
+    """Ranks of one name, each an object in a process of its own.
 
     Args:
         name: of what they run, for messages.
         make: `make(task)` gives, inside the process, the object whose methods `call` calls. A module-level function.
         tasks: one for each rank.
-        environment: variables that must be set before a process imports anything.
+        variables: of the environment, set before a process imports anything.
         context: how processes start; by default each is a fresh interpreter, so that memory peaks are its own.
-        limit_flag: what sets the time limits, for messages.
-        start_others: whether they start processes themselves, which end with them.
     """
 
     def __init__(
@@ -51,15 +43,11 @@ class RankProcesses:
         name: str,
         make: Callable[[Any], Any],
         tasks: Iterable[Any],
-        environment: Mapping[str, str] | None = None,
+        variables: Mapping[str, str] | None = None,
         context: SpawnContext | ForkServerContext | None = None,
-        limit_flag: str = "",
-        start_others: bool = False,
     ) -> None:
-        self._start_others = start_others
-        self._name, self._make, self._environment = name, make, environment or {}
+        self._name, self._make, self._variables = name, make, dict(variables or {})
         self._context = context or multiprocessing.get_context("spawn")
-        self._limit_flag = f" ({limit_flag})" if limit_flag else ""
         self._ranks: list[tuple[Any, Connection]] = []
         self._starting: list[int] = []
         self.start(tasks)
@@ -69,16 +57,14 @@ class RankProcesses:
 
     def start(self, tasks: Iterable[Any]) -> None:
         """Starts a further rank for each task; `ready` waits for them."""
-        with _environment(self._environment):
-            for task in tasks:
-                ours, theirs = self._context.Pipe()
-                arguments, is_daemon = (theirs, self._start_others), not self._start_others
-                process: Any = self._context.Process(target=_serve, args=arguments, daemon=is_daemon)
-                process.start()
-                theirs.close()
-                self._starting.append(len(self._ranks))
-                self._ranks.append((process, ours))
-                self._send(len(self._ranks) - 1, self._make, (task,))
+        for task in tasks:
+            ours, theirs = self._context.Pipe()
+            process: Any = self._context.Process(target=_serve, args=(theirs, self._variables), daemon=True)
+            process.start()
+            theirs.close()
+            self._starting.append(len(self._ranks))
+            self._ranks.append((process, ours))
+            self._send(len(self._ranks) - 1, self._make, (task,))
 
     def ready(self, timeout: float) -> None:
         """Waits until every rank has made its object. Raises RankError as `call` does."""
@@ -88,7 +74,7 @@ class RankProcesses:
     def call(
         self, method: str, *arguments: Any, timeout: float, ranks: int | None = None, grace: float = GRACE_SECONDS
     ) -> list[Any]:
-        """The results of `method(*arguments)`, in rank order.
+        """Results of `method(*arguments)`, in rank order.
 
         Args:
             timeout: seconds until all must have answered.
@@ -106,21 +92,15 @@ class RankProcesses:
         """Ends the processes, at once."""
         for process, pipe in self._ranks:
             pipe.close()
-            if self._start_others:
-                _kill_group(process.pid)
             process.kill()
         for process, _ in self._ranks:
             process.join()
-            if self._start_others:
-                _wait_for_group(process.pid)
         self._ranks.clear()
         self._starting.clear()
 
     def _send(self, rank: int, *message: Any) -> None:
-        try:
+        with suppress(OSError):  # it has died: collecting the answers tells
             self._ranks[rank][1].send(message)
-        except OSError:
-            pass  # it has died: collecting the answers tells
 
     def _collect(self, what: str, ranks: Sequence[int], timeout: float, grace: float) -> list[Any]:
         waiting = {self._ranks[rank][1]: rank for rank in ranks}
@@ -139,8 +119,7 @@ class RankProcesses:
                 deadline = min(deadline, time.monotonic() + grace)
         told = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
         if waiting and not told:
-            silent = ", ".join(map(str, sorted(waiting.values())))
-            told = [f"no answer from rank {silent} within {timeout:g} s{self._limit_flag}"]
+            told = [f"no answer from rank {', '.join(map(str, sorted(waiting.values())))} within {timeout:g} s"]
         if told:
             self.close()
             raise RankError("\n".join([f"{self._name} failed in {what}:", *told]))
@@ -158,51 +137,16 @@ class RankProcesses:
             return False, f"the process ended with status {code}"
 
 
-@dataclass(frozen=True)
-class RankTask(Generic[Work]):
-    """What a rank of a row is told when it starts.
-
-    Attributes:
-        work: what the row measures.
-        rank, ranks: its number, and how many the row has.
-        threads: of this rank.
-        store: a file through which the ranks find each other; those of further worlds have names that begin like it.
-    """
-
-    work: Work
-    rank: int
-    ranks: int
-    threads: int
-    store: str
-
-
 @contextmanager
-def start_row(
-    name: str,
-    make: Callable[[RankTask[Work]], object],
-    work: Work,
-    ranks: int,
-    threads: int = 1,
-    variables: Mapping[str, str] | None = None,
+def start_ranks(
+    name: str, make: Callable[[Any], Any], work: Any, ranks: int, threads: int, variables: Mapping[str, str]
 ) -> Iterator[RankProcesses]:
-    """Inside, the ranks of a row of the table are there, which `make` makes of their tasks; `ready` waits for them.
-
-    Args:
-        variables: more of their environment.
-    """
-    environment = {**dict.fromkeys(THREAD_VARIABLES, str(threads)), **(variables or {})}
+    """Yields ranks made of (work, rank, path of the store by which they join); `ready` waits for them."""
+    environment = {**dict.fromkeys(THREAD_VARIABLES, str(threads)), **variables, "LOCAL_WORLD_SIZE": str(ranks)}
     with tempfile.TemporaryDirectory(prefix="megasnn-benchmark-") as folder:
-        tasks = [RankTask(work, rank, ranks, threads, f"{folder}/store") for rank in range(ranks)]
-        with closing(RankProcesses(f"row {name}", make, tasks, environment, limit_flag="--timeout")) as processes:
+        tasks = [(work, rank, f"{folder}/store") for rank in range(ranks)]
+        with closing(RankProcesses(f"row {name}", make, tasks, environment)) as processes:
             yield processes
-
-
-def set_up_rank(task: RankTask[Any]) -> None:
-    """For the beginning of `make`: the threads, and no warnings that every machine without a GPU would show."""
-    import torch
-
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
-    torch.set_num_threads(task.threads)
 
 
 def join_ranks(store: str, rank: int, ranks: int, backend: str = "gloo") -> None:
@@ -212,65 +156,9 @@ def join_ranks(store: str, rank: int, ranks: int, backend: str = "gloo") -> None
     dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
 
 
-class Worlds:
-    """Worlds of torch.distributed that a rank is in, one after another; no world is there between two.
-
-    Attributes:
-        rank, ranks: as in the task.
-    """
-
-    def __init__(self, task: RankTask[Any]) -> None:
-        self.rank, self.ranks, self._store, self._count = task.rank, task.ranks, task.store, 0
-
-    @contextmanager
-    def of_first(self, ranks: int) -> Iterator[bool]:
-        """Inside, there is a world of the first ranks of the row, where they are several; gives whether this is one of
-        them. To be entered by all ranks of the row alike."""
-        import torch.distributed as dist
-
-        self._count += 1
-        is_in = self.rank < ranks
-        if is_in and ranks > 1:
-            join_ranks(f"{self._store}-{self._count}", self.rank, ranks)
-        try:
-            yield is_in
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _kill_group(leader: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
-
-
-def _wait_for_group(leader: int) -> None:
-    """Until the memory of a GPU that its processes held is free again, or for a while."""
-    end = time.monotonic() + GROUP_SECONDS
-    with suppress(ProcessLookupError, PermissionError):
-        while time.monotonic() < end:
-            os.killpg(leader, 0)
-            time.sleep(0.05)
-
-
-def _serve(pipe: Connection, starts_others: bool = False) -> None:
+def _serve(pipe: Connection, variables: Mapping[str, str]) -> None:
     """Makes the object that the first message asks for, then calls its methods; sends how each of that ended."""
-    if starts_others:
-        os.setpgid(0, 0)
+    os.environ.update(variables)
     # Ctrl-C reaches the whole terminal; the parent ends its ranks itself. So this module imports torch only when it
     # is needed, after this line.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

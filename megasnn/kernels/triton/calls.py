@@ -1,4 +1,4 @@
-"""The four calls of a norm-(pool-)neuron unit, with tensors: see `megasnn.kernels.norm_neuron`."""
+"""The four calls of a norm-(pool-)neuron unit, with tensors: see `megasnn.kernels.neuron`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megasnn.kernels.codec import pack_bits
-from megasnn.kernels.fused_constants import numbers
-from megasnn.kernels.norm_neuron import Norm, Unit
+from megasnn.kernels.neuron import Norm, ParameterGradients, Unit
+from megasnn.kernels.neuron_spec import numbers
+from megasnn.kernels.spike_codec import pack_bits
 from megasnn.kernels.triton.launch import (
     COLUMNS,
     NUMBERS,
@@ -29,6 +29,7 @@ from megasnn.kernels.triton.sums import (
     backward_sums_kernel,
     coefficients_kernel,
     fold_statistics_kernel,
+    fold_sums_kernel,
     statistics_kernel,
 )
 from megasnn.kernels.triton.unit import fire_kernel, gradient_kernel
@@ -40,16 +41,18 @@ _FOLDED_ROWS, _FOLDED_COLUMNS = 64, 16
 def statistics(x: Tensor) -> Tensor:
     number, channels = compute_type(x.dtype), x.shape[2]
     cut = _cut(x.numel(), channels, lanes(x.dtype))
+    whole_rows, rest = divmod(x.numel(), cut.row)
     partial = x.new_empty((2, cut.programs, cut.row), dtype=number)
     launch(
         statistics_kernel, cut.programs * (cut.row // COLUMNS),
-        x, partial, x.numel(), cut.row, cut.programs, cut.tiles,
+        x, partial, x.numel(), whole_rows, rest, cut.row, cut.programs, cut.tiles,
         D=NUMBERS[number], ROWS=cut.rows, COLUMNS=COLUMNS,
     )  # fmt: skip
     found = x.new_empty((2, channels), dtype=torch.float64)
     launch(
         fold_statistics_kernel, -(-channels // _FOLDED_COLUMNS),
-        partial, found, partial[0].numel() // channels, channels, x.numel(), cut.row, cut.tiles * cut.rows,
+        partial, found, partial[0].numel() // channels, channels, x.numel() // channels, whole_rows, rest,
+        cut.row // channels, cut.tiles * cut.rows,
         ROWS=_FOLDED_ROWS, COLUMNS=_FOLDED_COLUMNS,
     )  # fmt: skip
     return found
@@ -74,7 +77,7 @@ def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = Fal
 
 def backward_sums(
     x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None, ParameterGradients]:
     sizes, number = _sizes(x.shape, unit), compute_type(x.dtype)
     coefficients = _coefficients(x, norm, unit.eps)
     g_pooled = x.new_empty((len(x), sizes.size)) if unit.pool else None
@@ -90,8 +93,14 @@ def backward_sums(
         T=unit.time_steps, CHUNK=chunk(x.dtype, unit.time_steps), REPEATED=len(x) < unit.time_steps, POOL=unit.pool,
         LEARN=learn, N=numbers(unit.spec), D=NUMBERS[number], ROWS=cut.rows, COLUMNS=COLUMNS,
     )  # fmt: skip
-    sums = partial.view(len(partial), -1, sizes.channels).sum(dim=1, dtype=torch.float64)
-    return sums, None if g_pooled is None or taps is None else (g_pooled, taps)
+    sums = x.new_empty((len(partial), sizes.channels), dtype=torch.float64)
+    of_norm = ParameterGradients(*(None if each is None else torch.empty_like(each) for each in norm[2:]))
+    launch(
+        fold_sums_kernel, -(-sizes.channels // _FOLDED_COLUMNS),
+        partial, norm.variance, sums, *of_norm, partial[0].numel() // sizes.channels, sizes.channels,
+        SUMS=len(partial), EPS=unit.eps, ROWS=_FOLDED_ROWS, COLUMNS=_FOLDED_COLUMNS,
+    )  # fmt: skip
+    return sums, None if g_pooled is None or taps is None else (g_pooled, taps), of_norm
 
 
 def input_gradient(

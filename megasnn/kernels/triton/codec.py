@@ -1,4 +1,4 @@
-"""Packing of spikes into bits and of counts into bytes, one pass over memory each: see `megasnn.kernels.codec`."""
+"""Packing of spikes into bits and of counts into bytes, one pass each; must equal spike_codec.py's plain ones."""
 
 from __future__ import annotations
 

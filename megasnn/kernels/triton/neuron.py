@@ -1,6 +1,6 @@
 """One time step of a neuron, forward and backward: what the kernels are made of.
 
-The operations and their order are those of `reference.py`. `N` is a `megasnn.kernels.fused_constants.Numbers`, fixed
+The operations and their order are those of `torch_backend.py`. `N` is a `megasnn.kernels.neuron_spec.Numbers`, fixed
 when a kernel is compiled; `q` is what the charge divides or multiplies by, which may be learned. All work on blocks of
 any shape, in the type `q` has.
 """

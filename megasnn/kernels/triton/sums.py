@@ -1,4 +1,5 @@
-"""Sums over time, samples and space for each channel: statistics of the norm, and what its backward needs.
+"""Sums over time, samples and space for each channel: statistics of the norm, and what its backward needs. They must
+equal `statistics` and `backward_sums` of torch_backend.py.
 
 Memory `[..., C]` is cut into rows of k C values, a multiple of the columns of a tile, so that threads are idle only at
 the very end, whatever C is. A program adds up some tiles of one block of columns; its sums are a row of
@@ -27,11 +28,15 @@ from megasnn.kernels.triton.steps import (
 
 @operator("x", "partial")
 @triton.jit
-def statistics_kernel(x, partial, size, row, programs, tiles,
+def statistics_kernel(x, partial, size, whole_rows, rest, row, programs, tiles,
                       D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """`partial [2, programs, row]`: the mean of the values, and their squared deviations from it.
 
-    Deviations are taken from the mean of the first tile: that is near enough, since it is part of what is summed.
+    Deviations are taken from the mean of the first tile: that is near enough, since it is part of what is summed. Four
+    tiles are loaded at a time: with one load in flight a program waits for memory.
+
+    Args:
+        whole_rows, rest: quotient and remainder of size and row.
     """
     blocks = row // COLUMNS
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
@@ -40,12 +45,12 @@ def statistics_kernel(x, partial, size, row, programs, tiles,
     x += start
     left = size - start
     place = tl.arange(0, ROWS)[:, None] * row + column[None, :]
-    n = tl.maximum(summed_by(program, column, size, row, tiles * ROWS), 1).to(tl.float64)
+    n = tl.maximum(summed_by(program, column, whole_rows, rest, tiles * ROWS), 1).to(tl.float64)
     inside = place < left
     count = tl.maximum(tl.sum(inside.to(D), axis=0), 1)
     pivot = tl.sum(tl.load(x + place, mask=inside, other=0).to(D), axis=0) / count
     total, squares = tl.zeros(place.shape, D), tl.zeros(place.shape, D)
-    for _ in range(tiles):
+    for _ in tl.range(tiles, loop_unroll_factor=4):
         inside = place < left
         deviation = tl.load(x + place, mask=inside, other=0).to(D) - pivot[None, :]
         deviation = tl.where(inside, deviation, 0)
@@ -61,44 +66,76 @@ def statistics_kernel(x, partial, size, row, programs, tiles,
 
 
 @triton.jit
-def summed_by(program, column, size, row, rows):
-    """How many values of its columns a program sums: those before `size` in its `rows` rows of `row` values."""
-    there = (size - column + row - 1) // row - program * rows
+def summed_by(program, column, whole_rows, rest, rows):
+    """How many values of its columns a program sums in its `rows` rows, of all whole rows and a rest.
+
+    Division of 64 bits takes a GPU some hundred instructions: quotient and remainder come from the host.
+    """
+    there = whole_rows + tl.where(column < rest, 1, 0) - program * rows
     return tl.minimum(tl.maximum(there, 0), rows)
 
 
 @operator("partial", "out")
 @triton.jit
-def fold_statistics_kernel(partial, out, rows, channels, size, row, summed,
+def fold_statistics_kernel(partial, out, rows, channels, pixels, whole_rows, rest, parts, summed,
                            ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """`partial [2, rows, C]` of `statistics_kernel` -> `out [2, C]`: mean and biased variance.
+    """`partial [2, rows, C]` of `statistics_kernel` -> `out [2, C]`: mean and biased variance of `pixels` values.
 
     Args:
-        summed: how many rows of `row` values a program has summed.
+        parts: how often each channel is in a program's row.
+        summed: how many rows a program has summed.
     """
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     weighted = tl.zeros([ROWS, COLUMNS], tl.float64)
     step = tl.cast(rows, tl.int64) * channels
-    parts = row // channels  # of a program: as often is each channel in its row
     for start in range(0, rows, ROWS):
-        part = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        place = part * channels + channel[None, :]
+        part = (start + tl.arange(0, ROWS))[:, None]
+        place = part.to(tl.int64) * channels + channel[None, :]
         inside = (part < rows) & (channel[None, :] < channels)
-        n = summed_by(part // parts, part % parts * channels + channel[None, :], size, row, summed)
+        n = summed_by(
+            (part // parts).to(tl.int64), part % parts * channels + channel[None, :], whole_rows, rest, summed
+        )
         weighted += n.to(tl.float64) * tl.load(partial + place, mask=inside, other=0).to(tl.float64)
-    n_all = tl.maximum(tl.cast(size, tl.int64) // channels, 1).to(tl.float64)
+    n_all = tl.cast(pixels, tl.int64).to(tl.float64)
     mean = tl.sum(weighted, axis=0) / n_all
     squares = tl.zeros([ROWS, COLUMNS], tl.float64)
     for start in range(0, rows, ROWS):
-        part = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        place = part * channels + channel[None, :]
+        part = (start + tl.arange(0, ROWS))[:, None]
+        place = part.to(tl.int64) * channels + channel[None, :]
         inside = (part < rows) & (channel[None, :] < channels)
-        n = summed_by(part // parts, part % parts * channels + channel[None, :], size, row, summed)
+        n = summed_by(
+            (part // parts).to(tl.int64), part % parts * channels + channel[None, :], whole_rows, rest, summed
+        )
         n = tl.where(inside, n, 0).to(tl.float64)
         away = tl.load(partial + place, mask=inside, other=0).to(tl.float64) - mean[None, :]
         squares += tl.load(partial + step + place, mask=inside, other=0).to(tl.float64) + n * away * away
     tl.store(out + channel, mean, mask=channel < channels)
     tl.store(out + channels + channel, tl.sum(squares, axis=0) / n_all, mask=channel < channels)
+
+
+@operator("partial variance", "sums g_weight g_bias")
+@triton.jit
+def fold_sums_kernel(partial, variance, sums, g_weight, g_bias, rows, channels, SUMS: tl.constexpr, EPS: tl.constexpr,
+                     ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """`partial [SUMS, rows, C]` of `backward_sums_kernel` -> `sums [SUMS, C]`, and the gradients of scale and shift, as
+    `neuron.parameter_gradients` gives them, or None."""
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    step = tl.cast(rows, tl.int64) * channels
+    for kind in tl.static_range(SUMS):
+        total = tl.zeros([ROWS, COLUMNS], tl.float64)
+        for start in tl.range(0, rows, ROWS, loop_unroll_factor=4):
+            part = (start + tl.arange(0, ROWS))[:, None]
+            inside = (part < rows) & (channel[None, :] < channels)
+            place = partial + kind * step + part.to(tl.int64) * channels + channel[None, :]
+            total += tl.load(place, mask=inside, other=0).to(tl.float64)
+        summed = tl.sum(total, axis=0)
+        tl.store(sums + kind * channels + channel, summed, mask=channel < channels)
+        if kind == 0 and g_bias is not None:
+            tl.store(g_bias + channel, summed.to(g_bias.dtype.element_ty), mask=channel < channels)
+        if kind == 1 and g_weight is not None:
+            var = tl.load(variance + channel, mask=channel < channels, other=1).to(tl.float64)
+            inverse = tl.full((), 1.0, tl.float64) / tl.sqrt(var + tl.full((), EPS, tl.float64))
+            tl.store(g_weight + channel, (summed * inverse).to(g_weight.dtype.element_ty), mask=channel < channels)
 
 
 @operator("mean variance weight bias sums", "out")

@@ -1,4 +1,5 @@
-"""Normalise, charge and fire, and the gradient of the input: a pass over memory each.
+"""Normalise, charge and fire, and the gradient of the input: a pass over memory each. They must equal `fire` and
+`input_gradient` of torch_backend.py.
 
 `x [X, in_size]` with X = T, or 1 for an input that is repeated; `size` is the number of neurons, and `[T, size]` are
 their spikes. Without `norm` a kernel computes the neurons alone.
@@ -29,7 +30,7 @@ from megasnn.kernels.triton.steps import (
 def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channels, height, width, above,
                 T: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
                 AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """`bits [T, size / 8]`: the spikes once more, packed as `megasnn.kernels.codec` does it, or None.
+    """`bits [T, size / 8]`: the spikes once more, packed as `megasnn.kernels.spike_codec` does it, or None.
 
     AT_ONCE: how many steps, a divisor of T, are written out one after the other.
     """

@@ -1,4 +1,4 @@
-"""QKFormer (arXiv 2403.16552) in the form of SpikingJelly 2.0.0's `model.qkformer`, natively sharded.
+"""QKFormer (arXiv 2403.16552) in the form of SpikingJelly 2.0.0's `model.qkformer`: its dimensions and layers.
 
 Three stages, each with half the height and width and twice the channels of the one before. In the first two, attention
 is a mask of tokens, made of q alone; in the last it is Spikformer's. For small images the patch embeddings are those of
@@ -8,51 +8,75 @@ the authors' CIFAR model, which SpikingJelly lacks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor, nn
+from megasnn.config.checks import above, at_least, flag, refusal
+from megasnn.models.model import Model
 
-from megasnn.layers import ConvNormNeuron, MeanLinear, SpikingSelfAttention, TokenAttention
-from megasnn.layers.unit import Residual, ResidualMLP
-from megasnn.models.layer import Layer, layer
-from megasnn.models.qkformer.dimensions import STAGES, QKFormer
+if TYPE_CHECKING:
+    from megasnn.models.layer import Layer
 
-
-def layers_of(model: QKFormer) -> Iterable[Layer]:
-    """Of each stage its patch embedding and the halves of its blocks; the head."""
-    inputs = model.in_channels
-    small = model.patch_embedding == "cifar"
-    stages = zip(model.dims, model.of_stages("depths"), model.of_stages("num_heads"), strict=True)
-    for number, (dim, depth, heads) in enumerate(stages, start=1):
-        yield layer(f"patch_embed{number}", PatchEmbedding(inputs, dim, begins=number == 1, small=small))
-        attention = SpikingSelfAttention if number == STAGES else TokenAttention
-        for block in range(depth):
-            name = f"stage{number}.{block}"
-            yield layer(f"{name}.attention", Residual(attention(dim, heads)), unit=name)
-            yield layer(f"{name}.mlp", ResidualMLP(dim, int(dim * model.mlp_ratio), bias=True), unit=name)
-        inputs = dim
-    yield layer("head", MeanLinear(inputs, model.num_classes))
+STAGES = 3
 
 
-class PatchEmbedding(nn.Module):
-    """Units that halve height and width, beside a shortcut that does it at once; the first stage halves twice.
+@dataclass(frozen=True, kw_only=True)
+class QKFormer(Model):
+    """QKFormer's dimensions (arXiv 2403.16552); the defaults are SpikingJelly 2.0.0's qkformer_10_384."""
 
-    Args:
-        begins: whether it is the first stage's, which has a unit more.
-        small: for small images: without biases, the first stage keeps height and width, the others halve them in their
-            last unit.
-    """
+    name = "qkformer"
+    marker = "stage1.0.attention.inner.qk.conv.weight"
 
-    def __init__(self, inputs: int, outputs: int, begins: bool, small: bool) -> None:
-        super().__init__()
-        unit = partial(ConvNormNeuron, kernel_size=3, bias=not small)
-        middle = outputs // 2 if begins else inputs
-        self.begin = unit(inputs, middle, max_pool=not small) if begins else None
-        self.down = unit(middle, outputs, max_pool=not small)
-        self.last = None if begins and small else unit(outputs, outputs, max_pool=small)
-        self.shortcut = ConvNormNeuron(middle, outputs, bias=not small, stride=1 if begins and small else 2)
+    embed_dim: int = 384
+    """Channels of the last stage; the two before it have a quarter and a half of them."""
+    depths: str = "1,2,7"
+    """Blocks of each of the three stages."""
+    num_heads: str = "6,6,6"
+    """Attention heads of each stage, shared out over the tensor parallel ranks."""
+    mlp_ratio: float = 4.0
+    """Hidden channels of the MLP, in multiples of the stage's channels."""
+    patch_embedding: Literal["imagenet", "cifar"] = "imagenet"
+    """How stages begin. imagenet: each halves height and width, the first one twice (SpikingJelly's); cifar: the first
+    keeps them, and the others halve them behind their last convolution (the authors', for images of 32 x 32)."""
+    image_size: int = 224
+    """Height and width of the images."""
+    num_classes: int = 1000
+    """Number of classes."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x if self.begin is None else self.begin(x)
-        y = self.down(x)
-        return (y if self.last is None else self.last(y)) + self.shortcut(x)
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Channels of each stage."""
+        return self.embed_dim // 4, self.embed_dim // 2, self.embed_dim
+
+    def of_stages(self, name: str) -> tuple[int, ...]:
+        """`depths` or `num_heads` as numbers. Raises ValueError for anything but three of them."""
+        text = str(getattr(self, name))
+        words = [word.strip() for word in text.split(",")]
+        if len(words) != STAGES or not all(word.isdecimal() and int(word) > 0 for word in words):
+            raise ValueError(f'{flag(name)} "{text}" must be {STAGES} numbers with commas between them, like "1,2,7"')
+        return tuple(map(int, words))
+
+    def problems(self, tensor_parallel: int) -> list[str]:
+        wrong = super().problems(tensor_parallel) + at_least(self, 1, "embed_dim") + above(self, 0, "mlp_ratio")
+        wrong += refusal(self.of_stages, "depths") + refusal(self.of_stages, "num_heads")
+        if not wrong and self.embed_dim % 8:
+            wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of 8, for the first stage's first layer")
+        return wrong
+
+    def layers(self) -> Iterable[Layer]:
+        """The patch embedding and the halves of the blocks of each stage, the head."""
+        from megasnn.layers import MeanLinear, Residual, ResidualMLP, SpikingSelfAttention, TokenAttention
+        from megasnn.models.layer import layer
+        from megasnn.models.qkformer.blocks import PatchEmbedding
+
+        inputs, small = self.in_channels, self.patch_embedding == "cifar"
+        stages = zip(self.dims, self.of_stages("depths"), self.of_stages("num_heads"), strict=True)
+        for number, (dim, depth, heads) in enumerate(stages, start=1):
+            yield layer(f"patch_embed{number}", PatchEmbedding(inputs, dim, begins=number == 1, small=small))
+            attention = SpikingSelfAttention if number == STAGES else TokenAttention
+            for block in range(depth):
+                name = f"stage{number}.{block}"
+                yield layer(f"{name}.attention", Residual(attention(dim, heads)), unit=name)
+                yield layer(f"{name}.mlp", ResidualMLP(dim, int(dim * self.mlp_ratio), bias=True), unit=name)
+            inputs = dim
+        yield layer("head", MeanLinear(inputs, self.num_classes))

@@ -1,49 +1,54 @@
-"""SEW-ResNet (arXiv 2102.04159) in the form of SpikingJelly 2.0.0's `model.sew_resnet`, natively sharded."""
+"""SEW-ResNet (arXiv 2102.04159) in the form of SpikingJelly 2.0.0's `model.sew_resnet`: its dimensions and layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor, nn
+from megasnn.config.checks import at_least
+from megasnn.models.model import Model
 
-from megasnn.layers import ConvNormNeuron, MeanLinear
-from megasnn.layers.initialisers import kaiming_normal
-from megasnn.layers.unit import PooledUnit
-from megasnn.models.layer import Layer, layer
-from megasnn.models.sew_resnet.dimensions import BLOCKS, SewResNet
+if TYPE_CHECKING:
+    from megasnn.models.layer import Layer
 
-_unit = partial(ConvNormNeuron, initialise=kaiming_normal)
-
-
-def layers_of(model: SewResNet) -> Iterable[Layer]:
-    """The stem, every block, and the head."""
-    yield layer("stem", PooledUnit(model.in_channels, model.width, kernel_size=7, stride=2, initialise=kaiming_normal))
-    inputs = model.width
-    for stage, blocks in enumerate(BLOCKS[model.depth]):
-        width = model.width * 2**stage
-        for block in range(blocks):
-            stride = 2 if stage and not block else 1
-            yield layer(f"layer{stage + 1}.{block}", SewBlock(inputs, width, stride, model.connect))
-            inputs = width
-    yield layer("head", MeanLinear(inputs, model.num_classes))
+BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3)}  # of each stage
 
 
-class SewBlock(nn.Module):
-    """Two units beside a shortcut, which is a unit of its own where sizes change; spikes meet element by element
-    (equation 8, table 2)."""
+@dataclass(frozen=True, kw_only=True)
+class SewResNet(Model):
+    """SEW-ResNet's dimensions (arXiv 2102.04159); the defaults are for ImageNet."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, connect: str) -> None:
-        super().__init__()
-        self.connect = connect
-        self.first = _unit(inputs, outputs, kernel_size=3, stride=stride)
-        self.second = _unit(outputs, outputs, kernel_size=3)
-        changes = stride != 1 or inputs != outputs
-        self.shortcut = _unit(inputs, outputs, stride=stride) if changes else None
+    name = "sew_resnet"
+    marker = "layer1.0.first.conv.weight"
 
-    def forward(self, x: Tensor) -> Tensor:
-        spikes = self.second(self.first(x))
-        beside = x if self.shortcut is None else self.shortcut(x)
-        if self.connect == "add":
-            return beside + spikes
-        return beside * (spikes if self.connect == "and" else 1.0 - spikes)
+    depth: Literal[18, 34] = 18
+    """Number of layers with weights, as in ResNet-18 and ResNet-34."""
+    connect: Literal["add", "and", "iand"] = "add"
+    """How a block's spikes meet those of its shortcut: their sum, their product, or shortcut times (1 - spikes)."""
+    width: int = 64
+    """Channels of the first stage; each stage has twice as many as the one before."""
+    image_size: int = 224
+    """Height and width of the images."""
+    num_classes: int = 1000
+    """Number of classes."""
+
+    def problems(self, tensor_parallel: int) -> list[str]:
+        return super().problems(tensor_parallel) + at_least(self, 1, "width")
+
+    def layers(self) -> Iterable[Layer]:
+        """The stem, every block, and the head."""
+        from megasnn.layers import MeanLinear, PooledUnit
+        from megasnn.layers.init import kaiming_normal
+        from megasnn.models.layer import layer
+        from megasnn.models.sew_resnet.blocks import SewBlock
+
+        inputs = self.width
+        yield layer("stem", PooledUnit(self.in_channels, inputs, kernel_size=7, stride=2, initialise=kaiming_normal))
+        for stage, blocks in enumerate(BLOCKS[self.depth]):
+            width = self.width * 2**stage
+            for block in range(blocks):
+                stride = 2 if stage and not block else 1
+                yield layer(f"layer{stage + 1}.{block}", SewBlock(inputs, width, stride, self.connect))
+                inputs = width
+        yield layer("head", MeanLinear(inputs, self.num_classes))

@@ -1,4 +1,5 @@
-"""The Spike-driven Transformer (arXiv 2307.01694) in the form of SpikingJelly 2.0.0's `spike_driven_transformer`.
+"""The Spike-driven Transformer (arXiv 2307.01694) in the form of SpikingJelly 2.0.0's `spike_driven_transformer`: its
+dimensions and layers.
 
 Its shortcuts join potentials and not spikes: real numbers go from block to block, and every convolution in a block has
 a neuron in front of it.
@@ -7,75 +8,63 @@ a neuron in front of it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from megasnn.config.checks import above, at_least
+from megasnn.models.model import Model
 
-from megasnn.layers import (
-    ConvNormNeuron,
-    MaxPool,
-    MeanOverSpace,
-    NeuronConvNorm,
-    ParallelBatchNorm,
-    ParallelConv,
-    ParallelLinear,
-    ParallelNeuron,
-    SpikeDrivenAttention,
-)
-from megasnn.layers.unit import PooledUnit, Residual
-from megasnn.models.layer import Layer, layer
-from megasnn.models.spike_driven.dimensions import STEM_STAGES, SpikeDrivenTransformer
+if TYPE_CHECKING:
+    from megasnn.models.layer import Layer
+
+STEM_STAGES = 4
 
 
-def layers_of(model: SpikeDrivenTransformer) -> Iterable[Layer]:
-    """The stages of the patch stem and the positional encoding, the halves of each block, the head."""
-    dim, stem = model.embed_dim, "patch_embed"
-    channels = [model.in_channels, *(dim // 2 ** (STEM_STAGES - 1 - stage) for stage in range(STEM_STAGES))]
-    *first, last = (pooled == "1" for pooled in model.pooled_stages)
-    for stage, pools in enumerate(first):
-        unit = (PooledUnit if pools else ConvNormNeuron)(channels[stage], channels[stage + 1], 3, bias=True)
-        yield layer(f"{stem}.stages.{stage}", unit, unit=stem)
-    yield layer(f"{stem}.last", Potential(channels[-2], dim, last), unit=stem)
-    yield layer(f"{stem}.positional_encoding", Residual(NeuronConvNorm(dim, dim, 3)), unit=stem)
-    for block in range(model.depth):
-        name = f"blocks.{block}"
-        yield layer(f"{name}.attention", Residual(SpikeDrivenAttention(dim)), unit=name)
-        yield layer(f"{name}.mlp", MLP(dim, int(dim * model.mlp_ratio)), unit=name)
-    yield layer("head", Head(dim, model.num_classes))
+@dataclass(frozen=True, kw_only=True)
+class SpikeDrivenTransformer(Model):
+    """Dimensions of the Spike-driven Transformer (arXiv 2307.01694); the defaults are SpikingJelly's sdt_8_384."""
 
+    name = "spike_driven"
+    marker = "patch_embed.positional_encoding.inner.conv.weight"
 
-class Potential(nn.Module):
-    """Convolution and norm, and perhaps max pooling, without a neuron: the potentials that the blocks begin with."""
+    embed_dim: int = 384
+    """Channels of the blocks; the stages of the patch stem have 1/8, 1/4, 1/2 and all of them."""
+    depth: int = 8
+    """Number of blocks, each an attention and an MLP."""
+    mlp_ratio: float = 4.0
+    """Hidden channels of the MLP, in multiples of --embed-dim."""
+    pooled_stages: str = "1111"
+    """Which of the four stages of the patch stem halve height and width, a 1 or a 0 for each."""
+    image_size: int = 224
+    """Height and width of the images."""
+    num_classes: int = 1000
+    """Number of classes."""
 
-    def __init__(self, inputs: int, outputs: int, pools: bool) -> None:
-        super().__init__()
-        self.conv, self.norm = ParallelConv(inputs, outputs, 3, padding=1, bias=True), ParallelBatchNorm(outputs)
-        self.pool = MaxPool() if pools else nn.Identity()
+    def problems(self, tensor_parallel: int) -> list[str]:
+        wrong = super().problems(tensor_parallel)
+        wrong += at_least(self, 1, "embed_dim", "depth") + above(self, 0, "mlp_ratio")
+        if len(self.pooled_stages) != STEM_STAGES or set(self.pooled_stages) - set("01"):
+            wrong.append(f'--pooled-stages "{self.pooled_stages}" must be four digits, each 0 or 1')
+        if self.embed_dim % 2 ** (STEM_STAGES - 1):
+            wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of 8, for the first stage of the stem")
+        return wrong
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.pool(self.norm(self.conv(x)))
+    def layers(self) -> Iterable[Layer]:
+        """The stages of the patch stem and the positional encoding, the halves of each block, the head."""
+        from megasnn.layers import ConvNormNeuron, NeuronConvNorm, PooledUnit, Residual, SpikeDrivenAttention
+        from megasnn.models.layer import layer
+        from megasnn.models.spike_driven.blocks import MLP, Head, Potential
 
-
-class MLP(nn.Module):
-    """x + fc2(fc1(x)), pointwise over tokens; with as many hidden channels as others, fc1 has a shortcut too."""
-
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = NeuronConvNorm(dim, hidden, bias=True), NeuronConvNorm(hidden, dim, bias=True)
-        self.shortcut = dim == hidden
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.fc1(x)
-        if self.shortcut:
-            x = y = y + x
-        return self.fc2(y) + x
-
-
-class Head(nn.Module):
-    """Mean over the tokens, neurons, and a linear layer: potentials -> logits `[T, N, num_classes]`."""
-
-    def __init__(self, dim: int, num_classes: int) -> None:
-        super().__init__()
-        self.mean, self.neuron, self.linear = MeanOverSpace(), ParallelNeuron(), ParallelLinear(dim, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.neuron(self.mean(x)))
+        dim, stem = self.embed_dim, "patch_embed"
+        channels = [self.in_channels, *(dim // 2 ** (STEM_STAGES - 1 - stage) for stage in range(STEM_STAGES))]
+        *first, last = (pooled == "1" for pooled in self.pooled_stages)
+        for stage, pools in enumerate(first):
+            unit = (PooledUnit if pools else ConvNormNeuron)(channels[stage], channels[stage + 1], 3, bias=True)
+            yield layer(f"{stem}.stages.{stage}", unit, unit=stem)
+        yield layer(f"{stem}.last", Potential(channels[-2], dim, last), unit=stem)
+        yield layer(f"{stem}.positional_encoding", Residual(NeuronConvNorm(dim, dim, 3)), unit=stem)
+        for block in range(self.depth):
+            name = f"blocks.{block}"
+            yield layer(f"{name}.attention", Residual(SpikeDrivenAttention(dim)), unit=name)
+            yield layer(f"{name}.mlp", MLP(dim, int(dim * self.mlp_ratio)), unit=name)
+        yield layer("head", Head(dim, self.num_classes))

@@ -1,52 +1,143 @@
-"""Spikformer (arXiv 2209.15425) in the form of SpikingJelly 2.0.0's `model.spikformer`, natively sharded.
+"""Spikformer (arXiv 2209.15425) in the form of SpikingJelly 2.0.0's `model.spikformer`: its dimensions and layers.
 
 Same weights in, same logits and gradients out. Between layers the stream is `[T, N, C, H, W]`: spikes inside the patch
-stem, after it sums of spikes, which are at most 2 + 2 * depth. All layers are cut by channel, so what a rank holds of
-the stream is its own channels, and residual additions are local.
+stem, after it sums of spikes, which are at most 2 + 2 * depth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
+from megasnn.config.checks import above, at_least
+from megasnn.config.pretrain import SAME_FUNCTION
+from megasnn.models.model import Model
 
-from megasnn.layers import ConvNormNeuron, MeanLinear, SpikingSelfAttention
-from megasnn.layers.initialisers import trunc_normal, zeros
-from megasnn.layers.unit import ResidualMLP
-from megasnn.models.layer import Layer, layer
-from megasnn.models.spikformer.dimensions import STEM_STAGES, Spikformer
+if TYPE_CHECKING:
+    from torch import Tensor
 
+    from megasnn.models.layer import Layer
 
-def layers_of(model: Spikformer) -> Iterable[Layer]:
-    """The stages of the patch stem and the positional encoding, the two halves of each block, the head."""
-    dim, stem = model.embed_dim, "patch_embed"
-    channels = [model.in_channels, *(dim // 2 ** (STEM_STAGES - 1 - stage) for stage in range(STEM_STAGES))]
-    conv3x3 = partial(ConvNormNeuron, kernel_size=3, initialise=trunc_normal)
-    for stage in range(STEM_STAGES):
-        pools = stage >= (2 if model.patch_size == 4 else 0)
-        unit = conv3x3(channels[stage], channels[stage + 1], max_pool=pools)
-        yield layer(f"{stem}.stages.{stage}", unit, unit=stem)
-    positional = PositionalEncoding(dim, dim, kernel_size=3, initialise=trunc_normal)
-    yield layer(f"{stem}.positional_encoding", positional, unit=stem)
-    for block in range(model.depth):
-        name = f"blocks.{block}"
-        yield layer(f"{name}.attention", AttentionHalf(dim, model.num_heads, initialise=trunc_normal), unit=name)
-        yield layer(f"{name}.mlp", ResidualMLP(dim, model.mlp_dim, initialise=trunc_normal), unit=name)
-    head = MeanLinear(dim, model.num_classes, initialise=trunc_normal, initialise_bias=zeros)
-    yield layer("head", head)
+LARGEST_COUNT = 255  # the stream between blocks travels as uint8
+STEM_STAGES = 4
+_TOO_MANY = 2**31  # hidden channels
 
 
-class PositionalEncoding(ConvNormNeuron):
-    """x + neuron(norm(conv(x))): the convolution that tells tokens apart by their place."""
+_NEUTRAL: dict[str, Any] = dict(embed_dim=384, depth=4, num_heads=12, patch_size=4, image_size=32, num_classes=10)
+VARIANTS: dict[str | None, dict[str, Any]] = {
+    None: _NEUTRAL,
+    "spikformer_ti": dict(embed_dim=256, depth=4, num_heads=8, patch_size=16, image_size=224, num_classes=1000),
+    "spikformer_s": dict(embed_dim=384, depth=6, num_heads=12, patch_size=16, image_size=224, num_classes=1000),
+    "spikformer_cifar10": _NEUTRAL,
+}
+FROM_VARIANT: Any = None  # stands for the variant's value until the object is made
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
 
+@dataclass(frozen=True, kw_only=True)
+class Spikformer(Model):
+    """Spikformer's dimensions (arXiv 2209.15425). What is not given is taken from the variant."""
 
-class AttentionHalf(SpikingSelfAttention):
-    """The first half of a block: x + attention(x)."""
+    name = "spikformer"
+    marker = "patch_embed.stages.3.conv.weight"
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
+    variant: Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10"] | None = field(
+        default=None, metadata=SAME_FUNCTION
+    )
+    """A model of SpikingJelly 2.0.0 to take the dimensions from. Dimensions given as flags win over it."""
+    embed_dim: int = FROM_VARIANT
+    """Channels of the blocks; the four stages of the patch stem have 1/8, 1/4, 1/2 and all of them."""
+    depth: int = FROM_VARIANT
+    """Number of blocks, each an attention and an MLP."""
+    num_heads: int = FROM_VARIANT
+    """Attention heads, shared out over the tensor parallel ranks."""
+    mlp_ratio: float = 4.0
+    """Hidden channels of the MLP, in multiples of --embed-dim."""
+    patch_size: Literal[4, 16] = FROM_VARIANT
+    """Pixels per token and side: the stem pools twice (4) or four times (16)."""
+    image_size: int = FROM_VARIANT
+    """Height and width of the images."""
+    event_frames: bool = False
+    """The samples are recordings of event cameras and not images."""
+    num_classes: int = FROM_VARIANT
+    """Number of classes."""
+
+    def __post_init__(self) -> None:
+        """Completes the object, so that every field has a value. Raises ValueError for an unknown variant."""
+        if self.variant not in VARIANTS:
+            known = ", ".join(name for name in VARIANTS if name)
+            raise ValueError(f"unknown --variant {self.variant!r}; known: {known}")
+        for name, value in VARIANTS[self.variant].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+    @property
+    def mlp_dim(self) -> int:
+        """Hidden channels of the MLP."""
+        return int(min(self.embed_dim * self.mlp_ratio, _TOO_MANY))
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one sample: (C, H, W), or (T, C, H, W) for event frames."""
+        image = (self.in_channels, self.image_size, self.image_size)
+        return (self.time_steps, *image) if self.event_frames else image
+
+    def from_spikingjelly(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        from megasnn.models.spikformer.weight_names import from_spikingjelly
+
+        return from_spikingjelly(state_dict, self.depth)
+
+    def problems(self, tensor_parallel: int) -> list[str]:
+        wrong = super().problems(tensor_parallel)
+        wrong += at_least(self, 1, "embed_dim", "depth", "num_heads") + above(self, 0, "mlp_ratio")
+        if self.mlp_dim == _TOO_MANY:
+            wrong.append(f"--mlp-ratio {self.mlp_ratio} of --embed-dim {self.embed_dim}: too many hidden channels")
+        if wrong:
+            return wrong
+        return self._dimension_problems()
+
+    def _dimension_problems(self) -> list[str]:
+        wrong = []
+        if self.event_frames and self.in_channels != 2:
+            wrong.append(f"--event-frames have two polarities: set --in-channels 2, not {self.in_channels}")
+        if not self.event_frames and self.in_channels not in (1, 3):
+            wrong.append(
+                f"--in-channels {self.in_channels}: images have 1 (grey) or 3 (RGB); event frames need --event-frames"
+            )
+        if self.embed_dim % 2 ** (STEM_STAGES - 1):
+            wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of 8, for the first stage of the stem")
+        if self.embed_dim % self.num_heads:
+            wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of --num-heads {self.num_heads}")
+        if self.mlp_dim < 1:
+            wrong.append(f"--mlp-ratio {self.mlp_ratio} of --embed-dim {self.embed_dim} leaves no hidden channel")
+        if self.image_size % self.patch_size:
+            wrong.append(f"--image-size {self.image_size} must be a multiple of --patch-size {self.patch_size}")
+        if 2 + 2 * self.depth > LARGEST_COUNT:
+            wrong.append(
+                f"--depth {self.depth}: the residual stream counts up to 2 + 2 x depth = "
+                f"{2 + 2 * self.depth} spikes, and it travels as a byte ({LARGEST_COUNT}); the "
+                f"largest depth is {(LARGEST_COUNT - 2) // 2}"
+            )
+        return wrong
+
+    def layers(self) -> Iterable[Layer]:
+        """The stages of the patch stem and the positional encoding, the two halves of each block, the head."""
+        from megasnn.layers import ConvNormNeuron, MeanLinear, ResidualMLP
+        from megasnn.layers.init import trunc_normal, zeros
+        from megasnn.models.layer import layer
+        from megasnn.models.spikformer.blocks import AttentionHalf, PositionalEncoding
+
+        dim, stem = self.embed_dim, "patch_embed"
+        channels = [self.in_channels, *(dim // 2 ** (STEM_STAGES - 1 - stage) for stage in range(STEM_STAGES))]
+        for stage in range(STEM_STAGES):
+            pools = stage >= (2 if self.patch_size == 4 else 0)
+            sizes = channels[stage], channels[stage + 1], 3
+            unit = ConvNormNeuron(*sizes, max_pool=pools, initialise=trunc_normal)
+            yield layer(f"{stem}.stages.{stage}", unit, unit=stem)
+        positional = PositionalEncoding(dim, dim, kernel_size=3, initialise=trunc_normal)
+        yield layer(f"{stem}.positional_encoding", positional, unit=stem)
+        for block in range(self.depth):
+            name = f"blocks.{block}"
+            yield layer(f"{name}.attention", AttentionHalf(dim, self.num_heads, initialise=trunc_normal), unit=name)
+            yield layer(f"{name}.mlp", ResidualMLP(dim, self.mlp_dim, initialise=trunc_normal), unit=name)
+        yield layer("head", MeanLinear(dim, self.num_classes, initialise=trunc_normal, initialise_bias=zeros))

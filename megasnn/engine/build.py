@@ -1,0 +1,228 @@
+"""From a model and flags to what is built: configuration, description, layer context, plan, chunks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megasnn.augment.mixing import Mixing
+from megasnn.config import ConfigError, PretrainConfig, validate
+from megasnn.config.validate import no_graphs
+from megasnn.config.values import build_part, to_dict, with_keywords
+from megasnn.engine.faults import placed
+from megasnn.engine.model import DistributedModel, ModelOptions, SampleLoss
+from megasnn.engine.planning import plan_of
+from megasnn.kernels.backends import BACKENDS, backend_for
+from megasnn.kernels.products import can_be_sparse
+from megasnn.layers import BuildContext
+from megasnn.layers.weight_grad import CastWeights
+from megasnn.losses import LOSSES
+from megasnn.models.build import building_problems, describe
+from megasnn.models.description import ModelDescription
+from megasnn.models.model import Model, run_config
+from megasnn.models.registry import MODELS
+from megasnn.optim import is_frozen
+from megasnn.parallel.agreement import gather
+from megasnn.parallel_state import Group, ParallelState
+from megasnn.pipeline.chunk import describe_tensors
+from megasnn.pipeline.graphs import Capture, CudaCapture, GraphOptions
+from megasnn.pipeline.plan import PipelinePlan
+from megasnn.precisions import PRECISIONS
+
+_ENDLESS = 10**12  # steps of a training whose learning rate does not decay
+_RATE_FLAGS = ("lr", "min_lr", "lr_decay_style", "lr_interval", "lr_warmup_iters", "lr_warmup_epochs", "lr_warmup_init")
+_PER_HOST = ("data", "checkpoint", "logging")  # parts of a run that may differ: paths, workers
+
+
+# --- configuration
+
+
+def run_configuration(
+    model: Model | PretrainConfig, flags: Mapping[str, Any], has_schedule: bool = False
+) -> PretrainConfig:
+    """Returns the whole configuration of a model's training, validated; one that is given stays as it is.
+
+    Args:
+        has_schedule: the learning rate comes from a function of the user's own.
+    Raises:
+        ConfigError: flags that do not go together, or a model that cannot be built.
+        ValueError: flags beside a whole configuration or `lr_schedule`, or a value that is no model.
+    """
+    if has_schedule and (refused := [name for name in _RATE_FLAGS if name in flags]):
+        raise ValueError(f"lr_schedule gives the learning rate of each step: leave out {', '.join(refused)}")
+    if isinstance(model, PretrainConfig):
+        if refused := [*flags, *["lr_schedule"] * has_schedule]:
+            raise ValueError(f"{', '.join(refused)} beside a whole configuration: give a model and flags")
+        return model
+    if not isinstance(model, Model):
+        advice = ""
+        if isinstance(model, type) and issubclass(model, Model):
+            advice = f": {model.__name__}(...)"
+        elif isinstance(model, str) and model in MODELS:
+            advice = f": megasnn.MODELS[{model!r}](...)"
+        raise ValueError(f"give an instance of a subclass of megasnn.Model, not {model!r}{advice}")
+    build_part(type(model), to_dict(model), type(model).__name__)  # refuses values of other types
+    config = with_keywords(run_config(type(model))(model=model), flags)
+    if config.training.train_iters is None:
+        if config.optimizer.lr_decay_style != "constant" and not has_schedule:
+            raise ConfigError(["give train_iters: the learning rate decays until then; or lr_decay_style='constant'"])
+        config = replace(config, training=replace(config.training, train_iters=_ENDLESS))
+    validate(config, dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1")))
+    if problems := model_problems(config):
+        raise ConfigError(problems)
+    return config
+
+
+def model_problems(config: PretrainConfig) -> list[str]:
+    """Returns why the layers of the model cannot be built, or do not fit together."""
+    parallel = config.parallel
+    return building_problems(
+        config.model,
+        config.neuron.spec,
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.context_cut(config.training.micro_batch_size),
+    )
+
+
+def require_alike(config: PretrainConfig, world: Group) -> None:
+    """Raises ValueError on every rank where one is given another model or other flags than the first. Collective."""
+    parts = {part: values for part, values in to_dict(config).items() if part not in _PER_HOST}
+    flags = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+    first, *others = gather(world.handle, {"model": config.model.name, **flags})
+    for rank, given in enumerate(others, start=1):
+        if names := [name for name in {**first, **given} if first.get(name) != given.get(name)]:
+            raise ValueError(
+                f"every rank is to be given the same model and flags, but those of rank {rank} differ from rank 0's: "
+                f"{', '.join(names)}"
+            )
+
+
+def require_kernels(config: PretrainConfig, device: torch.device) -> None:
+    """Raises ValueError where this device does not have the `--neuron-backend` that is asked for."""
+    name = config.neuron.neuron_backend
+    if name not in BACKENDS.also:
+        products = getattr(torch, PRECISIONS[config.training.precision].products)
+        backend_for(name, torch.empty(1, 1, 1, dtype=products, device=device), config.neuron.spec)
+
+
+# --- the model
+
+
+def sample_windows(config: PretrainConfig) -> int:
+    """Number of windows in which each sample is shown; 1 without --bptt-steps."""
+    return config.training.windows(config.model.time_steps)
+
+
+def describe_windows(config: PretrainConfig) -> ModelDescription:
+    """Describes what is built: the model, with the time steps of one window.
+
+    Raises:
+        ValueError: with --bptt-steps, a model that depends on the number of time steps otherwise, or has a module that
+            cannot keep its state.
+    """
+    spec, steps = config.neuron.spec, config.training.bptt_steps
+    whole = describe(config.model, spec)
+    if steps is None or steps == config.model.time_steps:
+        return whole
+    model: Any = config.model
+    of_window = describe(replace(model, time_steps=steps), spec)
+    of_window.build(BuildContext(carries=True))
+    shapes, expected = (
+        {entry.name: entry.shard.global_shape for entry in describe_tensors(each, BuildContext())}
+        for each in (of_window, whole)
+    )
+    if different := [name for name, shape in expected.items() if shapes.get(name) != shape]:
+        raise ValueError(
+            f"{different[0]} depends on --time-steps {config.model.time_steps}: the model cannot be shown windows of "
+            f"--bptt-steps {steps}"
+        )
+    return of_window
+
+
+def parameter_names(model: ModelDescription) -> list[str]:
+    """Global names of a model's parameters, in order; nothing is built for that."""
+    return [entry.name for entry in describe_tensors(model, BuildContext()) if entry.is_parameter]
+
+
+def sample_loss(config: PretrainConfig) -> SampleLoss:
+    """Returns (logits, labels) -> the sum of the samples' losses."""
+    training = config.training
+    return partial(LOSSES[training.loss].sum, label_smoothing=training.label_smoothing)
+
+
+def mixing_of(config: PretrainConfig, model: ModelDescription, epoch_samples: int) -> Mixing | None:
+    """Returns how samples are mixed with each other (mixup, CutMix); None where they are not."""
+    data = config.data
+    if not data.mixes:
+        return None
+    until = data.mixup_off_epoch * epoch_samples if data.mixup_off_epoch else None
+    height, width = model.input_shape[-2:]
+    alphas = data.mixup_alpha or None, data.cutmix_alpha or None
+    return Mixing(config.training.seed, *alphas, model.num_classes, (height, width), until)
+
+
+def graph_options(config: PretrainConfig, state: ParallelState) -> GraphOptions | None:
+    """Returns how layers become CUDA graphs; None where none do. Raises ValueError for `--cuda-graphs on` there."""
+    asked = config.training.cuda_graphs
+    if asked == "off":
+        return None
+    capture = capture_on(state.device)
+    why = no_graphs(config) or (f"this rank computes on a {state.device.type.upper()}" if capture is None else None)
+    if capture is not None and why is None:
+        return GraphOptions(capture, asked == "on")
+    if asked == "on":
+        raise ValueError(f"--cuda-graphs on: {why}; use auto or off")
+    if state.rank == 0:
+        sys.stderr.write(f"WARNING: --cuda-graphs auto: no layer has CUDA graphs: {why}\n")
+    return None
+
+
+def capture_on(device: torch.device) -> Capture | None:
+    """Returns what makes graphs of a device; None where there are none."""
+    return CudaCapture(device) if device.type == "cuda" else None
+
+
+def build_model(
+    config: PretrainConfig,
+    model: ModelDescription,
+    state: ParallelState,
+    plan: PipelinePlan | None = None,
+    wants_to_stop: Callable[[], bool] = lambda: False,
+) -> tuple[PipelinePlan, DistributedModel]:
+    """Plans the pipeline, unless a plan is given, and builds this rank's part of the model. Collective.
+
+    Args:
+        wants_to_stop: see ModelOptions.
+    """
+    training, parallel, windows = config.training, config.parallel, sample_windows(config)
+    types, graphs = PRECISIONS[training.precision], graph_options(config, state)
+    products = getattr(torch, types.products)
+    context = BuildContext(
+        tensor=state.tensor,
+        dtype=getattr(torch, types.weights),
+        compute_dtype=products,
+        neuron_backend=config.neuron.neuron_backend,
+        seed=training.seed,
+        data=state.data,
+        weight=state.weight,
+        context=state.context,
+        cut=parallel.context_cut(training.micro_batch_size),
+        carries=windows > 1,
+        cast_weights=CastWeights(stay=graphs is not None),
+        sparse_products=training.sparse_products == "auto" and can_be_sparse(state.device, products),
+        is_frozen=partial(is_frozen, config.optimizer),
+    )
+    with placed("while planning the pipeline"):
+        plan = plan or plan_of(config, model, context, state, windows)
+    options = ModelOptions(windows, wants_to_stop, parallel.use_distributed_optimizer, graphs)
+    with placed("while building the model"):
+        schedules, seed = plan.schedules, training.seed
+        return plan, DistributedModel(model, state, context, plan.bounds, schedules, seed, sample_loss(config), options)

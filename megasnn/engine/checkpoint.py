@@ -1,0 +1,121 @@
+"""Checkpoints of a model in training, for any layout, and its full weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megasnn import checkpoint
+from megasnn.checkpoint.format import BESIDE
+from megasnn.checkpoint.load import model_differences
+from megasnn.config import PretrainConfig
+from megasnn.config.identity import changed_recipe, identity, recipe
+from megasnn.engine.step import TrainStep
+from megasnn.files import CheckpointError
+from megasnn.parallel.agreement import gather, run_on_all_ranks
+from megasnn.parallel.sharding import Piece, ShardedTensor
+from megasnn.pipeline.cost_model import layers_per_chunk
+from megasnn.pipeline.plan import PipelinePlan
+
+
+class Checkpoints:
+    """Saves and loads an Engine; all methods are collective.
+
+    Raises:
+        ValueError: a layer has a name that checkpoints keep for something else.
+    Attributes:
+        state: what this rank holds of a checkpoint.
+    """
+
+    def __init__(self, config: PretrainConfig, step: TrainStep, plan: PipelinePlan) -> None:
+        self._config, self._step, self._plan, self._model = config, step, plan, step.model
+        self._world = step.model.state.world
+        if refused := [entry.name for entry in self._model.tensors if entry.name.startswith(BESIDE)]:
+            raise ValueError(f"{refused[0]}: names that begin with {' or '.join(BESIDE)} are not for layers")
+        averages = None if step.average is None else step.average.tensors
+        self.state = checkpoint.LocalState(self._model.tensors, step.optimizer, self._model.owned, averages)
+
+    def entries(self) -> list[ShardedTensor]:
+        """Tensors that this rank holds of a checkpoint, parameters whole, with the optimizer's state so far."""
+        whole = {entry.name: entry for entry in self._model.tensors}
+        return [whole.get(entry.name, entry) for entry in self.state.entries()]
+
+    def progress(self, extra: Mapping[str, object], skipped_steps: int = 0) -> checkpoint.Progress:
+        """Returns what is written beside the tensors: position, model, layout for people, and `extra`."""
+        grid = self._model.state.grid
+        sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.replicas, "weight": grid.weight}
+        layout: dict[str, object] = {**sizes, "context": grid.context, "virtual": len(self._model.chunks)}
+        layout["bounds"] = layers_per_chunk(self._plan.bounds)
+        return checkpoint.Progress(
+            self._step.iteration,
+            self._step.consumed_samples,
+            self._config.model.name,
+            identity(self._config),
+            layout,
+            {"recipe": recipe(self._config), **extra},
+            skipped_steps,
+        )
+
+    def save(self, folder: object) -> Path:
+        """See `Engine.save`."""
+        path = checkpoint.broadcast_result(self._world.handle, partial(_folder, folder))
+        return checkpoint.save_checkpoint(path, self.progress({}), self.state, self._world.handle)
+
+    def load(self, folder: object, step: object, weights_only: bool) -> list[str]:
+        """See `Engine.load`. Returns what the user should know about the checkpoint."""
+        path, iteration = checkpoint.broadcast_result(self._world.handle, lambda: (_folder(folder), _iteration(step)))
+        model, config = self._config.model.name, None if weights_only else identity(self._config)
+        loaded = checkpoint.load_checkpoint(
+            path,
+            checkpoint.LocalState(self._model.tensors) if weights_only else self.state,
+            step=iteration,
+            process_group=self._world.handle,
+            check=lambda saved: model_differences(saved, model, config),
+        )
+        if weights_only:
+            self._step.loaded()
+            return [*loaded.remarks]
+        self._step.loaded((loaded.iteration, loaded.consumed_samples), loaded.averaged)
+        return [*loaded.remarks, *changed_recipe(loaded.extra, recipe(self._config))]
+
+    def load_full(self, values: Mapping[str, Tensor]) -> None:
+        """See `Engine.load_state_dict`."""
+        run_on_all_ranks(self._world.handle, partial(_require_mapping, values), "load_state_dict:")
+        checkpoint.load_globals_into(self._model.tensors, values, self._world.handle)
+        self._step.loaded()
+
+    def full_tensors(self) -> dict[str, Tensor]:
+        """See `Engine.state_dict`."""
+        mine = {entry.name: entry for entry in self._model.tensors if entry.shard.is_primary()}
+        full = {}
+        for described in self._model.described:
+            held: list[tuple[Piece, Tensor]] = []
+            if (entry := mine.get(described.name)) is not None:
+                held = [(piece, piece.of_local(entry.tensor.detach()).cpu()) for piece in entry.shard.pieces()]
+            value = torch.empty(described.shard.global_shape, dtype=described.tensor.dtype)
+            for piece, part in (each for rank in gather(self._world.handle, held) for each in rank):
+                piece.of_global(value).copy_(part)
+            full[described.name] = value
+        return full
+
+
+def _folder(given: object) -> Path:
+    if not isinstance(given, (str, Path)) or not str(given).strip():
+        raise CheckpointError(f"the folder of checkpoints must be a text or a pathlib.Path, got {given!r}")
+    return Path(os.fspath(given))
+
+
+def _iteration(step: object) -> int | None:
+    if step is None or (isinstance(step, int) and not isinstance(step, bool)):
+        return step
+    raise CheckpointError(f"step must be the iteration of a checkpoint, a whole number, got {step!r}")
+
+
+def _require_mapping(values: object) -> None:
+    if not isinstance(values, Mapping):
+        raise CheckpointError(f"it takes a dict of tensors by their names, got {type(values).__name__}")

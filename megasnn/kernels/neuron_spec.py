@@ -1,0 +1,259 @@
+"""What a spiking neuron computes, as a value: the one description for all backends, and the names that it takes.
+
+The tables need neither torch nor numba nor triton: a command line is checked by them before these are imported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megasnn.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Neuron:
+    """A kind of neuron.
+
+    Attributes:
+        summary: for --help.
+        charge: (input of a step, last potential, description, q) -> the potential before firing; q is `sigmoid(w)`
+            where the time constant is learned, otherwise what `constant` gives.
+        leaks: its potential decays, by `tau`, and perhaps its input with it.
+        learns: its time constant is learned: it has a parameter `w`, which starts at `tau`.
+        constant: (input of all steps, description) -> what all steps are charged with, made once.
+    """
+
+    summary: str
+    charge: Callable[[Tensor, Tensor, NeuronSpec, Any], Tensor]
+    leaks: bool = True
+    learns: bool = False
+    constant: Callable[[Tensor, NeuronSpec], Any] = lambda inputs, spec: None
+
+
+def _integrate(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
+    return v + x
+
+
+def _leak(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
+    if spec.decay_input:
+        return v + (x - (v - spec.rest)) / q
+    return v - (v - spec.rest) / q + x
+
+
+def _divisor(inputs: Tensor, spec: NeuronSpec) -> float | Tensor:
+    """What is divided by it is rounded once, on every device. By a number torch does not divide on a GPU: it multiplies
+    by its reciprocal, which is rounded as well unless the number is a power of two. So it is a tensor otherwise."""
+    return spec.tau if _is_power_of_two(spec.tau) else inputs.new_full((), spec.tau)
+
+
+def _learned_leak(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
+    return v + (x - (v - spec.rest)) * q if spec.decay_input else v - (v - spec.rest) * q + x
+
+
+def _is_power_of_two(number: float) -> bool:
+    return math.frexp(number)[0] == 0.5
+
+
+NEURONS: Registry[Neuron] = Registry(
+    "--neuron",
+    {
+        "lif": Neuron("leaky integrate-and-fire", _leak, constant=_divisor),
+        "if": Neuron("without leak", _integrate, leaks=False),
+        "plif": Neuron("with a learned time constant for each layer", _learned_leak, learns=True),
+    },
+)
+
+
+class Surrogate(NamedTuple):
+    """A surrogate gradient.
+
+    Attributes:
+        spikingjelly: its class in spikingjelly.activation_based.surrogate; None where `gradient` says it.
+        alpha: the default of its sharpness.
+        gradient: (potential above the threshold, alpha) -> the derivative that stands for that of the step.
+    """
+
+    spikingjelly: str | None
+    alpha: float
+    gradient: Callable[[Tensor, float], Tensor] | None = None
+
+
+def _triangle(x: Tensor, alpha: float) -> Tensor:
+    """A triangle of height 1 / alpha and half width alpha (arXiv 2202.11946, equation 4)."""
+    return (alpha - x.abs()).clamp(min=0) / alpha**2
+
+
+SURROGATES: Registry[Surrogate] = Registry(
+    "--surrogate",
+    {
+        "sigmoid": Surrogate("Sigmoid", 4.0),
+        "atan": Surrogate("ATan", 2.0),
+        "erf": Surrogate("Erf", 2.0),
+        "fake_numerical_gradient": Surrogate("FakeNumericalGradient", 0.3),
+        "log_tailed_relu": Surrogate("LogTailedReLU", 0.0),
+        "nonzero_sign_log_abs": Surrogate("NonzeroSignLogAbs", 1.0),
+        "piecewise_exp": Surrogate("PiecewiseExp", 1.0),
+        "piecewise_quadratic": Surrogate("PiecewiseQuadratic", 1.0),
+        "q_pseudo_spike": Surrogate("QPseudoSpike", 2.0),
+        "rect": Surrogate("Rect", 1.0),
+        "s2nn": Surrogate("S2NN", 4.0),
+        "soft_sign": Surrogate("SoftSign", 2.0),
+        "super_spike": Surrogate("SuperSpike", 1.0),
+        "triangular": Surrogate(None, 1.0, _triangle),
+    },
+)
+
+
+@dataclass(frozen=True)
+class NeuronSpec:
+    """A neuron with SpikingJelly's semantics (its LIFNode, IFNode and ParametricLIFNode in multi-step mode).
+
+    Charge, with ``r = v_reset`` or 0 for a soft reset:
+    ``if``: ``h = v + x``; ``lif``: ``h = v + (x - (v - r)) / tau``, or ``h = v - (v - r) / tau + x`` without
+    ``decay_input``; ``plif``: the same with a factor ``sigmoid(w)`` in place of the division by ``tau``.
+    Fire: ``s = 1`` where ``h >= v_threshold``. Reset: hard to ``v_reset``, or soft (``v_reset=None``) by subtracting
+    ``v_threshold``; with ``detach_reset`` no gradient flows through the spike of the reset.
+
+    ``alpha=None`` takes SpikingJelly's default for that surrogate function. ``tau`` is used by ``lif``, and is
+    where the learned time constant of ``plif`` starts.
+
+    Raises:
+        ValueError: an unknown kind or surrogate name, or ``tau`` not above 1 for a neuron that leaks.
+    """
+
+    kind: str = "lif"
+    tau: float = 2.0
+    v_threshold: float = 1.0
+    v_reset: float | None = 0.0
+    decay_input: bool = True
+    detach_reset: bool = True
+    surrogate: str = "sigmoid"
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        neuron = NEURONS.of_argument("kind", self.kind)
+        surrogate = SURROGATES.of_argument("surrogate", self.surrogate)
+        if neuron.leaks and not self.tau > 1.0:
+            raise ValueError(f"a {self.kind} neuron needs tau > 1, got {self.tau}; set --tau")
+        if self.alpha is None:
+            object.__setattr__(self, "alpha", surrogate.alpha)
+
+    @property
+    def surrogate_alpha(self) -> float:
+        """``alpha``, resolved."""
+        assert self.alpha is not None
+        return float(self.alpha)
+
+    @property
+    def rest(self) -> float:
+        """The potential that a membrane decays to and starts from: ``v_reset``, or 0 with a soft reset."""
+        return 0.0 if self.v_reset is None else self.v_reset
+
+
+# --- compiled kernels
+
+
+class FusedCharge(NamedTuple):
+    """How the potential before firing follows from input and last potential in compiled kernels.
+
+    Attributes:
+        code: the form that the kernels charge by, named in `numba.neuron` and `triton.neuron`.
+        factor: what it divides or multiplies by.
+        leak: the part of the last potential that goes, and of the input that comes where it decays.
+    """
+
+    code: str
+    factor: float
+    leak: float
+
+
+class FusedSurrogate(NamedTuple):
+    """A surrogate gradient `amplitude * shape(slope * (h - threshold))`, whose numbers grow with alpha."""
+
+    code: str
+    amplitude: float
+    slope: float
+
+
+def _fused_leak(spec: NeuronSpec, learned: float) -> FusedCharge:
+    leak, form = 1.0 / spec.tau, "CHARGE_" if spec.decay_input else "LEAK_"
+    if _is_power_of_two(spec.tau):  # multiplying is the same as dividing, and faster
+        return FusedCharge(form + "SCALE", leak, leak)
+    return FusedCharge(form + "DIVIDE", spec.tau, leak)
+
+
+FUSED_CHARGES: Registry[Callable[[NeuronSpec, float], FusedCharge]] = Registry(
+    "--neuron",
+    {
+        "if": lambda spec, learned: FusedCharge("CHARGE_ADD", 1.0, 0.0),
+        "lif": _fused_leak,
+        "plif": lambda spec, learned: FusedCharge(
+            "CHARGE_SCALE" if spec.decay_input else "LEAK_SCALE", learned, learned
+        ),
+    },
+)
+"""Name of a neuron that compiled kernels know -> (description, the learned leak) -> how it charges."""
+FUSED_SURROGATES: Registry[FusedSurrogate] = Registry(
+    "--surrogate",
+    {"sigmoid": FusedSurrogate("SIGMOID", 1.0, 1.0), "atan": FusedSurrogate("ATAN", 0.5, math.pi / 2)},
+)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A neuron in numbers: what the kernels of all backends compute with.
+
+    Attributes:
+        charge, surrogate: codes of a FusedCharge and a FusedSurrogate.
+        learned: its factor is learned, and perhaps known on the device alone: then factor, into and through are those
+            of the factor that was given.
+        hard: the reset is.
+        factor: what the charge divides or multiplies by.
+        jump, slide: d(v after reset) / d(spike) = jump - slide * h.
+        into, through: d(h) / d(x) and d(h) / d(v).
+        slope, amplitude: the surrogate gradient is amplitude * shape(slope * (h - threshold)).
+    """
+
+    charge: str
+    surrogate: str
+    learned: bool
+    hard: bool
+    rest: float
+    threshold: float
+    factor: float
+    jump: float
+    slide: float
+    into: float
+    through: float
+    slope: float
+    amplitude: float
+
+
+@lru_cache(maxsize=256)  # each launch of a kernel asks; a learned leak changes with every step
+def numbers(spec: NeuronSpec, learned_leak: float = 0.0) -> Numbers:
+    """A neuron in numbers. learned_leak: its factor, where that is learned and known here."""
+    charge, surrogate = FUSED_CHARGES[spec.kind](spec, learned_leak), FUSED_SURROGATES[spec.surrogate]
+    hard = spec.v_reset is not None
+    jump, slide = (spec.rest, 1.0) if hard else (-spec.v_threshold, 0.0)
+    return Numbers(
+        charge=charge.code,
+        surrogate=surrogate.code,
+        learned=NEURONS[spec.kind].learns,
+        hard=hard,
+        rest=spec.rest,
+        threshold=spec.v_threshold,
+        factor=charge.factor,
+        jump=0.0 if spec.detach_reset else jump,
+        slide=0.0 if spec.detach_reset else slide,
+        into=charge.leak if NEURONS[spec.kind].leaks and spec.decay_input else 1.0,
+        through=1.0 - charge.leak,
+        slope=spec.surrogate_alpha * surrogate.slope,
+        amplitude=spec.surrogate_alpha * surrogate.amplitude,
+    )

@@ -1,0 +1,25 @@
+"""Why the loops cannot take an input."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from megasnn.kernels.torch_backend import REDUCED
+
+
+def refuses(x: Tensor) -> str | None:
+    """Why the loops cannot take this input, or None where they can."""
+    try:
+        import_module("numba")
+    except ImportError as error:
+        return f"numba is not usable here ({error})"
+    if x.device.type != "cpu":
+        return f"they run on CPU tensors, not on {x.device}"
+    if x.dtype not in (torch.float32, torch.float64, *REDUCED):
+        return f"they take float32, float64, bfloat16 or float16, not {x.dtype}"
+    if x.numel() == 0:
+        return f"the input {tuple(x.shape)} is empty"
+    return None

@@ -1,0 +1,174 @@
+"""The four calls of a norm-(pool-)neuron unit, with tensors: see `megasnn.kernels.neuron`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megasnn.kernels.layout import empty_array
+from megasnn.kernels.neuron import Norm, Unit
+from megasnn.kernels.neuron_spec import NeuronSpec
+from megasnn.kernels.numba import pool
+from megasnn.kernels.numba import unit as loops
+from megasnn.kernels.numba.jit import run
+from megasnn.kernels.numba.neuron import Constants, constants
+from megasnn.kernels.spike_codec import pack_bits
+from megasnn.kernels.torch_backend import REDUCED
+
+_ROW = 512  # elements that are summed side by side, rounded up to whole pixels
+_ROWS = 32  # rows of a unit that sums: short enough for float32, long enough that folding costs nothing
+_BLOCK = 8  # rows of a block of neurons, whose gradients are summed side by side
+
+
+def statistics(x: Tensor) -> Tensor:
+    data = _pixels(x)
+    channels = data.shape[-1]
+    width = _width(channels)
+    pixels = data.size // channels
+    run_length = _ROWS * width // channels
+    units = pieces(pixels, run_length)
+    means, squares = np.empty((units, channels)), np.empty((units, channels))
+    run(loops.statistics, units, data.reshape(-1), channels, width, _ROWS, means, squares)
+    merged = np.empty((2, channels))
+    run(loops.merge, 1, means, squares, run_length, pixels, merged)
+    return torch.from_numpy(merged)
+
+
+def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = False) -> tuple[Tensor, Tensor | None]:
+    data = _pixels(x)
+    inputs, samples, *sides, channels = data.shape
+    space = unit.space_of_spikes(sides)
+    out = empty_array((unit.time_steps, samples, *space, channels), data.dtype)
+    flat = out.reshape(unit.time_steps, -1)
+    p = constants_of(unit.spec, data.dtype, w, learn=False)
+    length = space[1] * channels if unit.pool else _BLOCK * _width(channels)
+    whole_bytes = packed and length % 8 == 0 and flat.shape[1] % 8 == 0
+    bits = empty_array((flat.size // 8,), np.dtype(np.uint8)) if whole_bytes else no_bits()
+    coefficients = _coefficients(norm, unit.eps, length, data.dtype)
+    if unit.pool:
+        run(pool.fire_pooled, samples * space[0], data, unit.above, coefficients, flat, bits, p)
+    else:
+        run(loops.fire_block, pieces(flat.shape[1], length), data.reshape(inputs, -1), coefficients, flat, bits, p)
+    spikes = _tensor(out, x)
+    if not packed:
+        return spikes, None
+    return spikes, torch.from_numpy(bits) if whole_bytes else pack_bits(spikes)
+
+
+def no_bits() -> np.ndarray:
+    """For `row.fire`, where spikes are not wanted as bits."""
+    return np.empty(0, np.uint8)
+
+
+def backward_sums(
+    x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
+) -> tuple[Tensor, np.ndarray, None]:
+    """What is carried is the gradient of the normalised input: computing it again would take longer than reading it."""
+    data, upstream = _pixels(x), _pixels(g_spikes)
+    inputs, channels = data.shape[0], data.shape[-1]
+    flat = upstream.reshape(unit.time_steps, -1)
+    g = empty_array(data.shape, data.dtype)
+    p = constants_of(unit.spec, data.dtype, w, learn)
+    width = _width(channels)
+    length = upstream.shape[3] * channels if unit.pool else _BLOCK * width
+    coefficients = _coefficients(norm, unit.eps, length, data.dtype)
+    if unit.pool:
+        sums = np.empty((data.shape[1], 3, channels))
+        run(pool.pooled_backward, len(sums), data, unit.above, flat, coefficients, g, sums, p)
+    else:
+        sums = np.empty((pieces(flat.shape[1], width * _ROWS), 3, channels))
+        rows = data.reshape(inputs, -1), flat, coefficients, g.reshape(inputs, -1)
+        run(loops.block_backward, len(sums), *rows, sums, channels, _ROWS // _BLOCK, p)
+    return torch.from_numpy(sums.sum(axis=0)), g, None
+
+
+def input_gradient(
+    x: Tensor,
+    g_spikes: Tensor,
+    norm: Norm,
+    w: Tensor | None,
+    unit: Unit,
+    sums: Tensor | None,
+    count: int,
+    carried: np.ndarray,
+) -> Tensor:
+    data = _pixels(x)
+    channels = data.shape[-1]
+    width = _width(channels)
+    mean, inverse_deviation, scale, _ = _affine(norm, unit.eps)
+    sum_g, sum_gx = np.zeros((2, channels)) if sums is None else sums[:2].numpy()
+    of_deviations = sum_gx * inverse_deviation**2
+    coefficients = _tiles(width, data.dtype, scale, mean, sum_g / count, of_deviations / count)
+    rows = data.reshape(1, -1), carried.reshape(1, -1), coefficients
+    run(loops.input_gradient, pieces(data.size, _ROWS * width), *rows, _ROWS * width)
+    return _tensor(carried, x)
+
+
+def constants_of(spec: NeuronSpec, dtype: np.dtype, w: Tensor | None, learn: bool) -> Constants:
+    """A neuron as the numbers that the loops take. w: what its learned factor is the sigmoid of, where it learns."""
+    if w is None:
+        return _fixed_constants(spec, dtype, learn)
+    number = torch.float64 if dtype == np.float64 else torch.float32
+    return constants(spec, dtype, float(torch.sigmoid(w.detach().to(number))), learn)
+
+
+@cache
+def _fixed_constants(spec: NeuronSpec, dtype: np.dtype, learn: bool) -> Constants:
+    return constants(spec, dtype, 0.0, learn)
+
+
+class _Affine(NamedTuple):
+    """A norm in float64: the normalised input is scale x + shift. Each `[C]`."""
+
+    mean: np.ndarray
+    inverse_deviation: np.ndarray
+    scale: np.ndarray
+    shift: np.ndarray
+
+
+def _affine(norm: Norm, eps: float) -> _Affine:
+    weight = torch.ones_like(norm.mean) if norm.weight is None else norm.weight
+    bias = torch.zeros_like(norm.mean) if norm.bias is None else norm.bias
+    # Copies, because memory that numpy has seen stays where it is: that of gathered weights comes and goes.
+    copies = torch.stack([each.detach() for each in (norm.mean, norm.variance, weight, bias)])
+    mean, variance, factor, addend = copies.to(torch.float64).numpy()
+    inverse = 1.0 / np.sqrt(variance + eps)
+    scale = inverse * factor
+    return _Affine(mean, inverse, scale, addend - mean * scale)
+
+
+def _coefficients(norm: Norm, eps: float, length: int, dtype: np.dtype) -> np.ndarray:
+    """Scale, shift and mean, `[3, length]`."""
+    mean, _, scale, shift = _affine(norm, eps)
+    return _tiles(length, dtype, scale, shift, mean)
+
+
+def _tiles(length: int, dtype: np.dtype, *values: np.ndarray) -> np.ndarray:
+    """Each of `values [C]` repeated, as `np.tile` gives it, which takes several times longer for so few."""
+    channels = len(values[0])
+    tiled = empty_array((len(values), length // channels, channels), dtype)
+    tiled[:] = np.stack(values)[:, None]
+    return tiled.reshape(len(values), length)
+
+
+def _pixels(x: Tensor) -> np.ndarray:
+    """`[T, N, C, ...]` as a contiguous array `[T, N, ..., C]`, without a copy where the memory is channels-last."""
+    x = x.detach().movedim(2, -1)
+    return (x.float() if x.dtype in REDUCED else x).contiguous().numpy()
+
+
+def _tensor(pixels: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(pixels).movedim(-1, 2).to(like.dtype)
+
+
+def _width(channels: int) -> int:
+    return channels * pieces(_ROW, channels)
+
+
+def pieces(whole: int, size: int) -> int:
+    """Of that size, that make up the whole; the last may be shorter."""
+    return -(-whole // size)

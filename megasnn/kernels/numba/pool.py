@@ -1,0 +1,180 @@
+"""The loops of norm, max pooling (3, stride 2, padding 1) and neuron: spikes, gradients.
+
+Rows are split into even and odd columns first. Output column w then takes odd[w - 1], even[w] and odd[w] of each of
+three lines: three long contiguous loops a line, also when there are few channels.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megasnn.kernels.numba.jit import kernel, part
+from megasnn.kernels.numba.row import LANES, back, fire
+from megasnn.kernels.numba.unit import fold
+
+
+@part
+def scale_and_shift(x, scale, shift, y):
+    for j in range(x.size):
+        y[j] = x[j] * scale[j] + shift[j]
+
+
+@part
+def split_columns(line, even, odd):
+    """`line [W, C]` -> `even [Wo, C]` (columns 0, 2, ...) and `odd [Wo, C]` (columns 1, 3, ...)."""
+    for k in range((line.shape[0] + 1) // 2):
+        for c in range(line.shape[1]):
+            even[k, c] = line[2 * k, c]
+    for k in range(line.shape[0] // 2):
+        for c in range(line.shape[1]):
+            odd[k, c] = line[2 * k + 1, c]
+
+
+@part
+def add_columns(even, odd, line):
+    """The reverse of `split_columns`, added to what `line` holds."""
+    for k in range((line.shape[0] + 1) // 2):
+        for c in range(line.shape[1]):
+            line[2 * k, c] += even[k, c]
+    for k in range(line.shape[0] // 2):
+        for c in range(line.shape[1]):
+            line[2 * k + 1, c] += odd[k, c]
+
+
+@part
+def take_larger(values, best):
+    for j in range(values.size):
+        best[j] = values[j] if values[j] > best[j] or values[j] != values[j] else best[j]
+
+
+@part
+def pool_row(image, middle, scale, shift, columns, y):
+    """`y [Wo * C]`: one row of the maxima of the normalised `image [H, W, C]` over 3x3 windows at stride 2, which have
+    that row of the image in the middle.
+
+    `scale, shift [Wo * C]`; `columns [2, Wo, C]` is scratch.
+    """
+    height, width, channels = image.shape
+    even, odd = columns[0].reshape(-1), columns[1].reshape(-1)
+    odd_size = (width // 2) * channels
+    y[:] = -np.inf
+    for line in range(max(middle - 1, 0), min(middle + 2, height)):
+        split_columns(image[line], columns[0], columns[1])
+        scale_and_shift(even, scale, shift, even)
+        scale_and_shift(odd[:odd_size], scale, shift, odd)
+        take_larger(odd[: y.size - channels], y[channels:])
+        take_larger(even, y)
+        take_larger(odd[:odd_size], y)
+
+
+@part
+def contest(x, number, scale, shift, winner, tap):
+    """Replaces winners, and the number of their place in the window, where `x` has the larger normalised value.
+
+    Of equal values the first one wins, as in PyTorch, if the contests of places 0 to 3 come in descending order, and
+    those of places 5 to 8 in ascending order: the former win ties with all places seen, the latter with none.
+    """
+    number = np.int32(number)
+    wins_ties = number < 4
+    for j in range(x.size):
+        mine, best = x[j] * scale[j] + shift[j], winner[j] * scale[j] + shift[j]
+        wins = (mine > best) | (wins_ties & (mine == best))
+        winner[j] = x[j] if wins else winner[j]
+        tap[j] = number if wins else tap[j]
+
+
+@part
+def pool_row_winners(image, middle, scale, shift, columns, winner, tap):
+    """Input value and place (0 to 8) of each maximum of `pool_row`; begins in the centre, which is inside the image."""
+    height, width, channels = image.shape
+    even, odd = columns[0].reshape(-1), columns[1].reshape(-1)
+    size = winner.size
+    for offset in (0, -1, 1):
+        line = middle + offset
+        if line < 0 or line >= height:
+            continue
+        split_columns(image[line], columns[0], columns[1])
+        if offset == 0:
+            winner[:] = even
+            tap[:] = 4
+        for k in range(3):
+            column = 2 - k if offset < 0 else k
+            if offset == 0 and column == 1:
+                continue
+            start = channels if column == 0 else 0
+            count = (size - channels, size, (width // 2) * channels)[column]
+            values = even[:count] if column == 1 else odd[:count]
+            number = 3 * (offset + 1) + column
+            contest(values, number, scale[start:], shift[start:], winner[start:], tap[start:])
+
+
+@part
+def route(g, tap, number, target):
+    zero = g[0] * 0
+    for j in range(target.size):
+        target[j] = g[j] if tap[j] == number else zero
+
+
+@part
+def route_more(g, tap, number, target):
+    zero = g[0] * 0
+    for j in range(g.size):
+        target[j] += g[j] if tap[j] == number else zero
+
+
+@part
+def pool_row_backward(g, tap, middle, columns, g_image):
+    """Adds the gradients `g [Wo * C]` of one output row, whose windows have that middle, to the inputs that won.
+
+    Rows go in ascending order; an input row that is reached for the first time is cleared first.
+    """
+    height, width, channels = g_image.shape
+    even, odd = columns[0].reshape(-1), columns[1].reshape(-1)
+    for line in range(max(middle - 1, 0), min(middle + 2, height)):
+        if line >= middle or line == 0:
+            g_image[line, :, :] = 0
+        first = np.int32(3 * (line - middle + 1))
+        route(g, tap, first + 1, even)
+        route(g, tap, first + 2, odd)
+        route_more(g[channels:], tap[channels:], first, odd)
+        add_columns(columns[0], columns[1], g_image[line])
+
+
+@kernel
+def fire_pooled(x, above, norm, spikes, bits, p, first, last):
+    """`x [X, N, H, W, C]`, `norm [3, Wo * C]`, `spikes [T, N * Ho * Wo * C]`, `bits` as in `row.fire`.
+
+    A unit of work is one output row of one sample. `above`: the row of the input that is the first windows' middle.
+    """
+    inputs, width, rows = x.shape[0], norm.shape[1], (x.shape[2] - above + 1) // 2
+    y, columns = np.empty((inputs, width), x.dtype), np.empty((2, width // x.shape[4], x.shape[4]), x.dtype)
+    for unit in range(first, last):
+        sample, row = unit // rows, unit % rows
+        for t in range(inputs):
+            pool_row(x[t, sample], 2 * row + above, norm[0], norm[1], columns, y[t])
+        fire(y, 0, None, None, None, spikes, unit * width, width, bits, p)
+
+
+@kernel
+def pooled_backward(x, above, g_spikes, norm, g_y, sums, p, first, last):
+    """As `unit.block_backward`, with `g_y` shaped like `x [X, N, H, W, C]` and `g_spikes [T, M]`; `above` as above.
+
+    A unit of work is one sample, because the windows of neighbouring output rows share inputs.
+    """
+    inputs, channels = x.shape[0], x.shape[4]
+    width, rows = norm.shape[1], (x.shape[2] - above + 1) // 2
+    scratch, g_pooled = np.empty((2 * g_spikes.shape[0], LANES), x.dtype), np.empty((inputs, width), x.dtype)
+    winner, tap = np.empty((inputs, width), x.dtype), np.empty((inputs, width), np.int32)
+    columns = np.empty((2, width // channels, channels), x.dtype)
+    wide = np.empty((3, width), x.dtype)
+    for sample in range(first, last):
+        wide[:] = 0
+        for row in range(rows):
+            for t in range(inputs):
+                pool_row_winners(x[t, sample], 2 * row + above, norm[0], norm[1], columns, winner[t], tap[t])
+            low = (sample * rows + row) * width
+            back(winner, 0, norm, None, g_spikes, low, width, None, g_pooled, wide, p, scratch)
+            for t in range(inputs):
+                pool_row_backward(g_pooled[t], tap[t], 2 * row + above, columns, g_y[t, sample])
+        for k in range(3):
+            fold(wide[k], channels, sums[sample, k])

@@ -1,0 +1,223 @@
+"""Outputs and gradients of weights of a convolution of spikes or counts on a CPU, in time that grows with the spikes.
+
+Where an input is 0 nothing is added to a dense sum, so nothing is computed: what a spike adds is a row of the weight,
+or of the gradient of the output.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megasnn.kernels.convolution import Geometry, output_space
+from megasnn.kernels.layout import empty_strided
+from megasnn.kernels.numba import loops_of
+from megasnn.kernels.numba.jit import run
+from megasnn.kernels.numba.worth import Work
+from megasnn.kernels.spike_codec import bits_of, pack_where_not_zero
+
+TYPES = torch.float32, torch.float64
+
+# From this share on, each row is added so often that it is worth having all of them in an L1 cache: in narrow blocks of
+# columns, 64 channels or 64 pixels at a time. Otherwise blocks are wide, and their rows fit in most of an L2 cache.
+_MANY = 0.1
+_NARROW = 512  # bytes of a block
+_L2 = 640 * 2**10  # bytes
+_PIXELS, _FEW_PIXELS = 256, 64  # that are listed at once
+_LINE = 64  # bytes
+
+
+@dataclass(frozen=True)
+class Spikes:
+    """Where an input of spikes, counts or averages is not 0.
+
+    Attributes:
+        shape: of the input, `[frames, C, H, W]`.
+        bits: `[pixels, C / 8]`, as `megasnn.kernels.spike_codec` packs spikes, channels last.
+        share: of values that are not 0.
+        values: of the input, `[pixels, C]`; `[0, C]` where all that are not 0 are 1.
+    """
+
+    shape: torch.Size
+    bits: np.ndarray
+    share: float
+    values: np.ndarray
+
+
+def has_loops() -> bool:
+    """Whether sums can be formed on this machine."""
+    return _loops() is not None
+
+
+def output(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
+    """Of an input `[frames, C, H, W]` and a weight `[out, C, k, k]`: `[frames, out, H', W']`, channels last.
+
+    None where a dense product takes less time, or there are no loops for it; and where the weight is not finite, which
+    is to be seen also where no spike meets it.
+    """
+    work = _work(x.device, x.dtype, x.shape, weight, geometry)
+    if work is None or not work.is_worth(0.0) or (spikes := spikes_in(x)) is None or not work.is_worth(spikes.share):
+        return None
+    return _sums(spikes, weight.detach(), geometry) if math.isfinite(weight.detach().sum()) else None
+
+
+def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor, geometry: Geometry) -> bool:
+    """total += the gradient of the weight; False, and nothing is done, where `output` would give None for such a
+    weight, and where strides are not 1.
+
+    Args: as of `megasnn.kernels.convolution.add_weight_gradient`.
+    """
+    work = _work_of_gradient(total, grad, x.shape, geometry)
+    spikes = None if work is None or x.device != grad.device or x.dtype != grad.dtype else spikes_in(x)
+    return work is not None and spikes is not None and _add_sums(work, total, grad.detach(), spikes, geometry)
+
+
+def add_weight_gradient_of_bits(
+    total: Tensor, grad: Tensor, packed: Tensor, shape: torch.Size, geometry: Geometry
+) -> bool:
+    """The same of spikes of this shape that are packed, channels last.
+
+    Raises:
+        ValueError: so many bytes do not hold so many spikes.
+    """
+    work = _work_of_gradient(total, grad, shape, geometry)
+    if work is None or packed.device != grad.device:
+        return False
+    return _add_sums(work, total, grad.detach(), _spikes_in_bits(packed, shape, grad.dtype), geometry)
+
+
+def spikes_in(x: Tensor) -> Spikes | None:
+    """Of an input whose channels are last in memory; None of others."""
+    rows = x.detach().movedim(1, -1)
+    if not rows.is_contiguous():
+        return None
+    known = bits_of(x)
+    if known is not None:
+        return _spikes_in_bits(known, x.shape, x.dtype)
+    packed, all_one = pack_where_not_zero(rows)
+    values = rows.reshape(-1, x.shape[1]).numpy()
+    return _spikes(packed, x.shape, values[:0] if all_one else values)
+
+
+def _spikes_in_bits(packed: Tensor, shape: torch.Size, dtype: torch.dtype) -> Spikes:
+    return _spikes(packed, shape, torch.empty(0, shape[1], dtype=dtype).numpy())
+
+
+def _spikes(packed: Tensor, shape: torch.Size, values: np.ndarray) -> Spikes:
+    if packed.dtype != torch.uint8 or 8 * packed.numel() != shape.numel():
+        raise ValueError(f"{packed.numel()} values of {packed.dtype} do not hold the spikes of {tuple(shape)} as bits")
+    bits = packed.numpy().reshape(-1)
+    words = bits[: bits.size // 8 * 8].view(np.uint64)  # fewer to count than bytes
+    number = int(np.bitwise_count(words).sum(dtype=np.int64)) + int(np.bitwise_count(bits[8 * words.size :]).sum())
+    return Spikes(shape, bits.reshape(-1, shape[1] // 8), number / shape.numel(), values)
+
+
+def _work(
+    device: torch.device, dtype: torch.dtype, shape: torch.Size, weight: Tensor, geometry: Geometry
+) -> Work | None:
+    """None where there are no loops for it; dense products then say what is wrong with shapes that do not fit."""
+    if device.type != "cpu" or weight.device != device or not dtype == weight.dtype in TYPES or geometry.groups != 1:
+        return None
+    if not len(weight) or len(weight) % 8 or shape[1] % 8 or not shape.numel() or weight.shape[1] != shape[1]:
+        return None
+    space = output_space(shape[2:], weight.shape[2:], geometry)
+    if min(space) < 1 or _loops() is None:
+        return None
+    places = weight.shape[2:].numel()
+    return Work(shape[0] * space.numel(), shape[1], len(weight), places, dtype.itemsize)
+
+
+def _work_of_gradient(total: Tensor, grad: Tensor, shape: torch.Size, geometry: Geometry) -> Work | None:
+    work = _work(grad.device, grad.dtype, shape, total, geometry) if geometry.stride == (1, 1) else None
+    if work is None or not work.is_worth(0.0, torch.get_num_threads()):
+        return None
+    space = output_space(shape[2:], total.shape[2:], geometry)
+    return work if grad.shape == (shape[0], len(total), *space) else None
+
+
+def _sums(spikes: Spikes, weight: Tensor, geometry: Geometry) -> Tensor:
+    loops, columns = _loops(), len(weight)
+    assert loops is not None, "asked before"
+    frames, space = spikes.shape[0], output_space(spikes.shape[2:], weight.shape[2:], geometry)
+    parts, sizes = _parts(frames, spikes.shape[2:], space, weight, geometry)
+    out = empty_strided((frames * space.numel(), columns), (columns, 1), weight.dtype, weight.device)
+    channels, lines = spikes.shape[1], max(1, _PIXELS // sizes[3])
+    if spikes.share >= _MANY:
+        cuts, at_once = _cuts(columns, weight.dtype, _NARROW), (1, 1)
+    else:
+        cuts = _cuts(columns, weight.dtype, _L2 // channels)
+        at_once = max(1, _L2 // (channels * int(cuts[0, 1]) * loops.HALF_LINE)), channels
+    arrays = spikes.bits, spikes.values, _by_place(weight).numpy(), out.numpy()
+    where = sizes, geometry.stride, _offsets(weight, geometry)
+    run(loops.outputs, parts * -(-sizes[2] // lines), *arrays, cuts, *where, lines, at_once)
+    return out.view(frames, *space, columns).movedim(-1, 1)
+
+
+def _add_sums(work: Work, total: Tensor, grad: Tensor, spikes: Spikes, geometry: Geometry) -> bool:
+    loops, columns, threads = _loops(), len(total), torch.get_num_threads()
+    assert loops is not None, "asked before"
+    if not work.is_worth(spikes.share, threads):
+        return False
+    _, sizes = _parts(spikes.shape[0], spikes.shape[2:], grad.shape[2:], total, geometry)
+    places = total[0].numel()
+    by_place = empty_strided((places, columns), (columns, 1), total.dtype, total.device).zero_()
+    of_thread = -(-columns // threads) * total.element_size()
+    pixels, most = (_FEW_PIXELS, _NARROW) if spikes.share >= _MANY else (_PIXELS, of_thread)
+    cuts, lines = _cuts(columns, total.dtype, min(most, of_thread)), max(1, pixels // sizes[1])
+    gradients, seen = grad.movedim(1, -1).reshape(-1, columns), np.zeros(columns, spikes.values.dtype)
+    arrays = spikes.bits, spikes.values, gradients.numpy(), by_place.numpy(), seen
+    run(loops.weight_gradients, len(cuts), *arrays, cuts, sizes, _offsets(total, geometry), lines)
+    if not np.isfinite(seen).all():  # what a dense product would have multiplied with zeros
+        by_place += torch.from_numpy(seen)
+    turned = empty_strided((columns, places), (places, 1), total.dtype, total.device).copy_(by_place.t())
+    total += turned.view(columns, *total.shape[2:], total.shape[1]).movedim(-1, 1)
+    return True
+
+
+_loops = partial(loops_of, "spike_sum_loops")
+
+
+def _parts(
+    frames: int, space: torch.Size, output_space: torch.Size, weight: Tensor, geometry: Geometry
+) -> tuple[int, tuple[int, int, int, int]]:
+    """How many frames there are, and their height and width and those of the output: all pixels are one column where
+    each is by itself."""
+    if weight.shape[2:] == (1, 1) and geometry == Geometry():
+        pixels = frames * space.numel()
+        return 1, (pixels, 1, pixels, 1)
+    return frames, (space[0], space[1], output_space[0], output_space[1])
+
+
+def _offsets(weight: Tensor, geometry: Geometry) -> np.ndarray:
+    """How far each place of a kernel is from where it is put, in rows and columns, `[kh kw, 2]`."""
+    far = np.indices(weight.shape[2:]).reshape(2, -1).T * geometry.dilation
+    return np.ascontiguousarray(far - np.array(geometry.padding))
+
+
+def _by_place(weight: Tensor) -> Tensor:
+    """`[out, C, k, k]` -> `[k k C, >= out]`, in rows that do not all fall on the same lines of a cache."""
+    rows = weight.movedim(1, -1).reshape(len(weight), -1).t()
+    columns, itemsize = len(weight), weight.element_size()
+    spare = 8 * _LINE // itemsize if columns * itemsize % (16 * _LINE) == 0 else 0
+    spread = empty_strided((len(rows), columns + spare), (columns + spare, 1), weight.dtype, weight.device)
+    spread[:, :columns] = rows
+    return spread
+
+
+def _cuts(columns: int, dtype: torch.dtype, most: int) -> np.ndarray:
+    """Blocks of at most so many bytes of columns, as few as can be: the first column of each, and how many half lines
+    of the cache it has. `[blocks, 2]`."""
+    from megasnn.kernels.numba.spike_sum_loops import BLOCKS, HALF_LINE
+
+    found, half = [], 0
+    halves = columns * dtype.itemsize // HALF_LINE
+    while half < halves:
+        size = next(block for block in BLOCKS if block == 1 or block <= min(halves - half, most // HALF_LINE))
+        found.append((half * HALF_LINE // dtype.itemsize, size))
+        half += size
+    return np.array(found)

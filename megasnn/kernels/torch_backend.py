@@ -1,0 +1,229 @@
+"""The neuron and the norm-(pool-)neuron unit in plain PyTorch: the truth that every faster kernel must equal.
+
+Charge, fire and reset do the arithmetic of SpikingJelly 2.0.0 (``spikingjelly/_ops``) in its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megasnn.kernels.layout import memory_order
+from megasnn.kernels.neuron import Norm, Unit, channels_last
+from megasnn.kernels.neuron_spec import NEURONS, SURROGATES, NeuronSpec
+from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
+
+REDUCED = (torch.bfloat16, torch.float16)
+
+
+@cache
+def surrogate_function(name: str, alpha: float) -> Callable[[Tensor], Tensor]:
+    """The surrogate function of that name: a step forward, a smooth gradient backward."""
+    entry = SURROGATES[name]
+    if entry.gradient is not None:
+        return partial(_step, entry.gradient, alpha)
+    from spikingjelly.activation_based import surrogate
+
+    return getattr(surrogate, str(entry.spikingjelly))(alpha=alpha)
+
+
+def _step(gradient: Callable[[Tensor, float], Tensor], alpha: float, x: Tensor) -> Tensor:
+    return _Step.apply(x, gradient, alpha)
+
+
+class _Step(torch.autograd.Function):
+    """1 where the input is 0 or more; backward multiplies by a function of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: Callable[[Tensor, float], Tensor], alpha: float) -> Tensor:
+        ctx.gradient, ctx.alpha = gradient, alpha
+        ctx.save_for_backward(x)
+        return (x >= 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return grad * ctx.gradient(x, ctx.alpha), None, None
+
+
+def reset(h: Tensor, spike: Tensor, spec: NeuronSpec) -> Tensor:
+    """Membrane potential after firing."""
+    if spec.detach_reset:
+        spike = spike.detach()
+    if spec.v_reset is None:
+        return h - spike * spec.v_threshold
+    return spike * spec.v_reset + (1.0 - spike) * h
+
+
+def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See :func:`megasnn.kernels.neuron.neuron_multi_step`."""
+    if x.dtype in REDUCED:
+        spikes, v = recomputed(partial(_neuron_multi_step, spec=spec), x, v0, w)
+    else:
+        spikes, v = _neuron_multi_step(x, v0, w, spec)
+    return remember_bits(spikes, pack_bits(spikes) if wants_bits(spikes) else None), v
+
+
+def _neuron_multi_step(x: Tensor, v0: Tensor | None, w: Tensor | None, spec: NeuronSpec) -> tuple[Tensor, Tensor]:
+    dtype = _computed_in(x)
+    q = None if w is None else w.to(dtype).sigmoid()
+    spikes, v = _steps(x.to(dtype), None if v0 is None else v0.to(dtype), q, spec)
+    return spikes.to(x.dtype), v
+
+
+def _steps(inputs: Tensor, v0: Tensor | None, q: Tensor | None, spec: NeuronSpec) -> tuple[Tensor, Tensor]:
+    """Spikes, in the memory order of the inputs, and the last potential; q: what the charge multiplies by where it is
+    learned."""
+    v = torch.full_like(inputs[0], spec.rest) if v0 is None else v0
+    neuron = NEURONS[spec.kind]
+    factor = neuron.constant(inputs, spec) if q is None else q
+    fire = surrogate_function(spec.surrogate, spec.surrogate_alpha)
+    spikes = []
+    for current in inputs:
+        h = neuron.charge(current, v, spec, factor)
+        spike = fire(h - spec.v_threshold)
+        v = reset(h, spike, spec)
+        spikes.append(spike)
+    order = memory_order(inputs[0])
+    stacked = torch.stack([each.permute(order) for each in spikes])
+    return stacked.permute([0, *(1 + order.index(dim) for dim in range(len(order)))]), v
+
+
+def recomputed(function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """Calls a function whose intermediate values are computed again in backward: only its inputs are kept.
+
+    Args:
+        function: without effects; gradients reach its arguments and nothing else.
+    """
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    return _Recomputed.apply(function, *inputs)
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.function = function
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        inputs = [None if each is None else each.detach() for each in ctx.saved_tensors]
+        wanted = [
+            each.requires_grad_() for each, needs in zip(inputs, needed, strict=True) if each is not None and needs
+        ]
+        with torch.enable_grad():
+            outputs = ctx.function(*inputs)
+        given = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+        if not given:
+            return (None, *(None for _ in needed))
+        results, of_results = zip(*given, strict=True)
+        found = iter(torch.autograd.grad(results, wanted, of_results, allow_unused=True))
+        return (None, *(next(found) if needs else None for needs in needed))
+
+
+def batch_norm(
+    x: Tensor, running: tuple[Tensor, Tensor] | None, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """torch's, on ``[N, C, ...]``, with these statistics or those of `x`.
+
+    Of a single frame in channels-last order torch 2.13 takes the gradient's memory order for the input's, and returns
+    a wrong gradient without a word: such a frame goes in as rows ``[pixels, C]``.
+    """
+    mean, var = running or (None, None)
+    rows = x.movedim(1, -1).reshape(-1, x.shape[1]) if len(x) == 1 else x
+    y = F.batch_norm(rows, mean, var, weight, bias, training=running is None, eps=eps)
+    return y.view(1, *x.shape[2:], x.shape[1]).movedim(-1, 1) if len(x) == 1 else y
+
+
+def statistics(x: Tensor) -> Tensor:
+    """This and the next three are the calls of `neuron.UnitCalls`."""
+    frames = _frames(x)
+    over = [dim for dim in range(frames.ndim) if dim != 1]
+    variance, mean = torch.var_mean(frames, dim=over, correction=0)
+    return torch.stack((mean, variance)).double()
+
+
+def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = False) -> tuple[Tensor, Tensor | None]:
+    q = None if w is None else w.detach().to(_computed_in(x)).sigmoid()
+    with torch.no_grad():
+        spikes = channels_last(_spikes(_normalised(x, norm, unit.eps), q, unit).to(x.dtype))
+    return spikes, pack_bits(spikes) if packed else None
+
+
+def backward_sums(
+    x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
+) -> tuple[Tensor, Tensor, None]:
+    """What is carried is the gradient of the normalised input."""
+    y = _normalised(x, norm, unit.eps).requires_grad_()
+    q = None if w is None else w.detach().to(y.dtype).sigmoid().requires_grad_(learn)
+    with torch.enable_grad():
+        spikes = _spikes(y, q, unit)
+    wanted = [y] if q is None or not learn else [y, q]
+    g, *of_q = torch.autograd.grad(spikes, wanted, g_spikes.to(y.dtype))
+    sums = g.new_zeros((3, x.shape[2]), dtype=torch.float64)
+    over = [dim for dim in range(g.ndim) if dim != 2]
+    sums[0] = g.sum(over, dtype=torch.float64)
+    sums[1] = (g * (x.to(g.dtype) - _of_channels(norm.mean, g))).sum(over, dtype=torch.float64)
+    if q is not None and of_q:
+        # `gradient_of_w` multiplies by (1 - q) / q where the input decays, and otherwise by q (1 - q).
+        sums[2, 0] = of_q[0].sum() * (q.detach() ** 2 if unit.spec.decay_input else 1)
+    return sums, g, None
+
+
+def input_gradient(
+    x: Tensor,
+    g_spikes: Tensor,
+    norm: Norm,
+    w: Tensor | None,
+    unit: Unit,
+    sums: Tensor | None,
+    count: int,
+    carried: Tensor,
+) -> Tensor:
+    g = carried
+    precision = (norm.variance.double() + unit.eps).reciprocal()
+    if sums is not None:
+        of_deviations = _of_channels(sums[1] * precision / count, g)
+        g = g - _of_channels(sums[0] / count, g) - (x.to(g.dtype) - _of_channels(norm.mean, g)) * of_deviations
+    scale = precision.sqrt() if norm.weight is None else precision.sqrt() * norm.weight.detach()
+    return (g * _of_channels(scale, g)).to(x.dtype)
+
+
+def _normalised(x: Tensor, norm: Norm, eps: float) -> Tensor:
+    dtype = _computed_in(x)
+    mean, variance, weight, bias = (None if each is None else each.detach().to(dtype) for each in norm)
+    y = F.batch_norm(_frames(x).detach(), mean, variance, weight, bias, training=False, eps=eps)
+    return y.unflatten(0, x.shape[:2])
+
+
+def _spikes(y: Tensor, q: Tensor | None, unit: Unit) -> Tensor:
+    if unit.pool:
+        frames, padding = y.flatten(0, 1), (1, 1)
+        if unit.above:
+            frames, padding = F.pad(frames, (0, 0, 0, 1), value=-torch.inf), (0, 1)
+        y = F.max_pool2d(frames, kernel_size=3, stride=2, padding=padding).unflatten(0, y.shape[:2])
+    return _steps(y.expand(unit.time_steps, *y.shape[1:]), None, q, unit.spec)[0]
+
+
+def _of_channels(values: Tensor, like: Tensor) -> Tensor:
+    return values.detach().to(like.dtype).view(-1, *[1] * (like.ndim - 3))
+
+
+def _frames(x: Tensor) -> Tensor:
+    """`[T * N, C, ...]`, in float32 where the type is narrower."""
+    return x.flatten(0, 1).to(_computed_in(x))
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in REDUCED else x.dtype

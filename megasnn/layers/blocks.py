@@ -1,0 +1,249 @@
+"""Blocks of layers: convolution, norm, optional pooling and neuron as one unit, where a fused kernel replaces the
+inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from megasnn.kernels import NeuronSpec
+from megasnn.kernels.neuron import norm_pool_neuron
+from megasnn.kernels.spike_codec import Content
+from megasnn.layers.context import BuildContext, context_for
+from megasnn.layers.conv import ParallelConv, Style
+from megasnn.layers.neuron import NeuronLayer, ParallelNeuron, make_neuron
+from megasnn.layers.norm import ParallelBatchNorm
+from megasnn.layers.row_context import MaxPool
+from megasnn.parallel.sharding import Initialiser
+
+
+class ConvNormNeuron(nn.Module):
+    """(average pool) -> conv -> batch norm -> (max pool 3, stride 2, padding 1) -> neuron, on `[T, N, C_local, H, W]`.
+
+    Input of a single time step `[1, N, C, H, W]` is shown at every step: convolution, norm and pool are computed once,
+    which gives the same values and statistics as over the T equal frames.
+
+    A convolution's bias cancels against the batch's mean: it is not added while the norm uses that, only counted in the
+    mean, and its gradient is exactly zero.
+
+    Args:
+        in_channels, out_channels: global numbers.
+        padding: None keeps height and width at stride 1.
+        neuron: a description, or a layer of neurons of one's own (SpikingNeuron); None for the neuron of the context.
+        norm: a norm of these `out_channels`; None for batch norm.
+        dims: 2 for frames, 1 for signals `[T, N, C_local, L]`.
+        max_pool: whether there is the max pooling. average_pool: sides of the squares of the average pooling; 1 for
+            none. It happens inside the convolution, so that what travels and is kept is the input's spikes.
+        style, content, blocks, groups, bias, pointwise, initialise, initialise_bias: as in ParallelConv.
+    Attributes:
+        fires: whether a forward gives spikes; not where only its graph is wanted, and zeros do.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 1,
+        context: BuildContext | None = None,
+        *,
+        stride: int = 1,
+        padding: int | None = None,
+        groups: int = 1,
+        bias: bool = False,
+        dims: int = 2,
+        pointwise: bool = False,
+        max_pool: bool = False,
+        average_pool: int = 1,
+        neuron: NeuronSpec | NeuronLayer | None = None,
+        norm: nn.Module | None = None,
+        style: Style | None = None,
+        content: Content | None = None,
+        blocks: int = 1,
+        initialise: Initialiser | None = None,
+        initialise_bias: Initialiser | None = None,
+    ) -> None:
+        super().__init__()
+        context = context_for(context)
+        # Whether one call of a kernel computes norm, pooling and neuron, which then start at rest.
+        self._is_fused = (
+            (norm is None or type(norm).forward is ParallelBatchNorm.forward)
+            and (isinstance(neuron, ParallelNeuron) or not isinstance(neuron, NeuronLayer))
+            and not context.carries
+        )
+        self.conv = ParallelConv(
+            in_channels,
+            out_channels,
+            kernel_size,
+            context,
+            stride=stride,
+            padding=kernel_size // 2 if padding is None else padding,
+            groups=groups,
+            bias=bias,
+            dims=dims,
+            pointwise=pointwise,
+            pool=average_pool,
+            pooled_behind=max_pool and not self._is_fused,
+            row_above=max_pool and self._is_fused,
+            style=style,
+            content=content,
+            blocks=blocks,
+            initialise=initialise,
+            initialise_bias=initialise_bias,
+        )
+        self.norm: nn.Module = norm or ParallelBatchNorm(out_channels, context, blocks=blocks)
+        self.neuron, self.fires = make_neuron(neuron, context), True
+        self.max_pool = MaxPool(context) if max_pool else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm, neuron = self.norm, self.neuron
+        if not (self._is_fused and isinstance(norm, ParallelBatchNorm) and isinstance(neuron, ParallelNeuron)):
+            y = norm(self.conv(x))
+            return neuron(y if self.max_pool is None else self.max_pool(y))
+        constant = self.conv.bias if norm.uses_batch_statistics else None
+        y = self.conv(x, add_bias=constant is None)
+        steps = neuron.steps_of(y)
+        above, y = self.conv.split_row_above(y)
+        spikes, mean, variance, count = norm_pool_neuron(
+            y,
+            norm.weight,
+            norm.bias if norm.bias is None or constant is None else norm.bias + 0 * constant,
+            norm.running_mean,
+            norm.running_var,
+            spec=neuron.spec,
+            training=norm.uses_batch_statistics,
+            eps=norm.eps,
+            w=neuron.w,
+            pool=self.max_pool is not None,
+            time_steps=steps,
+            backend=neuron.backend,
+            fires=self.fires,
+            shared=norm.shared,
+            above=above,
+        )
+        if norm.uses_batch_statistics:
+            # Equal frames change neither mean nor variance, but the unbiased variance counts all of them.
+            repeats = steps // y.shape[0]
+            mean = mean if constant is None else mean + constant.detach()
+            norm.record(mean, variance, repeats * count)
+        return neuron.observed(spikes)
+
+
+class PooledUnit(ConvNormNeuron):
+    """A unit with max pooling (3, stride 2, padding 1) behind its neurons, which leaves spikes spikes.
+
+    Args: as of ConvNormNeuron.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 1,
+        context: BuildContext | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_channels, out_channels, kernel_size, context, **options)
+        self._pooling_behind = MaxPool(context)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._pooling_behind(super().forward(x))
+
+
+class NeuronConvNorm(nn.Module):
+    """neuron -> conv -> batch norm: potentials `[T, N, C_in/size, H, W]` -> potentials `[T, N, C_out/size, H, W]`.
+
+    Args: as of ConvNormNeuron.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 1,
+        context: BuildContext | None = None,
+        *,
+        bias: bool = False,
+        neuron: NeuronSpec | NeuronLayer | None = None,
+        initialise: Initialiser | None = None,
+    ) -> None:
+        super().__init__()
+        context = context_for(context)
+        self.neuron = make_neuron(neuron, context)
+        padding = kernel_size // 2
+        self.conv = ParallelConv(
+            in_channels, out_channels, kernel_size, context, padding=padding, bias=bias, initialise=initialise
+        )
+        self.norm = ParallelBatchNorm(out_channels, context)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(self.neuron(x)))
+
+
+class ResidualMLP(nn.Module):
+    """x + fc2(fc1(x)), pointwise over tokens: the second half of a block of Spikformer and of QKFormer.
+
+    Args:
+        dim, hidden: the global numbers of channels.
+        bias, initialise: as of ConvNormNeuron.
+    """
+
+    def __init__(self, dim: int, hidden: int, *, bias: bool = False, initialise: Initialiser | None = None) -> None:
+        super().__init__()
+        self.fc1 = ConvNormNeuron(dim, hidden, pointwise=True, bias=bias, initialise=initialise)
+        self.fc2 = ConvNormNeuron(hidden, dim, pointwise=True, bias=bias, initialise=initialise)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(self.fc1(x))
+
+
+class Residual(nn.Module):
+    """x + inner(x)."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + x
+
+
+@contextmanager
+def recompute_mode(layers: Sequence[nn.Module], keeps_output: bool = False) -> Iterator[None]:
+    """Around a forward that is computed again for its graph alone: norms do not record, nobody is told of spikes, and
+    those that only leave the last of the layers are not computed.
+
+    Args:
+        keeps_output: whether the output of the last one is wanted nevertheless.
+    Raises:
+        ValueError: behind a forward that has changed a buffer.
+    """
+    modules = [module for layer in layers for module in layer.modules()]
+    buffers = [(name, b, b._version) for layer in layers for name, b in layer.named_buffers()]
+    last = None if keeps_output or not layers else layers[-1]
+    with ExitStack() as changes:
+        for module in modules:
+            if isinstance(module, ParallelBatchNorm):
+                changes.enter_context(_set(module, "recording", False))
+            elif isinstance(module, NeuronLayer):
+                changes.enter_context(_set(module, "observer", None))
+        if isinstance(last, ConvNormNeuron) and type(last).forward is ConvNormNeuron.forward:
+            changes.enter_context(_set(last, "fires", False))
+        yield
+    if changed := [name for name, buffer, version in buffers if buffer._version != version]:
+        raise ValueError(
+            f"its forward changes the buffer {', '.join(changed)}, and would change it twice when it is computed "
+            "again: use --recompute never"
+        )
+
+
+@contextmanager
+def _set(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)

@@ -1,0 +1,268 @@
+"""Initial values of parameters and buffers: functions that fill a global tensor from a generator keyed by its name.
+
+Those of plain modules come from what their constructor sets as numbers, their `reset_parameters`, a function of the
+user's, in this order, so that the last one wins. Modules are made on the meta device, without values; what has to be
+known is found out on a copy with memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from inspect import Parameter, signature
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from megasnn.parallel.sharding import Initialiser, Shard
+
+ModuleInitialiser = Callable[..., None]
+"""Sets values of a module: `function(module)`, or `function(module, path)` with its path in the layer."""
+
+
+def zeros(tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.zero_()
+
+
+def ones(tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.fill_(1)
+
+
+def constant(value: float) -> Initialiser:
+    """The same value everywhere."""
+    return partial(_constant, value)
+
+
+def uniform(fan_in: int) -> Initialiser:
+    """Uniform within +-1 / sqrt(fan_in): what torch gives weights and biases of convolutions and linear layers."""
+    return partial(_uniform, 1 / math.sqrt(fan_in))
+
+
+def trunc_normal(tensor: Tensor, generator: torch.Generator) -> None:
+    """Normal with standard deviation 0.02, cut at +-2: what vision transformers start from."""
+    nn.init.trunc_normal_(tensor, std=0.02, generator=generator)
+
+
+def kaiming_normal(tensor: Tensor, generator: torch.Generator) -> None:
+    """Normal with variance 2 / fan_out: what ResNets and VGGs start from (arXiv 1502.01852)."""
+    nn.init.kaiming_normal_(tensor, mode="fan_out", nonlinearity="relu", generator=generator)
+
+
+def _constant(value: float, tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.fill_(value)
+
+
+def _uniform(bound: float, tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.uniform_(-bound, bound, generator=generator)
+
+
+# --- of plain modules
+
+
+class _Numbers(TorchFunctionMode):
+    """Tensors that are made of one number have memory, whatever the device that is entered."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        makes = function in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (int, float))
+        if makes and options.get("device") is None:
+            options["device"] = "cpu"
+        return function(*args, **options)
+
+
+def without_values(module: nn.Module) -> nn.Module:
+    """A copy on the meta device, in which single numbers alone have values, and neurons no state."""
+    copies: dict[int, Any] = {}
+    for each in module.modules():
+        for _, tensor in own_tensors(each):
+            values = tensor.detach().clone() if tensor.ndim == 0 else tensor.detach().to("meta")
+            new: Tensor = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+            vars(new).update(vars(tensor))
+            copies.setdefault(id(tensor), new)
+        for state in vars(each).get("_memories", {}).values():
+            if isinstance(state, Tensor):
+                copies[id(state)] = state.detach()
+    copied: nn.Module = copy.deepcopy(module, copies)
+    for each in copied.modules():
+        reset = getattr(each, "reset", None)
+        if callable(reset):
+            reset()
+    return copied
+
+
+def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | None, name: str) -> Initialiser:
+    """Fills a global tensor with the values that a plain module gives its own tensor of this name.
+
+    Args:
+        initialise: of the user: sets values of a module, after its own `reset_parameters`.
+    """
+    numbers = {each: tensor.detach().clone() for each, tensor in own_tensors(module) if not tensor.is_meta}
+    return partial(_fresh, module, name, initialise, numbers)
+
+
+def to_meta(module: nn.Module) -> None:
+    """Puts a module's own single numbers, which have values, on the meta device like its other tensors."""
+    for name, tensor in list(own_tensors(module)):
+        if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+            module._parameters[name] = nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad)
+            vars(module._parameters[name]).update(vars(tensor))
+        elif not tensor.is_meta:
+            module._buffers[name] = tensor.to("meta")
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Makes modules on the meta device; of their tensors, single numbers alone have values."""
+    with torch.device("meta"), _Numbers():
+        yield
+
+
+def where_values_are(module: nn.Module) -> str | None:
+    """The first tensor of a module that has values, with its class and why it may have them; None where none has."""
+    for path, each in module.named_modules():
+        for name, tensor in own_tensors(each):
+            if not tensor.is_meta and tensor.ndim > 0:
+                place = f"{path}.{name}" if path else name
+                return (
+                    f"{place} of {type(each).__name__} has values: make modules in `layers`, as they are yielded, and "
+                    "their tensors with torch.empty, because torch.Tensor(...) ignores the device they are made on"
+                )
+    return None
+
+
+def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers of a module and those in it."""
+    return chain(module.parameters(), module.buffers())
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names, parameters and buffers of a module, without those of the modules in it."""
+    return chain(
+        module.named_parameters(recurse=False, remove_duplicate=False),
+        module.named_buffers(recurse=False, remove_duplicate=False),
+    )
+
+
+def _fresh(
+    module: nn.Module,
+    name: str,
+    initialise: ModuleInitialiser | None,
+    numbers: dict[str, Tensor],
+    tensor: Tensor,
+    generator: torch.Generator,
+) -> None:
+    """Fills a tensor with the initial values that the module's own `reset_parameters` gives it."""
+    values = [_reset(module, mark, initialise, numbers, generator.initial_seed()) for mark in (87, 86)]
+    of_first, of_second = (getattr(fresh, name) for fresh in values)
+    if not torch.equal(of_first, of_second):  # what no function has set is what was put there before
+        raise ValueError(
+            f"nothing initialises {name!r} of {type(module).__name__}: values that its constructor sets are not kept; "
+            "give the module a method reset_parameters that sets them, or the layer a function initialise=..."
+        )
+    tensor.copy_(of_first)
+
+
+def _reset(
+    module: nn.Module, mark: int, initialise: ModuleInitialiser | None, numbers: dict[str, Tensor], seed: int
+) -> nn.Module:
+    """A copy with memory, all that has no values set to `mark` (bool: to whether it is odd), and then initialised."""
+    without_memory: dict[int, Any] = {}  # the module's may be gone by now
+    for each in module.modules():
+        for _, value in own_tensors(each):
+            like = value.detach().to("meta")
+            is_parameter = isinstance(value, nn.Parameter)
+            without_memory[id(value)] = nn.Parameter(like, value.requires_grad) if is_parameter else like
+    fresh = copy.deepcopy(module, without_memory)
+    for each in fresh.modules():
+        for name, value in list(own_tensors(each)):
+            if each is fresh and name in numbers:
+                memory = numbers[name].to(torch.float32 if value.is_floating_point() else value.dtype, copy=True)
+            else:
+                memory = _marked(value, mark)
+            if isinstance(value, nn.Parameter):
+                each._parameters[name] = nn.Parameter(memory, value.requires_grad)
+            else:
+                each._buffers[name] = memory
+    reset = getattr(fresh, "reset_parameters", None) or getattr(fresh, "_reset_parameters", None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if callable(reset):
+            reset()
+        _set_what_constructors_set(fresh)
+        if initialise is not None:
+            for each in reversed(list(fresh.modules())):  # as Module.apply: the parts first
+                call_initialiser(initialise, each)
+    return fresh
+
+
+def call_initialiser(initialise: ModuleInitialiser, module: nn.Module) -> None:
+    """Calls a function of the user's with a module, and with its path in the layer where it takes two arguments."""
+    needed = [each for each in signature(initialise).parameters.values() if each.default is Parameter.empty]
+    if len([each for each in needed if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]) > 1:
+        initialise(module, vars(module).get("_path_in_layer", ""))
+    else:
+        initialise(module)
+
+
+def _after(
+    module: nn.Module,
+    shards: Mapping[str, Shard],
+    name: str,
+    initialise: ModuleInitialiser,
+    tensor: Tensor,
+    generator: torch.Generator,
+) -> None:
+    """Fills a global tensor as its layer does, and then as a function of the user's does to a stand-in for it."""
+    fill = shards[name].initialise
+    if fill is not None:
+        fill(tensor, generator)
+    shown = copy.copy(module)
+    vars(shown).update(_parameters=dict(module._parameters), _buffers=dict(module._buffers))
+    for each, shard in shards.items():
+        value = tensor if each == name else torch.zeros(shard.global_shape)
+        if each in shown._parameters:
+            shown._parameters[each] = nn.Parameter(value)
+        else:
+            shown._buffers[each] = value
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator.initial_seed())
+        call_initialiser(initialise, shown)
+    tensor.copy_(getattr(shown, name).detach())
+
+
+def _marked(like: Tensor, mark: int) -> Tensor:
+    # In float32 whatever the precision, as materialise draws: torch draws other numbers in float64.
+    dtype = torch.float32 if like.is_floating_point() else like.dtype
+    return torch.full_like(like, mark % 2 if like.dtype == torch.bool else mark, device="cpu", dtype=dtype)
+
+
+def _set_what_constructors_set(module: Any) -> None:
+    """Sets what constructors of SpikingJelly's norms set beside numbers."""
+    if type(module).__module__.startswith("spikingjelly."):
+        if "ThresholdDependentBatchNorm" in type(module).__name__:
+            nn.init.constant_(module.weight, module.alpha * module.v_th)
+        if "TemporalEffectiveBatchNorm" in type(module).__name__:
+            nn.init.ones_(module.scale)
+
+
+def note_paths(layer: nn.Module) -> None:
+    """Tells every module its path in the layer."""
+    for path, module in layer.named_modules():
+        vars(module)["_path_in_layer"] = path
+
+
+def initialise_sharded(layer: nn.Module, initialise: ModuleInitialiser) -> None:
+    """Lets a function of the user's set initial values in modules of MegaSNN, which show it their global tensors."""
+    note_paths(layer)
+    for module in layer.modules():
+        shards: dict[str, Shard] = vars(module).get("_described_shards", {})
+        before = dict(shards)
+        for name, shard in before.items():
+            shards[name] = replace(shard, initialise=partial(_after, module, before, name, initialise))

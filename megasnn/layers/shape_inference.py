@@ -1,0 +1,312 @@
+"""Facts about tensors that a dry run finds: layers run once on the meta device, where tensors have no values.
+
+Neurons give spikes, 0 or 1. What is computed from spikes without leaving the whole numbers (a sum of two branches, a
+product, max pooling, another view) has a largest value that is known: such tensors travel and are kept as bits or
+bytes. Of everything else nothing is known, and it is dense. That the largest value is right is checked wherever a
+tensor is packed. Tensors also say in which dimension tensor-parallel ranks cut them, and whether they are the model's
+input; layers, how often they are called and how often they exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
+
+from megasnn.kernels.spike_codec import Content
+
+LARGEST_COUNT = 255  # what a byte holds
+
+# By the names of torch's functions and methods: what gives some of the values of its inputs, and no others ...
+_REARRANGE = {
+    *(
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "permute",
+        "transpose",
+        "movedim",
+        "t",
+        "mT",
+        "contiguous",
+        "unsqueeze",
+    ),
+    *("squeeze", "expand", "expand_as", "narrow", "select", "__getitem__", "chunk", "split", "unbind", "stack", "cat"),
+    *("concat", "flip", "roll", "repeat", "clone", "detach", "to", "float", "double", "type", "type_as"),
+    *("max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "amax", "relu", "index_select"),
+}
+# ... and what adds, multiplies, and takes from a number.
+_ADD = {"add", "__add__", "__radd__", "__iadd__", "add_"}
+_MULTIPLY = {"mul", "__mul__", "__rmul__", "__imul__", "mul_", "multiply", "logical_and"}
+_SUBTRACT_FROM = {"rsub", "__rsub__"}
+_RANDOM = {
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu"),
+    *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "bernoulli_"),
+    *("normal", "normal_", "uniform_", "exponential_", "poisson", "multinomial", "gumbel_softmax", "native_dropout"),
+    *("random_", "log_normal_", "cauchy_", "geometric_", "scaled_dot_product_attention"),
+}
+
+
+def mark_max(tensor: Tensor, largest: int) -> Tensor:
+    """Marks a tensor of the dry run as holding whole numbers from 0 to `largest`."""
+    if tensor.is_meta:
+        tensor._largest = largest  # type: ignore[attr-defined]
+    return tensor
+
+
+def max_of(value: Any) -> int | None:
+    """The largest value that a tensor of the dry run, or a number, is known to hold; None where nothing is known."""
+    if isinstance(value, Tensor):
+        return getattr(value, "_largest", None)
+    return int(value) if isinstance(value, (int, float)) and value >= 0 and value == int(value) else None
+
+
+def content_of(tensor: Tensor) -> Content:
+    """Content of a tensor of the dry run."""
+    largest = 1 if tensor.dtype == torch.bool else max_of(tensor)
+    if largest is None or largest > LARGEST_COUNT:
+        return Content.DENSE
+    return Content.SPIKES if largest <= 1 else Content.COUNTS
+
+
+def join_content(first: Content, second: Content) -> Content:
+    """The content that holds everything that one of the two does."""
+    return max(first, second, key=(Content.SPIKES, Content.COUNTS, Content.DENSE).index)
+
+
+class MaxInference(TorchFunctionMode):
+    """Marks every result of a torch function with the largest value that follows from its arguments.
+
+    Raises:
+        ValueError: a function that draws random numbers, which would depend on the layout.
+    """
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in _RANDOM and _draws(name, args, kwargs or {}):
+            raise ValueError(
+                f"{name} draws random numbers that depend on the layout: use megasnn.ParallelDropout or DropPath"
+            )
+        result = function(*args, **(kwargs or {}))
+        largest = _max_of_result(name, args)
+        for each in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(each, Tensor) and largest is not None:
+                mark_max(each, largest)
+        return result
+
+
+def _draws(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+    """Tells of dropout whether it leaves anything out; functions without it always draw."""
+    if name == "scaled_dot_product_attention":
+        return bool(options.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    if "dropout" not in name:
+        return True
+    p = options.get("p", args[1] if len(args) > 1 else 0.5)
+    return bool(p) and bool(options.get("training", args[2] if len(args) > 2 else True))
+
+
+def _max_of_result(name: str, args: tuple[Any, ...]) -> int | None:
+    if name in _REARRANGE:
+        first = args[0] if args else None
+        known = [max_of(each) for each in (first if isinstance(first, (tuple, list)) else (first,))]
+        return None if None in known else max(each for each in known if each is not None)
+    if len(args) < 2:
+        return None
+    a, b = max_of(args[0]), max_of(args[1])
+    if a is None or b is None:
+        return None
+    if name in _ADD:
+        return a + b
+    if name in _MULTIPLY:
+        return a * b
+    # 1 - x turns spikes into spikes, where x holds no more than them.
+    return b if name in _SUBTRACT_FROM and args[1] == 1 and a <= 1 else None
+
+
+# --- how often layers are called, and how often ranks exchange
+
+
+def count_call(module: nn.Module) -> int:
+    """Counts a call in the dry run of a layer whose gradients or statistics are counted; gives its number."""
+    vars(module)["_calls"] = number = vars(module).get("_calls", 0) + 1
+    return number
+
+
+def calls_of(module: nn.Module) -> int:
+    """Number of times that a forward of the model calls a layer, by the dry run, which may be never; once where there
+    was none."""
+    number: int = vars(module).get("_calls", 1)
+    return number
+
+
+def note_exchanges(module: nn.Module, forward: int = 1, backward: int = 1) -> None:
+    """Notes in the dry run of a layer how often its ranks tell each other something."""
+    before = vars(module).get("_exchanges", (0, 0))
+    vars(module)["_exchanges"] = before[0] + forward, before[1] + backward
+
+
+def exchanges_of(modules: Iterable[nn.Module]) -> tuple[int, int]:
+    """Number of times that ranks which share a micro-batch tell each other something in these and in all their
+    parts, in a forward and in its backward; by the dry run."""
+    every = {part: vars(part).get("_exchanges", (0, 0)) for module in modules for part in module.modules()}
+    return sum(forward for forward, _ in every.values()), sum(backward for _, backward in every.values())
+
+
+def note_never_called(layer: nn.Module) -> None:
+    """Notes behind the dry run of a layer: what was not called in it is not expected to be in training."""
+    for module in layer.modules():
+        vars(module).setdefault("_calls", 0)
+
+
+def refuse_second_call(module: nn.Module, why: str) -> None:
+    """Raises ValueError the second time in the dry run of a layer that a forward may call once."""
+    if count_call(module) > 1:
+        raise ValueError(f"this {type(module).__name__} is called twice in one forward, and {why}")
+
+
+# --- gradients and memory order
+
+
+def mark_input(x: Tensor) -> Tensor:
+    """Marks a tensor of the dry run as the model's input, which has no gradient."""
+    x._is_input = True  # type: ignore[attr-defined]
+    return x
+
+
+def is_input(x: Tensor) -> bool:
+    """Tells whether a tensor of the dry run is the model's input."""
+    return getattr(x, "_is_input", False)
+
+
+@contextmanager
+def inferring_requires_grad() -> Iterator[None]:
+    """Around a dry run: tensors need a gradient where those of a step would."""
+    hook = register_module_forward_hook(_requiring_grad)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        hook.remove()
+
+
+def _requiring_grad(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    """The output of a layer of ours, which a gradient leads through; None for what tells by itself, and where someone
+    else's class has a part in it, which may have cut it off."""
+    if not isinstance(output, Tensor) or output.requires_grad or not output.is_floating_point():
+        return None
+    if not is_ours(module) or not all(type(x).__module__.startswith(("megasnn.", "torch.")) for x in module.modules()):
+        return None
+    sources = [*module.parameters(), *(each for each in inputs if isinstance(each, Tensor))]
+    # A product, since what is no leaf may be changed in place.
+    return mark_cut(output.requires_grad_() * 1, cut_of(output)) if any(x.requires_grad for x in sources) else None
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Tells whether a module's class, not those of the modules in it, is MegaSNN's."""
+    return type(module).__module__.startswith("megasnn.")
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Tells whether `[T, N, C, ...]` has its channels side by side in memory, or another tensor is contiguous."""
+    return (x.movedim(2, -1) if x.ndim > 3 else x).is_contiguous()
+
+
+def to_channels_last(y: Tensor) -> Tensor:
+    """The output of a layer with its channels last in memory, and so its gradient.
+
+    As a rule they are, and nothing is copied. A repeated value (stride 0) has no place in memory, and stays.
+    """
+    y = channels_last(y)
+    if y.requires_grad and y.grad_fn is not None:
+        y.register_hook(lambda gradient: None if gradient is None else channels_last(gradient))
+    return y
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """`[T, N, C, ...]` with its channels side by side in memory, other tensors contiguous; itself where it is so."""
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        return x
+    if x.ndim < 4:
+        return x.contiguous()
+    pixels = x.movedim(2, -1)
+    return x if pixels.is_contiguous() else pixels.contiguous().movedim(-1, 2)
+
+
+# --- marks of tensors that tensor-parallel ranks cut
+
+
+_untracked = 0
+
+
+class Cut(NamedTuple):
+    """The dimension that is cut; it consists of so many equal blocks, and each is cut by itself."""
+
+    dim: int
+    blocks: int = 1
+
+
+UNMARKED = Cut(-2)
+
+
+class MixedChannels(ValueError):
+    """A forward that would compute something else where a rank has some of the channels.
+
+    Attributes:
+        path: of the module whose forward it is, with the layer's name; None where it cannot be replicated by itself.
+    """
+
+    def __init__(self, message: str, path: str | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+def mark_cut(tensor: Tensor, cut: Cut | None) -> Tensor:
+    """Marks a tensor of the dry run as cut, or as replicated (None)."""
+    if tensor.is_meta:
+        tensor._cut = cut  # type: ignore[attr-defined]
+    return tensor
+
+
+def mark_replicated(tensor: Tensor) -> Tensor:
+    """Marks a tensor of the dry run as one that every rank has whole."""
+    return mark_cut(tensor, None)
+
+
+def cut_of(tensor: Tensor) -> Cut | None:
+    """The mark of a tensor of the dry run; UNMARKED where there is none."""
+    found: Cut | None = getattr(tensor, "_cut", UNMARKED)
+    return found
+
+
+def is_replicated(tensor: object) -> bool:
+    """Tells whether a tensor of the dry run is marked as one that every rank has whole."""
+    return isinstance(tensor, Tensor) and cut_of(tensor) is None
+
+
+@contextmanager
+def untracked() -> Iterator[None]:
+    """Marks a part of a forward: what is done to tensors is right for any number of ranks: results are marked, and not
+    followed."""
+    global _untracked
+    _untracked += 1
+    try:
+        yield
+    finally:
+        _untracked -= 1
+
+
+def is_tracked() -> bool:
+    """Tells whether functions of torch are followed here."""
+    return not _untracked

@@ -1,0 +1,171 @@
+"""Gradients of weights as the second part of backward, and the weights that are multiplied by.
+
+Backward needs the gradient of a layer's input right away, for the layer before it; that of its weight has time until
+the optimizer's step. Convolutions and linear layers therefore only leave a task for the latter, in `WeightGradients`.
+A task adds straight to `parameter.grad`, which is a place in a gradient bucket; autograd takes no part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasnn.kernels.tensor_cores import on_gpu
+from megasnn.telemetry.ranges import BackwardRanges
+
+AddGradient = Callable[[Tensor], None]  # adds to the tensor it is given, which is shaped and typed like the parameter
+Leave = Callable[[AddGradient], None]
+Task = Callable[[], None]
+
+
+class WeightGradients:
+    """Tasks that the layers of one chunk leave for later.
+
+    Whether a task runs at once or deferred, it is the same computation, and each parameter's tasks run in the order
+    in which backward left them: the sums have the same bits.
+
+    Attributes:
+        observer: called with a parameter each time a gradient was added to it; autograd's hooks do not see that.
+        anchor: stands for all parameters in autograd's graphs; it has no gradient.
+        ranges: name what layers do in backward, and these tasks, in a trace.
+    """
+
+    def __init__(self) -> None:
+        self.observer: Callable[[Tensor], None] | None = None
+        self.anchor, self.ranges = torch.zeros((), requires_grad=True), BackwardRanges()
+        self._parameters: set[Tensor] = set()
+        self._deferred: list[Task] | None = None
+        self._collected: list[tuple[Tensor, AddGradient]] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
+        return self  # the copy of a layer leaves its tasks where the layer does
+
+    def of(self, parameter: Tensor) -> tuple[Tensor | None, Leave | None]:
+        """Gives a parameter's layer a tensor that makes its output part of the graph, and what its backward calls.
+
+        The first stands for the parameter, which autograd must not see: it would call the parameter's hooks. Both are
+        None for a frozen parameter.
+        """
+        self._parameters.add(parameter)
+        return (self.anchor, partial(self._leave, parameter)) if parameter.requires_grad else (None, None)
+
+    def takes(self, parameter: Tensor) -> bool:
+        """Tells whether the layer of a parameter has asked for it; a layer that was never called has asked for none."""
+        return parameter in self._parameters
+
+    def _leave(self, parameter: Tensor, add: AddGradient) -> None:
+        if self._collected is None:
+            self.leave(partial(self._add, parameter, add))
+        else:
+            self._collected.append((parameter, add))
+
+    def leave(self, task: Task) -> None:
+        """Runs a task now, or when deferred tasks are run."""
+        task = self.ranges.later(task)
+        if self._deferred is None:
+            task()
+        else:
+            self._deferred.append(task)
+
+    def added(self, parameter: Tensor) -> None:
+        """Tells the observer that a task has added a gradient."""
+        if self.observer is not None:
+            self.observer(parameter)
+
+    @contextmanager
+    def collected(self) -> Iterator[list[tuple[Tensor, AddGradient]]]:
+        """Adds nothing inside: the list gets each parameter, and what would add to its gradient."""
+        found: list[tuple[Tensor, AddGradient]] = []
+        self._collected = found
+        try:
+            yield found
+        finally:
+            self._collected = None
+
+    @contextmanager
+    def deferred(self) -> Iterator[list[Task]]:
+        """Runs no tasks inside, but collects them in the list, to be run in its order."""
+        tasks: list[Task] = []
+        self._deferred = tasks
+        try:
+            yield tasks
+        finally:
+            self._deferred = None
+
+    def _add(self, parameter: Tensor, add: AddGradient) -> None:
+        with torch.no_grad():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            add(parameter.grad)
+        self.added(parameter)
+
+
+class CastWeights:
+    """Weights that convolutions and linear layers multiply by, cast where they compute in another type.
+
+    On a GPU those of convolutions have the channels last, as images have: cuDNN would bring them into that order in
+    each call. Inside `kept` each weight is copied once; otherwise in every forward.
+
+    Args:
+        stay: whether the copies stay where they are from step to step, as graphs need it.
+    """
+
+    def __init__(self, stay: bool = False) -> None:
+        self._stay, self._is_kept = stay, False
+        self._copies: dict[Tensor, Tensor] = {}
+        self._given: dict[Tensor, Tensor] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CastWeights:
+        return self
+
+    def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight in that type, without gradient."""
+        if weight in self._given:
+            return self._given[weight]
+        if not self._is_kept:
+            return _cast(weight, dtype)
+        if weight not in self._copies:
+            self._copies[weight] = _cast(weight, dtype)
+        return self._copies[weight]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the copies that there are; a weight that is computed with as it is has none."""
+        copies = [copy for weight, copy in self._copies.items() if copy.data_ptr() != weight.data_ptr()]
+        return sum(each.nbytes for each in copies)
+
+    def give(self, weight: Tensor, values: Tensor) -> None:
+        """Sets the values, of the type that is computed in, that are multiplied by from now on."""
+        self._given[weight] = values
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keeps copies where no weight changes: around the forwards and backwards of a step."""
+        if self._stay:
+            self._refresh()
+        else:
+            self._copies = {}
+        self._is_kept = True
+        try:
+            yield
+        finally:
+            self._is_kept = False
+            if not self._stay:
+                self._copies = {}
+
+    def _refresh(self) -> None:
+        apart = {w: copy for w, copy in self._copies.items() if (w.dtype, w.stride()) != (copy.dtype, copy.stride())}
+        if apart:
+            with torch.no_grad():
+                torch._foreach_copy_(list(apart.values()), list(apart))
+
+
+def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    is_image_kernel = on_gpu(weight) and weight.ndim == 4
+    order = torch.channels_last if is_image_kernel else torch.preserve_format
+    return weight.detach().to(dtype, memory_format=order)

@@ -1,0 +1,95 @@
+"""Registry of models, and of the names that other programs have for their tensors. A new model is a folder beside this
+file and an entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from megasnn.checkpoint.format import Metadata
+from megasnn.files import CheckpointError
+from megasnn.models.model import Model
+from megasnn.models.qkformer.model import QKFormer
+from megasnn.models.sew_resnet.model import SewResNet
+from megasnn.models.spike_driven.model import SpikeDrivenTransformer
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.models.vgg_dvs.model import VggDvs
+from megasnn.models.weight_names import Dialect
+from megasnn.registry import Registry
+
+MODELS: Registry[type[Model]] = Registry(
+    "model", {model.name: model for model in (Spikformer, VggDvs, SewResNet, QKFormer, SpikeDrivenTransformer)}
+)
+
+
+def guess_model(tensors: Collection[str]) -> type[Model] | None:
+    """The model whose tensors have these global names; None when it is none in the table."""
+    return next((model for model in MODELS.values() if model.marker in tensors), None)
+
+
+def saved_model_name(metadata: Metadata) -> str | None:
+    """Name of the model that a checkpoint is of, known by its tensors where it does not say it; None where unknown."""
+    if metadata.model is not None:
+        return metadata.model
+    guess = guess_model(metadata.tensors)
+    return None if guess is None else guess.name
+
+
+def all_dialects() -> list[Dialect]:
+    """Dialects of every model in the registry."""
+    return [dialect for entry in MODELS.values() for dialect in entry.dialects()]
+
+
+def is_ours(names: Collection[str]) -> bool:
+    """Tells whether these are our own global names of some model."""
+    return guess_model(names) is not None
+
+
+def model_of(model: str | None, ours: Collection[str]) -> type[Model] | None:
+    """The model that weights are of; None when it is none in the table.
+
+    Args:
+        model: name of the model; None where the weights do not say it, so that the names of their tensors tell.
+        ours: our global names of their tensors.
+    Raises:
+        CheckpointError: the table does not know the name.
+    """
+    if model is None:
+        return guess_model(ours)
+    try:
+        return MODELS[model]
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def dialect_of(names: Collection[str]) -> Dialect:
+    """The dialect of other programs' names. Raises CheckpointError when it is none of those known."""
+    dialects = all_dialects()
+    for dialect in dialects:
+        if dialect.marker in names:
+            return dialect
+    known = _listed(f"{dialect.marker} ({dialect.title})" for dialect in dialects)
+    raise CheckpointError(
+        f"names like {', '.join(sorted(names)[:3]) or '(none)'} belong to no program known here; looked for {known}"
+    )
+
+
+def dialect_for(program: str, ours: Collection[str], model: str | None = None) -> Dialect:
+    """The dialect of a program for a model of ours.
+
+    Args:
+        program: name of the dialect.
+        ours, model: as for `model_of`.
+    Raises:
+        CheckpointError: the program has no such model, or the table of models does not know it.
+    """
+    entry = model_of(model, ours)
+    for dialect in entry.dialects() if entry is not None else ():
+        if dialect.name == program:
+            return dialect
+    what = f"tensors like {sorted(ours)[0]}" if entry is None else f"the tensors of {entry.name}"
+    known = _listed(f"{dialect.name} ({dialect.title})" for dialect in all_dialects())
+    raise CheckpointError(f"there is no model of {program} with {what}; known: {known}")
+
+
+def _listed(texts: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(texts))

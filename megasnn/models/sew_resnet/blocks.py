@@ -1,0 +1,32 @@
+"""Block of SEW-ResNet."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from megasnn.layers import ConvNormNeuron
+from megasnn.layers.init import kaiming_normal
+
+_unit = partial(ConvNormNeuron, initialise=kaiming_normal)
+
+
+class SewBlock(nn.Module):
+    """Two units beside a shortcut, which is a unit of its own where sizes change; spikes meet element by element
+    (equation 8, table 2)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, connect: str) -> None:
+        super().__init__()
+        self.connect = connect
+        self.first = _unit(inputs, outputs, kernel_size=3, stride=stride)
+        self.second = _unit(outputs, outputs, kernel_size=3)
+        changes = stride != 1 or inputs != outputs
+        self.shortcut = _unit(inputs, outputs, stride=stride) if changes else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        spikes = self.second(self.first(x))
+        beside = x if self.shortcut is None else self.shortcut(x)
+        if self.connect == "add":
+            return beside + spikes
+        return beside * (spikes if self.connect == "and" else 1.0 - spikes)

@@ -1,0 +1,26 @@
+"""Classifier of the VGG for event cameras."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megasnn.kernels.convolution import average_pool
+from megasnn.layers import KeyedLayer, ParallelDropout, ParallelLinear, WholeImages
+
+
+class Classifier(KeyedLayer):
+    """Average pooling, dropout, and a linear layer on all that is left: spikes -> logits `[T, N, num_classes]`.
+
+    Features are ordered by channel, so a rank's channels are a run of the weight's columns.
+    """
+
+    def __init__(self, features: int, num_classes: int, pool: int, dropout: float) -> None:
+        super().__init__()
+        self.pool, self.dropout = pool, ParallelDropout(dropout, "classifier.dropout")
+        self.linear, self.whole_images = ParallelLinear(features, num_classes), WholeImages()
+
+    def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
+        x = self.whole_images(x)
+        pooled = average_pool(x.flatten(0, 1), self.pool).unflatten(0, x.shape[:2])
+        pooled = self.whole_images.used(pooled, self.pool)
+        return self.linear(self.dropout(pooled.flatten(2), samples))

@@ -1,0 +1,169 @@
+"""Tensors that are alive during one step, from one action to another, and the two ends of a chunk's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from megasnn.kernels.spike_codec import bits_of, remember_bits
+from megasnn.layers.weight_grad import Task
+from megasnn.pipeline.recompute import PackedInput
+
+Key = tuple[int, int]
+"""(chunk, micro-batch)."""
+
+
+@dataclass(frozen=True)
+class MicroBatchInput:
+    """Micro-batch for the executor; images only where the first chunk is, labels where the last one is.
+
+    Attributes:
+        images: input of the model's first layer, `[n, C, H, W]`, `[T, n, C, H, W]` or `[n, T, C, H, W]`.
+        labels: class indices `[n]` or `[n, 1]`, or probabilities `[n, classes]`.
+        size: n, known on every stage.
+        samples: positions of the samples in the whole training, for dropout; see KeyedLayer.
+        goes_on: True for a later window of the samples of the micro-batch before: neurons go on from the state that it
+            left. A chunk's forwards are in ascending order in every schedule, as its validation proves.
+        is_padding: keeps this replica in step with others, in evaluation; nobody is told of its output.
+    """
+
+    images: Tensor | None
+    labels: Tensor | None
+    size: int
+    samples: range | None = None
+    goes_on: bool = False
+    is_padding: bool = False
+
+
+@dataclass
+class StepState:
+    """Inputs, outputs, graphs and gradients of one step, by chunk and micro-batch; each goes when it is used up.
+
+    Attributes:
+        anchor: makes a chunk's input part of a graph.
+        repeated: forwards that are computed again. kept: what these are computed from.
+        inputs: of chunks whose forward is to come. outputs: to be sent to the next chunk.
+        learning: places of the tensors that a chunk hands on and that require a gradient.
+        backwards: of chunks whose forward is done; None where there is nothing to learn.
+        gradients: of those tensors of a chunk's output, for its backward.
+        awaited: inputs that require a gradient, without values, until that is there.
+        weight_gradients: left by backwards of input gradients.
+        losses: of micro-batches, without graph.
+    """
+
+    micro_batches: Sequence[MicroBatchInput]
+    anchor: Tensor
+    repeated: frozenset[Key] = frozenset()
+    kept: dict[Key, PackedInput] = field(default_factory=dict)
+    learning: dict[Key, list[int]] = field(default_factory=dict)
+    inputs: dict[Key, list[Tensor]] = field(default_factory=dict)
+    outputs: dict[Key, list[Tensor]] = field(default_factory=dict)
+    backwards: dict[Key, Callable[[], None] | None] = field(default_factory=dict)
+    gradients: dict[Key, Sequence[Tensor]] = field(default_factory=dict)
+    awaited: dict[Key, Sequence[Tensor]] = field(default_factory=dict)
+    weight_gradients: dict[Key, list[Task]] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+
+    def images(self, micro_batch: int) -> Tensor:
+        images = self.micro_batches[micro_batch].images
+        assert images is not None
+        return images
+
+    def labels(self, micro_batch: int) -> Tensor:
+        labels = self.micro_batches[micro_batch].labels
+        assert labels is not None
+        return labels
+
+    def entered(self, key: Key) -> list[Tensor]:
+        """Inputs of a chunk behind the first, which begin its graph and are here no longer."""
+        chunk, micro_batch = key
+        xs = self.inputs.pop(key)
+        learning = [index for index, x in enumerate(xs) if x.requires_grad]
+        if not torch.is_grad_enabled() or not learning:
+            self.gradients[chunk - 1, micro_batch] = ()
+            return xs
+
+        def deliver(gradients: Sequence[Tensor]) -> None:
+            self.gradients[chunk - 1, micro_batch] = gradients
+
+        self.awaited[key] = [torch.empty_like(xs[index], device="meta") for index in learning]
+        entered = enter_graph(self.anchor, deliver, [xs[index] for index in learning])
+        for index, x in zip(learning, entered, strict=True):
+            xs[index] = x
+        return xs
+
+    def await_gradients(self, key: Key, y: Sequence[Tensor]) -> None:
+        """Backward starts from the edges of the graph; the values are needed by the next chunk only."""
+        learning = [each for each in y if each.requires_grad]
+        self.learning[key] = [index for index, each in enumerate(y) if each.requires_grad]
+        self.backwards[key] = backward_of(learning, partial(self.gradients.pop, key)) if learning else None
+
+    def backward(self, key: Key) -> None:
+        backward = self.backwards.pop(key)
+        if backward is None:  # a chunk may have nothing to learn
+            self.gradients.pop(key, None)
+        else:
+            backward()
+        awaited, before = self.awaited.pop(key, ()), (key[0] - 1, key[1])
+        if awaited and before not in self.gradients:  # nothing with a derivative has led to its inputs
+            self.gradients[before] = [torch.zeros_like(each, device=self.anchor.device) for each in awaited]
+
+
+def without_graph(y: Tensor) -> Tensor:
+    """Output of the same memory, which also knows its bits and needs a gradient or not."""
+    return remember_bits(y.detach().requires_grad_(y.requires_grad), bits_of(y))
+
+
+def enter_graph(
+    anchor: Tensor, deliver: Callable[[Sequence[Tensor]], None], inputs: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """Begins a chunk's graph with inputs that know their bits; `deliver` gets their gradients, all at once.
+
+    Leaves in its place would keep the dense inputs alive until backward, where the layers keep them packed.
+    """
+    entered = _Entry.apply(anchor, deliver, *(x.detach() for x in inputs))
+    return [remember_bits(y, bits_of(x)) for x, y in zip(inputs, entered, strict=True)]
+
+
+class _Entry(torch.autograd.Function):
+    """Hands on its inputs and, in backward, their gradients; zeros for an input that nothing has learnt from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, deliver: Callable[[Sequence[Tensor]], None], *xs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.deliver = deliver
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        ctx.deliver(gradients)
+        return None, None, *(None for _ in gradients)
+
+
+def backward_of(ys: Sequence[Tensor], take: Callable[[], Sequence[Tensor]]) -> Callable[[], None]:
+    """Backward of a graph that ends in `ys`, which takes their gradients when it comes to that.
+
+    Gradients that are given to backward live until it is over; those that are taken in it go when they are used up.
+    """
+    end: Tensor = _Exit.apply(take, *ys)
+    return partial(torch.autograd.backward, get_gradient_edge(end), torch.zeros_like(end))
+
+
+class _Exit(torch.autograd.Function):
+    """Ends a chunk's graph: a zero, whose backward asks for the gradients of the outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, take: Callable[[], Sequence[Tensor]], *ys: Tensor) -> Tensor:
+        ctx.take = take
+        return ys[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.take()

@@ -1,0 +1,200 @@
+"""The costs file: what the layers of a model cost at every size that they can be cut to.
+
+Written where the model can be built, read where it cannot, without torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from pydantic import with_config
+
+from megasnn.config.pretrain import PretrainConfig
+from megasnn.config.values import to_dict
+from megasnn.files import STRICT, DescriptionError, FreeForm, described, write_whole
+from megasnn.grid import ContextCut
+from megasnn.pipeline.cost_model import LayerCost
+from megasnn.planner.machines import Machine
+
+FORMAT: Literal[2] = 2
+_ADVICE = "make it anew with `analyze`"
+
+CutAxis = Literal["tensor", "samples", "rows"]
+"""Along which ranks share layers."""
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class HeldTensor:
+    """A tensor of a layer, as one rank holds it.
+
+    Attributes:
+        shape: of this rank's part. itemsize: bytes of an element. travels: the same where it is gathered to be used.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    is_parameter: bool
+    travels: int
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class LayerFacts:
+    """
+    Attributes:
+        name, unit: as in `Layer`. parameters: number of their elements, of the whole layer.
+        operations: multiply-adds in a sample's forward. output: bytes of a sample's output, packed as it travels.
+        spikes: its input is spikes or counts, so that a multiply-add is a synaptic operation.
+        rows: of the images that it gives; 1 where these are none.
+    """
+
+    name: str
+    unit: str
+    parameters: int
+    operations: int
+    output: int
+    spikes: bool
+    rows: int
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Counted:
+    """The layers as one of so many ranks has them, or why it cannot.
+
+    Attributes:
+        tensor, context: ranks that share the channels, and a micro-batch; cut: by what.
+        refused: what building them has answered; None where it can be.
+        costs: bytes of each layer, for each number of samples in `Analysis.sizes`; seconds are 0.
+        tensors: of each layer.
+    """
+
+    tensor: int
+    context: int
+    cut: ContextCut
+    refused: str | None = None
+    costs: tuple[tuple[LayerCost, ...], ...] = ()
+    tensors: tuple[tuple[HeldTensor, ...], ...] = ()
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Of one micro-batch through one layer; fields as in `LayerCost`."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    again: float
+    pack: float
+    unpack: float
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Timed:
+    """Measured seconds of all layers.
+
+    Attributes:
+        tensor, context, cut: as in `Counted`; where they are more than one, exchanges are a part of the seconds.
+        samples: that this rank computes. ranks: how many computed at the same time on the machine.
+    """
+
+    tensor: int
+    context: int
+    cut: ContextCut
+    samples: int
+    ranks: int
+    seconds: tuple[LayerSeconds, ...]
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Analysis:
+    """
+    Attributes:
+        model: its name. about: what the figures depend on; see `identity`.
+        sizes: numbers of samples that bytes were counted for, in ascending order.
+        counted: every size that was asked for, those that cannot be too.
+        machine: where it was measured; None: nowhere.
+    """
+
+    format: Literal[2]
+    model: str
+    about: dict[str, FreeForm]
+    layers: tuple[LayerFacts, ...]
+    sizes: tuple[int, ...]
+    counted: tuple[Counted, ...]
+    timed: tuple[Timed, ...] = ()
+    machine: Machine | None = None
+
+    @cached_property
+    def units(self) -> list[str]:
+        """The unit of each layer."""
+        return [each.unit for each in self.layers]
+
+    @cached_property
+    def _by_size(self) -> dict[tuple[int, int, ContextCut], Counted]:
+        return {(each.tensor, each.context, each.cut): each for each in self.counted}
+
+    @cached_property
+    def _possible(self) -> dict[CutAxis, dict[int, str | None]]:
+        return {
+            "tensor": {each.tensor: each.refused for each in self.counted if each.context == 1},
+            "samples": {
+                each.context: each.refused for each in self.counted if each.context > 1 and each.cut == "samples"
+            },
+            "rows": {each.context: each.refused for each in self.counted if each.context > 1 and each.cut == "rows"},
+        }
+
+    def of(self, tensor: int, context: int, cut: ContextCut) -> Counted | None:
+        """The layers at some sizes; None where they were not asked for."""
+        return self._by_size.get((tensor, context, cut))
+
+    def possible(self, axis: CutAxis) -> dict[int, str | None]:
+        """Sizes of an axis that were asked for, and why each cannot be; None where it can."""
+        return self._possible[axis]
+
+
+def identity(config: PretrainConfig) -> dict[str, FreeForm]:
+    """All of a configuration that the layers' costs depend on, but for the size of micro-batches."""
+    training = config.training
+    about = {
+        "model": {"name": config.model.name, **to_dict(config.model)},
+        "neuron": to_dict(config.neuron),
+        "training": {"precision": training.precision, "sparse_products": training.sparse_products},
+    }
+    return json.loads(json.dumps(about))
+
+
+def differences(analysis: Analysis, config: PretrainConfig) -> list[str]:
+    """What of `identity` is another one in the costs."""
+    theirs, mine = analysis.about, identity(config)
+    if analysis.model != config.model.name:
+        return [f"they are of {analysis.model}, and the model is {config.model.name}"]
+    return [
+        f"{part}.{name} is {theirs[part].get(name, 'not there')} in the costs and {value} here"
+        for part, values in mine.items()
+        for name, value in values.items()
+        if theirs[part].get(name, "not there") != value
+    ]
+
+
+def write(analysis: Analysis, path: Path) -> None:
+    """Writes the costs file."""
+    write_whole(path, json.dumps(asdict(analysis)))
+
+
+def read(path: Path) -> Analysis:
+    """The costs in a file. Raises DescriptionError for one that cannot be read, or is none."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DescriptionError(f"cannot read {path}: {error}; {_ADVICE}") from None
+    return described(Analysis, content, path, advice=_ADVICE)

@@ -1,0 +1,155 @@
+"""Seconds of a model's layers on this machine: on one rank alone, and on all ranks at the same time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from megasnn.config import PretrainConfig
+from megasnn.free_memory import keep_free_memory, release_free_memory
+from megasnn.grid import ContextCut
+from megasnn.models.description import ModelDescription
+from megasnn.optim import build_optimizer
+from megasnn.parallel.agreement import broadcast_result
+from megasnn.parallel.sharding import materialise, sharded_tensors
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel, start_process_group
+from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
+from megasnn.pipeline.profile_layers import profile_layers, profile_pipeline
+from megasnn.planner.analyze import context_of, one_rank
+from megasnn.planner.cost_file import Analysis, LayerSeconds, Timed
+from megasnn.planner.machines import DEVICES, Machine
+from megasnn.telemetry.memory import device_name, held_memory_mb
+
+STEPS = 5  # of the optimizer
+Size = tuple[int, int, ContextCut]
+ONE: Size = (1, 1, "samples")
+
+
+def measured(model: ModelDescription, config: PretrainConfig, known: Analysis | None) -> Analysis:
+    """What is known, with seconds and with the machine that they are of. Collective over the ranks of torchrun.
+
+    Args:
+        known: on the first rank.
+    """
+    keep_free_memory()  # as an Engine does
+    joined_before = dist.is_initialized()
+    device = start_process_group(config.parallel.backend, config.parallel.device)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    world = dist.group.WORLD if ranks > 1 else None
+    timed, link = [], None
+    if known is not None:
+        alone, samples = one_rank(config, device.type == "cpu"), config.training.micro_batch_size
+        layers = profile_layers(model, samples, alone, device, repeats=True)
+        timed.append(_timed(config, layers, ONE, 1))
+    if ranks > 1:
+        for size in broadcast_result(world, lambda: _sizes(known, config, ranks)):
+            costs = _together(model, config, device, size, ranks)
+            timed.append(_timed(config, costs.layers, size, ranks))
+            link = costs.link if size == ONE else link
+    update = _seconds_of_update(model, config, device)
+
+    def put_together() -> Analysis:
+        assert known is not None, "the first rank knows it"
+        return replace(known, timed=tuple(timed), machine=_machine(device, link, update, ranks))
+
+    found = broadcast_result(world, put_together)
+    if ranks > 1 and not joined_before:
+        dist.destroy_process_group()
+    return found
+
+
+def _machine(device: torch.device, link: LinkCost | None, update: float, ranks: int) -> Machine:
+    """The machine that seconds were measured on; sizes that were not measured are scaled by rates of the table.
+
+    Args:
+        link: between two ranks; None where there was one.
+        update: seconds that the optimizer takes for each byte of parameters.
+    """
+    is_cpu = device.type == "cpu"
+    base = DEVICES["cpu-core" if is_cpu else "h100"].machine(device_name(device), "fp32")
+    release_free_memory()
+    return replace(
+        base,
+        least=0.0,
+        start=0.0,
+        alone=1.0,  # seconds are there of one rank, and of all at the same time
+        update=update,
+        within=link or base.within,
+        program=1e6 * held_memory_mb(device) if is_cpu else base.program,
+        memory=base.memory if is_cpu else float(torch.cuda.get_device_properties(device).total_memory),
+        told=f"measured with {ranks} rank(s)" + ("" if link else ", links from the table of devices"),
+    )
+
+
+def _sizes(known: Analysis | None, config: PretrainConfig, ranks: int) -> list[Size]:
+    """Those that all ranks together have: one by one first, then sharing."""
+    assert known is not None, "the first rank knows it"
+    samples = config.training.micro_batch_size
+    return [
+        (each.tensor, each.context, each.cut)
+        for each in known.counted
+        if each.refused is None
+        and ranks % (each.tensor * each.context) == 0
+        and (each.cut == "rows" or each.context <= samples)
+    ]
+
+
+def _together(
+    model: ModelDescription, config: PretrainConfig, device: torch.device, size: Size, ranks: int
+) -> PipelineCosts:
+    """All ranks measure, in groups of this size; those that share nothing are stages, whose link is measured."""
+    tensor, context, cut = size
+    stages = ranks if size == ONE else 1
+    state = initialize_model_parallel(tensor, stages, device, context_parallel_size=context)
+    try:
+        built_for = context_of(state, config, cut, device.type == "cpu")
+        samples = built_for.largest_share(config.training.micro_batch_size)
+        return profile_pipeline(model, samples, built_for, state, repeats=True)
+    finally:
+        destroy_model_parallel()
+
+
+def _timed(config: PretrainConfig, layers: Sequence[LayerCost], size: Size, ranks: int) -> Timed:
+    tensor, context, cut = size
+    samples = config.training.micro_batch_size
+    samples = -(-samples // context) if cut == "samples" else samples
+    seconds = tuple(
+        LayerSeconds(
+            forward=each.forward,
+            input_gradient=each.input_gradient,
+            weight_gradient=each.weight_gradient,
+            again=each.forward if each.again is None else each.again,
+            pack=each.pack,
+            unpack=each.unpack,
+        )
+        for each in layers
+    )
+    return Timed(tensor, context, cut, samples, ranks, seconds)
+
+
+def _seconds_of_update(model: ModelDescription, config: PretrainConfig, device: torch.device) -> float:
+    """Of the optimizer, for each byte of the parameters."""
+    layers = model.named_layers(one_rank(config, device.type == "cpu"))
+    materialise(layers, device, seed=0)
+    tensors = list(sharded_tensors(layers))
+    parameters = [entry.tensor for entry in tensors if entry.is_parameter]
+    for each in parameters:
+        each.grad = torch.zeros_like(each)
+    optimizer = build_optimizer(tensors, config.optimizer)
+    times = []
+    for _ in range(STEPS):
+        begin = _now(device)
+        optimizer.step()
+        times.append(_now(device) - begin)
+    return median(times[1:]) / max(1, sum(each.nbytes for each in parameters))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

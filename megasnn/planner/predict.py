@@ -1,0 +1,184 @@
+"""Time and memory of a step on a layout, by simulating one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from megasnn.batching import micro_batches_of
+from megasnn.pipeline.cost_model import LayerCost, PipelineCosts, with_recompute_in_backward
+from megasnn.pipeline.peak_memory import peak_moments
+from megasnn.planner.bounds import Bounds
+from megasnn.planner.candidates import Layout
+from megasnn.planner.memory import MemoryForecast, States, buckets_of, gathered_bytes, row_bytes, travelling_bytes
+from megasnn.schedule import ChunkCost, Kind, Schedule, SchedulePlan, Simulation, plan_schedule, simulate
+from megasnn.schedule.actions import FINISHING
+from megasnn.schedule.fsdp_passes import SharedWeights
+from megasnn.schedule.passes import NEVER
+from megasnn.schedule.simulate import TimedAction
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step.
+
+    Attributes:
+        pipeline: forwards and backwards, with all that holds them up.
+        reduction: what is left of gradients' sums behind them.
+        agreement: all ranks wait for each other with loss and norm. update: the optimizer. sharing: rows that owners
+            then give to the others.
+    """
+
+    pipeline: float
+    reduction: float
+    agreement: float
+    update: float
+    sharing: float
+
+    @property
+    def total(self) -> float:
+        return self.pipeline + self.reduction + self.agreement + self.update + self.sharing
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Attributes: memory: of each pipeline rank. bounds: layers of each chunk. idle: share of the ranks' time."""
+
+    time: StepTime
+    memory: tuple[MemoryForecast, ...]
+    bounds: tuple[range, ...]
+    idle: float
+    schedule: Schedule
+    simulation: Simulation
+
+
+class Predictor(Bounds):
+    """What a model's step takes on a cluster, layout by layout: at least, and simulated."""
+
+    def predict(self, layout: Layout) -> Predicted:
+        """By the simulation of one replica. Raises ValueError for what the schedule cannot place or keep."""
+        costs, bounds, count = self.costs(layout), self.bounds(layout), self.micro_batches(layout)
+        plan = self._schedule_plan(layout, bounds, costs, count)
+        schedule, executed = plan.training(count), plan.unit_bounds(bounds)
+        of_units = costs.of_chunks(executed, plan.executed_placement)
+        if plan.weights is not None:
+            of_units = costs.with_unshards(of_units, plan.weights.unit_bytes, layout.grid.weight)
+        result = simulate(schedule, of_units, plan.wholes)
+        states = self.states(layout)
+        sums = [self.sums(layout, each.reduced, each.updated) for each in states]
+        update = max(each.updated for each in states) * self._cluster.machine.update
+        time = StepTime(
+            pipeline=result.makespan,
+            reduction=max(self._exposed(layout, rank, result, executed, costs) for rank in range(layout.grid.pipeline))
+            + self._of_processor(layout, plan, schedule, states),
+            agreement=self.agreement(layout),
+            update=update,
+            sharing=max(each.sharing for each in sums),
+        )
+        memory = self._memory(layout, plan, schedule, executed, costs)
+        return Predicted(time, memory, bounds, result.idle_share, schedule, result)
+
+    def _exposed(
+        self, layout: Layout, rank: int, result: Simulation, executed: Sequence[range], costs: PipelineCosts
+    ) -> float:
+        """Seconds of a rank's sums behind the last action of all ranks.
+
+        Buckets travel in one order, from the last chunk's last layers to the first, each when all of it is complete and
+        those before it have come, as `GradientBuckets` sends them. Ranks that keep the same rows sum theirs behind all.
+        """
+        complete = _gradients_complete(result.timeline[rank], executed, costs.layers)
+        tensors, grid = self.tensors(layout), layout.grid
+        free = behind = 0.0
+        for chunk in reversed(layout.chunks_of(rank)):
+            span = self.bounds(layout)[chunk]
+            layer_of = {each.name: i for i in span for each in tensors[i]}
+            held = [each for i in span for each in tensors[i]]
+            for bucket in buckets_of(held, layout, self._config.optimizer, self._on_gpu):
+                rows = row_bytes(bucket, grid.weight), row_bytes(bucket, grid.weight, grid.data, grid.context)
+                sums = self.sums(layout, *rows)
+                ready = max(complete.get(layer_of[each.name], 0.0) for each in bucket)
+                free = max(free, ready) + (sums.to_keepers if grid.weight > 1 else sums.over_copies)
+                behind += sums.over_copies if grid.weight > 1 else 0.0
+        return max(0.0, free - result.makespan) + behind
+
+    def _schedule_plan(
+        self, layout: Layout, bounds: tuple[range, ...], costs: PipelineCosts, count: int
+    ) -> SchedulePlan:
+        def costs_of(placement: tuple[int, ...]) -> Sequence[ChunkCost]:
+            found = costs.of_chunks(self.bounds(layout, placement), placement)
+            return found if layout.recompute == NEVER else with_recompute_in_backward(found)
+
+        plan = plan_schedule(layout.schedule, layout.grid.pipeline, layout.chunks, count, costs_of)
+        counts = [count]
+        if layout.grid.weight > 1:  # which cannot be where replicas would gather in other orders
+            all_of_step, replicas = self._config.training.micro_batches, layout.grid.replicas
+            counts = list(dict.fromkeys([count, len(micro_batches_of(all_of_step, replicas, replicas - 1))]))
+        plan = replace(plan, decided=tuple(map(plan.of_chunks, counts)))
+        if layout.recompute != NEVER or layout.grid.weight > 1:
+            plan = plan.in_units(bounds, layout.recompute)
+        if layout.grid.weight > 1:
+            tensors, ranks = self.tensors(layout), layout.grid.weight
+            units = [list(chain(*(tensors[i] for i in span))) for span in plan.unit_bounds(bounds)]
+            travelling = tuple(travelling_bytes(unit, ranks) for unit in units)
+            plan = plan.sharing(SharedWeights(tuple(map(gathered_bytes, units)), travelling=travelling), counts)
+        return plan
+
+    def _of_processor(self, layout: Layout, plan: SchedulePlan, schedule: Schedule, states: Sequence[States]) -> float:
+        """Seconds that the transport of sums takes from the computing where every core computes."""
+        copies, weight, ways = layout.copies, layout.grid.weight, 1 if layout.shards_optimizer else 2
+        of_data, of_weight = (self._cluster.link(layout.grid, axis) for axis in ("data", "weight"))
+        size = max(each.reduced for each in states)
+        summed, shared = size * ways * (copies - 1) / copies, float(size * (weight - 1))
+        if plan.weights is not None:
+            unit_bytes = plan.weights.unit_bytes
+            shared += (1 - 1 / weight) * max(
+                sum(unit_bytes[action.chunk] for action in row if action.kind is Kind.UNSHARD)
+                for row in schedule.actions
+            )
+        return sum(
+            each * (link.sender_per_byte + link.receiver_per_byte)
+            for each, link in ((summed, of_data), (shared, of_weight))
+        )
+
+    def _memory(
+        self, layout: Layout, plan: SchedulePlan, schedule: Schedule, executed: Sequence[range], costs: PipelineCosts
+    ) -> tuple[MemoryForecast, ...]:
+        found, states = [], self.states(layout)
+        peaks = peak_moments(schedule, executed, costs, [each.exchanged for each in states])
+        for rank, (mine, peak) in enumerate(zip(states, peaks, strict=True)):
+            gathered = buffers = 0
+            if plan.weights is not None:
+                gathered, buffers = plan.weights.gathered_and_buffers(schedule, rank)
+            found.append(
+                MemoryForecast(
+                    program=1e-6 * self._cluster.machine.program,
+                    weights=1e-6 * (mine.weights + buffers),
+                    gradients=1e-6 * mine.gradients,
+                    optimizer=1e-6 * mine.optimizer,
+                    kept=1e-6 * peak.kept,
+                    working=1e-6 * peak.working,
+                    messages=1e-6 * peak.messages,
+                    samples=1e-6 * self.samples(layout, rank),
+                    gathered=1e-6 * gathered,
+                    update=1e-6 * max(0, mine.working - peak.total - gathered),
+                )
+            )
+        return tuple(found)
+
+
+def _gradients_complete(
+    row: Sequence[TimedAction], units: Sequence[range], layers: Sequence[LayerCost]
+) -> dict[int, float]:
+    """When the gradients of each layer of a rank are: in its last backward, from the last layer on.
+
+    Args:
+        row: what the rank does. units: layers of each unit that is executed.
+    """
+    found = dict[int, float]()
+    for unit, last in {timed.action.chunk: timed for timed in row if timed.action.kind in FINISHING}.items():
+        end, whole = last.end, last.action.kind is Kind.BACKWARD
+        for i in units[unit]:  # backward ends with the first layer
+            found[i] = end
+            end -= layers[i].weight_gradient + (layers[i].input_gradient if whole else 0.0)
+    return found

@@ -1,0 +1,110 @@
+"""A training run as a program: the ranks join, an error on one ends all of them, and the exit status tells."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from megasnn import checkpoint
+from megasnn.config import PretrainConfig
+from megasnn.engine.faults import cause_and_place, claim_fault, end_process, in_full, placed
+from megasnn.engine.mesh import get_or_create_mesh, prepare_cublas
+from megasnn.parallel.agreement import gather
+from megasnn.parallel.replica_check import ReplicaError
+from megasnn.parallel_state import ParallelState
+from megasnn.telemetry.callback import Callback
+from megasnn.training.loop import TrainingRun
+from megasnn.training.signals import StopSignals
+from megasnn.training.startup_log import print_summary
+
+SAVE_FAILED, DIVERGED, INTERRUPTED = 3, 4, 130
+SAVING_SECONDS = 5.0
+"""How long an error of one of several ranks waits for a checkpoint that is being written."""
+
+
+def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
+    """Runs a whole training as a program, and returns the exit status; errors go to standard error, or to torchrun.
+
+    0: the run has come to its end, or was asked to stop by a signal, and what it should save is saved. 1: an error.
+    3: it has come to its end, but the last checkpoint could not be written. 4: it has ended early, since too many steps
+    in a row were skipped (--max-skipped-steps). 128 and a signal's number: that signal to this rank has ended an
+    evaluation that was all there was to do, in which case the other ranks have 1, or Ctrl-C has ended the run before
+    its first step. Mistakes in flags, data and checkpoints and replicas that differ are reported without a traceback.
+
+    Args:
+        config: validated (megasnn.config.validate).
+        callbacks: are called with what happens.
+    """
+    try:
+        return _recorded(config, callbacks) or 0
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted while starting\n")
+        status = INTERRUPTED
+    except Exception as error:
+        status = 1
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # torchrun prints what `record` has written there
+            cause, _ = cause_and_place(error)
+            is_mistake = isinstance(cause, (ValueError, OSError, checkpoint.CheckpointError, ReplicaError))
+            text = in_full(error, with_traceback=not is_mistake)
+            sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {text}\n")
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        end_process()
+    return status
+
+
+@record
+def _recorded(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
+    """Leaves torchrun the error of the rank that has failed first. Errors that follow from it are not reported."""
+    try:
+        return _train(config, callbacks)
+    except Exception as error:
+        if not claim_fault(error):
+            end_process()
+        raise
+
+
+def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
+    """Joins the ranks, then trains, or with --model-summary prints what would be trained; returns the exit status."""
+    prepare_cublas(config.training)
+    state, leave = get_or_create_mesh(config.parallel)
+    status = 0
+    try:
+        if config.logging.model_summary:
+            with placed(f"on pipeline stage {state.pipeline.rank}"):
+                print_summary(config, state)
+        else:
+            status = _trained(config, state, callbacks)
+        gather(state.world.handle, None)  # an error of another rank at its end still ends all
+    finally:
+        if state.world.size == 1 or sys.exc_info()[0] is None:  # else nothing that waits for other ranks may run
+            leave()
+    return status
+
+
+def _trained(config: PretrainConfig, state: ParallelState, callbacks: Sequence[Callback]) -> int:
+    """Builds, loads, trains, evaluates, saves; returns the exit status."""
+    stage, stop = f"pipeline stage {state.pipeline.rank}", StopSignals()
+    with placed(f"on {stage}"):
+        run = TrainingRun(config, state, stop, callbacks)
+    with placed(lambda: f"on {stage}, after iteration {run.iteration}"):
+        try:
+            run.train()
+        except Exception:
+            # A save in the background may be nearly complete. The other ranks still work on it: they hear of the error
+            # after this, and their processes end.
+            with suppress(Exception):  # the first error is the one to be reported
+                run.saves.finish(None if state.world.size == 1 else SAVING_SECONDS)
+                if state.world.size == 1:
+                    run.close()
+            raise
+        run.close()
+    if config.training.evaluate_only and not run.has_evaluated:
+        return stop.status
+    if run.has_diverged:
+        return DIVERGED
+    return 0 if run.saved else SAVE_FAILED

@@ -1,0 +1,95 @@
+"""Measurements of a run for its log and for TensorBoard: spikes, memory, time and traffic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megasnn.engine import Engine
+from megasnn.parallel.traffic import statistics
+from megasnn.telemetry.memory import gather_peak_memory_mb, memory_scalars
+from megasnn.telemetry.spikes import LayerSpikes, RasterRecorder, SpikeRecorder
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements since the last log line.
+
+    Attributes:
+        scalars: memory, and per iteration time and traffic, by name.
+        layers: the spikes of each layer of neurons, in the model's order.
+    """
+
+    scalars: dict[str, float]
+    layers: list[LayerSpikes]
+
+
+@dataclass(frozen=True)
+class _Observer:
+    """Observer of one layer of neurons."""
+
+    spikes: SpikeRecorder
+    rasters: RasterRecorder
+    name: str
+
+    @property
+    def is_on(self) -> bool:
+        return self.spikes.enabled or self.rasters.enabled
+
+    def __call__(self, spikes: Tensor) -> None:
+        self.spikes.observe(self.name, spikes)
+        self.rasters.observe(self.name, spikes)
+
+
+class Metrics:
+    """Measures spikes, memory, time and traffic of a run.
+
+    Attributes:
+        spikes: statistics of this rank's neurons, while `spikes.enabled`.
+        rasters: which of them fire when, while `rasters.enabled`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._model, self._state, self._timers = engine.distributed, engine.state, engine.step.timers
+        self._counted_from = 0
+        self._order = [layer.name for layer in self._model.model.layers]
+        self.spikes, self.rasters = SpikeRecorder(), RasterRecorder()
+        for name, neuron in self._model.neurons():
+            neuron.observer = _Observer(self.spikes, self.rasters, name)
+        state = self._state  # a group of one rank sends nothing
+        self._groups = [name for name in ("tensor", "context", "data") if getattr(state, name).size > 1]
+        self._groups += ["dp_replicate_cp"] * (state.context.size > 1)  # whose traffic is elsewhere that of "data"
+        self._groups += ["pipeline", "backward"] if state.pipeline.size > 1 else []
+
+    @property
+    def observes(self) -> bool:
+        """True if spikes of the next step are wanted, on all ranks alike."""
+        return self.spikes.enabled or self.rasters.enabled
+
+    def since_last(self, iteration: int) -> Measured:
+        """Returns what was measured since the last call. Collective."""
+        state, by_samples = self._state, self._model.context.cut == "samples"
+        # Ranks that share micro-batches by samples have the same neurons, and by rows other ones of a layer.
+        same, rows = (state.dp_cp, None) if by_samples else (state.data, state.context.handle)
+        others = state.tensor.handle, rows
+        layers = self.spikes.reduce(same.handle, others, state.pipeline.handle, self._order)
+        peaks = gather_peak_memory_mb(state.device, state.world.handle)
+        iterations = max(iteration - self._counted_from, 1)
+        self._counted_from = iteration
+        times = {f"time/{name}_ms": mean for name, mean in self._timers.mean_ms().items()}
+        return Measured({**memory_scalars(peaks), **times, **self._traffic(iterations)}, layers)
+
+    def _traffic(self, iterations: int) -> dict[str, float]:
+        """MB that all ranks together received per iteration, by group, and what they were unpacked. Collective.
+
+        "pipeline" is what stages send in forward, "backward" the gradients that come back; "dp_replicate_cp" are the
+        gradients that replicas sum with the ranks that share their micro-batches.
+        """
+        mine = [statistics.total(group) for group in self._groups]
+        statistics.reset()
+        if not self._groups:
+            return {}
+        sums = self._model.sum_over_ranks([float(t.bytes) for t in mine] + [float(t.dense_bytes) for t in mine])
+        names = [f"communication/{group}_mb{form}" for form in ("", "_if_dense") for group in self._groups]
+        return {name: value / (1e6 * iterations) for name, value in zip(names, sums, strict=True)}

@@ -1,0 +1,202 @@
+"""Pictures of a run: measured actions beside simulated ones, traces of steps, samples, and which neurons fire when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile
+
+from megasnn.config import PretrainConfig
+from megasnn.data import Datasets, GlobalBatch
+from megasnn.engine import Engine
+from megasnn.parallel.agreement import clock_offsets, gather
+from megasnn.parallel_state import ParallelState
+from megasnn.schedule import Action, Schedule, Simulation
+from megasnn.schedule.simulate import TimedAction, summarise
+from megasnn.telemetry.pictures import SpikeHistory, raster_sheet, sample_sheet
+from megasnn.telemetry.reporter import Reporter
+from megasnn.telemetry.spikes import LayerSpikes, RasterRecorder
+from megasnn.telemetry.timers import Mark
+from megasnn.training.startup_log import chart, log_folder
+
+SAMPLES = 8
+
+
+class PipelineProfiler:
+    """Times the actions of single steps (--profile-pipeline): nothing is measured in the others."""
+
+    def __init__(self, config: PretrainConfig, engine: Engine, reporter: Reporter) -> None:
+        self._is_on, self._engine, self._reporter = config.logging.profile_pipeline, engine, reporter
+        self._marks: list[tuple[Mark, Mark]] = []
+
+    @contextmanager
+    def around(self, number: int, batch: GlobalBatch, is_due: bool) -> Iterator[None]:
+        """Measures the step in the block, and reports it. Collective over each pipeline.
+
+        Args:
+            number: of the iteration.
+        """
+        if not (self._is_on and is_due):
+            yield
+            return
+        executor = self._engine.distributed.executor
+        self._marks.clear()
+        executor.clock.start()
+        executor.observer = self._observe
+        try:
+            yield
+        finally:
+            executor.observer = None
+        with self._reporter.pause():
+            self._report(number, batch)
+
+    def _observe(self, action: Action, start: Mark, end: Mark) -> None:
+        self._marks.append((start, end))
+
+    def _report(self, number: int, batch: GlobalBatch) -> None:
+        """Writes the log line, the scalars, and the two charts on one scale."""
+        engine, pipeline = self._engine, self._engine.state.pipeline
+        seconds = engine.distributed.executor.clock.seconds
+        offsets, micro_batches = clock_offsets(pipeline), engine.windows * len(batch.micro_batches)
+        times = gather(pipeline.handle, [(seconds(start), seconds(end)) for start, end in self._marks])
+        schedule = engine.plan.schedules.training(micro_batches)
+        # A step that was not finite is followed by forwards that look for the place.
+        times = [row[: len(actions)] for row, actions in zip(times, schedule.actions, strict=True)]
+        predicted = engine.plan.simulation(micro_batches)
+        assert predicted is not None, "a profile is asked for before the costs are measured"
+        results = {"measured": measured_simulation(schedule, times, offsets), "predicted": predicted}
+        scalars = {f"pipeline/ms_{what}": 1e3 * each.makespan for what, each in results.items()}
+        scalars |= {f"pipeline/bubble_{what}": each.idle_share for what, each in results.items()}
+        self._reporter.scalars(scalars, number, batch.consumed_samples)
+        told = [f"{k} {1e3 * r.makespan:.1f} ms with a bubble of {r.idle_share:.1%}" for k, r in results.items()]
+        self._reporter.line(f"pipeline at iteration {number}, {schedule.name}: {', '.join(told)}")
+        span = max(each.makespan for each in results.values())
+        for what, result in results.items():
+            self._reporter.picture(f"pipeline/{what}", partial(chart, schedule, result, what, span), number)
+
+
+def measured_simulation(
+    schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]], offsets: Sequence[float]
+) -> Simulation:
+    """Builds a timeline from start and end of every rank's actions, in order, on the ranks' own clocks.
+
+    Args:
+        offsets: seconds to add to each rank's clock.
+    """
+    origin = min((row[0][0] + offset for row, offset in zip(times, offsets, strict=True) if row), default=0.0)
+    timeline = [
+        [
+            TimedAction(action, start + offset - origin, end + offset - origin)
+            for action, (start, end) in zip(actions, row, strict=True)
+        ]
+        for actions, row, offset in zip(schedule.actions, times, offsets, strict=True)
+    ]
+    return summarise(schedule, timeline)
+
+
+class StepTrace:
+    """Traces the iterations of --profile-steps on the ranks of the first replica. An error in it ends no run.
+
+    Args:
+        span: iterations that were done before, and those of the whole run.
+    """
+
+    def __init__(self, config: PretrainConfig, state: ParallelState, span: tuple[int, int], reporter: Reporter) -> None:
+        options, (done, iterations) = config.logging, span
+        steps = options.profiled_steps
+        if steps and not done < steps[-1] <= iterations:
+            reporter.line(
+                f"WARNING: --profile-steps {options.profile_steps}, and the run has iterations {done + 1} to "
+                f"{iterations}: the trace has what lies in both"
+            )
+        self._reporter, self._steps = reporter, steps if state.data.rank == 0 else range(0)
+        self._folder, self._rank = (log_folder(config) or Path()) / "traces", state.rank
+        gpu = [ProfilerActivity.CUDA] if state.device.type == "cuda" else []
+        self._activities = [ProfilerActivity.CPU, *gpu]
+        self._profile: profile | None = None
+        self._first = 0
+
+    @contextmanager
+    def around(self, number: int) -> Iterator[None]:
+        """Traces iteration `number`, where it is one of them, and writes the trace behind the last."""
+        if number in self._steps and self._profile is None:
+            with self._reporter.best_effort("the trace of --profile-steps"):
+                self._profile, self._first = profile(activities=self._activities), number
+                self._profile.start()
+        yield
+        if number in self._steps and number == self._steps[-1]:
+            self.close(number)
+
+    def close(self, number: int) -> None:
+        """Writes the trace up to iteration `number`, where one is being taken."""
+        trace, self._profile = self._profile, None
+        if trace is None:
+            return
+        with self._reporter.best_effort("the trace of --profile-steps"):
+            trace.stop()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"rank{self._rank}-{self._first}-{number}.pt.trace.json"
+            trace.export_chrome_trace(str(path))
+            self._reporter.line(f"wrote {path}")
+
+
+class Pictures:
+    """Shows samples and spikes as pictures in TensorBoard.
+
+    Args:
+        rasters: filled by this rank's neurons.
+    """
+
+    def __init__(
+        self, config: PretrainConfig, engine: Engine, datasets: Datasets, rasters: RasterRecorder, reporter: Reporter
+    ) -> None:
+        self._interval, self._reporter, self._state = config.logging.picture_interval, reporter, engine.state
+        self._layers = [layer.name for layer in engine.distributed.model.layers]
+        self._labels, self._rasters = datasets.train.labels, rasters
+        # The pipeline of the rank that writes; its other stages send theirs.
+        self._draws = engine.state.dp_cp.rank == 0 and engine.state.tensor.rank == 0
+        self._shown = False
+        self._history = SpikeHistory()
+
+    def begin(self, batch: GlobalBatch, iteration: int) -> None:
+        """Shows samples of the run's first batch before a step, and observes the neurons where that is due.
+
+        Args:
+            iteration: steps done before this one.
+        """
+        if not self._interval:
+            return
+        self._rasters.enabled = self._draws and (iteration + 1) % self._interval == 0
+        if not self._shown and self._state.rank == 0:
+            micro = batch.micro_batches[0]
+            assert micro.images is not None, "the first rank is on the first stage"
+            samples = list(micro.images[:SAMPLES].cpu().numpy())
+            classes = self._labels[micro.sample_ids[: len(samples)].numpy()].tolist()
+            captions = [f"class {label}" for label in classes]
+            self._reporter.picture("samples", lambda: sample_sheet(samples, captions), iteration)
+        self._shown = True
+
+    def add(self, iteration: int, layers: Sequence[LayerSpikes]) -> None:
+        """Takes the spikes of all layers at a log line, for the picture of how they change."""
+        if self._interval:
+            self._history.add(iteration, layers)
+
+    def end(self, iteration: int, last: bool = False) -> None:
+        """Draws rasters and the layers' history after a step, with that one counted.
+
+        Args:
+            last: True where the run ends here: then the history is drawn whatever the interval.
+        """
+        if not self._interval:
+            return
+        if (iteration % self._interval == 0 or last) and len(self._history):
+            self._reporter.picture("spikes/layers", self._history.picture, iteration)
+        if not self._rasters.enabled:
+            return
+        self._rasters.enabled = False
+        rasters = self._rasters.take(self._state.pipeline.handle, self._layers)
+        if self._state.rank == 0 and rasters:
+            self._reporter.picture("spikes/raster", lambda: raster_sheet(rasters), iteration)

@@ -1,0 +1,216 @@
+"""What a run prints before the first step, and writes about itself to files and TensorBoard."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megasnn.config import PretrainConfig, changed_flags, comparable_flags, to_json, with_model_name
+from megasnn.config.data import SAMPLE
+from megasnn.config.training import Length
+from megasnn.data.paths import shown_path
+from megasnn.engine import Engine
+from megasnn.engine.build import build_model, describe_windows
+from megasnn.engine.mesh import describe_precision
+from megasnn.engine.model import DistributedModel
+from megasnn.files import write_whole
+from megasnn.kernels.backends import backend_told
+from megasnn.kernels.spike_codec import Content
+from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
+from megasnn.parallel.sharding import row_bounds
+from megasnn.parallel_state import ParallelState, why_not_on_gpus
+from megasnn.pipeline.cost_model import layers_per_chunk
+from megasnn.pipeline.plan import PipelinePlan
+from megasnn.schedule import Schedule, Simulation
+from megasnn.schedule.draw import SECONDS, View, raster
+from megasnn.telemetry.energy import LayerWork
+from megasnn.telemetry.reporter import Reporter
+
+WIDTH = 120
+
+
+def log_folder(config: PretrainConfig) -> Path | None:
+    """Folder of a run's configuration and JSON log: that of its checkpoints, otherwise that of its event files."""
+    folder = config.checkpoint.save or config.logging.tensorboard_dir
+    return None if folder is None else Path(folder)
+
+
+def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: Reporter) -> None:
+    """Logs what is about to be trained and how. Collective."""
+    given, config = config, _without_secrets(config)
+    model, plan, state = engine.distributed, engine.plan, engine.state
+    lines = [*_summary(config, model, length), *describe_precision(config.training, state.device)]
+    if model.context.sparse_products:
+        lines.append("sparse products: weights are summed at spikes where that takes less time")
+    layers: Sequence[LayerSummary] = ()
+    if state.rank == 0:
+        with reporter.best_effort("the summary of the model"):
+            layers = _layers(config, model)
+            reporter.work = _work(layers)
+    if sharing := _sharing(config, model):
+        samples = f" ({' + '.join(map(str, sharing['samples']))})" if "samples" in sharing else ""
+        lines.append(f"context parallel: {sharing['ranks']} ranks share each micro-batch by {sharing['cut']}{samples}")
+    for line in (*lines, *_flags(config), *_model(config, layers, model, plan)):
+        reporter.line(line)
+    table = as_table(layers, plan.bounds, plan.schedules.placement, state.tensor.size) if layers else ""
+    reporter.text("model", table)
+    reporter.text("configuration", textwrap.indent(to_json(config), "    "))
+    grid = {"data_parallel_size": state.data.size, "parameters": model.parameters}
+    reporter.flags({**comparable_flags(config), **grid})
+    costs = None
+    if plan.costs is not None:
+        costs = {layer.name: asdict(cost) for layer, cost in zip(model.model.layers, plan.costs.layers, strict=True)}
+    start = {
+        **{"iteration": engine.iteration, "iterations": length.iterations, "ranks": state.world.size},
+        **grid,
+        **({"context_parallel": sharing} if sharing else {}),
+        "layout": layers_per_chunk(plan.bounds),
+        "schedules_ms": {each.name: 1e3 * each.makespan for each in plan.named},
+        "costs": costs,
+        "config": with_model_name(config),
+    }
+    reporter.entry("start", start)
+    simulation = plan.simulation(plan.micro_batches) if state.pipeline.size * plan.weight_ranks > 1 else None
+    if simulation is not None:
+        schedule = plan.schedules.training(plan.micro_batches)
+        draw = partial(chart, schedule, simulation, "simulated")
+        reporter.picture("pipeline/simulated", draw, engine.iteration)
+    file = _config_file(config)
+    if file is not None and state.rank == 0:
+        _write(reporter, file, to_json(given))
+        if not config.training.evaluate_only:
+            _write(reporter, file.with_name("model_summary.md"), f"{table}\n")
+
+
+def print_summary(config: PretrainConfig, state: ParallelState) -> None:
+    """Prints the table of --model-summary on the first rank. The layers are placed as in a training; nothing is read or
+    written. Collective over the world."""
+    plan, model = build_model(config, describe_windows(config), state)
+    if state.rank == 0:
+        print(as_table(_layers(config, model), plan.bounds, plan.schedules.placement, state.tensor.size))
+
+
+def chart(schedule: Schedule, result: Simulation, title: str, span: float | None = None) -> NDArray[np.uint8]:
+    """Draws the Gantt chart of times in seconds, uint8 `[height, width, 3]`.
+
+    Args:
+        span: seconds of the whole width, to compare charts; the makespan when not given.
+    """
+    return raster(schedule, result, View(span, *SECONDS, title))
+
+
+def _sharing(config: PretrainConfig, model: DistributedModel) -> dict[str, Any]:
+    """How ranks share micro-batches; empty where none are shared."""
+    ranks, cut = model.context.context.size, model.context.cut
+    if ranks == 1:
+        return {}
+    bounds = row_bounds(config.training.micro_batch_size, ranks)
+    samples = {"samples": [b - a for a, b in pairwise(bounds)]} if cut == "samples" else {}
+    return {"ranks": ranks, "cut": cut, **samples}
+
+
+def _without_secrets(config: PretrainConfig) -> PretrainConfig:
+    """The configuration for logs, which more people read than config.json."""
+    data = config.data
+    valid = None if data.valid_data_path is None else shown_path(data.valid_data_path)
+    return replace(config, data=replace(data, data_path=shown_path(data.data_path), valid_data_path=valid))
+
+
+def _layers(config: PretrainConfig, model: DistributedModel) -> list[LayerSummary]:
+    samples = model.context.largest_share(config.training.micro_batch_size)
+    return summarise(config.model, config.neuron.spec, model.model, samples, model.context.compute_dtype)
+
+
+def _work(layers: Sequence[LayerSummary]) -> list[LayerWork]:
+    """Multiply-adds of the layers; a layer takes spikes where an output of the one before holds spikes or counts."""
+    spikes = [any(content is not Content.DENSE for _, content in each.outputs) for each in layers]
+    pairs = zip(layers, [False, *spikes], strict=False)
+    return [LayerWork(each.name, each.operations, takes_spikes) for each, takes_spikes in pairs]
+
+
+def _config_file(config: PretrainConfig) -> Path | None:
+    """File of the configuration: a run that only evaluates leaves that of the training alone."""
+    folder = log_folder(config)
+    name = "evaluation_config.json" if config.training.evaluate_only else "config.json"
+    return None if folder is None else folder / name
+
+
+def _write(reporter: Reporter, file: Path, text: str) -> None:
+    with reporter.best_effort(f"writing {file}"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, text)
+
+
+def _summary(config: PretrainConfig, model: DistributedModel, length: Length) -> list[str]:
+    training, state = config.training, model.state
+    ranks, name = state.world.size, type(config.model).__name__.removesuffix("Config")
+    where = f"{ranks} rank{'s' * (ranks > 1)} ({state.grid}), {_device(state.device, config.parallel.device)}"
+    still = model.parameters - model.trained_parameters
+    frozen = f" ({still:,} of them frozen)" if still else ""
+    what = (
+        "evaluating only"
+        if training.evaluate_only
+        else f"{length.iterations} iterations of {training.global_batch_size} samples ({training.micro_batches} "
+        f"micro-batches of {training.micro_batch_size}): {length.epochs:.1f} epochs of {length.epoch_samples} samples"
+    )
+    data = (training.evaluate_only and config.data.valid_data_path) or config.data.data_path
+    if data == SAMPLE:
+        data = "scikit-learn's digits, because there is no --data-path"
+    spec = config.neuron.spec
+    sample = torch.empty(1, 1, 1, dtype=model.context.compute_dtype, device=state.device)
+    return [
+        f"{name} with {model.parameters:,} parameters{frozen} in {len(model.model.layers)} layers on {where}",
+        what,
+        f"data: {data}",
+        f"neurons: {spec.kind} by {backend_told(config.neuron.neuron_backend, sample, spec)}",
+        *([state.communicators.describe()] if ranks > 1 else []),
+    ]
+
+
+def _device(device: torch.device, asked: str) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads, why = torch.get_num_threads(), why_not_on_gpus(asked)
+    return f"CPU with {threads} thread{'s' * (threads > 1)} a rank{f' ({why})' if why else ''}"
+
+
+def _flags(config: PretrainConfig) -> list[str]:
+    file = _config_file(config)
+    kept = f"; all are in {file}" if file is not None else ""
+    changed = changed_flags(config)
+    if not changed:
+        return [f"all flags have their defaults{kept}"]
+    lines = [f"flags that differ from their defaults{kept}:"]
+    for part, flags in changed.items():
+        text = " ".join(each.replace(" ", "\0") for each in flags)  # a flag stays on the line of its value
+        start = f"  {part:<12}"
+        options: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
+        wrapped = textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), **options)
+        lines += [line.replace("\0", " ") for line in wrapped]
+    return lines
+
+
+def _model(
+    config: PretrainConfig, layers: Sequence[LayerSummary], model: DistributedModel, plan: PipelinePlan
+) -> list[str]:
+    """Content of each chunk, and the schedule; without a pipeline, what the whole model computes."""
+    placement, more = plan.schedules.placement, plan.describe_recompute()
+    if len(placement) == 1:
+        return [*([multiply_adds(layers)] if layers else []), *more]
+    names = [layer.name for layer in model.model.layers]
+    lines = [f"pipeline layout {layers_per_chunk(plan.bounds)}; chunks"]
+    for index, (span, rank) in enumerate(zip(plan.bounds, placement, strict=True)):
+        content = f"{names[span.start]} .. {names[span.stop - 1]}" if span else "empty"
+        mine = layers[span.start : span.stop]
+        sizes = f", {sum(each.parameters for each in mine):,} parameters, {multiply_adds(mine)}" if mine else ""
+        lines.append(f"  {index} on pipeline rank {rank}: {content}{sizes}")
+    return lines + plan.describe(config.parallel.pipeline_schedule) + more

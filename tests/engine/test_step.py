@@ -1,0 +1,404 @@
+"""A training step: what it reads, what it leaves as it is, and what it reports."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megasnn import device_checks
+from megasnn.config import OptimizerConfig
+from megasnn.data import GlobalBatch
+from megasnn.engine import Engine
+from megasnn.engine.debug import notice_of
+from megasnn.engine.model import DistributedModel
+from megasnn.kernels import spike_codec as codec
+from megasnn.layers import ConvNormNeuron, ParallelBatchNorm, ParallelConv, SpikingNeuron
+from megasnn.layers.neuron import State
+from megasnn.models.layer import Layer, layer
+from megasnn.models.model import Model
+from megasnn.optim import build_optimizer, takes_found_inf
+from megasnn.parallel.sharding import Shard, ShardedTensor
+from megasnn.pipeline.executor import PipelineError
+from tests.host_waits import host_waits, waits_of_steps
+from tests.models.networks import CLASSES, Tied, between
+from tests.pageable_copies import copies_of_a_replayed_step, copies_of_a_step, pageable_copies
+from tests.training.runs import train
+
+FLAGS = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 9, "clip_grad": 0.01, "ema_decay": 0.9}
+PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
+STAGES = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}
+FIXED = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b", "pipeline_model_parallel_layout": "2|2"}
+
+
+def batch_of(engine: Engine, number: int = 0) -> GlobalBatch:
+    images = torch.rand(4, *engine.config.model.input_shape, generator=torch.Generator().manual_seed(0))
+    return engine.batches.share(images, torch.arange(4) % CLASSES, 4, 4 * number)
+
+
+def tensors_of(engine: Engine) -> dict[str, Tensor]:
+    """Weights, buffers, their average, and the optimizer's state, as they are on this rank."""
+    found = {entry.name: entry.tensor for entry in engine.distributed.tensors}
+    assert engine.step.average is not None
+    found |= {entry.name: entry.tensor for entry in engine.step.average.tensors}
+    for number, state in enumerate(engine.optimizer.state.values()):
+        found |= {f"{number} {name}": value for name, value in state.items()}
+    return {name: value.detach().clone() for name, value in found.items()}
+
+
+def differences(state: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert state.keys() == other.keys()
+    return [name for name in state if not torch.equal(state[name], other[name])]
+
+
+def layers() -> Iterable[Layer]:
+    yield layer("first", ConvNormNeuron(4, 4))
+    yield layer("second", ConvNormNeuron(4, 4))
+
+
+# --- the host waits once
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "flags", "fewer"),
+    [
+        ("vgg_dvs", 1, "--loss mse --optimizer lamb --bptt-steps 1", 7),
+        ("spikformer", 2, f"{PIPELINE} zbv", 7),
+        ("vgg_dvs", 2, "--tensor-model-parallel-size 2", 7),
+        ("spikformer", 2, "--tensor-model-parallel-size 2", 7),
+        ("vgg_dvs", 2, "--use-distributed-optimizer", 7),
+        ("spikformer", 2, "--context-parallel-size 2", 6),  # each has a sample of every micro-batch
+        ("vgg_dvs", 2, "--context-parallel-size 2 --context-parallel-cut rows", 7),
+        ("vgg_dvs", 2, "--weight-parallel-size 2 --weight-gradients scattered", 4),
+    ],
+)
+def test_a_step_is_read_once_and_copies_from_pinned_memory(ranks, model, count, flags, fewer) -> None:
+    """The first one, too: no rank is told by another what a boundary carries."""
+    for found in ranks(count, waits_of_steps, model, flags, fewer):
+        assert found.first == found.second == found.smaller == ["megasnn/engine/model.py, check: tolist"]
+        reads = ("evaluate: tolist", "total: tensor", "total: tolist")
+        assert found.evaluation == [f"megasnn/engine/model.py, {each}" for each in reads]
+        assert found.log == ["megasnn/telemetry/spikes.py, _statistics: tolist"]
+    assert ranks(count, copies_of_a_step, model, flags) == [[]] * count
+
+
+def test_mixed_samples_and_graphs_copy_from_pinned_memory(ranks) -> None:
+    flags = "--mixup-alpha 0.4 --cutmix-alpha 1 --label-smoothing 0.1 --recompute always"
+    assert ranks(1, copies_of_a_step, "spikformer", flags) == [[]]
+    assert ranks(1, copies_of_a_replayed_step, "vgg_dvs") == [[]]
+
+
+def test_waits_and_pageable_copies_are_seen() -> None:
+    """The detectors themselves."""
+    x, host = torch.arange(4.0), torch.arange(4.0)
+    waiting = [
+        *(lambda: x.sum().item(), lambda: bool((x == 0).all()), x.tolist, x.numpy, x.cpu, x.nonzero, x.unique),
+        *(lambda: x[x > 0], lambda: x.repeat_interleave(x.long()), lambda: torch.equal(x, x)),
+        *(lambda: x.new_tensor([1.0]), lambda: torch.tensor([1.0], device=x.device)),
+        lambda: torch.cuda.synchronize(),
+    ]
+    for number, work in enumerate(waiting):
+        with host_waits() as found:
+            work()
+        assert found, number
+    with host_waits() as found:
+        torch.where(x > 0, x, 0.0), x[1:3], x[torch.tensor([0, 1])], torch.tensor([1.0]).to(x.device)
+    assert found == []
+    pageable = [
+        *(lambda: host.to(x.device), lambda: (host * 2)[1:].to(x.device), lambda: x.copy_(host), lambda: x + host),
+        *(lambda: torch.from_numpy(host.numpy()).to(x.device), lambda: x + torch.arange(4)),
+    ]
+    for number, work in enumerate(pageable):
+        with pageable_copies([host]) as found:
+            work()
+        assert len(found) == 1, number
+
+
+# --- a GPU updates before the host has read
+
+
+@contextmanager
+def noting(name: str, order: list[str], owner: type, method: str) -> Iterator[None]:
+    original: Callable[..., object] = getattr(owner, method)
+
+    def noted(self: object, *args: object, **kwargs: object) -> object:
+        order.append(name)
+        return original(self, *args, **kwargs)
+
+    with mock.patch.object(owner, method, noted):
+        yield
+
+
+def ahead(runs_ahead: bool = True) -> Any:
+    return mock.patch.object(device_checks, "runs_ahead", lambda device: runs_ahead)
+
+
+def trained(flags: dict[str, Any], runs_ahead: bool) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    """Losses and norms of three steps, the state behind them, and in which order weights were changed and sums read."""
+    order: list[str] = []
+    with (
+        ahead(runs_ahead),
+        Engine(between(layers), **FLAGS, **flags) as engine,
+        noting("read", order, DistributedModel, "check"),
+        noting("change", order, type(engine.optimizer), "step"),
+    ):
+        results = [engine.train_on(batch_of(engine, number)) for number in range(3)]
+        return [value for each in results for value in (each.loss, each.grad_norm)], tensors_of(engine), order
+
+
+def compared(flags: dict[str, Any]) -> tuple[list[str], bool, list[str], list[str]]:
+    (told, state, order), (other_told, other, other_order) = (trained(flags, each) for each in (False, True))
+    return differences(state, other), told == other_told, order, other_order
+
+
+@pytest.mark.parametrize(
+    ("count", "flags"),
+    [
+        (1, {}),
+        (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b"}),
+        (2, {"use_distributed_optimizer": True}),
+    ],
+)
+def test_weights_changed_before_the_sums_are_read_have_the_same_bits(ranks, count: int, flags: dict[str, Any]) -> None:
+    for different, same, order, unread_order in ranks(count, compared, flags):
+        assert different == [] and same
+        assert order == ["read", "change"] * 3 and unread_order == ["change", "read"] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "fused", "takes"), [("adamw", True, True), ("adamw", False, False), ("sgd", None, False)]
+)
+def test_only_fused_steps_obey_the_device(name: str, fused: bool | None, takes: bool) -> None:
+    config = OptimizerConfig(optimizer=name)
+    entry = ShardedTensor("weight", torch.nn.Parameter(torch.ones(2)), Shard((2,)), is_parameter=True)
+    optimizer = build_optimizer([entry], config)
+    for group in optimizer.param_groups:
+        group["fused"] = fused
+    assert takes_found_inf(optimizer, config) == takes
+
+
+# --- steps that change nothing
+
+
+class Wild(ParallelConv):
+    """Has a gradient that is not finite, in the third forward."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        y = super().forward(x)
+        if self.calls == 3 and y.requires_grad:  # the first of the second step: each has two micro-batches
+            y.register_hook(lambda gradient: gradient / 0.0)
+        return y
+
+
+def wild() -> Iterable[Layer]:
+    yield layer("before", ConvNormNeuron(4, 4))
+    yield layer("wild", Wild(4, 4, 1))
+    yield layer("behind", ConvNormNeuron(4, 4))
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_step_that_is_not_finite_changes_nothing_and_says_where(runs_ahead: bool) -> None:
+    Wild.calls = 0
+    with ahead(runs_ahead), Engine(between(wild), **FLAGS) as engine:
+        batch, Wild.calls = batch_of(engine), 0
+        assert not engine.train_on(batch).skipped
+        before = tensors_of(engine)
+        result = engine.train_on(batch)
+        assert result.skipped and differences(before, tensors_of(engine)) == []
+        # Clipping by such a norm would have spoilt the gradients of `behind`, which come first.
+        assert result.not_finite is not None and "gradient of wild.weight" in result.not_finite
+        assert not engine.train_on(batch).skipped
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_neither_does_one_whose_loss_alone_is_not_finite(runs_ahead: bool) -> None:
+    run = DistributedModel.run
+    with ahead(runs_ahead), Engine(between(layers), **FLAGS) as engine:
+        engine.train_on(batch_of(engine))
+        before = tensors_of(engine)
+        with mock.patch.object(DistributedModel, "run", lambda *args: run(*args) + torch.inf):
+            result = engine.train_on(batch_of(engine))
+        assert result.skipped and math.isfinite(result.grad_norm) and differences(before, tensors_of(engine)) == []
+
+
+@pytest.mark.parametrize("backend", ["torch", "fused"])
+def test_a_nan_in_an_image_is_named_though_pooling_and_neurons_hide_it(backend: str) -> None:
+    model = between(lambda: [layer("unit", ConvNormNeuron(4, 4, kernel_size=3, max_pool=True))], image_size=8)
+    x, y = torch.rand(4, 3, 8, 8), torch.arange(4) % CLASSES
+    x[3, 0, 2, 5] = torch.nan
+    with Engine(model, **FLAGS, neuron_backend=backend) as engine:
+        before = engine.state_dict()
+        result = engine.train_step(x, y)
+        assert result.not_finite and "forward, first in stem.conv" in result.not_finite
+        assert not differences(before, engine.state_dict())
+        for call in (lambda: engine.evaluate(x, y), lambda: engine.predict(x)):
+            with pytest.raises(ValueError, match="nan or infinite"):
+                call()
+        assert engine.evaluate(torch.rand(4, 3, 8, 8), y).samples == 4
+
+
+# --- findings of checks
+
+
+class Half(SpikingNeuron):
+    """Gives 0 and 0.5, and does not say so."""
+
+    def charge(self, x: Tensor, state: State) -> Tensor:
+        return state["v"] + x
+
+    def fire(self, h: Tensor, state: State) -> Tensor:
+        return 0.5 * self.spike(h)
+
+    def reset(self, h: Tensor, spikes: Tensor, state: State) -> State:
+        return {"v": h - spikes}
+
+
+def with_halves() -> Iterable[Layer]:
+    yield layer("halves", ConvNormNeuron(4, 4, neuron=Half(4)))
+    yield layer("behind", ConvNormNeuron(4, 4))
+
+
+WRONG: dict[str, tuple[Callable[[], Iterable[Layer]], str, str]] = {
+    "labels": (lambda: [layer("unit", ConvNormNeuron(4, 4))], f"--num-classes {CLASSES}", "2|1"),
+    "spikes": (with_halves, "pack_bits takes 0 and 1", "2|2"),
+}
+
+
+def wrong_step(what: str, runs_ahead: bool, stages: int) -> tuple[str, str, list[str]]:
+    """What a step says, what the next one says, and what differs after it."""
+    make, _, layout = WRONG[what]
+    flags: dict[str, Any] = {**FLAGS, "pipeline_model_parallel_size": stages}
+    if stages > 1:
+        flags |= {"pipeline_schedule": "gpipe", "pipeline_model_parallel_layout": layout}
+    with ExitStack() as stack:
+        engine = stack.enter_context(Engine(between(make), **flags))
+        before = tensors_of(engine)
+        batch = batch_of(engine)
+        if what == "labels" and batch.micro_batches[1].labels is not None:
+            batch.micro_batches[1].labels[1] = 77
+        stack.enter_context(ahead(runs_ahead))
+        if runs_ahead:
+            stack.enter_context(mock.patch.object(codec, "_loops", lambda: None))
+        with pytest.raises(PipelineError) as raised:
+            engine.train_on(batch)
+        with pytest.raises(RuntimeError) as refused:
+            engine.train_on(batch)
+        after = tensors_of(engine)
+        return str(raised.value), str(refused.value), [n for n in before if not torch.equal(before[n], after[n])]
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["as-on-a-cpu", "as-on-a-gpu"])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("what", WRONG)
+def test_a_finding_ends_all_ranks_with_its_place_and_changes_nothing(ranks, what, stages, runs_ahead) -> None:
+    everyone = ranks(stages, wrong_step, what, runs_ahead, stages)
+    text, refused, changed = everyone[0]
+    assert all(each == everyone[0] for each in everyone) and changed == []
+    place = "action 0SEND_F0, micro-batch 0"  # halves do not fit the boundary
+    if what == "labels":
+        place = f"pipeline stage {stages - 1}, action {stages - 1}F1, micro-batch 1"
+    elif stages == 1:
+        place = "action 0F0, micro-batch 0"
+    assert f"{place}: " in text and WRONG[what][1] in text and "PipelineError" in refused
+
+
+def test_findings_outside_of_a_step_raise_at_once_and_inside_are_kept_for_one_step() -> None:
+    with pytest.raises(ValueError, match="in words: complaint, seen"), device_checks.explained("in words: {}".format):
+        device_checks.refuse(torch.tensor(True), "complaint", lambda: "seen")
+    checks = device_checks.DeviceChecks(torch.device("cpu"))
+    with checks.collecting():
+        device_checks.refuse(True, "complaint")
+    assert checks.count().item() == 1 and [each.text for each in checks.findings()] == ["complaint"]
+    with checks.collecting():
+        device_checks.refuse(False, "complaint")
+    assert checks.count().item() == 0
+
+
+# --- parameters without a gradient
+
+
+class Left(nn.Module):
+    """Leaves a convolution and a norm out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = ParallelConv(4, 4, 1), ParallelBatchNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Step(nn.Module):
+    """Has no derivative: nothing before it learns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x > 0.5).to(x.dtype)
+
+
+def left() -> Model:
+    return between(lambda: [layer("left", Left()), layer("next", ConvNormNeuron(4, 4))])
+
+
+def step() -> Model:
+    return between(lambda: [layer("step", Step()), layer("next", ConvNormNeuron(4, 4))])
+
+
+SCATTERED = {"weight_parallel_size": 2, "weight_gradients": "scattered"}
+
+
+def steps_of(make: Callable[[], Model], flags: dict[str, Any]) -> tuple[list[str], list[float], dict[str, Tensor]]:
+    """Warnings and losses of two steps, and the weights behind them."""
+    warned, losses = [], []
+    sizes = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 2, "precision": "fp64", "lr": 1e-2}
+    with Engine(make(), **sizes, **flags) as engine:
+        images = torch.rand(8, *engine.config.model.input_shape, generator=torch.Generator().manual_seed(0))
+        for _ in range(2):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                losses.append(engine.train_step(images, torch.arange(8) % CLASSES).loss)
+            warned.append("".join(str(each.message) for each in caught if "no gradient" in str(each.message)))
+        return warned, losses, engine.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("make", "missing", "flags"),
+    [
+        (left, ["left.conv.weight", "left.norm.weight", "left.norm.bias"], {}),
+        (left, ["left.conv.weight", "left.norm.weight", "left.norm.bias"], STAGES),
+        (left, ["left.conv.weight", "left.norm.weight", "left.norm.bias"], SCATTERED),
+        (left, [], {"lr_scale_of": "left=0"}),
+        (step, ["stem.conv.weight", "stem.norm.weight", "stem.norm.bias"], {"tensor_model_parallel_size": 2}),
+        (step, None, {"recompute": "always", "use_distributed_optimizer": True}),
+        (step, None, STAGES),
+        (Tied, [], STAGES),
+        (Tied, [], SCATTERED),
+    ],
+)
+def test_parameters_without_a_gradient_are_named_once_and_any_layout_trains(ranks, make, missing, flags) -> None:
+    _, losses, weights = steps_of(make, {"lr_scale_of": flags["lr_scale_of"]} if "lr_scale_of" in flags else {})
+    for rank, (warned, found, theirs) in enumerate(ranks(2, steps_of, make, flags)):
+        if missing is not None:
+            assert warned == [notice_of(missing) if missing and rank == 0 else "", ""]
+        assert found == pytest.approx(losses, rel=1e-9)
+        for name, value in weights.items():
+            torch.testing.assert_close(theirs[name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_a_run_logs_them_once(tmp_path: Path) -> None:
+    with mock.patch("megasnn.engine.step.names_without_gradient", lambda model: ["a.weight"]):
+        train(str(tmp_path), "--train-iters", "3", "--eval-iters", "0", "--tensorboard-dir", str(tmp_path / "run"))
+    lines = map(json.loads, (tmp_path / "run/log.jsonl").read_text().splitlines())
+    assert [line["text"] for line in lines if "no gradient" in line.get("text", "")] == [notice_of(["a.weight"])]
+    assert "12 more" in notice_of([f"layer.{index}" for index in range(20)])

@@ -1,0 +1,141 @@
+"""Bits and bytes: what is packed comes back exactly, in the same places, or is refused; spikes that know their bits."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megasnn.kernels import spike_codec as codec
+from megasnn.kernels.spike_codec import (
+    bits_of,
+    pack_bits,
+    pack_counts,
+    remember_bits,
+    unpack_bits,
+    unpack_bits_into,
+    unpack_counts,
+)
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8, torch.bool, torch.int64]
+
+
+@st.composite
+def dense_tensors(draw, high: int):
+    """Integers below ``high``, in any dtype that holds them, shape, and memory order."""
+    shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    dtype = draw(st.sampled_from(DTYPES if high == 2 else DTYPES[:5] + DTYPES[6:]))
+    order = draw(st.permutations(range(len(shape))))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    return torch.randint(0, high, shape, generator=generator).to(dtype).permute(order)
+
+
+@pytest.fixture(params=["compiled", "plain"], autouse=True)
+def loops(request, monkeypatch):
+    """Every test runs with the compiled loops and with tensor operations."""
+    if request.param == "plain":
+        monkeypatch.setattr(codec, "_loops", lambda: None)
+    else:
+        assert codec._loops() is not None
+
+
+@settings(max_examples=60, deadline=None)
+@given(dense_tensors(2))
+def test_bits_round_trip(x) -> None:
+    packed = pack_bits(x, check=True)
+    assert packed.dtype == torch.uint8 and packed.shape == ((x.numel() + 7) // 8,)
+    back = unpack_bits(packed, x.shape, x.stride(), x.dtype)
+    assert torch.equal(back, x) and back.stride() == x.stride()
+
+
+@settings(max_examples=60, deadline=None)
+@given(dense_tensors(256))
+def test_counts_round_trip(x) -> None:
+    packed = pack_counts(x, check=True)
+    assert packed.dtype == torch.uint8 and packed.shape == (x.numel(),)
+    out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    assert unpack_counts(packed, x.shape, out=out) is out and torch.equal(out, x)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.lists(st.integers(1, 20), min_size=1, max_size=4), st.sampled_from(DTYPES), st.integers(0))
+def test_shards_of_channels(rows, channels, dtype, seed) -> None:
+    """Every rank packs its channels; together they make the whole tensor."""
+    generator = torch.Generator().manual_seed(seed % 2**31)
+    whole = torch.randint(0, 2, (rows, sum(channels)), generator=generator).to(dtype)
+    out = torch.full_like(whole, 1)
+    for target, shard in zip(out.split(channels, dim=1), whole.split(channels, dim=1), strict=True):
+        unpack_bits_into(pack_bits(shard.contiguous()), target)
+    assert torch.equal(out, whole)
+
+
+def test_bit_order_is_memory_order_from_the_lowest_bit() -> None:
+    x = torch.zeros(2, 1, 3, 3)
+    x[0, 0, 1, 0] = x[1, 0, 2, 2] = 1
+    assert pack_bits(x).tolist() == [8, 0, 2]
+    assert pack_bits(x.movedim(2, -1).contiguous().movedim(-1, 2)).tolist() == [2, 0, 2]  # channels fastest
+    assert pack_bits(torch.ones(3)).tolist() == [7]
+    gaps = (torch.arange(24).view(4, 6) % 5 == 0).float()[:, ::2]
+    assert torch.equal(pack_bits(gaps), pack_bits(gaps.contiguous()))
+
+
+def test_large_and_empty_tensors() -> None:
+    """A large one spans units of work."""
+    x = (torch.rand(5, 50001, generator=torch.Generator().manual_seed(0)) < 0.3).float()
+    packed = pack_bits(x, check=True)
+    assert torch.equal(packed, codec._pack_bits_plain(x.view(-1))) and torch.equal(unpack_bits(packed, x.shape), x)
+    counts = torch.arange(5 * 50001).view(5, 50001).remainder(256).double()
+    assert torch.equal(unpack_counts(pack_counts(counts, check=True), counts.shape, dtype=torch.float64), counts)
+    assert pack_bits(torch.empty(0, 3)).shape == pack_counts(torch.empty(0)).shape == (0,)
+    assert unpack_bits(torch.empty(0, dtype=torch.uint8), (0, 3)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("value", [0.5, 2.0, -1.0, -0.0, float("nan"), float("inf"), 1.01, 256.0, 1e30])
+def test_what_does_not_fit_is_refused(value, dtype) -> None:
+    for place in (0, 7, 64, 100):
+        x = torch.zeros(101, dtype=dtype)
+        x[place] = value
+        for pack in (pack_bits, pack_counts):
+            pack(x)
+            if pack is pack_bits or value != 2.0:
+                with pytest.raises(ValueError, match="got values from"):
+                    pack(x, check=True)
+
+
+def test_unpack_refuses() -> None:
+    packed = torch.zeros(2, dtype=torch.uint8)
+    for wrong in (
+        lambda: unpack_bits(packed, (17,)),
+        lambda: unpack_bits(packed.long(), (16,)),
+        lambda: unpack_bits(packed, (4, 4), out=torch.zeros(4, 8)[:, ::2]),
+        lambda: unpack_bits(packed, (4, 4), strides=(8, 1)),
+        lambda: unpack_bits_into(packed, torch.zeros(16)),
+        lambda: unpack_counts(packed, (3,)),
+    ):
+        with pytest.raises(ValueError):
+            wrong()
+
+
+def test_more_values_than_the_kernels_can_count_are_left_to_torch(monkeypatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(codec, "usable_on", lambda device: True)
+    assert codec._on_gpu(torch.empty(2**30, device="meta")) is not None
+    assert codec._on_gpu(torch.empty(2**31, device="meta")) is None
+
+
+def test_spikes_know_their_bits_until_they_change() -> None:
+    """Those of `torch.inference_mode` never do."""
+    x = (torch.rand(2, 3, 16, 4, 4) < 0.2).float()
+    packed = pack_bits(x)
+    assert bits_of(remember_bits(x, packed)) is packed and bits_of(x + 0) is None
+    with torch.inference_mode():
+        inside, copied = x + 0, copy.deepcopy(x)
+        assert remember_bits(inside, packed) is inside and bits_of(inside) is None and bits_of(copied) is None
+        assert bits_of(x) is packed
+        x.neg_()
+        assert bits_of(x) is None
+    assert bits_of(inside) is None and bits_of(copied) is None

@@ -1,0 +1,162 @@
+"""Networks of torch's and SpikingJelly's layers, given to `megasnn.shard`, beside themselves, on every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from spikingjelly.activation_based import layer as sj
+from spikingjelly.activation_based import neuron
+from torch import Tensor, nn
+
+import megasnn
+from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelDropout
+from megasnn.layers.converted import CONVERSIONS
+from megasnn.models.build import describe
+from megasnn.models.layer import Layer, layer
+from megasnn.models.model import Model
+from megasnn.parallel_state import Group
+from tests.models import given_to_shard as networks
+from tests.models import steps
+from tests.models.networks import TwoTied
+from tests.parity.beside import Case, assert_equal_to_truth
+from tests.parity.ranks import Layout
+from tests.parity.test_layouts import name_of
+
+WHOLE = replace(networks.CASES["rest"], counts=False)  # its votes do not divide by 8 ranks, which all have them
+LARGE = [
+    (networks.CASES["vgg"], Layout(1, 4, 2, "zbv")),
+    (WHOLE, Layout(tensor=8)),
+    pytest.param(networks.CASES["residual"], Layout(1, 4, 2, "zbv"), marks=pytest.mark.matrix),
+]
+"""With more tensor parallel ranks than in tests/parity/test_networks.py."""
+
+
+@pytest.mark.parametrize(("case", "layout"), LARGE)
+def test_many_tensor_parallel_ranks_compute_what_the_network_does(ranks, case: Case, layout: Layout) -> None:
+    assert_equal_to_truth(case, ranks, layout)
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(1, 2, 2)], ids=name_of)
+def test_dropout_draws_by_sample(ranks, layout: Layout) -> None:
+    one = ranks(1, steps.one_step, networks.Dropping(), Layout())
+    steps.assert_equal(ranks(layout.world_size, steps.one_step, networks.Dropping(), layout), one)
+
+
+def test_spikingjellys_dropout_drops_the_same_at_all_time_steps() -> None:
+    x = torch.ones(3, 2, 4, 5, 5)
+    for same in (True, False):
+        y = ParallelDropout(0.5, "a", same_at_all_steps=same)(x, range(2))
+        assert torch.equal(y, y[:1].expand_as(y)) is same and 0.3 < (y == 0).float().mean() < 0.7
+
+
+def test_a_report_says_what_each_layer_becomes_and_leaves_the_network_alone() -> None:
+    net = networks.residual()
+    before = {name: (type(module), module) for name, module in net.named_modules()}
+    values = {name: value.clone() for name, value in net.state_dict().items()}
+    report = {fate.name: (fate.kind, fate.became) for fate in megasnn.shard(net).report}
+    assert report["stem.1"] == ("ThresholdDependentBatchNorm2d", "ParallelBatchNorm, cut by channel")
+    assert report["block.depthwise"][1] == "ParallelConv, cut by channel, by groups"
+    assert "whole" in report["block.up"][1] and "whole" in report["block.down"][1]
+    assert len(str(megasnn.shard(net)).splitlines()) == len(report)
+    assert {name: (type(module), module) for name, module in net.named_modules()} == before
+    assert all(torch.equal(value, values[name]) for name, value in net.state_dict().items())
+    draws = nn.Sequential(nn.Dropout2d(0.1), nn.RReLU(), nn.Sequential(Attends()), nn.TransformerEncoderLayer(4, 2))
+    assert [fate.name for fate in megasnn.shard(draws).report if fate.refused] == ["0", "1", "2.0.attention", "3"]
+    with pytest.raises(ValueError, match="the class Conv2d"):
+        megasnn.shard(nn.Conv2d)  # type: ignore[arg-type]
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.1)
+
+
+class Twice(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(self.part(x))
+
+
+class Filled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.scale = nn.Conv2d(3, 3, 1), nn.Parameter(torch.Tensor(1, 3, 1, 1))
+
+
+MADE = nn.Conv2d(3, 4, 1)
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "dropout": (lambda: nn.Dropout2d(0.1), r"0 \(Dropout2d\)"),
+    "lazy": (lambda: nn.LazyConv2d(4, 1), r"0 \(LazyConv2d\)"),
+    "single step": (neuron.LIFNode, r"0 \(LIFNode\): .* step mode 's'"),
+    "statistics": (lambda: nn.InstanceNorm2d(3, track_running_stats=True), r"0 \(InstanceNorm2d\)"),
+    "indices": (lambda: nn.MaxPool2d(2, return_indices=True), r"\(MaxPool2d\)"),
+    "tied": (lambda: TwoTied(3), r"0\.b \(Conv2d\): .*0\.a\.weight"),
+    "steps": (lambda: sj.MultiStepContainer(sj.BatchNorm2d(3)), r"0 \(MultiStepContainer\)"),
+    "time steps": (lambda: sj.TemporalEffectiveBatchNorm2d(7, 3), r"0 \(TemporalEff.*7 time steps.* --time-steps"),
+    "ours": (lambda: ConvNormNeuron(3, 4), r"0\.conv is a ParallelConv"),
+    "neuron twice": (lambda: Twice(neuron.IFNode(step_mode="m")), "0, given .* twice"),
+    "dropout twice": (lambda: Twice(sj.Dropout(0.1, step_mode="m")), "0, given .* same both"),
+    "dropout of images": (
+        lambda: nn.Sequential(nn.Identity(), nn.Dropout(0.1)),
+        r"0\.1, given .*--tensor-model-parallel-size 2",
+    ),
+    "values": (lambda: MADE, "0.weight of Conv2d has values"),
+    "values of a class": (Filled, r"0\.scale of Filled has values"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_cut_is_refused_with_name_and_reason(kind: str) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Wrong(Model):
+        image_size: int = 8
+        time_steps: int = 2
+
+        def layers(self) -> Iterable[Layer]:
+            yield from megasnn.shard(nn.Sequential(REFUSED[kind][0]()))
+            head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, self.num_classes))
+            yield layer("head", megasnn.shard(head))
+
+    with pytest.raises(ValueError, match=REFUSED[kind][1]):
+        describe(Wrong()).build(BuildContext(Group("tensor", (0, 1))))
+
+
+def test_a_network_is_given_to_shard_once_and_one_with_a_forward_is_one_layer() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Wrong(Model):
+        def layers(self) -> Iterable[Layer]:
+            conv = nn.Conv2d(3, 3, 1)
+            yield layer("a", megasnn.shard(conv))
+            yield layer("b", megasnn.shard(nn.Sequential(conv)))
+
+    with pytest.raises(ValueError, match="0 .*give it to shard once"):
+        describe(Wrong())
+    with pytest.raises(ValueError, match="Twice has a forward of its own"):
+        list(megasnn.shard(Twice(nn.Identity())))
+
+
+def test_a_network_of_layers_in_the_table_alone() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Alone(Model):
+        def layers(self) -> Iterable[Layer]:
+            yield from megasnn.shard(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
+            yield layer("head", MeanLinear(4, self.num_classes))
+
+    assert len(describe(Alone()).build(BuildContext(Group("tensor", (0, 1))))) == 3
+
+
+def test_a_conversion_of_the_users_may_have_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OwnConv(nn.Conv3d):
+        def __init__(self, conv: nn.Conv3d, context: BuildContext, initialise: object) -> None:
+            super().__init__(conv.in_channels, conv.out_channels, 1)
+
+    assert all(hasattr(nn, name) or hasattr(sj, name) or hasattr(neuron, name) for name in CONVERSIONS)
+    monkeypatch.setitem(CONVERSIONS, "Conv3d", OwnConv)
+    assert "OwnConv, cut by channel" in str(megasnn.shard(nn.Sequential(nn.Conv3d(3, 4, 1))))

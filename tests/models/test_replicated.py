@@ -1,0 +1,533 @@
+"""Plain modules, whole on every rank beside sharded ones: what they compute, keep and start from, and what is
+refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from spikingjelly.activation_based import layer as sj
+from spikingjelly.activation_based import neuron
+from torch import Tensor, nn
+
+import megasnn
+from megasnn.layers import (
+    BuildContext,
+    ConvNormNeuron,
+    KeyedLayer,
+    MeanLinear,
+    ParallelBatchNorm,
+    ParallelConv,
+    ParallelDropout,
+    ParallelLinear,
+    SpikingNeuron,
+    apply_layer,
+)
+from megasnn.models.build import describe
+from megasnn.models.layer import Computed, Layer, layer
+from megasnn.models.model import Model
+from megasnn.parallel.sharding import materialise
+from megasnn.parallel_state import Group
+from megasnn.pipeline.chunk import PipelineChunk, build_chunk
+from megasnn.pipeline.profile_layers import profile_layers
+from tests.models.networks import CLASSES, Plain, between
+from tests.models.steps import assert_equal, one_step
+from tests.parity.ranks import Layout, assemble
+
+CPU, TWO = torch.device("cpu"), BuildContext(Group("tensor", (0, 1)))
+KEPT: list[Any] = []
+
+
+def model_of(*makers: Callable[[], nn.Module], **options: Any) -> Model:
+    def layers() -> Iterator[Layer]:
+        return (layer(f"plain.{index}", make(), **options) for index, make in enumerate(makers))
+
+    return between(layers, width=8, image_size=8)
+
+
+def with_values(model: Model) -> dict[str, Any]:
+    layers = describe(model).named_layers(BuildContext(time_steps=2))
+    materialise(layers, CPU, 0)
+    return dict(layers)
+
+
+# --- functions and outputs that are whole
+
+
+class Functions(Plain):
+    """The same with functions in place of modules without parameters, and a sum of two layers."""
+
+    def layers(self) -> Iterable[Layer]:
+        for each in super().layers():
+            if each.name == "mean":
+                yield layer("mean", lambda x: x.mean((-1, -2)))
+            elif each.name == "flat":
+                yield layer("flat", torch.add, takes=("mean", "mean"))
+            else:
+                yield each
+
+
+class Doubling(Plain):
+    def layers(self) -> Iterable[Layer]:
+        for each in super().layers():
+            yield layer("flat", Doubled()) if each.name == "flat" else each
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x.flatten(2)
+
+
+def test_a_function_is_a_layer_as_a_module_that_does_the_same(ranks) -> None:
+    one = ranks(1, one_step, Doubling(), Layout())
+    assert_equal(ranks(4, one_step, Functions(), Layout(tensor=2, pipeline=2)), one)
+
+
+class Centre(nn.Module):
+    """Takes the mean of all features away; a plain module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - 0.5 * x.mean(2, keepdim=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeOutputs(Model):
+    """Plain layers and functions behind linear layers whose output every rank has whole."""
+
+    image_size: int = 4
+    time_steps: int = 2
+    num_classes: int = CLASSES
+
+    def layers(self) -> Iterable[Layer]:
+        yield layer("stem", ConvNormNeuron(3, 8))
+        yield layer("first", MeanLinear(8, 6))
+        yield layer("centre", Centre())
+        yield layer("linear", nn.Linear(6, 8))
+        yield layer("relu", nn.ReLU())
+        yield layer("second", ParallelLinear(8, 6))
+        yield layer("again", nn.Linear(6, 6))
+        yield layer("head", ParallelLinear(6, self.num_classes))
+
+
+class Signals(WholeOutputs):
+    """`MeanLinear` on `[T, N, C, L]`, and behind tokens as well."""
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return 3, 6
+
+    def layers(self) -> Iterable[Layer]:
+        yield layer("stem", ConvNormNeuron(3, 8, 3, dims=1))
+        yield layer("head", MeanLinear(8, self.num_classes))
+
+
+class Pooled(WholeOutputs):
+    """Logits that a convolution gives, and that are pooled."""
+
+    def layers(self) -> Iterable[Layer]:
+        yield layer("stem", ConvNormNeuron(3, 8))
+        yield layer("classes", nn.Conv2d(8, CLASSES, 1))
+        yield layer("mean", nn.AdaptiveAvgPool2d(1))
+        yield layer("flat", nn.Flatten())
+
+
+@pytest.mark.parametrize("model", [WholeOutputs(), Signals(), Pooled()], ids=["whole", "signals", "pooled"])
+def test_what_is_whole_is_not_gathered(ranks, model: Model) -> None:
+    assert_equal(ranks(2, one_step, model, Layout(tensor=2)), ranks(1, one_step, model, Layout()))
+
+
+# --- initial values, and what was set on modules
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around(WholeOutputs):
+    """A plain part between layers of ours, whole or given to `shard`."""
+
+    kind: str = "usual"
+    cut: bool = False
+
+    def layers(self) -> Iterable[Layer]:
+        initialise = _ones if self.kind == "initialised" else None
+        yield layer("stem", ConvNormNeuron(3, 8))
+        part: Any = _part(self.kind)
+        if self.cut:
+            yield layer("part", megasnn.shard(part, initialise=initialise))
+        else:
+            yield layer("part", part, initialise=initialise)
+        yield layer("head", MeanLinear(8, CLASSES))
+
+
+def _part(kind: str) -> nn.Module:
+    part = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+    if kind == "frozen":
+        part[0].weight.requires_grad_(False)
+        part[1].bias.requires_grad_(False)
+    if kind == "tagged":
+        part[0].note, part[0].weight.note, part[1].bias.note = "a", ["b"], "c"
+        part[0].register_forward_hook(lambda module, given, y: KEPT.append((module.note, tuple(y.shape))))
+    if kind == "hooked":
+        part[0].weight.register_hook(lambda grad: KEPT.append(float(grad.abs().sum())))
+    return torch.compile(part, backend=_backend) if kind == "compiled" else part
+
+
+def _backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    KEPT.append("compiled")
+    return graph.forward
+
+
+def _ones(module: nn.Module) -> None:
+    if isinstance(module, (nn.Conv2d, nn.BatchNorm2d)):
+        nn.init.ones_(module.weight)
+    if isinstance(module, nn.BatchNorm2d):
+        nn.init.constant_(module.bias, 0.25)
+
+
+def chunk_of(model: Model) -> PipelineChunk:
+    return build_chunk(describe(model), [range(3)], 0, BuildContext(), CPU, 0)
+
+
+def forward_backward(model: Model) -> PipelineChunk:
+    chunk = chunk_of(model)
+    KEPT.clear()
+    images = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    chunk(images, range(2)).square().sum().backward()
+    return chunk
+
+
+BOTH = pytest.mark.parametrize("cut", [False, True], ids=["whole", "shard"])
+
+
+@BOTH
+def test_a_users_initial_values_come_behind_the_modules_own(cut: bool) -> None:
+    conv, norm = chunk_of(Around(kind="initialised", cut=cut))[1][:2]
+    assert torch.equal(conv.weight, torch.ones(8, 8, 3, 3)) and torch.equal(norm.bias, torch.full((8,), 0.25))
+    usual = chunk_of(Around(cut=cut))[1][0].weight
+    assert usual.std() > 0.05 and torch.equal(usual, chunk_of(Around(cut=not cut))[1][0].weight)
+
+
+def _frozen_and_usual(cut: bool) -> list[Any]:
+    return [one_step(Around(kind=kind, cut=cut), Layout(tensor=2)) for kind in ("frozen", "usual")]
+
+
+@BOTH
+def test_frozen_weights_stay_frozen_and_the_others_learn_the_same(ranks, cut: bool) -> None:
+    steps = ranks(2, _frozen_and_usual, cut)
+    frozen, usual = (assemble([each[number] for each in steps], "gradients") for number in (0, 1))
+    assert usual.keys() - frozen.keys() == {"part.0.weight", "part.1.bias"}
+    for name, value in frozen.items():
+        assert torch.equal(value, usual[name]) and value.abs().max() > 0, name
+
+
+@BOTH
+def test_attributes_and_hooks_of_modules_stay(cut: bool) -> None:
+    conv, norm = forward_backward(Around(kind="tagged", cut=cut))[1][:2]
+    assert (conv.note, conv.weight.note, norm.bias.note) == ("a", ["b"], "c")
+    assert [note for note, shape in KEPT] == ["a"] and KEPT[0][1][-3:] == (8, 4, 4)
+
+
+def test_hooks_of_whole_parameters_see_the_gradient_and_cut_ones_refuse_them() -> None:
+    chunk = forward_backward(Around(kind="hooked"))
+    assert KEPT == [float(chunk[1][0].weight.grad.abs().sum())] and KEPT[0] > 0
+    with pytest.raises(ValueError, match=r"part: 0\.weight"):
+        describe(Around(kind="hooked", cut=True))
+
+
+def test_a_compiled_module_is_a_layer_with_the_same_names_and_values() -> None:
+    compiled = forward_backward(Around(kind="compiled"))
+    assert "compiled" in KEPT
+    usual, found = forward_backward(Around()), dict(compiled.named_parameters())
+    assert found.keys() == dict(usual.named_parameters()).keys()
+    for name, parameter in usual.named_parameters():
+        assert torch.equal(found[name], parameter) and torch.equal(found[name].grad, parameter.grad), name
+    with pytest.raises(ValueError, match="compiled"):
+        describe(Around(kind="compiled", cut=True))
+
+
+def test_initial_values_are_those_of_the_modules_kind_and_depend_on_the_name() -> None:
+    state = torch.random.get_rng_state()
+    built, again = with_values(Plain()), with_values(Plain())
+    assert torch.equal(state, torch.random.get_rng_state()), "training's own randomness has not moved"
+    for name, module in built.items():
+        for ours, theirs in zip(module.state_dict().values(), again[name].state_dict().values(), strict=True):
+            assert torch.equal(ours, theirs)
+    weight = built["conv"].weight
+    assert weight.abs().max() <= 1 / 27**0.5 and weight.std() > 0.3 / 27**0.5
+    assert torch.equal(built["norm"].weight, torch.ones(8)) and isinstance(built["norm"], ParallelBatchNorm)
+    plif = with_values(model_of(lambda: neuron.ParametricLIFNode(init_tau=4.0, step_mode="m")))["plain.0"]
+    assert plif.w.sigmoid().item() == pytest.approx(0.25), "a single number that its constructor sets"
+
+
+def test_a_function_of_the_users_initialises_any_module_and_may_be_told_its_path() -> None:
+    seen = set[str]()
+
+    def fill(module: nn.Module, path: str) -> None:
+        seen.add(path)
+        if isinstance(module, (nn.Conv2d, ParallelConv)):
+            nn.init.constant_(module.weight, 0.25)
+        if isinstance(module, Scale):
+            nn.init.constant_(module.scale, 2.0)
+
+    parts = lambda: nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU()), lambda: ConvNormNeuron(8, 8), Scale
+    built = with_values(model_of(*parts, initialise=fill))
+    plain, ours, scale = (built[f"plain.{number}"] for number in range(3))
+    for weight in (plain[0].weight, ours.conv.weight):
+        assert torch.equal(weight, torch.full_like(weight, 0.25))
+    assert torch.equal(ours.norm.weight, torch.ones(8)) and scale.scale.item() == 2 and {"0", "conv"} <= seen
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(("make", "name"), [(Scale, "scale"), (Masked, "mask")])
+def test_a_tensor_that_nothing_initialises_is_refused(make: Callable[[], nn.Module], name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' of {make.__name__}"):
+        with_values(model_of(make))
+
+
+class Embeds(nn.Module):
+    """Numbers of tokens `[T, N, 1, L]` to their vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embedding(x.long()).flatten(2, 3).transpose(2, 3)
+
+
+class Embedded(WholeOutputs):
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return 1, 6
+
+    def example_input(self, samples: int, generator: torch.Generator) -> Tensor:
+        return torch.randint(0, 5, (samples, *self.input_shape), generator=generator)
+
+    def layers(self) -> Iterable[Layer]:
+        yield layer("embedding", Embeds())
+        yield layer("unit", ConvNormNeuron(8, 8, dims=1))
+        yield layer("head", MeanLinear(8, self.num_classes))
+
+
+def test_layers_are_measured_on_examples_of_the_model() -> None:
+    context = BuildContext(time_steps=2)
+    assert len(profile_layers(describe(Embedded()), 2, context, CPU, rounds=1)) == 3
+
+
+# --- time, state and statistics
+
+
+class Image(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.ndim > 3 else x.reshape(2, -1, 8, 1, 1)
+
+
+class Tokens(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((3, 4))
+
+
+def attends(batch_first: bool = False) -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=batch_first)
+
+
+@pytest.mark.parametrize("make", [attends, lambda: nn.Flatten(0, 1), lambda: nn.Softmax(0)])
+def test_a_sample_does_not_depend_on_others(make: Callable[[], nn.Module]) -> None:
+    """Attention of torch's is over time, and not over time and samples."""
+    mixes, x = with_values(model_of(Tokens, make, Image))["plain.1"], torch.randn(2, 3, 8)
+    y = apply_layer(mixes, x, range(3)).reshape(x.shape)
+    assert torch.allclose(apply_layer(mixes, x[:, :1], range(1)).view(2, 1, 8), y[:, :1], atol=1e-6)
+
+
+CONTAINERS: dict[str, Callable[[], nn.Module]] = {
+    "steps": lambda: sj.MultiStepContainer(nn.Conv2d(8, 8, 1), neuron.IFNode()),
+    "linear": lambda: nn.Sequential(Tokens(), sj.LinearRecurrentContainer(neuron.IFNode(), 8, 8, step_mode="m")),
+    "elements": lambda: sj.ElementWiseRecurrentContainer(neuron.IFNode(), torch.add, step_mode="m"),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_containers_of_spikingjelly_call_neurons_in_single_step_mode_and_start_anew(kind: str) -> None:
+    torch.manual_seed(0)
+    container, x = with_values(model_of(CONTAINERS[kind], Image))["plain.0"], torch.rand(2, 3, 8, 1, 1)
+    assert torch.equal(apply_layer(container, x, range(3)), apply_layer(container, x, range(3)))
+
+
+class Still(WholeOutputs):
+    def layers(self) -> Iterable[Layer]:
+        yield layer("stem", ConvNormNeuron(3, 4))
+        yield layer("conv", nn.Conv2d(4, 4, 1))
+        yield layer("still", nn.BatchNorm2d(4).eval())
+        yield layer("head", MeanLinear(4, self.num_classes))
+
+
+def test_a_norm_in_evaluation_mode_keeps_its_statistics(ranks) -> None:
+    (step,) = ranks(1, one_step, Still(), Layout())
+    buffers = assemble([step], "buffers")
+    assert torch.equal(buffers["still.running_mean"], torch.zeros(4, dtype=torch.float64))
+    assert buffers["stem.norm.running_mean"].abs().max() > 0
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def reset_parameters(self) -> None:
+        self.seen.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return x
+
+
+@pytest.mark.parametrize("axis", ["data", "context"])
+def test_a_buffer_that_a_forward_changes_is_refused_with_replicas(axis: str) -> None:
+    described = describe(model_of(Counts))
+    assert described.build(BuildContext())
+    with pytest.raises(ValueError, match=r"plain\.0.*'seen'"):
+        described.build(BuildContext(**{axis: Group(axis, (0, 1))}))
+
+
+def test_torchs_modules_that_work_in_place_do_it_aside() -> None:
+    relu = with_values(model_of(lambda: nn.ReLU(inplace=True), lambda: nn.Conv2d(8, 8, 1)))["plain.0"]
+    x = -torch.ones(2, 1, 8, 2, 2)
+    assert apply_layer(relu, x, range(1)).max() == 0 and x.max() == -1
+
+
+# --- refusals
+
+MADE, ONES, MADE_BEFORE = nn.Conv2d(8, 8, 1), torch.ones(1), ConvNormNeuron(8, 8)
+
+
+class Cache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(3), persistent=False)
+
+
+class Halved(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * super().forward(x)
+
+
+class With(ConvNormNeuron):
+    """A block with a part that it does not call."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__(8, 8)
+        self.part = part
+
+
+class Scaled(ConvNormNeuron):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.scale = nn.Parameter(torch.Tensor(1))
+
+
+class Steeper(SpikingNeuron):
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.steep = nn.Parameter(torch.ones(8))
+
+    def charge(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return self.of("steep", x) * x
+
+    def reset(self, h: Tensor, spikes: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return state
+
+
+class Drops(KeyedLayer):
+    def __init__(self, keyed: bool) -> None:
+        super().__init__()
+        self.dropout, self.keyed = ParallelDropout(0.2, "a"), keyed
+
+    def forward(self, x: Tensor, samples: range | None) -> Tensor:
+        return self.dropout(self.dropout(x, samples), samples) if self.keyed else self.dropout(x)
+
+
+class Function(ConvNormNeuron):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(8, 8)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(super().forward(x))
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "dropout": (lambda: nn.Dropout(0.1), r"Dropout\) .*megasnn\.ParallelDropout"),
+    "single step": (lambda: sj.Conv2d(8, 8, 1), "step_mode='m'"),
+    "unsaved": (Cache, "'table'"),
+    "lazy": (lambda: nn.LazyConv2d(8, 1), "lazy"),
+    "sizes": (lambda: nn.Conv2d(4, 8, 1), r"given \[2, 2, 8, 8, 8\]"),
+    "values": (lambda: MADE, "weight of Conv2d"),
+    "own norm": (lambda: Halved(8), r"Halved \(Halved\)"),
+    "made before": (lambda: MADE_BEFORE, "made outside `layers`"),
+    "dropout inside": (lambda: With(nn.Dropout(0.1)), r"part \(Dropout\)"),
+    "norm inside": (lambda: With(nn.BatchNorm2d(8)), r"part \(BatchNorm2d\) .*megasnn\.ParallelBatchNorm"),
+    "state inside": (lambda: With(neuron.LIFNode(step_mode="m")), r"part \(LIFNode\)"),
+    "weights inside": (lambda: With(nn.Conv2d(8, 8, 1)), r"part\.weight of Conv2d"),
+    "weights beside": (Scaled, "scale of Scaled"),
+    "weights of neurons": (lambda: With(Steeper()), r"part\.steep of Steeper .*self\.per_channel\('steep'"),
+    "dropout twice": (lambda: Drops(True), "twice"),
+    "no keys": (lambda: Drops(False), "positions of 2 samples"),
+    "function": (lambda: Function(partial(F.dropout, p=0.2)), "dropout draws"),
+    "native dropout": (lambda: Computed(lambda x: torch.native_dropout(x, 0.5, True)[0]), "native_dropout draws"),
+    "attention": (
+        lambda: Computed(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2)),
+        "scaled_dot_product_attention draws",
+    ),
+    "in place": (lambda: Computed(lambda x: x.clone().cauchy_()), "cauchy_ draws"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_computed_alike_everywhere_is_refused_with_the_layers_name(kind: str) -> None:
+    make, names = REFUSED[kind]
+    with pytest.raises(ValueError, match=rf"plain\.0.*{names}"):
+        describe(model_of(make)).build(BuildContext())
+
+
+def test_a_function_that_could_draw_and_does_not_is_taken() -> None:
+    assert describe(model_of(lambda: Computed(lambda x: F.scaled_dot_product_attention(x, x, x)))).layers
+
+
+@pytest.mark.parametrize("function", [lambda x: MADE(x), MADE.forward, partial(torch.add, ONES)])
+def test_a_function_that_holds_weights_is_refused_with_the_layers_name(function: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="a: .* holds a (Conv2d|Tensor)"):
+        layer("a", function)
+
+
+def test_sizes_that_do_not_divide_are_refused_or_stay_whole() -> None:
+    with pytest.raises(ValueError, match="the first layer: out_channels 8 .*--tensor-model-parallel-size 3"):
+        describe(model_of()).build(BuildContext(Group("tensor", (0, 1, 2))))
+    narrow = describe(model_of(lambda: nn.Conv2d(8, 6, 1), lambda: nn.Conv2d(6, 8, 1)))
+    assert narrow.build(BuildContext(Group("tensor", (0, 1, 2, 3))))
+
+
+def test_attention_over_samples_is_refused_where_ranks_share_them_out() -> None:
+    shared = BuildContext(context=Group("context", (0, 1)))
+    assert describe(model_of(Tokens, attends, Image)).build(shared)
+    with pytest.raises(ValueError, match=r"plain\.1.*batch_first=True"):
+        describe(model_of(Tokens, partial(attends, True), Image)).build(shared)

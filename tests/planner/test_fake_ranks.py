@@ -1,0 +1,61 @@
+"""Bytes that are counted on one process, whose other ranks are fake, are those of real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from megasnn.grid import ContextCut
+from megasnn.models.build import describe
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.cost_model import LayerCost
+from megasnn.pipeline.profile_layers import count_memory
+from megasnn.planner.analyze import context_of, counted, trial_sizes
+from tests.planner.models import config
+
+MICRO_BATCH = 2
+
+
+def of_rank(tensor: int, context: int, cut: ContextCut, on_cpu: bool) -> list[tuple[LayerCost, ...]]:
+    """What a rank that has others counts, five times: what a thread of the transport gives back is not always seen."""
+    asked = config(micro_batch=MICRO_BATCH)
+    model = describe(asked.model, asked.neuron.spec)
+    state = initialize_model_parallel(tensor, device=torch.device("cpu"), context_parallel_size=context)
+    try:
+        built_for = context_of(state, asked, cut, on_cpu)
+        return [count_memory(model, MICRO_BATCH, built_for, state.device, repeats=True).layers for _ in range(5)]
+    finally:
+        destroy_model_parallel()
+
+
+@pytest.mark.parametrize("on_cpu", [False, True], ids=["dense", "sums"])
+@pytest.mark.parametrize(
+    ("tensor", "context", "cut"),
+    [(2, 1, "samples"), (1, 2, "samples"), (1, 2, "rows")],
+    ids=["channels", "samples", "rows"],
+)
+def test_bytes_are_those_of_real_ranks(ranks, tensor: int, context: int, cut: ContextCut, on_cpu: bool) -> None:
+    asked = config(micro_batch=MICRO_BATCH)
+    real: list[tuple[LayerCost, ...]] = ranks(2, of_rank, tensor, context, cut, on_cpu)[0]
+    pretended = counted(describe(asked.model, asked.neuron.spec), asked, tensor, context, cut, on_cpu)
+    mine = pretended.costs[trial_sizes(asked).index(MICRO_BATCH)]
+    assert sum(each.held for each in mine) > 0
+    assert any(each.exchanged for each in mine)
+    for layer, theirs in zip(mine, real[0], strict=True):
+        for name in ("message", "gradient", "output", "collectives", "exchanged"):
+            assert getattr(layer, name) == getattr(theirs, name), name
+    assert totals([mine]) == pytest.approx(totals(real), rel=0.05)
+
+
+def totals(tries: Sequence[Sequence[LayerCost]]) -> list[int]:
+    """Bytes of all layers, of each the least of some tries."""
+    names = "held", "found", "deferred"
+    of_layers = [[_bytes(each, names) for each in layers] for layers in tries]
+    least = [[min(of_tries) for of_tries in zip(*of_layer, strict=True)] for of_layer in zip(*of_layers, strict=True)]
+    return [sum(values) for values in zip(*least, strict=True)]
+
+
+def _bytes(layer: LayerCost, names: Sequence[str]) -> list[int]:
+    return [*(getattr(layer, name) for name in names), *layer.working]

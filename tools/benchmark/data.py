@@ -1,0 +1,147 @@
+"""Samples a second of the loader beside a plain PyTorch DataLoader over the same files.
+
+The DataLoader's data set reads, decodes and changes a sample as ours does, and makes the same batches; its workers are
+forked, as is its default. Within a pair the two sides are first in turn.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from megasnn.augment import AUGMENTATIONS
+from megasnn.config import DataConfig
+from megasnn.config.checks import at_least
+from megasnn.config.fields import name_in
+from megasnn.data import BatchLoader, LoaderOptions, ShardDataset, Share, open_datasets
+from megasnn.preprocess.sample import shards_of_sample
+from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, summary
+
+Kind = Literal["images", "events"]
+Batches = Iterator[int]
+"""The size of each."""
+
+
+@dataclass(frozen=True)
+class Loading(Case):
+    """Samples a second of the loader beside a plain PyTorch DataLoader with as many workers."""
+
+    columns: ClassVar[Sequence[Column]] = (
+        ("row", "row", ""),
+        ("samples/s", "samples_per_s", ".0f"),
+        ("DataLoader", "dataloader_samples_per_s", ".0f"),
+        ("ratio", "ratio", ".3f"),
+    )
+    notes: ClassVar[str] = "ratio: samples a second against the DataLoader's, median and quartiles of the pairs"
+
+    kinds: tuple[Kind, ...] = ("images", "events")
+    """images: 3 x 32 x 32. events: frames of 10 time steps, 48 x 48."""
+    data_path: str = "sample"
+    """Shards, as for training; with one of --kinds."""
+    augment: Annotated[str, name_in(AUGMENTATIONS)] = "none"
+    """As for training."""
+    image_size: int | None = None
+    """Height and width."""
+    time_steps: int = 10
+    """Frames of a recording."""
+    num_classes: int = 10
+    """Number of classes."""
+    batch_size: int = 32
+    """Samples of a batch."""
+    workers: tuple[int, ...] = (0, 1, 2)
+    """Numbers of worker processes."""
+    samples: int = 1024
+    """Samples that a side loads in its turn, behind a first batch."""
+
+    def problems(self) -> list[str]:
+        wrong = at_least(self, 1, "rounds", "image_size", "time_steps", "num_classes", "batch_size", "samples")
+        wrong += [f"--workers {number} must be at least 0" for number in self.workers if number < 0]
+        if self.data_path != "sample" and len(self.kinds) > 1:
+            wrong.append(f"--data-path {self.data_path} has one kind of samples: name it by --kinds")
+        return wrong
+
+    def measure(self) -> list[Figures]:
+        torch.set_num_threads(1)
+        found = []
+        for kind in self.kinds:
+            dataset = self.dataset(kind)
+            pairs: dict[int, list[tuple[float, float]]] = {workers: [] for workers in self.workers}
+            for number in rounds(self.rounds, untimed=1):
+                for workers, rates in pairs.items():
+                    sides = partial(our_batches, self, dataset, workers), partial(their_batches, self, dataset, workers)
+                    order = (0, 1) if number % 2 else (1, 0)
+                    rate = {side: self._rate(sides[side]) for side in order}
+                    if number > 0:
+                        rates.append((rate[0], rate[1]))
+            for workers, rates in pairs.items():
+                ours, theirs = zip(*rates, strict=True)
+                found.append(
+                    {
+                        "row": f"{kind}, {workers} workers",
+                        "samples_per_s": summary(ours),
+                        "dataloader_samples_per_s": summary(theirs),
+                        "ratio": ratios(ours, theirs),
+                    }
+                )
+        return found
+
+    def dataset(self, kind: Kind) -> ShardDataset:
+        """Raises ValueError for shards that cannot be used."""
+        size = self.image_size or (48 if kind == "events" else 32)
+        shape = (self.time_steps, 2, size, size) if kind == "events" else (3, size, size)
+        config = DataConfig(data_path=self.data_path, augment=self.augment)
+        return open_datasets(config, shape, self.num_classes, shards_of_sample).train
+
+    def _rate(self, batches: Callable[[], Any]) -> float:
+        """Samples a second after the first batch: workers have started then, and those of the turn before are gone."""
+        gc.collect()
+        with closing(batches()) as running:
+            next(running)
+            begin = time.perf_counter()
+            loaded = sum(islice(running, max(1, self.samples // self.batch_size)))
+            return loaded / (time.perf_counter() - begin)
+
+
+class Samples(Dataset[tuple[Any, int]]):
+    """A map-style data set over the shards, as one would write it for a DataLoader."""
+
+    def __init__(self, dataset: ShardDataset, augment: str = "none") -> None:
+        self._dataset, self._augment = dataset, dataset.format.augmentation(augment)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        change = self._augment
+        decode = change.decoder(1, 0, index) if change.decoder else None
+        return change(self._dataset.sample(index, decode), 1, 0, index), int(self._dataset.labels[index])
+
+    def collate(self, batch: list[tuple[Any, int]]) -> tuple[Tensor, Tensor]:
+        images = torch.from_numpy(self._dataset.format.batch([sample for sample, _ in batch]))
+        return images, torch.tensor([label for _, label in batch])
+
+
+def our_batches(case: Loading, dataset: ShardDataset, workers: int) -> Batches:
+    options = LoaderOptions(seed=1, augment=case.augment, num_workers=workers)
+    with closing(BatchLoader(dataset, Share(case.batch_size, case.batch_size), options).batches()) as batches:
+        for batch in batches:
+            yield batch.size
+
+
+def their_batches(case: Loading, dataset: ShardDataset, workers: int) -> Batches:
+    samples = Samples(dataset, case.augment)
+    while True:
+        for images, _labels in DataLoader(
+            samples, case.batch_size, shuffle=True, num_workers=workers, collate_fn=samples.collate, drop_last=True
+        ):
+            yield len(images)

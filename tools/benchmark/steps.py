@@ -1,0 +1,287 @@
+"""A rank that takes training steps of SpikingJelly's own model, or of MegaSNN's on a layout."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from spikingjelly.activation_based import functional, layer, surrogate
+from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, VGGBlock
+from spikingjelly.activation_based.model import spikformer
+from torch import Tensor, nn
+
+from megasnn.config import OptimizerConfig, ParallelConfig, PretrainConfig, TrainingConfig
+from megasnn.config.training import Length
+from megasnn.engine import Engine
+from megasnn.free_memory import release_free_memory
+from megasnn.kernels.tensor_cores import let_products_round
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.model import Spikformer
+from megasnn.models.vgg_dvs.model import VggDvs
+from megasnn.parallel.traffic import statistics
+from megasnn.parallel_state import BACKENDS
+from megasnn.pipeline.cost_model import layers_per_chunk
+from megasnn.telemetry.allocations import AllocationCounter
+from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory
+from tools.benchmark.harness import seconds
+from tools.benchmark.ranks import join_ranks
+
+Dimensions = Spikformer | VggDvs
+SPIKINGJELLY = "spikingjelly"
+ENDLESS = 10**9  # steps
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a row computes.
+
+    Attributes:
+        name: of the row. library: SPIKINGJELLY, or "megasnn".
+        compiled: SpikingJelly's model is under torch.compile.
+        anew: each turn makes an Engine of its own, which measures the layers again.
+    """
+
+    name: str
+    library: str
+    model: Dimensions
+    training: TrainingConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    neuron_backend: str = "auto"
+    ranks: int = 1
+    threads: int = 1
+    device: Literal["cpu", "cuda"] = "cpu"
+    compiled: bool = False
+    anew: bool = False
+
+    def configuration(self) -> PretrainConfig:
+        """Of the run, with the neurons that SpikingJelly's model has and a constant rate."""
+        kind = type(self.model)
+        return run_config(kind)(
+            model=self.model,
+            neuron=kind.neuron(neuron_backend=self.neuron_backend),
+            training=self.training,
+            optimizer=OptimizerConfig(lr_decay_style="constant"),
+            parallel=replace(self.parallel, device=self.device),
+        )
+
+    def tiny(self) -> Work:
+        """The same on one rank with a few thousand parameters and two samples."""
+        small: Dimensions = self.model
+        if isinstance(small, VggDvs):
+            small = replace(small, channels="8,P,8,P", image_size=8)
+        else:
+            small = replace(small, embed_dim=32, depth=1, num_heads=2, image_size=2 * small.patch_size)
+        training = replace(self.training, micro_batch_size=2, global_batch_size=2)
+        return replace(self, model=small, training=training, parallel=ParallelConfig(), ranks=1)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Seconds of each step on a rank, and of a simulation of its schedule by costs that were measured just before."""
+
+    seconds: list[float]
+    simulated: float | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Figures of a rank.
+
+    Attributes:
+        peak_mb: above the memory before the model was built, with everything imported and compiled.
+        needed_mb: what a step takes at most above what is there between steps, counted as it is allocated.
+        calls, moved_mb: of one step: received in collectives, sent in messages. packed: share of the bytes unpacked.
+        layers, schedule, idle: of the pipeline; idle is the simulated share.
+    """
+
+    peak_mb: float
+    needed_mb: float | None
+    calls: int
+    moved_mb: float
+    packed: float | None
+    layers: str | None
+    schedule: str | None
+    idle: float | None
+
+
+class StepRank:
+    """Imports everything and warms up caches and kernels when made; the first turn builds the model."""
+
+    def __init__(self, task: tuple[Work, int, str]) -> None:
+        self._work, self._rank, self._store = task
+        torch.set_num_threads(self._work.threads)
+        os.environ["LOCAL_RANK"] = str(self._rank)
+        self._device = torch.device("cpu")
+        if self._work.device == "cuda":
+            if (gpus := torch.cuda.device_count()) < self._work.ranks:
+                raise ValueError(
+                    f"--device cuda: {self._work.name} has {self._work.ranks} rank(s), here are {gpus} GPUs"
+                )
+            self._device = torch.device("cuda", self._rank)
+        for library in (SPIKINGJELLY, "megasnn"):  # lazy imports and compiled kernels belong to the baseline
+            step = _step_of(replace(self._work.tiny(), library=library, compiled=False), self._device)
+            step.take()
+            step.close()
+        del step
+        gc.collect()
+        release_free_memory()
+        reset_peak_memory(self._device)
+        self._baseline = peak_memory_mb(self._device)
+        self._step: _Step | None = None
+
+    def turn(self, count: int, warmup: int = 1) -> Turn:
+        """Takes untimed steps, then `count` timed ones."""
+        step = self._built()
+        for _ in range(warmup):  # caches saw another row last
+            step.take()
+        return Turn([seconds(step.take) for _ in range(count)], step.simulated())
+
+    def facts(self) -> Facts:
+        """Of the steps so far; takes some more."""
+        step = self._built()
+        peak = max(0.0, peak_memory_mb(self._device) - self._baseline)
+        statistics.reset()
+        with statistics.counting():
+            step.take()
+        moved = statistics.total()
+        # The least of three: what a thread of the transport gives back is not always seen.
+        needed = None
+        if self._work.library != SPIKINGJELLY:  # whose gradients are given back between steps
+            needed = 1e-6 * min(needed_bytes(step.take, self._device) for _ in range(3 if self._work.ranks > 1 else 1))
+        packed = moved.bytes / moved.dense_bytes if moved.dense_bytes else None
+        return Facts(peak, needed, moved.calls, 1e-6 * moved.bytes, packed, *step.pipeline())
+
+    def _built(self) -> _Step:
+        if self._step is not None and self._work.anew:
+            self._step.close()
+            self._step = None
+        if self._step is None:
+            if self._work.ranks > 1 and not torch.distributed.is_initialized():
+                join_ranks(self._store, self._rank, self._work.ranks, BACKENDS[self._device.type])
+            self._step = _step_of(self._work, self._device)
+        return self._step
+
+
+class _Step:
+    """Training steps of MegaSNN on the ranks that are there, as `Engine.train_step` takes them."""
+
+    def __init__(self, work: Work, device: torch.device) -> None:
+        self._engine = Engine(work.configuration(), length=Length(ENDLESS))
+        self._batch = random_batch(work.model, work.training.global_batch_size)
+
+    def take(self) -> float:
+        """One step; returns its loss."""
+        return self._engine.train_step(*self._batch).loss
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def simulated(self) -> float | None:
+        """Seconds from the first to the last action; None without measured costs."""
+        plan = self._engine.plan
+        found = plan.simulation(plan.micro_batches)
+        return None if found is None else found.makespan
+
+    def pipeline(self) -> tuple[str | None, str | None, float | None]:
+        """Layers of each chunk, name of the schedule, and its simulated idle share; None on one stage."""
+        plan = self._engine.plan
+        if len(plan.bounds) == 1:
+            return None, None, None
+        found = plan.simulation(plan.micro_batches)
+        name = plan.schedules.training(plan.micro_batches).name
+        return layers_per_chunk(plan.bounds), name, None if found is None else found.idle_share
+
+
+class _SpikingJellyStep(_Step):
+    """Steps as SpikingJelly's own training scripts take them: the whole batch in one go, state reset behind."""
+
+    def __init__(self, work: Work, device: torch.device) -> None:
+        self._model = spikingjelly_model(work.model).to(device)
+        self._forward = torch.compile(self._model) if work.compiled else self._model
+        self._images, self._labels = (x.to(device) for x in random_batch(work.model, work.training.global_batch_size))
+        rates = OptimizerConfig()
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=rates.lr, weight_decay=rates.weight_decay)
+        self._type = device.type if work.training.precision == "bf16" else None
+        let_products_round(work.training.precision == "tf32")  # both sides in the same precision
+
+    def take(self) -> float:
+        self._optimizer.zero_grad()
+        with torch.autocast(self._type, torch.bfloat16) if self._type else nullcontext():
+            loss = F.cross_entropy(self._forward(self._images).mean(0), self._labels)
+        loss.backward()
+        functional.reset_net(self._model)
+        self._optimizer.step()
+        return loss.item()
+
+    def close(self) -> None:
+        pass
+
+    def simulated(self) -> None:
+        return None
+
+    def pipeline(self) -> tuple[None, None, None]:
+        return None, None, None
+
+
+def _step_of(work: Work, device: torch.device) -> _Step:
+    return (_SpikingJellyStep if work.library == SPIKINGJELLY else _Step)(work, device)
+
+
+def needed_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """Most bytes that a step takes at once above what is there before it, counted as they are allocated."""
+    gc.collect()
+    counter = AllocationCounter(device)
+    with counter.counting():
+        step()
+    return counter.peak
+
+
+def random_batch(model: Dimensions, samples: int) -> tuple[Tensor, Tensor]:
+    """Images `[samples, C, H, W]` or event frames `[samples, T, C, H, W]`, and labels; the same in every process."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn((samples, *model.input_shape), generator=generator)
+    return images, torch.randint(0, model.num_classes, (samples,), generator=generator)
+
+
+def spikingjelly_model(model: Dimensions) -> nn.Module:
+    """SpikingJelly's, on images `[N, C, H, W]` or event frames `[N, T, C, H, W]`."""
+    if isinstance(model, VggDvs):
+        return _Vgg(model)
+    return spikformer.Spikformer(
+        T=model.time_steps,
+        in_channels=model.in_channels,
+        img_size_h=model.image_size,
+        img_size_w=model.image_size,
+        patch_size=model.patch_size,
+        num_classes=model.num_classes,
+        embed_dims=model.embed_dim,
+        num_heads=model.num_heads,
+        mlp_ratio=model.mlp_ratio,
+        depths=model.depth,
+    )
+
+
+class _Vgg(nn.Module):
+    """CIFAR10DVSVGG, whose channels and size are fixed, for other ones: its blocks, its classifier, its forward."""
+
+    def __init__(self, model: VggDvs) -> None:
+        super().__init__()
+        neuron = dict(tau=1.333, decay_input=False, detach_reset=True, surrogate_function=surrogate.ATan())
+        blocks: list[nn.Module] = []
+        channels = model.in_channels
+        for block in model.blocks:
+            blocks.append(VGGBlock(channels, block.channels, 3, 1, 1, block.pool, step_mode="m", **neuron))
+            channels = block.channels
+        self.features = nn.Sequential(*blocks, *([layer.AvgPool2d(2)] if model.final_pool else []))
+        linear = nn.Linear(channels * model.final_size**2, model.num_classes)
+        self.classifier = nn.Sequential(nn.Dropout(model.dropout), linear)
+        functional.set_step_mode(self, "m")
+
+    def forward(self, frames: Tensor) -> Tensor:
+        return CIFAR10DVSVGG.forward(self, frames)
