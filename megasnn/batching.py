@@ -1,4 +1,4 @@
-"""How a global batch is cut into micro-batches, and which replica computes which of them.
+"""Cuts a global batch into micro-batches, and deals them out to replicas.
 
 The cut depends on the global batch and micro-batch sizes only. Normalisation works per micro-batch, so this
 is what makes every layout compute the same function: a replica takes some of the micro-batches, it never
@@ -36,7 +36,7 @@ def advised_size(samples: int, stages: int) -> int:
 
 
 def first_sample(sizes: Sequence[int], index: int) -> int:
-    """Where in the global batch a micro-batch begins, of those of `micro_batch_sizes`: only the last is smaller."""
+    """Position in the global batch where a micro-batch begins, of `micro_batch_sizes`: only the last is smaller."""
     return index * sizes[0]
 
 

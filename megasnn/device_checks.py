@@ -19,7 +19,7 @@ Words = Callable[[str], str]
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether the host goes on while a device computes, and would have to wait to see a value."""
+    """True where the host goes on while a device computes, and would have to wait to see a value."""
     return device.type == "cuda"
 
 
@@ -36,7 +36,7 @@ class Finding:
 
 
 class DeviceChecks:
-    """What the checks of a step find, on this rank.
+    """Findings of the checks of a step, on this rank.
 
     Args:
         device: where the step computes.
@@ -51,7 +51,7 @@ class DeviceChecks:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Inside, nothing is raised; what was found before is forgotten."""
+        """Collects within the block in place of raising; earlier findings are dropped."""
         self._words, self._certain, self._open = [], [], []
         token = _collecting.set(self)
         try:
@@ -60,14 +60,14 @@ class DeviceChecks:
             _collecting.reset(token)
 
     def count(self) -> Tensor:
-        """How much was found: float64 `[1]` on the device. Nothing waits for it."""
+        """Number of findings: float64 `[1]` on the device. Nothing waits for it."""
         found = torch.full((1,), float(len(self._certain)), dtype=torch.float64, device=self._device)
         if self._open:
             found += self._flags().ne(0).sum()
         return found
 
     def findings(self) -> list[Finding]:
-        """What was found; waits for the device."""
+        """Findings so far; waits for the device."""
         flags = self._flags().tolist() if self._open else []
         return self._certain + [finding for (_, finding), flag in zip(self._open, flags, strict=True) if flag]
 
@@ -82,14 +82,14 @@ class DeviceChecks:
             self._certain.append(finding)
 
     def noted(self) -> list[tuple[Tensor, str]]:
-        """What is found where a tensor is not 0, and what is said of it then. Raises ValueError for what is certain."""
+        """Notes a tensor that must be 0, and a sentence for where not. Raises ValueError for what is certain."""
         if self._certain:
             raise ValueError(self._certain[0].text)
         return [(flag, finding.text) for flag, finding in self._open]
 
     @contextmanager
     def at(self, place: Callable[[], str]) -> Iterator[None]:
-        """Inside, this is the place of what is found."""
+        """Gives this place to all that is found within the block."""
         before, self._place = self._place, place
         try:
             yield
@@ -131,14 +131,14 @@ def refuse(wrong: Tensor | bool, complaint: str, seen: Callable[[], str] | None 
 
 
 def at(place: Callable[[], str]) -> AbstractContextManager[None]:
-    """Inside, what is noted for the end of the step has this place."""
+    """Gives this place to all that is noted within the block for the end of the step."""
     checks = _collecting.get()
     return nullcontext() if checks is None else checks.at(place)
 
 
 @contextmanager
 def explained(words: Words) -> Iterator[None]:
-    """Inside, what is wrong is told in these words around it, whether it is raised or noted for the end of the step."""
+    """Puts these words around errors within the block, raised or noted for the end of the step."""
     checks = _collecting.get()
     try:
         with nullcontext() if checks is None else checks.explained(words):

@@ -1,4 +1,4 @@
-"""Whether memory that was freed stays with this process or goes back to the system."""
+"""Freed memory: kept by this process, or given back to the system."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class Communicators:
 
     @property
     def names(self) -> list[str]:
-        """What each communicator is for, in the order of their start."""
+        """Purpose of each communicator, in the order of their start."""
         return list(self._started.values())
 
     def start(self, group: Group) -> None:
@@ -330,7 +330,7 @@ def _make_groups(grid: Grid, rank: int) -> dict[str, Any]:
 
 
 def _timeout_of_world() -> datetime.timedelta | None:
-    """How long the world's ranks wait for each other; torch would give later groups 30 minutes."""
+    """Time that the world's ranks wait for each other; torch would give later groups 30 minutes."""
     world: Any = dist.group.WORLD
     try:
         timeout: datetime.timedelta = world._get_backend(torch.device("cpu")).options._timeout
@@ -523,7 +523,7 @@ def device_of_rank(backend: str, device: str) -> torch.device:
 
 
 def kind_of_device(asked: str) -> str:
-    """What `--device` comes to for the ranks of this machine, cpu or cuda."""
+    """Device that `--device` comes to for the ranks of this machine, cpu or cuda."""
     enough = torch.cuda.device_count() >= _place_among_alike()[1] and torch.version.hip is None
     return ("cuda" if enough else "cpu") if asked == "auto" else asked
 

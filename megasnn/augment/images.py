@@ -26,7 +26,7 @@ Box = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class ImageRecipe:
-    """What is changed in images beside what `--augment` names.
+    """Changes of images beside what `--augment` names.
 
     Attributes:
         crop_scale: the least share of an image's area that a random crop keeps.

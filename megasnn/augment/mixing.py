@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Mix(NamedTuple):
-    """How one micro-batch is mixed.
+    """Mixing of one micro-batch.
 
     Attributes:
         share: of each sample itself; the rest is its partner's.
@@ -50,7 +50,7 @@ class Mixing:
     until: int | None = None
 
     def plan(self, first: int, count: int) -> Mix | None:
-        """Of the micro-batch of `count` samples from position `first` on; None where it stays as it is."""
+        """Mixing of the micro-batch of `count` samples from position `first` on; None where it stays as it is."""
         if self.until is not None and first >= self.until:
             return None
         draws = Draws(self.seed, "mixing", first)

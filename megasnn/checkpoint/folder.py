@@ -202,7 +202,7 @@ def first_legible(folder: Path, step: int | None) -> Metadata | None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints of a folder stay.
+    """Rule for the checkpoints of a folder that stay.
 
     Attributes:
         last: how many of those saved last stay; None keeps all.

@@ -85,7 +85,7 @@ class Share:
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How samples are ordered, changed and read.
+    """Order, augmentation and reading of samples.
 
     Attributes:
         last_batch: the samples at the end of an epoch that fill no batch: "continue" fills it up with the beginning of

@@ -15,7 +15,7 @@ from megasnn.files import SAMPLE_BYTES, require_size
 
 @dataclass(frozen=True)
 class FrameOptions:
-    """How a recording becomes frames. Unscaled and not normalised they are counts, bit for bit SpikingJelly's.
+    """Options of frames of a recording. Unscaled and not normalised they are counts, bit for bit SpikingJelly's.
 
     Attributes:
         time_steps: Frames of a sample, T.

@@ -1,4 +1,4 @@
-"""What can compute a neuron: plain PyTorch, which is the reference, and faster backends that must equal it.
+"""Backends that compute a neuron: plain PyTorch, which is the reference, and faster ones that must equal it.
 
 The table needs neither torch nor numba nor triton: a command line is checked by it before they are imported.
 """
@@ -46,7 +46,7 @@ class NeuronBackend:
     refuses: Callable[[Tensor], str | None] = lambda x: None
 
     def missing(self, neuron: str, surrogate: str) -> Missing | None:
-        """What it lacks for a neuron, whatever the input; None where it has both."""
+        """Names the part of a neuron that it lacks, whatever the input; None where it has all."""
         if neuron not in self.neurons:
             return Missing("neuron", neuron, tuple(self.neurons))
         if surrogate not in self.surrogates:

@@ -25,7 +25,7 @@ from megasnn.recompute import cached_collective
 
 @dataclass(frozen=True)
 class Unit:
-    """What a unit computes, besides its tensors; arguments as in `norm_pool_neuron`.
+    """Description of a unit, besides its tensors; arguments as in `norm_pool_neuron`.
 
     Attributes:
         above: with pooling, how many rows of the input, 0 or 1, come before the middle of the first windows; without
@@ -390,7 +390,7 @@ def _statistics(calls: UnitCalls, x: Tensor) -> Tensor:
 
 
 def _means_of(x: Tensor, means: Tensor, norm: Norm, eps: float) -> Tensor:
-    """What the input gradient of values has lost by the means of the gradients, and of those by deviations."""
+    """Part that the input gradient of values has lost by the means of the gradients, and of those by deviations."""
     precision = (norm.variance + eps).reciprocal()
     scale = precision.sqrt() if norm.weight is None else precision.sqrt() * norm.weight.detach()
     of_channels = scale * means[0], scale * means[1] * precision, norm.mean

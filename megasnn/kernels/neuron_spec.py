@@ -1,4 +1,4 @@
-"""What a spiking neuron computes, as a value: the one description for all backends, and the names that it takes.
+"""Description of a spiking neuron, as a value: the one for all backends, and the names that it takes.
 
 The tables need neither torch nor numba nor triton: a command line is checked by them before these are imported.
 """
@@ -48,7 +48,7 @@ def _leak(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
 
 
 def _divisor(inputs: Tensor, spec: NeuronSpec) -> float | Tensor:
-    """What is divided by it is rounded once, on every device. By a number torch does not divide on a GPU: it multiplies
+    """Divisor, rounded once on every device. By a number torch does not divide on a GPU: it multiplies
     by its reciprocal, which is rounded as well unless the number is a power of two. So it is a tensor otherwise."""
     return spec.tau if _is_power_of_two(spec.tau) else inputs.new_full((), spec.tau)
 
@@ -161,7 +161,7 @@ class NeuronSpec:
 
 
 class FusedCharge(NamedTuple):
-    """How the potential before firing follows from input and last potential in compiled kernels.
+    """Rule by which the potential before firing follows from input and last potential in compiled kernels.
 
     Attributes:
         code: the form that the kernels charge by, named in `numba.neuron` and `triton.neuron`.

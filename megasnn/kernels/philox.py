@@ -26,7 +26,7 @@ def kept(
     all_channels: int,
     first_step: int = 0,
 ) -> Tensor:
-    """Which values a dropout with probability p keeps: bool `[steps, N, pixels, channels]`, where the keys are.
+    """Mask of values that dropout with probability p keeps: bool `[steps, N, pixels, channels]`, where the keys are.
 
     Each sample's values `[steps, pixels, all_channels]` are numbered in this order, and the number is the place in the
     stream of its key; a value is kept where the number in [0, 1) drawn there is at least p.
@@ -69,7 +69,7 @@ class Runs(NamedTuple):
 
 
 def kept_by_tensors(threshold: int, keys: Tensor, steps: int, cut: Runs) -> Tensor:
-    """What the compiled loops give, by tensor operations alone: bool `[steps, N, runs, length]`.
+    """Mask as the compiled loops give it, by tensor operations alone: bool `[steps, N, runs, length]`.
 
     Args:
         threshold: the least upper 24 bits that are kept.

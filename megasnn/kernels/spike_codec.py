@@ -26,7 +26,7 @@ from megasnn.kernels.triton.available import MOST_VALUES, usable_on
 
 
 class Content(Enum):
-    """What a tensor holds: anything, zeros and ones, or whole numbers from 0 to 255."""
+    """Content of a tensor: anything, zeros and ones, or whole numbers from 0 to 255."""
 
     DENSE = "dense"
     SPIKES = "spikes"
@@ -111,7 +111,7 @@ def remember_bits(spikes: Tensor, bits: Tensor | None) -> Tensor:
 
 
 def bits_of(x: Tensor) -> Tensor | None:
-    """What `pack_bits` makes of spikes that a kernel has packed; None of all other tensors."""
+    """Bits of spikes that a kernel has packed, as `pack_bits` gives them; None for all other tensors."""
     bits, version = getattr(x, "_bits", (None, 0))
     if bits is None or x.is_inference():  # a copy that is made in `torch.inference_mode` has what was remembered
         return None

@@ -1,4 +1,4 @@
-"""Whether a GPU may round the operands of float32 products to TF32, which its tensor cores multiply.
+"""Permission for a GPU to round the operands of float32 products to TF32, which its tensor cores multiply.
 
 TF32 has the exponents of float32 and 11 significant bits. Of itself torch rounds in convolutions (cuDNN) and not in
 products of matrices (cuBLAS): both are set here, and always in the same way.

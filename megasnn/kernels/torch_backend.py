@@ -164,7 +164,7 @@ def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = Fal
 def backward_sums(
     x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
 ) -> tuple[Tensor, Tensor, None]:
-    """What is carried is the gradient of the normalised input."""
+    """Carries the gradient of the normalised input."""
     y = _normalised(x, norm, unit.eps).requires_grad_()
     q = None if w is None else w.detach().to(y.dtype).sigmoid().requires_grad_(learn)
     with torch.enable_grad():

@@ -52,7 +52,7 @@ def mse_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0) -> Ten
 
 
 def correct_predictions(logits: Tensor, labels: Tensor, top: tuple[int, ...] = (1, 5)) -> Tensor:
-    """How many samples have their label among the k highest logits (mean over time), for each k in `top`: a tensor
+    """Number of samples with their label among the k highest logits (mean over time), for each k in `top`: a tensor
     where the logits are."""
     mean = logits.float().mean(0)
     ranked = mean.topk(min(max(top), mean.shape[1]), dim=1).indices == labels.reshape(-1, 1)
@@ -61,7 +61,7 @@ def correct_predictions(logits: Tensor, labels: Tensor, top: tuple[int, ...] = (
 
 @torch.no_grad()
 def count_correct(logits: Tensor, labels: Tensor) -> Tensor:
-    """How many samples have their label at the highest logit (mean over time): a scalar where the logits are."""
+    """Number of samples that have their label at the highest logit (mean over time): a scalar where the logits are."""
     wanted = labels.argmax(1) if labels.is_floating_point() else labels.reshape(-1)
     return (logits.float().mean(0).argmax(1) == wanted).sum()
 

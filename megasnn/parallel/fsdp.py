@@ -80,7 +80,7 @@ class GatheredWeights:
         return self._rows[parameter]
 
     def kept(self, entry: ShardedTensor) -> ShardedTensor:
-        """What this rank keeps of a tensor: its rows of a parameter, all of a buffer."""
+        """Part of a tensor that this rank keeps: its rows of a parameter, all of a buffer."""
         if not entry.is_parameter:
             return entry
         return replace(entry, tensor=self._rows[entry.tensor], shard=entry.shard.by_rows("weight"))
@@ -230,7 +230,7 @@ def _by_type(
 
 
 def _copies(dtype: torch.dtype, travels_in: torch.dtype, ranks: int) -> int:
-    """How often a rank's rows are copied to be sent: one for each of the others, none where they can go as they are.
+    """Copies of a rank's rows to be sent: one for each of the others, none where they can go as they are.
 
     An all-gather would need none, but reaches a tenth of an all-to-all's speed on Gloo, and wants equally many rows.
     """

@@ -317,7 +317,7 @@ class GradientBuckets:
             bucket.end()
 
     def owned(self, entry: ShardedTensor) -> ShardedTensor:
-        """What this rank owns of a tensor, with a gradient of its own: all of it where its rows have no owners.
+        """Part of a tensor that this rank owns, with a gradient of its own: all of it where its rows have no owners.
 
         Raises:
             ValueError: the tensor's description does not know of the ranks that own other rows.

@@ -49,7 +49,7 @@ def _box(tensor: Tensor, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Ten
 
 @dataclass(frozen=True)
 class Cut:
-    """How the ranks along one axis of the grid divide a tensor.
+    """Division of a tensor by the ranks along one axis of the grid.
 
     Attributes:
         dim: the dimension that is cut into parts.
@@ -68,7 +68,7 @@ class Cut:
 
 
 def row_bounds(rows: int, ranks: int) -> list[int]:
-    """Where each rank's part of so many rows begins, and behind them the end. Parts differ by one row at most; the only
+    """First row of each rank's part of so many, and behind them the end. Parts differ by one row at most; the only
     row of all is the first rank's."""
     return [-(-rows * rank // ranks) for rank in range(ranks + 1)]
 
@@ -90,7 +90,7 @@ def nested_bounds(rows: int, sizes: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of a global tensor one rank holds, and which other ranks hold the same.
+    """Part of a global tensor that one rank holds, and the other ranks that hold the same.
 
     Attributes:
         global_shape: shape of the whole tensor.
@@ -134,7 +134,7 @@ class Shard:
         return self.global_shape or (1,) * any(not cut.even for _, cut in self.cuts)
 
     def _shape_behind(self, shape: tuple[int, ...], axis: Axis, cut: Cut) -> tuple[int, ...]:
-        """What a cut leaves of a shape on this rank."""
+        """Shape that a cut leaves of another on this rank."""
         _, length = cut.span(shape[cut.dim], self.place, axis)
         return _replaced(shape, cut.dim, cut.blocks * length)
 
@@ -156,7 +156,7 @@ class Shard:
 
     @property
     def part(self) -> tuple[tuple[Axis, int], ...]:
-        """Which of the different parts this is, by axis; the same on all ranks that hold the same."""
+        """Number of this part among the different ones, by axis; the same on all ranks that hold the same."""
         return tuple((axis, self.place.index(axis)) for axis in HOLDING_AXES if self.is_cut(axis))
 
     @property
@@ -185,7 +185,7 @@ class Shard:
         return pieces
 
     def by_rows(self, axis: Axis) -> Shard:
-        """What this rank owns, where each of the ranks along an axis owns some rows (the slowest dimension) of what all
+        """Part of this rank, where each of the ranks along an axis owns some rows (the slowest dimension) of what all
         of them hold."""
         if self.place.size(axis) == 1:
             return self  # nothing is shared out
@@ -206,7 +206,7 @@ class Shard:
 
 
 def _within(piece: Piece, dim: int, start: int, length: int, goes_to: int) -> Iterator[Piece]:
-    """What of a piece lies in `length` from `start` along a dimension of the local tensor; it moves to `goes_to`."""
+    """Part of a piece in `length` from `start` along a dimension of the local tensor; it moves to `goes_to`."""
     offset, size = piece.local_offset[dim], piece.sizes[dim]
     first, last = max(start, offset), min(start + length, offset + size)
     if first < last or not size:

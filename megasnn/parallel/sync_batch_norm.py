@@ -176,7 +176,7 @@ def _added_up(rows: Tensor) -> Tensor:
 
 
 class _Call(NamedTuple):
-    """What all inputs of a step say of one call of a norm: mean and variance `[C_local]`."""
+    """Statistics of all inputs of a step for one call of a norm: mean and variance `[C_local]`."""
 
     norm: RunningNorm
     mean: Tensor

@@ -143,7 +143,7 @@ def rows_of(parameter: Tensor, data: Group) -> Tensor:
 
 
 def _bounds(rows: int, data: Group) -> list[int]:
-    """Where each rank's rows begin, and behind them the end."""
+    """Row at which each rank's part begins, and behind them the end."""
     return nested_bounds(rows, data.sizes or (data.size,))
 
 

@@ -47,7 +47,7 @@ def analyze(
     context_sizes: Iterable[int] = CONTEXT_SIZES,
     measure: bool = False,
 ) -> Analysis:
-    """What `plan` needs to know of a model.
+    """Analysis of a model, as `plan` needs it.
 
     With `measure` it is called in a process by itself, or in each that torchrun has started: these measure together,
     and the result is the same on all of them.
@@ -208,7 +208,7 @@ def _exchange(received: Tensor, *_: Any, **__: Any) -> Any:
 
 
 def context_of(state: ParallelState, config: PretrainConfig, cut: ContextCut, on_cpu: bool) -> BuildContext:
-    """What layers are built with on a rank of a grid."""
+    """Context that layers are built with on a rank of a grid."""
     return replace(one_rank(config, on_cpu), tensor=state.tensor, context=state.context, cut=cut)
 
 

@@ -43,7 +43,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Of each chunk.
+    """Bounds of each chunk.
 
     Attributes:
         costs: for the simulator.
@@ -104,7 +104,7 @@ def _balanced(seconds: tuple[float, ...], placement: Placement) -> tuple[range, 
 
 
 class Bounds:
-    """What a model's step takes at least on a cluster, layout by layout, with the micro-batches of a configuration.
+    """Lower bounds of a model's step on a cluster, layout by layout, with the micro-batches of a configuration.
 
     Args:
         other: the same with micro-batches of another size: ranks hold the same weights, gradients and optimizer state.
@@ -121,7 +121,7 @@ class Bounds:
         self._states_on = lru_cache(maxsize=None)(self._states_of_ranks)
 
     def costs(self, layout: Layout) -> PipelineCosts:
-        """Of all layers on a rank, and of its links. Raises ValueError for a size that cannot be."""
+        """Costs of all layers on a rank, and of its links. Raises ValueError for a size that cannot be."""
         between, replicas = (self._cluster.link(layout.grid, axis) for axis in ("pipeline", "weight"))
         return PipelineCosts(self._sized_on(layout.grid, layout.cut).costs, between, replicas)
 
@@ -164,7 +164,7 @@ class Bounds:
         return seconds, self.with_program(need)
 
     def sums(self, layout: Layout, kept: int, owned: int) -> Sums:
-        """Of a rank's gradients in one go. Args: bytes of the rows that it keeps, and of those that it owns."""
+        """Sums of a rank's gradients in one go. Args: bytes of the rows that it keeps, and of those that it owns."""
         copies, over_copies, sharing = layout.copies, 0.0, 0.0
         link, keepers = (self._cluster.link(layout.grid, axis) for axis in ("data", "weight"))
         if layout.shards_optimizer and copies > 1:
@@ -190,11 +190,11 @@ class Bounds:
         return machine.program + tensors * (1 + machine.rest)
 
     def states(self, layout: Layout) -> tuple[States, ...]:
-        """Of each pipeline rank. Schedules that place chunks alike have the same, with recomputation and without."""
+        """States of each pipeline rank. Schedules that place chunks alike have the same, with recompute or not."""
         return self._states_on(layout.grid, layout.cut, layout.placement, layout.shards_optimizer)
 
     def micro_batches(self, layout: Layout) -> int:
-        """Of the replica that has the most."""
+        """Micro-batches of the replica that has the most."""
         return layout.micro_batches(self._config.training.micro_batches)
 
     def samples(self, layout: Layout, rank: int) -> int:
@@ -207,7 +207,7 @@ class Bounds:
         return sample_bytes(config, itemsize, self.micro_batches(layout), share, not self._on_gpu)
 
     def tensors(self, layout: Layout) -> Sequence[Sequence[HeldTensor]]:
-        """Of each layer."""
+        """Tensors of each layer."""
         found = self._analysis.of(layout.grid.tensor, 1, "samples")
         assert found is not None, "costs were asked for before"
         return found.tensors

@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """How much there is to it: axes besides data, and what is no default. Simpler layouts have fewer."""
+        """Number of parts of a layout: axes besides data, and what is no default. Simpler layouts have fewer."""
         shared = sum(self.grid.size(axis) > 1 for axis in AXES if axis != "data")
         return shared + (self.chunks > 1) + (self.recompute != NEVER) + self.shards_optimizer
 
@@ -64,11 +64,11 @@ class Layout:
         return [chunk for chunk, place in enumerate(self.placement) if place == rank]
 
     def micro_batches(self, count: int) -> int:
-        """Of a global batch of so many, those of the replica that has the most."""
+        """Micro-batches of a global batch of so many, for the replica that has the most."""
         return len(micro_batches_of(count, self.grid.replicas, 0))
 
     def own_samples(self, size: int) -> int:
-        """Of a micro-batch of so many samples, those that a rank has at most."""
+        """Samples of a micro-batch of so many that a rank has at most."""
         return -(-size // self.grid.context) if self.cut == "samples" else size
 
     def parallel(self, given: ParallelConfig, bounds: tuple[range, ...] | None = None) -> ParallelConfig:

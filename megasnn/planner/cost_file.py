@@ -86,7 +86,7 @@ class Counted:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Of one micro-batch through one layer; fields as in `LayerCost`."""
+    """Seconds of one micro-batch through one layer; fields as in `LayerCost`."""
 
     forward: float
     input_gradient: float
@@ -174,7 +174,7 @@ def identity(config: PretrainConfig) -> dict[str, FreeForm]:
 
 
 def differences(analysis: Analysis, config: PretrainConfig) -> list[str]:
-    """What of `identity` is another one in the costs."""
+    """Entries of `identity` that are others in the costs."""
     theirs, mine = analysis.about, identity(config)
     if analysis.model != config.model.name:
         return [f"they are of {analysis.model}, and the model is {config.model.name}"]

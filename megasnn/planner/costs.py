@@ -1,4 +1,4 @@
-"""What a rank's layers cost for one micro-batch at any size: measured, scaled from what was measured, or computed."""
+"""Costs of a rank's layers for one micro-batch at any size: measured, scaled from what was measured, or computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megasnn.planner.machines import Machine
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of each layer and of each micro-batch.
+    """Share of a rank in each layer and in each micro-batch.
 
     Attributes:
         tensor, context: ranks that share the channels, and a micro-batch; cut: by what.
@@ -101,7 +101,7 @@ _CUT = "held", "message", "gradient", "found", "working_again", "deferred", "out
 
 
 def work_of(layer: LayerFacts, cost: LayerCost, share: Share, first: bool) -> dict[str, Work]:
-    """What the three parts of a layer compute and move; the first layer needs no gradient of its input."""
+    """Work that the three parts of a layer compute and move; the first layer needs no gradient of its input."""
     rows = share.context if share.cut == "rows" and layer.rows > 1 else 1
     operations = layer.operations * share.samples / share.tensor / rows
     waiting = cost.waiting
@@ -144,7 +144,7 @@ class Links:
 
 
 def _nearest(timed: Sequence[Timed], share: Share) -> Timed | None:
-    """What was measured in the most similar way: of the same size, or of one rank's; with as many ranks at work."""
+    """Measurement made in the most similar way: of the same size, or of one rank's; with as many ranks at work."""
 
     def distance(each: Timed) -> tuple[bool, int, int]:
         is_same = (each.tensor, each.context) == (share.tensor, share.context)

@@ -89,7 +89,7 @@ class Device:
     )
 
     def machine(self, name: str, precision: str) -> Machine:
-        """What it is taken to reach with `--precision`. Raises ValueError for one that it has not."""
+        """Machine as it is taken to be with `--precision`. Raises ValueError for one that it has not."""
         if precision not in self.peak:
             known = ", ".join(self.peak)
             raise ValueError(f"--precision {precision}: {self.summary} is known for {known}; take another device")
@@ -152,7 +152,7 @@ class Cluster:
 
 
 def _tensor_cores(fp32: float, tf32: float, bf16: float) -> dict[str, float]:
-    """Of teraflops."""
+    """Tensor cores of so many teraflops."""
     rates = {"fp32": fp32, "tf32": tf32, "bf16": bf16, "fp64": fp32 / 2}
     return {name: 0.5e12 * rate for name, rate in rates.items()}
 

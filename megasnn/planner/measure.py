@@ -31,7 +31,7 @@ ONE: Size = (1, 1, "samples")
 
 
 def measured(model: ModelDescription, config: PretrainConfig, known: Analysis | None) -> Analysis:
-    """What is known, with seconds and with the machine that they are of. Collective over the ranks of torchrun.
+    """Measured costs, with the machine that they are of. Collective over the ranks of torchrun.
 
     Args:
         known: on the first rank.
@@ -133,7 +133,7 @@ def _timed(config: PretrainConfig, layers: Sequence[LayerCost], size: Size, rank
 
 
 def _seconds_of_update(model: ModelDescription, config: PretrainConfig, device: torch.device) -> float:
-    """Of the optimizer, for each byte of the parameters."""
+    """Seconds of the optimizer, for each byte of the parameters."""
     layers = model.named_layers(one_rank(config, device.type == "cpu"))
     materialise(layers, device, seed=0)
     tensors = list(sharded_tensors(layers))

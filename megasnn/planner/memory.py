@@ -73,7 +73,7 @@ class MemoryForecast:
 
 
 def sample_bytes(config: PretrainConfig, itemsize: int, micro_batches: int, share: int, on_host: bool) -> int:
-    """Of the batch that is trained on, and on the host the one read ahead.
+    """Bytes of the batch that is trained on, and on the host the one read ahead.
 
     Args:
         itemsize: bytes of a value. share: samples of a micro-batch that the rank has.
@@ -107,7 +107,7 @@ class States:
 def states_of(
     chunks: Sequence[Sequence[HeldTensor]], layout: Layout, optimizer: OptimizerConfig, on_gpu: bool
 ) -> States:
-    """Of a rank with these chunks, each of which has its buckets; the rank that owns most rows."""
+    """States of a rank with these chunks, each of which has its buckets; the rank that owns most rows."""
     weight, copies = layout.grid.weight, (layout.grid.data, layout.grid.context)
     owners = copies if layout.shards_optimizer and layout.copies > 1 else (1,)
     tensors = [each for chunk in chunks for each in chunk]
@@ -165,7 +165,7 @@ def row_bytes(tensors: Iterable[HeldTensor], *sizes: int) -> int:
 
 
 def _exchanged(buckets: Sequence[Sequence[HeldTensor]], weight: int, owners: tuple[int, ...]) -> int:
-    """What exchanges with those who keep or own rows take at most: the end of one, while the next is on its way."""
+    """Most bytes of exchanges with those who keep or own rows: the end of one, while the next is on its way."""
     travelling, arrived = list[int](), list[int]()
     for bucket in buckets:
         whole, kept = sum(map(_bytes, bucket)), row_bytes(bucket, weight)
@@ -181,12 +181,12 @@ def _exchanged(buckets: Sequence[Sequence[HeldTensor]], weight: int, owners: tup
 
 
 def gathered_bytes(tensors: Iterable[HeldTensor]) -> int:
-    """What the gathered weights of a unit take."""
+    """Bytes of the gathered weights of a unit."""
     return sum(_aligned(prod(each.shape) * each.travels) for each in tensors if each.is_parameter)
 
 
 def travelling_bytes(tensors: Iterable[HeldTensor], ranks: int) -> int:
-    """What a buffer takes that the weights of a unit can be gathered in."""
+    """Bytes of a buffer that the weights of a unit can be gathered in."""
 
     def kind(each: HeldTensor) -> tuple[int, int]:
         return each.itemsize, each.travels

@@ -40,7 +40,7 @@ DECIDED = ("memory_budget", "pipeline_model_parallel_layout")
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do, and why.
+    """Layout to take, and why.
 
     Attributes:
         layout, micro_batch_size: to take. predicted: its step.
@@ -65,7 +65,7 @@ class Plan:
     warnings: tuple[str, ...]
 
     def configuration(self, config: PretrainConfig) -> PretrainConfig:
-        """Of a run on the layout of the plan, with the cut that was planned."""
+        """Configuration of a run on the layout of the plan, with the cut that was planned."""
         return with_layout(config, self.layout, self.predicted.bounds, self.micro_batch_size)
 
 
@@ -129,7 +129,7 @@ def sizes_to_choose(config: PretrainConfig, ranks: int) -> tuple[int, ...]:
 
 
 def problems(config: PretrainConfig, cluster: Cluster) -> list[str]:
-    """What no layout can be right for, and what the planner does not plan; needs no costs."""
+    """Problems that no layout can mend, or that the planner does not plan for; needs no costs."""
     training, parallel, default = config.training, config.parallel, ParallelConfig()
     wrong = cluster.problems() or _size_problems(parallel, cluster)
     wrong += [
@@ -164,7 +164,7 @@ def _size_problems(parallel: ParallelConfig, cluster: Cluster) -> list[str]:
 
 
 def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterator[str]:
-    """What is not the planner's to change."""
+    """Advice on what is not the planner's to change."""
     training, grid = config.training, layout.grid
     count, stages = layout.micro_batches(training.micro_batches), grid.pipeline
     if stages > 1 and count < 4 * stages:
@@ -228,7 +228,7 @@ def command(found: Plan, config: PretrainConfig, path: Path) -> str:
 
 
 def _program(config: PretrainConfig) -> str:
-    """What trains the model: MegaSNN, or the script that it is defined in."""
+    """Program that trains the model: MegaSNN, or the script that it is defined in."""
     module = type(config.model).__module__
     if module.partition(".")[0] == "megasnn":
         return f"-m megasnn {config.model.name}"

@@ -54,7 +54,7 @@ class Predicted:
 
 
 class Predictor(Bounds):
-    """What a model's step takes on a cluster, layout by layout: at least, and simulated."""
+    """Predictor of a model's step on a cluster, layout by layout: at least, and simulated."""
 
     def predict(self, layout: Layout) -> Predicted:
         """By the simulation of one replica. Raises ValueError for what the schedule cannot place or keep."""
@@ -170,7 +170,7 @@ class Predictor(Bounds):
 def _gradients_complete(
     row: Sequence[TimedAction], units: Sequence[range], layers: Sequence[LayerCost]
 ) -> dict[int, float]:
-    """When the gradients of each layer of a rank are: in its last backward, from the last layer on.
+    """Times at which the gradients of each layer of a rank are complete: in its last backward, from the last layer on.
 
     Args:
         row: what the rank does. units: layers of each unit that is executed.

@@ -22,7 +22,7 @@ WAYS: tuple[tuple[CutAxis, str], ...] = (
 
 
 def cuts(analysis: Analysis) -> str:
-    """What of the model can be cut, along which axis, and why not."""
+    """Parts of the model that can be cut, along which axis, and why not."""
     lines = [f"{analysis.model}: {len(analysis.layers)} layers, "
              f"{sum(each.parameters for each in analysis.layers):,} parameters, "
              f"{sum(each.operations for each in analysis.layers):,} multiply-adds a sample"]  # fmt: skip

@@ -142,7 +142,7 @@ class Search:
         self._simulated[key] = replace(each, seconds=seconds, bytes=need, simulated=True, reason=reason), predicted
 
     def _preferred(self, each: Candidate) -> float:
-        """What is wanted to be least, before the time of a step decides; of bounds, a bound."""
+        """Quantity that is to be least, before the time of a step decides; of bounds, a bound."""
         if self._prefer == "speed":
             return 0.0
         return float(-self.largest_micro_batch(each)) if self._prefer == "capacity" else _bytes(each)
@@ -159,7 +159,7 @@ class Search:
         return [each for each in found if self._preferred(each) == least]
 
     def _taken(self) -> Candidate | None:
-        """Of those, and no more than 1 % slower than the fastest, the simplest; of alike ones, larger micro-batches."""
+        """Picks the simplest of those no more than 1 % slower than the fastest; of alike ones, larger micro-batches."""
         alike = self._alike()
         longest = AS_FAST * min(map(_seconds, alike), default=0.0)
         return min((each for each in alike if _seconds(each) <= longest), key=_simplicity, default=None)

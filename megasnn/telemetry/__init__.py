@@ -1,1 +1,1 @@
-"""What a run reports: log lines, progress, TensorBoard, memory, timers and spike statistics."""
+"""Reports of a run: log lines, progress, TensorBoard, memory, timers and spike statistics."""

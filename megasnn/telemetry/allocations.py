@@ -34,7 +34,7 @@ class AllocationCounter:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Inside, what is taken and given back counts. Not to be nested, nor used within a trace of torch.profiler.
+        """Counts within the block what is taken and given back. Not nested, nor used within a trace of torch.profiler.
 
         Python frees no circles meanwhile: what is in them may have been taken before, which torch warns of.
         """

@@ -1,4 +1,4 @@
-"""What a run tells to code of one's own, such as another tracker of experiments."""
+"""Calls of a run to code of one's own, such as another tracker of experiments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Callback:
         """After each evaluation."""
 
     def save(self, iteration: int, path: Path) -> None:
-        """When a checkpoint is complete; with --async-save from another thread."""
+        """Called when a checkpoint is complete; with --async-save from another thread."""
 
     def end(self, iteration: int) -> None:
         """At the end of the run, or when it was asked to stop; not after an error."""

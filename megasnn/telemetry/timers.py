@@ -13,7 +13,7 @@ Mark = float | torch.cuda.Event
 
 
 class Timers:
-    """How long a device takes for parts of a program, by name: ``with timers("forward"): ...``. No waiting."""
+    """Times that a device takes for parts of a program, by name: ``with timers("forward"): ...``. No waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = DeviceClock(device)
@@ -79,7 +79,7 @@ class DeviceClock:
         return event
 
     def has_passed(self, mark: Mark) -> bool:
-        """Whether the device has come to a place; nothing waits for it."""
+        """True where the device has come to a place; nothing waits for it."""
         return isinstance(mark, float) or mark.query()
 
     def between(self, start: Mark, end: Mark) -> float:
@@ -90,7 +90,7 @@ class DeviceClock:
         return start.elapsed_time(end) / 1e3
 
     def seconds(self, mark: Mark) -> float:
-        """When the device was there, in seconds of `time.perf_counter`; waits until it is."""
+        """Time at which the device was there, in seconds of `time.perf_counter`; waits until it is."""
         if isinstance(mark, float):
             return mark
         mark.synchronize()

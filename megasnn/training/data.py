@@ -1,4 +1,4 @@
-"""What a run trains and evaluates on."""
+"""Samples that a run trains and evaluates on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RunData:
 
     @property
     def evaluates(self) -> bool:
-        """Whether there are samples to evaluate on."""
+        """True where there are samples to evaluate on."""
         return self.datasets.valid is not None
 
     @property

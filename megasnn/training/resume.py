@@ -1,4 +1,4 @@
-"""Where a run starts from: a checkpoint, weights alone, or the initial values."""
+"""Starting point of a run: a checkpoint, weights alone, or the initial values."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Best:
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """Where a run starts.
+    """Starting point of a run.
 
     Attributes:
         iteration, consumed_samples: done before; 0 at the beginning.

@@ -1,4 +1,4 @@
-"""What a run prints before the first step, and writes about itself to files and TensorBoard."""
+"""Lines that a run prints before the first step, and writes about itself to files and TensorBoard."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def chart(schedule: Schedule, result: Simulation, title: str, span: float | None
 
 
 def _sharing(config: PretrainConfig, model: DistributedModel) -> dict[str, Any]:
-    """How ranks share micro-batches; empty where none are shared."""
+    """Sentence on how ranks share micro-batches; empty where none are shared."""
     ranks, cut = model.context.context.size, model.context.cut
     if ranks == 1:
         return {}

@@ -1,4 +1,4 @@
-"""How fast checkpoints are saved and loaded, beside `cp` of the same files, and what a save in the background costs.
+"""Speed of saving and loading checkpoints, beside `cp` of the same files, and what a save in the background costs.
 
 All of it is forced to the disk, as a save is. Training loses to a save in the background the time until it was done,
 less what the steps done meanwhile take when nothing is saved. Beside it stands what training loses to `cp` of the same

@@ -51,7 +51,7 @@ class Case(ABC):
     """File to append a JSON line per row to."""
 
     def problems(self) -> list[str]:
-        """What cannot be run, one sentence each."""
+        """Problems that keep rows from running, one sentence each."""
         return at_least(self, 1, "rounds")
 
     @abstractmethod
@@ -76,7 +76,7 @@ def run(case: Case) -> None:
 
 
 def surroundings() -> Figures:
-    """When, on what and with which versions a run is made."""
+    """Time, machine and versions of a run."""
     describe = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
     commit = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return {
@@ -104,7 +104,7 @@ def rounds(count: int, untimed: int = 0) -> Iterator[int]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long `work()` takes."""
+    """Seconds that `work()` takes."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin

@@ -325,5 +325,5 @@ def figures(
 
 
 def _seconds(turn: Sequence[Turn]) -> list[float]:
-    """Of each step, on the rank where it takes longest."""
+    """Seconds of each step, on the rank where it takes longest."""
     return [max(step) for step in zip(*(rank.seconds for rank in turn), strict=True)]

@@ -30,7 +30,7 @@ PREFER: tuple[Prefer, ...] = "speed", "memory"
 
 @dataclass(frozen=True)
 class Plans(Layouts):
-    """What the planner foresees of layouts on two ranks, from layers measured on one and two, beside what they take."""
+    """Forecasts of the planner for layouts on two ranks, from layers measured on one and two, beside what they take."""
 
     columns: ClassVar[Sequence[Column]] = (
         ("row", "row", ""),

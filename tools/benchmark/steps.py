@@ -39,7 +39,7 @@ ENDLESS = 10**9  # steps
 
 @dataclass(frozen=True)
 class Work:
-    """What a row computes.
+    """Work of a row.
 
     Attributes:
         name: of the row. library: SPIKINGJELLY, or "megasnn".
@@ -60,7 +60,7 @@ class Work:
     anew: bool = False
 
     def configuration(self) -> PretrainConfig:
-        """Of the run, with the neurons that SpikingJelly's model has and a constant rate."""
+        """Configuration of the run, with the neurons that SpikingJelly's model has and a constant rate."""
         kind = type(self.model)
         return run_config(kind)(
             model=self.model,
@@ -143,7 +143,7 @@ class StepRank:
         return Turn([seconds(step.take) for _ in range(count)], step.simulated())
 
     def facts(self) -> Facts:
-        """Of the steps so far; takes some more."""
+        """Facts of the steps so far; takes some more."""
         step = self._built()
         peak = max(0.0, peak_memory_mb(self._device) - self._baseline)
         statistics.reset()

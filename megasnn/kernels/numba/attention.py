@@ -58,19 +58,19 @@ class SpikingHeads:
         return grad.contiguous()
 
     def gradient_of_counts(self, grad: Tensor) -> Tensor:
-        """Of k^T v."""
+        """Gradient of k^T v."""
         of_kv, arrays = self._matrices(), (self.bits, grad.numpy())
         run(self.loops.gradient_of_counts, self.units, _rows(of_kv), *arrays, self._cuts(), self.sizes, self._scale())
         return of_kv
 
     def gradient_of_q(self, grad: Tensor, kv: Tensor) -> Tensor:
-        """Where the gradients of q, k and v belong, rows `[frames L, 3 heads d]`; the first is there."""
+        """Buffer for the gradients of q, k and v, rows `[frames L, 3 heads d]`; the first is there."""
         out, arrays = self._empty(3 * self.sizes[1] * self.sizes[2]), (grad.numpy(), _turned(kv))
         run(self.loops.gradient_of_q, self.units, out.numpy(), *arrays, self._cuts(), self.sizes, self._scale())
         return out
 
     def gradients(self, with_q: Tensor, of_kv: Tensor) -> Tensor:
-        """Of q, k and v. Args: with_q: what `gradient_of_q` gave. of_kv: the gradient of k^T v."""
+        """Gradients of q, k and v. Args: with_q: what `gradient_of_q` gave. of_kv: the gradient of k^T v."""
         arrays = self.bits, _rows(of_kv), _turned(of_kv)
         run(self.loops.gradients_of_k_and_v, self.units, with_q.numpy(), *arrays, self._cuts(), self.sizes)
         return with_q
@@ -99,7 +99,7 @@ class SpikingHeads:
 def spiking_heads(
     bits: Tensor, rows: torch.Size, frames: int, heads: int, dtype: torch.dtype, scale: float
 ) -> SpikingHeads | None:
-    """Of packed spikes of q, k and v, rows `[frames L, 3 heads d]`; None where there are no loops for them."""
+    """Heads of packed spikes of q, k and v, rows `[frames L, 3 heads d]`; None where there are no loops for them."""
     d = rows[1] // (3 * heads)
     if bits.device.type != "cpu" or dtype not in TYPES or d % 8 or not rows.numel() or (loops := _loops()) is None:
         return None

@@ -39,7 +39,7 @@ def add_at_spikes(added, bits, pixel, byte, d, matrices, top, column):
 
 @part
 def sum_at_spikes(zeros, bits, pixel, byte, d, matrices, top, column):
-    """What the rows of a matrix add up to where there are spikes, a block of columns of it."""
+    """Sum of the rows of a matrix at which there are spikes, a block of columns of it."""
     total = zeros
     for start in range(0, d, WORD):
         left = spikes_from(bits, pixel, byte + start // 8, d - start)

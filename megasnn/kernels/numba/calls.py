@@ -67,7 +67,7 @@ def no_bits() -> np.ndarray:
 def backward_sums(
     x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
 ) -> tuple[Tensor, np.ndarray, None]:
-    """What is carried is the gradient of the normalised input: computing it again would take longer than reading it."""
+    """Carries the gradient of the normalised input: computing it again would take longer than reading it."""
     data, upstream = _pixels(x), _pixels(g_spikes)
     inputs, channels = data.shape[0], data.shape[-1]
     flat = upstream.reshape(unit.time_steps, -1)
@@ -170,5 +170,5 @@ def _width(channels: int) -> int:
 
 
 def pieces(whole: int, size: int) -> int:
-    """Of that size, that make up the whole; the last may be shorter."""
+    """Pieces of that size that make up the whole; the last may be shorter."""
     return -(-whole // size)

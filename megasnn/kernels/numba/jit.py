@@ -1,4 +1,4 @@
-"""How loops are compiled and run: no fast-math, machine code cached on disk, threads that share the work."""
+"""Compiling and running of loops: no fast-math, machine code cached on disk, threads that share the work."""
 
 from __future__ import annotations
 

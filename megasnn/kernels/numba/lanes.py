@@ -29,7 +29,7 @@ class Lanes(types.Type):
 
 
 class Flags(types.Type):
-    """What a comparison of lanes gives."""
+    """Result of a comparison of lanes."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -93,12 +93,12 @@ def _filled(context, number, like):
 
 
 def _count_of(context, lanes):
-    """How many there are."""
+    """Number of flags that are set."""
     return types.int64(lanes), lambda context, builder, signature, args: ir.IntType(64)(lanes.count)
 
 
 def _place(context: Any, builder: Any, kind: Any, vector: Any, array: Any, row: Any, column: Any, *_: Any) -> Any:
-    """Where lanes begin, as the address of such a vector; from the array on, what an intrinsic was called with."""
+    """Address at which lanes begin, as that of such a vector; from the array on, what an intrinsic was called with."""
     if kind.ndim != 2 or kind.layout != "C":
         raise TypeError(f"lanes are loaded from contiguous arrays of two dimensions, not from {kind}")
     struct = context.make_array(kind)(context, builder, array)
@@ -152,7 +152,7 @@ def _stream(context, array, row, column, lanes, past):
 
 
 def _ordered(context):
-    """What was stored before is seen by other threads before what is stored after."""
+    """Fence: other threads see earlier stores before later ones."""
 
     def generate(context, builder, signature, args):
         builder.fence("seq_cst")
@@ -213,7 +213,7 @@ def _load_bits(context, array, row, bit, like):
 
 
 def _where(context, flags, a, b):
-    """Of each lane `a` where its flag is set, otherwise `b`; both are lanes, or a number for all."""
+    """Selects `a` in each lane whose flag is set, otherwise `b`; both are lanes, or a number for all."""
     kind = a if isinstance(a, Lanes) else b if isinstance(b, Lanes) else Lanes(a, flags.count)
 
     def generate(context, builder, signature, args):
@@ -224,7 +224,7 @@ def _where(context, flags, a, b):
 
 
 def of_lanes(builder: Any, name: str, *vectors: Any) -> Any:
-    """What a function of LLVM's gives for vectors of a type."""
+    """Applies a function of LLVM's to vectors of a type."""
     kind = vectors[0].type
     function = ir.FunctionType(kind, [kind] * len(vectors))
     mangled = f"{name}.v{kind.count}{kind.element.intrinsic_name}"

@@ -53,13 +53,13 @@ class LeakScaled(NamedTuple):
 
 
 class Hard(NamedTuple):
-    """Where a spike fired, the potential becomes `by`."""
+    """Hard reset: behind a spike the potential becomes `by`."""
 
     by: Any
 
 
 class Soft(NamedTuple):
-    """Where a spike fired, the potential loses `by`."""
+    """Soft reset: behind a spike the potential loses `by`."""
 
     by: Any
 
@@ -203,7 +203,7 @@ def _surrogate_gradient(above, surrogate, one):
 
 
 def of_factor(h, v, g_x, charge):
-    """What the gradient of the charging factor q needs, v being the potential before the step.
+    """Term of the gradient of the charging factor q, v being the potential before the step.
 
     With decaying input h - v = q (x - (v - rest)) and g_x = q g_h; otherwise g_x = g_h. `gradient_of_w` does the rest.
     """

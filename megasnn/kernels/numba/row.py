@@ -46,7 +46,7 @@ _LARGE = 4 * 2**20  # bytes: more than stays in an L2 cache until it is read
 
 @part
 def large(array):
-    """What is better written past the caches: into them, all of it would be read before it is overwritten."""
+    """True for arrays better written past the caches: into them, all of it would be read before it is overwritten."""
     return array.size * array.itemsize >= _LARGE
 
 

@@ -1,4 +1,4 @@
-"""Where spikes are, as lists of places, from the bits that `megasnn.kernels.spike_codec` packs.
+"""Lists of the places of spikes, from the bits that `megasnn.kernels.spike_codec` packs.
 
 `bits [pixels, C / 8]` are those of an input with its channels last; `x [pixels, C]` are its values, or an array without
 elements, where all that are not 0 are 1.
@@ -71,7 +71,7 @@ without_lowest: Any = intrinsic(_without_lowest)
 
 @part
 def by_pixel(bits, x, first, last, starts, channels, values):
-    """Of pixels `first` to `last` the channels that are not 0, in their order, and their values.
+    """Lists for pixels `first` to `last` the channels that are not 0, in their order, and their values.
 
     Those of the w-th 64 channels of the i-th pixel lie from `starts[i * words + w]` to the next start.
     """
@@ -92,7 +92,7 @@ def by_pixel(bits, x, first, last, starts, channels, values):
 
 @part
 def by_channel(bits, x, first, last, width, stride, ends, places, values):
-    """Of each channel the pixels from `first` to `last` where it is not 0, in their order, and their values.
+    """Lists for each channel the pixels from `first` to `last` where it is not 0, in their order, and their values.
 
     Those of a channel lie from the end of the one before to `ends[channel]`, which while they are filled in is how far
     that has come. Pixels are counted from `first` on, in lines of `width` that begin `stride` places apart.

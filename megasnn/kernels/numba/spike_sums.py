@@ -34,7 +34,7 @@ _LINE = 64  # bytes
 
 @dataclass(frozen=True)
 class Spikes:
-    """Where an input of spikes, counts or averages is not 0.
+    """Places at which an input of spikes, counts or averages is not 0.
 
     Attributes:
         shape: of the input, `[frames, C, H, W]`.
@@ -50,12 +50,12 @@ class Spikes:
 
 
 def has_loops() -> bool:
-    """Whether sums can be formed on this machine."""
+    """True where sums can be formed on this machine."""
     return _loops() is not None
 
 
 def output(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
-    """Of an input `[frames, C, H, W]` and a weight `[out, C, k, k]`: `[frames, out, H', W']`, channels last.
+    """Convolves an input `[frames, C, H, W]` with a weight `[out, C, k, k]`: `[frames, out, H', W']`, channels last.
 
     None where a dense product takes less time, or there are no loops for it; and where the weight is not finite, which
     is to be seen also where no spike meets it.
@@ -92,7 +92,7 @@ def add_weight_gradient_of_bits(
 
 
 def spikes_in(x: Tensor) -> Spikes | None:
-    """Of an input whose channels are last in memory; None of others."""
+    """Spikes of an input whose channels are last in memory; None for others."""
     rows = x.detach().movedim(1, -1)
     if not rows.is_contiguous():
         return None
@@ -185,7 +185,7 @@ _loops = partial(loops_of, "spike_sum_loops")
 def _parts(
     frames: int, space: torch.Size, output_space: torch.Size, weight: Tensor, geometry: Geometry
 ) -> tuple[int, tuple[int, int, int, int]]:
-    """How many frames there are, and their height and width and those of the output: all pixels are one column where
+    """Number of frames, their height and width and those of the output: all pixels are one column where
     each is by itself."""
     if weight.shape[2:] == (1, 1) and geometry == Geometry():
         pixels = frames * space.numel()
@@ -194,7 +194,7 @@ def _parts(
 
 
 def _offsets(weight: Tensor, geometry: Geometry) -> np.ndarray:
-    """How far each place of a kernel is from where it is put, in rows and columns, `[kh kw, 2]`."""
+    """Distance of each place of a kernel from where it is put, in rows and columns, `[kh kw, 2]`."""
     far = np.indices(weight.shape[2:]).reshape(2, -1).T * geometry.dilation
     return np.ascontiguousarray(far - np.array(geometry.padding))
 

@@ -1,4 +1,4 @@
-"""How long sums over spikes take, in the time of the dense product: a rule, so that runs with as many threads decide
+"""Time of sums over spikes in units of the dense product's: a rule, so that runs with as many threads decide
 alike.
 
 Fitted by hand to times of one core, an AMD EPYC (Zen 4) and an Intel Xeon (Emerald Rapids), of layers of 16 to 1,536
@@ -40,7 +40,7 @@ class Work:
     itemsize: int
 
     def compared(self, share: float, threads: int = 1) -> float:
-        """What sums take, against the dense product.
+        """Time of sums, against the dense product.
 
         Args:
             share: of the input's values that are not 0.

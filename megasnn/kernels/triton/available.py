@@ -15,7 +15,7 @@ MOST_VALUES = 2**31 - 2**26
 
 
 def interpreted() -> bool:
-    """Whether Triton runs its kernels in Python, on tensors of the CPU."""
+    """True where Triton runs its kernels in Python, on tensors of the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "yes", "on", "y")
 
 
@@ -33,7 +33,7 @@ def refuses(x: Tensor) -> str | None:
 
 
 def usable_on(device: torch.device) -> bool:
-    """Whether kernels run on that device. Never on a CPU, where they are interpreted only for who asks for them."""
+    """True where kernels run on that device. Never on a CPU, where they are interpreted only for who asks for them."""
     return device.type == "cuda" and _unusable(device) is None
 
 

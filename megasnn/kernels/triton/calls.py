@@ -138,7 +138,7 @@ def input_gradient(
 
 
 def factor(w: Tensor | None, number: torch.dtype) -> Tensor | None:
-    """What the charge multiplies by where it is learned; it stays on the device."""
+    """Factor of the charge where it is learned; it stays on the device."""
     return None if w is None else w.detach().to(number).sigmoid()
 
 
@@ -163,7 +163,7 @@ def _sizes(shape: torch.Size, unit: Unit) -> _Sizes:
 
 
 class _Cut(NamedTuple):
-    """How values are cut for a kernel that sums: the length of a row, rows of a tile, tiles of a program, programs."""
+    """Cut of values for a kernel that sums: the length of a row, rows of a tile, tiles of a program, programs."""
 
     row: int
     rows: int

@@ -18,7 +18,7 @@ TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool
 
 @triton.jit
 def below_zero(x):
-    """Whether the sign bit is set: also that of -0."""
+    """True where the sign bit is set: also that of -0."""
     if x.dtype == tl.float64:
         below = x.to(tl.int64, bitcast=True) < 0
     elif x.dtype == tl.float32:

@@ -1,4 +1,4 @@
-"""How kernels are compiled and started: one set of options, and sizes from a rule instead of a search.
+"""Compiling and starting of kernels: one set of options, and sizes from a rule instead of a search.
 
 Multiplications and additions are never fused into one rounding: a spike could flip against the reference.
 
@@ -61,12 +61,12 @@ def chunk(dtype: torch.dtype, time_steps: int) -> int:
 
 
 def at_once(time_steps: int) -> int:
-    """How many steps a forward writes out, in a loop over all: a divisor of their number."""
+    """Number of steps that a forward writes out, in a loop over all: a divisor of their number."""
     return next(steps for steps in range(MOST_UNROLLED, 0, -1) if time_steps % steps == 0)
 
 
 def chunk_memory(x: Tensor, time_steps: int, size: int) -> Tensor | None:
-    """Where a backward of many time steps keeps the potentials before each chunk but the last; None for few."""
+    """Memory where a backward of many time steps keeps the potentials before each chunk but the last; None for few."""
     if time_steps <= MOST_UNROLLED:
         return None
     return x.new_empty(((time_steps - 1) // chunk(x.dtype, time_steps), size), dtype=compute_type(x.dtype))

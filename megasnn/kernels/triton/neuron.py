@@ -103,7 +103,7 @@ def step_backward(h, g_spike, g_v, q, N: tl.constexpr):
 
 @triton.jit
 def factor_backward(h, v, g_x, N: tl.constexpr):
-    """What the gradient of a learned factor adds up, v being the potential before the step.
+    """Term of the gradient of a learned factor, v being the potential before the step.
 
     With decaying input h - v = q (x - (v - rest)) and g_x = q g_h; otherwise g_x = g_h. The caller divides by q^2.
     """

@@ -1,4 +1,4 @@
-"""What a block of neurons is fed in a time step, and all its steps again for a backward.
+"""Input of a block of neurons in a time step, and all its steps again for a backward.
 
 A block is a tensor of places in one time step of the output, `[N, ..., C]` in memory, with the channels fastest.
 `norm` points to rows of C numbers: what the input is multiplied by, what is then added, and the mean. They are loaded
@@ -16,7 +16,7 @@ from megasnn.kernels.triton.neuron import charge, reset
 
 @triton.jit
 def of_channel(norm, row: tl.constexpr, place, inside, channels):
-    """That row's number for the channel of each place."""
+    """Number in that row for the channel of each place."""
     return tl.load(norm + row * channels + place % channels, mask=inside, other=0)
 
 
@@ -31,7 +31,7 @@ def first_potential(v_first, place, inside, N: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def fed(x, place, inside, scale, shift, D: tl.constexpr):
-    """What one time step of the input, `x`, feeds into the neurons; without `scale` the input as it is."""
+    """Input that one time step of `x` feeds into the neurons; without `scale` the input as it is."""
     y = tl.load(x + place, mask=inside, other=0).to(D)
     if scale is not None:
         y = y * scale + shift
@@ -45,7 +45,7 @@ def one_more(row, x):
 
 @triton.jit
 def at_step(x, t: tl.constexpr, size, REPEATED: tl.constexpr):
-    """That time step of x; of what is repeated the only one."""
+    """Time step of x; of what is repeated the only one."""
     if not REPEATED:
         x += tl.full((), t, tl.int64) * size
     return x

@@ -67,7 +67,7 @@ def statistics_kernel(x, partial, size, whole_rows, rest, row, programs, tiles,
 
 @triton.jit
 def summed_by(program, column, whole_rows, rest, rows):
-    """How many values of its columns a program sums in its `rows` rows, of all whole rows and a rest.
+    """Number of values of its columns that a program sums in its `rows` rows, of all whole rows and a rest.
 
     Division of 64 bits takes a GPU some hundred instructions: quotient and remainder come from the host.
     """

@@ -90,7 +90,7 @@ def gradient_of_chunk(x, g_spikes, g_x, place, inside, scale, shift, mean, mean_
 
 @triton.jit
 def store_gradient(x, g_x, g, place, inside, scale, mean, mean_g, mean_gx, D: tl.constexpr):
-    """That of the input of one time step, through the norm if there is one."""
+    """Stores the gradient of the input of one time step, through the norm if there is one."""
     if scale is not None:
         value = tl.load(x + place, mask=inside, other=0)
         g = norm_backward(g, value.to(D), scale, mean, mean_g, mean_gx)
