@@ -23,6 +23,7 @@ from megasnn.cache import CacheError, cache_folder
 with contextlib.suppress(CacheError):
     os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder("numba")))
 
+from tests.forking import forking
 from tests.rank_pool import RankPool
 from tests.sums import form_sums_where_few
 
@@ -34,6 +35,12 @@ def _few_objects_to_look_through() -> None:
     """What modules and tests before have left is not looked through again, whenever Python looks for garbage."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _server_of_processes() -> None:
+    """Starts the process that all others are copied from before a data loader does, which blocks signals in it."""
+    forking()
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.init import tensors_of
 from megasnn.layers.row_context import WholeImages
 from megasnn.layers.shape_inference import is_channels_last
-from megasnn.models.description import DRY_SAMPLES, INPUT, Carried, ModelDescription
+from megasnn.models.description import DRY_SAMPLES, INPUT, Carried, ModelDescription, frames_of
 from megasnn.parallel.sharding import own_rows
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, ParallelState
@@ -108,7 +108,15 @@ class Boundaries:
                 shapes = (self._own_shape(each, by_rows[number]) for each in (small, large))
                 first, second = (shape and TensorSpec(shape, small.dtype, content, learning) for shape in shapes)
                 self._specs[number, key] = first or None, second or None
+        few_rows, more_rows = (self._own_shape(self._frames(n), True) for n in (DRY_SAMPLES, 2 * DRY_SAMPLES))
+        assert few_rows is not None and more_rows is not None
+        self._specs[INPUT, None] = TensorSpec(few_rows, context.dtype), TensorSpec(more_rows, context.dtype)
         self.spec = lru_cache(maxsize=None)(self._spec)
+
+    def _frames(self, samples: int) -> Tensor:
+        """The model's input as its first layer takes it, and later ones that take it too; on the meta device."""
+        shape = self._model.input_shape
+        return frames_of(torch.empty((samples, *shape), device="meta"), shape)
 
     def _own_shape(self, entry: Tensor, by_rows: bool) -> tuple[int, ...] | None:
         """Shape of this rank's part, where ranks share the rows of images, which a dry run sees whole."""

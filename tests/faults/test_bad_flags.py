@@ -24,7 +24,7 @@ REFUSALS = {
     "channels": (
         ["--tensor-model-parallel-size", "8", "--embed-dim", "32", "--num-heads", "8"],
         8,
-        ["--embed-dim 32", "4 channels", "--tensor-model-parallel-size 8"],
+        ["out_channels 4", "--tensor-model-parallel-size 8"],
     ),
     "layout": (
         ["--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "4|3"],

@@ -15,6 +15,7 @@ from megasnn.config.checks import above, at_least, refusal
 from megasnn.config.fields import name_in
 from megasnn.config.parallel import ScheduleName
 from megasnn.kernels import BACKENDS
+from megasnn.models.build import building_problems
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.schedule.named import AUTO, SCHEDULES
@@ -170,7 +171,9 @@ calls, MB moved: of the busiest rank in a step: received in collectives, sent in
         size, context = self.global_batch_size // pieces, row.sizes.get("cp", 1)
         if context > size and "rows" not in row.options:
             return [f"row {row.name}: {context} ranks cannot share micro-batches of {size} samples"]
-        wrong = self.dimensions_of_model().problems(row.sizes.get("tp", 1))
+        model = self.dimensions_of_model()
+        tensor = row.sizes.get("tp", 1)
+        wrong = model.problems(tensor) or building_problems(model, model.neuron().spec, tensor)
         return [f"row {row.name}: {problem}" for problem in wrong]
 
     def parsed(self) -> list[Row]:
