@@ -23,8 +23,7 @@ from typing import Annotated
 import tyro
 
 from megasnn.checkpoint.tensor_io import verify_checkpoint
-from megasnn.config.cli import subcommands
-from megasnn.config.fields import name_in
+from megasnn.config.tool_flags import name_in, subcommands
 from megasnn.convert.exchange import Names, export_weights, import_weights
 from megasnn.convert.report import as_text, differences, size_text
 from megasnn.convert.reshard import Target, reshard, saved_model, target_ranks

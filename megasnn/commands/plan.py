@@ -19,8 +19,7 @@ from typing import Annotated
 
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError, at_least, flag
-from megasnn.config.cli import command_line
-from megasnn.config.fields import name_in
+from megasnn.config.tool_flags import command_line, name_in
 from megasnn.files import write_whole
 from megasnn.models.registry import MODELS
 from megasnn.planner.candidates import Prefer

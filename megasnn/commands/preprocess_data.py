@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megasnn.config.cli import command_line
+from megasnn.config.tool_flags import command_line
 from megasnn.preprocess.options import Command
 
 

@@ -20,7 +20,7 @@ import tyro
 from numpy.typing import NDArray
 from PIL import Image
 
-from megasnn.config.cli import command_line
+from megasnn.config.tool_flags import command_line
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.datasets import open_shards
 from megasnn.data.formats import SampleFormat, decode_events
@@ -74,7 +74,7 @@ def read_samples(
         if value < 1:
             raise ValueError(f"--{flag} must be at least 1, got {value}")
     addresses = expand_shards(data_path, "SHARDS")
-    shards = open_shards(addresses, fetch_timeout=60.0)
+    shards = open_shards(addresses)
     dataset = ShardDataset(shards, AsStored(time_steps, max_sample_mb << 20), _ANY_CLASS)
     index = read_index(addresses[0].parent) if isinstance(addresses[0], Path) else None
     names = dict(enumerate(index.classes if index else ()))

@@ -9,7 +9,7 @@ from pydantic import PlainValidator
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from megasnn.config.checks import flag, needs
+from megasnn.config.checks import needs
 from megasnn.config.fields import Count, Size
 from megasnn.files import STRICT
 
@@ -68,11 +68,4 @@ class CheckpointConfig:
     def problems(self) -> list[str]:
         """Contradictions, with values and flags."""
         wrong = needs(self, "save", "save_interval", "async_save", "keep_last", "keep_best")
-        wrong += needs(self, "keep_last", "keep_every") + needs(self, "load", "ckpt_step", "finetune")
-        if self.loads_weights:
-            wrong += [
-                f"--load {self.load} is a file of weights: leave {flag(name)} out"
-                for name in ("ckpt_step", "finetune")
-                if getattr(self, name)
-            ]
-        return wrong
+        return wrong + needs(self, "keep_last", "keep_every") + needs(self, "load", "ckpt_step", "finetune")

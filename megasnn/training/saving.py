@@ -8,7 +8,7 @@ from dataclasses import asdict
 from megasnn.checkpoint.folder import Retention
 from megasnn.checkpoint.writer import AsyncWriter, SyncWriter
 from megasnn.config import PretrainConfig
-from megasnn.config.identity import NORMALISATION, normalisation
+from megasnn.config.identity import SAMPLES, samples
 from megasnn.engine import Engine
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.resume import Best, Claim, StartingPoint
@@ -34,8 +34,7 @@ class Saves:
     ) -> None:
         options = config.checkpoint
         self._keeps_best, self._engine, self._claim = options.keep_best, engine, claim
-        constants = normalisation(config)
-        self._extra = {**place, **({} if constants is None else {NORMALISATION: constants})}
+        self._extra = {**place, SAMPLES: samples(config)}
         self._best, self._saved_best = begin.best, begin.best if begin.saved else None
         self._saves_best = False
         self._saver: SyncWriter | None = None

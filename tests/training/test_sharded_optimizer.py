@@ -35,10 +35,7 @@ def rmsprop(groups: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(groups, lr=lr)
 
 
-OWN = {
-    "own": OptimizerRecipe("element by element", rmsprop, lambda: ("step", "square_avg")),
-    "whole": OptimizerRecipe("by rows and columns", rmsprop, lambda: ("step", "square_avg"), elementwise=False),
-}
+OWN = {"own": OptimizerRecipe("element by element", rmsprop, ("step", "square_avg"))}
 
 
 def trained(cache: str, *flags: str) -> None:
@@ -54,7 +51,7 @@ def trained(cache: str, *flags: str) -> None:
         pytest.param(4, "--neuron plif", marks=pytest.mark.matrix),
         pytest.param(2, "--optimizer lamb --lr 1e-2 --weight-decay 0.05", marks=pytest.mark.matrix),
         pytest.param(4, "--optimizer lamb --lr 1e-2 --weight-decay 0.05", marks=pytest.mark.matrix),
-        pytest.param(4, "--optimizer sgd --lr-scale-of patch_embed=0,head=0.5", marks=pytest.mark.matrix),
+        pytest.param(4, "--optimizer sgd", marks=pytest.mark.matrix),
         pytest.param(2, "--optimizer own", marks=pytest.mark.matrix),
         pytest.param(2, "--recompute always", marks=pytest.mark.matrix),
         pytest.param(4, "--neuron plif --context-parallel-size 2", marks=pytest.mark.matrix),

@@ -47,7 +47,7 @@ def cache(tmp_path_factory) -> str:
     [
         (2, "--neuron plif --ema-decay 0.75 --eval-interval 2 --eval-iters 1", BY_TWO),
         (4, "--optimizer lamb --lr 1e-2 --weight-decay 0.05", (*BY_FOUR, "--recompute", "always")),
-        (4, "--lr-scale-of patch_embed=0 --optimizer sgd", (*BY_FOUR, SHARDED)),
+        (4, "--optimizer sgd", (*BY_FOUR, SHARDED)),
         pytest.param(4, "--neuron plif", BY_FOUR, marks=pytest.mark.matrix),
         pytest.param(2, "--bptt-steps 1", BY_TWO, marks=pytest.mark.matrix),
         pytest.param(2, "--tensor-model-parallel-size 2", BY_TWO, marks=pytest.mark.matrix),
