@@ -31,10 +31,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def program() -> int:
-    """The program megasnn-preprocess-data."""
-    return main()
-
-
 if __name__ == "__main__":
-    sys.exit(program())
+    sys.exit(main())

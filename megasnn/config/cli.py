@@ -59,8 +59,9 @@ def parse(
                 [f'{name} takes one value, and there are several: put it in quotes, {name} "a-{{0..9}}.tar"']
             )
     for part in ORDER:
-        hints = get_type_hints(type(getattr(plain, part)), include_extras=True)
-        flags = {name: _read(hints[name], text) for name, text in vars(given).items() if name in hints}
+        kind = type(getattr(plain, part))
+        hints, names = get_type_hints(kind, include_extras=True), [each.name for each in fields(kind)]
+        flags = {name: _read(hints[name], getattr(given, name)) for name in names if hasattr(given, name)}
         values[part] = {**values.get(part, {}), **flags}
     return from_dict(config_class, values, texts=True)
 

@@ -62,9 +62,7 @@ def test_help_has_every_flag_with_its_text_and_default(capsys: pytest.CaptureFix
         parse(run_config(MODELS[model]), ["--help"])
     text = printed(capsys)
     assert stopped.value.code == 0 and "None}" not in text and "--no-no-" not in text
-    assert [text.index(f" {part} options ") for part in ORDER] == sorted(
-        text.index(f" {part} options ") for part in ORDER
-    )
+    assert (places := [text.index(f" {part} options: ") for part in ORDER]) == sorted(places)
     config = run_config(MODELS[model])()
     for part, names in flag_names(type(config)).items():
         texts = help_texts(type(getattr(config, part)))
