@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from megasnn.checkpoint.format import METADATA, Metadata, read_metadata, size_problem, to_text
@@ -100,7 +101,8 @@ def commit(folder: Path, metadata: Metadata, best: bool = False) -> Path:
     latest = named(folder, LATEST)
     for other, path in checkpoints(folder).items():
         if latest is not None and latest < other < step:
-            path.rename(path.with_name(f"{path.name}.given_up"))
+            names = (path.with_name(f"{path.name}.given_up{number or ''}") for number in count())
+            path.rename(next(name for name in names if not name.exists()))
     # A run that went back to an older checkpoint comes by here again; its own save counts now.
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
