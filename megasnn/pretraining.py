@@ -129,7 +129,7 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
     if not saved:
         return given
     config = parse(run_config(model), argv, console_outputs, model.recipes(), saved)
-    taken = flags_between(given, config)
+    taken = [each for of_part in flags_between(given, config).values() for each in of_part]
     if taken and os.environ.get("RANK", "0") == "0":
         print(f"--load {in_message(given.checkpoint.load)} gives {' '.join(map(in_message, taken))}")
     return config

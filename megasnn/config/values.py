@@ -117,19 +117,21 @@ def to_json(config: Any) -> str:
 
 
 def changed_flags(config: Any) -> dict[str, list[str]]:
-    """Flags by part that differ from their defaults, as a command line gives them."""
+    """Flags by part that differ from their defaults; a model's defaults are those of its variant."""
+    defaults: dict[str, Any] = {}
+    for part in fields(config):
+        variant, kind = getattr(getattr(config, part.name), "variant", None), type(getattr(config, part.name))
+        defaults[part.name] = kind(variant=variant) if variant else kind()
+    return flags_between(type(config)(**defaults), config)
+
+
+def flags_between(before: Any, after: Any) -> dict[str, list[str]]:
+    """Flags by part that make one configuration of another of the same class, as a command line gives them."""
     changed: dict[str, list[str]] = {}
-    defaults = _defaults(config)
-    for part, name, value in _entries(config):
-        if value != defaults[part][name]:
+    for (part, name, old), (_, _, value) in zip(_entries(before), _entries(after), strict=True):
+        if value != old:
             changed.setdefault(part, []).append(as_flag(name, value))
     return changed
-
-
-def flags_between(before: Any, after: Any) -> list[str]:
-    """Flags that make one configuration of another of the same class."""
-    old = {(part, name): value for part, name, value in _entries(before)}
-    return [as_flag(name, value) for part, name, value in _entries(after) if value != old[part, name]]
 
 
 def as_flag(name: str, value: Any) -> str:
@@ -149,13 +151,3 @@ def _entries(config: Any) -> Iterator[tuple[str, str, Any]]:
     for part in fields(config):
         for entry in fields(getattr(config, part.name)):
             yield part.name, entry.name, getattr(getattr(config, part.name), entry.name)
-
-
-def _defaults(config: Any) -> dict[str, dict[str, Any]]:
-    """Values of each part without arguments; a model's defaults are those of its variant."""
-    made = {}
-    for part in fields(config):
-        values = getattr(config, part.name)
-        variant = getattr(values, "variant", None)
-        made[part.name] = vars(type(values)(variant=variant) if variant else type(values)())
-    return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -169,12 +168,3 @@ def test_a_full_disk(ranks, tmp_path, background):
         assert [line for line in said if "iteration 2 " in line and "No space left on device" in line]
         assert list_checkpoints(disk) == [1, 3] and is_known(disk, 3)
         assert sorted(path.name for path in disk.iterdir()) == ["iter_0000001", "iter_0000003", LATEST]
-
-
-def test_a_disk_that_becomes_read_only(tmp_path):
-    with small_disk(tmp_path / "disk", "512k") as disk:
-        session = Session(disk, Layout())
-        assert session.saved(1)
-        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        assert not session.saved(2) and "Read-only file system" in session.said[-1]
-        assert list_checkpoints(disk) == [1] and is_known(disk, 1)

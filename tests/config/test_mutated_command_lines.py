@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from megasnn.commands import convert_checkpoint, draw_schedule, preprocess_data, show_data
+from megasnn.commands import convert_checkpoint
 from megasnn.config import ConfigError, parse, validate
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
@@ -40,15 +40,9 @@ def pretrain(model: str) -> Program:
 PROGRAMS: dict[str, tuple[Program, tuple[str, ...]]] = {
     "spikformer": (pretrain("spikformer"), ("",)),
     "vgg": (pretrain("vgg_dvs"), ("",)),
-    "draw": (draw_schedule.main, ("1f1b", "zbv", "auto", "interleaved", "v-min")),
-    "show": (show_data.main, ("absent.tar --output x.png", "absent")),
     "convert": (
         convert_checkpoint.main,
         ("inspect absent", "verify absent", "reshard --load absent --save new", "export --load absent --output x.pt"),
-    ),
-    "preprocess": (
-        preprocess_data.main,
-        ("n-mnist --input absent --output new", "image-folder --input absent --output new", "verify absent"),
     ),
 }
 

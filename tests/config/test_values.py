@@ -28,7 +28,8 @@ def test_flags_show_changes() -> None:
     config = CLASS(model=Spikformer(variant="spikformer_ti", depth=2), neuron=NeuronConfig(v_reset=None))
     assert changed_flags(config) == {"model": ["--depth 2"], "neuron": ["--v-reset none"]}
     others = replace(config, optimizer=OptimizerConfig(lr=0.5, optimizer="sgd"), neuron=NeuronConfig(decay_input=False))
-    assert flags_between(config, others) == ["--v-reset 0.0", "--no-decay-input", "--optimizer sgd", "--lr 0.5"]
+    neuron = ["--v-reset 0.0", "--no-decay-input"]
+    assert flags_between(config, others) == {"neuron": neuron, "optimizer": ["--optimizer sgd", "--lr 0.5"]}
 
 
 def test_keywords_of_an_engine() -> None:
