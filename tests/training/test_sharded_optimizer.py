@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megasnn.checkpoint.format import read_metadata
-from megasnn.config import ConfigError, parse
+from megasnn.config import parse
 from megasnn.config.training import Length
 from megasnn.engine import Engine
 from megasnn.models.model import run_config
@@ -133,17 +133,3 @@ def spoiled() -> tuple[list[bool], str, bool, bool]:
 def test_a_step_that_does_not_count_changes_nothing(ranks) -> None:
     for skipped, where, unchanged, same_end in ranks(2, spoiled):
         assert skipped == [True] and "gradient of head.weight" in where and unchanged and same_end
-
-
-def refusal(*flags: str) -> str:
-    with mock.patch.dict(OPTIMIZERS, OWN), pytest.raises(ConfigError) as caught:
-        train("", "--optimizer", "whole", *flags)
-    return str(caught.value)
-
-
-def test_an_optimizer_that_needs_whole_tensors_is_refused(ranks) -> None:
-    for text in ranks(2, refusal, SHARDED):
-        assert "--optimizer whole needs whole tensors, and with --use-distributed-optimizer a rank updates" in text
-        assert "or take another optimizer (adamw, sgd, lamb, own)" in text
-    for text in ranks(2, refusal, "--tensor-model-parallel-size", "2"):
-        assert "--optimizer whole needs whole tensors, and with --tensor-model-parallel-size 2 a rank" in text

@@ -227,10 +227,6 @@ def test_a_flipped_bit_is_found_where_weights_are_held_twice(ranks, cache) -> No
         ("--weight-parallel-size 2 --last-batch keep", "--last-batch keep"),
         ("--weight-parallel-size 2 --cuda-graphs on", "with --weight-parallel-size above 1 weights do not stay"),
         ("--weight-gradients scattered", "--weight-gradients scattered needs --weight-parallel-size 2 or more"),
-        (
-            "--weight-parallel-size 2 --weight-gradients scattered --pipeline-model-parallel-size 2 --deterministic",
-            "--pipeline-schedule auto",
-        ),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_built(flags: str, told: str) -> None:
