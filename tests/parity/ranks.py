@@ -202,8 +202,8 @@ def record_step(
         hook.remove()
     engine.merge_statistics(most)
     place = state.coordinates
-    replica = state.dp.rank, place.context
-    result = RankStep((place.pipeline, *replica, place.tensor), loss, engine.norm, logits, sum(fired))
+    replica = state.dp.rank, place.cp
+    result = RankStep((place.pp, *replica, place.tp), loss, engine.norm, logits, sum(fired))
     for entry in engine.tensors if state.dp_shard.size == 1 else engine.owned:
         if entry.is_parameter and not entry.tensor.requires_grad:
             assert entry.tensor.grad is None
