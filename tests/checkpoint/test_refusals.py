@@ -172,7 +172,7 @@ def save_on_ranks_that_cannot(folder: Path) -> list[str]:
     """Shards that are missing, and a disk that one rank cannot write."""
     rank = Rank(Layout(tensor=2))
     for index, entry in enumerate(rank.tensors):
-        place = Place(Grid(data=2, tensor=2), replace(entry.shard.place.coordinates, data=dist.get_rank()))
+        place = Place(Grid(dp_replicate=2, tp=2), replace(entry.shard.place.coordinates, dp_replicate=dist.get_rank()))
         rank.tensors[index] = replace(entry, shard=replace(entry.shard, place=place))
     with pytest.raises(CheckpointError) as missing:
         save(folder, rank)
