@@ -23,11 +23,6 @@ def memory_order(x: Tensor) -> list[int]:
     return sorted(range(x.ndim), key=lambda dim: (x.shape[dim] != 1, -strides[dim], dim))
 
 
-def is_dense(x: Tensor) -> bool:
-    """True where the elements fill one block of memory without gaps or overlap, in whatever order."""
-    return x.permute(memory_order(x)).is_contiguous()
-
-
 def flat_in_memory(x: Tensor) -> Tensor:
     """The elements in memory order, as a view; of a tensor that is not dense a copy in row-major order."""
     ordered = x.permute(memory_order(x))
@@ -58,11 +53,6 @@ class TimeOrder:
 
 def _inverse(order: list[int]) -> list[int]:
     return [order.index(dim) for dim in range(len(order))]
-
-
-def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

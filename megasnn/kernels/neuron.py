@@ -146,12 +146,10 @@ def neuron_multi_step(
         Spikes, shaped and typed like ``x``, and the membrane potential ``[N, ...]`` after the last step.
 
     Raises:
-        ValueError: an unknown backend, a shape that does not fit, a plif neuron without ``w`` (or another with it),
-            or a backend that cannot be used here.
+        ValueError: an unknown backend, a plif neuron without ``w`` (or another with it), or a backend that cannot be
+            used here.
     """
     _check_neuron(x, spec, w)
-    if v0 is not None and v0.shape != x.shape[1:]:
-        raise ValueError(f"v0 {tuple(v0.shape)} must have the shape of one time step, {tuple(x.shape[1:])}")
     if x.is_meta:
         return torch.empty_like(x), x.new_empty(x.shape[1:])
     return backend_for(backend, x, spec).neuron_multi_step(x, spec, v0, w)
@@ -195,38 +193,21 @@ def norm_pool_neuron(
         Spikes, and the statistics that were used (float32 when ``x`` is bfloat16); see `UnitOutput`.
 
     Raises:
-        ValueError: an unknown backend, shapes or time steps that do not fit, fewer than two values per channel in
-            training, or a backend that cannot be used here.
+        ValueError: an unknown backend, time steps that do not fit, a single value per channel in training, or a
+            backend that cannot be used here.
     """
     _check_neuron(x, spec, w)
     steps = x.shape[0] if time_steps is None else time_steps
-    _check_norm(x, weight, bias, training and shared is None, pool, steps)
+    if x.shape[0] not in (1, steps):
+        raise ValueError(f"input has {x.shape[0]} time steps; it must have 1 or {steps} (--time-steps)")
+    if training and shared is None and x.numel() == x.shape[2]:
+        raise ValueError(f"batch norm in training needs more than one value per channel, got input {tuple(x.shape)}")
     unit = Unit(spec, eps, pool, steps)
     if x.is_meta:
         of_channels = x.new_empty(x.shape[2:3])
         return UnitOutput(x.new_empty(unit.shape_of_spikes(x)), of_channels, of_channels, x.numel() // x.shape[2])
     running = None if training or running_mean is None or running_var is None else (running_mean, running_var)
     calls = backend_for(backend, x, spec).unit_calls()
-    return norm_pool_neuron_by(calls, x, weight, bias, running, w, unit, fires, shared, above)
-
-
-def norm_pool_neuron_by(
-    calls: UnitCalls,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running: tuple[Tensor, Tensor] | None,
-    w: Tensor | None,
-    unit: Unit,
-    fires: bool = True,
-    shared: Shared | None = None,
-    above: Tensor | None = None,
-) -> UnitOutput:
-    """Makes the calls, one after the other; see `norm_pool_neuron`.
-
-    Args:
-        running: mean and variance to normalise with; None to normalise with the batch's.
-    """
     # Writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
     packed = torch.is_grad_enabled()
     inputs = channels_last(x), above, weight, bias, w, running, unit, calls, packed, fires, shared
@@ -399,25 +380,8 @@ def _means_of(x: Tensor, means: Tensor, norm: Norm, eps: float) -> Tensor:
 
 
 def _check_neuron(x: Tensor, spec: NeuronSpec, w: Tensor | None) -> None:
-    if x.ndim < 2 or not x.is_floating_point():
+    if not x.is_floating_point():
         raise ValueError(f"a neuron takes floating-point input [T, N, ...], got {x.dtype} {tuple(x.shape)}")
     if (w is not None) != NEURONS[spec.kind].learns:
         learning = ", ".join(name for name, neuron in NEURONS.items() if neuron.learns)
         raise ValueError(f"w is the parameter of a {learning} neuron and of no other; got kind {spec.kind!r} and w={w}")
-    if w is not None and w.numel() != 1:
-        raise ValueError(f"w of a {spec.kind} neuron is a scalar, got {tuple(w.shape)}")
-
-
-def _check_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, pool: bool, time_steps: int
-) -> None:
-    if x.ndim not in (4, 5) or (pool and x.ndim != 5):
-        wanted = "[T, N, C, H, W]" if pool else "[T, N, C, H, W] or [T, N, C, L]"
-        raise ValueError(f"norm{', pool' if pool else ''} and neuron take {wanted}, got {tuple(x.shape)}")
-    if x.shape[0] not in (1, time_steps):
-        raise ValueError(f"input has {x.shape[0]} time steps; it must have 1 or {time_steps} (--time-steps)")
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is not None and value.shape != x.shape[2:3]:
-            raise ValueError(f"the norm's {name} {tuple(value.shape)} does not fit {x.shape[2]} channels")
-    if training and x.numel() == x.shape[2]:
-        raise ValueError(f"batch norm in training needs more than one value per channel, got input {tuple(x.shape)}")

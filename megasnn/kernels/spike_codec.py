@@ -9,7 +9,7 @@ over memory, on a GPU Triton kernels; where they cannot be used plain tensor ope
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from types import ModuleType
@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from megasnn.device_checks import explained, refuse
-from megasnn.kernels.layout import empty_strided, flat_in_memory, is_dense, row_major_strides
-from megasnn.kernels.numba import loops_of
+from megasnn.kernels.layout import empty_strided, flat_in_memory
 from megasnn.kernels.triton.available import MOST_VALUES, usable_on
 
 
@@ -162,36 +161,16 @@ def pack_where_not_zero(x: Tensor) -> tuple[Tensor, bool]:
     return packed, not strange
 
 
-def unpack_bits(
-    packed: Tensor,
-    shape: Sequence[int],
-    strides: Sequence[int] | None = None,
-    dtype: torch.dtype = torch.float32,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The inverse of :func:`pack_bits`: a dense tensor of ``shape`` with ``strides`` (row-major without), or ``out``.
-
-    Raises:
-        ValueError: the number of bytes does not fit the shape, or the strides or ``out`` are not dense.
-    """
-    out = _target(shape, strides, dtype, out, packed.device)
-    unpack_bits_into(packed, flat_in_memory(out).view(1, -1))
-    return out
-
-
 def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
     """Writes ``rows * columns`` bits, row after row, into ``out [rows, columns]``, which may be a strided view.
 
     With ``out`` a block of columns of a channels-last tensor, this puts one rank's channels in their place.
 
     Raises:
-        ValueError: ``out`` is not two-dimensional, or ``packed`` is not uint8 ``[ceil(rows * columns / 8)]``.
+        ValueError: ``packed`` has not ``ceil(rows * columns / 8)`` bytes.
     """
-    if out.ndim != 2:
-        raise ValueError(f"bits are unpacked into rows and columns, got a tensor {tuple(out.shape)}")
-    size = packed_size(out.numel())
-    if packed.dtype != torch.uint8 or packed.shape != (size,):
-        raise ValueError(f"{out.numel()} spikes take uint8 [{size}], got {packed.dtype} {tuple(packed.shape)}")
+    if packed.numel() != packed_size(out.numel()):
+        raise ValueError(f"{out.numel()} spikes take {packed_size(out.numel())} bytes, got {packed.numel()}")
     columns = out.shape[1]
     compiled, on_gpu = _compiled(packed), _on_gpu(out)
     rows_of_neighbours = columns <= 1 or out.stride(1) == 1
@@ -236,37 +215,6 @@ def pack_counts(x: Tensor, check: bool = False) -> Tensor:
     return packed
 
 
-def unpack_counts(
-    packed: Tensor,
-    shape: Sequence[int],
-    strides: Sequence[int] | None = None,
-    dtype: torch.dtype = torch.float32,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The inverse of :func:`pack_counts`; arguments and errors as for :func:`unpack_bits`."""
-    out = _target(shape, strides, dtype, out, packed.device)
-    if packed.dtype != torch.uint8 or packed.numel() != out.numel():
-        raise ValueError(f"{packed.numel()} packed values of {packed.dtype} do not fill a tensor {tuple(shape)}")
-    flat_in_memory(out).copy_(packed.view(-1))
-    return out
-
-
-def _target(
-    shape: Sequence[int],
-    strides: Sequence[int] | None,
-    dtype: torch.dtype,
-    out: Tensor | None,
-    device: torch.device,
-) -> Tensor:
-    if strides is None:
-        strides = row_major_strides(shape)
-    plan = torch.empty_strided(tuple(shape), tuple(strides), device="meta") if out is None else out
-    if plan.shape != torch.Size(shape) or not is_dense(plan):
-        have = f"{tuple(plan.shape)} with strides {plan.stride()}"
-        raise ValueError(f"a packed tensor {tuple(shape)} needs a dense one of that shape, got {have}")
-    return empty_strided(shape, strides, dtype, device) if out is None else out
-
-
 def _span(flat: Tensor) -> str:
     return f"got values from {flat.min().item()} to {flat.max().item()}"
 
@@ -297,7 +245,10 @@ _WRITTEN_AS = {
 """Types that the compiled loops write, each through a type that numpy knows, and how 1 looks in it."""
 
 
-_loops = partial(loops_of, "codec")
+def _loops() -> ModuleType:
+    from megasnn.kernels.numba import codec
+
+    return codec
 
 
 def _compiled(x: Tensor) -> ModuleType | None:

@@ -31,7 +31,7 @@ MOST_BYTES = 20  # of norm and neuron, forward and backward together, for a valu
 MOST_BYTES_POOLED = 53  # for a neuron, which pools from four values
 # `add_` adds to gradients of weights, `add` sums up the gradients of what several layers take.
 OF_PRODUCTS = ("convolution", "convolution_backward", "add_", "add", "avg_pool2d", "avg_pool2d_backward")
-OF_BITS = ("pack_bits_kernel", "pack_counts_kernel", "unpack_bits_kernel", "average_bits_kernel")
+OF_BITS = ("pack_bits_kernel", "pack_counts_kernel", "unpack_bits_kernel")
 
 
 @pytest.fixture(scope="module", params=MODELS)

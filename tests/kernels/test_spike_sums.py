@@ -21,7 +21,7 @@ from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve
 from megasnn.kernels.numba import attention as spiking_attention
 from megasnn.kernels.numba.spike_sums import spikes_in
 from megasnn.kernels.numba.worth import Work
-from megasnn.kernels.products import ConvolutionProducts, MatrixProducts, Products
+from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import pack_bits, remember_bits
 from megasnn.layers import attention as attend
 from megasnn.layers.attention import Attend, AttendPlan
@@ -33,7 +33,7 @@ from megasnn.planner.analyze import counted_sizes
 from tests.kernels.models import torch_threads
 from tests.sums import MOST, worth_by_time
 
-SPARSE = ConvolutionProducts(sparse=True)
+SPARSE = Products(sparse=True)
 MODEL = Spikformer(embed_dim=32, depth=1, num_heads=2, image_size=8, in_channels=1, time_steps=2)
 SIZES = {"micro_batch_size": 5, "global_batch_size": 10, "train_iters": 3}
 
@@ -170,16 +170,19 @@ def test_packed_spikes_are_not_unpacked() -> None:
     assert spikes is not None and not packs.called and not spikes.values.size
 
 
-@pytest.mark.parametrize("most", [1, 4])
-def test_a_product_of_rows(most: int) -> None:
+def test_a_product_of_rows() -> None:
     torch.manual_seed(0)
-    x, weight = images((30, 32, 1, 1), 0.2, most=most).flatten(1), torch.randn(16, 32, dtype=torch.float64)
-    grad, sparse = torch.randn(30, 16, dtype=torch.float64), MatrixProducts(sparse=True)
-    with counted() as found:
-        torch.testing.assert_close(sparse.output(x, weight), x @ weight.t(), rtol=1e-12, atol=1e-12)
-        of_weight = gradient(sparse, x, weight, grad)
-    torch.testing.assert_close(of_weight, grad.t() @ x, rtol=1e-12, atol=1e-12)
-    assert (found.outputs, found.gradients) == (1, 1)
+    x, weight, grad = images((30, 32, 1, 1), 0.2, most=4), kernel(16, 32, (1, 1)), kernel(30, 16, (1, 1))
+    rows, of_rows, matrix = x.flatten(1), grad.flatten(1), weight.flatten(1)
+    for sparse in (True, False):
+        product = Products(sparse)
+        with counted() as found:
+            y, of_weight = product.output(x, weight).flatten(1), gradient(product, x, weight, grad).flatten(1)
+        torch.testing.assert_close(y, rows @ matrix.t(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(of_weight, of_rows.t() @ rows, rtol=1e-12, atol=1e-12)
+        of_x = product.input_gradient(grad, weight, torch.Size((1, 1))).flatten(1)
+        torch.testing.assert_close(of_x, of_rows @ matrix, rtol=1e-12, atol=1e-12)
+        assert (found.outputs, found.gradients) == (sparse, sparse)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +229,6 @@ def test_operands_that_do_not_fit_are_refused_as_by_dense_products() -> None:
         with pytest.raises(RuntimeError):
             SPARSE.add_weight_gradient(torch.zeros_like(weight), wrong, x)
     assert SPARSE.output(x, weight[:0]).shape == (2, 0, 4, 4)
-    with pytest.raises(ValueError, match="63 values"):
-        SPARSE.add_weight_gradient_of_bits(torch.zeros_like(weight), grad, pack_bits(x)[:-1], x.shape)
 
 
 def test_where_sums_take_less_time() -> None:

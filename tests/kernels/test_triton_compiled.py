@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megasnn.kernels import NeuronSpec
-from megasnn.kernels.neuron import Unit, norm_pool_neuron_by
+from megasnn.kernels import BACKENDS, NeuronSpec
+from megasnn.kernels.neuron import norm_pool_neuron
 from megasnn.kernels.philox import Runs
 from tests.kernels.models import channels_last, plif_weight
 from tests.kernels.test_neuron import CHARGES
@@ -124,19 +124,21 @@ def test_threads_wait_before_they_read_what_others_have_written() -> None:
 )
 def test_every_neuron_compiles(charge: str) -> None:
     """Learned factors, repeated input, running statistics, given potentials and a single channel as well."""
-    from megasnn.kernels.triton import alone, calls
+    from megasnn.kernels.triton import alone
 
     spec = NeuronSpec(**CHARGES[charge], v_reset=None, detach_reset=False, surrogate="atan")
     w = plif_weight(spec, torch.float32)
-    with compiling_for(90) as found:
+    chosen = mock.patch("megasnn.kernels.neuron.backend_for", return_value=BACKENDS["triton"])
+    with compiling_for(90) as found, chosen:
         x = channels_last(2, 1, 3, 5, dtype=torch.float32).half().requires_grad_()
         v0 = torch.zeros(1, 3, 5, requires_grad=True)
         spikes, v = alone.neuron_multi_step(x, spec, v0, w)
         (spikes.sum() + v.sum()).backward()
         x = channels_last(1, 1, 1, 3, 5, dtype=torch.float64).requires_grad_()
-        for running, pool in ((None, True), ((torch.zeros(1), torch.ones(1)), False)):
-            unit = Unit(spec, 1e-5, pool, 2)
-            norm_pool_neuron_by(calls, x, None, None, running, w, unit)[0].sum().backward()
+        running = torch.zeros(1), torch.ones(1)
+        for training in (True, False):
+            options = {"spec": spec, "training": training, "w": w, "pool": training, "time_steps": 2}
+            norm_pool_neuron(x, None, None, *running, **options)[0].sum().backward()
     names = {code.kernel for code in found}
     assert names >= {"fire_kernel", "gradient_kernel", "backward_sums_kernel", "pooled_gradient_kernel"}
     inexact = "div.full", "div.approx", "rcp."
@@ -156,9 +158,8 @@ def test_codec_and_generator_compile(capability: int) -> None:
             packed, _ = codec.pack_bits(values, check=True)
             codec.pack_counts(values, check=True)
             codec.unpack_bits_into(packed, values.view(1, -1))
-        codec.average_bits_into(packed, torch.zeros(4, 4, 4, 32).bfloat16(), 8, 8, 2)
         philox.kept_by_kernel(7, torch.tensor([[1], [2]]), 2, Runs(1, 2**34, 2**34 - 7, 7))
-    assert len(found) == 3 * len(types) + 2
+    assert len(found) == 3 * len(types) + 1
     packing = next(code for code in found if code.kernel == "pack_bits_kernel")
     assert packing.count("ld.global.v4.b32") == packing.count("ld.global.") > 0
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
-from megasnn.kernels.convolution import average_pool, average_pool_of_bits
 from megasnn.kernels.neuron import neuron_multi_step, norm_pool_neuron
 from megasnn.kernels.philox import Runs, kept_by_tensors
 from megasnn.kernels.spike_codec import bits_of, pack_bits, pack_counts
@@ -257,11 +256,6 @@ def codec_in_there(size, dtype) -> None:
     out = torch.empty(1, size, dtype=dtype)
     codec.unpack_bits_into(codec.pack_bits(spikes, False)[0], out)
     assert torch.equal(out[0], spikes)
-    for window, dtype in ((2, torch.bfloat16), (3, torch.float32), (3, torch.float64)):
-        images = torch.randint(0, 2, (2, 7, 6, 16), generator=generator).to(dtype).movedim(-1, 1)
-        with mock.patch("megasnn.kernels.convolution.usable_on", return_value=True):
-            pooled = average_pool_of_bits(pack_bits(images), images.shape, window, dtype)
-        assert torch.equal(pooled, average_pool(images, window))
     wide = torch.zeros(size // 7, 10)
     bits = spikes[: 7 * (size // 7)].float()
     codec.unpack_bits_into(pack_bits(bits), wide[:, 2:9])

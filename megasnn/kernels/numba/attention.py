@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megasnn.kernels.layout import empty_strided
-from megasnn.kernels.numba import loops_of
+from megasnn.kernels.numba import attention_loops as loops
 from megasnn.kernels.numba.jit import run
 from megasnn.kernels.numba.spike_sums import TYPES
 
@@ -27,14 +25,12 @@ class SpikingHeads:
         sizes: L, heads, d.
         dtype: of outputs and gradients.
         scale: of the output.
-        loops: that are compiled for it.
     """
 
     bits: np.ndarray
     sizes: tuple[int, int, int]
     dtype: torch.dtype
     scale: float
-    loops: ModuleType
 
     @property
     def units(self) -> int:
@@ -44,13 +40,13 @@ class SpikingHeads:
     def counts(self) -> Tensor:
         """k^T v, `[frames, heads, d, d]`."""
         kv = self._matrices()
-        run(self.loops.counts, self.units, _rows(kv), self.bits, self._cuts(), self.sizes)
+        run(loops.counts, self.units, _rows(kv), self.bits, self._cuts(), self.sizes)
         return kv
 
     def output(self, kv: Tensor) -> Tensor:
         """q (k^T v) times the scale: rows `[frames L, heads d]`."""
         out = self._empty(self.sizes[1] * self.sizes[2])
-        run(self.loops.applied, self.units, out.numpy(), self.bits, _rows(kv), self._cuts(), self.sizes, self._scale())
+        run(loops.applied, self.units, out.numpy(), self.bits, _rows(kv), self._cuts(), self.sizes, self._scale())
         return out
 
     def prepared(self, grad: Tensor) -> Tensor:
@@ -60,19 +56,19 @@ class SpikingHeads:
     def gradient_of_counts(self, grad: Tensor) -> Tensor:
         """Gradient of k^T v."""
         of_kv, arrays = self._matrices(), (self.bits, grad.numpy())
-        run(self.loops.gradient_of_counts, self.units, _rows(of_kv), *arrays, self._cuts(), self.sizes, self._scale())
+        run(loops.gradient_of_counts, self.units, _rows(of_kv), *arrays, self._cuts(), self.sizes, self._scale())
         return of_kv
 
     def gradient_of_q(self, grad: Tensor, kv: Tensor) -> Tensor:
         """Buffer for the gradients of q, k and v, rows `[frames L, 3 heads d]`; the first is there."""
         out, arrays = self._empty(3 * self.sizes[1] * self.sizes[2]), (grad.numpy(), _turned(kv))
-        run(self.loops.gradient_of_q, self.units, out.numpy(), *arrays, self._cuts(), self.sizes, self._scale())
+        run(loops.gradient_of_q, self.units, out.numpy(), *arrays, self._cuts(), self.sizes, self._scale())
         return out
 
     def gradients(self, with_q: Tensor, of_kv: Tensor) -> Tensor:
         """Gradients of q, k and v. Args: with_q: what `gradient_of_q` gave. of_kv: the gradient of k^T v."""
         arrays = self.bits, _rows(of_kv), _turned(of_kv)
-        run(self.loops.gradients_of_k_and_v, self.units, with_q.numpy(), *arrays, self._cuts(), self.sizes)
+        run(loops.gradients_of_k_and_v, self.units, with_q.numpy(), *arrays, self._cuts(), self.sizes)
         return with_q
 
     def _matrices(self) -> Tensor:
@@ -91,7 +87,7 @@ class SpikingHeads:
         found, at, itemsize = [], 0, self.dtype.itemsize
         while at < self.sizes[2]:
             left = (self.sizes[2] - at) * itemsize
-            found.append((at, next(size for size in self.loops.BLOCKS if size <= left)))
+            found.append((at, next(size for size in loops.BLOCKS if size <= left)))
             at += found[-1][1] // itemsize
         return np.array(found)
 
@@ -99,15 +95,12 @@ class SpikingHeads:
 def spiking_heads(
     bits: Tensor, rows: torch.Size, frames: int, heads: int, dtype: torch.dtype, scale: float
 ) -> SpikingHeads | None:
-    """Heads of packed spikes of q, k and v, rows `[frames L, 3 heads d]`; None where there are no loops for them."""
+    """Heads of packed spikes of q, k and v, rows `[frames L, 3 heads d]`; None where loops do not take them."""
     d = rows[1] // (3 * heads)
-    if bits.device.type != "cpu" or dtype not in TYPES or d % 8 or not rows.numel() or (loops := _loops()) is None:
+    if bits.device.type != "cpu" or dtype not in TYPES or d % 8 or not rows.numel():
         return None
     sizes = rows[0] // frames, heads, d
-    return SpikingHeads(bits.numpy().reshape(rows[0], rows[1] // 8), sizes, dtype, scale, loops)
-
-
-_loops = partial(loops_of, "attention_loops")
+    return SpikingHeads(bits.numpy().reshape(rows[0], rows[1] // 8), sizes, dtype, scale)
 
 
 def _rows(matrices: Tensor) -> np.ndarray:

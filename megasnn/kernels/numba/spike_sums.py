@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from megasnn.kernels.convolution import Geometry, output_space
 from megasnn.kernels.layout import empty_strided
-from megasnn.kernels.numba import loops_of
+from megasnn.kernels.numba import spike_sum_loops as loops
 from megasnn.kernels.numba.jit import run
 from megasnn.kernels.numba.worth import Work
 from megasnn.kernels.spike_codec import bits_of, pack_where_not_zero
@@ -49,15 +48,10 @@ class Spikes:
     values: np.ndarray
 
 
-def has_loops() -> bool:
-    """True where sums can be formed on this machine."""
-    return _loops() is not None
-
-
 def output(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
     """Convolves an input `[frames, C, H, W]` with a weight `[out, C, k, k]`: `[frames, out, H', W']`, channels last.
 
-    None where a dense product takes less time, or there are no loops for it; and where the weight is not finite, which
+    None where a dense product takes less time, or loops do not take it; and where the weight is not finite, which
     is to be seen also where no spike meets it.
     """
     work = _work(x.device, x.dtype, x.shape, weight, geometry)
@@ -80,11 +74,7 @@ def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor, geometry: Geomet
 def add_weight_gradient_of_bits(
     total: Tensor, grad: Tensor, packed: Tensor, shape: torch.Size, geometry: Geometry
 ) -> bool:
-    """The same of spikes of this shape that are packed, channels last.
-
-    Raises:
-        ValueError: so many bytes do not hold so many spikes.
-    """
+    """The same of spikes of this shape that are packed, channels last."""
     work = _work_of_gradient(total, grad, shape, geometry)
     if work is None or packed.device != grad.device:
         return False
@@ -109,8 +99,6 @@ def _spikes_in_bits(packed: Tensor, shape: torch.Size, dtype: torch.dtype) -> Sp
 
 
 def _spikes(packed: Tensor, shape: torch.Size, values: np.ndarray) -> Spikes:
-    if packed.dtype != torch.uint8 or 8 * packed.numel() != shape.numel():
-        raise ValueError(f"{packed.numel()} values of {packed.dtype} do not hold the spikes of {tuple(shape)} as bits")
     bits = packed.numpy().reshape(-1)
     words = bits[: bits.size // 8 * 8].view(np.uint64)  # fewer to count than bytes
     number = int(np.bitwise_count(words).sum(dtype=np.int64)) + int(np.bitwise_count(bits[8 * words.size :]).sum())
@@ -120,13 +108,13 @@ def _spikes(packed: Tensor, shape: torch.Size, values: np.ndarray) -> Spikes:
 def _work(
     device: torch.device, dtype: torch.dtype, shape: torch.Size, weight: Tensor, geometry: Geometry
 ) -> Work | None:
-    """None where there are no loops for it; dense products then say what is wrong with shapes that do not fit."""
+    """None where loops do not take it; dense products then say what is wrong with shapes that do not fit."""
     if device.type != "cpu" or weight.device != device or not dtype == weight.dtype in TYPES or geometry.groups != 1:
         return None
     if not len(weight) or len(weight) % 8 or shape[1] % 8 or not shape.numel() or weight.shape[1] != shape[1]:
         return None
     space = output_space(shape[2:], weight.shape[2:], geometry)
-    if min(space) < 1 or _loops() is None:
+    if min(space) < 1:
         return None
     places = weight.shape[2:].numel()
     return Work(shape[0] * space.numel(), shape[1], len(weight), places, dtype.itemsize)
@@ -141,9 +129,8 @@ def _work_of_gradient(total: Tensor, grad: Tensor, shape: torch.Size, geometry: 
 
 
 def _sums(spikes: Spikes, weight: Tensor, geometry: Geometry) -> Tensor:
-    loops, columns = _loops(), len(weight)
-    assert loops is not None, "asked before"
-    frames, space = spikes.shape[0], output_space(spikes.shape[2:], weight.shape[2:], geometry)
+    columns, frames = len(weight), spikes.shape[0]
+    space = output_space(spikes.shape[2:], weight.shape[2:], geometry)
     parts, sizes = _parts(frames, spikes.shape[2:], space, weight, geometry)
     out = empty_strided((frames * space.numel(), columns), (columns, 1), weight.dtype, weight.device)
     channels, lines = spikes.shape[1], max(1, _PIXELS // sizes[3])
@@ -159,8 +146,7 @@ def _sums(spikes: Spikes, weight: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _add_sums(work: Work, total: Tensor, grad: Tensor, spikes: Spikes, geometry: Geometry) -> bool:
-    loops, columns, threads = _loops(), len(total), torch.get_num_threads()
-    assert loops is not None, "asked before"
+    columns, threads = len(total), torch.get_num_threads()
     if not work.is_worth(spikes.share, threads):
         return False
     _, sizes = _parts(spikes.shape[0], spikes.shape[2:], grad.shape[2:], total, geometry)
@@ -177,9 +163,6 @@ def _add_sums(work: Work, total: Tensor, grad: Tensor, spikes: Spikes, geometry:
     turned = empty_strided((columns, places), (places, 1), total.dtype, total.device).copy_(by_place.t())
     total += turned.view(columns, *total.shape[2:], total.shape[1]).movedim(-1, 1)
     return True
-
-
-_loops = partial(loops_of, "spike_sum_loops")
 
 
 def _parts(
@@ -212,12 +195,11 @@ def _by_place(weight: Tensor) -> Tensor:
 def _cuts(columns: int, dtype: torch.dtype, most: int) -> np.ndarray:
     """Blocks of at most so many bytes of columns, as few as can be: the first column of each, and how many half lines
     of the cache it has. `[blocks, 2]`."""
-    from megasnn.kernels.numba.spike_sum_loops import BLOCKS, HALF_LINE
-
     found, half = [], 0
-    halves = columns * dtype.itemsize // HALF_LINE
+    halves = columns * dtype.itemsize // loops.HALF_LINE
     while half < halves:
-        size = next(block for block in BLOCKS if block == 1 or block <= min(halves - half, most // HALF_LINE))
-        found.append((half * HALF_LINE // dtype.itemsize, size))
+        most_halves = max(1, min(halves - half, most // loops.HALF_LINE))
+        size = next(block for block in loops.BLOCKS if block <= most_halves)
+        found.append((half * loops.HALF_LINE // dtype.itemsize, size))
         half += size
     return np.array(found)

@@ -1,19 +1,12 @@
 """Compiling and starting of kernels: one set of options, and sizes from a rule instead of a search.
 
 Multiplications and additions are never fused into one rounding: a spike could flip against the reference.
-
-Each kernel is an operator of torch, `torch.ops.megasnn.<name of the kernel>`, that says what it reads and what it
-writes. So what torch has for operators works with kernels too: on tensors without values nothing is started, dispatch
-modes count them, and profiles name them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable
-from string import ascii_lowercase
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import triton
@@ -82,65 +75,14 @@ def _words(dtype: torch.dtype) -> int:
     return 4 if dtype == torch.float64 else 1
 
 
-Kernel = TypeVar("Kernel")
-
-_LIBRARY = torch.library.Library("megasnn", "FRAGMENT")
-_constants: list[dict[str, Any]] = []  # with which kernels were started: an operator takes the place in this list
-_places: dict[tuple[Any, ...], int] = {}
-_operators: dict[str, Callable[..., None]] = {}
-
-
-def operator(reads: str, writes: str) -> Callable[[Kernel], Kernel]:
-    """Makes a kernel an operator, as which `launch` starts it.
-
-    Args:
-        reads, writes: its arguments that are tensors or None. Others are whole numbers, or constants.
-    """
-
-    def registered(kernel: Kernel) -> Kernel:
-        written, taken = writes.split(), []
-        for each in inspect.signature(kernel.fn).parameters.values():  # type: ignore[attr-defined]
-            if each.name in written:
-                taken.append(f"Tensor({ascii_lowercase[written.index(each.name)]}!)? {each.name}")
-            elif each.annotation != "tl.constexpr":
-                taken.append(f"{'Tensor?' if each.name in reads.split() else 'int'} {each.name}")
-        name = _name(kernel)
-
-        def start(programs: int, constants: int, *args: Any) -> None:
-            _start(kernel, programs, args, _constants[constants])
-
-        _LIBRARY.define(f"{name}(int programs, int constants, {', '.join(taken)}) -> ()")
-        _LIBRARY.impl(name, start, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"megasnn::{name}", lambda *args: None, lib=_LIBRARY)
-        _operators[name] = getattr(torch.ops.megasnn, name).default
-        return kernel
-
-    return registered
-
-
-def _name(kernel: Any) -> str:
-    name: str = kernel.fn.__name__
-    return name
-
-
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
     """Starts so many programs of a kernel on the device of its first tensor. Args: constants: options among them."""
-    key = tuple(constants.items())
-    place = _places.get(key)
-    if place is None:
-        _constants.append(constants)
-        place = _places.setdefault(key, len(_constants) - 1)
-    _operators[_name(kernel)](programs, place, *args)
-
-
-def _start(kernel: Any, programs: int, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
     tensor = next(each for each in args if isinstance(each, Tensor))
     on_device = torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
     with on_device:
         kernel[(programs,)](*args, **{**OPTIONS, **constants})
 
 
-@operator("", "x")
 @triton.jit
 def _nothing(x):
     tl.store(x, 1.0)

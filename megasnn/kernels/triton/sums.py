@@ -12,7 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megasnn.kernels.triton.launch import operator
 from megasnn.kernels.triton.neuron import charging_factor, factor_backward, reset, step_backward
 from megasnn.kernels.triton.pool import pooled
 from megasnn.kernels.triton.steps import (
@@ -26,7 +25,6 @@ from megasnn.kernels.triton.steps import (
 )
 
 
-@operator("x", "partial")
 @triton.jit
 def statistics_kernel(x, partial, size, whole_rows, rest, row, programs, tiles,
                       D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
@@ -75,7 +73,6 @@ def summed_by(program, column, whole_rows, rest, rows):
     return tl.minimum(tl.maximum(there, 0), rows)
 
 
-@operator("partial", "out")
 @triton.jit
 def fold_statistics_kernel(partial, out, rows, channels, pixels, whole_rows, rest, parts, summed,
                            ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
@@ -113,7 +110,6 @@ def fold_statistics_kernel(partial, out, rows, channels, pixels, whole_rows, res
     tl.store(out + channels + channel, tl.sum(squares, axis=0) / n_all, mask=channel < channels)
 
 
-@operator("partial variance", "sums g_weight g_bias")
 @triton.jit
 def fold_sums_kernel(partial, variance, sums, g_weight, g_bias, rows, channels, SUMS: tl.constexpr, EPS: tl.constexpr,
                      ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
@@ -138,7 +134,6 @@ def fold_sums_kernel(partial, variance, sums, g_weight, g_bias, rows, channels, 
             tl.store(g_weight + channel, (summed * inverse).to(g_weight.dtype.element_ty), mask=channel < channels)
 
 
-@operator("mean variance weight bias sums", "out")
 @triton.jit
 def coefficients_kernel(mean, variance, weight, bias, sums, out, count, channels,
                         EPS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
@@ -204,7 +199,6 @@ def summed_up(given, g, place, inside, mean, sum_g, sum_gx, POOL: tl.constexpr, 
     return sum_g + g, sum_gx + g * (value - mean)  # g is exactly 0 for places outside
 
 
-@operator("x g_spikes norm q", "g_pooled taps partial kept")
 @triton.jit
 def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial, kept,
                          size, in_size, channels, height, width, above, row, programs, tiles,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megasnn.kernels.triton.launch import operator
 from megasnn.kernels.triton.neuron import charge, charging_factor, factor_backward, fires, reset, step_backward
 from megasnn.kernels.triton.pool import pooled
 from megasnn.kernels.triton.steps import (
@@ -25,7 +24,6 @@ from megasnn.kernels.triton.steps import (
 )
 
 
-@operator("x norm v_first q", "spikes bits v_last")
 @triton.jit
 def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channels, height, width, above,
                 T: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
@@ -97,7 +95,6 @@ def store_gradient(x, g_x, g, place, inside, scale, mean, mean_g, mean_gx, D: tl
     tl.store(g_x + place, g.to(g_x.dtype.element_ty), mask=inside)
 
 
-@operator("x g_spikes norm v_first g_last q", "g_x g_first totals kept")
 @triton.jit
 def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals, kept, size, channels,
                     T: tl.constexpr, CHUNK: tl.constexpr, REPEATED: tl.constexpr, BATCH: tl.constexpr,
