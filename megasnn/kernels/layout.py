@@ -29,32 +29,6 @@ def flat_in_memory(x: Tensor) -> Tensor:
     return ordered.view(-1) if ordered.is_contiguous() else x.reshape(-1)
 
 
-class TimeOrder:
-    """The memory order of a tensor `[T, ...]`: others are brought into it, and copied only where they are not."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.step = memory_order(x[0])
-        self.whole = [0, *(dim + 1 for dim in self.step)]
-
-    def take(self, x: Tensor) -> Tensor:
-        """`[T, ...]`, contiguous."""
-        return x.detach().permute(self.whole).contiguous()
-
-    def take_step(self, v: Tensor) -> Tensor:
-        """One time step `[...]`, contiguous."""
-        return v.detach().permute(self.step).contiguous()
-
-    def give(self, x: Tensor) -> Tensor:
-        return x.permute(_inverse(self.whole))
-
-    def give_step(self, v: Tensor) -> Tensor:
-        return v.permute(_inverse(self.step))
-
-
-def _inverse(order: list[int]) -> list[int]:
-    return [order.index(dim) for dim in range(len(order))]
-
-
 def empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised dense tensor.
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megasnn.kernels.backends import AUTO, backend_for
-from megasnn.kernels.layout import TimeOrder
 from megasnn.kernels.neuron_spec import NEURONS, NeuronSpec
 from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
 from megasnn.recompute import cached_collective
@@ -221,9 +220,9 @@ def neuron_by(
     """Neurons alone by loops or kernels; see `neuron_multi_step`.
 
     Args:
-        calls: has `fire_alone` and `backward_alone`. These take contiguous tensors `[T, ...]` and steps `[...]`. They
-            give spikes, last potential, and bits where they fill whole bytes; gradients of x and v0, and what
-            `gradient_of_w` takes.
+        calls: has `fire_alone` and `backward_alone`. These take contiguous tensors `[T, N, ..., C]` and steps
+            `[N, ..., C]`. They give spikes, last potential, and bits where they fill whole bytes; gradients of x and
+            v0, and what `gradient_of_w` takes.
     """
     spikes, last, bits = _Neuron.apply(x, v0, w, spec, wants_bits(x), calls)
     return remember_bits(spikes, bits), last
@@ -243,30 +242,36 @@ class _Neuron(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.calls = spec, calls
         ctx.save_for_backward(x, v0, w)
-        order = TimeOrder(x)
-        first = None if v0 is None else order.take_step(v0)
-        spikes, last, bits = calls.fire_alone(order.take(x), first, w, spec, packed)
+        spikes, last, bits = calls.fire_alone(_rows(x, 2), _rows(v0, 1), w, spec, packed)
         if packed:
             bits = pack_bits(spikes) if bits is None else bits
             ctx.mark_non_differentiable(bits)
-        return order.give(spikes), order.give_step(last), bits
+        return spikes.movedim(-1, _channels(x, 2)), last.movedim(-1, _channels(last, 1)), bits
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_spikes: Tensor | None, g_last: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         x, v0, w = ctx.saved_tensors
         need_x, need_v, need_w, *_ = ctx.needs_input_grad
-        order = TimeOrder(x)
-        data, first = order.take(x), None if v0 is None else order.take_step(v0)
-        g = torch.zeros_like(data) if g_spikes is None else order.take(g_spikes)
-        g_after = None if g_last is None else order.take_step(g_last)
-        g_x, g_before, total = ctx.calls.backward_alone(data, first, g, g_after, w, ctx.spec, need_w)
+        g_spikes = torch.zeros_like(x) if g_spikes is None else g_spikes
+        inputs = _rows(x, 2), _rows(v0, 1), _rows(g_spikes, 2), _rows(g_last, 1)
+        g_x, g_before, total = ctx.calls.backward_alone(*inputs, w, ctx.spec, need_w)
         return (
-            order.give(g_x) if need_x else None,
-            order.give_step(g_before).to(v0.dtype) if need_v else None,
+            g_x.movedim(-1, _channels(x, 2)) if need_x else None,
+            g_before.movedim(-1, _channels(v0, 1)).to(v0.dtype) if need_v else None,
             gradient_of_w(total, w, ctx.spec) if need_w else None,
             *(None,) * 3,
         )
+
+
+def _channels(x: Tensor, dim: int) -> int:
+    """Dimension of the channels; of `[T, N]`, which has none, the last one."""
+    return min(dim, x.ndim - 1)
+
+
+def _rows(x: Any, dim: int) -> Any:
+    """A tensor with the channels last, contiguous; of None, None."""
+    return None if x is None else x.detach().movedim(_channels(x, dim), -1).contiguous()
 
 
 def channels_last(x: Tensor) -> Tensor:

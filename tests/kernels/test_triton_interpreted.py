@@ -139,15 +139,15 @@ def any_unit_in_there(spec, shape, tokens, pool, static, training, above) -> Non
 
 
 def many_steps_in_there() -> None:
-    """More than are written out: in loops, whose last chunk of steps is whole or not."""
-    from megasnn.kernels.triton.launch import MOST_UNROLLED, chunk
+    """More than registers hold: in loops over chunks, of which the last is whole or not."""
+    from megasnn.kernels.triton.launch import chunk
 
-    for dtype, steps, charge in ((torch.float64, MOST_UNROLLED + 1, "lif-3-leak"), (torch.float32, 40, "plif")):
-        assert steps > MOST_UNROLLED and (steps % chunk(dtype, steps) == 0) == (steps == 40)
+    for dtype, steps, charge in ((torch.float64, 17, "lif-3-leak"), (torch.float32, 40, "plif")):
+        assert steps > chunk(dtype, steps) and (steps % chunk(dtype, steps) == 0) == (steps == 40)
         spec = NeuronSpec(**CHARGES[charge], v_threshold=0.6, detach_reset=False)
         x = (channels_last(steps, 2, 5, 3, dtype=dtype) * 2.5).requires_grad_()
         assert_same_neurons(x, spec, channels_last(1, 2, 5, 3, dtype=dtype, seed=1)[0].requires_grad_())
-    steps, spec = MOST_UNROLLED + 2, NeuronSpec(kind="plif", v_reset=None)
+    steps, spec = 18, NeuronSpec(kind="plif", v_reset=None)
     for static, pool in ((False, False), (False, True), (True, True)):
         x = channels_last(1 if static else steps, 2, 24, 5, 4) * 2 + 0.3
         assert_same_units(x, spec, training=True, pool=pool, steps=steps)

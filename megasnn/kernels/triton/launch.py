@@ -19,10 +19,9 @@ OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
 COLUMNS = 128  # of a tile of a kernel that sums over rows
 TILES = 16  # that one program sums: few partial sums to fold, and enough programs for a large GPU
 MOST_UNROLLED = 16
-"""Time steps that are written out one after the other; of more there are loops. For sm_90 and bfloat16 the kernels of a
-unit are compiled within 4 seconds at 16, 20 at 32 (and one runs out of registers), and 127 at 64."""
+"""Time steps that a forward writes out one after the other; of more there are loops, which compile sooner."""
 _REGISTERS = 48  # of a thread, for the potentials that a backward keeps: with more, compilers run out of them
-_IN_A_LOOP = 40  # the same where chunks are gone through in a loop, which takes a few for itself
+_IN_A_LOOP = 40  # the same where chunks are gone through in a loop, which takes some for itself
 _LOAD = 16  # bytes, the widest
 
 NUMBERS = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -33,24 +32,16 @@ def compute_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def lanes(dtype: torch.dtype, time_steps: int = 1) -> int:
-    """Elements of a thread, a power of two: as many as one load brings.
-
-    Args:
-        time_steps: of a backward. The potentials at which its chunks begin may leave room for fewer elements.
-    """
-    chunks = -(-time_steps // chunk(dtype, time_steps)) if time_steps <= MOST_UNROLLED else 1
-    held = max(1, _REGISTERS // (_words(dtype) * chunks))
-    return min(_widest(dtype), 1 << held.bit_length() - 1)
+def lanes(dtype: torch.dtype) -> int:
+    """Elements of a thread: as many as one load brings."""
+    return _LOAD // dtype.itemsize
 
 
 def chunk(dtype: torch.dtype, time_steps: int) -> int:
-    """Time steps of which a backward keeps the potentials at once; it computes them again, chunk after chunk."""
-    number = _widest(dtype) * _words(dtype)
-    if time_steps > MOST_UNROLLED:
-        return _IN_A_LOOP // number
-    most = _REGISTERS // number
-    return -(-time_steps // -(-time_steps // most))
+    """Time steps of which a backward keeps the potentials at once: all, or as many as registers hold in a loop. It
+    computes them again, chunk after chunk."""
+    registers = lanes(dtype) * (4 if dtype == torch.float64 else 1)  # double precision's exponential takes as many
+    return time_steps if time_steps * registers <= _REGISTERS else _IN_A_LOOP // registers
 
 
 def at_once(time_steps: int) -> int:
@@ -59,20 +50,9 @@ def at_once(time_steps: int) -> int:
 
 
 def chunk_memory(x: Tensor, time_steps: int, size: int) -> Tensor | None:
-    """Memory where a backward of many time steps keeps the potentials before each chunk but the last; None for few."""
-    if time_steps <= MOST_UNROLLED:
-        return None
-    return x.new_empty(((time_steps - 1) // chunk(x.dtype, time_steps), size), dtype=compute_type(x.dtype))
-
-
-def _widest(dtype: torch.dtype) -> int:
-    """Elements that one load brings."""
-    return _LOAD // dtype.itemsize
-
-
-def _words(dtype: torch.dtype) -> int:
-    """Registers of a number that is computed: of double precision two, and as many for its exponential."""
-    return 4 if dtype == torch.float64 else 1
+    """Memory where a backward keeps the potentials before each chunk but the last; None where there is one chunk."""
+    chunks = -(-time_steps // chunk(x.dtype, time_steps))
+    return x.new_empty((chunks - 1, size), dtype=compute_type(x.dtype)) if chunks > 1 else None
 
 
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
