@@ -37,9 +37,7 @@ _ON_GPU = {
     "megasnn.kernels.convolution._is_matrix_product": lambda images, *_: images.shape[2:] == (1, 1),
     "megasnn.layers.attention.on_gpu": lambda values: True,
     "megasnn.layers.weight_grad.on_gpu": lambda values: True,
-    "megasnn.kernels.spike_codec.empty_strided": lambda shape, strides, dtype, device: torch.empty_strided(
-        tuple(shape), tuple(strides), dtype=dtype, device=device
-    ),
+    "megasnn.parallel.collectives.empty": lambda shape, dtype, device: torch.empty(shape, dtype=dtype),
 }
 
 

@@ -117,7 +117,7 @@ def host_waits(host: Callable[[], set[int]] = set) -> Iterator[list[str]]:
     """
     found: list[str] = []
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(codec, "_loops", lambda: None))
+        stack.enter_context(mock.patch.object(codec, "_by_numpy", return_value=False))
         stack.enter_context(mock.patch.object(philox, "_kept_by_loops", philox.kept_by_tensors))
         stack.enter_context(mock.patch.object(sparse_products, "_work", return_value=None))
         stack.enter_context(mock.patch.object(attention, "spiking_heads", return_value=None))

@@ -29,16 +29,16 @@ def flat_in_memory(x: Tensor) -> Tensor:
     return ordered.view(-1) if ordered.is_contiguous() else x.reshape(-1)
 
 
-def empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised dense tensor.
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised contiguous tensor.
 
     On the CPU the memory comes from numpy, which asks for huge pages: first touching a large tensor costs several
     times less than with torch's allocator.
     """
     if device.type != "cpu":
-        return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
     memory = empty_array((math.prod(shape) * dtype.itemsize,), np.dtype(np.uint8))
-    return torch.from_numpy(memory).view(dtype).as_strided(tuple(shape), tuple(strides))
+    return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 
 
 def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

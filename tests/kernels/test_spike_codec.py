@@ -37,13 +37,11 @@ def dense_tensors(draw, high: int):
     return torch.randint(0, high, shape, generator=generator).to(dtype).permute(order)
 
 
-@pytest.fixture(params=["compiled", "plain"], autouse=True)
-def loops(request, monkeypatch):
-    """Every test runs with the compiled loops and with tensor operations."""
+@pytest.fixture(params=["numpy", "plain"], autouse=True)
+def by(request, monkeypatch):
+    """Every test runs with numpy and with tensor operations."""
     if request.param == "plain":
-        monkeypatch.setattr(codec, "_loops", lambda: None)
-    else:
-        assert codec._loops() is not None
+        monkeypatch.setattr(codec, "_by_numpy", lambda x: False)
 
 
 def unpacked(packed: Tensor, content: Content, like: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasnn.kernels.layout import empty_strided
+from megasnn.kernels.layout import empty
 from megasnn.kernels.numba import attention_loops as loops
 from megasnn.kernels.numba.jit import run
 from megasnn.kernels.numba.spike_sums import TYPES
@@ -76,7 +76,7 @@ class SpikingHeads:
         return torch.empty(len(self.bits) // tokens, heads, d, d, dtype=self.dtype)
 
     def _empty(self, columns: int) -> Tensor:
-        return empty_strided((len(self.bits), columns), (columns, 1), self.dtype, torch.device("cpu"))
+        return empty((len(self.bits), columns), self.dtype, torch.device("cpu"))
 
     def _scale(self) -> np.generic:
         """As a number of the type that is computed in, as the loops take it."""

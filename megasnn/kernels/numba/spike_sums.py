@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels.convolution import Geometry, output_space
-from megasnn.kernels.layout import empty_strided
+from megasnn.kernels.layout import empty
 from megasnn.kernels.numba import spike_sum_loops as loops
 from megasnn.kernels.numba.jit import run
 from megasnn.kernels.numba.worth import Work
@@ -132,7 +132,7 @@ def _sums(spikes: Spikes, weight: Tensor, geometry: Geometry) -> Tensor:
     columns, frames = len(weight), spikes.shape[0]
     space = output_space(spikes.shape[2:], weight.shape[2:], geometry)
     parts, sizes = _parts(frames, spikes.shape[2:], space, weight, geometry)
-    out = empty_strided((frames * space.numel(), columns), (columns, 1), weight.dtype, weight.device)
+    out = empty((frames * space.numel(), columns), weight.dtype, weight.device)
     channels, lines = spikes.shape[1], max(1, _PIXELS // sizes[3])
     if spikes.share >= _MANY:
         cuts, at_once = _cuts(columns, weight.dtype, _NARROW), (1, 1)
@@ -151,7 +151,7 @@ def _add_sums(work: Work, total: Tensor, grad: Tensor, spikes: Spikes, geometry:
         return False
     _, sizes = _parts(spikes.shape[0], spikes.shape[2:], grad.shape[2:], total, geometry)
     places = total[0].numel()
-    by_place = empty_strided((places, columns), (columns, 1), total.dtype, total.device).zero_()
+    by_place = empty((places, columns), total.dtype, total.device).zero_()
     of_thread = -(-columns // threads) * total.element_size()
     pixels, most = (_FEW_PIXELS, _NARROW) if spikes.share >= _MANY else (_PIXELS, of_thread)
     cuts, lines = _cuts(columns, total.dtype, min(most, of_thread)), max(1, pixels // sizes[1])
@@ -160,7 +160,7 @@ def _add_sums(work: Work, total: Tensor, grad: Tensor, spikes: Spikes, geometry:
     run(loops.weight_gradients, len(cuts), *arrays, cuts, sizes, _offsets(total, geometry), lines)
     if not np.isfinite(seen).all():  # what a dense product would have multiplied with zeros
         by_place += torch.from_numpy(seen)
-    turned = empty_strided((columns, places), (places, 1), total.dtype, total.device).copy_(by_place.t())
+    turned = empty((columns, places), total.dtype, total.device).copy_(by_place.t())
     total += turned.view(columns, *total.shape[2:], total.shape[1]).movedim(-1, 1)
     return True
 
@@ -187,7 +187,7 @@ def _by_place(weight: Tensor) -> Tensor:
     rows = weight.movedim(1, -1).reshape(len(weight), -1).t()
     columns, itemsize = len(weight), weight.element_size()
     spare = 8 * _LINE // itemsize if columns * itemsize % (16 * _LINE) == 0 else 0
-    spread = empty_strided((len(rows), columns + spare), (columns + spare, 1), weight.dtype, weight.device)
+    spread = empty((len(rows), columns + spare), weight.dtype, weight.device)
     spread[:, :columns] = rows
     return spread
 
