@@ -38,6 +38,7 @@ _ON_GPU = {
     "megasnn.layers.attention.on_gpu": lambda values: True,
     "megasnn.layers.weight_grad.on_gpu": lambda values: True,
     "megasnn.parallel.collectives.empty": lambda shape, dtype, device: torch.empty(shape, dtype=dtype),
+    "megasnn.layers.attention.empty": lambda shape, dtype, device: torch.empty(shape, dtype=dtype),
 }
 
 

@@ -28,7 +28,6 @@ from megasnn.engine import Engine
 from megasnn.kernels import philox
 from megasnn.kernels import spike_codec as codec
 from megasnn.kernels.numba import spike_sums as sparse_products
-from megasnn.layers import attention
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
 from megasnn.training.metrics import Metrics
@@ -120,7 +119,6 @@ def host_waits(host: Callable[[], set[int]] = set) -> Iterator[list[str]]:
         stack.enter_context(mock.patch.object(codec, "_by_numpy", return_value=False))
         stack.enter_context(mock.patch.object(philox, "_kept_by_loops", philox.kept_by_tensors))
         stack.enter_context(mock.patch.object(sparse_products, "_work", return_value=None))
-        stack.enter_context(mock.patch.object(attention, "spiking_heads", return_value=None))
         stack.enter_context(mock.patch.object(device_checks, "runs_ahead", lambda device: True))
         stack.enter_context(
             mock.patch("torch.cuda.synchronize", lambda *_: found.append(f"{place_in_package()}: synchronize"))

@@ -14,7 +14,6 @@ import megasnn.training  # noqa: F401
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.neuron import Norm, Unit
 from megasnn.kernels.numba import calls
-from megasnn.kernels.numba.attention import spiking_heads
 from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import pack_bits, unpack_bits_into
 from tests.sums import form_sums_where_few
@@ -34,11 +33,6 @@ def _load_kernels(dtype: torch.dtype) -> None:
     images[:, 1:] = 0
     images, weight = images.to(dtype), weight.to(dtype)
     products.add_weight_gradient(weight, products.output(images, weight), images)
-    rows = torch.zeros(1, 24, dtype=dtype)
-    heads = spiking_heads(pack_bits(rows), rows.shape, 1, 1, dtype, 1.0)
-    if heads is not None:
-        kv, grad = heads.counts(), heads.prepared(rows[:, :8])
-        heads.output(kv), heads.gradients(heads.gradient_of_q(grad, kv), heads.gradient_of_counts(grad))
 
 
 form_sums_where_few()

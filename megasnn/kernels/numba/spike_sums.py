@@ -37,13 +37,13 @@ class Spikes:
 
     Attributes:
         shape: of the input, `[frames, C, H, W]`.
-        bits: `[pixels, C / 8]`, as `megasnn.kernels.spike_codec` packs spikes, channels last.
+        words: `[pixels, C / 64]`, rounded up: bits as `megasnn.kernels.spike_codec` packs spikes, channels last.
         share: of values that are not 0.
         values: of the input, `[pixels, C]`; `[0, C]` where all that are not 0 are 1.
     """
 
     shape: torch.Size
-    bits: np.ndarray
+    words: np.ndarray
     share: float
     values: np.ndarray
 
@@ -99,10 +99,11 @@ def _spikes_in_bits(packed: Tensor, shape: torch.Size, dtype: torch.dtype) -> Sp
 
 
 def _spikes(packed: Tensor, shape: torch.Size, values: np.ndarray) -> Spikes:
-    bits = packed.numpy().reshape(-1)
-    words = bits[: bits.size // 8 * 8].view(np.uint64)  # fewer to count than bytes
-    number = int(np.bitwise_count(words).sum(dtype=np.int64)) + int(np.bitwise_count(bits[8 * words.size :]).sum())
-    return Spikes(shape, bits.reshape(-1, shape[1] // 8), number / shape.numel(), values)
+    rows = packed.numpy().reshape(-1, shape[1] // 8)
+    if rows.shape[1] % 8:
+        rows = np.pad(rows, ((0, 0), (0, -rows.shape[1] % 8)))
+    words = np.require(rows.view(np.uint64), requirements="A")
+    return Spikes(shape, words, int(np.bitwise_count(words).sum(dtype=np.int64)) / shape.numel(), values)
 
 
 def _work(
@@ -139,7 +140,7 @@ def _sums(spikes: Spikes, weight: Tensor, geometry: Geometry) -> Tensor:
     else:
         cuts = _cuts(columns, weight.dtype, _L2 // channels)
         at_once = max(1, _L2 // (channels * int(cuts[0, 1]) * loops.HALF_LINE)), channels
-    arrays = spikes.bits, spikes.values, _by_place(weight).numpy(), out.numpy()
+    arrays = spikes.words, spikes.values, _by_place(weight).numpy(), out.numpy()
     where = sizes, geometry.stride, _offsets(weight, geometry)
     run(loops.outputs, parts * -(-sizes[2] // lines), *arrays, cuts, *where, lines, at_once)
     return out.view(frames, *space, columns).movedim(-1, 1)
@@ -156,7 +157,7 @@ def _add_sums(work: Work, total: Tensor, grad: Tensor, spikes: Spikes, geometry:
     pixels, most = (_FEW_PIXELS, _NARROW) if spikes.share >= _MANY else (_PIXELS, of_thread)
     cuts, lines = _cuts(columns, total.dtype, min(most, of_thread)), max(1, pixels // sizes[1])
     gradients, seen = grad.movedim(1, -1).reshape(-1, columns), np.zeros(columns, spikes.values.dtype)
-    arrays = spikes.bits, spikes.values, gradients.numpy(), by_place.numpy(), seen
+    arrays = spikes.words, spikes.values, gradients.numpy(), by_place.numpy(), seen
     run(loops.weight_gradients, len(cuts), *arrays, cuts, sizes, _offsets(total, geometry), lines)
     if not np.isfinite(seen).all():  # what a dense product would have multiplied with zeros
         by_place += torch.from_numpy(seen)
