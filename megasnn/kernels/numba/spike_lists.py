@@ -6,11 +6,14 @@ an array without elements, where all that are not 0 are 1.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from numba.cpython.unsafe.numbers import trailing_zeros
+from numba.cpython.unsafe import numbers
 
 from megasnn.kernels.numba.jit import part
 
+_trailing_zeros: Any = numbers.trailing_zeros
 WORD = 64
 """Bits that are looked through at once."""
 
@@ -18,7 +21,7 @@ WORD = 64
 @part
 def lowest(word):
     """Place of the lowest bit of a word that is not 0."""
-    return np.intp(trailing_zeros(word))
+    return np.intp(_trailing_zeros(word))
 
 
 @part
