@@ -40,7 +40,7 @@ class NeuronBackend:
         """Names the part of a neuron that it cannot compute, whatever the input; None where it can."""
         for flag, name, known in (("neuron", neuron, self.neurons), ("surrogate", surrogate, self.surrogates)):
             if name not in known:
-                return f"they know the {flag}s {', '.join(known)}, not --{flag} {name!r}"
+                return f"they know the {flag}s {', '.join(known)}, not --{flag} {name}"
         return None
 
     def unavailable(self, x: Tensor, spec: NeuronSpec) -> str | None:
