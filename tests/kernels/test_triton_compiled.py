@@ -83,6 +83,16 @@ MODELS = {  # the largest units of recipes: steps, samples, channels, height and
 }
 
 
+def test_registers_suffice_for_other_types_and_steps() -> None:
+    for case in (
+        (86, torch.float32, 16, 2.0, False),
+        (89, torch.float64, 16, 2.0, True),
+        (80, torch.bfloat16, 13, 2.0, True),
+    ):
+        for code in compiled(*case):
+            assert code.stack == 0, (case, code.kernel)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_registers_suffice_for_models(name: str) -> None:
     """Whose sums go through tiles in a loop, where loads are unrolled by four. Behind pooling four values of a thread's
@@ -94,15 +104,6 @@ def test_registers_suffice_for_models(name: str) -> None:
             assert code.count("ld.global.v4.b32") >= 1 + 4
         if code.kernel == "fold_statistics_kernel":
             assert not code.count("div.s64") and not code.count("rem.s64")
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "steps", "pool"),
-    [(86, torch.float32, 16, False), (89, torch.float64, 16, True), (80, torch.bfloat16, 13, True)],
-)
-def test_so_they_do_for_other_types_and_steps(capability: int, dtype: torch.dtype, steps: int, pool: bool) -> None:
-    for code in compiled(capability, dtype, steps, tau=2.0, pool=pool):
-        assert code.stack == 0, code.kernel
 
 
 def test_threads_wait_before_they_read_what_others_have_written() -> None:

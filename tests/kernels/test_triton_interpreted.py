@@ -25,7 +25,7 @@ from tests.kernels.four_calls import (
     two_ranks_equal_one,
 )
 from tests.kernels.models import assert_close, channels_last, plif_weight, saved_tensors
-from tests.kernels.test_neuron import CHARGES
+from tests.kernels.test_neuron import CHARGES, FEW
 from tests.kernels.triton_process import interpreted as interpreted
 from tests.kernels.triton_process import without_triton
 
@@ -67,10 +67,8 @@ def assert_same_neurons(x: Tensor, spec: NeuronSpec, v0: Tensor | None) -> None:
 
 
 def every_neuron_in_there() -> None:
-    for charge, v_reset, detach, surrogate in itertools.product(
-        CHARGES.values(), [0.0, -0.3, None], [True, False], ["sigmoid", "atan"]
-    ):
-        spec = NeuronSpec(**charge, v_threshold=0.6, v_reset=v_reset, detach_reset=detach, surrogate=surrogate)
+    for name, v_reset, detach, surrogate in FEW:
+        spec = NeuronSpec(**CHARGES[name], v_threshold=0.6, v_reset=v_reset, detach_reset=detach, surrogate=surrogate)
         dtype = torch.float32 if detach else torch.float64
         x = (channels_last(3, 2, 5, 3, dtype=dtype) * 2.5).requires_grad_()
         assert_same_neurons(x, spec, channels_last(1, 2, 5, 3, dtype=dtype, seed=1)[0].requires_grad_())
