@@ -63,10 +63,10 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
         lines.append(f"context parallel: {sharing['ranks']} ranks share each micro-batch by {sharing['cut']}{samples}")
     for line in (*lines, *_flags(config), *_model(config, layers, model, plan)):
         reporter.line(line)
-    table = as_table(layers, plan.bounds, plan.schedules.placement, state.tensor.size) if layers else ""
+    table = as_table(layers, plan.bounds, plan.schedules.placement, state.tp.size) if layers else ""
     reporter.text("model", table)
     reporter.text("configuration", textwrap.indent(to_json(config), "    "))
-    grid = {"data_parallel_size": state.data.size, "parameters": model.parameters}
+    grid = {"data_parallel_size": state.dp.size, "parameters": model.parameters}
     reporter.flags({**comparable_flags(config), **grid})
     costs = None
     if plan.costs is not None:
@@ -81,7 +81,7 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
         "config": with_model_name(config),
     }
     reporter.entry("start", start)
-    simulation = plan.simulation(plan.micro_batches) if state.pipeline.size * plan.weight_ranks > 1 else None
+    simulation = plan.simulation(plan.micro_batches) if state.pp.size * plan.weight_ranks > 1 else None
     if simulation is not None:
         schedule = plan.schedules.training(plan.micro_batches)
         draw = partial(chart, schedule, simulation, "simulated")
@@ -98,7 +98,7 @@ def print_summary(config: PretrainConfig, state: ParallelState) -> None:
     written. Collective over the world."""
     plan, model = build_model(config, describe_windows(config), state)
     if state.rank == 0:
-        print(as_table(_layers(config, model), plan.bounds, plan.schedules.placement, state.tensor.size))
+        print(as_table(_layers(config, model), plan.bounds, plan.schedules.placement, state.tp.size))
 
 
 def chart(schedule: Schedule, result: Simulation, title: str, span: float | None = None) -> NDArray[np.uint8]:
@@ -112,7 +112,7 @@ def chart(schedule: Schedule, result: Simulation, title: str, span: float | None
 
 def _sharing(config: PretrainConfig, model: DistributedModel) -> dict[str, Any]:
     """Sentence on how ranks share micro-batches; empty where none are shared."""
-    ranks, cut = model.context.context.size, model.context.cut
+    ranks, cut = model.context.cp.size, model.context.cut
     if ranks == 1:
         return {}
     bounds = row_bounds(config.training.micro_batch_size, ranks)
