@@ -55,8 +55,6 @@ def test_a_run_of_epochs_is_the_run_of_its_iterations(cache) -> None:
     [
         ("--train-epochs 3 --train-iters 2", "--train-iters 2 and --train-epochs 3 are two"),
         ("--evaluate-only", "--evaluate-only needs --load"),
-        ("--evaluate-only --load x --save y", "--save y"),
-        ("--evaluate-only --load x --eval-iters 0", "--eval-iters 0"),
         ("--evaluate-only --load x --data-path x.tar", "--evaluate-only needs --valid-data-path"),
         ("--train-iters 1 --keep-best", "--keep-best needs --save"),
         ("--train-iters 1 --keep-best --save x", "--keep-best needs --eval-interval"),
