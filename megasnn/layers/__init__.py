@@ -16,9 +16,7 @@ from megasnn.layers.neuron import (
 )
 from megasnn.layers.norm import (
     ParallelBatchNorm,
-    ParallelGroupNorm,
     TemporalEffectiveBatchNorm,
-    ThresholdDependentBatchNorm,
 )
 from megasnn.layers.replicated import apply_layer
 from megasnn.layers.row_context import MaxPool, MeanOverSpace, WholeImages
@@ -36,7 +34,6 @@ __all__ = [
     "ParallelBatchNorm",
     "ParallelConv",
     "ParallelDropout",
-    "ParallelGroupNorm",
     "ParallelIF",
     "ParallelLIF",
     "ParallelLinear",
@@ -49,7 +46,6 @@ __all__ = [
     "SpikingNeuron",
     "SpikingSelfAttention",
     "TemporalEffectiveBatchNorm",
-    "ThresholdDependentBatchNorm",
     "TokenAttention",
     "WholeImages",
     "apply_layer",

@@ -35,7 +35,7 @@ from megasnn.kernels.spike_codec import Content, bits_of, encode, may_be_sparse,
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import uniform
 from megasnn.layers.row_context import RowMove, Windows, move_for, move_rows, rows_of, rows_to_pool, shared_rows
-from megasnn.layers.shape_inference import content_of, count_call, is_input, join_content, note_exchanges
+from megasnn.layers.shape_inference import content_of, count_call, join_content
 from megasnn.layers.weight_grad import Leave
 from megasnn.parallel.collectives import (
     all_reduce_sum,
@@ -229,7 +229,6 @@ class ParallelConv(nn.Module):
         self._move = move_for(rows, height, outputs, windows)
         if self._move is None:
             return geometry
-        note_exchanges(self, backward=0 if is_input(x) else 1)
         return replace(geometry, padding=(0, geometry.padding[1]))
 
     def split_row_above(self, y: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -282,7 +281,7 @@ def _refuse_options(style: str, pools_signals: bool, is_no_point: bool) -> None:
 
 def _refuse_sizes(inputs: int, outputs: int, groups: int, style: str, size: int) -> None:
     """Raises ValueError for channels and groups that do not divide by the tensor-parallel ranks."""
-    if groups < 1 or inputs % groups or outputs % groups or (groups > 1 and groups % size):
+    if min(inputs, outputs, groups) < 1 or inputs % groups or outputs % groups or (groups > 1 and groups % size):
         raise ValueError(
             f"groups {groups} must divide in_channels {inputs} and out_channels {outputs} and be a multiple of "
             f"--tensor-model-parallel-size {size}"

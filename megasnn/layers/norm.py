@@ -1,5 +1,5 @@
-"""Norms cut by channel: batch norm, whose running statistics are merged once per step over the global batch; those
-of the literature on spiking networks; and norms of single samples."""
+"""Norms cut by channel: batch norm, whose running statistics are merged once per step over the global batch; and
+those of the literature on spiking networks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from megasnn.kernels.neuron import Shared
 from megasnn.kernels.torch_backend import REDUCED, batch_norm
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.init import constant, ones, zeros
-from megasnn.layers.shape_inference import calls_of, count_call, note_exchanges
+from megasnn.layers.init import ones, zeros
+from megasnn.layers.shape_inference import calls_of, count_call
 from megasnn.parallel.sharding import Initialiser, declare_buffer, declare_parameter
 from megasnn.parallel.sync_batch_norm import shared_over
 from megasnn.recompute import cached_collective
@@ -118,8 +118,6 @@ class ParallelBatchNorm(nn.Module):
         counts the calls."""
         if mean.is_meta:
             count_call(self)
-            if self.shared is not None:
-                note_exchanges(self)
         if self.recording and self.running_mean is not None:
             self.pending.append((mean.detach(), variance.detach(), count))
 
@@ -194,26 +192,6 @@ def _of_channels(values: Tensor, like: Tensor) -> Tensor:
     return values.to(like.dtype).view(-1, *[1] * (like.ndim - 2))
 
 
-class ThresholdDependentBatchNorm(ParallelBatchNorm):
-    """Batch norm whose weight starts at alpha * v_threshold, so that potentials begin near the threshold (tdBN, Zheng
-    et al. 2021, arXiv 2011.05280; SpikingJelly's ThresholdDependentBatchNorm).
-
-    Args:
-        alpha: 1, or 1 / sqrt(2) where two branches of a residual block are added.
-        options: as of ParallelBatchNorm.
-    """
-
-    def __init__(
-        self,
-        channels: int,
-        alpha: float = 1.0,
-        v_threshold: float = 1.0,
-        context: BuildContext | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(channels, context, **{"initialise": constant(alpha * v_threshold), **options})
-
-
 class TemporalEffectiveBatchNorm(ParallelBatchNorm):
     """Batch norm with a learned factor for each time step, which all channels share (TEBN, Duan et al. 2022;
     SpikingJelly's TemporalEffectiveBatchNorm). Input of a single time step comes out at each of them.
@@ -246,54 +224,3 @@ class TemporalEffectiveBatchNorm(ParallelBatchNorm):
             raise ValueError(f"this norm has factors for {len(self.scale)} time steps, and is given {len(x)}")
         y = super().forward(x)
         return y * self.scale.to(y.dtype).view(-1, *[1] * (y.ndim - 1))
-
-
-class ParallelGroupNorm(nn.Module):
-    """Normalises groups of channels of `[T, N, C_local, *space]`, each time step and sample by itself (nn.GroupNorm).
-
-    A rank has whole groups. With as many groups as channels it is nn.InstanceNorm without running statistics.
-
-    Args:
-        channels: the global number. groups: the global number.
-        initialise, initialise_bias: as of ParallelBatchNorm.
-    Raises:
-        ValueError: groups that do not divide the channels, or do not divide by the number of ranks.
-    """
-
-    weight: Tensor | None
-    bias: Tensor | None
-    mixes_rows = True
-
-    def __init__(
-        self,
-        groups: int,
-        channels: int,
-        context: BuildContext | None = None,
-        *,
-        eps: float = 1e-5,
-        affine: bool = True,
-        initialise: Initialiser = ones,
-        initialise_bias: Initialiser = zeros,
-    ) -> None:
-        super().__init__()
-        context = context_for(context)
-        if groups < 1 or channels % groups or groups % context.tensor.size:
-            raise ValueError(
-                f"groups {groups} of a group norm must divide its {channels} channels and be a multiple of "
-                f"--tensor-model-parallel-size {context.tensor.size}"
-            )
-        self.groups, self.channels, self.eps = groups, channels, eps
-        self._local_groups, self._local_channels = groups // context.tensor.size, channels // context.tensor.size
-        for name, fill in (("weight", initialise), ("bias", initialise_bias)):
-            self.register_parameter(name, None)
-            if affine:
-                declare_parameter(self, name, context.shard((channels,), 0, initialise=fill), context.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[2] != self._local_channels:
-            raise ValueError(f"a group norm of {self.channels} channels is given {x.shape[2]} on a rank")
-        flat = x.flatten(0, 1)
-        return F.group_norm(flat, self._local_groups, self.weight, self.bias, self.eps).unflatten(0, x.shape[:2])
-
-    def extra_repr(self) -> str:
-        return f"{self.groups}, {self.channels}, eps={self.eps}, affine={self.weight is not None}"

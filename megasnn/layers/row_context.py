@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megasnn.kernels.spike_codec import Content, decode_into, encode, encoded_like
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.shape_inference import content_of, note_exchanges
+from megasnn.layers.shape_inference import content_of
 from megasnn.parallel.collectives import Exchange, all_gather_into, all_reduce_sum, start_exchange
 from megasnn.parallel.sharding import own_rows
 from megasnn.parallel.traffic import statistics
@@ -481,7 +481,6 @@ class WholeImages(nn.Module):
         if x.is_meta:
             self._height, self._content = x.shape[3], content_of(x)
             shared_rows(self._height, self._rows.size)  # refuses fewer rows than ranks
-            note_exchanges(self)
             return x
         return gather_rows(x, shared_rows(self._height, self._rows.size), self._rows, self._content)
 
@@ -506,8 +505,6 @@ class MeanOverSpace(nn.Module):
         pixels = x.movedim(2, -1).flatten(2, -2)
         if self._rows is None or x.is_meta:
             self._pixels = pixels.shape[2]  # in the dry run of whole images
-            if self._rows is not None:
-                note_exchanges(self, 1)
             return pixels.mean(dim=2)
         return sum_alike(pixels.sum(dim=2), self._rows) / self._pixels
 
@@ -533,7 +530,6 @@ class MaxPool(nn.Module):
             height, ranks = x.shape[3], self._rows.size
             windows = tuple(tuple(rows) for rows in rows_to_pool(height, ranks))
             self._move, self._content = RowMove(shared_rows(height, ranks), windows), content_of(x)
-            note_exchanges(self)
         elif self._rows is not None and self._move is not None:
             frames = move_rows(x, self._move, self._rows, self._content).flatten(0, 1)
             frames = F.pad(frames, (0, 0, int(self._rows.rank == 0), 1), value=-torch.inf)

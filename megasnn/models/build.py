@@ -33,7 +33,6 @@ from megasnn.layers.shape_inference import (
     content_of,
     inferring_requires_grad,
     is_ours,
-    mark_input,
     mark_replicated,
     note_never_called,
 )
@@ -327,7 +326,7 @@ def dry_run(
         ValueError: a layer cannot take what it is given, changes what another one takes too, or gives no tensors; names
             the layer.
     """
-    frames = mark_input(frames_of(torch.empty((samples, *input_shape), dtype=dtype, device="meta"), input_shape))
+    frames = frames_of(torch.empty((samples, *input_shape), dtype=dtype, device="meta"), input_shape)
     mark_replicated(frames)
     outputs: list[Bundle] = []
     with inferring_requires_grad() if learns else torch.no_grad(), MaxInference():
