@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from megasnn.layers import ParallelLinear as ParallelLinear
     from megasnn.layers import ParallelNeuron as ParallelNeuron
     from megasnn.layers import ParallelPLIF as ParallelPLIF
-    from megasnn.layers import PooledUnit as PooledUnit
     from megasnn.layers import SpikeDrivenAttention as SpikeDrivenAttention
     from megasnn.layers import SpikingNeuron as SpikingNeuron
     from megasnn.layers import SpikingSelfAttention as SpikingSelfAttention
@@ -73,7 +72,7 @@ _NAMES = {
     "megasnn.layers": (
         "BuildContext ConvNormNeuron DropPath KeyedLayer MaxPool MeanLinear MeanOverSpace NeuronConvNorm "
         "ParallelBatchNorm ParallelConv ParallelDropout ParallelIF ParallelLIF ParallelLinear "
-        "ParallelNeuron ParallelPLIF PooledUnit SpikeDrivenAttention SpikingNeuron SpikingSelfAttention "
+        "ParallelNeuron ParallelPLIF SpikeDrivenAttention SpikingNeuron SpikingSelfAttention "
         "TemporalEffectiveBatchNorm TokenAttention WholeImages"
     ),
     "megasnn.models.convert_module": "shard",

@@ -85,14 +85,16 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _is_matrix_product(images: Tensor, weight: Tensor, geometry: Geometry, few_rows: int = FEW_ROWS) -> bool:
-    """Pointwise over few rows on a CPU, where a convolution spends its time on bringing the weight into oneDNN's order.
+    """Pointwise on images of one pixel, as of linear layers, or over few rows on a CPU, where a convolution spends its
+    time on bringing the weight into oneDNN's order.
 
     Below 16 frames PyTorch even leaves oneDNN for a slow path. Over many rows the convolution is never slower, and
     twice as fast on processors that MKL is not written for. The gradient of the weight is a product for longer, since
     it is added where it is to be, and what a convolution gives is brought into order and then added.
     """
     few = images.shape[0] < FEW_FRAMES or images.numel() // images.shape[1] < few_rows
-    return _is_pointwise(weight, geometry) and images.device.type == "cpu" and few
+    is_matrix = images.shape[2:] == (1, 1) or images.device.type == "cpu" and few
+    return _is_pointwise(weight, geometry) and is_matrix
 
 
 def _is_pointwise(weight: Tensor, geometry: Geometry) -> bool:

@@ -1,7 +1,7 @@
 """Natively sharded layers. Activations are `[T, N, C_local, *space]`, cut by channel over the tensor-parallel group."""
 
 from megasnn.layers.attention import SpikeDrivenAttention, SpikingSelfAttention, TokenAttention
-from megasnn.layers.blocks import ConvNormNeuron, NeuronConvNorm, PooledUnit, Residual, ResidualMLP
+from megasnn.layers.blocks import ConvNormNeuron, NeuronConvNorm, Residual, ResidualMLP
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import DropPath, KeyedLayer, ParallelDropout
@@ -39,7 +39,6 @@ __all__ = [
     "ParallelLinear",
     "ParallelNeuron",
     "ParallelPLIF",
-    "PooledUnit",
     "Residual",
     "ResidualMLP",
     "SpikeDrivenAttention",

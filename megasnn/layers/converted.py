@@ -58,7 +58,7 @@ class ConvertedConv(_Steps, ParallelConv):
             context,
             dims=len(conv.kernel_size),
             stride=conv.stride,
-            padding=conv.padding,
+            padding=conv._reversed_padding_repeated_twice[::-2],  # in numbers, of which torch has names too
             dilation=conv.dilation,
             groups=conv.groups,
             bias=conv.bias is not None,
@@ -82,7 +82,7 @@ class ConvertedLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x) if x.ndim > 2 else super().forward(x.unsqueeze(0)).squeeze(0)
-        return mark_replicated(y) if self.plan.style == "row" else y
+        return mark_replicated(y) if self.style == "row" else y
 
 
 class ConvertedBatchNorm(_Steps, ParallelBatchNorm):

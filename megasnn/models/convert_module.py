@@ -322,5 +322,5 @@ def _how_cut(ours: nn.Module) -> str:
     if isinstance(ours, ParallelConv):
         style = "row" if ours.plan.scatter else "column" if ours.plan.gather else "by groups"
     else:
-        style = ours.plan.style if isinstance(ours, ParallelLinear) else ""
+        style = ours.style if isinstance(ours, ParallelLinear) else ""
     return f"{kind.__name__}, cut by channel{style and ', '}{style}"

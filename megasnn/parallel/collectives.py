@@ -50,7 +50,7 @@ def gather_columns(
     """
 
     def payload() -> Tensor:
-        return encode(rows.reshape(-1), content, check=True) if bits is None else bits
+        return encode(rows.contiguous().view(-1), content, check=True) if bits is None else bits
 
     def gathered() -> list[Tensor]:
         mine = payload()

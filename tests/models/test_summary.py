@@ -82,7 +82,7 @@ def test_operations_are_those_that_torch_counts(model: Model, reference: Callabl
 
 
 def test_what_layers_give() -> None:
-    stem, *_, block, head = summary(SewResNet(width=8, image_size=32, time_steps=3, num_classes=10))
+    _, stem, *_, block, head = summary(SewResNet(width=8, image_size=32, time_steps=3, num_classes=10))
     expected = {
         stem: ((3, 8, 8, 8, 8), Content.SPIKES, 3 * 8 * 8 * 8 * 8 // 8),
         block: ((3, 8, 64, 1, 1), Content.COUNTS, 3 * 8 * 64),
