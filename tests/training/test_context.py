@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megasnn.checkpoint import list_checkpoints, load_global_tensors, read_metadata
+from megasnn.checkpoint.folder import list_checkpoints
+from megasnn.checkpoint.format import read_metadata
+from megasnn.checkpoint.load import load_global_tensors
 from tests.training.runs import train, without_trial
 
 CP2 = ("--context-parallel-size", "2")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasnn.checkpoint import list_checkpoints
+from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.config import ConfigError, parse, validate
 from megasnn.config.training import Length
 from megasnn.engine import Engine
