@@ -7,17 +7,16 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.kernels.neuron import Shared
 from megasnn.kernels.torch_backend import REDUCED, batch_norm
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import ones, zeros
+from megasnn.layers.row_context import sum_for_each
 from megasnn.layers.shape_inference import calls_of, count_call
 from megasnn.parallel.sharding import Initialiser, declare_buffer, declare_parameter
 from megasnn.parallel.sync_batch_norm import shared_over
-from megasnn.recompute import cached_collective
+from megasnn.parallel_state import Group
 
 
 class ParallelBatchNorm(nn.Module):
@@ -100,7 +99,7 @@ class ParallelBatchNorm(nn.Module):
         # A single time step stands for all of them: equal frames have the same mean and variance.
         repeats = self.time_steps if len(x) == 1 else 1
         if self.uses_batch_statistics and self.shared is not None and not x.is_meta:
-            y, mean, variance, count = shared_batch_norm(flat, self.weight, self.bias, self.eps, self.shared)
+            y, mean, variance, count = shared_batch_norm(flat, self.weight, self.bias, self.eps, self.shared.group)
             self.record(mean, variance, repeats * count)
         elif self.uses_batch_statistics:
             y = batch_norm(flat, None, self.weight, self.bias, self.eps)
@@ -126,7 +125,7 @@ class ParallelBatchNorm(nn.Module):
 
 
 def shared_batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, shared: Shared
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalises this rank's values `[N, C, ...]` of each channel; there may be none.
 
@@ -134,62 +133,19 @@ def shared_batch_norm(
         what is normalised; mean and biased variance `[C]`, and over how many values a channel they were taken, of all
         ranks together.
     """
-    y, mean, variance, count = _SharedBatchNorm.apply(x, weight, bias, eps, shared)
-    return y, mean, variance, count
-
-
-class _SharedBatchNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, shared: Shared
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        values, own = _wide(x), x.numel() // x.shape[1]
-
-        def exchanged() -> tuple[Tensor, Tensor]:
-            return shared.statistics(_statistics(values), own)
-
-        found, count = cached_collective(exchanged)
-        mean, variance = found.to(values.dtype).unbind()
-        y = F.batch_norm(values, mean, variance, weight, bias, training=False, eps=eps) if own else values
-        ctx.eps, ctx.shared = eps, shared
-        ctx.save_for_backward(x, weight, found, count)
-        ctx.mark_non_differentiable(mean, variance, count)
-        return y.to(x.dtype), mean, variance, count
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        x, weight, found, count = ctx.saved_tensors
-        mean, variance = found.unbind()
-        precision = (variance + ctx.eps).reciprocal()
-        values, g = _wide(x), _wide(grad)
-        over = [dim for dim in range(x.ndim) if dim != 1]
-        deviations = values - _of_channels(mean, values)
-        sums = torch.stack([g.sum(over, dtype=torch.float64), (g * deviations).sum(over, dtype=torch.float64)])
-        g_x = None
-        if ctx.needs_input_grad[0]:
-            means = ctx.shared.total(sums) / count
-            g_x = g - _of_channels(means[0], g) - deviations * _of_channels(means[1] * precision, g)
-            scale = precision.sqrt() if weight is None else precision.sqrt() * weight
-            g_x = (g_x * _of_channels(scale, g)).to(x.dtype)
-        _, need_weight, need_bias, *_ = ctx.needs_input_grad
-        g_weight = (sums[1] * precision.sqrt()).to(weight.dtype) if need_weight else None
-        return g_x, g_weight, sums[0].to(x.dtype if weight is None else weight.dtype) if need_bias else None, None, None
-
-
-def _statistics(values: Tensor) -> Tensor:
-    """Mean and biased variance of each channel, `[2, C]` in double precision; zeros where there are no values."""
-    if not values.numel():
-        return values.new_zeros((2, values.shape[1]), dtype=torch.float64)
-    variance, mean = torch.var_mean(values, dim=[dim for dim in range(values.ndim) if dim != 1], correction=0)
-    return torch.stack((mean, variance)).double()
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.float() if values.dtype in REDUCED else values
-
-
-def _of_channels(values: Tensor, like: Tensor) -> Tensor:
-    return values.to(like.dtype).view(-1, *[1] * (like.ndim - 2))
+    values = x.float() if x.dtype in REDUCED else x
+    over, shape = [dim for dim in range(x.ndim) if dim != 1], (-1, *[1] * (x.ndim - 2))
+    own = values.new_full((1,), x.numel() // x.shape[1], dtype=torch.float64)
+    sums = sum_for_each(torch.cat([values.sum(over, dtype=torch.float64), own]), group)
+    count = sums[-1].detach()
+    mean = (sums[:-1] / count).to(values.dtype)
+    deviations = values - mean.view(shape)
+    squares = sum_for_each(deviations.square().sum(over, dtype=torch.float64), group)
+    variance = (squares / count).to(values.dtype)
+    scale = (variance + eps).rsqrt() if weight is None else (variance + eps).rsqrt() * weight
+    y = deviations * scale.view(shape)
+    y = y if bias is None else y + bias.view(shape)
+    return y.to(x.dtype), mean, variance, count
 
 
 class TemporalEffectiveBatchNorm(ParallelBatchNorm):
