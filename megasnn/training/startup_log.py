@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megasnn.config import PretrainConfig, changed_flags, comparable_flags, to_json, with_model_name
 from megasnn.config.data import SAMPLE
+from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import Length
 from megasnn.data.paths import shown_path
 from megasnn.engine import Engine
@@ -26,8 +27,9 @@ from megasnn.kernels.backends import backend_told
 from megasnn.kernels.spike_codec import Content
 from megasnn.models.description import ModelDescription
 from megasnn.models.summary import as_table, multiply_adds
+from megasnn.parallel.process_group import choose_device
 from megasnn.parallel.sharding import row_bounds
-from megasnn.parallel_state import ParallelState, why_not_on_gpus
+from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Schedule, Simulation
@@ -150,7 +152,7 @@ def _write(reporter: Reporter, file: Path, text: str) -> None:
 def _summary(config: PretrainConfig, model: DistributedModel, length: Length) -> list[str]:
     training, state = config.training, model.state
     ranks, name = state.world.size, type(config.model).__name__.removesuffix("Config")
-    where = f"{ranks} rank{'s' * (ranks > 1)} ({state.grid}), {_device(state.device, config.parallel.device)}"
+    where = f"{ranks} rank{'s' * (ranks > 1)} ({state.grid}), {_device(state.device, config.parallel)}"
     still = model.parameters - model.trained_parameters
     frozen = f" ({still:,} of them frozen)" if still else ""
     what = (
@@ -169,14 +171,13 @@ def _summary(config: PretrainConfig, model: DistributedModel, length: Length) ->
         what,
         f"data: {data}",
         f"neurons: {spec.kind} by {backend_told(config.neuron.neuron_backend, sample, spec)}",
-        *([state.communicators.describe()] if ranks > 1 else []),
     ]
 
 
-def _device(device: torch.device, asked: str) -> str:
+def _device(device: torch.device, parallel: ParallelConfig) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    threads, why = torch.get_num_threads(), why_not_on_gpus(asked)
+    threads, (_, why) = torch.get_num_threads(), choose_device(parallel.backend, parallel.device)
     return f"CPU with {threads} thread{'s' * (threads > 1)} a rank{f' ({why})' if why else ''}"
 
 
