@@ -60,7 +60,7 @@ def test_the_default_is_the_vgg_of_spikingjelly() -> None:
     back = values_of(SPIKINGJELLY.from_ours(weights), weights)
     theirs.load_state_dict(back, strict=True)
     assert "classifier.0.bias" in SPIKINGJELLY.from_ours(weights, {"channels": config.channels, "dropout": 0.0})
-    with pytest.raises(CheckpointError, match=r"features\.7\.proj_bn\.2\.weight: unexpected"):
+    with pytest.raises(CheckpointError, match=r"features\.5\.proj_bn\.0\.weight: unexpected"):
         VggDvs(channels=config.channels.replace("P,512,512,P", "P,512,P,512")).from_spikingjelly(theirs.state_dict())
 
 
