@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -183,16 +183,18 @@ def _fresh(
 
 
 def _with_memory(module: nn.Module, numbers: dict[str, Tensor]) -> nn.Module:
-    """A copy with memory for its tensors: single numbers as they are, others NaN, and integers zero."""
+    """A copy with memory for its tensors, of global shapes: `numbers` as they are, others NaN, and integers zero."""
     copies: dict[int, Any] = {}  # the module's own memory may be gone by now
     for each in module.modules():
+        shards: dict[str, Shard] = vars(each).get("_described_shards", {})
         for name, value in own_tensors(each):
+            shape = shards[name].global_shape if name in shards else value.shape
             # In float32 whatever the precision, as materialise draws: torch draws other numbers in float64.
             dtype = torch.float32 if value.is_floating_point() else value.dtype
             if each is module and name in numbers:
                 memory = numbers[name].to(dtype, copy=True)
             else:
-                memory = torch.full(value.shape, math.nan if value.is_floating_point() else 0, dtype=dtype)
+                memory = torch.full(shape, math.nan if value.is_floating_point() else 0, dtype=dtype)
             is_parameter = isinstance(value, nn.Parameter)
             copies[id(value)] = nn.Parameter(memory, value.requires_grad) if is_parameter else memory
     return copy.deepcopy(module, copies)
@@ -209,28 +211,16 @@ def call_initialiser(initialise: ModuleInitialiser, module: nn.Module) -> None:
 
 def _after(
     module: nn.Module,
-    shards: Mapping[str, Shard],
     name: str,
     initialise: ModuleInitialiser,
+    fill: Initialiser | None,
     tensor: Tensor,
     generator: torch.Generator,
 ) -> None:
-    """Fills a global tensor as its layer does, and then as a function of the user's does to a stand-in for it."""
-    fill = shards[name].initialise
+    """Fills a global tensor as its layer does, and then as a function of the user's does."""
     if fill is not None:
         fill(tensor, generator)
-    shown = copy.copy(module)
-    vars(shown).update(_parameters=dict(module._parameters), _buffers=dict(module._buffers))
-    for each, shard in shards.items():
-        value = tensor if each == name else torch.zeros(shard.global_shape)
-        if each in shown._parameters:
-            shown._parameters[each] = nn.Parameter(value)
-        else:
-            shown._buffers[each] = value
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator.initial_seed())
-        call_initialiser(initialise, shown)
-    tensor.copy_(getattr(shown, name).detach())
+    _fresh(module, name, initialise, {name: tensor}, tensor, generator)
 
 
 def _set_what_constructors_set(module: Any) -> None:
@@ -253,6 +243,5 @@ def initialise_sharded(layer: nn.Module, initialise: ModuleInitialiser) -> None:
     note_paths(layer)
     for module in layer.modules():
         shards: dict[str, Shard] = vars(module).get("_described_shards", {})
-        before = dict(shards)
-        for name, shard in before.items():
-            shards[name] = replace(shard, initialise=partial(_after, module, before, name, initialise))
+        for name, shard in shards.items():
+            shards[name] = replace(shard, initialise=partial(_after, module, name, initialise, shard.initialise))
