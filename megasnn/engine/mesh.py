@@ -83,7 +83,7 @@ def get_or_create_mesh(parallel: ParallelConfig) -> tuple[ParallelState, Callabl
     if model_parallel_is_initialized():
         state = get_parallel_state()
         grid = state.grid
-        if (grid.tensor, grid.pipeline, grid.weight, grid.context) != (tensor, pipeline, weight, context):
+        if (grid.tp, grid.pp, grid.dp_shard, grid.cp) != (tensor, pipeline, weight, context):
             raise ValueError(
                 f"the flags ask for --tensor-model-parallel-size {tensor}, --pipeline-model-parallel-size {pipeline}, "
                 f"--weight-parallel-size {weight}, --context-parallel-size {context}, but there are ranks laid out as "
@@ -96,7 +96,12 @@ def get_or_create_mesh(parallel: ParallelConfig) -> tuple[ParallelState, Callabl
     stop_watch = watch_ranks()
     with placed("while making the groups of ranks"):
         state = initialize_model_parallel(
-            tensor, pipeline, device, weight, context, timeout=datetime.timedelta(minutes=minutes)
+            tp=tensor,
+            pp=pipeline,
+            dp_shard=weight,
+            cp=context,
+            device=device,
+            timeout=datetime.timedelta(minutes=minutes),
         )
 
     def free() -> None:

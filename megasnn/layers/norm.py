@@ -59,10 +59,10 @@ class ParallelBatchNorm(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        self.time_steps, self.shared = context.time_steps, shared_over(context.context)
+        self.time_steps, self.shared = context.time_steps, shared_over(context.cp)
         self._by_rows = context.cut == "rows"
         self.channels, self.eps, self.momentum = channels, eps, momentum
-        self._local_channels = channels if whole else channels // context.tensor.size
+        self._local_channels = channels if whole else channels // context.tp.size
         self.recording = False
         self.pending: list[tuple[Tensor, Tensor, int | Tensor]] = []
         shard = partial(context.shard, (channels,), None if whole else 0, blocks)

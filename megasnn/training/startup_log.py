@@ -62,7 +62,7 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     table = _table(config, model, plan)
     reporter.text("model", table)
     reporter.text("configuration", textwrap.indent(to_json(config), "    "))
-    grid = {"data_parallel_size": state.data.size, "parameters": model.parameters}
+    grid = {"data_parallel_size": state.dp.size, "parameters": model.parameters}
     reporter.flags({**comparable_flags(config), **grid})
     costs = None
     if plan.costs is not None:
@@ -77,7 +77,7 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
         "config": with_model_name(config),
     }
     reporter.entry("start", start)
-    simulation = plan.simulation(plan.micro_batches) if state.pipeline.size * plan.weight_ranks > 1 else None
+    simulation = plan.simulation(plan.micro_batches) if state.pp.size * plan.weight_ranks > 1 else None
     if simulation is not None:
         schedule = plan.schedules.training(plan.micro_batches)
         draw = partial(chart, schedule, simulation, "simulated")
@@ -108,7 +108,7 @@ def chart(schedule: Schedule, result: Simulation, title: str, span: float | None
 
 def _sharing(config: PretrainConfig, model: DistributedModel) -> dict[str, Any]:
     """Sentence on how ranks share micro-batches; empty where none are shared."""
-    ranks, cut = model.context.context.size, model.context.cut
+    ranks, cut = model.context.cp.size, model.context.cut
     if ranks == 1:
         return {}
     bounds = row_bounds(config.training.micro_batch_size, ranks)
