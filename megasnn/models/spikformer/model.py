@@ -89,6 +89,8 @@ class Spikformer(Model):
             )
         if self.embed_dim % 2 ** (STEM_STAGES - 1):
             wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of 8, for the first stage of the stem")
+        if self.embed_dim % self.num_heads:
+            wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of --num-heads {self.num_heads}")
         if self.image_size % self.patch_size:
             wrong.append(f"--image-size {self.image_size} must be a multiple of --patch-size {self.patch_size}")
         return wrong
