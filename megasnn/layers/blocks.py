@@ -16,7 +16,6 @@ from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import NeuronLayer, ParallelNeuron, make_neuron
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.row_context import MaxPool
-from megasnn.parallel.sharding import Initialiser
 
 
 class ConvNormNeuron(nn.Module):
@@ -126,17 +125,14 @@ class NeuronConvNorm(nn.Module):
         kernel_size: int = 1,
         context: BuildContext | None = None,
         *,
-        bias: bool = False,
         neuron: NeuronSpec | NeuronLayer | None = None,
-        initialise: Initialiser | None = None,
+        **conv_options: Any,
     ) -> None:
         super().__init__()
         context = context_for(context)
         self.neuron = make_neuron(neuron, context)
-        padding = kernel_size // 2
-        self.conv = ParallelConv(
-            in_channels, out_channels, kernel_size, context, padding=padding, bias=bias, initialise=initialise
-        )
+        options = {"padding": kernel_size // 2, **conv_options}
+        self.conv = ParallelConv(in_channels, out_channels, kernel_size, context, **options)
         self.norm = ParallelBatchNorm(out_channels, context)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -148,13 +144,13 @@ class ResidualMLP(nn.Module):
 
     Args:
         dim, hidden: the global numbers of channels.
-        bias, initialise: as of ConvNormNeuron.
+        conv_options: as of ParallelConv.
     """
 
-    def __init__(self, dim: int, hidden: int, *, bias: bool = False, initialise: Initialiser | None = None) -> None:
+    def __init__(self, dim: int, hidden: int, **conv_options: Any) -> None:
         super().__init__()
-        self.fc1 = ConvNormNeuron(dim, hidden, pointwise=True, bias=bias, initialise=initialise)
-        self.fc2 = ConvNormNeuron(hidden, dim, pointwise=True, bias=bias, initialise=initialise)
+        self.fc1 = ConvNormNeuron(dim, hidden, pointwise=True, **conv_options)
+        self.fc2 = ConvNormNeuron(hidden, dim, pointwise=True, **conv_options)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.fc2(self.fc1(x))
