@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megasnn.kernels.products import ConvolutionProducts
+from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import Content, bits_of, may_be_sparse
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import Convolve, ConvPlan
@@ -62,7 +62,7 @@ class ParallelLinear(nn.Module):
             gather=style == "column",
             scatter=False,
             content=Content.DENSE,
-            products=ConvolutionProducts(),
+            products=Products(),
             pool=1,
             sum_whole=style == "row",
         )
@@ -104,7 +104,7 @@ class ParallelLinear(nn.Module):
             content=content,
             gather=not is_row and not is_whole,
             whole=is_whole and not is_row,
-            products=ConvolutionProducts(self._sparse and may_be_sparse(content)),
+            products=Products(self._sparse and may_be_sparse(content)),
         )
         features = self.out_features if is_row else self.out_features // size
         y = x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
