@@ -37,7 +37,7 @@ class CheckpointConfig:
     async_save: bool = False
     """Write checkpoints by a thread, from a copy in memory of the CPU, while training goes on."""
     keep_last: Size | None = None
-    """Keep only so many checkpoints, those saved last."""
+    """Keep only so many checkpoints, the latest ones."""
     keep_every: Size | None = None
     """With --keep-last: also keep those of iterations divisible by this."""
     keep_best: bool = False
