@@ -114,8 +114,8 @@ def _window_problems(config: PretrainConfig) -> Iterator[str]:
     again = again if parallel.memory_budget is None else f"--memory-budget {parallel.memory_budget}"
     if steps is not None and again:
         yield (
-            f"{again} with --bptt-steps {steps}: a window goes on from potentials that are not there any more; leave it "
-            "out, windows keep little"
+            f"{again} with --bptt-steps {steps}: a window goes on from potentials that are not there any more; leave "
+            "it out, windows keep little"
         )
     if steps is not None and config.model.time_steps % steps:
         yield f"--time-steps {config.model.time_steps} does not divide by --bptt-steps {steps}"
