@@ -20,6 +20,7 @@ import tyro
 from numpy.typing import NDArray
 from PIL import Image
 
+from megasnn.augment import Key
 from megasnn.config.cli import command_line
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.datasets import open_shards
@@ -44,7 +45,7 @@ class AsStored(SampleFormat):
     limit: int = SAMPLE_MB << 20
     kind, suffixes, axes = "samples", (), ()
 
-    def decode(self, data: bytes) -> NDArray[Any]:
+    def decode(self, data: bytes, key: Key | None = None) -> NDArray[Any]:
         """uint8 `[H, W, C]` or frames `[T, 2, H, W]`. Raises ValueError for damaged bytes."""
         if data.startswith(_ZIP):
             sample = decode_events(data, self.limit)
@@ -74,7 +75,7 @@ def read_samples(
         if value < 1:
             raise ValueError(f"--{flag} must be at least 1, got {value}")
     addresses = expand_shards(data_path, "SHARDS")
-    shards = open_shards(addresses, fetch_timeout=60.0)
+    shards = open_shards(addresses)
     dataset = ShardDataset(shards, AsStored(time_steps, max_sample_mb << 20), _ANY_CLASS)
     index = read_index(addresses[0].parent) if isinstance(addresses[0], Path) else None
     names = dict(enumerate(index.classes if index else ()))
@@ -106,7 +107,7 @@ def show(
     """Draws samples.
 
     Args:
-        shards: What --data-path takes: a shard, a folder of them, braces or a glob.
+        shards: What --data-path takes: a shard, braces or a glob.
         output: The picture to write.
         samples: How many are drawn.
         seed: Draw random ones; by default the first ones.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from megasnn.augment import Key
 from megasnn.data.formats import FormatMismatch, SampleFormat
 from megasnn.data.shards import Shard
 from megasnn.files import require_size
@@ -54,11 +55,9 @@ class ShardDataset:
         """Name of a sample and its shard, for messages."""
         return f"sample {self.key(index)!r} of shard {self._locate(index)[0].name}"
 
-    def sample(self, index: int, decode: Callable[[bytes], NDArray[Any]] | None = None) -> NDArray[Any]:
-        """Decodes a sample: an image as uint8 `[H, W, C]`, event frames `[T, 2, H, W]`.
+    def sample(self, index: int, key: Key | None = None) -> NDArray[Any]:
+        """Decodes a sample: an image `[H, W, C]`, event frames `[T, 2, H, W]`; with a key it is changed at random.
 
-        Args:
-            decode: instead of the format's.
         Raises:
             BrokenSample: it cannot be decoded, or is too large.
             ValueError: it does not fit the model, or the shard was changed, cut or removed after it was indexed.
@@ -66,7 +65,7 @@ class ShardDataset:
         shard, place = self._locate(index)
         try:
             require_size("its file", int(shard.sizes[place]), self.format.limit)
-            return (decode or self.format.decode)(_read(shard, place))
+            return self.format.decode(_read(shard, place), key)
         except FormatMismatch as error:
             raise ValueError(f"{self.describe(index)} {error}") from error
         except OSError as error:

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn import augment
-from megasnn.augment import AUGMENTATIONS, Augmentation
+from megasnn.augment import AUGMENTATIONS, Augmentation, Key
+from megasnn.augment import FRAMES as EVENT_FRAMES
 from megasnn.events import LARGEST_SIDE, FrameOptions, Recording, make_frames, recording_of_arrays, resize_frames
 from megasnn.files import SAMPLE_BYTES, read_arrays
 
@@ -47,20 +47,16 @@ class SampleFormat(Protocol):
     @property
     def limit(self) -> int: ...
 
-    def decode(self, data: bytes) -> NDArray[Any]:
-        """Decodes a sample. Raises ValueError for damaged bytes, FormatMismatch for those that do not fit."""
+    def decode(self, data: bytes, key: Key | None = None) -> NDArray[Any]:
+        """Decodes a sample, changed at random where a key is given.
+
+        Raises:
+            ValueError: damaged bytes. FormatMismatch: sound ones that do not fit the model.
+        """
 
     def fill(self, values: NDArray[np.float32], sample: NDArray[Any]) -> None:
         """Writes a decoded sample to `values`, of its shape, as the numbers that the model takes."""
         values[...] = sample
-
-    def augmentation(self, name: str) -> Augmentation:
-        """A random change by its name. Raises ValueError for an unknown one, or one for other samples."""
-        found = AUGMENTATIONS[name]
-        if self.kind not in found.samples:
-            fitting = [other for other, each in AUGMENTATIONS.items() if self.kind in each.samples]
-            raise ValueError(f"--augment {name} is not for {self.kind}; choose one of {', '.join(fitting)}")
-        return found
 
     def batch(self, samples: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
         """Joins decoded samples to the model's input, float32, the samples first."""
@@ -79,21 +75,27 @@ class EventFormat(SampleFormat):
     Attributes:
         settings: time steps, size and, for kept events, how frames are made of them.
         limit: bytes that a sample may take, packed or decoded.
+        augment: change of the frames.
     """
 
     settings: FrameOptions
     limit: int = SAMPLE_BYTES
+    augment: Augmentation = AUGMENTATIONS["none"]
     suffixes = (FRAMES, EVENTS)
-    kind = augment.FRAMES
+    kind = EVENT_FRAMES
     axes = (0, 1, 2, 3, 4)
 
-    def decode(self, data: bytes) -> NDArray[Any]:
-        """Content of a frames.npz or events.npz as `[T, 2, size, size]`, counts or float32.
+    def decode(self, data: bytes, key: Key | None = None) -> NDArray[Any]:
+        """Content of a frames.npz or events.npz as `[T, 2, size, size]`, counts or float32; changed with a key.
 
         Raises:
             ValueError: damaged, or a recording too short for the frames.
             FormatMismatch: made for another number of time steps.
         """
+        frames = self._frames(data)
+        return self.augment.change(frames, *key) if key else frames
+
+    def _frames(self, data: bytes) -> NDArray[Any]:
         sample = decode_events(data, self.limit)
         if isinstance(sample, Recording):
             return make_frames(sample, self.settings, self.limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from megasnn.config import PretrainConfig
-from megasnn.data import BatchLoader, Datasets, LoaderOptions, Share, open_datasets
+from megasnn.data import BatchLoader, Datasets, Share, open_datasets
 from megasnn.data.loader import check_shares, epoch_samples, order_identity
 from megasnn.engine import Engine
 from megasnn.engine.faults import placed
@@ -42,9 +42,9 @@ class RunData:
             micro_batch, context = training.micro_batch_size, config.parallel.context_parallel_size
             sharing = context if config.parallel.context_cut(micro_batch) == "samples" else 1
             share = Share(batch, micro_batch, dp_size=state.data.size, cp_size=sharing)
-            check_shares(len(self.datasets.train), share, last_batch)
+            check_shares(share)
         samples = epoch_samples(len(self.datasets.train), batch, last_batch)
-        self.length = training.length(samples, keeps_last_batch=last_batch == "keep")
+        self.length = training.length(samples)
         self.place: dict[str, object] = {
             "dataset": order_identity(self.datasets.train, batch, last_batch),
             **{"seed": training.seed, "shuffle": data.shuffle, "last_batch": last_batch},
@@ -79,7 +79,7 @@ class RunData:
         return self._loaders[training]
 
     def _loader(self, engine: Engine, training: bool) -> BatchLoader:
-        data, sizes, state = self._config.data, self._config.training, engine.state
+        sizes, state = self._config.training, engine.state
         samples = engine.distributed.context.sharing_samples
         whole = training and engine.batches.mixes  # samples of a micro-batch are mixed with each other
         share = Share(
@@ -92,16 +92,6 @@ class RunData:
             images=engine.takes_images,
             labels=engine.takes_labels,
         )
-        options = LoaderOptions(
-            seed=sizes.seed,
-            shuffle=data.shuffle,
-            augment=data.augment,
-            last_batch=data.last_batch,
-            skip_broken=data.skip_broken_samples,
-            num_workers=data.num_workers,
-            timeout=data.fetch_timeout,
-            pin_memory=state.device.type == "cuda",
-        )
         dataset = self.datasets.train if training else self.datasets.valid
         assert dataset is not None
-        return BatchLoader(dataset, share, options, training)
+        return BatchLoader(dataset, share, self._config.data, sizes.seed, training, state.device.type == "cuda")

@@ -68,7 +68,7 @@ REFUSED = [
     ("--surrogate-alpha 0", 1, "--surrogate-alpha", "0"),
     ("--neuron-backend fused --surrogate erf", 1, "--neuron-backend fused", "--surrogate erf"),
     ("--rand-augment rand-w0", 1, "--rand-augment rand-w0", "rand-m9"),
-    ("--rand-augment rand:rotate,spin", 1, "--rand-augment", "spin"),
+    ("--rand-augment rand-m9-inc1:rotate,spin", 1, "--rand-augment", "spin"),
     ("--crop-scale 0.2", 1, "--crop-scale", "--augment crop"),
     ("--mixup-off-epoch 3", 1, "--mixup-off-epoch 3", "--mixup-alpha"),
     ("--mixup-alpha 0.2 --micro-batch-size 1", 1, "--mixup-alpha", "--micro-batch-size 1"),

@@ -169,7 +169,7 @@ def test_labels_out_of_range_are_named_and_the_fingerprint_tells_data_sets_apart
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "shards").mkdir()
-    for name in ("train-00000.tar", "train-00001.tar", "train-00002.tar.gz", "notes.txt"):
+    for name in ("train-00000.tar", "train-00001.tar", "train-00002.tar.gz"):
         (tmp_path / "shards" / name).write_bytes(b"x")
     return tmp_path / "shards"
 
@@ -178,10 +178,10 @@ def names(path: str) -> list[str]:
     return [shard if isinstance(shard, str) else shard.name for shard in expand_shards(path)]
 
 
-def test_braces_keep_their_order_globs_and_folders_are_sorted(folder):
+def test_braces_keep_their_order_and_globs_are_sorted(folder):
     assert names(f"{folder}/train-{{00001..00000}}.tar") == ["train-00001.tar", "train-00000.tar"]
     everything = ["train-00000.tar", "train-00001.tar", "train-00002.tar.gz"]
-    assert names(f"{folder}/train-*") == names(str(folder)) == everything
+    assert names(f"{folder}/train-*") == everything
     assert names(f"{folder}/train-00001.tar::file://{folder}/train-00000.tar") == everything[1::-1]
     urls = ["https://host/a-0.tar?x=1", "https://host/a-1.tar?x=1", "pipe:cat 1.tar", "pipe:cat 0.tar"]
     assert names("https://host/a-{0..1}.tar?x=1::pipe:cat {1..0}.tar") == urls
@@ -194,16 +194,10 @@ def test_braces_keep_their_order_globs_and_folders_are_sorted(folder):
         ("{folder}/nothing-*.tar", "nothing"),
         ("{folder}/train-{{00000..00001.tar", "unbalanced"),
         ("{folder}/train-00000.tar::{folder}/train-00000.tar", "train-00000.tar"),
-        ("http://me:secret@host/1.tar::http://me:secret@host/1.tar", "http://host/1.tar$"),
-        ("{folder}/notes.txt", "notes.txt"),
-        ("{folder}/empty", "empty"),
-        ("{folder}/mixed", r"test, train"),
+        ("http://me:secret@host/1.tar::http://me:secret@host/1.tar", "--data-path http://host/1.tar"),
+        ("{folder}", "is a folder"),
     ],
 )
 def test_paths_that_cannot_be_meant_are_refused(folder, path, named):
-    (folder / "empty").mkdir()
-    (folder / "mixed").mkdir()
-    for name in ("mixed/train-0.tar", "mixed/test-0.tar"):
-        (folder / name).write_bytes(b"x")
     with pytest.raises(ValueError, match=named):
         expand_shards(path.format(folder=folder))
