@@ -12,6 +12,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from megasnn.files import sync
+
 FOLDER = "MEGASNN_CACHE"
 """Environment variable: the cache folder, instead of megasnn in XDG_CACHE_HOME or ~/.cache."""
 MACHINE_CODE = "numba"
@@ -75,8 +77,7 @@ def build_once(target: Path, build: Callable[[Path], object], patience: float = 
         with FileLock(target.with_name(f".{target.name}.lock"), timeout=patience):
             if not target.exists():
                 build(temporary)
-                with open(temporary, "rb") as file:
-                    os.fsync(file.fileno())  # lest a power cut leave an empty file in its place
+                sync(temporary)  # lest a power cut leave an empty file in its place
                 os.replace(temporary, target)
     except Timeout as error:
         raise CacheError(

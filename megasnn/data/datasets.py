@@ -69,9 +69,7 @@ def open_datasets(
     splits: list[Sequence[Address]] = [
         [made[split]] if path == SAMPLE else expand_shards(path, flag) for split, (path, flag) in enumerate(paths)
     ]
-    found = [
-        _dataset(config, format, num_classes, open_shards(addresses, decide)) for addresses in splits
-    ]
+    found = [_dataset(config, format, num_classes, open_shards(addresses, decide)) for addresses in splits]
     return Datasets(found[0], found[1] if valid_path else None)
 
 
@@ -143,7 +141,7 @@ def _event_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat
         raise ValueError(
             f"event frames have 2 channels and are square, not {channels} x {height} x {width}; set --in-channels to 2"
         )
-    options = FrameOptions(time_steps, config.split_by or "number", size=height)
+    options = FrameOptions(time_steps, config.split_by or "number", height)
     return EventFormat(options, config.max_sample_mb << 20, AUGMENTATIONS[config.augment])
 
 

@@ -8,8 +8,7 @@ program may choose the number of frames later.
 from __future__ import annotations
 
 import io
-import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,12 +17,18 @@ from numpy.typing import NDArray
 
 from megasnn.augment import AUGMENTATIONS, Augmentation, Key
 from megasnn.augment import FRAMES as EVENT_FRAMES
-from megasnn.events import LARGEST_SIDE, FrameOptions, Recording, make_frames, recording_of_arrays, resize_frames
+from megasnn.events import (
+    LARGEST_SIDE,
+    FrameOptions,
+    Recording,
+    check_recording,
+    make_frames,
+    recording_of_arrays,
+    resize_frames,
+)
 from megasnn.files import SAMPLE_BYTES, read_arrays
 
 FRAMES, EVENTS = "frames.npz", "events.npz"
-# Levels of zlib. Higher ones save a few per cent of space for several times the time.
-_FRAMES_LEVEL, _EVENTS_LEVEL = 4, 1
 
 
 class FormatMismatch(ValueError):
@@ -117,7 +122,7 @@ def decode_events(data: bytes, limit: int = SAMPLE_BYTES) -> Recording | NDArray
     """
     arrays = read_arrays(data, limit)
     if "frames" not in arrays:
-        return recording_of_arrays(arrays, limit)
+        return check_recording(recording_of_arrays(arrays, limit=limit))
     frames = arrays["frames"]
     if frames.ndim != 4 or frames.shape[1] != 2 or frames.dtype.kind not in "iuf":
         raise ValueError(f"frames are numbers [T, 2, H, W], not {frames.dtype} {list(frames.shape)}")
@@ -133,7 +138,7 @@ def encode_frames(frames: NDArray[Any]) -> bytes:
     """Makes a frames.npz of `[T, 2, H, W]`; integer counts become the smallest type that holds them."""
     if frames.dtype.kind in "iu":
         frames = frames.astype(np.min_scalar_type(int(frames.max(initial=0))))
-    return _npz({"frames": frames}, _FRAMES_LEVEL)
+    return _npz(frames=frames)
 
 
 def encode_events(recording: Recording) -> bytes:
@@ -141,24 +146,18 @@ def encode_events(recording: Recording) -> bytes:
     events, sensor = recording.events, recording.sensor
     t = events.t - events.t[0]
     place = np.uint8 if max(sensor) <= 256 else np.uint16
-    arrays = {
-        "t": t.astype(np.uint32) if t[-1] < 2**32 else t,
-        "x": events.x.astype(place),
-        "y": events.y.astype(place),
-        "p": events.p,
-        "height": np.array(sensor.height),
-        "width": np.array(sensor.width),
-    }
-    return _npz(arrays, _EVENTS_LEVEL)
+    return _npz(
+        t=t.astype(np.uint32) if t[-1] < 2**32 else t,
+        x=events.x.astype(place),
+        y=events.y.astype(place),
+        p=events.p,
+        height=np.array(sensor.height),
+        width=np.array(sensor.width),
+    )
 
 
-def _npz(arrays: Mapping[str, NDArray[Any]], level: int) -> bytes:
-    """NumPy's .npz, always with the same bytes: no times of writing in it."""
+def _npz(**arrays: NDArray[Any]) -> bytes:
+    """NumPy's .npz, always with the same bytes: NumPy dates its parts 1980."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for name, array in arrays.items():
-            content = io.BytesIO()
-            np.lib.format.write_array(content, np.asarray(array, order="C"), allow_pickle=False)
-            info = zipfile.ZipInfo(f"{name}.npy")  # dated 1980
-            archive.writestr(info, content.getvalue(), zipfile.ZIP_DEFLATED, level)
+    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
     return buffer.getvalue()

@@ -16,8 +16,6 @@ from megasnn.events import FrameOptions, Recording, make_frames, read_recording
 from megasnn.files import SAMPLE_BYTES, read_file
 from megasnn.preprocess.sources import Item, cifar_rows
 
-_QUALITY = 95
-
 
 def encode_image(image: Image.Image, kind: str, **options: int) -> bytes:
     """File of an image, in a format of Pillow's."""
@@ -33,35 +31,18 @@ def encode_cifar(item: Item) -> Mapping[str, bytes]:
     return {"png": encode_image(Image.fromarray(pixels), "PNG", compress_level=1)}
 
 
-@dataclass(frozen=True)
-class CopyImage:
-    """Takes an image file over as it is, or scaled; it is decoded, so that a damaged one is found now.
+def copy_image(item: Item, limit: int = SAMPLE_BYTES) -> Mapping[str, bytes]:
+    """Takes an image file over as it is; it is decoded, so that a damaged one is found now.
 
-    Attributes:
-        size: pixels that a longer shorter side is scaled to; the file is then written anew.
+    Args:
         limit: bytes that an image may take, in its file or decoded.
     """
-
-    size: int | None = None
-    limit: int = SAMPLE_BYTES
-
-    def __call__(self, item: Item) -> Mapping[str, bytes]:
-        suffix = item.source.suffix.lower().removeprefix(".")
-        try:
-            data = read_file(item.source, self.limit)
-            image = open_image(data, self.limit)
-            image.load()
-        except (ValueError, OSError, SyntaxError) as error:  # what damaged bytes make Pillow raise
-            raise ValueError(f"{item.source} cannot be decoded: {error}") from error
-        if self.size is None or min(image.size) <= self.size:
-            return {suffix: data}
-        scale = self.size / min(image.size)
-        width, height = (max(self.size, round(side * scale)) for side in image.size)
-        image = image if image.mode in ("L", "RGB") else image.convert("RGB")
-        image = image.resize((width, height), Image.Resampling.BILINEAR)
-        if suffix == "png":
-            return {"png": encode_image(image, "PNG")}
-        return {"jpg": encode_image(image, "JPEG", quality=_QUALITY)}
+    try:
+        data = read_file(item.source, limit)
+        open_image(data, limit).load()
+    except (ValueError, OSError, SyntaxError) as error:  # what damaged bytes make Pillow raise
+        raise ValueError(f"{item.source} cannot be decoded: {error}") from error
+    return {item.source.suffix.lower().removeprefix("."): data}
 
 
 @dataclass(frozen=True)
