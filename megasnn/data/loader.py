@@ -258,15 +258,3 @@ def order_identity(dataset: ShardDataset, global_batch_size: int, last_batch: st
     """
     epoch = epoch_samples(len(dataset), global_batch_size, last_batch)
     return dataset.fingerprint() + (f" in epochs of {epoch}" if epoch < len(dataset) else "")
-
-
-def check_shares(share: Share) -> None:
-    """Raises ValueError when a batch has fewer micro-batches than there are data parallel ranks, or a micro-batch fewer
-    samples than ranks that share it."""
-    sizes = micro_batch_sizes(share.global_batch_size, min(share.micro_batch_size, share.global_batch_size))
-    if sizes[-1] < share.cp_size:
-        raise ValueError(
-            f"a batch of {share.global_batch_size} samples (--global-batch-size) has a micro-batch of {sizes[-1]}: too "
-            f"few for --context-parallel-size {share.cp_size} by samples; change --micro-batch-size"
-        )
-    micro_batches_of(len(sizes), share.dp_size, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -45,34 +44,28 @@ def copy_image(item: Item, limit: int = SAMPLE_BYTES) -> Mapping[str, bytes]:
     return {item.source.suffix.lower().removeprefix("."): data}
 
 
-@dataclass(frozen=True)
-class EncodeRecording:
+def encode_recording(
+    item: Item, frames: FrameOptions | None, sensor: tuple[int, int] | None, sort: bool, limit: int
+) -> Mapping[str, bytes]:
     """Reads an item's recording, cuts out its clip, if it is one, and makes the files of a sample.
 
-    Attributes:
+    Args:
         frames: how they are made; None keeps the events.
         sensor: height and width, for files that do not say them.
         sort: puts events in order of time.
         limit: bytes that a recording or its frames may take.
     """
-
-    frames: FrameOptions | None
-    sensor: tuple[int, int] | None = None
-    sort: bool = False
-    limit: int = SAMPLE_BYTES
-
-    def __call__(self, item: Item) -> Mapping[str, bytes]:
-        recording = _read(item.source, self.sensor, self.sort, self.limit)
-        if item.part:
-            recording = Recording(recording.events.between(*item.part), recording.sensor)
-            if not len(recording.events):
-                raise ValueError(f"{item.source}: no event in the clip from {item.part[0]} to {item.part[1]} us")
-        if self.frames is None:
-            return {EVENTS: encode_events(recording)}
-        try:
-            return {FRAMES: encode_frames(make_frames(recording, self.frames, self.limit))}
-        except ValueError as error:
-            raise ValueError(f"{item.source}: {error}") from error
+    recording = _read(item.source, sensor, sort, limit)
+    if item.part:
+        recording = Recording(recording.events.between(*item.part), recording.sensor)
+        if not len(recording.events):
+            raise ValueError(f"{item.source}: no event in the clip from {item.part[0]} to {item.part[1]} us")
+    if frames is None:
+        return {EVENTS: encode_events(recording)}
+    try:
+        return {FRAMES: encode_frames(make_frames(recording, frames, limit))}
+    except ValueError as error:
+        raise ValueError(f"{item.source}: {error}") from error
 
 
 @lru_cache(maxsize=1)  # the clips of a recording come one after another

@@ -14,7 +14,7 @@ import tyro
 from megasnn.data.index import INDEX_NAME
 from megasnn.events import FrameOptions
 from megasnn.files import SAMPLE_MB
-from megasnn.preprocess.encoding import EncodeRecording, copy_image, encode_cifar
+from megasnn.preprocess.encoding import copy_image, encode_cifar, encode_recording
 from megasnn.preprocess.sources import (
     Listing,
     list_cifar,
@@ -98,8 +98,13 @@ class EventFolder(ShardOptions):
             raise ValueError(f"--keep-events makes no frames: give {self.frames} to training instead")
 
     def encode(self) -> Encode:
-        frames, sensor = None if self.keep_events else self.frames, self.sensor_size or self.default_sensor
-        return EncodeRecording(frames, sensor, self.sort_events, self.max_sample_mb << 20)
+        return partial(
+            encode_recording,
+            frames=None if self.keep_events else self.frames,
+            sensor=self.sensor_size or self.default_sensor,
+            sort=self.sort_events,
+            limit=self.max_sample_mb << 20,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

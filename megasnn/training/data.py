@@ -6,7 +6,7 @@ from functools import partial
 
 from megasnn.config import PretrainConfig
 from megasnn.data import BatchLoader, Datasets, Share, open_datasets
-from megasnn.data.loader import check_shares, epoch_samples, order_identity
+from megasnn.data.loader import epoch_samples, order_identity
 from megasnn.engine import Engine
 from megasnn.engine.faults import placed
 from megasnn.parallel.agreement import broadcast_object
@@ -38,11 +38,6 @@ class RunData:
             data, shape, model.num_classes, shards_of_sample, decide, training.evaluate_only
         )
         batch, last_batch = training.global_batch_size, data.last_batch
-        if not training.evaluate_only:
-            micro_batch, context = training.micro_batch_size, config.parallel.context_parallel_size
-            sharing = context if config.parallel.context_cut(micro_batch) == "samples" else 1
-            share = Share(batch, micro_batch, dp_size=state.dp.size, cp_size=sharing)
-            check_shares(share)
         samples = epoch_samples(len(self.datasets.train), batch, last_batch)
         self.length = training.length(samples)
         self.place: dict[str, object] = {

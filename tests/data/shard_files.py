@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 from functools import partial
 from pathlib import Path
@@ -34,13 +33,10 @@ def image_file(pixels: np.ndarray, kind: str = "PNG") -> bytes:
 
 
 def write_shard(path: Path, samples: Samples) -> Path:
-    """A `.tar`, or a `.tar.gz` by its name, of `{key: {suffix: bytes}}`."""
-    buffer = io.BytesIO()
-    with TarWriter(buffer, encoder=False, mtime=0, compress=False) as writer:
+    """A tar of `{key: {suffix: bytes}}`."""
+    with TarWriter(str(path), encoder=False, mtime=0, compress=False) as writer:
         for key, files in samples.items():
             writer.write({"__key__": key, **files})
-    data = buffer.getvalue()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     return path
 
 

@@ -98,7 +98,7 @@ def test_refusals_of_the_server_are_named_without_secrets(server, status):
     assert len(server.asked) == (3 if status == 500 else 1)
 
 
-def test_redirects_pages_packed_shards_and_servers_without_a_length(tmp_path, folder, server, cache):
+def test_redirects_pages_and_servers_without_a_length(tmp_path, folder, server, cache):
     with serving(tmp_path) as first:
         first.leads_to = server.url("train-00001.tar")
         assert samples(opened(first.url("any.tar"))) == [3, 4, 5]
@@ -110,9 +110,7 @@ def test_redirects_pages_packed_shards_and_servers_without_a_length(tmp_path, fo
     with pytest.raises(ValueError, match=re.escape(server.url("page.tar"))):
         opened(server.url("page.tar"))
     assert not in_cache(cache)
-    write_shard(folder / "packed.tar.gz", numbered(range(4)))
     server.has_length = False
-    assert samples(opened(server.url("packed.tar.gz"))) == [0, 1, 2, 3]
     assert samples(opened(server.url("train-00002.tar"))) == [6, 7, 8]
 
 

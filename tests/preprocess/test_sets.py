@@ -34,10 +34,10 @@ def shards(folder: Path, data_set: str, *flags: object) -> dict[str, dict[str, t
     assert run(data_set, "--input", folder / "in", "--output", folder / "out", *flags) == 0
     found = {}
     for record in read_index(folder / "out").shards:
-        data, shard = (folder / "out" / record.file).read_bytes(), open_shard(folder / "out" / record.file)
-        places = zip(shard.offsets.tolist(), shard.sizes.tolist(), strict=True)
-        samples = zip(shard.labels.tolist(), (data[start : start + size] for start, size in places), strict=True)
-        found[record.split] = dict(zip((key.decode() for key in shard.keys.tolist()), samples, strict=True))
+        data, members = (folder / "out" / record.file).read_bytes(), record.members
+        places = zip(members.offsets, members.sizes, strict=True)
+        samples = zip(members.labels, (data[start : start + size] for start, size in places), strict=True)
+        found[record.split] = dict(zip(members.keys, samples, strict=True))
     return found
 
 
@@ -148,7 +148,7 @@ def test_files_as_spikingjelly_writes_them(tmp_path, data_set, side) -> None:
     assert (
         run("event-folder", "--input", tmp_path / "in", "--output", tmp_path / "some", *sizes, "--time-steps", 3) == 0
     )
-    shard = open_shard(tmp_path / "some" / "train-00000.tar")
+    shard = open_shard(tmp_path / "some" / "train-00000.tar").members
     data = (tmp_path / "some" / "train-00000.tar").read_bytes()[shard.offsets[0] :][: shard.sizes[0]]
     assert decode_events(data).shape == (3, 2, 130, 140)
 
