@@ -82,7 +82,7 @@ class ShardDataset:
     def fingerprint(self) -> str:
         """Hash of the samples' names, classes and data sizes in file order.
 
-        It tells data sets apart without reading them, and is the same wherever they lie, packed or unpacked.
+        It tells data sets apart without reading them, and is the same wherever they lie.
         """
         digest = hashlib.blake2b(digest_size=16)
         digest.update(b"".join(key + b"\0" for key in self._keys.tolist()))
