@@ -110,27 +110,22 @@ def _dataset(
     config: DataConfig, format: EventFormat | ImageFormat, num_classes: int, shards: Sequence[Shard]
 ) -> ShardDataset:
     for shard in shards:
-        _check_kind(config, shard, format)
+        if wrong := [suffix for suffix in shard.members.suffixes if suffix not in format.suffixes]:
+            hint = "" if isinstance(format, EventFormat) else "; Spikformer takes events with --event-frames"
+            raise ValueError(
+                f"shard {shard.name} holds .{wrong[0]} files, and the model takes {format.kind} "
+                f"(.{', .'.join(format.suffixes)}){hint}"
+            )
+        if FRAMES in shard.members.suffixes and config.split_by is not None:
+            raise ValueError(
+                f"--split-by: shard {shard.name} holds finished frames; leave it out (where a checkpoint gives it, "
+                "--split-by none takes it back), or preprocess again with it, or with --keep-events"
+            )
     dataset = ShardDataset(shards, format, num_classes)
     if FRAMES in shards[0].members.suffixes:
         with suppress(BrokenSample):
             dataset.sample(0)  # frames for another number of time steps are refused before the model is built
     return dataset
-
-
-def _check_kind(config: DataConfig, shard: Shard, format: EventFormat | ImageFormat) -> None:
-    """Raises ValueError unless the shard holds the model's kind of samples, and the options go with that."""
-    if wrong := [suffix for suffix in shard.members.suffixes if suffix not in format.suffixes]:
-        hint = "" if isinstance(format, EventFormat) else "; Spikformer takes events with --event-frames"
-        raise ValueError(
-            f"shard {shard.name} holds .{wrong[0]} files, and the model takes {format.kind} "
-            f"(.{', .'.join(format.suffixes)}){hint}"
-        )
-    if FRAMES in shard.members.suffixes and config.split_by is not None:
-        raise ValueError(
-            f"--split-by: shard {shard.name} holds finished frames; leave it out (where a checkpoint gives it, "
-            "--split-by none takes it back), or preprocess again with it, or with --keep-events"
-        )
 
 
 def _event_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat:

@@ -97,20 +97,17 @@ class EventFormat(SampleFormat):
             ValueError: damaged, or a recording too short for the frames.
             FormatMismatch: made for another number of time steps.
         """
-        frames = self._frames(data)
-        return self.augment.change(frames, *key) if key else frames
-
-    def _frames(self, data: bytes) -> NDArray[Any]:
-        sample = decode_events(data, self.limit)
+        sample, size = decode_events(data, self.limit), self.settings.size
         if isinstance(sample, Recording):
-            return make_frames(sample, self.settings, self.limit)
-        if len(sample) != self.settings.time_steps:
+            sample = make_frames(sample, self.settings, self.limit)
+        elif len(sample) != self.settings.time_steps:
             raise FormatMismatch(
                 f"has {len(sample)} frames, and the model takes --time-steps {self.settings.time_steps}; set "
                 f"--time-steps {len(sample)}, or preprocess again (with --keep-events, any number goes)"
             )
-        size = self.settings.size
-        return sample if size is None or sample.shape[2:] == (size, size) else resize_frames(sample, size)
+        elif size is not None and sample.shape[2:] != (size, size):
+            sample = resize_frames(sample, size)
+        return self.augment.change(sample, *key) if key else sample
 
 
 def decode_events(data: bytes, limit: int = SAMPLE_BYTES) -> Recording | NDArray[Any]:

@@ -30,7 +30,6 @@ _HTTP = ("http://", "https://")
 _AT_A_TIME = 4
 _TRIES, _PAUSE_SECONDS = 3, 1.0
 _SILENCE_SECONDS = 60.0  # of an http server
-_PATIENCE_SECONDS = 86400.0  # for another process of this host that fetches the shard: it gives up by itself
 _FINAL = (FileNotFoundError, ImportError, ValueError)  # not tried again
 T = TypeVar("T")
 
@@ -69,8 +68,7 @@ def open_remote(shards: Sequence[RemoteShard]) -> list[Shard]:
     missing = [each for each in shards if not each.target.exists()]
 
     def fetch(remote: RemoteShard) -> None:
-        download = partial(_download, remote)
-        build_once(remote.target, lambda path: _persist(remote.url, partial(download, path)), _PATIENCE_SECONDS)
+        build_once(remote.target, lambda path: _persist(remote.url, lambda: _download(remote, path)))
 
     quiet = True if not missing or os.environ.get("LOCAL_RANK", "0") != "0" else None  # None: where no terminal is
     thread_map(fetch, missing, max_workers=_AT_A_TIME, desc="fetching shards", unit=" shards", disable=quiet)

@@ -204,7 +204,6 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _items(folder: Path, classes: Sequence[str], suffixes: Sequence[str]) -> list[list[Item]]:
-    """Items of each class, in numeric order of the names of the files in its folder."""
     return [
         [Item(_key(path, name), label, path) for path in _files(folder / name, suffixes)]
         for label, name in enumerate(classes)
@@ -240,7 +239,6 @@ def _numeric(name: str) -> list[tuple[int, int, str]]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Lines of a text file, without empty ones."""
     try:
         lines = read_file(path, SAMPLE_BYTES).decode("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
