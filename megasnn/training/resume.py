@@ -26,7 +26,6 @@ from megasnn.engine import Engine
 from megasnn.engine.faults import placed
 from megasnn.files import CheckpointError, NoCheckpointError, in_message, raise_problems
 from megasnn.layers import ParallelNeuron
-from megasnn.models.registry import saved_model_name
 from megasnn.parallel.agreement import broadcast_result, run_on_all_ranks
 from megasnn.parallel.sharding import owner_name
 from megasnn.parallel_state import ParallelState
@@ -50,7 +49,7 @@ def refuse_other_model(config: PretrainConfig, state: ParallelState) -> None:
         metadata = first_legible(Path(str(options.load)), options.ckpt_step)
         if metadata is None:
             return
-        saved = saved_model_name(metadata)
+        saved = metadata.model
         if saved not in (None, model):
             raise CheckpointError(f"--load {options.load}: {other_model(saved, model)}")
         if metadata.config is not None and not options.finetune:
