@@ -109,9 +109,4 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         """Contradictions, with values and flags."""
-        wrong = refusal(lambda: self.image_recipe)
-        if not AUGMENTATIONS[self.augment].crops and self.changed("crop_scale"):
-            wrong.append(f"--crop-scale {self.crop_scale} is for --augment crop, not {self.augment}")
-        if self.mixup_off_epoch and not self.mixes:
-            wrong.append(f"--mixup-off-epoch {self.mixup_off_epoch} needs --mixup-alpha or --cutmix-alpha")
-        return wrong
+        return refusal(lambda: self.image_recipe)
