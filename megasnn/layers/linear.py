@@ -14,7 +14,7 @@ from megasnn.kernels.spike_codec import Content, bits_of, encode, may_be_sparse
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import uniform
 from megasnn.layers.row_context import MeanOverSpace
-from megasnn.layers.shape_inference import content_of, count_call, join_content, mark_replicated
+from megasnn.layers.shape_inference import content_of, count_call, join_content
 from megasnn.layers.weight_grad import Leave
 from megasnn.parallel.collectives import (
     all_reduce_sum,
@@ -108,10 +108,8 @@ class ParallelLinear(nn.Module):
             content = join_content(content, content_of(x)) if again else content_of(x)
         products = MatrixProducts(self._sparse_products and may_be_sparse(content))
         self.plan = replace(self.plan, content=content, whole=is_whole, products=products)
-        whole = self.plan.style == "row"
-        features = self.out_features if whole else self.out_features // size
-        y = x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
-        return mark_replicated(y) if whole else y
+        features = self.out_features if self.plan.style == "row" else self.out_features // size
+        return x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.plan}"

@@ -32,15 +32,6 @@ _ACTIVATIONS = (
 )
 
 
-CHANNELWISE = (
-    *(nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
-    *(nn.AvgPool2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
-    *_ACTIVATIONS,
-    *(nn.Upsample, nn.ZeroPad1d, nn.ZeroPad2d, nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReplicationPad2d),
-)
-"""What treats every channel by itself; and Flatten of all but the samples."""
-
-
 _SEQUENCES = (
     *(nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer),
     *(nn.TransformerDecoder, nn.TransformerDecoderLayer, nn.RNNBase, nn.RNNCellBase),
@@ -68,10 +59,8 @@ def fold_time(module: nn.Module) -> bool:
     )
 
 
-def is_channelwise(module: nn.Module) -> bool:
-    """Tells whether it treats every channel by itself; of containers, whether what is in them may."""
-    flattens = isinstance(module, nn.Flatten) and module.start_dim > 0
-    return isinstance(module, (*CHANNELWISE, nn.Sequential)) or flattens
+def is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def is_stateful(module: nn.Module) -> bool:
@@ -90,6 +79,8 @@ def forget_state(layer: nn.Module) -> None:
 
 def refuse_what_differs(module: nn.Module) -> None:
     """Raises ValueError for what cannot be computed alike on every layout."""
+    if any(map(is_compiled, module.modules())):
+        raise ValueError(f"{type(module).__name__} is compiled: give the module itself")
     if where := where_values_are(module):
         raise ValueError(where)
     inside = stepped_inside(module)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from traceback import walk_tb
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -22,21 +20,19 @@ from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers.context import BuildContext, building
-from megasnn.layers.cut_tracking import CutTracker, is_opaque
-from megasnn.layers.init import initialise_sharded, without_memory
+from megasnn.layers.init import initialise_sharded, tensors_of, without_memory
 from megasnn.layers.plain import SHARDED, forget_state, is_plain, refuse_plain_parts, refuse_unshareable
-from megasnn.layers.replicated import apply_layer, is_called_as_sharded, is_replicated_layer, placed, replicate
+from megasnn.layers.replicated import Gathered, apply_layer, is_whole, knows_no_ranks, placed, plain_layer
 from megasnn.layers.row_context import one_height
 from megasnn.layers.shape_inference import (
     MaxInference,
-    MixedChannels,
     content_of,
     inferring_requires_grad,
     is_ours,
     mark_input,
-    mark_replicated,
     note_never_called,
 )
+from megasnn.models.cut_check import Cuts, MixedChannels, check_cut, is_known
 from megasnn.models.description import (
     DRY_SAMPLES,
     INPUT,
@@ -88,7 +84,9 @@ def _describe(kind: type, model: ModelConfig, neuron: NeuronSpec) -> ModelDescri
         LayerDescription(each.name, each.unit, _output_of(each, y), each.takes or ())
         for each, y in zip(layers, outputs, strict=True)
     ]
-    run = partial(_built_and_run, model, neuron, layers)
+    run = partial(
+        _built_and_run, model, neuron, layers, lru_cache(maxsize=None)(partial(_check, model, neuron, layers))
+    )
     return ModelDescription(
         tuple(described),
         lambda context: [module for module, _ in run(context, DRY_SAMPLES)],
@@ -216,14 +214,16 @@ def built(model: ModelConfig, context: BuildContext | None = None, neuron: Neuro
 
 
 def _as_layer(each: Layer, context: BuildContext, first: bool, last: bool, classes: int) -> nn.Module:
-    """The module of a layer; of a plain one, made one that is whole on every tensor parallel rank."""
+    """The module of a layer; a plain one is whole on every tensor parallel rank, or mixes no channels."""
     for module in each.module.modules():
         if getattr(module, "inplace", False) is True:  # would change what other stages, and a second forward, take
             module.inplace = False  # type: ignore[assignment]
-    if is_called_as_sharded(each.module):
-        return placed(each.module, each.name, first=first, last=last, classes=classes)
+    if knows_no_ranks(each.module):
+        return placed(each.module, each.name, classes if last else 0)
     if is_plain(each.module):
-        return replicate(each.module, context, first=first, last=last, initialise=each.initialise)
+        has_tensors = next(tensors_of(each.module), None) is not None
+        whole = first or last or has_tensors or each.name in context.replicated
+        return plain_layer(each.module, context, each.initialise, whole=whole, keeps_whole=last)
     refuse_plain_parts(each.module)
     if each.initialise is not None:
         initialise_sharded(each.module, each.initialise)
@@ -242,63 +242,71 @@ def _refuse_made_before(layers: Sequence[Layer], again: Sequence[Layer]) -> None
 
 
 def _built_and_run(
-    model: ModelConfig, neuron: NeuronSpec, before: Sequence[Layer], context: BuildContext, samples: int
+    model: ModelConfig,
+    neuron: NeuronSpec,
+    before: Sequence[Layer],
+    check: Callable[[int], Checked],
+    context: BuildContext,
+    samples: int,
 ) -> Sequence[tuple[nn.Module, Bundle]]:
     """All layers for a rank, and what each of them gives in a dry run of so many samples.
 
     Args:
         before: the layers of one rank, which none of these may be.
+        check: finds what mixes channels, for a number of tensor parallel ranks.
     """
-    while True:
-        layers = built(model, context, neuron)
-        _refuse_made_before(before, layers)
-        named = [(each.name, each.module) for each in layers]
-        freeze(named, context.is_frozen)
-        trackers = _trackers(model, neuron, named, context.tensor.size, samples)
+    replicated, cuts = check(context.tensor.size)
+    layers = built(model, replace(context, replicated=replicated), neuron)
+    _refuse_made_before(before, layers)
+    named = [(each.name, each.module) for each in layers]
+    for name, layer in named:
+        for path, each in layer.named_modules(prefix=name):
+            if is_whole(each):
+                cast(Gathered, each.forward).cuts = cuts.get(path, ())
+    freeze(named, context.is_frozen)
+    outputs = dry_run(
+        named,
+        _inputs_of(layers),
+        model.input_shape,
+        context.compute_dtype,
+        samples,
+        learns=True,
+        replicated=context.data.size * context.context.size > 1,
+    )
+    _require_logits(model, layers[-1].name, outputs[-1], samples)
+    return [(each.module, output) for each, output in zip(layers, outputs, strict=True)]
+
+
+Checked = tuple[frozenset[str], Mapping[str, Cuts]]
+"""Paths of modules that are whole because they mix channels; how the inputs of all that are whole are cut."""
+
+
+def _check(model: ModelConfig, neuron: NeuronSpec, before: Sequence[Layer], size: int) -> Checked:
+    """Finds modules that mix channels, for so many tensor parallel ranks.
+
+    Raises MixedChannels for one that cannot be whole.
+    """
+    replicated, checked, mixed = frozenset[str](), dict[Any, Any](), None
+    while size > 1:
+        context = BuildContext(
+            dtype=torch.float64, compute_dtype=torch.float64, neuron_backend="torch", replicated=replicated
+        )
         try:
-            outputs = dry_run(
-                named,
-                _inputs_of(layers),
-                model.input_shape,
-                context.compute_dtype,
-                samples,
-                learns=True,
-                trackers=trackers,
-                replicated=context.data.size * context.context.size > 1,
-            )
+            layers = built(model, replace(context, tensor=Group("tensor", tuple(range(size)))), neuron)
+        except ValueError as error:
+            raise mixed or error from error
+        _refuse_made_before(before, layers)
+        if all(is_known(each.module) and not is_whole(each.module) for each in layers):
+            break
+        whole, cut = ([(each.name, each.module) for each in made] for made in (built(model, context, neuron), layers))
+        try:
+            return replicated, check_cut(whole, cut, _inputs_of(layers), model.input_shape, size, checked)
         except MixedChannels as error:
-            # A module of a network given to `megasnn.shard` is made whole; of others nobody knows how.
-            if error.path is None or error.path in context.replicated:
+            can_be_whole = any(knows_no_ranks(layer) and f"{error.path}.".startswith(f"{name}.") for name, layer in cut)
+            if not can_be_whole or error.path in replicated:
                 raise
-            context = replace(context, replicated=context.replicated | {error.path})
-            continue
-        _require_logits(model, layers[-1].name, outputs[-1], samples)
-        return [(each.module, output) for each, output in zip(layers, outputs, strict=True)]
-
-
-def _trackers(
-    model: ModelConfig, neuron: NeuronSpec, cut: Sequence[tuple[str, nn.Module]], size: int, samples: int
-) -> dict[str, CutTracker]:
-    """Trackers of the cut dimension in layers of which a rank has its channels.
-
-    Layers that are not MegaSNN's, or called with time and samples as one, are run on one rank first, to be compared
-    with.
-    """
-    if size == 1:
-        return {}
-    followed = {name: layer for name, layer in cut if not is_replicated_layer(layer)}
-    recorders = dict[str, CutTracker]()
-    if not all(is_opaque(layer) and "_call" not in vars(layer) for layer in followed.values()):
-        layers = built(model, neuron=neuron)
-        for each in layers:
-            if each.name in followed:
-                parts = followed[each.name].named_modules()
-                whole = [path for path, part in parts if "_is_replicated" in vars(part)]
-                recorders[each.name] = CutTracker(each.module, opaque=whole)
-        one = [(each.name, each.module) for each in layers]
-        dry_run(one, _inputs_of(layers), model.input_shape, samples=samples, learns=True, trackers=recorders)
-    events = {name: each.events for name, each in recorders.items()}
-    return {name: CutTracker(layer, events.get(name, ()), size) for name, layer in followed.items()}
+            replicated, mixed = replicated | {error.path}, error
+    return replicated, {}
 
 
 # --- the dry run
@@ -311,7 +319,6 @@ def dry_run(
     dtype: torch.dtype = torch.float32,
     samples: int = DRY_SAMPLES,
     learns: bool = False,
-    trackers: Mapping[str, CutTracker] = MappingProxyType({}),
     replicated: bool = False,
 ) -> list[Bundle]:
     """The outputs of layers on the meta device, one after another; the layers learn what their inputs hold.
@@ -320,22 +327,19 @@ def dry_run(
         taken: for each layer, the numbers of the layers whose outputs it takes.
         samples: how many there are.
         learns: whether the outputs show what needs a gradient.
-        trackers: by a layer's name, what sees the functions in its forward.
         replicated: whether other ranks run the same layers on other samples.
     Raises:
-        MixedChannels: a layer would compute something else with a rank's channels.
         ValueError: a layer cannot take what it is given, changes what another one takes too, or gives no tensors; names
             the layer.
     """
     frames = mark_input(frames_of(torch.empty((samples, *input_shape), dtype=dtype, device="meta"), input_shape))
-    mark_replicated(frames)
     outputs: list[Bundle] = []
     with inferring_requires_grad() if learns else torch.no_grad(), MaxInference():
         for (name, layer), numbers in zip(named_layers, taken, strict=True):
             inputs = [frames if number == INPUT else outputs[number] for number in numbers]
             before, buffers = _versions(inputs), dict(_buffers(layer))
             try:
-                with one_height(layer), trackers.get(name, nullcontext()):
+                with one_height(layer):
                     output = apply_layer(layer, inputs[0], range(samples), *inputs[1:])
                 entries_of(output)
                 if _versions(inputs) != before:
@@ -350,11 +354,8 @@ def dry_run(
                         "own samples: let it keep no state, or train with one replica"
                     )
             except Exception as error:
-                path, text = _explained(error, layer, len(inputs))
-                text = f"{name}, given {shapes_text(*inputs)}: {text}"
-                if isinstance(error, MixedChannels) and is_called_as_sharded(layer):
-                    raise MixedChannels(text, ".".join(filter(None, (name, path)))) from error
-                raise ValueError(text) from error
+                text = _explained(error, layer, len(inputs))
+                raise ValueError(f"{name}, given {shapes_text(*inputs)}: {text}") from error
             forget_state(layer)
             note_never_called(layer)
             outputs.append(output)
@@ -374,12 +375,11 @@ def _versions(outputs: Iterable[Bundle]) -> list[int]:
     return [entry._version for output in outputs for entry in entries_of(output).values()]
 
 
-def _explained(error: Exception, layer: nn.Module, inputs: int) -> tuple[str, str]:
-    """The path of the innermost module whose forward raised an error in the dry run of a layer, and the error's text
-    with that path and the last line of code that is neither MegaSNN's nor torch's."""
+def _explained(error: Exception, layer: nn.Module, inputs: int) -> str:
+    """Text of an error in the dry run of a layer, with the path of the innermost module whose forward raised it, and
+    the last line of code that is neither MegaSNN's nor torch's."""
     called = list(walk_tb(error.__traceback__))
-    is_mixed = isinstance(error, MixedChannels)  # by the module around what is not looked into
-    paths = {id(each): path for path, each in layer.named_modules() if not (is_mixed and is_opaque(each))}
+    paths = {id(each): path for path, each in layer.named_modules()}
     path = next((paths[me] for frame, _ in reversed(called) if (me := id(frame.f_locals.get("self"))) in paths), "")
     text = f"KeyError: {error}" if isinstance(error, KeyError) else str(error)  # whose text is the key alone
     lines = [
@@ -392,4 +392,4 @@ def _explained(error: Exception, layer: nn.Module, inputs: int) -> tuple[str, st
         told += "; layers run once on the meta device, where tensors have shapes and no values"
     if isinstance(error, TypeError) and "positional argument" in text:
         told += f"; it is called with {inputs} input(s), which `takes` of the layer names"
-    return path, told
+    return told

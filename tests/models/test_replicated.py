@@ -172,12 +172,7 @@ def _part(kind: str) -> nn.Module:
         part[0].register_forward_hook(lambda module, given, y: KEPT.append((module.note, tuple(y.shape))))
     if kind == "hooked":
         part[0].weight.register_hook(lambda grad: KEPT.append(float(grad.abs().sum())))
-    return torch.compile(part, backend=_backend) if kind == "compiled" else part
-
-
-def _backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    KEPT.append("compiled")
-    return graph.forward
+    return torch.compile(part) if kind == "compiled" else part
 
 
 def _ones(module: nn.Module) -> None:
@@ -237,15 +232,10 @@ def test_hooks_of_whole_parameters_see_the_gradient_and_cut_ones_refuse_them() -
         describe(Around(kind="hooked", cut=True))
 
 
-def test_a_compiled_module_is_a_layer_with_the_same_names_and_values() -> None:
-    compiled = forward_backward(Around(kind="compiled"))
-    assert "compiled" in KEPT
-    usual, found = forward_backward(Around()), dict(compiled.named_parameters())
-    assert found.keys() == dict(usual.named_parameters()).keys()
-    for name, parameter in usual.named_parameters():
-        assert torch.equal(found[name], parameter) and torch.equal(found[name].grad, parameter.grad), name
+@BOTH
+def test_a_compiled_module_is_refused(cut: bool) -> None:
     with pytest.raises(ValueError, match="compiled"):
-        describe(Around(kind="compiled", cut=True))
+        describe(Around(kind="compiled", cut=cut))
 
 
 def test_initial_values_are_those_of_the_modules_kind_and_depend_on_the_name() -> None:
