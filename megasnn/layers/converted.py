@@ -70,7 +70,7 @@ def linear(module: nn.Linear, context: BuildContext, initialise: ModuleInitialis
         module.in_features,
         module.out_features,
         context,
-        style="row" if module.out_features % context.tensor.size else "column",
+        style="row" if module.out_features % context.tp.size else "column",
         bias=module.bias is not None,
         **_values(module, initialise),
     )

@@ -51,7 +51,7 @@ class Gathered:
     def __init__(
         self, inner: Callable[..., Any], context: BuildContext, dim: int | None = None, keeps_whole: bool = False
     ) -> None:
-        self._inner, self._group, self._dtype = inner, context.tensor, context.dtype
+        self._inner, self._group, self._dtype = inner, context.tp, context.dtype
         self._dim, self._keeps_whole = dim, keeps_whole
         self.cuts: Sequence[Cut | None] = ()
 
@@ -191,7 +191,7 @@ def as_layer(module: nn.Module, context: BuildContext, fold_time: bool, dtype: t
     """Makes a layer of a module that knows nothing of ranks. Raises ValueError for state that cannot be detached."""
     if context.carries:
         refuse_attached(module)
-    vars(module)["_call"] = LayerCall(context.tensor, context.time_steps, fold_time, dtype)
+    vars(module)["_call"] = LayerCall(context.tp, context.time_steps, fold_time, dtype)
     return module
 
 

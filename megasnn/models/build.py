@@ -115,9 +115,9 @@ def building_problems(
     try:
         described = describe(model, neuron)
         if context_parallel > 1:
-            described.build(BuildContext(context=Group("context", tuple(range(context_parallel))), cut=cut))
+            described.build(BuildContext(cp=Group("cp", tuple(range(context_parallel))), cut=cut))
         if tensor_parallel > 1:
-            described.build(BuildContext(tensor=Group("tensor", tuple(range(tensor_parallel)))))
+            described.build(BuildContext(tp=Group("tp", tuple(range(tensor_parallel)))))
     except ValueError as error:
         return [f"{model.name}: {error}"]
     return []
@@ -255,7 +255,7 @@ def _built_and_run(
         before: the layers of one rank, which none of these may be.
         check: finds what mixes channels, for a number of tensor parallel ranks.
     """
-    replicated, cuts = check(context.tensor.size)
+    replicated, cuts = check(context.tp.size)
     layers = built(model, replace(context, replicated=replicated), neuron)
     _refuse_made_before(before, layers)
     named = [(each.name, each.module) for each in layers]
@@ -271,7 +271,7 @@ def _built_and_run(
         context.compute_dtype,
         samples,
         learns=True,
-        replicated=context.data.size * context.context.size > 1,
+        replicated=context.dp.size * context.cp.size > 1,
     )
     _require_logits(model, layers[-1].name, outputs[-1], samples)
     return [(each.module, output) for each, output in zip(layers, outputs, strict=True)]
@@ -292,7 +292,7 @@ def _check(model: ModelConfig, neuron: NeuronSpec, before: Sequence[Layer], size
             dtype=torch.float64, compute_dtype=torch.float64, neuron_backend="torch", replicated=replicated
         )
         try:
-            layers = built(model, replace(context, tensor=Group("tensor", tuple(range(size)))), neuron)
+            layers = built(model, replace(context, tp=Group("tp", tuple(range(size)))), neuron)
         except ValueError as error:
             raise mixed or error from error
         _refuse_made_before(before, layers)

@@ -230,7 +230,7 @@ class _Conversion:
         if _conversion_of(module) is None:
             has_tensors = next(own_tensors(module), None) is not None
             return "it has tensors of its own, and is not in the table" if has_tensors else None
-        size = self._context.tensor.size
+        size = self._context.tp.size
         for name, channels in _sizes_that_are_cut(module):
             if channels % size:
                 return f"{name} {channels} does not divide by --tensor-model-parallel-size {size}"

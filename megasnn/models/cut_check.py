@@ -208,7 +208,7 @@ def _blocks_of(module: nn.Module, cuts: Cuts) -> int:
     """Number of blocks that the output channels of a module of ours consist of: as its last part says, or else as in
     its inputs."""
     shards = [shard for each in module.modules() for shard in vars(each).get("_described_shards", {}).values()]
-    said = [cut.blocks for shard in shards for axis, cut in shard.cuts if axis == "tensor" and cut.dim == 0]
+    said = [cut.blocks for shard in shards for axis, cut in shard.cuts if axis == "tp" and cut.dim == 0]
     return [1, *(cut.blocks for cut in cuts[:1] if cut is not None), *said][-1]
 
 
@@ -284,7 +284,7 @@ class _Run:
 
     def _fill(self, module: nn.Module) -> None:
         for name, shard in vars(module).get("_described_shards", {}).items():
-            cut = next((cut for axis, cut in shard.cuts if axis == "tensor"), None)
+            cut = next((cut for axis, cut in shard.cuts if axis == "tp"), None)
             values = 0.5 + torch.rand(shard.global_shape, dtype=torch.float64, generator=self._generator())
             value = self._part(values, cut).clone()
             if name not in module._parameters:
