@@ -25,11 +25,12 @@ from torch.utils._pytree import tree_map_only
 
 from megasnn.bundle import Bundle, entries_of, map_entries, plain_bundle
 from megasnn.layers.context import BuildContext
-from megasnn.layers.converted import ConvertedDropout, convert, our_batch_norm
+from megasnn.layers.converted import ConvertedDropout, convert, our_batch_norm, spec_of
 from megasnn.layers.dropout import KeyedLayer
 from megasnn.layers.init import ModuleInitialiser, initializer_from_module, note_paths, own_tensors, to_meta
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.plain import fold_time, is_stateful, refuse_attached, refuse_what_differs
+from megasnn.layers.shape_inference import mark_spikes
 from megasnn.parallel.collectives import gather_alike, own_channels
 from megasnn.parallel.sharding import Cut, describe_tensor
 from megasnn.parallel_state import Group
@@ -191,6 +192,9 @@ def as_layer(module: nn.Module, context: BuildContext, fold_time: bool, dtype: t
     """Makes a layer of a module that knows nothing of ranks. Raises ValueError for state that cannot be detached."""
     if context.carries:
         refuse_attached(module)
+    for each in module.modules():
+        if hasattr(each, "surrogate_function") and spec_of(each) is not None:
+            each.register_forward_hook(lambda node, inputs, spikes: mark_spikes(spikes))
     vars(module)["_call"] = LayerCall(context.tp, context.time_steps, fold_time, dtype)
     return module
 

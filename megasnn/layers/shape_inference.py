@@ -60,6 +60,12 @@ def mark_max(tensor: Tensor, largest: int) -> Tensor:
     return tensor
 
 
+def mark_spikes(tensor: Tensor, largest: int = 1) -> Tensor:
+    """Says in a forward of one's own that a tensor holds spikes, or whole numbers up to `largest`: as such it travels
+    and is kept. Checked wherever it is packed."""
+    return mark_max(tensor, largest)
+
+
 def max_of(value: Any) -> int | None:
     """The largest value that a tensor of the dry run, or a number, is known to hold; None where nothing is known."""
     if isinstance(value, Tensor):

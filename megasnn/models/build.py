@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache, partial
@@ -48,8 +47,6 @@ from megasnn.models.ties import refuse_other_calls, separate, tie_all
 from megasnn.parallel.sharding import copied_tensors, freeze, sharded_tensors
 from megasnn.parallel_state import Group
 
-MOST_LAYERS = 4_000
-"""A depth beyond that is a mistake, or a checkpoint's that is meant to take all memory."""
 _LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 
 
@@ -62,15 +59,11 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
         ValueError: two layers have the same name, a layer cannot take what it is given or gives something else than it
             says, nothing takes what it gives, or the last one gives no logits.
     """
-    neuron = neuron or model.neuron().spec
-    try:
-        hash(model)
-    except TypeError:  # of a field, such as a list
-        return _describe(type(model), model, neuron)
-    return _described_once(type(model), cast(Any, model), neuron)
+    return _described(type(model), cast(Any, model), neuron or model.neuron().spec)
 
 
-def _describe(kind: type, model: ModelConfig, neuron: NeuronSpec) -> ModelDescription:
+@lru_cache(maxsize=8)
+def _described(kind: type, model: ModelConfig, neuron: NeuronSpec) -> ModelDescription:
     layers = built(model, BuildContext(), neuron)
     names = [each.name for each in layers]
     twice = [name for name in names if names.count(name) > 1]
@@ -81,7 +74,7 @@ def _describe(kind: type, model: ModelConfig, neuron: NeuronSpec) -> ModelDescri
     _require_logits(model, names[-1], outputs[-1])
     refuse_other_calls(named)
     described = [
-        LayerDescription(each.name, each.unit, _output_of(each, y), each.takes or ())
+        LayerDescription(each.name, each.unit, _output_of(y), each.takes or ())
         for each, y in zip(layers, outputs, strict=True)
     ]
     run = partial(
@@ -98,9 +91,6 @@ def _describe(kind: type, model: ModelConfig, neuron: NeuronSpec) -> ModelDescri
         tuple(sharded_tensors(named)),
         getattr(model, "example_input", None),
     )
-
-
-_described_once = lru_cache(maxsize=8)(_describe)
 
 
 def building_problems(
@@ -153,27 +143,9 @@ def _require_logits(model: ModelConfig, name: str, output: Bundle, samples: int 
         )
 
 
-def _output_of(each: Layer, output: Bundle) -> Content | Mapping[Key, EntryDescription]:
-    """Content of a layer's output. Raises ValueError where the dry run shows something else."""
-    entries = entries_of(output)
-    said: dict[Key, Content | None] = dict.fromkeys(entries)
-    if isinstance(each.holds, Content):
-        said = {None: each.holds}
-    elif each.holds is not None:
-        said = {}
-        said.update(each.holds if isinstance(each.holds, Mapping) else enumerate(each.holds))
-    if said.keys() != entries.keys():
-        raise ValueError(
-            f"{each.name}: holds= tells of the entries {list(said)}, and the dry run shows {list(entries)} (None is a "
-            "single tensor)"
-        )
-    found: dict[Key, EntryDescription] = {}
-    for key, entry in entries.items():
-        content = content_of(entry)
-        if said[key] is Content.SPIKES and content is Content.COUNTS:
-            place = "its output" if key is None else f"entry {key!r} of its output"
-            raise ValueError(f"{each.name}: holds=SPIKES, but {place} can be larger than 1; say COUNTS, or nothing")
-        found[key] = EntryDescription(said[key] or content, tuple(entry.shape))
+def _output_of(output: Bundle) -> Content | Mapping[Key, EntryDescription]:
+    """Content of a layer's output."""
+    found = {key: EntryDescription(content_of(x), tuple(x.shape)) for key, x in entries_of(output).items()}
     return found[None].content if None in found else found
 
 
@@ -191,8 +163,6 @@ def built(model: ModelConfig, context: BuildContext | None = None, neuron: Neuro
                     kind = type(each).__name__
                     raise ValueError(f'`layers` yields a {kind}; yield megasnn.layer("a name", module)')
                 layers.append(each)
-                if len(layers) > MOST_LAYERS:
-                    raise ValueError(f"a model has up to {MOST_LAYERS} layers")
         except (ValueError, RuntimeError, ArithmeticError) as error:  # torch's own of sizes beyond all bounds
             place = f"the layer behind {layers[-1].name}" if layers else "the first layer"
             values = [f"{flag(each.name)} {getattr(model, each.name)}" for each in fields(cast(Any, model))]
@@ -381,15 +351,13 @@ def _explained(error: Exception, layer: nn.Module, inputs: int) -> str:
     called = list(walk_tb(error.__traceback__))
     paths = {id(each): path for path, each in layer.named_modules()}
     path = next((paths[me] for frame, _ in reversed(called) if (me := id(frame.f_locals.get("self"))) in paths), "")
-    text = f"KeyError: {error}" if isinstance(error, KeyError) else str(error)  # whose text is the key alone
     lines = [
         f" ({frame.f_code.co_filename}, line {number})"
         for frame, number in called
         if not any(Path(frame.f_code.co_filename).is_relative_to(folder) for folder in _LIBRARIES)
     ]
+    text = f"KeyError: {error}" if isinstance(error, KeyError) else str(error)  # whose text is the key alone
     told = f"{f'in {path}: ' if path else ''}{text}{''.join(lines[-1:])}"
-    if re.search(r"\bmeta\b", text, re.IGNORECASE):
-        told += "; layers run once on the meta device, where tensors have shapes and no values"
-    if isinstance(error, TypeError) and "positional argument" in text:
+    if isinstance(error, TypeError):
         told += f"; it is called with {inputs} input(s), which `takes` of the layer names"
-    return told
+    return f"{told}; layers run once on the meta device, without values" if "meta" in text.split() else told
