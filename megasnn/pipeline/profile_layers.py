@@ -138,7 +138,7 @@ def _structure(layer: nn.Module) -> Hashable:
     for path, module in layer.named_modules():
         found.append((path, type(module)))
         for name, value in sorted(vars(module).items()):
-            if not name.startswith("_"):
+            if not name.startswith("_") and name != "forward":  # which calls that of the class
                 found.append((name, value if isinstance(value, Hashable) else repr(value)))
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             found.append((name, tensor.shape, tensor.dtype, tensor.requires_grad))

@@ -19,6 +19,7 @@ from megasnn.device_checks import DeviceChecks
 from megasnn.engine.model import DistributedModel
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
+from megasnn.layers.shape_inference import mark_spikes
 from megasnn.losses.sums import cross_entropy_sum
 from megasnn.models.build import describe
 from megasnn.models.layer import Layer, layer
@@ -335,6 +336,12 @@ def test_the_next_layer_gets_a_plain_tuple_or_dict_of_a_class_of_its_own(kind: C
     assert [entry.content.name for entry in model.layers[1].entries.values()] == ["SPIKES", "DENSE"]
     chunk = build_chunk(model, [range(4)], 0, BuildContext(), CPU, 0)
     assert chunk(torch.zeros(3, 3, 4, 4), range(3)).shape == (2, 3, CLASSES)
+
+
+@pytest.mark.parametrize(("says", "content"), [(mark_spikes, "SPIKES"), (lambda y: mark_spikes(y, 2), "COUNTS")])
+def test_a_forward_says_what_does_not_follow_from_it(says: Callable[[Tensor], Tensor], content: str) -> None:
+    described = describe(_model(gives(lambda y: says(2 * (0.5 * y)))))
+    assert described.layers[1].output.name == content
 
 
 def test_contents_are_found_for_each_entry() -> None:

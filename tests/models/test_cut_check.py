@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor, nn
 
-from megasnn.layers import ConvNormNeuron, MeanLinear
+from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelLinear
+from megasnn.models.build import describe
 from megasnn.models.cut_check import MixedChannels, Output, check_layer
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import Cut
-from tests.models.steps import one_step
-from tests.parity.ranks import Layout
-from tools.benchmark.ranks import RankError
+from megasnn.parallel_state import Group
+from tests.models.networks import between
 
 SHAPE = (2, 3, 8, 4, 6)
 Function = Callable[[Tensor], Tensor]
@@ -234,7 +234,35 @@ class Hidden(Model):
 
 
 @pytest.mark.parametrize("way", HIDDEN)
-def test_what_the_meta_device_does_not_show_is_found_on_random_numbers(ranks, way: str) -> None:
-    with pytest.raises(RankError, match="hiding: .* differ from those of one rank"):
-        ranks(2, one_step, Hidden(way=way), Layout(tensor=2))
-    ranks(1, one_step, Hidden(way=way), Layout())
+def test_what_the_meta_device_does_not_show_is_found_on_random_numbers(way: str) -> None:
+    described = describe(Hidden(way=way))
+    with pytest.raises(MixedChannels, match="^hiding: .*--tensor-model-parallel-size 2"):
+        described.build(BuildContext(Group("tp", (0, 1))))
+    described.build(BuildContext())
+
+
+class Gate(nn.Module):
+    """Its factor has the shape of one channel, and its gradient that of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = ParallelLinear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.linear(x.mean((3, 4)))[..., None, None]
+
+
+def test_what_all_ranks_have_whole_and_learn_from_meets_nothing_cut() -> None:
+    described = describe(between(lambda: [layer("gate", Gate())], width=8))
+    with pytest.raises(MixedChannels, match="^gate: gradients"):
+        described.build(BuildContext(Group("tp", (0, 1))))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_check_says_how_the_inputs_of_whole_modules_are_cut(size: int) -> None:
+    found = [
+        check_layer("a", block, block, [Output(torch.empty(SHAPE, device="meta"), [cut])], size)[0].cuts
+        for block in (nn.Sequential(nn.ReLU(), nn.Flatten(0, 1)), nn.Softmax(3))
+        for cut in (Cut(2), Cut(2, 2) if size == 2 else None)
+    ]
+    assert found == [[Cut(1)], [Cut(1, 2) if size == 2 else None], [Cut(2)], [Cut(2, 2) if size == 2 else None]]
