@@ -270,12 +270,15 @@ def _check(model: ModelConfig, neuron: NeuronSpec, before: Sequence[Layer], size
             break
         whole, cut = ([(each.name, each.module) for each in made] for made in (built(model, context, neuron), layers))
         try:
-            return replicated, check_cut(whole, cut, _inputs_of(layers), model.input_shape, size, checked)
+            example = cast(Any, model).example_input(DRY_SAMPLES, torch.Generator().manual_seed(0))
+            frames = frames_of(example.double(), model.input_shape)
+            return replicated, check_cut(whole, cut, _inputs_of(layers), frames, size, checked)
         except MixedChannels as error:
-            can_be_whole = any(knows_no_ranks(layer) and f"{error.path}.".startswith(f"{name}.") for name, layer in cut)
-            if not can_be_whole or error.path in replicated:
+            layer = dict(cut)[error.layer]
+            path = error.layer if is_plain(layer) else error.path
+            if not knows_no_ranks(layer) or path in replicated:
                 raise
-            replicated, mixed = replicated | {error.path}, error
+            replicated, mixed = replicated | {path}, error
     return replicated, {}
 
 

@@ -26,7 +26,7 @@ from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.layers.neuron import NeuronLayer, SpikingNeuron
 from megasnn.layers.replicated import Gathered, apply_layer, is_whole, placed
 from megasnn.layers.shape_inference import inferring_requires_grad, is_ours
-from megasnn.models.description import DRY_SAMPLES, INPUT, frames_of
+from megasnn.models.description import DRY_SAMPLES, INPUT
 from megasnn.models.layer import Computed
 from megasnn.parallel.sharding import Cut
 
@@ -40,22 +40,22 @@ class MixedChannels(ValueError):
     """A forward that computes something else where a rank has some of the channels.
 
     Attributes:
-        path: of the innermost module whose forward it is, with the layer's name.
+        layer: its name. path: of the innermost module whose forward it is, with the layer's name.
     """
 
-    def __init__(self, path: str, why: str, size: int) -> None:
+    def __init__(self, layer: str, path: str, why: str, size: int) -> None:
         super().__init__(
             f"{path}: {why}: with --tensor-model-parallel-size {size} a rank has its own channels only; set it to 1, "
             "or put what mixes channels into a plain module that is a layer by itself"
         )
-        self.path = path
+        self.layer, self.path = layer, path
 
 
 class Output(NamedTuple):
     """Output of a layer.
 
     Attributes:
-        shown: with all channels, on the meta device. cuts: of its entries.
+        shown: with all channels, on the meta device, or an example. cuts: of its entries.
     """
 
     shown: Bundle
@@ -80,7 +80,7 @@ def check_cut(
     whole: NamedLayers,
     cut: NamedLayers,
     taken: Sequence[Sequence[int]],
-    input_shape: tuple[int, ...],
+    frames: Tensor,
     size: int,
     checked: dict[Any, Checked],
 ) -> dict[str, Cuts]:
@@ -88,7 +88,7 @@ def check_cut(
 
     Args:
         taken: numbers, for each layer, of the layers whose outputs it takes.
-        input_shape: of one sample.
+        frames: example of the model's input.
         checked: what was found before, when fewer modules were whole; gets what is found.
     Returns:
         how the inputs of each module that is whole are cut, by its path.
@@ -96,8 +96,6 @@ def check_cut(
         MixedChannels: a layer computes something else with a rank's channels.
         ValueError: a layer cannot be computed on random numbers.
     """
-    image = torch.empty((DRY_SAMPLES, *input_shape), dtype=torch.float64, device="meta")
-    frames = frames_of(image, input_shape)
     outputs: list[Output] = []
     gathered: dict[str, Cuts] = {}
     for number, (name, layer) in enumerate(cut):
@@ -108,7 +106,7 @@ def check_cut(
             checked[key] = check_layer(name, whole[number][1], layer, inputs, size)
         output, found = checked[key]
         if any(cut is not None and cut.dim < 2 for cut in output.cuts):
-            raise MixedChannels(name, "its output has channels in place of time or samples", size)
+            raise MixedChannels(name, name, "its output has channels in place of time or samples", size)
         outputs.append(output)
         gathered |= found
     return gathered
@@ -119,7 +117,7 @@ def check_layer(name: str, whole: nn.Module, layer: nn.Module, inputs: Sequence[
     one = _Run(name, whole, inputs)
     first, *others = [_Run(name, layer, inputs, one, rank, size) for rank in sorted({0, 1, size - 1})]
     if any((each.cuts, each.gathered) != (first.cuts, first.gathered) for each in others):
-        raise MixedChannels(name, "ranks have different parts", size)
+        raise MixedChannels(name, name, "ranks have different parts", size)
     return Output(map_entries(_on_meta, one.output), first.cuts), first.gathered
 
 
@@ -264,7 +262,7 @@ class _Run:
         except Exception as error:
             if one is None:
                 raise ValueError(f"{self._called[-1]}, on random numbers: {error}") from error
-            raise MixedChannels(self._called[-1], str(error), size) from error
+            raise MixedChannels(name, self._called[-1], str(error), size) from error
 
     @contextmanager
     def _watching(self, layer: nn.Module) -> Iterator[None]:
@@ -351,7 +349,9 @@ class _Run:
         return self._leaf(whole, _cut_by_shape(shown, whole, self._size, blocks))
 
     def _leaf(self, whole: Tensor, cut: Cut | None) -> Tensor:
-        """A rank's part of random numbers like a whole tensor, larger for later channels."""
+        """A rank's part of a whole tensor, or of random numbers like it, larger for later channels."""
+        if not whole.is_meta:
+            return self._part(whole, cut)
         if not whole.is_floating_point():
             return self._part(torch.randint(0, 2, whole.shape, generator=self._generator()).to(whole.dtype), cut)
         values = torch.randn(whole.shape, dtype=torch.float64, generator=self._generator())

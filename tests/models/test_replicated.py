@@ -109,7 +109,7 @@ class WholeOutputs(Model):
         yield layer("centre", Centre())
         yield layer("linear", nn.Linear(6, 8))
         yield layer("relu", nn.ReLU())
-        yield layer("mixing", Centre())
+        yield layer("mixing", nn.Sequential(nn.Identity(), Centre()))
         yield layer("tanh", torch.tanh)
         yield layer("second", ParallelLinear(8, 6))
         yield layer("again", nn.Linear(6, 6))
