@@ -105,8 +105,8 @@ def check_cut(
         if key not in checked:
             checked[key] = check_layer(name, whole[number][1], layer, inputs, size)
         output, found = checked[key]
-        if any(cut is not None and cut.dim < 2 for cut in output.cuts):
-            raise MixedChannels(name, name, "its output has channels in place of time or samples", size)
+        if any(c is not None and (c.dim < 2 or c.blocks > 1 and not is_known(layer)) for c in output.cuts):
+            raise MixedChannels(name, name, "a rank's channels of its output are not side by side behind samples", size)
         outputs.append(output)
         gathered |= found
     return gathered
