@@ -135,12 +135,11 @@ def part(x: Tensor, cut: Cut | None, rank: int, size: int) -> Tensor:
 def find_cut(local: Tensor, whole: Tensor, rank: int, size: int) -> Cut | None:
     """The cut that makes a rank's tensor of the whole one. Raises ValueError where none does."""
     cut = _cut_by_shape(local, whole, size, 1)
-    if cut is None and _are_equal(local, whole):
-        return None
-    for blocks in range(1, 1 if cut is None else local.shape[cut.dim] + 1):
-        tried = Cut(0 if cut is None else cut.dim, blocks)
-        if local.shape[tried.dim] % blocks == 0 and _are_equal(local, part(whole, tried, rank, size)):
-            return tried
+    length = 0 if cut is None else local.shape[cut.dim]
+    divisors = (blocks for blocks in range(1, length + 1) if length % blocks == 0)
+    for each in [None] if cut is None else (Cut(cut.dim, blocks) for blocks in divisors):
+        if _are_equal(local, part(whole, each, rank, size)):
+            return each
     raise ValueError(f"{list(local.shape)} values are no part of the {list(whole.shape)} that one rank has")
 
 
@@ -171,35 +170,20 @@ def _on_meta(x: Tensor) -> Tensor:
 # --- modules of ours
 
 
-def _refuse_other_channels(module: nn.Module, inputs: Sequence[Tensor], cuts: Cuts) -> None:
-    """Raises ValueError for an input that is not cut as a module of ours takes it. Neurons take any dimension behind
-    the time."""
-    if not inputs:
-        return
-    x, cut = inputs[0], cuts[0]
-    is_norm = _has_shards(module) and not isinstance(module, (ParallelConv, ParallelLinear))
-    wanted = Cut(_channels_of(module, x), _blocks_of(module, ()) if is_norm else 1)
-    if isinstance(module, NeuronLayer):
-        if cut is None and _has_shards(module):
-            raise ValueError("a learned time constant behind an output that all ranks have whole")
-        if cut is not None and cut.dim == 0:
-            raise ValueError("neurons are given the time cut")
-    elif cut != wanted and (cut is not None or isinstance(module, ParallelDropout) and module.p > 0):
-        found = "whole on every rank" if cut is None else f"cut in dimension {cut.dim}"
-        raise ValueError(f"{type(module).__name__} takes channels in dimension {wanted.dim}, and is given them {found}")
-
-
-def _channels_of(module: nn.Module, x: Tensor) -> int:
-    """The dimension in which a module of ours takes channels."""
+def _refuse_other_channels(module: nn.Module, x: Tensor, cut: Cut | None) -> None:
+    """Raises ValueError for an input that is not cut as a module of ours takes it."""
+    shards, dim = vars(module).get("_described_shards"), 2
     if isinstance(module, ParallelLinear) and not isinstance(module, MeanLinear):
-        return x.ndim - 1
-    if isinstance(module, ConvertedDropout):
-        return 2 if x.shape[:2] == module.frames else 1
-    return 2
-
-
-def _has_shards(module: nn.Module) -> bool:
-    return bool(vars(module).get("_described_shards"))
+        dim = x.ndim - 1
+    elif isinstance(module, ConvertedDropout) and x.shape[:2] != module.frames:
+        dim = 1
+    is_norm = shards and not isinstance(module, (ParallelConv, ParallelLinear))
+    wrong = cut is not None and cut != Cut(dim, _blocks_of(module, ()) if is_norm else 1)
+    if isinstance(module, NeuronLayer):  # anything but the time may be cut; time constants learn from a rank's share
+        wrong = bool(shards) if cut is None else cut.dim == 0
+    if wrong or cut is None and isinstance(module, ParallelDropout) and module.p:  # each rank draws for its channels
+        found = "whole on every rank" if cut is None else f"cut in dimension {cut.dim}"
+        raise ValueError(f"{type(module).__name__} takes channels in dimension {dim}, and is given them {found}")
 
 
 def _blocks_of(module: nn.Module, cuts: Cuts) -> int:
@@ -211,6 +195,9 @@ def _blocks_of(module: nn.Module, cuts: Cuts) -> int:
 
 
 # --- the forward on random numbers
+
+
+_TENSORS = ("_parameters", "_buffers")
 
 
 class _Leaf(NamedTuple):
@@ -313,34 +300,27 @@ class _Run:
     def _stub(self, original: Callable[..., Any], module: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Random numbers in place of a module's output."""
         given, cuts = _tensors((inputs, options)), self._compare((inputs, options))
-        blocks = 1 if isinstance(module, Gathered) else _blocks_of(module, cuts)
-        if isinstance(module, Gathered):
+        computes, blocks = not isinstance(module, Gathered), 1
+        if computes:
+            blocks = _blocks_of(module, cuts)
+            if self._one is not None and given:
+                _refuse_other_channels(module, given[0], cuts[0])
+        else:
             module.cuts = self.gathered.setdefault(self._paths[module], cuts)
             if module.cuts != cuts:
                 raise ValueError(f"{self._paths[module]} is called again with inputs that are cut otherwise")
-        elif self._one is not None:
-            _refuse_other_channels(module, given, cuts)
-        with self._inside(module):
-            shown = original(
-                module, *tree_map_only(Tensor, _on_meta, inputs), **tree_map_only(Tensor, _on_meta, options)
-            )
-        if not isinstance(module, Gathered) and any(x.requires_grad for x in (*given, *module.parameters())):
-            shown = tree_map_only(Tensor, lambda y: y.requires_grad_(), shown)
-        return tree_map_only(Tensor, partial(self._drawn, blocks), shown)
-
-    @contextmanager
-    def _inside(self, module: Any) -> Iterator[None]:
-        """Around a forward on the meta device: parameters that have got values are there as well."""
-        kept = module.__dict__.copy()
-        for each in ("_parameters", "_buffers"):
-            if each in kept:
-                module.__dict__[each] = tree_map_only(Tensor, _on_meta, dict(kept[each]))
+        kept = vars(module).copy()
+        vars(module).update({n: tree_map_only(Tensor, _on_meta, dict(kept[n])) for n in _TENSORS if n in kept})
         self._is_inside = True
         try:
-            yield
+            inputs, options = tree_map_only(Tensor, _on_meta, (inputs, options))
+            shown = original(module, *inputs, **options)
         finally:
             self._is_inside = False
-            module.__dict__.update({each: kept[each] for each in ("_parameters", "_buffers") if each in kept})
+            vars(module).update({name: kept[name] for name in _TENSORS if name in kept})
+        if computes and any(x.requires_grad for x in (*given, *module.parameters())):
+            shown = tree_map_only(Tensor, lambda y: y.requires_grad_(), shown)
+        return tree_map_only(Tensor, partial(self._drawn, blocks), shown)
 
     def _drawn(self, blocks: int, shown: Tensor) -> Tensor:
         number = len(self._shown)
