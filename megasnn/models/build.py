@@ -89,7 +89,7 @@ def _described(kind: type, model: ModelConfig, neuron: NeuronSpec) -> ModelDescr
         tuple(_ties(named)),
         run,
         tuple(sharded_tensors(named)),
-        getattr(model, "example_input", None),
+        cast(Any, model).example_input,
     )
 
 

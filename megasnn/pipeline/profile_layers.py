@@ -102,8 +102,7 @@ def profile_layers(
         rounds: runs by the clock; 0: bytes only.
         repeats: also measures forwards that are computed again.
     """
-    generator, draw = torch.Generator().manual_seed(0), model.example_input
-    x = torch.randn((samples, *model.input_shape), generator=generator) if draw is None else draw(samples, generator)
+    x = model.example_input(samples, torch.Generator().manual_seed(0))
     images = own_rows_of(frames_of(x.to(device, context.dtype), model.input_shape), context)
     outputs: dict[int, Bundle] = {INPUT: images}
     casts, tasks = CastWeights(), WeightGradients()
