@@ -32,7 +32,7 @@ _ACTIVATIONS = (
 )
 
 
-_SEQUENCES = (
+SEQUENCES = (
     *(nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer),
     *(nn.TransformerDecoder, nn.TransformerDecoderLayer, nn.RNNBase, nn.RNNCellBase),
 )
@@ -52,7 +52,7 @@ def fold_time(module: nn.Module) -> bool:
     modules, and none of them works along the first dimension, as attention and recurrent layers do."""
     return all(
         type(each).__module__.startswith("torch.nn.")
-        and not isinstance(each, _SEQUENCES)
+        and not isinstance(each, SEQUENCES)
         and getattr(each, "dim", None) != 0
         and getattr(each, "start_dim", None) != 0
         for each in module.modules()

@@ -25,7 +25,15 @@ from megasnn.layers.init import (
     without_values,
 )
 from megasnn.layers.linear import ParallelLinear
-from megasnn.layers.plain import SHARDED, fold_time, is_compiled, refuse_alone, refuse_what_differs, stepped_inside
+from megasnn.layers.plain import (
+    SEQUENCES,
+    SHARDED,
+    fold_time,
+    is_compiled,
+    refuse_alone,
+    refuse_what_differs,
+    stepped_inside,
+)
 from megasnn.layers.replicated import as_layer, is_whole, replicate
 from megasnn.models.layer import Layer, require_module
 
@@ -227,6 +235,8 @@ class _Conversion:
         self._refuse_alone(module, path)
         if _join(self._layer, path) in self._context.replicated:
             return "it mixes channels"
+        if isinstance(module, SEQUENCES):
+            return "its parts are not always called one by one"  # in evaluation one kernel of torch's computes it
         if _conversion_of(module) is None:
             has_tensors = next(own_tensors(module), None) is not None
             return "it has tensors of its own, and is not in the table" if has_tensors else None
