@@ -21,7 +21,7 @@ from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.init import ModuleInitialiser, initializer_from_module, own_tensors
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import ParallelNeuron
-from megasnn.layers.norm import ParallelBatchNorm, ParallelGroupNorm, TemporalEffectiveBatchNorm
+from megasnn.layers.norm import ParallelBatchNorm, TemporalEffectiveBatchNorm
 from megasnn.parallel.sharding import declare_parameter
 from megasnn.registry import Registry
 
@@ -55,7 +55,7 @@ def convolution(conv: nn.Conv1d | nn.Conv2d, context: BuildContext, initialise: 
         context,
         dims=len(conv.kernel_size),
         stride=conv.stride,
-        padding=conv.padding,
+        padding=conv._reversed_padding_repeated_twice[::-2],  # in numbers, of which torch has names too
         dilation=conv.dilation,
         groups=conv.groups,
         bias=conv.bias is not None,
@@ -114,14 +114,6 @@ def temporal_batch_norm(
         raise ValueError(f"it has {len(norm.scale)} time steps, the model {context.time_steps}; set --time-steps")
     scale = initializer_from_module(norm, initialise, "scale")
     return batch_norm(norm, context, initialise, whole, initialise_scale=scale)
-
-
-def group_norm(norm: Any, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Stands for a GroupNorm, or an InstanceNorm without running statistics."""
-    channels = norm.num_channels if isinstance(norm, nn.GroupNorm) else norm.num_features
-    groups = getattr(norm, "num_groups", channels)
-    ours = ParallelGroupNorm(groups, channels, context, eps=norm.eps, affine=norm.affine, **_values(norm, initialise))
-    return as_called(ours, norm)
 
 
 class ConvertedDropout(ParallelDropout):
@@ -193,7 +185,6 @@ CONVERSIONS: Registry[Conversion] = Registry(
         **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"), batch_norm),
         **dict.fromkeys((f"ThresholdDependentBatchNorm{dims}d" for dims in (1, 2, 3)), batch_norm),
         **dict.fromkeys((f"TemporalEffectiveBatchNorm{dims}d" for dims in (1, 2, 3)), temporal_batch_norm),
-        **dict.fromkeys(("GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"), group_norm),
         "Dropout": ConvertedDropout,
         **dict.fromkeys(_KINDS, ConvertedNeuron),
     },

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from traceback import walk_tb
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -28,7 +30,6 @@ from megasnn.layers.shape_inference import (
     content_of,
     inferring_requires_grad,
     is_ours,
-    mark_input,
     note_never_called,
 )
 from megasnn.models.cut_check import Cuts, MixedChannels, check_cut, is_known
@@ -43,8 +44,9 @@ from megasnn.models.description import (
     sources,
 )
 from megasnn.models.layer import Layer
+from megasnn.models.summary import OperationCounter
 from megasnn.models.ties import refuse_other_calls, separate, tie_all
-from megasnn.parallel.sharding import copied_tensors, freeze, sharded_tensors
+from megasnn.parallel.sharding import copied_tensors, parameter_count, sharded_tensors
 from megasnn.parallel_state import Group
 
 _LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
@@ -70,11 +72,20 @@ def _described(kind: type, model: ModelConfig, neuron: NeuronSpec) -> ModelDescr
     if twice:
         raise ValueError(f"two layers of {model.name} have the name {twice[0]!r}; a name is for one layer")
     named = [(each.name, each.module) for each in layers]
-    outputs = dry_run(named, _inputs_of(layers), model.input_shape, learns=True)
+    counters = {each.name: OperationCounter(each.module) for each in layers}
+    outputs = dry_run(named, _inputs_of(layers), model.input_shape, learns=True, trackers=counters)
     _require_logits(model, names[-1], outputs[-1])
     refuse_other_calls(named)
     described = [
-        LayerDescription(each.name, each.unit, _output_of(y), each.takes or ())
+        LayerDescription(
+            each.name,
+            each.unit,
+            _output_of(y),
+            each.takes or (),
+            tuple(tuple(entry.shape) for entry in entries_of(y).values()),
+            parameter_count(list(sharded_tensors([(each.name, each.module)]))),
+            counters[each.name].of_a_sample,
+        )
         for each, y in zip(layers, outputs, strict=True)
     ]
     run = partial(
@@ -233,7 +244,6 @@ def _built_and_run(
         for path, each in layer.named_modules(prefix=name):
             if is_whole(each):
                 cast(Gathered, each.forward).cuts = cuts.get(path, ())
-    freeze(named, context.is_frozen)
     outputs = dry_run(
         named,
         _inputs_of(layers),
@@ -292,6 +302,7 @@ def dry_run(
     dtype: torch.dtype = torch.float32,
     samples: int = DRY_SAMPLES,
     learns: bool = False,
+    trackers: Mapping[str, AbstractContextManager[Any]] = MappingProxyType({}),
     replicated: bool = False,
 ) -> list[Bundle]:
     """The outputs of layers on the meta device, one after another; the layers learn what their inputs hold.
@@ -300,19 +311,20 @@ def dry_run(
         taken: for each layer, the numbers of the layers whose outputs it takes.
         samples: how many there are.
         learns: whether the outputs show what needs a gradient.
+        trackers: by a layer's name, what is entered around its forward, and sees the functions in it.
         replicated: whether other ranks run the same layers on other samples.
     Raises:
         ValueError: a layer cannot take what it is given, changes what another one takes too, or gives no tensors; names
             the layer.
     """
-    frames = mark_input(frames_of(torch.empty((samples, *input_shape), dtype=dtype, device="meta"), input_shape))
+    frames = frames_of(torch.empty((samples, *input_shape), dtype=dtype, device="meta"), input_shape)
     outputs: list[Bundle] = []
     with inferring_requires_grad() if learns else torch.no_grad(), MaxInference():
         for (name, layer), numbers in zip(named_layers, taken, strict=True):
             inputs = [frames if number == INPUT else outputs[number] for number in numbers]
             before, buffers = _versions(inputs), dict(_buffers(layer))
             try:
-                with one_height(layer):
+                with one_height(layer), trackers.get(name, nullcontext()):
                     output = apply_layer(layer, inputs[0], range(samples), *inputs[1:])
                 entries_of(output)
                 if _versions(inputs) != before:
