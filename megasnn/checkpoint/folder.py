@@ -193,7 +193,8 @@ def first_legible(folder: Path, step: int | None) -> Metadata | None:
 def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[Path]:
     """Removes checkpoints, the oldest first, and yields each that is gone.
 
-    The last so many stay (all: None), those of iterations divisible by `every`, the best by validation, and those after the latest.
+    The last so many stay (all: None), those of iterations divisible by `every`, the best by validation, and those after
+    the latest.
     One with missing or cut files neither goes nor counts. One that followed skipped steps does not push out one that
     did not: the weights may have gone bad before the first step that was not finite.
     """
