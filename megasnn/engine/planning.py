@@ -25,7 +25,7 @@ def plan_of(
         ValueError: on every rank, what the schedule cannot place or keep.
     """
     training, parallel = config.training, config.parallel
-    replicas = state.data.size
+    replicas = state.dp.size
     shares = {len(micro_batches_of(training.micro_batches, replicas, each)) for each in (0, replicas - 1)}
     counts = [windows * each for each in sorted(shares, reverse=True)]
     if training.evaluate_only:  # no activation is kept, so none is recomputed; there are no other steps

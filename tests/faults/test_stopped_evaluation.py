@@ -6,7 +6,7 @@ import re
 import signal
 from pathlib import Path
 
-from megasnn.checkpoint import list_checkpoints
+from megasnn.checkpoint.folder import list_checkpoints
 from tests.faults.launch import PP2, TINY, Ended, Ranks
 
 BATCHES = 30

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint import load_globals_into
+from megasnn.checkpoint.load import load_globals_into
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.engine.model import DistributedModel
 from megasnn.grid import HOLDING_AXES
@@ -61,7 +61,7 @@ def take_steps(
         bounds = balanced_bounds([1.0] * len(described.layers), len(plan.placement), allow_empty=True)
         context = layout.build_context(state, dtype)
         # Replicas with other numbers of micro-batches gather each layer once.
-        limit = math.inf if len(SIZES) % state.data.size else None
+        limit = math.inf if len(SIZES) % state.dp.size else None
         plan = gathering(plan, described, bounds, context, layout, limit)
         engine = DistributedModel(described, state, context, bounds, plan)
         if weights is not None:
