@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import with_config
 
@@ -49,8 +49,7 @@ class LayerFacts:
     """
     Attributes:
         name, unit: as in `Layer`. parameters: number of their elements, of the whole layer.
-        operations: multiply-adds in a sample's forward. output: bytes of a sample's output, packed as it travels.
-        spikes: its input is spikes or counts, so that a multiply-add is a synaptic operation.
+        operations: multiply-adds in a sample's forward.
         rows: of the images that it gives; 1 where these are none.
     """
 
@@ -58,8 +57,6 @@ class LayerFacts:
     unit: str
     parameters: int
     operations: int
-    output: int
-    spikes: bool
     rows: int
 
 
@@ -133,6 +130,12 @@ class Analysis:
     counted: tuple[Counted, ...]
     timed: tuple[Timed, ...] = ()
     machine: Machine | None = None
+
+    @property
+    def precision(self) -> str:
+        """`--precision` that it was counted for."""
+        training: Any = self.about["training"]
+        return str(training["precision"])
 
     @cached_property
     def units(self) -> list[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from megasnn.grid import ContextCut
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, for_samples
-from megasnn.planner.cost_file import Analysis, LayerFacts, LayerSeconds, Timed
+from megasnn.planner.cost_file import Analysis, LayerSeconds, Timed
 from megasnn.planner.machines import Machine
 
 
@@ -27,13 +27,6 @@ class Share:
     cut: ContextCut
     samples: int
     ranks: int
-
-
-class Work(NamedTuple):
-    """Multiply-adds, and bytes that all else moves."""
-
-    operations: float
-    moved: float
 
 
 def counted_costs(analysis: Analysis, share: Share) -> list[LayerCost]:
@@ -100,18 +93,6 @@ def _of_both(of_tensor: LayerCost, by_rows: LayerCost, alone: LayerCost, share: 
 _CUT = "held", "message", "gradient", "found", "working_again", "deferred", "output"
 
 
-def work_of(layer: LayerFacts, cost: LayerCost, share: Share, first: bool) -> dict[str, Work]:
-    """Work that the three parts of a layer compute and move; the first layer needs no gradient of its input."""
-    rows = share.context if share.cut == "rows" and layer.rows > 1 else 1
-    operations = layer.operations * share.samples / share.tensor / rows
-    waiting = cost.waiting
-    return {
-        "forward": Work(operations, 3 * cost.held + waiting),
-        "input_gradient": Work(0 if first else operations, 3 * cost.held + waiting),
-        "weight_gradient": Work(operations, cost.held),
-    }
-
-
 def layer_costs(analysis: Analysis, machine: Machine, share: Share, links: Links) -> tuple[LayerCost, ...]:
     """With seconds. Raises ValueError for a size that cannot be."""
     costs = counted_costs(analysis, share)
@@ -157,13 +138,19 @@ def _nearest(timed: Sequence[Timed], share: Share) -> Timed | None:
 
 
 def _computed(analysis: Analysis, machine: Machine, costs: Sequence[LayerCost], share: Share) -> list[LayerSeconds]:
-    """By the machine's rates."""
+    """By the machine's rates; the first layer needs no gradient of its input."""
     found, faster = [], machine.alone if share.ranks == 1 else 1.0
+    rate = machine.operations.get(analysis.precision, machine.operations["fp32"])
     for number, (layer, cost) in enumerate(zip(analysis.layers, costs, strict=True)):
-        parts = {}
-        for name, work in work_of(layer, cost, share, number == 0).items():
-            seconds = work.operations / machine.operations + work.moved / machine.moved
-            parts[name] = (machine.start + max(machine.least, seconds)) / faster
+        rows = share.context if share.cut == "rows" and layer.rows > 1 else 1
+        product = layer.operations * share.samples / share.tensor / rows / rate
+        moved = (3 * cost.held + cost.waiting) / machine.moved
+        seconds = {
+            "forward": product + moved,
+            "input_gradient": (product if number else 0.0) + moved,
+            "weight_gradient": product + cost.held / machine.moved,
+        }
+        parts = {name: (machine.start + max(machine.least, each)) / faster for name, each in seconds.items()}
         pack = (cost.message + cost.waiting) / machine.moved
         found.append(LayerSeconds(**parts, again=parts["forward"], pack=pack, unpack=pack))
     return found

@@ -72,10 +72,11 @@ def _machine(device: torch.device, link: LinkCost | None, update: float, ranks: 
         update: seconds that the optimizer takes for each byte of parameters.
     """
     is_cpu = device.type == "cpu"
-    base = DEVICES["cpu-core" if is_cpu else "h100"].machine(device_name(device), "fp32")
+    base = DEVICES["cpu-core" if is_cpu else "h100"]
     release_free_memory()
     return replace(
         base,
+        name=device_name(device),
         least=0.0,
         start=0.0,
         alone=1.0,  # seconds are there of one rank, and of all at the same time

@@ -9,7 +9,7 @@ from pathlib import Path
 from megasnn.checkpoint.folder import list_checkpoints
 from tests.faults.launch import PP2, TINY, Ended, Ranks
 
-BATCHES = 30
+BATCHES = 60
 SLOWEST = 0.2 * 2 * BATCHES  # seconds of a whole evaluation with the fault: two micro-batches in each batch
 EVALUATES = (*TINY, "--eval-iters", str(BATCHES))
 RUN = (*EVALUATES, "--train-iters", "4", "--eval-interval", "2", "--keep-best", "--ema-decay", "0.9")

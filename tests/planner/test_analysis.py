@@ -53,7 +53,7 @@ def test_measured_seconds_are_taken_and_scaled() -> None:
     alone, both = (Timed(1, 1, "samples", 4, ranks, (SECONDS,) * count) for ranks in (1, 2))
     slower = replace(both, seconds=(replace(SECONDS, forward=4e-3),) * count)
     timed = replace(known, timed=(alone, slower))
-    machine = replace(DEVICES["cpu-core"].machine("x", "fp32"), least=0.0, start=0.0, alone=1.0)
+    machine = replace(DEVICES["cpu-core"], least=0.0, start=0.0, alone=1.0)
     exact, crowded = (layer_costs(timed, machine, Share(1, 1, "samples", 4, ranks), FREE) for ranks in (1, 2))
     assert [cost.forward for cost in exact] == [2e-3] * count and [cost.forward for cost in crowded] == [4e-3] * count
     twice = layer_costs(timed, machine, Share(1, 1, "samples", 8, 1), FREE)

@@ -51,7 +51,7 @@ from megasnn.planner.report import table
 from megasnn.pretraining import configuration
 flags = "--embed-dim 32 --depth 1 --num-heads 2 --image-size 16 --time-steps 2 --micro-batch-size 4".split()
 config = configuration(Spikformer, [*flags, "--global-batch-size", "16"])
-found = plan(read(Path(sys.argv[1])), config, Cluster(8, 8, DEVICES["h100"].machine("h100", "fp32")))
+found = plan(read(Path(sys.argv[1])), config, Cluster(8, 8, DEVICES["h100"]))
 print(table(found))
 print(apply(found, config, Path(sys.argv[2])))
 """
