@@ -143,7 +143,7 @@ def layouts(
         counts: numbers of devices.
         may_be_best: asked of a grid's plain layout (1F1B); the others of the grid are left out where it says no.
     """
-    tensors, contexts = analysis.possible("tensor"), sorted({1, *analysis.possible("samples")})
+    tensors, contexts = analysis.possible["tensor"], sorted({1, *analysis.possible["samples"]})
     for count in reversed(counts):
         for grid in _grids(count, list(tensors), contexts, len(analysis.layers)):
             cuts: tuple[ContextCut, ...] = ("samples", "rows") if grid.cp > 1 else ("samples",)
@@ -168,9 +168,9 @@ def _of_grid(
     grid = plain.grid
     if not _is_asked(config, plain, whole=False):
         return
-    refused = analysis.possible("tensor")[grid.tp]
+    refused = analysis.possible["tensor"][grid.tp]
     if refused is None and grid.cp > 1:
-        refused = analysis.possible(plain.cut).get(grid.cp, "was not asked for by analyze")
+        refused = analysis.possible[plain.cut].get(grid.cp, "was not asked for by analyze")
     if refused is None and (problems := layout_problems(with_layout(config, plain), grid.world_size, None)):
         refused = problems[0]
     if refused is not None or not may_be_best(plain):

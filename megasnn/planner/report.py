@@ -27,7 +27,7 @@ def cuts(analysis: Analysis) -> str:
              f"{sum(each.operations for each in analysis.layers):,} multiply-adds a sample"]  # fmt: skip
     lines.append(f"pipeline: up to {len(analysis.layers)} stages, a layer each")
     for axis, name in WAYS:
-        sizes = analysis.possible(axis)
+        sizes = analysis.possible[axis]
         able = [str(size) for size, refused in sizes.items() if refused is None]
         lines.append(f"{name}: {', '.join(able) or 'none'}")
         why = dict[str, list[str]]()

@@ -22,9 +22,9 @@ SECONDS = LayerSeconds(2e-3, 3e-3, 1e-3, 2e-3, 0.0, 0.0)
 
 def test_refusals_are_those_of_a_run() -> None:
     known, run = analysis(), config()
-    assert known.possible("tensor") == {1: None, 2: None, 3: building_problems(run.model, run.neuron.spec, 3)[0]}
-    assert known.possible("samples") == {2: None, 8: None}
-    assert known.possible("rows")[8] == building_problems(run.model, run.neuron.spec, 1, 8, "rows")[0]
+    assert known.possible["tensor"] == {1: None, 2: None, 3: building_problems(run.model, run.neuron.spec, 3)[0]}
+    assert known.possible["samples"] == {2: None, 8: None}
+    assert known.possible["rows"][8] == building_problems(run.model, run.neuron.spec, 1, 8, "rows")[0]
     with pytest.raises(ConfigError, match="--embed-dim 33"):
         analyze(replace(run, model=replace(run.model, embed_dim=33)))
 
