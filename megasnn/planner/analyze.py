@@ -24,8 +24,7 @@ from megasnn.grid import ContextCut
 from megasnn.kernels.products import can_be_sparse
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
 from megasnn.models.build import building_problems, describe
-from megasnn.models.description import ModelDescription
-from megasnn.models.summary import LayerSummary, summarise
+from megasnn.models.description import LayerDescription, ModelDescription
 from megasnn.parallel.process_group import choose_device
 from megasnn.parallel.sharding import sharded_tensors
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
@@ -81,7 +80,7 @@ def counted_sizes(
     Args:
         on_cpu: bytes are those of a run on a CPU, which may form sums over spikes; otherwise of dense products.
     """
-    layers = tuple(map(_facts, summarise(config.model, config.neuron.spec, model, 1)))
+    layers = tuple(map(_facts, model.layers))
     samples = _refusal(config, 1, 2, "samples")  # whether they can be shared does not depend on the number of ranks
     possible: dict[CutAxis, dict[int, str | None]] = {
         "tensor": {size: _refusal(config, size, 1, "samples") for size in tensor_sizes},
@@ -99,8 +98,8 @@ def counted_sizes(
     return Analysis(FORMAT, config.model.name, about, layers, trial_sizes(config), alone, shared, possible)
 
 
-def _facts(told: LayerSummary) -> LayerFacts:
-    rows = max((shape[3] for shape, _ in told.outputs if len(shape) == 5), default=1)
+def _facts(told: LayerDescription) -> LayerFacts:
+    rows = max((shape[3] for shape in told.shapes if len(shape) == 5), default=1)
     return LayerFacts(told.name, told.unit, told.parameters, told.operations, rows)
 
 

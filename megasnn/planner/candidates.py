@@ -177,7 +177,7 @@ def _of_grid(
         yield plain, refused or ""
         return
     count, first_of = plain.micro_batches(config.training.micro_batches), dict[Hashable, str]()
-    for name, chunks in _schedules(grid.pp):
+    for name, chunks in _schedules(grid.pp, len(analysis.layers)):
         for recompute in (NEVER, "always"):
             for shards in (False, True)[: 1 + (plain.copies > 1)]:
                 layout = Layout(grid, plain.cut, name, chunks, recompute, shards)
@@ -191,13 +191,13 @@ def _of_grid(
                 yield layout, problems[0] if problems else ""
 
 
-def _schedules(stages: int) -> Iterator[tuple[str, int]]:
-    """Names of schedules with the numbers of chunks that each may have on a rank."""
+def _schedules(stages: int, layers: int) -> Iterator[tuple[str, int]]:
+    """Names of schedules with the numbers of chunks that each may have on a rank, each of which has a layer."""
     if stages == 1:
         yield "1f1b", 1
         return
     for name, named in SCHEDULES.items():
-        most = MOST_CHUNKS if named.any_chunks else named.chunks
+        most = min(MOST_CHUNKS if named.any_chunks else named.chunks, layers // stages)
         yield from ((name, count) for count in range(named.chunks, most + 1) if named.can_place(count))
 
 
