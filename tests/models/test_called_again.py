@@ -113,7 +113,7 @@ class Calling(Model):
     def layers(self) -> Iterable[Layer]:
         norm = ParallelBatchNorm(2)
         yield layer("conv", Twice(ParallelConv(2, 2, 1)))
-        yield layer("fire", Twice(megasnn.ParallelLIF()))
+        yield layer("fire", Twice(megasnn.ParallelNeuron()))
         yield layer("a", Twice(norm))
         yield layer("b", Twice(norm, self.calls))
         yield layer("head", MeanLinear(2, self.num_classes))
