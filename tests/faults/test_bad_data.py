@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.data.shard_files import numbered, write_shard
-from tests.faults.launch import PP2, TINY, TP2, Ended, Ranks, lines_of
+from tests.faults.launch import PP2, TINY, Ended, Ranks, lines_of
 
 SECONDS = 90.0  # start included
 
@@ -62,7 +62,7 @@ def test_a_broken_image_is_named_on_every_rank(tmp_path, broken) -> None:
     refused(run(tmp_path, broken, *PP2, "--no-shuffle"), f"sample 's009' of shard {broken}", "--skip-broken-samples")
 
 
-@pytest.mark.parametrize("layout", [(), PP2, TP2], ids=["data parallel", "pipeline", "tensor"])
+@pytest.mark.parametrize("layout", [(), PP2], ids=["data parallel", "pipeline"])
 def test_broken_images_are_skipped_and_counted_on_any_layout(tmp_path, broken, layout) -> None:
     flags = ["--no-shuffle", "--skip-broken-samples", "--tensorboard-dir", str(tmp_path / "board")]
     argv = [*TINY, "--data-path", str(broken), "--valid-data-path", str(broken), "--eval-iters", "none"]
