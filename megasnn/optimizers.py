@@ -24,7 +24,7 @@ class OptimizerRecipe:
         flags: those that it takes, as fields of the configuration; others' are refused with it.
         elementwise: whether the step of an element follows from that element's value, gradient and state alone, and of
             the norms of whole tensors where it takes those. Others are refused where ranks hold parts of a tensor.
-        takes_norms: whether `build` also gets `norms`, of whole tensors (megasnn.optim.ShardedNorms).
+        takes_norms: whether `build` also gets `norms`, of whole tensors (megasnn.optim.norms.ShardedNorms).
         takes_found_inf: whether `step`, where the groups are `fused`, leaves everything as it is if the optimizer's
             attribute `found_inf`, a float on the device, is 1, as torch's GradScaler asks of optimizers. A GPU then
             need not wait for the host.

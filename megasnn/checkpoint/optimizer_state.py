@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megasnn.checkpoint.format import OPTIMIZER, SavedTensor
 from megasnn.files import CheckpointError
-from megasnn.parallel.sharding import ShardedTensor
+from megasnn.parallel.sharding import Shard, ShardedTensor
 
 States = dict[Tensor, dict[str, Tensor]]
 
@@ -70,7 +70,7 @@ def _describe_value(entry: ShardedTensor, kind: str, value: Any) -> ShardedTenso
     if isinstance(value, Tensor) and value.shape == entry.tensor.shape:
         return ShardedTensor(name, value, entry.shard, is_parameter=False)
     if isinstance(value, Tensor) and value.dim() == 0:
-        return ShardedTensor(name, value, entry.shard.whole(), is_parameter=False)
+        return ShardedTensor(name, value, Shard((), place=entry.shard.place), is_parameter=False)
     raise CheckpointError(
         f"{name}: only tensors of the parameter's shape {list(entry.tensor.shape)} and single-number tensors "
         f"can be saved, found {list(value.shape) if isinstance(value, Tensor) else repr(value)}"

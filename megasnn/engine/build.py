@@ -28,7 +28,7 @@ from megasnn.models.build import building_problems, describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model, run_config
 from megasnn.models.registry import MODELS
-from megasnn.optim import is_frozen
+from megasnn.optim.build import is_frozen
 from megasnn.parallel.agreement import gather
 from megasnn.parallel_state import Group, ParallelState
 from megasnn.pipeline.chunk import describe_tensors

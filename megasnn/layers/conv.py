@@ -38,15 +38,15 @@ from megasnn.layers.row_context import RowMove, Windows, move_for, move_rows, ro
 from megasnn.layers.shape_inference import content_of, count_call, is_input, join_content, note_exchanges
 from megasnn.layers.weight_grad import Leave
 from megasnn.parallel.collectives import (
+    EXCHANGE_BYTES,
     all_reduce_sum,
-    exchange_bytes,
     from_rows,
     gather_columns,
     join_columns,
     sum_and_scatter_columns,
     to_rows,
 )
-from megasnn.parallel.sharding import Initialiser, declare_parameter
+from megasnn.parallel.sharding import Initialiser, declare
 from megasnn.parallel_state import Group
 from megasnn.recompute import cached_collective
 
@@ -132,11 +132,11 @@ class ParallelConv(nn.Module):
         cut = 1 if style == "row" and groups == 1 else 0
         default = uniform(torch.Size(shape[1:]).numel())
         weight = context.shard(shape, cut, blocks if cut == 0 else 1, initialise=initialise or default)
-        declare_parameter(self, "weight", weight, context.dtype)
+        declare(self, "weight", weight, context.dtype)
         self.register_parameter("bias", None)
         if bias:
             shard = context.shard((out_channels,), 0, blocks, initialise=initialise_bias or default)
-            declare_parameter(self, "bias", shard, context.dtype)
+            declare(self, "bias", shard, context.dtype)
         self.in_channels, self.out_channels, self.dims, self.pointwise = in_channels, out_channels, dims, pointwise
         self._kernel, self._move, self._learns_content = kernel, None, content is None
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
@@ -423,7 +423,7 @@ def _start_input_gradient(grad: Tensor, weight: Tensor, plan: ConvPlan, space: t
         return lambda: whole
     channels = weight.shape[1]
     frames, pixels = grad.shape[0], space.numel()
-    slice_bytes = exchange_bytes(plan.group, grad.device, SLICE_BYTES)
+    slice_bytes = SLICE_BYTES if grad.device.type == "cpu" else EXCHANGE_BYTES
     step = max(1, slice_bytes // (pixels * channels * grad.element_size()))
     result = grad.new_empty(frames * pixels, channels // plan.group.size)
     in_transit: deque[tuple[Tensor, Callable[[], Tensor]]] = deque()

@@ -23,7 +23,7 @@ from megasnn.parallel.collectives import (
     own_channels,
     sum_and_scatter_columns,
 )
-from megasnn.parallel.sharding import Initialiser, declare_parameter
+from megasnn.parallel.sharding import Initialiser, declare
 from megasnn.parallel_state import Group
 from megasnn.recompute import cached_collective
 
@@ -75,12 +75,12 @@ class ParallelLinear(nn.Module):
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         cut = 1 if style == "row" else 0
         shard = context.shard((out_features, in_features), cut, initialise=initialise or default)
-        declare_parameter(self, "weight", shard, context.dtype)
+        declare(self, "weight", shard, context.dtype)
         self.register_parameter("bias", None)
         if bias:
             dim = None if style == "row" else 0
             shard = context.shard((out_features,), dim, initialise=initialise_bias or default)
-            declare_parameter(self, "bias", shard, context.dtype)
+            declare(self, "bias", shard, context.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta:

@@ -46,7 +46,7 @@ def shared_rows(height: int, ranks: int) -> tuple[range, ...]:
             f"there are {height} row(s) for {ranks} ranks: with --context-parallel-cut rows, --context-parallel-size "
             f"may be {height} at most here"
         )
-    return tuple(own_rows(height, ranks, rank) for rank in range(ranks))
+    return tuple(own_rows(height, [ranks], rank) for rank in range(ranks))
 
 
 def rows_of(context: BuildContext) -> Group | None:
@@ -220,7 +220,7 @@ class _MoveRows(torch.autograd.Function):
         for run in move.runs(group.rank):  # while others' travel
             if run.owner == group.rank:
                 _rows(taken, run.place, run.length).copy_(_rows(images, run.first, run.length))
-        parts = cached_collective(lambda: [] if exchange is None else exchange.wait())
+        parts = cached_collective(lambda: [] if exchange is None else exchange())
         for owner in _others(group):
             runs = [run for run in move.runs(group.rank) if run.owner == owner]
             if runs:
@@ -239,7 +239,7 @@ class _MoveRows(torch.autograd.Function):
         exchange = _start_gradients(images, move, group, pool)
         own = [run for run in move.runs(group.rank) if run.owner == group.rank]
         total = _own(images, own, len(move.owned[group.rank]))
-        parts = exchange.wait()
+        parts = exchange()
         for rank in _others(group):
             _add_squares(total, parts[rank], _given(move, rank, group), pool)
         return total.movedim(-1, 2), None, None, None, None
@@ -424,7 +424,7 @@ class _AlikeImages(torch.autograd.Function):
             group,
             "backward",
         )
-        of_first, *_ = exchange.wait()
+        of_first, *_ = exchange()
         if is_first:
             return grad, None, None
         own, rows = torch.zeros_like(grad), ctx.needed[group.rank]

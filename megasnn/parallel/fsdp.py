@@ -142,20 +142,19 @@ class FlatParameter:
 
     def __init__(self, parameters: Sequence[nn.Parameter], travels_in: torch.dtype, group: Group) -> None:
         self._group = group
-        step = ALIGNMENT // travels_in.itemsize
-        sizes = [-(-each.numel() // step) * step for each in parameters]
+        sizes = [aligned(each.numel() * travels_in.itemsize) // travels_in.itemsize for each in parameters]
         flat = torch.empty(sum(sizes), dtype=travels_in, device=parameters[0].device)
         self._storage, self._bytes = flat.untyped_storage(), flat.nbytes
         # Tensors that autograd saves are to know nothing of what is written here: `data` has a version of its own.
-        self.values = _side_by_side(parameters, flat.data, sizes)
-        self._of_ranks = by_owner(_side_by_side(parameters, flat, sizes), group)
+        places = side_by_side(parameters, flat, sizes)
+        self.values, self._of_ranks = [each.data for each in places], by_owner(places, group)
         self._counts = [sum(part.numel() for part in parts) for parts in self._of_ranks]
         self.buffer_bytes = _buffer_bytes(parameters, travels_in, group)
         mine = by_owner(parameters, group)[group.rank]
         with torch.no_grad():
             self._mine = joined([part.detach() for part in mine], parameters[0].detach()).clone()
         own = [rows_of(each, group) for each in parameters]
-        rows = _side_by_side(own, self._mine, [each.numel() for each in own])
+        rows = side_by_side(own, self._mine, [each.numel() for each in own])
         self.rows = [
             nn.Parameter(each, requires_grad=parameter.requires_grad)
             for each, parameter in zip(rows, parameters, strict=True)
@@ -170,14 +169,14 @@ class FlatParameter:
         coming = sum(self._counts) - own
         outgoing, incoming = self._mine, buffer[: coming * dtype.itemsize].view(dtype)
         if copies := _copies(self._mine.dtype, dtype, self._group.size):
-            start = _aligned(coming * dtype.itemsize)
+            start = aligned(coming * dtype.itemsize)
             outgoing = buffer[start : start + copies * own * dtype.itemsize].view(dtype)
             outgoing.view(copies, own).copy_(self._mine)
         return start_exchange(outgoing, [own] * self._group.size, self._counts, self._group, "step", incoming)
 
     def finish(self, exchange: Exchange) -> None:
         """Waits for the rows, and copies them to their places."""
-        parts = exchange.wait()
+        parts = exchange()
         parts[self._group.rank] = self._mine
         self._storage.resize_(self._bytes)
         with torch.no_grad():
@@ -195,7 +194,7 @@ class FlatParameter:
         self._storage.resize_(0)
 
 
-def _side_by_side(tensors: Sequence[Tensor], flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+def side_by_side(tensors: Sequence[Tensor], flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Places in `flat`, in the memory order of the tensors, each of which takes a size."""
     starts = accumulate(sizes, initial=0)
     return [flat.as_strided(each.shape, each.stride(), start) for each, start in zip(tensors, starts, strict=False)]
@@ -242,19 +241,19 @@ def _buffer_bytes(parameters: Sequence[Tensor], travels_in: torch.dtype, group: 
     counts = [sum(part.numel() for part in parts) for parts in by_owner(parameters, group)]
     copies = _copies(parameters[0].dtype, travels_in, group.size)
     return max(
-        _aligned((sum(counts) - own) * travels_in.itemsize) + _aligned(copies * own * travels_in.itemsize)
+        aligned((sum(counts) - own) * travels_in.itemsize) + aligned(copies * own * travels_in.itemsize)
         for own in counts
     )
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def gathered_bytes(layers: Sequence[nn.Module]) -> int:
     """Bytes of the gathered weights of a unit. Its layers may be on the meta device."""
     by_type = _by_type(layers, _multiplied(layers))
-    return sum(_aligned(each.numel() * to.itemsize) for (_, to), parameters in by_type.items() for each in parameters)
+    return sum(aligned(each.numel() * to.itemsize) for (_, to), parameters in by_type.items() for each in parameters)
 
 
 def travelling_bytes(layers: Sequence[nn.Module], group: Group) -> int:

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
-from megasnn.parallel.agreement import broadcast_object
+from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.fsdp import gathered_bytes, travelling_bytes
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts, with_recompute_in_backward
@@ -192,7 +192,7 @@ def plan_pipeline(
     choice = ScheduleChoice(
         replace(request, bounds=bounds), stages, len(model.layers), costs, None if ranks == 1 else weights_of, ranks
     )
-    return broadcast_object(state.world, choice.make)
+    return broadcast_result(state.world.handle, choice.make)
 
 
 def executed_costs(

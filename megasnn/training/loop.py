@@ -15,7 +15,7 @@ from megasnn.engine.debug import first_non_finite, notice_of
 from megasnn.engine.faults import placed
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.build import describe
-from megasnn.optim import require_matches
+from megasnn.optim.build import require_matches
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.replica_check import ReplicaCheck, ReplicaError
 from megasnn.parallel.traffic import statistics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -11,17 +12,11 @@ from torch import Tensor, nn
 
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.training import TrainingConfig
-from megasnn.grid import Place
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelLinear
-from megasnn.optim import (
-    GradientNorm,
-    build_optimizer,
-    held_state_bytes,
-    learning_rate,
-    require_schedule,
-    state_bytes,
-)
+from megasnn.optim.build import build_optimizer, held_state_bytes, state_bytes
+from megasnn.optim.norms import GradientNorm
+from megasnn.optim.rates import learning_rate, require_schedule
 from megasnn.optimizers import OPTIMIZERS
 from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.sharding import ShardedTensor
@@ -57,13 +52,13 @@ def _norm_and_clip(tensor: int, pipeline: int) -> tuple:
     try:
         first, last = state.is_first_stage, state.is_last_stage
         home = {"stem": first, "block": first if pipeline < 3 else state.pp.rank == 1, "head": last}
-        layers = {name: layer for name, layer in _layers(context(state.tp)).items() if home[name]}
+        layers = {name: layer for name, layer in _layers(replace(context(state.tp), dp=state.dp)).items() if home[name]}
         tensors = build(layers, {})
         frozen = [e for e in tensors if e.name == "stem.conv.weight"]
         for entry in tensors:
             if entry.is_parameter and entry not in frozen:
                 entry.tensor.grad = entry.shard.cut(_gradient(entry.name, entry.shard.global_shape))
-        norm = GradientNorm(_all_names(), tensors, state.device, Place(state.grid, state.coordinates))
+        norm = GradientNorm(_all_names(), tensors, state.device)
 
         def of_all() -> float:
             return norm.of(all_reduce_sum(norm.squares(), state.world, "step").tolist())

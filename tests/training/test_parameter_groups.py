@@ -11,7 +11,7 @@ from megasnn.engine.build import parameter_names
 from megasnn.kernels import NeuronSpec
 from megasnn.models.build import describe
 from megasnn.models.spikformer.model import Spikformer
-from megasnn.optim import build_optimizer, is_frozen, require_matches
+from megasnn.optim.build import build_optimizer, is_frozen, require_matches
 from megasnn.parallel.sharding import Shard, ShardedTensor
 from tests.training.runs import train, whole
 

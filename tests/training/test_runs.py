@@ -15,7 +15,7 @@ from megasnn.config import OptimizerConfig
 from megasnn.engine import model as distributed_model
 from megasnn.losses.sums import count_correct
 from megasnn.models.spikformer.weight_names import from_spikingjelly
-from megasnn.optim import learning_rate
+from megasnn.optim.rates import learning_rate
 from tests.data.shard_files import write_shards
 from tests.data.shard_server import serving
 from tests.training.runs import train, whole
