@@ -69,7 +69,7 @@ def test_the_ranks_that_share_a_tensor_are_named(ranks, size, tensor, pipeline, 
     _, line = told[0][0].splitlines()
     assert flip[1] in line and socket.gethostname() in line
     assert {", ".join(re.findall(r"(\d+) on ", held)) for held in line.split(" on rank ")[1:]} == holders
-    assert ("part 0 by tensor" in line) == (tensor > 1 and "exp_avg" in flip[1])
+    assert ("part 0 by tp" in line) == (tensor > 1 and "exp_avg" in flip[1])
 
 
 def test_several_differences_are_all_named_and_equal_replicas_never_alarm(ranks) -> None:
