@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from megasnn.parallel.collectives import Exchange, start_exchange
 from megasnn.parallel.sharding import ShardedTensor
-from megasnn.parallel.zero import by_owner, joined, rows_of
+from megasnn.parallel.zero import by_owner, joined, rows_of, side_by_side
 from megasnn.parallel_state import Group
 from megasnn.schedule.fsdp_passes import AT_ONCE
 
@@ -192,12 +191,6 @@ class FlatParameter:
                 "(weight.numpy()); let it take a copy, or leave --weight-parallel-size out"
             )
         self._storage.resize_(0)
-
-
-def side_by_side(tensors: Sequence[Tensor], flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Places in `flat`, in the memory order of the tensors, each of which takes a size."""
-    starts = accumulate(sizes, initial=0)
-    return [flat.as_strided(each.shape, each.stride(), start) for each, start in zip(tensors, starts, strict=False)]
 
 
 def _without_memory(parameter: Tensor) -> Tensor:

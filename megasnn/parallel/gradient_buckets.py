@@ -14,9 +14,9 @@ from weakref import WeakMethod
 from torch import Tensor
 
 from megasnn.parallel.collectives import EXCHANGE_BYTES, all_reduce_sum, start_all_reduce_sum
-from megasnn.parallel.fsdp import GatheredWeights, aligned, side_by_side
+from megasnn.parallel.fsdp import GatheredWeights, aligned
 from megasnn.parallel.sharding import ShardedTensor
-from megasnn.parallel.zero import RowShards
+from megasnn.parallel.zero import RowShards, side_by_side
 from megasnn.parallel_state import Group
 
 BUCKET_BYTES = 8 * 1024 * 1024  # on a CPU

@@ -46,12 +46,7 @@ class RowShards:
         self._values_of_others = self._of_others(self._values)
         self.sum = gradients[0].new_zeros(self._counts[data.rank])
         self.rows = list(kept) if kept is not None else [nn.Parameter(rows_of(each, data)) for each in parameters]
-        starts = accumulate((rows.numel() for rows in self.rows), initial=0)
-        # Like the rows, as the optimizer wants it.
-        self.sums = [
-            self.sum.as_strided(rows.shape, rows.stride(), start)
-            for rows, start in zip(self.rows, starts, strict=False)
-        ]
+        self.sums = side_by_side(self.rows, self.sum, [rows.numel() for rows in self.rows])
 
     def attach(self) -> None:
         for rows, total in zip(self.rows, self.sums, strict=True):
@@ -128,3 +123,9 @@ def rows_of(parameter: Tensor, data: Group) -> Tensor:
 def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """Copies parts side by side, `[n]`; of the type of `like` where there are none."""
     return torch.cat(list(parts)) if parts else like.new_empty(0)
+
+
+def side_by_side(tensors: Sequence[Tensor], flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Places in `flat`, in the memory order of the tensors, each of which takes a size."""
+    starts = accumulate(sizes, initial=0)
+    return [flat.as_strided(each.shape, each.stride(), start) for each, start in zip(tensors, starts, strict=False)]

@@ -206,16 +206,6 @@ def test_partial_gradients_orders_of_chunks_and_gradients_that_autograd_does_not
     ranks(4, _uneven_orders)
 
 
-def test_one_replica_reduces_nothing() -> None:
-    assert not dist.is_initialized()
-    parameters = _parameters()
-    data_parallel = GradientBuckets([(0, list(parameters.values()))], alone("dp"), alone("tp"))
-    _loss(parameters, 1).backward()
-    data_parallel.finish(0)
-    data_parallel.wait()
-    _check(parameters, _gradients([1]))
-
-
 def _left_of_exchanges() -> None:
     group, parameters = everybody("dp"), _parameters()
     buckets = GradientBuckets([(0, list(parameters.values()))], group, alone("tp"), 65, rows_have_owners=True)
@@ -244,10 +234,14 @@ def test_what_owners_were_sent_is_freed_when_it_is_summed_up(ranks) -> None:
     ranks(2, _left_of_exchanges)
 
 
-def test_weights_and_gradients_are_freed_with_the_buckets() -> None:
+def test_one_replica_reduces_nothing_and_is_freed_with_the_buckets() -> None:
+    assert not dist.is_initialized()
     parameters = _parameters()
     buckets = GradientBuckets([(0, list(parameters.values()))], alone("dp"), alone("tp"))
-    _loss(parameters, 0).backward()
+    _loss(parameters, 1).backward()
+    buckets.finish(0)
+    buckets.wait()
+    _check(parameters, _gradients([1]))
     left = [weakref.ref(entry.tensor) for entry in parameters.values()]
     del parameters, buckets
     gc.collect()
