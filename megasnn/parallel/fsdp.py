@@ -11,9 +11,9 @@ one needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,6 @@ from megasnn.schedule.fsdp_passes import AT_ONCE
 ALIGNMENT = 64  # bytes, as of torch's own tensors on the CPU: a product may sum in another order at another alignment
 
 
-class WeightCache(Protocol):
-    """The layers' `CastWeights`."""
-
-    def give(self, weight: Tensor, values: Tensor) -> None:
-        """Sets the values, of the type that is computed in, that are multiplied by from now on."""
-
-
 class GatheredWeights:
     """The weights of this rank's units: what it keeps of them, and their gathering.
 
@@ -41,18 +34,18 @@ class GatheredWeights:
 
     Args:
         group: the replicas that share one copy of the weights. scatter: the same, for gradients.
-        cast_weights: gives the layers what they multiply by.
+        give: gives the layers the values that a weight is multiplied by from now on, of the type that is computed in.
 
     Attributes:
         scatter: as it was given.
         multiplied: the weights of convolutions and linear layers, whose gradients are the second part of a backward.
     """
 
-    def __init__(self, group: Group, scatter: Group, cast_weights: WeightCache) -> None:
-        self.scatter, self._group, self._cast_weights = scatter, group, cast_weights
+    def __init__(self, group: Group, scatter: Group, give: Callable[[Tensor, Tensor], None]) -> None:
+        self.scatter, self._group, self._give = scatter, group, give
         self.multiplied: set[Tensor] = set()
         self._units: dict[int, list[FlatParameter]] = {}
-        self._on_their_way: dict[int, _Gather] = {}
+        self._on_their_way: dict[int, tuple[list[Exchange], Tensor]] = {}  # with their buffer
         self._buffers: list[Tensor] = []  # that nothing is on its way in
         self._live: set[int] = set()
         self._rows: dict[Tensor, nn.Parameter] = {}
@@ -72,7 +65,7 @@ class GatheredWeights:
             self._rows |= zip(parameters, flat.rows, strict=True)
             for parameter, values in zip(parameters, flat.values, strict=True):
                 if parameter in multiplied:
-                    self._cast_weights.give(parameter, values)
+                    self._give(parameter, values)
 
     def rows(self, parameter: Tensor) -> nn.Parameter:
         """This rank's rows of a parameter, of which there may be none; a number is a row of one."""
@@ -99,7 +92,7 @@ class GatheredWeights:
         for flat in self._units[unit]:
             exchanges.append(flat.start(buffer[start : start + flat.buffer_bytes]))
             start += flat.buffer_bytes
-        self._on_their_way[unit] = _Gather(exchanges, buffer)
+        self._on_their_way[unit] = exchanges, buffer
 
     def wait_unshard(self, unit: int) -> None:
         """Waits until a unit's weights are here, where they are on their way.
@@ -108,9 +101,9 @@ class GatheredWeights:
             ValueError: nobody has gathered them.
         """
         if (gather := self._on_their_way.pop(unit, None)) is not None:
-            for flat, exchange in zip(self._units[unit], gather.exchanges, strict=True):
+            for flat, exchange in zip(self._units[unit], gather[0], strict=True):
                 flat.finish(exchange)
-            self._buffers.append(gather.buffer)
+            self._buffers.append(gather[1])
             self._live.add(unit)
         elif unit not in self._live and self._units.get(unit):
             raise ValueError(f"the weights of unit {unit} are used, and were not gathered")
@@ -121,13 +114,6 @@ class GatheredWeights:
         self._live.discard(unit)
         for flat in self._units[unit]:
             flat.free()
-
-
-class _Gather(NamedTuple):
-    """A unit's weights on their way."""
-
-    exchanges: list[Exchange]
-    buffer: Tensor
 
 
 class FlatParameter:
@@ -233,23 +219,16 @@ def _buffer_bytes(parameters: Sequence[Tensor], travels_in: torch.dtype, group: 
     """Bytes on their way to and from the rank where these are most."""
     counts = [sum(part.numel() for part in parts) for parts in by_owner(parameters, group)]
     copies = _copies(parameters[0].dtype, travels_in, group.size)
-    return max(
-        aligned((sum(counts) - own) * travels_in.itemsize) + aligned(copies * own * travels_in.itemsize)
-        for own in counts
-    )
+    size = travels_in.itemsize
+    return max(aligned((sum(counts) - own) * size) + aligned(copies * own * size) for own in counts)
 
 
 def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def gathered_bytes(layers: Sequence[nn.Module]) -> int:
-    """Bytes of the gathered weights of a unit. Its layers may be on the meta device."""
+def unit_bytes(layers: Sequence[nn.Module], group: Group) -> tuple[int, int]:
+    """Bytes of the gathered weights of a unit, and of a buffer for them. Its layers may be on the meta device."""
     by_type = _by_type(layers, _multiplied(layers))
-    return sum(aligned(each.numel() * to.itemsize) for (_, to), parameters in by_type.items() for each in parameters)
-
-
-def travelling_bytes(layers: Sequence[nn.Module], group: Group) -> int:
-    """Bytes of a buffer that the weights of a unit can be gathered in. Its layers may be on the meta device."""
-    by_type = _by_type(layers, _multiplied(layers))
-    return sum(_buffer_bytes(parameters, travels_in, group) for (_, travels_in), parameters in by_type.items())
+    gathered = (aligned(each.numel() * to.itemsize) for (_, to), parameters in by_type.items() for each in parameters)
+    return sum(gathered), sum(_buffer_bytes(parameters, to, group) for (_, to), parameters in by_type.items())

@@ -61,10 +61,9 @@ class Cut:
     blocks: int = 1
     even: bool = True
 
-    def span(self, length: int, place: Place, axis: Axis) -> tuple[int, int]:
-        """Start and length of a rank's part in each block of a dimension of this length."""
-        own = own_rows(length // self.blocks, [place.size(axis)], place.index(axis))
-        return own.start, len(own)
+    def span(self, length: int, place: Place, axis: Axis) -> range:
+        """A rank's part in each block of a dimension of this length."""
+        return own_rows(length // self.blocks, [place.size(axis)], place.index(axis))
 
 
 def own_rows(rows: int, sizes: Sequence[int], index: int) -> range:
@@ -132,8 +131,7 @@ class Shard:
 
     def _shape_behind(self, shape: tuple[int, ...], axis: Axis, cut: Cut) -> tuple[int, ...]:
         """Shape that a cut leaves of another on this rank."""
-        _, length = cut.span(shape[cut.dim], self.place, axis)
-        return _replaced(shape, cut.dim, cut.blocks * length)
+        return _replaced(shape, cut.dim, cut.blocks * len(cut.span(shape[cut.dim], self.place, axis)))
 
     def is_cut(self, axis: Axis) -> bool:
         """True where the ranks along an axis hold different parts."""
@@ -170,15 +168,14 @@ class Shard:
         zeros = (0,) * len(self.global_shape)
         pieces, shape = [Piece(zeros, zeros, self.global_shape)], self.global_shape
         for axis, cut in self.cuts:
-            start, length = cut.span(shape[cut.dim], self.place, axis)
-            block = shape[cut.dim] // cut.blocks
+            own, block = cut.span(shape[cut.dim], self.place, axis), shape[cut.dim] // cut.blocks
             pieces = [
                 box
                 for number in range(cut.blocks)
                 for piece in pieces
-                for box in _within(piece, cut.dim, number * block + start, length, number * length)
+                for box in _within(piece, cut.dim, number * block + own.start, len(own), number * len(own))
             ]
-            shape = _replaced(shape, cut.dim, cut.blocks * length)
+            shape = self._shape_behind(shape, axis, cut)
         return pieces
 
     def by_rows(self, axis: Axis) -> Shard:

@@ -255,37 +255,39 @@ def _run(kind: str, own: BuildContext, x: Tensor, weights: Tensor) -> dict[str, 
     return found | {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
 
 
-def _shared(kind: str, backend: str, shares: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    group = everybody("cp")
+def _shared(shares: tuple[int, ...]) -> list[tuple[dict[str, Tensor], dict[str, Tensor], int]]:
+    group, found = everybody("cp"), []
     own = slice(sum(shares[: group.rank]), sum(shares[: group.rank + 1]))
     x = random(4, N, C, 4, 4, seed=50) * 2 + 0.3
-    one = BuildContext(dtype=torch.float64, compute_dtype=torch.float64, neuron_backend=backend)
-    weights = random(*_run(kind, one, x, torch.ones(()))["y"].shape, seed=51)
-    whole = _run(kind, one, x, weights)
-    statistics.reset()
-    with statistics.counting():
-        cut = _run(kind, replace(one, cp=group), x[:, own], weights[:, own])
-    whole["y"], whole["x"] = whole["y"][:, own], whole["x"][:, own]
-    return whole, cut, statistics.total("cp").bytes
+    for kind, backend in SHARED:
+        one = BuildContext(dtype=torch.float64, compute_dtype=torch.float64, neuron_backend=backend)
+        weights = random(*_run(kind, one, x, torch.ones(()))["y"].shape, seed=51)
+        whole = _run(kind, one, x, weights)
+        statistics.reset()
+        with statistics.counting():
+            cut = _run(kind, replace(one, cp=group), x[:, own], weights[:, own])
+        whole["y"], whole["x"] = whole["y"][:, own], whole["x"][:, own]
+        found.append((whole, cut, statistics.total("cp").bytes))
+    return found
+
+
+SHARED = [("norm", "torch"), ("lif", "torch"), ("plif", "fused"), ("soft", "fused")]
 
 
 @pytest.mark.parametrize("shares", [(1, 4), (2, 1, 2)], ids=str)
-@pytest.mark.parametrize(
-    ("kind", "backend"), [("norm", "torch"), ("lif", "torch"), ("plif", "fused"), ("soft", "fused")]
-)
-def test_shared_samples_are_normalised_together(ranks, kind, backend, shares) -> None:
-    found = ranks(len(shares), _shared, kind, backend, shares)
+def test_shared_samples_are_normalised_together(ranks, shares: tuple[int, ...]) -> None:
     told = ("y", "x", "mean", "variance", "count")
-    for whole, cut, moved in found:
-        for name in told:
-            torch.testing.assert_close(cut[name], whole[name].to(cut[name].dtype), **CLOSE)
-        assert kind == "norm" or torch.equal(cut["y"], whole["y"]) and 0 < cut["y"].mean() < 1
-        # Forward mean, variance and the count, backward the sums, in double precision, once each.
-        assert moved == (len(shares) - 1) * 8 * (2 * C + 1 + (2 if kind == "norm" else 3) * C)
-    parameters = found[0][0].keys() - set(told)
-    assert len(parameters) >= 2
-    for name in parameters:
-        torch.testing.assert_close(sum(cut[name] for _, cut, _ in found), found[0][0][name], **CLOSE)
+    for (kind, _), found in zip(SHARED, zip(*ranks(len(shares), _shared, shares), strict=True), strict=True):
+        for whole, cut, moved in found:
+            for name in told:
+                torch.testing.assert_close(cut[name], whole[name].to(cut[name].dtype), **CLOSE)
+            assert kind == "norm" or torch.equal(cut["y"], whole["y"]) and 0 < cut["y"].mean() < 1
+            # Forward mean, variance and the count, backward the sums, in double precision, once each.
+            assert moved == (len(shares) - 1) * 8 * (2 * C + 1 + (2 if kind == "norm" else 3) * C)
+        parameters = found[0][0].keys() - set(told)
+        assert len(parameters) >= 2
+        for name in parameters:
+            torch.testing.assert_close(sum(cut[name] for _, cut, _ in found), found[0][0][name], **CLOSE)
 
 
 def _of_nobody() -> tuple[Tensor, Tensor, Tensor]:
