@@ -36,20 +36,6 @@ def test_a_missing_shard(tmp_path, shards) -> None:
     assert not (tmp_path / "saved").exists()
 
 
-def test_a_cut_shard(tmp_path, shards) -> None:
-    whole = shards[1].read_bytes()
-    shards[1].write_bytes(whole[: len(whole) // 2])
-    refused(run(tmp_path, tmp_path / "train-{00000..00001}.tar"), f"shard {shards[1]} ", "cut", "again")
-    assert not (tmp_path / "saved").exists()
-
-
-def test_labels_out_of_range(tmp_path) -> None:
-    odd = {**numbered(range(1))["s000"], "cls": b"10"}
-    shard = write_shard(tmp_path / "train.tar", numbered(range(4)) | {"odd": odd})
-    refused(run(tmp_path, shard), "outside 0..9", "10 of sample 'odd' of shard", "--num-classes (now 10)")
-    assert not (tmp_path / "saved").exists()
-
-
 @pytest.fixture
 def broken(tmp_path) -> Path:
     samples = numbered(range(12))
