@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections import Counter
 
@@ -45,6 +46,8 @@ def command_line(known: list[str], chance: random.Random) -> list[str]:
 @pytest.mark.parametrize("name", ["spikformer", "vgg_dvs", "convert"])
 def test_accepted_or_refused_with_a_message(name, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
+    for stream in (sys.stdout, sys.stderr):  # as in a program
+        stream.reconfigure(errors="backslashreplace")
     chance, ends, known = random.Random(name), Counter[str](), [*CONVERT]
     if name != "convert":
         known = [flag(each) for names in flag_names(run_config(MODELS[name])).values() for each in names]
