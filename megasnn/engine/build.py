@@ -18,7 +18,6 @@ from megasnn.config.validate import no_graphs
 from megasnn.config.values import build_part, to_dict, with_keywords
 from megasnn.engine.faults import placed
 from megasnn.engine.model import DistributedModel, ModelOptions, SampleLoss
-from megasnn.engine.planning import plan_of
 from megasnn.kernels.backends import BACKENDS, backend_for
 from megasnn.kernels.products import can_be_sparse
 from megasnn.layers import BuildContext
@@ -33,7 +32,7 @@ from megasnn.parallel.agreement import gather
 from megasnn.parallel_state import Group, ParallelState
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.graphs import Capture, CudaCapture, GraphOptions
-from megasnn.pipeline.plan import PipelinePlan
+from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
 from megasnn.precisions import PRECISIONS
 
 _ENDLESS = 10**12  # steps of a training whose learning rate does not decay
@@ -221,7 +220,7 @@ def build_model(
         is_frozen=partial(is_frozen, config.optimizer),
     )
     with placed("while planning the pipeline"):
-        plan = plan or plan_of(config, model, context, state, windows)
+        plan = plan or plan_pipeline(config, model, context, state, windows)
     options = ModelOptions(windows, wants_to_stop, parallel.use_distributed_optimizer, graphs)
     with placed("while building the model"):
         schedules, seed = plan.schedules, training.seed

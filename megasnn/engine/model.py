@@ -166,7 +166,7 @@ class DistributedModel:
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
         self.checks = DeviceChecks(state.device)
         known = Boundaries(model, context) if state.pipeline.size > 1 else None
-        transfers = Transfers(executed, plan.executed_placement, state, known, plan.wholes)
+        transfers = Transfers(executed, plan.executed_placement, state, known)
         self.executor = PipelineExecutor(
             executed, state, transfers, self._micro_batch_loss, self.data_parallel, self._count_correct, self._weights
         )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,22 +26,6 @@ from megasnn.models.description import INPUT, Carried, LayerDescription, ModelDe
 from megasnn.parallel.sharding import ShardedTensor, copied_tensors, materialise, sharded_tensors
 from megasnn.pipeline.graphs import ChunkGraphs, GraphOptions
 from megasnn.telemetry.ranges import is_traced, named
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One layer of a chunk.
-
-    Attributes:
-        number: place in the model.
-        takes: numbers of the layers whose outputs it is given.
-        last: those of them that nothing behind it needs.
-    """
-
-    number: int
-    description: LayerDescription
-    takes: tuple[int, ...]
-    last: tuple[int, ...]
 
 
 class PipelineChunk(nn.Module):
@@ -81,11 +65,12 @@ class PipelineChunk(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.receives, self.hands_on = model.carried(span.start), model.carried(span.stop)
         self._carrying = carrying_layers(self.layers)
-        self._steps = [_step(model, number) for number in span]
+        self._last = [{*model.inputs[number]} - {*model.needed_from(number + 1)} for number in span]
         self._context = context
         self.graphs: ChunkGraphs | None = None
         taken = Counter(source for takes in model.inputs for source in takes if source != INPUT)
-        self._sharing = {each.description.name for each in self._steps if any(taken[n] > 1 for n in each.takes)}
+        inputs = zip(self.names, model.inputs[span.start : span.stop], strict=True)
+        self._sharing = {name for name, takes in inputs if any(taken[number] > 1 for number in takes)}
 
     def capture_graphs(self, options: GraphOptions) -> None:
         """Runs layers as graphs in training from now on. Raises ValueError for one that cannot, and must."""
@@ -119,22 +104,22 @@ class PipelineChunk(nn.Module):
             outputs = _unpacked(self.receives, x)
             x.clear()
         graphs = self.graphs if torch.is_grad_enabled() else None
-        for step, layer in zip(self._steps, self.layers, strict=True):
-            inputs = [outputs[number] for number in step.takes]
-            for number in step.last:
-                del outputs[number]
-            name = step.description.name
+        for number, last, layer in zip(self._span, self._last, self.layers, strict=True):
+            description = self._model.layers[number]
+            inputs, name = [outputs[source] for source in self._model.inputs[number]], description.name
+            for source in last:  # nothing behind this layer needs them
+                del outputs[source]
             with explained(partial("{}: {}".format, name)), named(name):
                 if graphs is not None and graphs.has(name, micro_batch):
                     y = graphs.apply(name, inputs, samples, micro_batch)
                 else:
                     y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
-            _require_described(step.description, y)
+            _require_described(description, y)
             y = map_entries(to_channels_last, y)
             if is_traced():
                 given = [entry for each in inputs for entry in entries_of(each).values()]
                 self.weight_gradients.ranges.watch(name, given, list(entries_of(y).values()))
-            outputs[step.number] = y if self._model.is_chain else _with_edges_of_their_own(y, inputs)
+            outputs[number] = y if self._model.is_chain else _with_edges_of_their_own(y, inputs)
         if self.is_last:
             (output,) = outputs.values()
             return output
@@ -166,26 +151,11 @@ class PipelineChunk(nn.Module):
         """Tensors that another one owns; see `megasnn.parallel.sharding.tie`."""
         return list(copied_tensors(self.named_layers()))
 
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def __getitem__(self, index: int) -> nn.Module:
-        return self.layers[index]
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self.layers)
-
 
 def carrying_layers(module: nn.Module) -> list[NeuronLayer | ParallelDropout]:
     """Layers in a module that keep something from one forward to the next."""
     found = (each for each in module.modules() if isinstance(each, (NeuronLayer, ParallelDropout)))
     return [each for each in found if each.carries]
-
-
-def _step(model: ModelDescription, number: int) -> _Step:
-    takes, still_needed = model.inputs[number], model.needed_from(number + 1)
-    last = tuple(source for source in dict.fromkeys(takes) if source not in still_needed)
-    return _Step(number, model.layers[number], takes, last)
 
 
 def _require_described(description: LayerDescription, y: Bundle) -> None:
@@ -195,7 +165,7 @@ def _require_described(description: LayerDescription, y: Bundle) -> None:
     except ValueError as error:
         raise ValueError(f"{description.name}: {error}") from None
     if found != expected:
-        raise ValueError(f"{description.name} gives {_keys(found)}, and gave {_keys(expected)} in the dry run")
+        raise ValueError(f"{description.name} gives {[*found]}, and gave {[*expected]} in the dry run")
 
 
 def _unpacked(carried: Sequence[Carried], tensors: Sequence[Tensor]) -> dict[int, Bundle]:
@@ -217,10 +187,6 @@ def _with_edges_of_their_own(y: Bundle, inputs: Sequence[Bundle]) -> Bundle:
         return made
 
     return map_entries(apart, y)
-
-
-def _keys(entries: Collection[Key]) -> str:
-    return "a tensor" if None in entries else f"the entries {list(entries)}"
 
 
 Keep = Callable[[int, Sequence[nn.Module]], None]

@@ -37,8 +37,7 @@ from megasnn.precisions import PRECISIONS
 TENSOR_SIZES = 1, 2, 3, 4, 6, 8, 12, 16
 CONTEXT_SIZES = 2, 3, 4, 6, 8, 12, 16, 24, 32
 CPU = torch.device("cpu")
-WHOLE = "held", "message", "gradient", "parameters", "found", "cast"
-OPTIONAL = "working_again", "deferred", "output"
+WHOLE = "held", "message", "gradient", "output", "deferred", "parameters", "found", "cast"
 
 
 def analyze(
@@ -136,7 +135,7 @@ def counted(
         return Counted(tensor, context, cut, refused)
     with fake_ranks(tensor, context) as state:
         built_for = context_of(state, config, cut, on_cpu)
-        costs = tuple(count_memory(model, size, built_for, CPU, repeats=True).layers for size in trial_sizes(config))
+        costs = tuple(count_memory(model, size, built_for, CPU).layers for size in trial_sizes(config))
         return Counted(tensor, context, cut, None, costs, _tensors(model, built_for))
 
 
@@ -169,13 +168,9 @@ def _share(alone: LayerCost, part: LayerCost, counted_at: int, size: int, is_row
         cut = (one - some) / (1 - 1 / counted_at)
         return max(0, round(one - cut + cut / size))
 
-    def optional(one: int | None, some: int | None) -> int | None:
-        return some if one is None or some is None else bytes_of(one, some)
-
     received = (1 - 1 / size) / (1 - 1 / counted_at)  # of what all ranks have, a rank receives the others' part
     forward, inputs, weights = map(bytes_of, alone.working, part.working)
     counts: dict[str, Any] = {name: bytes_of(getattr(alone, name), getattr(part, name)) for name in WHOLE}
-    counts |= {name: optional(getattr(alone, name), getattr(part, name)) for name in OPTIONAL}
     exchanged = part.exchanged if is_rows else round(part.exchanged * received)
     return replace(part, working=(forward, inputs, weights), exchanged=exchanged, **counts)
 

@@ -85,7 +85,7 @@ def _of_both(of_tensor: LayerCost, by_rows: LayerCost, alone: LayerCost, share: 
         return -(-one * other // whole) if whole else one
 
     parts: dict[str, Any] = {
-        name: part(*(getattr(each, name) or 0 for each in (of_tensor, by_rows, alone))) for name in _CUT
+        name: part(*(getattr(each, name) for each in (of_tensor, by_rows, alone))) for name in _CUT
     }
     forward, inputs, weights = map(part, of_tensor.working, by_rows.working, alone.working)
     return replace(
@@ -97,17 +97,16 @@ def _of_both(of_tensor: LayerCost, by_rows: LayerCost, alone: LayerCost, share: 
     )
 
 
-_CUT = "held", "message", "gradient", "found", "working_again", "deferred", "output"
+_CUT = "held", "message", "gradient", "found", "deferred", "output"
 
 
 def work_of(layer: LayerFacts, cost: LayerCost, share: Share, first: bool) -> dict[str, Work]:
     """Work that the three parts of a layer compute and move; the first layer needs no gradient of its input."""
     rows = share.context if share.cut == "rows" and layer.rows > 1 else 1
     operations = layer.operations * share.samples / share.tensor / rows
-    waiting = cost.waiting
     return {
-        "forward": Work(operations, 3 * cost.held + waiting),
-        "input_gradient": Work(0 if first else operations, 3 * cost.held + waiting),
+        "forward": Work(operations, 3 * cost.held + cost.output),
+        "input_gradient": Work(0 if first else operations, 3 * cost.held + cost.output),
         "weight_gradient": Work(operations, cost.held),
     }
 
@@ -164,8 +163,7 @@ def _computed(analysis: Analysis, machine: Machine, costs: Sequence[LayerCost], 
         for name, work in work_of(layer, cost, share, number == 0).items():
             seconds = work.operations / machine.operations + work.moved / machine.moved
             parts[name] = (machine.start + max(machine.least, seconds)) / faster
-        pack = (cost.message + cost.waiting) / machine.moved
-        found.append(LayerSeconds(**parts, again=parts["forward"], pack=pack, unpack=pack))
+        found.append(LayerSeconds(**parts))
     return found
 
 

@@ -161,7 +161,6 @@ class TrainingRun:
         logs = self._logs(number)
         self.metrics.spikes.enabled = logs
         self.pictures.begin(batch, self.iteration)
-        self.engine.distributed.executor.observe_spikes(self.metrics.observes)
         # A step with a log line takes longer, because it counts spikes: the one before it is profiled, if it can be.
         profiles = self._logs(number + (min(self.iterations, self.config.logging.log_interval) > 1))
         with self.profiler.around(number, batch, profiles), trace.around(number):

@@ -10,9 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megasnn.config import PretrainConfig, changed_flags, comparable_flags, to_json, with_model_name
 from megasnn.config.data import SAMPLE
@@ -30,8 +28,7 @@ from megasnn.parallel.sharding import row_bounds
 from megasnn.parallel_state import ParallelState, why_not_on_gpus
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
-from megasnn.schedule import Schedule, Simulation
-from megasnn.schedule.draw import SECONDS, View, raster
+from megasnn.schedule.draw import raster
 from megasnn.telemetry.energy import LayerWork
 from megasnn.telemetry.reporter import Reporter
 
@@ -82,7 +79,7 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     simulation = plan.simulation(plan.micro_batches) if state.pipeline.size * plan.weight_ranks > 1 else None
     if simulation is not None:
         schedule = plan.schedules.training(plan.micro_batches)
-        draw = partial(chart, schedule, simulation, "simulated")
+        draw = partial(raster, schedule, simulation, "simulated")
         reporter.picture("pipeline/simulated", draw, engine.iteration)
     file = _config_file(config)
     if file is not None and state.rank == 0:
@@ -97,15 +94,6 @@ def print_summary(config: PretrainConfig, state: ParallelState) -> None:
     plan, model = build_model(config, describe_windows(config), state)
     if state.rank == 0:
         print(as_table(_layers(config, model), plan.bounds, plan.schedules.placement, state.tensor.size))
-
-
-def chart(schedule: Schedule, result: Simulation, title: str, span: float | None = None) -> NDArray[np.uint8]:
-    """Draws the Gantt chart of times in seconds, uint8 `[height, width, 3]`.
-
-    Args:
-        span: seconds of the whole width, to compare charts; the makespan when not given.
-    """
-    return raster(schedule, result, View(span, *SECONDS, title))
 
 
 def _sharing(config: PretrainConfig, model: DistributedModel) -> dict[str, Any]:

@@ -166,8 +166,8 @@ def test_what_a_neuron_gives_besides_spikes_it_says_and_otherwise_the_layer_is_n
     def forward(largest: int | None) -> Tensor:
         described = describe(Counting(largest=largest))
         chunk = build_chunk(described, [range(4)], 0, BuildContext(), torch.device("cpu"), 0)
-        torch.nn.init.constant_(chunk[0].norm.bias, 3.0)
-        chunk[0].neuron = torch.nn.Identity()  # potentials, so that several spikes come
+        torch.nn.init.constant_(chunk.layers[0].norm.bias, 3.0)
+        chunk.layers[0].neuron = torch.nn.Identity()  # potentials, so that several spikes come
         return chunk(torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(0)), range(2))
 
     contents = [describe(Counting(largest=largest)).layers[1].output.name for largest in (4, None)]

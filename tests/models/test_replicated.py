@@ -232,7 +232,7 @@ def test_attributes_and_hooks_of_modules_stay(cut: bool) -> None:
 
 def test_hooks_of_whole_parameters_see_the_gradient_and_cut_ones_refuse_them() -> None:
     chunk = forward_backward(Around(kind="hooked"))
-    assert KEPT == [float(chunk[1][0].weight.grad.abs().sum())] and KEPT[0] > 0
+    assert KEPT == [float(chunk.layers[1][0].weight.grad.abs().sum())] and KEPT[0] > 0
     with pytest.raises(ValueError, match=r"part: 0\.weight"):
         describe(Around(kind="hooked", cut=True))
 

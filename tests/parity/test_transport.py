@@ -259,24 +259,24 @@ def test_a_rank_may_wait_for_its_device_while_it_computes(ranks, loss) -> None:
         assert losses == [pytest.approx([loss] * STEPS, rel=1e-9)] * STAGES * len(schedules)
 
 
-def _all_waiting_in_a_first_step(schedules: list[tuple[str, int]]) -> list[list[float]]:
-    """The losses of each schedule, when all ranks wait for their whole devices in all computations of a first step, as
-    they may where kernels are loaded and memory is taken."""
+def _all_waiting(schedules: list[tuple[str, int]]) -> list[list[float]]:
+    """The losses of each schedule, when all ranks wait for their whole devices in all computations, as they may where
+    kernels are loaded and memory is taken."""
     with nccl_like(LIMIT) as device:
         announce = Transfers.announce
 
         def announced(self: Transfers, action: Action) -> None:
             announce(self, action)
-            if self._posts is self._certain and action.kind in COMPUTE:
+            if action.kind in COMPUTE:
                 device.synchronize()
 
         with mock.patch.object(Transfers, "announce", announced):
             return [_steps(device, Case(1, STAGES, 1, each, False)) for each in schedules]
 
 
-def test_all_ranks_may_wait_for_their_devices_in_a_first_step(ranks, loss) -> None:
+def test_all_ranks_may_wait_for_their_devices(ranks, loss) -> None:
     schedules = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb2p", 1), ("zbv", 2)]
-    for losses in ranks(STAGES, _all_waiting_in_a_first_step, schedules):
+    for losses in ranks(STAGES, _all_waiting, schedules):
         assert losses == [pytest.approx([loss] * STEPS, rel=1e-9)] * len(schedules)
 
 
@@ -291,7 +291,6 @@ def _observed_later(schedules: list[tuple[str, int]]) -> list[list[float]]:
             batches, found = batches_of(engine, *reference.data(SAMPLES)), list[float]()
             for step in range(2 * STEPS):
                 observed = {2: device.synchronize, 4: device.synchronize, 5: lambda: None}.get(step)
-                engine.executor.observe_spikes(observed is not None)
                 for _, neuron in engine.neurons():
                     neuron.observer = observed and (lambda spikes, observed=observed: observed())
                 found.append(engine.forward_backward(batches, SAMPLES))
@@ -300,7 +299,7 @@ def _observed_later(schedules: list[tuple[str, int]]) -> list[list[float]]:
         return losses
 
 
-def test_a_step_whose_spikes_are_observed_is_a_kind_of_its_own(ranks, loss) -> None:
+def test_spikes_may_be_observed_in_any_step(ranks, loss) -> None:
     for losses in ranks(STAGES, _observed_later, list(SCHEDULES), timeout=300):
         assert losses == [pytest.approx([loss] * 2 * STEPS, rel=1e-9)] * len(SCHEDULES)
 

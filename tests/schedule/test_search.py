@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.schedule import ChunkCost, Transfer, equal_costs, generate, per_stage, simulate, validate
+from megasnn.schedule import ChunkCost, equal_costs, generate, per_stage, simulate, validate
 from megasnn.schedule.named import SCHEDULES, CostsOf
 from megasnn.schedule.search import forecast_named
 from tests.schedule.test_generators import NAMES, costs
@@ -16,11 +16,11 @@ from tests.schedule.test_generators import NAMES, costs
 
 def uneven(stages: int, moves: bool) -> CostsOf:
     """No two neighbours cost the same, and no two parts of a stage; all are multiples of 1/32, which add up exactly."""
-    way = Transfer(0.125, 0.0625, 0.03125) if moves else None
+    way = 0.21875 if moves else 0.0
     whole = []
     for stage in range(stages):
         forward, inputs, weights = 1 + stage * 3 % 4 / 4, 1 + stage * 5 % 4 / 8, 0.75 + stage % 3 / 4
-        whole.append(ChunkCost(forward, inputs + weights, 0.0, 1.0, inputs, weights, way, way))
+        whole.append(ChunkCost(forward, inputs, weights, way, way))
     return per_stage(whole)
 
 
