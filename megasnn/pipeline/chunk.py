@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,9 +22,9 @@ from megasnn.layers.replicated import apply_layer
 from megasnn.layers.row_context import own_rows_of
 from megasnn.layers.shape_inference import to_channels_last
 from megasnn.layers.weight_grad import WeightGradients
-from megasnn.models.description import INPUT, Carried, LayerDescription, ModelDescription, frames_of
+from megasnn.models.description import Carried, LayerDescription, ModelDescription, frames_of
 from megasnn.parallel.sharding import ShardedTensor, copied_tensors, materialise, sharded_tensors
-from megasnn.pipeline.graphs import ChunkGraphs, GraphOptions
+from megasnn.pipeline.graphs import ChunkGraphs, GraphOptions, why_not
 from megasnn.telemetry.ranges import is_traced, named
 
 
@@ -43,7 +43,7 @@ class PipelineChunk(nn.Module):
     Attributes:
         is_first, is_last: True if it takes the images, and if it gives the logits.
         receives, hands_on: tensors at its beginning and at its end, in their order.
-        graphs: CUDA graphs of its layers in training; None without.
+        graphs: CUDA graphs of it in training; None without.
     """
 
     def __init__(
@@ -68,13 +68,16 @@ class PipelineChunk(nn.Module):
         self._last = [{*model.inputs[number]} - {*model.needed_from(number + 1)} for number in span]
         self._context = context
         self.graphs: ChunkGraphs | None = None
-        taken = Counter(source for takes in model.inputs for source in takes if source != INPUT)
-        inputs = zip(self.names, model.inputs[span.start : span.stop], strict=True)
-        self._sharing = {name for name, takes in inputs if any(taken[number] > 1 for number in takes)}
 
     def capture_graphs(self, options: GraphOptions) -> None:
-        """Runs layers as graphs in training from now on. Raises ValueError for one that cannot, and must."""
-        self.graphs = ChunkGraphs(dict(self.named_layers()), self._sharing, self.weight_gradients, options)
+        """Runs as graphs in training from now on. Raises ValueError for a layer that cannot, and must."""
+        wrong = {name: why for name, layer in self.named_layers() if (why := why_not(layer))}
+        for name, why in wrong.items():
+            if options.is_required:
+                raise ValueError(f"{name} cannot have CUDA graphs: {why} (--cuda-graphs auto leaves its chunk without)")
+            sys.stderr.write(f"WARNING: {name}, and with it its chunk, runs without CUDA graphs: {why}\n")
+        if len(self.layers) and not wrong:
+            self.graphs = ChunkGraphs(self.layers, self._run, self.weight_gradients, options.capture)
 
     def part(self, bounds: Sequence[range], index: int) -> PipelineChunk:
         """A chunk of a finer cut, which is within this one and has its layers."""
@@ -97,28 +100,28 @@ class PipelineChunk(nn.Module):
         """
         if not goes_on:
             self.forget()
-        outputs: dict[int, Bundle] = {}
-        if isinstance(x, Tensor):
-            outputs[INPUT] = own_rows_of(frames_of(x, self._model.input_shape), self._context)
-        else:
-            outputs = _unpacked(self.receives, x)
-            x.clear()
-        graphs = self.graphs if torch.is_grad_enabled() else None
+        given = [own_rows_of(frames_of(x, self._model.input_shape), self._context)] if isinstance(x, Tensor) else x
+        if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
+            y = self.graphs.apply(given, samples, micro_batch)
+            given.clear()
+            return y
+        return self._run(given, samples, goes_on)
+
+    def _run(self, given: list[Tensor], samples: range | None, goes_on: bool = False) -> Any:
+        outputs = _unpacked(self.receives, given)
+        given.clear()
         for number, last, layer in zip(self._span, self._last, self.layers, strict=True):
             description = self._model.layers[number]
             inputs, name = [outputs[source] for source in self._model.inputs[number]], description.name
             for source in last:  # nothing behind this layer needs them
                 del outputs[source]
             with explained(partial("{}: {}".format, name)), named(name):
-                if graphs is not None and graphs.has(name, micro_batch):
-                    y = graphs.apply(name, inputs, samples, micro_batch)
-                else:
-                    y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
+                y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
             _require_described(description, y)
             y = map_entries(to_channels_last, y)
             if is_traced():
-                given = [entry for each in inputs for entry in entries_of(each).values()]
-                self.weight_gradients.ranges.watch(name, given, list(entries_of(y).values()))
+                taken = [entry for each in inputs for entry in entries_of(each).values()]
+                self.weight_gradients.ranges.watch(name, taken, list(entries_of(y).values()))
             outputs[number] = y if self._model.is_chain else _with_edges_of_their_own(y, inputs)
         if self.is_last:
             (output,) = outputs.values()
