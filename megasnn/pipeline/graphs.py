@@ -150,7 +150,7 @@ class _SlotGraphs:
     """A chunk, for micro-batches in one slot. Attributes: outputs: hold what backward needs."""
 
     def __init__(self, of: ChunkGraphs, inputs: Sequence[Tensor], samples: range | None, pool: Any) -> None:
-        self._of, self._pool, self._keys = of, pool, RefilledKeys()
+        self._of, self._pool, self._keys = of, pool, RefilledKeys(of.chunk, samples, inputs[0].device)
         self._leaves = {p: _leaf(p, of.weight_gradients) for p in of.chunk.parameters() if p.requires_grad}
         self._inputs = [torch.empty_like(x).requires_grad_(x.requires_grad) for x in inputs]
         self._grads: list[Tensor | None] | None = None  # places of those of the outputs

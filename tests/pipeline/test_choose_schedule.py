@@ -42,7 +42,8 @@ def seconds(plan: PipelinePlan) -> float:
 def test_auto_is_no_slower_than_any_named_one() -> None:
     best = chosen("auto")
     assert all(seconds(best) <= 1.001 * seconds(chosen(name)) for name in SCHEDULES)
-    assert not best.describe_recompute() and "zbv" in best.describe("auto")[0]
+    assert not best.describe_recompute()
+    assert f"auto: {best.schedules.training(MICRO_BATCHES).name}, predicted" in best.describe("auto")[0]
 
 
 @pytest.mark.parametrize("name", ["auto", "1f1b", "v-half"])
