@@ -47,7 +47,8 @@ def unit_memory(costs: PipelineCosts, units: Sequence[range]) -> list[UnitMemory
         forward, inputs, weights = layer.working
         working = {
             Kind.FORWARD: before.output + forward,
-            Kind.RECOMPUTE: before.output + forward + gradient,
+            # Its output is not made again; the gradient of that waits in its place.
+            Kind.RECOMPUTE: before.output + forward,
             # In a backward in one part the weight gradient comes while all that the forward has kept is there.
             Kind.BACKWARD: gradient + max(inputs, weights + layer.deferred - layer.held),
             Kind.INPUT_GRADIENT: gradient + inputs,
