@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from megasnn.engine.parts import Windows, executed_parts, gathered_weights, plan
 from megasnn.grid import Place
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.shape_inference import calls_of
+from megasnn.layers.weight_grad import WeightGradients
 from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
 from megasnn.models.compare_cut import compare_with_whole
 from megasnn.models.description import ModelDescription
@@ -28,7 +29,7 @@ from megasnn.parallel.sharding import ShardedTensor, parameter_count
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.parallel_state import ParallelState
 from megasnn.pinned import without_waiting
-from megasnn.pipeline.chunk import PipelineChunk, build_chunk, describe_tensors
+from megasnn.pipeline.chunk import build_chunks, describe_tensors
 from megasnn.pipeline.executor import OutputConsumer, PipelineError, PipelineExecutor
 from megasnn.pipeline.graphs import GraphOptions
 from megasnn.pipeline.microbatch_state import MicroBatchInput
@@ -117,17 +118,15 @@ class DistributedModel:
         loss: SampleLoss = cross_entropy_sum,
         options: ModelOptions = ModelOptions(),  # noqa: B008  (frozen)
     ) -> None:
-        self.model, self.state, self.context, self._options = model, state, context, options
+        self.context = context = replace(context, weight_gradients=WeightGradients())
+        self.model, self.state, self._options = model, state, options
         self.loss, self._windows = loss, Windows(options.windows)
         self.plan = plan = plan_chunks(schedule, state.pipeline.size, len(bounds))
         units = plan.unit_bounds(bounds)
         self._weights = gathered_weights(plan, state, context)
-        build = partial(build_chunk, model, bounds, context=context, device=state.device, seed=seed)
-        if self._weights is not None:
-            build = partial(build, parts=units, keep=self._weights.shard)
-        self.chunks: dict[int, PipelineChunk] = {
-            index: build(index) for index, home in enumerate(plan.placement) if home == state.pipeline.rank
-        }
+        here = [index for index, home in enumerate(plan.placement) if home == state.pipeline.rank]
+        kept_units = () if self._weights is None else (units, self._weights.shard)
+        self.chunks = build_chunks(model, bounds, here, context, state.device, seed, *kept_units)
         mine = (number for index in self.chunks for number in bounds[index])
         compare_with_whole(model, context, mine, state.device, seed)
         kept = (lambda entry: entry) if self._weights is None else self._weights.kept

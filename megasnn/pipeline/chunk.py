@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,6 @@ from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.replicated import apply_layer
 from megasnn.layers.row_context import own_rows_of
 from megasnn.layers.shape_inference import to_channels_last
-from megasnn.layers.weight_grad import WeightGradients
 from megasnn.models.description import Carried, LayerDescription, ModelDescription, frames_of
 from megasnn.parallel.sharding import ShardedTensor, copied_tensors, materialise, sharded_tensors
 from megasnn.pipeline.graphs import ChunkGraphs, GraphOptions, why_not
@@ -38,11 +37,11 @@ class PipelineChunk(nn.Module):
     Args:
         bounds: layers of each chunk.
         index: place among all chunks of the pipeline, from input to loss.
-        layers: its own. weight_gradients: takes the second part of their backward.
-        context: of their building.
+        layers: its own. context: of their building.
     Attributes:
         is_first, is_last: True if it takes the images, and if it gives the logits.
         receives, hands_on: tensors at its beginning and at its end, in their order.
+        weight_gradients: takes the second part of its layers' backward.
         graphs: CUDA graphs of it in training; None without.
     """
 
@@ -52,7 +51,6 @@ class PipelineChunk(nn.Module):
         bounds: Sequence[range],
         index: int,
         layers: Sequence[nn.Module],
-        weight_gradients: WeightGradients,
         context: BuildContext,
     ) -> None:
         super().__init__()
@@ -61,7 +59,7 @@ class PipelineChunk(nn.Module):
         self.index = index
         self.is_first, self.is_last = index == 0, index == len(bounds) - 1
         self.names = [model.layers[i].name for i in span]
-        self.weight_gradients = weight_gradients
+        self.weight_gradients = context.weight_gradients
         self.layers = nn.ModuleList(layers)
         self.receives, self.hands_on = model.carried(span.start), model.carried(span.stop)
         self._carrying = carrying_layers(self.layers)
@@ -83,7 +81,7 @@ class PipelineChunk(nn.Module):
         """A chunk of a finer cut, which is within this one and has its layers."""
         first = self._span.start
         layers = [self.layers[number - first] for number in bounds[index]]
-        return PipelineChunk(self._model, bounds, index, layers, self.weight_gradients, self._context)
+        return PipelineChunk(self._model, bounds, index, layers, self._context)
 
     def forward(
         self, x: Tensor | list[Tensor], samples: range | None = None, goes_on: bool = False, micro_batch: int = 0
@@ -195,33 +193,36 @@ def _with_edges_of_their_own(y: Bundle, inputs: Sequence[Bundle]) -> Bundle:
 Keep = Callable[[int, Sequence[nn.Module]], None]
 
 
-def build_chunk(
+def build_chunks(
     model: ModelDescription,
     bounds: Sequence[range],
-    index: int,
+    indices: Collection[int],
     context: BuildContext,
     device: torch.device,
     seed: int,
     parts: Sequence[range] = (),
     keep: Keep = lambda part, layers: None,
-) -> PipelineChunk:
-    """Builds chunk `index`: of all layers, only its own get memory, and keyed initial values.
+) -> dict[int, PipelineChunk]:
+    """Builds a rank's chunks: of all layers, only their own get memory, and keyed initial values.
 
     Args:
+        indices: of these chunks.
         parts: layers that get their values at once, each part within one chunk; by default the chunks.
         keep: called with the number of a part and its layers when they have their values, before others get theirs.
     """
-    weight_gradients = WeightGradients()
-    layers = model.build(replace(context, weight_gradients=weight_gradients))
-    span = bounds[index]
-    mine = [layers[number] for number in span]
-    chunk = PipelineChunk(model, bounds, index, mine, weight_gradients, context)
-    for number, part in enumerate(parts or bounds):
-        if part and part.start in span:
-            within = [named for at, named in zip(span, chunk.named_layers(), strict=True) if at in part]
-            materialise(within, device, seed)
-            keep(number, [layer for _, layer in within])
-    return chunk
+    layers = model.build(context)
+    chunks = {
+        index: PipelineChunk(model, bounds, index, [layers[number] for number in bounds[index]], context)
+        for index in indices
+    }
+    for index, chunk in chunks.items():
+        span = bounds[index]
+        for number, part in enumerate(parts or bounds):
+            if part and part.start in span:
+                within = [named for at, named in zip(span, chunk.named_layers(), strict=True) if at in part]
+                materialise(within, device, seed)
+                keep(number, [layer for _, layer in within])
+    return chunks
 
 
 def describe_tensors(model: ModelDescription, context: BuildContext) -> list[ShardedTensor]:

@@ -33,7 +33,7 @@ from megasnn.models.layer import Computed, Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel_state import Group
-from megasnn.pipeline.chunk import PipelineChunk, build_chunk
+from megasnn.pipeline.chunk import PipelineChunk, build_chunks
 from megasnn.pipeline.profile_layers import profile_layers
 from tests.models.networks import CLASSES, Plain, between
 from tests.models.steps import assert_equal, one_step
@@ -188,7 +188,7 @@ def _ones(module: nn.Module) -> None:
 
 
 def chunk_of(model: Model) -> PipelineChunk:
-    return build_chunk(describe(model), [range(3)], 0, BuildContext(), CPU, 0)
+    return build_chunks(describe(model), [range(3)], [0], BuildContext(), CPU, 0)[0]
 
 
 def forward_backward(model: Model) -> PipelineChunk:
