@@ -1,42 +1,42 @@
-"""The grid of ranks: pipeline x data x weight x context x tensor, always in this order, always by name.
+"""The grid of ranks: pp x dp_replicate x dp_shard x cp x tp, always in this order, always by name.
 
     rank = (((pp * DP_REPLICATE + dp_replicate) * DP_SHARD + dp_shard) * CP + cp) * TP + tp
 
 Neighbouring ranks share a tensor parallel group, pipeline stages are furthest apart: that is also how much they talk to
-each other (Megatron's ``tp-cp-ep-dp-pp`` without experts). With tensor 2, data 4 and pipeline 2 over 16 ranks, [0, 1]
-is a tensor group, [0, 2, 4, 6] a data group and [0, 8] a pipeline group.
+each other (Megatron's ``tp-cp-ep-dp-pp`` without experts). With tp 2, dp_replicate 4 and pp 2 over 16 ranks, [0, 1] is
+a tensor parallel group, [0, 2, 4, 6] one of replicas and [0, 8] one of stages.
 
-Replicas lie along two axes: neighbours along "weight" (dp_shard) share one copy of the weights by rows, ranks along
-"data" (dp_replicate) hold the same.
+Replicas lie along two axes: neighbours along dp_shard share one copy of the weights by rows, ranks along dp_replicate
+hold the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, get_args
 
-Axis = Literal["pipeline", "data", "weight", "context", "tensor"]  # pp, dp_replicate, dp_shard, cp, tp
+import numpy as np
+
+Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 """Slowest to fastest."""
-HOLDING_AXES: tuple[Axis, ...] = ("data", "weight", "context", "tensor")
+HOLDING_AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "cp", "tp")
 """Ranks along these hold the same layers, whole or cut; along the pipeline they hold other layers."""
-REPLICA_AXES: tuple[Axis, ...] = ("data", "weight")
+REPLICA_AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard")
 """Ranks along these compute the same layers on other micro-batches."""
-SUMMED_AXES: tuple[Axis, ...] = (*REPLICA_AXES, "context")
+SUMMED_AXES: tuple[Axis, ...] = (*REPLICA_AXES, "cp")
 """Ranks along these compute the same channels on other values: a gradient is the sum over them."""
 
 ContextCut = Literal["samples", "rows"]
 """By what ranks share a micro-batch: each has some of its samples, or of every sample some rows of pixels."""
 
 FLAG_OF_AXIS: dict[Axis, str] = {
-    "pipeline": "--pipeline-model-parallel-size",
-    "data": "(the rest)",
-    "weight": "--weight-parallel-size",
-    "context": "--context-parallel-size",
-    "tensor": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "dp_replicate": "(the rest)",
+    "dp_shard": "--weight-parallel-size",
+    "cp": "--context-parallel-size",
+    "tp": "--tensor-model-parallel-size",
 }
 
 
@@ -44,22 +44,22 @@ FLAG_OF_AXIS: dict[Axis, str] = {
 class Coordinates:
     """A rank's index along each axis of the grid."""
 
-    pipeline: int = 0
-    data: int = 0
-    weight: int = 0
-    context: int = 0
-    tensor: int = 0
+    pp: int = 0
+    dp_replicate: int = 0
+    dp_shard: int = 0
+    cp: int = 0
+    tp: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
     """The sizes of the axes. Raises ValueError when one is smaller than 1."""
 
-    pipeline: int = 1
-    data: int = 1
-    weight: int = 1
-    context: int = 1
-    tensor: int = 1
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -69,32 +69,20 @@ class Grid:
                 )
 
     @classmethod
-    def fit(cls, world_size: int, *, tensor: int = 1, pipeline: int = 1, weight: int = 1, context: int = 1) -> Grid:
+    def fit(cls, world_size: int, *, tp: int = 1, pp: int = 1, dp_shard: int = 1, cp: int = 1) -> Grid:
         """The grid over `world_size` ranks: what the other axes leave over is data parallel.
 
         Raises ValueError with every factor when the sizes do not multiply to the world size.
         """
-        if world_size < 1:
-            raise ValueError(f"world size must be at least 1, got {world_size}")
-        model = cls(pipeline=pipeline, tensor=tensor, context=context).world_size
-        if world_size % model:
-            shared, flag = "", ""
-            if context > 1:
-                shared, flag = f"context {context} x ", f"--context-parallel-size {context}, "
+        one = cls(pp=pp, dp_shard=dp_shard, cp=cp, tp=tp)
+        if world_size < 1 or world_size % one.world_size:
+            factors = " x ".join(f"{axis} {'?' if axis == 'dp_replicate' else one.size(axis)}" for axis in AXES)
+            flags = ", ".join(f"{FLAG_OF_AXIS[axis]} {one.size(axis)}" for axis in AXES if one.size(axis) > 1)
             raise ValueError(
-                f"world size {world_size} is not tensor {tensor} x {shared}pipeline {pipeline} x data ?: it must be "
-                f"a multiple of {model}; change --tensor-model-parallel-size {tensor}, {flag}"
-                f"--pipeline-model-parallel-size {pipeline} or the number of ranks "
-                f"(torchrun --nnodes x --nproc-per-node)"
+                f"world size {world_size} is not {factors}: it must be a multiple of {one.world_size}; change "
+                f"{flags}{' or ' * bool(flags)}the number of ranks (torchrun --nnodes x --nproc-per-node)"
             )
-        replicas = world_size // model
-        if weight < 1 or replicas % weight:
-            raise ValueError(
-                f"--weight-parallel-size {weight} does not divide the {replicas} data parallel replica(s) (world size "
-                f"{world_size} / tensor {tensor} / pipeline {pipeline}{f' / context {context}' * (context > 1)}), "
-                "which share weights in groups of that many"
-            )
-        return cls(pipeline=pipeline, data=replicas // weight, weight=weight, context=context, tensor=tensor)
+        return replace(one, dp_replicate=world_size // one.world_size)
 
     @property
     def world_size(self) -> int:
@@ -103,51 +91,32 @@ class Grid:
     @property
     def replicas(self) -> int:
         """Number of data parallel replicas, each of which has other micro-batches."""
-        return self.data * self.weight
+        return self.dp_replicate * self.dp_shard
 
     def size(self, axis: Axis) -> int:
         return int(getattr(self, axis))
 
     def coordinates(self, rank: int) -> Coordinates:
         """Raises ValueError for a rank outside the grid."""
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is outside a grid of {self.world_size} ranks ({self})")
-        indices: dict[str, int] = {}
-        for axis in reversed(AXES):
-            rank, indices[axis] = divmod(rank, self.size(axis))
-        return Coordinates(**indices)
-
-    def rank(self, coordinates: Coordinates) -> int:
-        """Raises ValueError for coordinates outside the grid."""
-        rank = 0
-        for axis in AXES:
-            index = getattr(coordinates, axis)
-            if not 0 <= index < self.size(axis):
-                raise ValueError(f"{axis} index {index} is outside a grid of {self}")
-            rank = rank * self.size(axis) + index
-        return rank
+        indices = np.unravel_index(rank, [self.size(axis) for axis in AXES])
+        return Coordinates(**{axis: int(index) for axis, index in zip(AXES, indices, strict=True)})
 
     def groups(self, *axes: Axis) -> list[list[int]]:
         """All groups of ranks that differ along `axes` only, each in ascending order.
 
-        ``groups("tensor")`` are the tensor parallel groups, ``groups("tensor", "pipeline")`` the model
-        parallel ones. Raises ValueError for an unknown axis.
+        ``groups("tp")`` are the tensor parallel groups, ``groups("tp", "pp")`` the model
+        parallel ones.
         """
-        for axis in axes:
-            if axis not in AXES:
-                raise ValueError(f"unknown axis {axis!r}; the axes are {', '.join(AXES)}")
-        starts = product(*(range(1 if axis in axes else self.size(axis)) for axis in AXES))
-        places = (Place(self, _at(start)) for start in starts)
-        return [[self.rank(each.coordinates) for each in place.along(axes)] for place in places]
+        ranks = np.arange(self.world_size).reshape([self.size(axis) for axis in AXES])
+        kept, others = ([n for n, axis in enumerate(AXES) if (axis in axes) is keep] for keep in (True, False))
+        groups: list[list[int]] = (
+            ranks.transpose([*others, *kept]).reshape(-1, prod(ranks.shape[axis] for axis in kept)).tolist()
+        )
+        return groups
 
     def __str__(self) -> str:
-        shown = [axis for axis in AXES if axis not in ("weight", "context") or self.size(axis) > 1]
+        shown = [axis for axis in AXES if axis not in ("dp_shard", "cp") or self.size(axis) > 1]
         return " x ".join(f"{axis} {self.size(axis)}" for axis in shown)
-
-
-def _at(indices: Iterable[int]) -> Coordinates:
-    """Coordinates from indices in the order of `AXES`."""
-    return Coordinates(**dict(zip(AXES, indices, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -162,8 +131,3 @@ class Place:
 
     def index(self, axis: Axis) -> int:
         return int(getattr(self.coordinates, axis))
-
-    def along(self, axes: Collection[Axis]) -> list[Place]:
-        """The ranks that differ from this one along some axes only, itself among them, in the order of their group."""
-        varying = [range(self.size(axis)) if axis in axes else (self.index(axis),) for axis in AXES]
-        return [Place(self.grid, _at(indices)) for indices in product(*varying)]

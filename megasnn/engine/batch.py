@@ -146,11 +146,11 @@ class Batches:
     def _training_problem(self, samples: int) -> str | None:
         if not torch.is_grad_enabled():
             return "a step needs gradients: call it outside of torch.no_grad() and torch.inference_mode()"
-        size, replicas = self._config.training.micro_batch_size, self._state.data.size
+        size, replicas = self._config.training.micro_batch_size, self._state.dp.size
         count = -(-samples // size)
         cut = f"{samples} samples are {count} micro-batch(es) of micro_batch_size {size}"
-        if self._state.weight.size > 1 and count % replicas:
-            shared = f"with weight_parallel_size {self._state.weight.size} each needs as many"
+        if self._state.dp_shard.size > 1 and count % replicas:
+            shared = f"with weight_parallel_size {self._state.dp_shard.size} each needs as many"
             return f"{cut} on {replicas} data parallel replicas, and {shared}"
         if count < replicas:
             return f"{cut}, for {replicas} data parallel replicas: give more samples, or lower micro_batch_size"
@@ -176,7 +176,7 @@ class Batches:
         if self._takes_images and images.ndim == 4:
             images = images.contiguous(memory_format=torch.channels_last)  # as the loader of a run gives them
         sizes = micro_batch_sizes(samples, min(self._config.training.micro_batch_size, samples))
-        data, micro_batches = self._state.data, []
+        data, micro_batches = self._state.dp, []
         ranks, rank = (1, 0) if self.mixes and not evaluates else (self._samples.size, self._samples.rank)
         for index in micro_batches_of(len(sizes), data.size, data.rank, may_be_none=evaluates):
             own = own_rows(sizes[index], ranks, rank)
@@ -260,7 +260,7 @@ class Batches:
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
         """Micro-batches without samples of the batch: all that share a micro-batch need equally many, and so do all
         replicas that gather weights together."""
-        weight, data = self._state.weight, self._state.data
+        weight, data = self._state.dp_shard, self._state.dp
         if weight.size == self._samples.size == 1:
             return []
         count = len(micro_batch_sizes(batch.size, min(self._config.training.micro_batch_size, batch.size)))

@@ -205,14 +205,14 @@ def build_model(
     types, graphs = PRECISIONS[training.precision], graph_options(config, state)
     products = getattr(torch, types.products)
     context = BuildContext(
-        tensor=state.tensor,
+        tp=state.tp,
         dtype=getattr(torch, types.weights),
         compute_dtype=products,
         neuron_backend=config.neuron.neuron_backend,
         seed=training.seed,
-        data=state.data,
-        weight=state.weight,
-        context=state.context,
+        dp=state.dp,
+        dp_shard=state.dp_shard,
+        cp=state.cp,
         cut=parallel.context_cut(training.micro_batch_size),
         carries=windows > 1,
         cast_weights=CastWeights(stay=graphs is not None),

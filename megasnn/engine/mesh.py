@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import datetime
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +16,13 @@ from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import TrainingConfig
 from megasnn.engine.faults import placed, watch_ranks
 from megasnn.kernels.tensor_cores import CAPABILITY, CUBLAS, CUDNN, let_products_round, takes_tf32
+from megasnn.parallel.process_group import start_process_group
 from megasnn.parallel_state import (
     ParallelState,
     destroy_model_parallel,
     get_parallel_state,
     initialize_model_parallel,
     model_parallel_is_initialized,
-    start_process_group,
 )
 from megasnn.precisions import PRECISIONS
 
@@ -82,19 +83,26 @@ def get_or_create_mesh(parallel: ParallelConfig) -> tuple[ParallelState, Callabl
     if model_parallel_is_initialized():
         state = get_parallel_state()
         grid = state.grid
-        if (grid.tensor, grid.pipeline, grid.weight, grid.context) != (tensor, pipeline, weight, context):
+        if (grid.tp, grid.pp, grid.dp_shard, grid.cp) != (tensor, pipeline, weight, context):
             raise ValueError(
                 f"the flags ask for --tensor-model-parallel-size {tensor}, --pipeline-model-parallel-size {pipeline}, "
                 f"--weight-parallel-size {weight}, --context-parallel-size {context}, but there are ranks laid out as "
                 f"{grid}: call destroy_model_parallel first"
             )
         return state, lambda: None
-    was_joined = dist.is_initialized()
+    was_joined, minutes = dist.is_initialized(), parallel.distributed_timeout_minutes
     with placed("while joining the other ranks"):
-        device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes, pipeline)
+        device = start_process_group(parallel.backend, parallel.device, minutes, pipeline)
     stop_watch = watch_ranks()
     with placed("while making the groups of ranks"):
-        state = initialize_model_parallel(tensor, pipeline, device, weight, context)
+        state = initialize_model_parallel(
+            tp=tensor,
+            pp=pipeline,
+            dp_shard=weight,
+            cp=context,
+            device=device,
+            timeout=datetime.timedelta(minutes=minutes),
+        )
 
     def free() -> None:
         stop_watch()

@@ -121,10 +121,10 @@ class DistributedModel:
         self.context = context = replace(context, weight_gradients=WeightGradients())
         self.model, self.state, self._options = model, state, options
         self.loss, self._windows = loss, Windows(options.windows)
-        self.plan = plan = plan_chunks(schedule, state.pipeline.size, len(bounds))
+        self.plan = plan = plan_chunks(schedule, state.pp.size, len(bounds))
         units = plan.unit_bounds(bounds)
         self._weights = gathered_weights(plan, state, context)
-        here = [index for index, home in enumerate(plan.placement) if home == state.pipeline.rank]
+        here = [index for index, home in enumerate(plan.placement) if home == state.pp.rank]
         kept_units = () if self._weights is None else (units, self._weights.shard)
         self.chunks = build_chunks(model, bounds, here, context, state.device, seed, *kept_units)
         mine = (number for index in self.chunks for number in bounds[index])
@@ -138,7 +138,7 @@ class DistributedModel:
         self.data_parallel = GradientBuckets(
             [(index, part.sharded_tensors() + part.copied_tensors()) for index, part in reduced.items()],
             state.dp_replicate_cp,
-            state.tensor,
+            state.tp,
             additions={m.weight: calls_of(m) for m in modules if isinstance(m, (ParallelConv, ParallelLinear))},
             rows_have_owners=options.rows_have_owners,
             weights=self._weights,
@@ -146,9 +146,7 @@ class DistributedModel:
         )
         self.owned = [self.data_parallel.owned(entry) for entry in self.tensors]
         gradient = self.data_parallel.gradient
-        self._ties = Ties(
-            model, bounds, plan.placement, self.chunks, state.pipeline, state.communicators, gradient, kept
-        )
+        self._ties = Ties(model, bounds, plan.placement, self.chunks, state.pp, state.wire, gradient, kept)
         for chunk in self.chunks.values():
             chunk.weight_gradients.observer = self.data_parallel.accumulated
             if options.graphs is not None:
@@ -164,7 +162,7 @@ class DistributedModel:
         self._global_batch_size = 1
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
         self.checks = DeviceChecks(state.device)
-        known = Boundaries(model, context) if state.pipeline.size > 1 else None
+        known = Boundaries(model, context) if state.pp.size > 1 else None
         transfers = Transfers(executed, plan.executed_placement, state, known)
         self.executor = PipelineExecutor(
             executed, state, transfers, self._micro_batch_loss, self.data_parallel, self._count_correct, self._weights
@@ -270,7 +268,7 @@ class DistributedModel:
         Args:
             most_micro_batches: of any replica.
         """
-        merge_running_statistics(self.norms, self.state.data, most_micro_batches, self._ties.statistics_of_owners)
+        merge_running_statistics(self.norms, self.state.dp, most_micro_batches, self._ties.statistics_of_owners)
 
     def all_gather_params(self) -> None:
         """Gathers the new values of `owned` rows on all replicas (ZeRO-1). Collective."""
@@ -359,7 +357,7 @@ class DistributedModel:
 
     def _where_logits_are(self, values: Tensor) -> Tensor:
         """The values on one rank of those that compute the same, zeros on all others."""
-        counts = self.gives_logits and self.state.tensor.rank == 0 and self.context.counts_logits
+        counts = self.gives_logits and self.state.tp.rank == 0 and self.context.counts_logits
         return values if counts else torch.zeros_like(values)
 
     def _flags(self, *flags: bool) -> Tensor:

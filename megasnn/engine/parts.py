@@ -51,14 +51,14 @@ def gathered_weights(plan: SchedulePlan, state: ParallelState, context: BuildCon
     Raises:
         ValueError: the schedule gathers nothing, or the context does not know of it.
     """
-    if state.weight.size == 1:
+    if state.dp_shard.size == 1:
         return None
-    if plan.weights is None or context.weight.size != state.weight.size:
+    if plan.weights is None or context.dp_shard.size != state.dp_shard.size:
         raise ValueError(
-            f"weights are shared by {state.weight.size} ranks: give a schedule that gathers them "
-            "(SchedulePlan.sharing), and BuildContext(weight=...)"
+            f"weights are shared by {state.dp_shard.size} ranks: give a schedule that gathers them "
+            "(SchedulePlan.sharing), and BuildContext(dp_shard=...)"
         )
-    return GatheredWeights(state.weight, state.scatter, context.cast_weights)
+    return GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights)
 
 
 def scatters(plan: SchedulePlan) -> bool:

@@ -124,7 +124,7 @@ class TrainStep:
         """Micro-batches of the replica that has most, windows counted."""
         training = self._config.training
         count = -(-samples // training.micro_batch_size)
-        replicas = self.model.state.data.size
+        replicas = self.model.state.dp.size
         return training.windows(self._config.model.time_steps) * len(micro_batches_of(count, replicas, 0))
 
     # --- other values

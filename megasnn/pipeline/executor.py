@@ -124,7 +124,7 @@ class PipelineExecutor:
             self._consume = None
 
     def _run(self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], trains: bool) -> StepState:
-        actions = schedule.actions[self._state.pipeline.rank]
+        actions = schedule.actions[self._state.pp.rank]
         repeated = frozenset(_key(each) for each in actions if each.kind is Kind.RECOMPUTE)
         self._scattered = frozenset(each.chunk for each in actions if each.kind is Kind.REDUCE_SCATTER)
         run = StepState(micro_batches, self._anchor, repeated)
@@ -167,7 +167,7 @@ class PipelineExecutor:
     def _place(self, action: Action) -> str:
         state = self._state
         micro = "" if action.micro_batch is None else f", micro-batch {action.micro_batch}"
-        return f"rank {state.rank}, pipeline stage {state.pipeline.rank}, action {action}{micro}"
+        return f"rank {state.rank}, pipeline stage {state.pp.rank}, action {action}{micro}"
 
     # --- computing
 
@@ -218,7 +218,7 @@ class PipelineExecutor:
             return
         run.await_gradients(key, y)
         given = [without_graph(each) for each in y]
-        if self._transfers.placement[chunk + 1] == self._state.pipeline.rank:
+        if self._transfers.placement[chunk + 1] == self._state.pp.rank:
             run.inputs[chunk + 1, micro_batch] = given
         else:
             run.outputs[key] = given

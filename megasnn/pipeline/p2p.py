@@ -25,7 +25,8 @@ from torch import Tensor
 
 from megasnn.bundle import Key, entries_of
 from megasnn.device_checks import explained
-from megasnn.kernels.spike_codec import Content, bits_of, decode_into, empty_values, encode, encoded_like
+from megasnn.kernels.layout import empty
+from megasnn.kernels.spike_codec import Content, bits_of, decode_into, encode, encoded_like
 from megasnn.layers.context import BuildContext
 from megasnn.layers.init import tensors_of
 from megasnn.layers.row_context import WholeImages
@@ -33,7 +34,7 @@ from megasnn.layers.shape_inference import is_channels_last
 from megasnn.models.description import DRY_SAMPLES, INPUT, Carried, ModelDescription, frames_of
 from megasnn.parallel.sharding import own_rows
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel_state import Group, ParallelState
+from megasnn.parallel_state import Group, ParallelState, start_messages
 from megasnn.pinned import without_waiting
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.schedule import Action, Kind, Schedule
@@ -73,7 +74,7 @@ class TensorSpec:
         """Makes the tensor, its channels last in memory."""
         values = message
         if self.content is not Content.DENSE:
-            values = empty_values(torch.Size(self.shape).numel(), self.dtype, message.device)
+            values = empty((torch.Size(self.shape).numel(),), self.dtype, message.device)
             decode_into(message, self.content, values.view((-1, 1) if self.content is Content.COUNTS else (1, -1)))
         if len(self.shape) < 4:
             return values.view(self.shape).requires_grad_(self.learns)
@@ -120,7 +121,7 @@ class Boundaries:
 
     def _own_shape(self, entry: Tensor, by_rows: bool) -> tuple[int, ...] | None:
         """Shape of this rank's part, where ranks share the rows of images, which a dry run sees whole."""
-        rows, frames = self._context.context, 2 + len(self._model.input_shape[-3:])
+        rows, frames = self._context.cp, 2 + len(self._model.input_shape[-3:])
         if self._context.cut != "rows" or rows.size == 1 or entry.ndim < 4:
             return tuple(entry.shape)
         if not by_rows or entry.ndim != frames:
@@ -220,11 +221,11 @@ class Transfers:
         boundaries: Boundaries | None = None,
     ) -> None:
         self._chunks, self.placement, self._boundaries = chunks, tuple(placement), boundaries
-        self._rank, self.links = state.pipeline.rank, dict[int, Link]()
-        up, down, wire = state.pipeline, state.downward, state.communicators.wire
+        self._rank, self.links = state.pp.rank, dict[int, Link]()
+        up, down, wire = state.pp, state.pp_down, state.wire
         for low, high in linked(placement):
-            state.communicators.start_messages(up, low, high)
-            state.communicators.start_messages(down, high, low)
+            start_messages(up, low, high, wire)
+            start_messages(down, high, low, wire)
             if self._rank in (low, high):
                 ways, peer = ((up, down), high) if self._rank == low else ((down, up), low)
                 self.links[peer] = Link(*ways, up.ranks[peer], wire, state.device)
@@ -245,7 +246,7 @@ class Transfers:
         """
         link = self.links[self._peer(action)]
         link.transfers += 1
-        group, direction = ("pipeline", "forward") if action.kind is Kind.SEND_FORWARD else ("backward", "backward")
+        group, direction = ("pp", "forward") if action.kind is Kind.SEND_FORWARD else ("backward", "backward")
         for tensor, (spec, name) in zip(tensors, self._carried(action), strict=True):
             with explained(partial("{1}: {0}".format, name)):
                 if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):

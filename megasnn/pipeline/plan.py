@@ -119,7 +119,7 @@ def plan_pipeline(
     Raises:
         ValueError: on every rank, what the schedule cannot place, or a budget that it cannot keep.
     """
-    training, parallel, stages, replicas = config.training, config.parallel, state.pipeline.size, state.data.size
+    training, parallel, stages, replicas = config.training, config.parallel, state.pp.size, state.dp.size
     shares = {len(micro_batches_of(training.micro_batches, replicas, each)) for each in (0, replicas - 1)}
     counts = [windows * each for each in sorted(shares, reverse=True)]
     if training.evaluate_only:  # no activation is kept, so none is recomputed; there are no other steps
@@ -133,7 +133,7 @@ def plan_pipeline(
     needs_costs = bounds is None or config.logging.profile_pipeline or parallel.memory_budget is not None
     if needs_costs or stages > 1 and looks_at_costs(parallel.pipeline_schedule):
         costs = profile_pipeline(model, context.largest_share(training.micro_batch_size), context, state)
-    if context.weight.size > 1:
+    if context.dp_shard.size > 1:
         scatters = parallel.weight_gradients == "scattered"
         weights_of = partial(shared_weights, model, context=context, scatters=scatters)
     choice = partial(choose, parallel, stages, len(model.layers), counts, bounds, costs, weights_of)
@@ -207,6 +207,6 @@ def shared_weights(
     """
     layers = model.build(context)
     unit_bytes = tuple(gathered_bytes([layers[number] for number in unit]) for unit in units)
-    travelling = tuple(travelling_bytes([layers[number] for number in unit], context.weight) for unit in units)
+    travelling = tuple(travelling_bytes([layers[number] for number in unit], context.dp_shard) for unit in units)
     scattered = frozenset(unit for unit, size in enumerate(unit_bytes) if size) if scatters else frozenset()
     return SharedWeights(unit_bytes, scattered, travelling)

@@ -28,7 +28,7 @@ from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription, frames_of
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel_state import Group, ParallelState
+from megasnn.parallel_state import Group, ParallelState, start_messages
 from megasnn.pipeline.chunk import carrying_layers
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts, crossing, for_samples
 from megasnn.pipeline.microbatch_state import backward_of, enter_graph
@@ -59,10 +59,10 @@ def profile_pipeline(
     layers = profile_layers(model, samples, context, state.device)
     if world.size > 1:
         dist.barrier(group=world.handle)
-    group = state.pipeline if state.pipeline.size > 1 else context.weight
+    group = state.pp if state.pp.size > 1 else context.dp_shard
     if group.size > 1:
-        state.communicators.start_messages(group, 0, 1)
-        link = measure_link(group, state.communicators.wire)
+        start_messages(group, 0, 1, state.wire)
+        link = measure_link(group, state.wire)
     measured = [PipelineCosts(tuple(layers), link)]
     if world.size > 1:
         dist.broadcast_object_list(measured, src=0, group=world.handle)
@@ -108,7 +108,7 @@ def profile_layers(
             with casts.kept():  # as in a step, which makes each copy once
                 trial = _Trial(layer, inputs, range(samples), INPUT in takes, tasks, device)
                 cost = trial.cost(rounds, description)
-                cast = casts.held_bytes if context.weight.size == 1 else 0  # weights are gathered as such
+                cast = casts.held_bytes if context.dp_shard.size == 1 else 0  # weights are gathered as such
             known[kind] = replace(cost, cast=cast), trial.output
         cost, outputs[number] = known[kind]
         costs.append(cost)

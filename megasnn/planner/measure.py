@@ -16,8 +16,9 @@ from megasnn.grid import ContextCut
 from megasnn.models.description import ModelDescription
 from megasnn.optim import build_optimizer
 from megasnn.parallel.agreement import broadcast_result
+from megasnn.parallel.process_group import start_process_group
 from megasnn.parallel.sharding import materialise, sharded_tensors
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel, start_process_group
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.profile_layers import profile_layers, profile_pipeline
 from megasnn.planner.analyze import context_of, one_rank
@@ -105,7 +106,7 @@ def _together(
     """All ranks measure, in groups of this size; those that share nothing are stages, whose link is measured."""
     tensor, context, cut = size
     stages = ranks if size == ONE else 1
-    state = initialize_model_parallel(tensor, stages, device, context_parallel_size=context)
+    state = initialize_model_parallel(tp=tensor, pp=stages, device=device, cp=context)
     try:
         built_for = context_of(state, config, cut, device.type == "cpu")
         samples = built_for.largest_share(config.training.micro_batch_size)

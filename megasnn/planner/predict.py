@@ -63,15 +63,15 @@ class Predictor(Bounds):
         schedule, executed = plan.training(count), plan.unit_bounds(bounds)
         of_units = costs.of_chunks(executed, plan.executed_placement)
         if plan.weights is not None:
-            of_replicas = replace(costs, link=self._cluster.link(layout.grid, "weight"))
-            of_units = of_replicas.with_unshards(of_units, plan.weights.unit_bytes, layout.grid.weight)
+            of_replicas = replace(costs, link=self._cluster.link(layout.grid, "dp_shard"))
+            of_units = of_replicas.with_unshards(of_units, plan.weights.unit_bytes, layout.grid.dp_shard)
         result = simulate(schedule, of_units)
         states = self.states(layout)
         sums = [self.sums(layout, each.reduced, each.updated) for each in states]
         update = max(each.updated for each in states) * self._cluster.machine.update
         time = StepTime(
             pipeline=result.makespan,
-            reduction=max(self._exposed(layout, rank, result, executed, costs) for rank in range(layout.grid.pipeline)),
+            reduction=max(self._exposed(layout, rank, result, executed, costs) for rank in range(layout.grid.pp)),
             agreement=self.agreement(layout),
             update=update,
             sharing=max(each.sharing for each in sums),
@@ -95,11 +95,11 @@ class Predictor(Bounds):
             layer_of = {each.name: i for i in span for each in tensors[i]}
             held = [each for i in span for each in tensors[i]]
             for bucket in buckets_of(held, layout, self._config.optimizer, self._on_gpu):
-                rows = row_bytes(bucket, grid.weight), row_bytes(bucket, grid.weight, grid.data, grid.context)
+                rows = row_bytes(bucket, grid.dp_shard), row_bytes(bucket, grid.dp_shard, grid.dp_replicate, grid.cp)
                 sums = self.sums(layout, *rows)
                 ready = max(complete.get(layer_of[each.name], 0.0) for each in bucket)
-                free = max(free, ready) + (sums.to_keepers if grid.weight > 1 else sums.over_copies)
-                behind += sums.over_copies if grid.weight > 1 else 0.0
+                free = max(free, ready) + (sums.to_keepers if grid.dp_shard > 1 else sums.over_copies)
+                behind += sums.over_copies if grid.dp_shard > 1 else 0.0
         return max(0.0, free - result.makespan) + behind
 
     def _schedule_plan(
@@ -108,16 +108,16 @@ class Predictor(Bounds):
         def costs_of(placement: tuple[int, ...]) -> Sequence[ChunkCost]:
             return costs.of_chunks(self.bounds(layout, placement), placement, layout.recompute != NEVER)
 
-        plan = plan_schedule(layout.schedule, layout.grid.pipeline, layout.chunks, count, costs_of)
+        plan = plan_schedule(layout.schedule, layout.grid.pp, layout.chunks, count, costs_of)
         counts = [count]
-        if layout.grid.weight > 1:  # which cannot be where replicas would gather in other orders
+        if layout.grid.dp_shard > 1:  # which cannot be where replicas would gather in other orders
             all_of_step, replicas = self._config.training.micro_batches, layout.grid.replicas
             counts = list(dict.fromkeys([count, len(micro_batches_of(all_of_step, replicas, replicas - 1))]))
         plan = replace(plan, decided=tuple(map(plan.of_chunks, counts)))
-        if layout.recompute != NEVER or layout.grid.weight > 1:
+        if layout.recompute != NEVER or layout.grid.dp_shard > 1:
             plan = plan.in_units(bounds, layout.recompute)
-        if layout.grid.weight > 1:
-            tensors, ranks = self.tensors(layout), layout.grid.weight
+        if layout.grid.dp_shard > 1:
+            tensors, ranks = self.tensors(layout), layout.grid.dp_shard
             units = [list(chain(*(tensors[i] for i in span))) for span in plan.unit_bounds(bounds)]
             travelling = tuple(travelling_bytes(unit, ranks) for unit in units)
             plan = plan.sharing(SharedWeights(tuple(map(gathered_bytes, units)), travelling=travelling), counts)

@@ -41,7 +41,7 @@ class RunData:
         if not training.evaluate_only:
             micro_batch, context = training.micro_batch_size, config.parallel.context_parallel_size
             sharing = context if config.parallel.context_cut(micro_batch) == "samples" else 1
-            share = Share(batch, micro_batch, dp_size=state.data.size, cp_size=sharing)
+            share = Share(batch, micro_batch, dp_size=state.dp.size, cp_size=sharing)
             check_shares(len(self.datasets.train), share, last_batch)
         samples = epoch_samples(len(self.datasets.train), batch, last_batch)
         self.length = training.length(samples, keeps_last_batch=last_batch == "keep")
@@ -68,8 +68,8 @@ class RunData:
         if not self._config.data.skip_broken_samples:
             return 0
         # All ranks of a replica that read images come to the same choice.
-        shared = engine.batches.read_alike(training) and engine.state.context.rank
-        counts = engine.takes_images and engine.state.tensor.rank == 0 and not shared
+        shared = engine.batches.read_alike(training) and engine.state.cp.rank
+        counts = engine.takes_images and engine.state.tp.rank == 0 and not shared
         return int(engine.distributed.sum_over_ranks([float(samples * counts)])[0])
 
     def loader(self, engine: Engine, training: bool = True) -> BatchLoader:
@@ -85,8 +85,8 @@ class RunData:
         share = Share(
             global_batch_size=sizes.global_batch_size,
             micro_batch_size=sizes.micro_batch_size,
-            dp_size=state.data.size,
-            dp_rank=state.data.rank,
+            dp_size=state.dp.size,
+            dp_rank=state.dp.rank,
             cp_size=1 if whole else samples.size,
             cp_rank=0 if whole else samples.rank,
             images=engine.takes_images,

@@ -34,7 +34,7 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
     try:
         costs = _costs(config, model, plan)
     except Exception as error:
-        if state.tensor.size > 1 or state.context.size > 1:  # others wait for this rank in the middle of a layer
+        if state.tp.size > 1 or state.cp.size > 1:  # others wait for this rank in the middle of a layer
             raise
         problem = f"{type(error).__name__}: {error}"
     problems = [each for each in gather(state.world.handle, problem) if each]
@@ -56,7 +56,7 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
     averages = 0 if not config.optimizer.ema_decay else sum(entry.tensor.nbytes for entry in owned)
     weights = sum(held.values()) + averages
     shared, schedule = plan.schedules.weights, plan.schedules.training(plan.micro_batches)
-    gathered, buffers = (0, 0) if shared is None else shared.gathered_and_buffers(schedule, state.pipeline.rank)
+    gathered, buffers = (0, 0) if shared is None else shared.gathered_and_buffers(schedule, state.pp.rank)
     on_host = state.device.type == "cpu"  # on a GPU, its memory is predicted: the host's copies are not in it
     written = [entry for entry in owned if entry.shard.is_primary(SUMMED_AXES)]
     values = sum(entry.tensor.nbytes for entry in written)
@@ -102,7 +102,7 @@ def _costs(config: PretrainConfig, model: DistributedModel, plan: PipelinePlan) 
 def _peak(costs: PipelineCosts, model: DistributedModel, plan: PipelinePlan) -> Moment:
     schedule = plan.schedules.training(plan.micro_batches)
     exchanged = [model.data_parallel.exchanged_bytes] * schedule.ranks
-    return peak_moments(schedule, plan.executed_bounds, costs, exchanged)[model.state.pipeline.rank]
+    return peak_moments(schedule, plan.executed_bounds, costs, exchanged)[model.state.pp.rank]
 
 
 def _state_bytes(entries: Iterable[ShardedTensor], config: PretrainConfig) -> int:

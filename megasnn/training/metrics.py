@@ -58,9 +58,9 @@ class Metrics:
         for name, neuron in self._model.neurons():
             neuron.observer = _Observer(self.spikes, self.rasters, name)
         state = self._state  # a group of one rank sends nothing
-        self._groups = [name for name in ("tensor", "context", "data") if getattr(state, name).size > 1]
-        self._groups += ["dp_replicate_cp"] * (state.context.size > 1)  # whose traffic is elsewhere that of "data"
-        self._groups += ["pipeline", "backward"] if state.pipeline.size > 1 else []
+        groups = {"tp": state.tp, "cp": state.cp, "dp": state.dp_cp}
+        self._groups = [name for name, group in groups.items() if group.size > 1]
+        self._groups += ["pp", "backward"] if state.pp.size > 1 else []
 
     @property
     def observes(self) -> bool:
@@ -71,9 +71,9 @@ class Metrics:
         """Returns what was measured since the last call. Collective."""
         state, by_samples = self._state, self._model.context.cut == "samples"
         # Ranks that share micro-batches by samples have the same neurons, and by rows other ones of a layer.
-        same, rows = (state.dp_cp, None) if by_samples else (state.data, state.context.handle)
-        others = state.tensor.handle, rows
-        layers = self.spikes.reduce(same.handle, others, state.pipeline.handle, self._order)
+        same, rows = (state.dp_cp, None) if by_samples else (state.dp, state.cp.handle)
+        others = state.tp.handle, rows
+        layers = self.spikes.reduce(same.handle, others, state.pp.handle, self._order)
         peaks = gather_peak_memory_mb(state.device, state.world.handle)
         iterations = max(iteration - self._counted_from, 1)
         self._counted_from = iteration
@@ -83,7 +83,7 @@ class Metrics:
     def _traffic(self, iterations: int) -> dict[str, float]:
         """MB that all ranks together received per iteration, by group, and what they were unpacked. Collective.
 
-        "pipeline" is what stages send in forward, "backward" the gradients that come back; "dp_replicate_cp" are the
+        "pp" is what stages send in forward, "backward" the gradients that come back; "dp" also counts the
         gradients that replicas sum with the ranks that share their micro-batches.
         """
         mine = [statistics.total(group) for group in self._groups]

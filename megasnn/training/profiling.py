@@ -59,7 +59,7 @@ class PipelineProfiler:
 
     def _report(self, number: int, batch: GlobalBatch) -> None:
         """Writes the log line, the scalars, and the two charts on one scale."""
-        engine, pipeline = self._engine, self._engine.state.pipeline
+        engine, pipeline = self._engine, self._engine.state.pp
         seconds = engine.distributed.executor.clock.seconds
         offsets, micro_batches = clock_offsets(pipeline), engine.windows * len(batch.micro_batches)
         times = gather(pipeline.handle, [(seconds(start), seconds(end)) for start, end in self._marks])
@@ -113,7 +113,7 @@ class StepTrace:
                 f"WARNING: --profile-steps {options.profile_steps}, and the run has iterations {done + 1} to "
                 f"{iterations}: the trace has what lies in both"
             )
-        self._reporter, self._steps = reporter, steps if state.data.rank == 0 else range(0)
+        self._reporter, self._steps = reporter, steps if state.dp.rank == 0 else range(0)
         self._folder, self._rank = (log_folder(config) or Path()) / "traces", state.rank
         gpu = [ProfilerActivity.CUDA] if state.device.type == "cuda" else []
         self._activities = [ProfilerActivity.CPU, *gpu]
@@ -158,7 +158,7 @@ class Pictures:
         self._layers = [layer.name for layer in engine.distributed.model.layers]
         self._labels, self._rasters = datasets.train.labels, rasters
         # The pipeline of the rank that writes; its other stages send theirs.
-        self._draws = engine.state.dp_cp.rank == 0 and engine.state.tensor.rank == 0
+        self._draws = engine.state.dp_cp.rank == 0 and engine.state.tp.rank == 0
         self._shown = False
         self._history = SpikeHistory()
 
@@ -198,6 +198,6 @@ class Pictures:
         if not self._rasters.enabled:
             return
         self._rasters.enabled = False
-        rasters = self._rasters.take(self._state.pipeline.handle, self._layers)
+        rasters = self._rasters.take(self._state.pp.handle, self._layers)
         if self._state.rank == 0 and rasters:
             self._reporter.picture("spikes/raster", lambda: raster_sheet(rasters), iteration)

@@ -8,18 +8,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megasnn import checkpoint
+from megasnn.checkpoint.folder import first_legible, list_checkpoints, resolve
+from megasnn.checkpoint.format import Metadata
 from megasnn.checkpoint.job import FolderLock
-from megasnn.checkpoint.load import config_differences, model_differences
+from megasnn.checkpoint.load import (
+    config_differences,
+    load_checkpoint,
+    load_globals_into,
+    model_differences,
+    other_model,
+)
+from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.state_dict import read_state_dict
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import changed_recipe, changed_samples, identity, recipe
 from megasnn.engine import Engine
 from megasnn.engine.faults import placed
-from megasnn.files import in_message, raise_problems
+from megasnn.files import CheckpointError, NoCheckpointError, in_message, raise_problems
 from megasnn.layers import ParallelNeuron
 from megasnn.models.registry import saved_model_name
-from megasnn.parallel.agreement import run_on_all_ranks
+from megasnn.parallel.agreement import broadcast_result, run_on_all_ranks
 from megasnn.parallel.sharding import owner_name
 from megasnn.parallel_state import ParallelState
 
@@ -36,15 +44,15 @@ def refuse_other_model(config: PretrainConfig, state: ParallelState) -> None:
     options, model = config.checkpoint, config.model.name
 
     def refuse() -> None:
-        has_saved = options.save is not None and checkpoint.list_checkpoints(Path(options.save))
+        has_saved = options.save is not None and list_checkpoints(Path(options.save))
         if not options.may_begin_anew and not has_saved:  # with checkpoints of its own a restarted job goes on there
-            checkpoint.resolve(Path(str(options.load)), options.ckpt_step)
-        metadata = checkpoint.first_legible(Path(str(options.load)), options.ckpt_step)
+            resolve(Path(str(options.load)), options.ckpt_step)
+        metadata = first_legible(Path(str(options.load)), options.ckpt_step)
         if metadata is None:
             return
         saved = saved_model_name(metadata)
         if saved not in (None, model):
-            raise checkpoint.CheckpointError(f"--load {options.load}: {checkpoint.other_model(saved, model)}")
+            raise CheckpointError(f"--load {options.load}: {other_model(saved, model)}")
         if metadata.config is not None and not options.finetune:
             title = (
                 f"the checkpoint of --load {options.load} does not fit this run; --finetune takes its weights alone:"
@@ -52,7 +60,7 @@ def refuse_other_model(config: PretrainConfig, state: ParallelState) -> None:
             raise_problems(title, config_differences(metadata.config, identity(config)))
 
     if options.load and not options.loads_weights:
-        checkpoint.broadcast_result(state.world.handle, refuse)
+        broadcast_result(state.world.handle, refuse)
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
     def by_first() -> tuple[bool, int, str]:
         nonlocal job
         job = FolderLock(folder, is_job=True)
-        there = checkpoint.list_checkpoints(folder)
+        there = list_checkpoints(folder)
         mixed = ""
         if there and not job.resumes and not continues:
             mixed = (
@@ -104,11 +112,11 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
             )
         return job.resumes, 0 if continues else job.found, "\n".join(filter(None, (job.notice, mixed)))
 
-    decided = checkpoint.broadcast_result(state.world.handle, by_first)
+    decided = broadcast_result(state.world.handle, by_first)
     claimed = Claim(folder, job, *decided)
     try:
         _require_shared(folder, state)
-    except checkpoint.CheckpointError:
+    except CheckpointError:
         claimed.release()
         raise
     return claimed
@@ -117,11 +125,11 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
 def _require_shared(folder: Path, state: ParallelState) -> None:
     """Raises CheckpointError on every rank where a rank sees another folder by this name than the first. Collective."""
     group = state.world.handle
-    mark = checkpoint.broadcast_result(group, lambda: leave_mark(folder))
+    mark = broadcast_result(group, lambda: leave_mark(folder))
 
     def see() -> None:
         if not sees_mark(mark):
-            raise checkpoint.CheckpointError(f"{platform.node()} (rank {state.rank})")
+            raise CheckpointError(f"{platform.node()} (rank {state.rank})")
 
     try:
         run_on_all_ranks(
@@ -216,7 +224,7 @@ class Start:
             begin = self._continue(str(options.save), restarted=True)
         elif options.loads_weights:
             weights = self._config.model.from_spikingjelly(read_state_dict(str(options.load)))
-            checkpoint.load_globals_into(self._model.tensors, weights, self._world)
+            load_globals_into(self._model.tensors, weights, self._world)
         elif options.load:
             begin = self._take_weights(options.load) if options.finetune else self._continue(options.load)
         self._engine.step.loaded((begin.iteration, begin.consumed_samples), begin.averaged)
@@ -227,20 +235,20 @@ class Start:
         options = self._options
         state = self._engine.checkpoints.state
         try:
-            loaded = checkpoint.load_checkpoint(
+            loaded = load_checkpoint(
                 folder,
                 replace(state, optimizer=None) if self._evaluates_only else state,
                 step=None if restarted else options.ckpt_step,
                 process_group=self._world,
                 check=self._problems,
             )
-        except checkpoint.NoCheckpointError:
+        except NoCheckpointError:
             if not options.may_begin_anew:
                 raise
             return StartingPoint(notice=f"no checkpoint in {folder}: starting from the beginning")
         if self._evaluates_only:
             if self._engine.step.average is not None and not loaded.averaged:
-                raise checkpoint.CheckpointError(
+                raise CheckpointError(
                     f"{loaded.path} holds no average of the weights to evaluate: leave --ema-decay out"
                 )
             remarks = *loaded.remarks, *changed_samples(loaded.extra, self._config)
@@ -259,9 +267,9 @@ class Start:
     def _take_weights(self, folder: str) -> StartingPoint:
         """Takes only the weights, of a model whose tensors fit; a last layer of another shape stays as initialised."""
         head, model = self._model.model.layers[-1].name, self._config.model.name
-        loaded = checkpoint.load_checkpoint(
+        loaded = load_checkpoint(
             folder,
-            checkpoint.LocalState(self._model.tensors),
+            LocalState(self._model.tensors),
             step=self._options.ckpt_step,
             process_group=self._world,
             check=lambda saved: model_differences(saved, model, None),
@@ -284,7 +292,7 @@ class Start:
         neurons = self._model.neurons()
         return [owner_name(n, "w", path) for path, n in neurons if isinstance(n, ParallelNeuron) and n.w is not None]
 
-    def _problems(self, saved: checkpoint.Metadata) -> Iterator[str]:
+    def _problems(self, saved: Metadata) -> Iterator[str]:
         """Yields differences of the model; unless it only evaluates, of the data and its order, to which the
         checkpoint's position refers."""
         yield from model_differences(saved, self._config.model.name, identity(self._config))

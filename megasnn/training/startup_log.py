@@ -14,6 +14,7 @@ import torch
 
 from megasnn.config import PretrainConfig, changed_flags, comparable_flags, to_json, with_model_name
 from megasnn.config.data import SAMPLE
+from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import Length
 from megasnn.data.paths import shown_path
 from megasnn.engine import Engine
@@ -24,8 +25,9 @@ from megasnn.files import write_whole
 from megasnn.kernels.backends import backend_told
 from megasnn.kernels.spike_codec import Content
 from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
+from megasnn.parallel.process_group import choose_device
 from megasnn.parallel.sharding import row_bounds
-from megasnn.parallel_state import ParallelState, why_not_on_gpus
+from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule.draw import raster
@@ -58,10 +60,10 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
         lines.append(f"context parallel: {sharing['ranks']} ranks share each micro-batch by {sharing['cut']}{samples}")
     for line in (*lines, *_flags(config), *_model(config, layers, model, plan)):
         reporter.line(line)
-    table = as_table(layers, plan.bounds, plan.schedules.placement, state.tensor.size) if layers else ""
+    table = as_table(layers, plan.bounds, plan.schedules.placement, state.tp.size) if layers else ""
     reporter.text("model", table)
     reporter.text("configuration", textwrap.indent(to_json(config), "    "))
-    grid = {"data_parallel_size": state.data.size, "parameters": model.parameters}
+    grid = {"data_parallel_size": state.dp.size, "parameters": model.parameters}
     reporter.flags({**comparable_flags(config), **grid})
     costs = None
     if plan.costs is not None:
@@ -76,7 +78,7 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
         "config": with_model_name(config),
     }
     reporter.entry("start", start)
-    simulation = plan.simulation(plan.micro_batches) if state.pipeline.size * plan.weight_ranks > 1 else None
+    simulation = plan.simulation(plan.micro_batches) if state.pp.size * plan.weight_ranks > 1 else None
     if simulation is not None:
         schedule = plan.schedules.training(plan.micro_batches)
         draw = partial(raster, schedule, simulation, "simulated")
@@ -93,12 +95,12 @@ def print_summary(config: PretrainConfig, state: ParallelState) -> None:
     written. Collective over the world."""
     plan, model = build_model(config, describe_windows(config), state)
     if state.rank == 0:
-        print(as_table(_layers(config, model), plan.bounds, plan.schedules.placement, state.tensor.size))
+        print(as_table(_layers(config, model), plan.bounds, plan.schedules.placement, state.tp.size))
 
 
 def _sharing(config: PretrainConfig, model: DistributedModel) -> dict[str, Any]:
     """Sentence on how ranks share micro-batches; empty where none are shared."""
-    ranks, cut = model.context.context.size, model.context.cut
+    ranks, cut = model.context.cp.size, model.context.cut
     if ranks == 1:
         return {}
     bounds = row_bounds(config.training.micro_batch_size, ranks)
@@ -141,7 +143,7 @@ def _write(reporter: Reporter, file: Path, text: str) -> None:
 def _summary(config: PretrainConfig, model: DistributedModel, length: Length) -> list[str]:
     training, state = config.training, model.state
     ranks, name = state.world.size, type(config.model).__name__.removesuffix("Config")
-    where = f"{ranks} rank{'s' * (ranks > 1)} ({state.grid}), {_device(state.device, config.parallel.device)}"
+    where = f"{ranks} rank{'s' * (ranks > 1)} ({state.grid}), {_device(state.device, config.parallel)}"
     still = model.parameters - model.trained_parameters
     frozen = f" ({still:,} of them frozen)" if still else ""
     what = (
@@ -160,14 +162,13 @@ def _summary(config: PretrainConfig, model: DistributedModel, length: Length) ->
         what,
         f"data: {data}",
         f"neurons: {spec.kind} by {backend_told(config.neuron.neuron_backend, sample, spec)}",
-        *([state.communicators.describe()] if ranks > 1 else []),
     ]
 
 
-def _device(device: torch.device, asked: str) -> str:
+def _device(device: torch.device, parallel: ParallelConfig) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    threads, why = torch.get_num_threads(), why_not_on_gpus(asked)
+    threads, (_, why) = torch.get_num_threads(), choose_device(parallel.backend, parallel.device)
     return f"CPU with {threads} thread{'s' * (threads > 1)} a rank{f' ({why})' if why else ''}"
 
 

@@ -8,19 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint import (
-    CheckpointError,
-    LocalState,
-    load_checkpoint,
-    load_global_tensors,
-    read_metadata,
-    tensor_io,
-    verify_checkpoint,
-)
-from megasnn.checkpoint.optimizer_state import allocate, describe
+from megasnn.checkpoint import tensor_io
+from megasnn.checkpoint.format import read_metadata
+from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
+from megasnn.checkpoint.optimizer_state import LocalState, allocate, describe
+from megasnn.checkpoint.tensor_io import verify_checkpoint
 from megasnn.commands.convert_checkpoint import main
 from megasnn.convert.reshard import Target, reshard, saved_model
 from megasnn.convert.source import open_source
+from megasnn.files import CheckpointError
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.schedule.partition import layout_to_bounds, parse_layout
 from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory
@@ -78,7 +74,7 @@ def test_it_says_what_it_said_before_and_any_layout_loads_it(checkpoint, tmp_pat
     before, after = (json.loads((at / "metadata.json").read_text()) for at in (folder / "iter_0000100", path))
     for field in ("iteration", "consumed_samples", "config", "extra", "optimizer", "model"):
         assert before[field] == after[field], field
-    assert (after["layout"]["tensor"], after["layout"]["pipeline"]) == (2, 2)
+    assert (after["layout"]["tp"], after["layout"]["pp"]) == (2, 2)
     ranks = [build(saved_model(open_source(folder)), seed=7) for _ in range(2)]
     for rank, source in zip(ranks, (folder, tmp_path), strict=True):
         loaded = load_checkpoint(source, LocalState(rank.tensors, rank.optimizer))

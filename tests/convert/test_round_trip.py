@@ -13,15 +13,12 @@ from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
 
-from megasnn.checkpoint import (
-    CheckpointError,
-    LocalState,
-    Progress,
-    load_global_tensors,
-    load_globals_into,
-    save_checkpoint,
-)
+from megasnn.checkpoint.format import Progress
+from megasnn.checkpoint.load import load_global_tensors, load_globals_into
+from megasnn.checkpoint.optimizer_state import LocalState
+from megasnn.checkpoint.save import save_checkpoint
 from megasnn.commands.convert_checkpoint import main
+from megasnn.files import CheckpointError
 from megasnn.models.spikformer.model import Spikformer as Ours
 from megasnn.models.spikformer.weight_names import from_spikingjelly, to_spikingjelly
 from megasnn.models.vgg_dvs.model import VggDvs
@@ -61,12 +58,12 @@ def logits(model: nn.Module, x: Tensor) -> Tensor:
 
 def through_ranks(weights: Path, folder: Path, name: str) -> None:
     """On each of four ranks, tensor 2 x pipeline 2: takes its part of the imported weights and saves it."""
-    state = initialize_model_parallel(2, 2)
+    state = initialize_model_parallel(tp=2, pp=2)
     try:
         model = model_like(CONFIGS[name], neuron="lif")
         half = len(model.description.layers) // 2
-        layers = range(half) if state.pipeline.rank == 0 else range(half, len(model.description.layers))
-        rank = build(model, 1, state.tensor.rank, 2, layers)
+        layers = range(half) if state.pp.rank == 0 else range(half, len(model.description.layers))
+        rank = build(model, 1, state.tp.rank, 2, layers)
         load_globals_into(rank.tensors, load_global_tensors(weights), state.world.handle)
         progress = Progress(1, config=identity(CONFIGS[name], neuron="lif"))
         save_checkpoint(folder, progress, LocalState(rank.tensors), state.world.handle)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.training import TrainingConfig
+from megasnn.grid import Place
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelLinear
 from megasnn.optim import (
@@ -52,20 +53,20 @@ def _all_names() -> list[str]:
 
 
 def _norm_and_clip(tensor: int, pipeline: int) -> tuple:
-    state = initialize_model_parallel(tensor, pipeline)
+    state = initialize_model_parallel(tp=tensor, pp=pipeline)
     try:
         first, last = state.is_first_stage, state.is_last_stage
-        home = {"stem": first, "block": first if pipeline < 3 else state.pipeline.rank == 1, "head": last}
-        layers = {name: layer for name, layer in _layers(context(state.tensor)).items() if home[name]}
+        home = {"stem": first, "block": first if pipeline < 3 else state.pp.rank == 1, "head": last}
+        layers = {name: layer for name, layer in _layers(context(state.tp)).items() if home[name]}
         tensors = build(layers, {})
         frozen = [e for e in tensors if e.name == "stem.conv.weight"]
         for entry in tensors:
             if entry.is_parameter and entry not in frozen:
                 entry.tensor.grad = entry.shard.cut(_gradient(entry.name, entry.shard.global_shape))
-        norm = GradientNorm(_all_names(), tensors, state.device)
+        norm = GradientNorm(_all_names(), tensors, state.device, Place(state.grid, state.coordinates))
 
         def of_all() -> float:
-            return norm.of(all_reduce_sum(norm.squares(), state.model, "step").tolist())
+            return norm.of(all_reduce_sum(norm.squares(), state.world, "step").tolist())
 
         value = of_all()
         norm.clip(value, 0.0)

@@ -106,7 +106,7 @@ def _step(schedule: Schedule, state: ParallelState, seed: int) -> tuple[float, d
     # The last layers share a chunk where there are more layers than chunks; with fewer, some chunks are empty.
     ends = [min(chunk + 1, len(model.layers)) for chunk in range(chunks - 1)] + [len(model.layers)]
     bounds = [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    mine = build_chunks(model, bounds, schedule.chunks_of(state.pipeline.rank), BuildContext(), state.device, 0)
+    mine = build_chunks(model, bounds, schedule.chunks_of(state.pp.rank), BuildContext(), state.device, 0)
     layers = [pair for chunk in mine.values() for pair in chunk.named_layers()]
     modules = [pair for name, layer in layers for pair in layer.named_modules(prefix=name)]
     norms = {name: module for name, module in modules if isinstance(module, ParallelBatchNorm)}
@@ -138,7 +138,7 @@ def _digest(values: Tensor) -> str:
 
 def _steps(seeds: range) -> list[tuple[float, dict[str, str]]]:
     world_size = torch.distributed.get_world_size()
-    state = initialize_model_parallel(1, world_size)
+    state = initialize_model_parallel(pp=world_size)
     try:
         return [_step(random_schedule(seed, world_size), state, seed) for seed in seeds]
     finally:
@@ -146,7 +146,7 @@ def _steps(seeds: range) -> list[tuple[float, dict[str, str]]]:
 
 
 def _one_rank() -> dict[int, tuple[float, dict[str, str]]]:
-    state = initialize_model_parallel(1, 1)
+    state = initialize_model_parallel()
     try:
         return {m: _step(generate("1f1b", 1, m), state, 0) for m in range(1, MOST_MICRO_BATCHES + 1)}
     finally:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megasnn.checkpoint import list_checkpoints
+from megasnn.checkpoint.folder import list_checkpoints
 from tests.faults.launch import PP2, PP3, TINY, TP2, Ranks
 
 

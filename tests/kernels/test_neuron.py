@@ -199,14 +199,12 @@ def test_bfloat16_keeps_its_own_size_and_computes_in_float32(kind, backend) -> N
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"spec": NeuronSpec(surrogate="erf"), "backend": "fused"}, "'erf'"),
+        ({"spec": NeuronSpec(surrogate="erf"), "backend": "fused"}, "--surrogate erf;"),
         ({"x": torch.zeros(2, 0), "backend": "fused"}, "empty"),
         ({"backend": "triton"}, "--neuron-backend auto or torch"),
         ({"backend": "cupy"}, "--neuron-backend"),
         ({"spec": NeuronSpec(kind="plif")}, "plif"),
         ({"w": torch.zeros(())}, "plif"),
-        ({"spec": NeuronSpec(kind="plif"), "w": torch.zeros(3)}, "scalar"),
-        ({"v0": torch.zeros(4)}, r"v0 \(4,\)"),
         ({"x": torch.zeros(4, 3, dtype=torch.int64)}, "int64"),
     ],
 )
@@ -229,4 +227,4 @@ def test_a_log_names_the_backend_and_why_it_is_no_faster_one() -> None:
     told = backend_told("auto", x, NeuronSpec())
     assert told.startswith("fused, ") and "triton" in told
     assert backend_told("torch", x, NeuronSpec()) == "torch, plain PyTorch"
-    assert "'erf'" in backend_told("auto", x, NeuronSpec(surrogate="erf"))
+    assert "--surrogate erf)" in backend_told("auto", x, NeuronSpec(surrogate="erf"))

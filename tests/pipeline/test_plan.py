@@ -25,7 +25,7 @@ MODEL = describe(model_config(), NeuronSpec())
 def _plan(micro_batches: int, searches: bool, predicts: bool, flags: dict[str, Any]) -> PipelinePlan | str:
     """On two stages of ranks that all measure differently; all may search, or the first alone."""
     parallel = ParallelConfig(pipeline_model_parallel_size=2, **flags)
-    state = initialize_model_parallel(1, 2, context_parallel_size=parallel.context_parallel_size)
+    state = initialize_model_parallel(pp=2, cp=parallel.context_parallel_size)
     training = TrainingConfig(micro_batch_size=2, global_batch_size=2 * micro_batches, train_iters=1)
     config = run_config(type(model_config()))(
         model=model_config(), training=training, parallel=parallel, logging=LoggingConfig(profile_pipeline=predicts)
@@ -42,7 +42,7 @@ def _plan(micro_batches: int, searches: bool, predicts: bool, flags: dict[str, A
             for name in ("find_best", "named_schedule"):
                 patch.setattr(f"megasnn.schedule.plan.{name}", _no_search)
         try:
-            plan = plan_pipeline(config, MODEL, BuildContext(state.tensor, context=state.context, cut="rows"), state)
+            plan = plan_pipeline(config, MODEL, BuildContext(state.tp, cp=state.cp, cut="rows"), state)
             for schedule in plan.schedules.decided:
                 assert plan.schedules.training(schedule.micro_batches) is schedule, "what was decided is what runs"
             return plan

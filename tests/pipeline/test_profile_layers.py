@@ -62,9 +62,9 @@ def test_bytes_of_many_samples_are_counted_with_few() -> None:
 
 
 def _profiled_in_a_group(tensor: int, context: int) -> list[LayerCost]:
-    state = initialize_model_parallel(tensor, 1, context_parallel_size=context)
+    state = initialize_model_parallel(tp=tensor, cp=context)
     try:
-        built = BuildContext(state.tensor, context=state.context, cut="rows")
+        built = BuildContext(state.tp, cp=state.cp, cut="rows")
         return profile_layers.profile_layers(MODEL, 4, built, CPU, 1)
     finally:
         destroy_model_parallel()
@@ -106,5 +106,5 @@ def test_a_busy_machine_hides_no_cost_of_a_byte(monkeypatch, least_small: float,
     marks = chain.from_iterable((0.0, each) for pair in zip(small, large, strict=True) for each in pair)
     monkeypatch.setattr(profile_layers, "now", lambda device: next(marks))
     monkeypatch.setattr(profile_layers, "_transfer", lambda *_, sends=True: None)
-    found = profile_layers.measure_link(Group("pipeline", (0, 1)), CPU)
+    found = profile_layers.measure_link(Group("pp", (0, 1)), CPU)
     assert found == LinkCost(least_small / 2, per_byte / profile_layers.LARGE)

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint import load_global_tensors
+from megasnn.checkpoint.load import load_global_tensors
 from megasnn.config import parse, validate
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import run_config
@@ -70,9 +70,8 @@ def train_model(model: str, flags: list[str], only_load: bool = False, callbacks
     validate(config, world)
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    finer = {"weight_parallel_size": parallel.weight_parallel_size}
-    finer["context_parallel_size"] = parallel.context_parallel_size
-    state = initialize_model_parallel(tensor, pipeline, **finer)
+    finer = {"dp_shard": parallel.weight_parallel_size, "cp": parallel.context_parallel_size}
+    state = initialize_model_parallel(tp=tensor, pp=pipeline, **finer)
     try:
         run = TrainingRun(config, state, callbacks=callbacks)
         try:

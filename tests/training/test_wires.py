@@ -27,5 +27,5 @@ def scalars(folder: Path) -> dict[str, float]:
 def test_bytes_between_stages(ranks, cache, tmp_path, layout, most) -> None:
     ranks(2, train, cache, *PP2, "--pipeline-model-parallel-layout", layout, "--tensorboard-dir", str(tmp_path))
     sent = scalars(tmp_path)
-    assert 0 < sent["7_communication/pipeline_mb"] <= most * sent["7_communication/pipeline_mb_if_dense"]
+    assert 0 < sent["7_communication/pp_mb"] <= most * sent["7_communication/pp_mb_if_dense"]
     assert 0 < sent["7_communication/backward_mb"] == sent["7_communication/backward_mb_if_dense"]
