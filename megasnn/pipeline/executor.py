@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -83,7 +82,7 @@ class PipelineExecutor:
         self._consume: OutputConsumer | None = None
         modules = [module for chunk in chunks.values() for module in chunk.modules()]
         self._neurons = [module for module in modules if isinstance(module, NeuronLayer)]
-        self._steps = Counter[tuple[int, ...]]()  # of training, by the sizes of their micro-batches
+        self._sizes: list[tuple[int, ...]] = []  # of micro-batches in training steps
         self._scattered: frozenset[int] = frozenset()  # chunks whose gradients are, after every micro-batch
         self._methods: dict[Kind, Callable[[StepState, Action], None]] = {
             Kind.FORWARD: self._forward,
@@ -149,9 +148,9 @@ class PipelineExecutor:
         self._transfers.begin(schedule, sizes)
         if not trains:
             return
-        is_new, observes = sizes not in self._steps, any(neuron.is_observed for neuron in self._neurons)
-        self._steps[sizes] += 1
-        has_graphs = not is_new and not observes and sizes in [*self._steps][:MOST_GRAPHED]
+        observes = any(neuron.is_observed for neuron in self._neurons)
+        has_graphs = sizes in self._sizes[:MOST_GRAPHED] and not observes
+        self._sizes += [sizes] * (sizes not in self._sizes)
         for chunk in self._chunks.values():
             if chunk.graphs is not None:
                 chunk.graphs.begin(has_graphs)
