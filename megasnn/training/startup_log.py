@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import pairwise
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megasnn.config import PretrainConfig, changed_flags, comparable_flags, to_json, with_model_name
+from megasnn.config import PretrainConfig, changed_flags, to_dict, to_json, with_model_name
 from megasnn.config.data import SAMPLE
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import Length
@@ -24,7 +23,8 @@ from megasnn.engine.model import DistributedModel
 from megasnn.files import write_whole
 from megasnn.kernels.backends import backend_told
 from megasnn.kernels.spike_codec import Content
-from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
+from megasnn.models.description import ModelDescription
+from megasnn.models.summary import as_table, multiply_adds
 from megasnn.parallel.process_group import choose_device
 from megasnn.parallel.sharding import row_bounds
 from megasnn.parallel_state import ParallelState
@@ -50,21 +50,18 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     lines = [*_summary(config, model, length), *describe_precision(config.training, state.device)]
     if model.context.sparse_products:
         lines.append("sparse products: weights are summed at spikes where that takes less time")
-    layers: Sequence[LayerSummary] = ()
-    if state.rank == 0:
-        with reporter.best_effort("the summary of the model"):
-            layers = _layers(config, model)
-            reporter.work = _work(layers)
+    reporter.work = _work(model.model)
     if sharing := _sharing(config, model):
         samples = f" ({' + '.join(map(str, sharing['samples']))})" if "samples" in sharing else ""
         lines.append(f"context parallel: {sharing['ranks']} ranks share each micro-batch by {sharing['cut']}{samples}")
-    for line in (*lines, *_flags(config), *_model(config, layers, model, plan)):
+    for line in (*lines, *_flags(config), *_model(config, model, plan)):
         reporter.line(line)
-    table = as_table(layers, plan.bounds, plan.schedules.placement, state.tp.size) if layers else ""
+    table = _table(config, model, plan)
     reporter.text("model", table)
     reporter.text("configuration", textwrap.indent(to_json(config), "    "))
     grid = {"data_parallel_size": state.dp.size, "parameters": model.parameters}
-    reporter.flags({**comparable_flags(config), **grid})
+    flat = {name: value for of_part in to_dict(config).values() for name, value in of_part.items()}
+    reporter.flags({**{name: "none" if value is None else value for name, value in flat.items()}, **grid})
     costs = None
     if plan.costs is not None:
         costs = {layer.name: asdict(cost) for layer, cost in zip(model.model.layers, plan.costs.layers, strict=True)}
@@ -95,7 +92,7 @@ def print_summary(config: PretrainConfig, state: ParallelState) -> None:
     written. Collective over the world."""
     plan, model = build_model(config, describe_windows(config), state)
     if state.rank == 0:
-        print(as_table(_layers(config, model), plan.bounds, plan.schedules.placement, state.tp.size))
+        print(_table(config, model, plan))
 
 
 def _sharing(config: PretrainConfig, model: DistributedModel) -> dict[str, Any]:
@@ -115,15 +112,16 @@ def _without_secrets(config: PretrainConfig) -> PretrainConfig:
     return replace(config, data=replace(data, data_path=shown_path(data.data_path), valid_data_path=valid))
 
 
-def _layers(config: PretrainConfig, model: DistributedModel) -> list[LayerSummary]:
+def _table(config: PretrainConfig, model: DistributedModel, plan: PipelinePlan) -> str:
     samples = model.context.largest_share(config.training.micro_batch_size)
-    return summarise(config.model, config.neuron.spec, model.model, samples, model.context.compute_dtype)
+    layers, dtype = model.model.layers, model.context.compute_dtype
+    return as_table(layers, plan.bounds, plan.schedules.placement, samples, dtype)
 
 
-def _work(layers: Sequence[LayerSummary]) -> list[LayerWork]:
+def _work(model: ModelDescription) -> list[LayerWork]:
     """Multiply-adds of the layers; a layer takes spikes where an output of the one before holds spikes or counts."""
-    spikes = [any(content is not Content.DENSE for _, content in each.outputs) for each in layers]
-    pairs = zip(layers, [False, *spikes], strict=False)
+    spikes = [any(entry.content is not Content.DENSE for entry in each.entries.values()) for each in model.layers]
+    pairs = zip(model.layers, [False, *spikes], strict=False)
     return [LayerWork(each.name, each.operations, takes_spikes) for each, takes_spikes in pairs]
 
 
@@ -188,17 +186,14 @@ def _flags(config: PretrainConfig) -> list[str]:
     return lines
 
 
-def _model(
-    config: PretrainConfig, layers: Sequence[LayerSummary], model: DistributedModel, plan: PipelinePlan
-) -> list[str]:
+def _model(config: PretrainConfig, model: DistributedModel, plan: PipelinePlan) -> list[str]:
     """Content of each chunk, and the schedule; without a pipeline, what the whole model computes."""
-    placement, more = plan.schedules.placement, plan.describe_recompute()
+    layers, placement, more = model.model.layers, plan.schedules.placement, plan.describe_recompute()
     if len(placement) == 1:
-        return [*([multiply_adds(layers)] if layers else []), *more]
-    names = [layer.name for layer in model.model.layers]
+        return [multiply_adds(layers), *more]
     lines = [f"pipeline layout {layers_per_chunk(plan.bounds)}; chunks"]
     for index, (span, rank) in enumerate(zip(plan.bounds, placement, strict=True)):
-        content = f"{names[span.start]} .. {names[span.stop - 1]}" if span else "empty"
+        content = f"{layers[span.start].name} .. {layers[span.stop - 1].name}" if span else "empty"
         mine = layers[span.start : span.stop]
         sizes = f", {sum(each.parameters for each in mine):,} parameters, {multiply_adds(mine)}" if mine else ""
         lines.append(f"  {index} on pipeline rank {rank}: {content}{sizes}")

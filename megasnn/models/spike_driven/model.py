@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megasnn.config.checks import above, at_least
+from megasnn.config.fields import Positive, Size
 from megasnn.models.model import Model
 
 if TYPE_CHECKING:
@@ -27,22 +27,21 @@ class SpikeDrivenTransformer(Model):
     name = "spike_driven"
     marker = "patch_embed.positional_encoding.inner.conv.weight"
 
-    embed_dim: int = 384
+    embed_dim: Size = 384
     """Channels of the blocks; the stages of the patch stem have 1/8, 1/4, 1/2 and all of them."""
-    depth: int = 8
+    depth: Size = 8
     """Number of blocks, each an attention and an MLP."""
-    mlp_ratio: float = 4.0
+    mlp_ratio: Positive = 4.0
     """Hidden channels of the MLP, in multiples of --embed-dim."""
     pooled_stages: str = "1111"
     """Which of the four stages of the patch stem halve height and width, a 1 or a 0 for each."""
-    image_size: int = 224
+    image_size: Size = 224
     """Height and width of the images."""
-    num_classes: int = 1000
+    num_classes: Size = 1000
     """Number of classes."""
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)
-        wrong += at_least(self, 1, "embed_dim", "depth") + above(self, 0, "mlp_ratio")
         if len(self.pooled_stages) != STEM_STAGES or set(self.pooled_stages) - set("01"):
             wrong.append(f'--pooled-stages "{self.pooled_stages}" must be four digits, each 0 or 1')
         if self.embed_dim % 2 ** (STEM_STAGES - 1):
@@ -51,7 +50,7 @@ class SpikeDrivenTransformer(Model):
 
     def layers(self) -> Iterable[Layer]:
         """The stages of the patch stem and the positional encoding, the halves of each block, the head."""
-        from megasnn.layers import ConvNormNeuron, NeuronConvNorm, PooledUnit, Residual, SpikeDrivenAttention
+        from megasnn.layers import ConvNormNeuron, MaxPool, NeuronConvNorm, Residual, SpikeDrivenAttention
         from megasnn.models.layer import layer
         from megasnn.models.spike_driven.blocks import MLP, Head, Potential
 
@@ -59,8 +58,10 @@ class SpikeDrivenTransformer(Model):
         channels = [self.in_channels, *(dim // 2 ** (STEM_STAGES - 1 - stage) for stage in range(STEM_STAGES))]
         *first, last = (pooled == "1" for pooled in self.pooled_stages)
         for stage, pools in enumerate(first):
-            unit = (PooledUnit if pools else ConvNormNeuron)(channels[stage], channels[stage + 1], 3, bias=True)
+            unit = ConvNormNeuron(channels[stage], channels[stage + 1], 3, bias=True)
             yield layer(f"{stem}.stages.{stage}", unit, unit=stem)
+            if pools:
+                yield layer(f"{stem}.pools.{stage}", MaxPool(), unit=stem)
         yield layer(f"{stem}.last", Potential(channels[-2], dim, last), unit=stem)
         yield layer(f"{stem}.positional_encoding", Residual(NeuronConvNorm(dim, dim, 3)), unit=stem)
         for block in range(self.depth):
