@@ -19,7 +19,6 @@ from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, Paralle
 from megasnn.layers.shape_inference import calls_of
 from megasnn.layers.weight_grad import WeightGradients
 from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
-from megasnn.models.compare_cut import compare_with_whole
 from megasnn.models.description import ModelDescription
 from megasnn.optim import GradientNorm
 from megasnn.parallel.agreement import gather
@@ -127,8 +126,6 @@ class DistributedModel:
         here = [index for index, home in enumerate(plan.placement) if home == state.pp.rank]
         kept_units = () if self._weights is None else (units, self._weights.shard)
         self.chunks = build_chunks(model, bounds, here, context, state.device, seed, *kept_units)
-        mine = (number for index in self.chunks for number in bounds[index])
-        compare_with_whole(model, context, mine, state.device, seed)
         kept = (lambda entry: entry) if self._weights is None else self._weights.kept
         self.tensors: list[ShardedTensor] = [kept(t) for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
         self.copies = [kept(t) for chunk in self.chunks.values() for t in chunk.copied_tensors()]

@@ -62,7 +62,7 @@ def test_little_more_than_the_cheapest_choice(seed: int) -> None:
         taken += seconds(found)
         least += min(cost for needed, cost in by_peak if needed <= budget)
     assert taken <= 1.3 * least
-    with pytest.raises(ValueError, match=f"--memory-budget {-(-most // MB)};"):
+    with pytest.raises(ValueError, match=f"--memory-budget {-int(-most // MB)};"):
         within_budget(schedule, units, most - MB)
 
 
