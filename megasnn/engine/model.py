@@ -18,7 +18,6 @@ from megasnn.grid import Place
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.shape_inference import calls_of
 from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
-from megasnn.models.compare_cut import compare_with_whole
 from megasnn.models.description import ModelDescription
 from megasnn.optim import GradientNorm
 from megasnn.parallel.agreement import gather
@@ -128,8 +127,6 @@ class DistributedModel:
         self.chunks: dict[int, PipelineChunk] = {
             index: build(index) for index, home in enumerate(plan.placement) if home == state.pp.rank
         }
-        mine = (number for index in self.chunks for number in bounds[index])
-        compare_with_whole(model, context, mine, state.device, seed)
         kept = (lambda entry: entry) if self._weights is None else self._weights.kept
         self.tensors: list[ShardedTensor] = [kept(t) for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
         self.copies = [kept(t) for chunk in self.chunks.values() for t in chunk.copied_tensors()]
@@ -154,7 +151,7 @@ class DistributedModel:
                 chunk.capture_graphs(options.graphs)
         self.described = describe_tensors(model, BuildContext(dtype=context.dtype))
         self.parameters = parameter_count(self.described)
-        trained = (e for e in self.described if not context.is_frozen(e.name) and e.tensor.requires_grad)
+        trained = (e for e in self.described if e.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)
         names = [entry.name for entry in self.described if entry.is_parameter]
         self.gradient_norm = GradientNorm(names, self.owned, state.device, Place(state.grid, state.coordinates))

@@ -6,9 +6,10 @@ import platform
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
-from megasnn.checkpoint.folder import first_legible, list_checkpoints, resolve
+from megasnn.checkpoint.folder import first_legible, go_back, list_checkpoints, resolve
 from megasnn.checkpoint.format import Metadata
 from megasnn.checkpoint.job import FolderLock
 from megasnn.checkpoint.load import (
@@ -26,7 +27,7 @@ from megasnn.engine import Engine
 from megasnn.engine.faults import placed
 from megasnn.files import CheckpointError, NoCheckpointError, in_message, raise_problems
 from megasnn.layers import ParallelNeuron
-from megasnn.parallel.agreement import broadcast_result, run_on_all_ranks
+from megasnn.parallel.agreement import broadcast_result, gather, run_on_all_ranks
 from megasnn.parallel.sharding import owner_name
 from megasnn.parallel_state import ParallelState
 
@@ -70,14 +71,12 @@ class Claim:
         folder: of the checkpoints.
         job: holds the lock; only on the first rank.
         resumes: this is a job that goes on after a restart.
-        others: the last serial of checkpoints there that this run does not continue, and does not remove.
         notice: for the user; "" when nothing.
     """
 
     folder: Path
     job: FolderLock | None
     resumes: bool
-    others: int
     notice: str
 
     def release(self) -> None:
@@ -88,28 +87,22 @@ class Claim:
 
 @placed("while claiming the folder of --save")
 def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
-    """Claims the folder of --save; None without one. Collective.
+    """Claims the folder of --save; None without one, and where nothing is saved. Collective.
 
     Raises:
-        CheckpointError: on every rank: another run saves there, nobody can, or hosts see other folders.
+        CheckpointError: on every rank: another run saves there, nobody can, it has checkpoints that this run does not
+            continue, or hosts see other folders.
     """
     options = config.checkpoint
-    if not options.save:
+    if not options.save or config.training.evaluate_only:
         return None
     folder, continues = Path(options.save), options.saves_where_it_loads and not options.finetune
     job: FolderLock | None = None
 
-    def by_first() -> tuple[bool, int, str]:
+    def by_first() -> tuple[bool, str]:
         nonlocal job
-        job = FolderLock(folder, is_job=True)
-        there = list_checkpoints(folder)
-        mixed = ""
-        if there and not job.resumes and not continues:
-            mixed = (
-                f"WARNING: {folder} holds checkpoints up to iteration {there[-1]} that this run does not continue "
-                f"(--load {folder} would); its own are saved among them"
-            )
-        return job.resumes, 0 if continues else job.found, "\n".join(filter(None, (job.notice, mixed)))
+        job = FolderLock(folder, continues)
+        return job.resumes, job.notice
 
     decided = broadcast_result(state.world.handle, by_first)
     claimed = Claim(folder, job, *decided)
@@ -252,6 +245,8 @@ class Start:
                 )
             remarks = *loaded.remarks, *changed_samples(loaded.extra, self._config)
             return StartingPoint(loaded.iteration, 0, _warnings(remarks), loaded.averaged)
+        if options.ckpt_step is not None and options.saves_where_it_loads and not restarted:
+            broadcast_result(self._world, lambda: go_back(Path(folder), loaded.iteration))
         # Loaded as it is: a run that has nothing left to do does not write it again.
         saved = (restarted or options.saves_where_it_loads) and not loaded.remarks
         return StartingPoint(
@@ -266,23 +261,33 @@ class Start:
     def _take_weights(self, folder: str) -> StartingPoint:
         """Takes only the weights, of a model whose tensors fit; a last layer of another shape stays as initialised."""
         head, model = self._model.model.layers[-1].name, self._config.model.name
+        shapes = {entry.name: entry.shard.global_shape for entry in self._model.described}
+        of_head = {name for name in shapes if name.startswith(f"{head}.")}
+        time_constants = set(chain(*gather(self._world, self._time_constants())))
+        other_head, initial = False, set[str]()
+
+        def leave(saved: Metadata) -> set[str]:
+            nonlocal other_head, initial
+            other_head = any(saved.tensors[n].shape != shapes[n] for n in of_head & saved.tensors.keys())
+            initial = time_constants - saved.tensors.keys()
+            return (of_head if other_head else set()) | initial
+
         loaded = load_checkpoint(
             folder,
             LocalState(self._model.tensors),
             step=self._options.ckpt_step,
             process_group=self._world,
             check=lambda saved: model_differences(saved, model, None),
-            replaceable=head,
-            optional=self._time_constants(),
+            leave=leave,
         )
         remarks = [*loaded.remarks, *changed_samples(loaded.extra, self._config)]
-        if loaded.replaced:
+        if other_head:
             remarks.append(f"{head} is of another shape in the checkpoint: it stays as it is initialised")
-        if loaded.initial:
-            first, count = loaded.initial[0], len(loaded.initial)
+        if initial:
+            more = f" and {len(initial) - 1} more" * (len(initial) > 1)
             remarks.append(
-                f"the checkpoint holds no time constants of neurons ({first}{f' and {count - 1} more' * (count > 1)}): "
-                f"they start from --tau {self._config.neuron.tau}"
+                f"the checkpoint holds no time constants of neurons ({min(initial)}{more}): they start from --tau "
+                f"{self._config.neuron.tau}"
             )
         return StartingPoint(notice=_warnings(remarks))
 

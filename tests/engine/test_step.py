@@ -351,6 +351,16 @@ def left() -> Model:
     return between(lambda: [layer("left", Left()), layer("next", ConvNormNeuron(4, 4))])
 
 
+def frozen() -> Model:
+    return between(lambda: [layer("left", Left().requires_grad_(False)), layer("next", frozen_weight())])
+
+
+def frozen_weight() -> nn.Module:
+    unit = ConvNormNeuron(4, 4)
+    unit.conv.weight.requires_grad_(False)
+    return unit
+
+
 def step() -> Model:
     return between(lambda: [layer("step", Step()), layer("next", ConvNormNeuron(4, 4))])
 
@@ -378,7 +388,9 @@ def steps_of(make: Callable[[], Model], flags: dict[str, Any]) -> tuple[list[str
         (left, ["left.conv.weight", "left.norm.weight", "left.norm.bias"], {}),
         (left, ["left.conv.weight", "left.norm.weight", "left.norm.bias"], STAGES),
         (left, ["left.conv.weight", "left.norm.weight", "left.norm.bias"], SCATTERED),
-        (left, [], {"lr_scale_of": "left=0"}),
+        (frozen, [], {}),
+        (frozen, [], STAGES),
+        (frozen, [], {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True}),
         (step, ["stem.conv.weight", "stem.norm.weight", "stem.norm.bias"], {"tensor_model_parallel_size": 2}),
         (step, None, {"recompute": "always", "use_distributed_optimizer": True}),
         (step, None, STAGES),
@@ -387,7 +399,7 @@ def steps_of(make: Callable[[], Model], flags: dict[str, Any]) -> tuple[list[str
     ],
 )
 def test_parameters_without_a_gradient_are_named_once_and_any_layout_trains(ranks, make, missing, flags) -> None:
-    _, losses, weights = steps_of(make, {"lr_scale_of": flags["lr_scale_of"]} if "lr_scale_of" in flags else {})
+    _, losses, weights = steps_of(make, {})
     for rank, (warned, found, theirs) in enumerate(ranks(2, steps_of, make, flags)):
         if missing is not None:
             assert warned == [notice_of(missing) if missing and rank == 0 else "", ""]

@@ -55,7 +55,6 @@ def predicted_and_counted(
     micro_batch: int = MICRO_BATCH,
     precision: str = "fp32",
     bptt_steps: int | None = None,
-    freeze: str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[int, int]:
     """Bytes of this rank, above what is there between two steps."""
@@ -74,10 +73,7 @@ def predicted_and_counted(
             precision=precision,
             bptt_steps=bptt_steps,
         )
-        frozen = OptimizerConfig(lr_scale_of=freeze)
-        config: PretrainConfig = run_config(type(model))(
-            model=model, training=training, parallel=layout, optimizer=frozen
-        )
+        config: PretrainConfig = run_config(type(model))(model=model, training=training, parallel=layout)
         small = mock.patch.object(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
         with small, Engine(config, length=Length(9)) as engine:
             predicted = step_peak(config, engine.distributed, engine.plan).total
