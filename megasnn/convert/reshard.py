@@ -25,7 +25,7 @@ from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS, model_of
-from megasnn.parallel.sharding import ShardedTensor, sharded_tensors
+from megasnn.parallel.sharding import Shard, ShardedTensor, sharded_tensors
 from megasnn.parallel_state import Group
 from megasnn.schedule.partition import PLACEMENTS, layout_to_bounds, parse_layout
 
@@ -115,17 +115,14 @@ def saved_model(source: Source) -> tuple[str, ModelDescription]:
     """Name and description of the model of a checkpoint.
 
     Raises:
-        CheckpointError: it is none of the registry of models, there is no configuration of it (weights from
-            elsewhere), or one that cannot be.
+        CheckpointError: it is none of the registry of models, its configuration is not there, or cannot be.
     """
     config, model = source.metadata.config, model_of(source.metadata.model, source.tensors)
-    if config is None:
+    if config is None or model is None:
         raise CheckpointError(
-            f"{source.path} holds weights without a model configuration, so how its tensors are cut is not known; "
-            "start a run from it with --load ... --finetune: what that run saves can be laid out"
+            f"{source.path} holds weights without the configuration of a model known here ({', '.join(MODELS)}): lay "
+            "out what a run saves that starts from it with --load ... --finetune"
         )
-    if model is None:
-        raise CheckpointError(f"{source.path} is of a model that is unknown here; known: {', '.join(MODELS)}")
     title = f"{source.path}: there is no model {model.name} like this:"
     try:
         run: PretrainConfig = from_dict(run_config(model), {part: config[part] for part in ("model", "neuron")})
@@ -173,5 +170,5 @@ def _as_saved(entry: ShardedTensor, tensors: Mapping[str, Tensor]) -> Iterator[S
     for name in (entry.name, *(f"{prefix}{entry.name}" for prefix in (AVERAGE, *kinds))):
         if name in tensors:
             shape = tuple(tensors[name].shape)
-            shard = entry.shard if shape == entry.shard.global_shape else entry.shard.whole(shape)
+            shard = entry.shard if shape == entry.shard.global_shape else Shard(shape, place=entry.shard.place)
             yield ShardedTensor(name, tensors[name].new_empty(shard.local_shape), shard, False)

@@ -170,7 +170,7 @@ class BatchLoader:
         parts = []
         # At the end of a validation pass there may be too few for everybody.
         for index in micro_batches_of(len(sizes), share.dp_size, share.dp_rank, may_be_none=True):
-            rows = own_rows(sizes[index], share.cp_size, share.cp_rank)
+            rows = own_rows(sizes[index], [share.cp_size], share.cp_rank)
             if rows:
                 start = first_sample(sizes, index) + rows.start
                 samples = [each.sample for each in self._order.positions(position + start, len(rows))]

@@ -179,7 +179,7 @@ class Batches:
         data, micro_batches = self._state.dp, []
         ranks, rank = (1, 0) if self.mixes and not evaluates else (self._samples.size, self._samples.rank)
         for index in micro_batches_of(len(sizes), data.size, data.rank, may_be_none=evaluates):
-            own = own_rows(sizes[index], ranks, rank)
+            own = own_rows(sizes[index], [ranks], rank)
             start, size = first_sample(sizes, index) + own.start, len(own)
             if not size:
                 continue
@@ -285,7 +285,7 @@ class Batches:
         """Mixes a whole micro-batch, and takes this rank's samples of it."""
         if self._mixing is None or micro.samples is None:
             return micro
-        own, first = own_rows(micro.size, self._samples.size, self._samples.rank), micro.samples.start
+        own, first = own_rows(micro.size, self._samples.sizes, self._samples.rank), micro.samples.start
         part = slice(own.start, own.stop)
         images = None if micro.images is None else self._mixing.images(micro.images, first)[part]
         labels = None if micro.labels is None else self._mixing.labels(micro.labels, first)[part]

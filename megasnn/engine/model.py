@@ -14,13 +14,12 @@ from torch import Tensor
 from megasnn.bundle import Bundle, logits_of
 from megasnn.device_checks import DeviceChecks
 from megasnn.engine.parts import Windows, executed_parts, gathered_weights, plan_chunks, scatters
-from megasnn.grid import Place
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.shape_inference import calls_of
 from megasnn.layers.weight_grad import WeightGradients
 from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
 from megasnn.models.description import ModelDescription
-from megasnn.optim import GradientNorm
+from megasnn.optim.norms import GradientNorm
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.gradient_buckets import GradientBuckets
@@ -153,7 +152,7 @@ class DistributedModel:
         trained = (e for e in self.described if e.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)
         names = [entry.name for entry in self.described if entry.is_parameter]
-        self.gradient_norm = GradientNorm(names, self.owned, state.device, Place(state.grid, state.coordinates))
+        self.gradient_norm = GradientNorm(names, self.owned, state.device)
         self.mean_loss = self.correct = self.norm = self.stop_votes = 0.0
         self.is_finite = True
         self._global_batch_size = 1

@@ -58,7 +58,7 @@ def gathered_weights(plan: SchedulePlan, state: ParallelState, context: BuildCon
             f"weights are shared by {state.dp_shard.size} ranks: give a schedule that gathers them "
             "(SchedulePlan.sharing), and BuildContext(dp_shard=...)"
         )
-    return GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights)
+    return GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
 
 
 def scatters(plan: SchedulePlan) -> bool:

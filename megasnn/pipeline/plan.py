@@ -10,8 +10,8 @@ from megasnn.batching import micro_batches_of
 from megasnn.config import ParallelConfig, PretrainConfig
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
-from megasnn.parallel.agreement import broadcast_object
-from megasnn.parallel.fsdp import gathered_bytes, travelling_bytes
+from megasnn.parallel.agreement import broadcast_result
+from megasnn.parallel.fsdp import unit_bytes
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts
 from megasnn.pipeline.peak_memory import peak_moments, unit_memory
@@ -137,7 +137,7 @@ def plan_pipeline(
         scatters = parallel.weight_gradients == "scattered"
         weights_of = partial(shared_weights, model, context=context, scatters=scatters)
     choice = partial(choose, parallel, stages, len(model.layers), counts, bounds, costs, weights_of)
-    return broadcast_object(state.world, choice)
+    return broadcast_result(state.world.handle, choice)
 
 
 def choose(
@@ -206,7 +206,7 @@ def shared_weights(
         scatters: gradients are scattered after every micro-batch.
     """
     layers = model.build(context)
-    unit_bytes = tuple(gathered_bytes([layers[number] for number in unit]) for unit in units)
-    travelling = tuple(travelling_bytes([layers[number] for number in unit], context.dp_shard) for unit in units)
-    scattered = frozenset(unit for unit, size in enumerate(unit_bytes) if size) if scatters else frozenset()
-    return SharedWeights(unit_bytes, scattered, travelling)
+    found = [unit_bytes([layers[number] for number in unit], context.dp_shard) for unit in units]
+    gathered, travelling = tuple(size for size, _ in found), tuple(buffer for _, buffer in found)
+    scattered = frozenset(unit for unit, size in enumerate(gathered) if size) if scatters else frozenset()
+    return SharedWeights(gathered, scattered, travelling)

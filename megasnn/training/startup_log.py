@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from megasnn.kernels.spike_codec import Content
 from megasnn.models.description import ModelDescription
 from megasnn.models.summary import as_table, multiply_adds
 from megasnn.parallel.process_group import choose_device
-from megasnn.parallel.sharding import row_bounds
+from megasnn.parallel.sharding import own_rows
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
@@ -100,8 +99,9 @@ def _sharing(config: PretrainConfig, model: DistributedModel) -> dict[str, Any]:
     ranks, cut = model.context.cp.size, model.context.cut
     if ranks == 1:
         return {}
-    bounds = row_bounds(config.training.micro_batch_size, ranks)
-    samples = {"samples": [b - a for a, b in pairwise(bounds)]} if cut == "samples" else {}
+    size, samples = config.training.micro_batch_size, dict[str, list[int]]()
+    if cut == "samples":
+        samples["samples"] = [len(own_rows(size, [ranks], rank)) for rank in range(ranks)]
     return {"ranks": ranks, "cut": cut, **samples}
 
 

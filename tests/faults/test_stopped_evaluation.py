@@ -6,10 +6,8 @@ import re
 import signal
 from pathlib import Path
 
-import pytest
-
 from megasnn.checkpoint.folder import list_checkpoints
-from tests.faults.launch import PP2, TINY, TP2, Ended, Ranks
+from tests.faults.launch import PP2, TINY, Ended, Ranks
 
 BATCHES = 60
 SLOWEST = 0.2 * 2 * BATCHES  # seconds of a whole evaluation with the fault: two micro-batches in each batch
@@ -28,13 +26,9 @@ def validations(output: str) -> list[str]:
     return re.findall("validation at iteration .*", output)
 
 
-@pytest.mark.parametrize(
-    ("number", "rank", "flags"),
-    [(signal.SIGINT, 1, TP2), (signal.SIGTERM, 0, (*PP2, "--async-save"))],
-)
-def test_the_run_is_saved_and_goes_on(tmp_path, number, rank, flags) -> None:
-    folder = tmp_path / "run"
-    ended = stopped(tmp_path / "ranks", number, rank, 2, *RUN, *flags, "--save", str(folder))
+def test_the_run_is_saved_and_goes_on(tmp_path) -> None:
+    folder, flags = tmp_path / "run", (*PP2, "--async-save")
+    ended = stopped(tmp_path / "ranks", signal.SIGTERM, 0, 2, *RUN, *flags, "--save", str(folder))
     assert ended.status == [0, 0] and list_checkpoints(folder) == [2]
     assert not validations(ended.output[0])
     left = re.search(r"the evaluation at iteration 2 was left after (\d+) of 240 samples", ended.output[0])
@@ -45,24 +39,11 @@ def test_the_run_is_saved_and_goes_on(tmp_path, number, rank, flags) -> None:
     assert resumed.status == [0, 0] and len(validations(resumed.output[0])) == 1  # that of iteration 4
 
 
-def test_the_last_evaluation_is_left_too(tmp_path) -> None:
-    folder = tmp_path / "run"
-    run = (*EVALUATES, *TP2, "--train-iters", "2", "--save", str(folder))
-    ended = stopped(tmp_path / "ranks", signal.SIGINT, 0, 2, *run)
-    assert ended.status == [0, 0] and list_checkpoints(folder) == [2] and not validations(ended.output[0])
-    resumed = Ranks(tmp_path / "again", 2, *run, "--load", str(folder)).end(60)
-    assert resumed.status == [0, 0] and len(validations(resumed.output[0])) == 1
-
-
-@pytest.mark.parametrize(
-    ("number", "size", "flags", "status"),
-    [(signal.SIGINT, 1, (), [130]), (signal.SIGTERM, 2, PP2, [1, 143])],
-)
-def test_one_that_was_all_there_is_has_a_status_of_its_own(tmp_path, number, size, flags, status) -> None:
+def test_one_that_was_all_there_is_has_a_status_of_its_own(tmp_path) -> None:
     folder = tmp_path / "run"
     assert Ranks(tmp_path / "ranks", 1, *TINY, "--save", str(folder)).end(60).status == [0]
     only = ("--evaluate-only", "--load", str(folder))
-    ended = stopped(tmp_path / "stopped", number, size - 1, size, *EVALUATES, *flags, *only)
-    assert ended.status == status
+    ended = stopped(tmp_path / "stopped", signal.SIGTERM, 1, 2, *EVALUATES, *PP2, *only)
+    assert ended.status == [1, 143]
     assert "asked to stop: the evaluation at iteration 4 was left" in ended.output[0]
     assert not validations(ended.output[0]) and "Traceback" not in "".join(ended.output)

@@ -30,7 +30,7 @@ def test_a_run_without_a_forecast_trains(tmp_path_factory, tmp_path, monkeypatch
     assert end["predicted_mb"] == [] and end["peak_mb"][0] > 100
 
 
-@pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2"])
 def test_prediction_and_peak_are_told(ranks, tmp_path_factory, tmp_path, layout) -> None:
     """Not compared here, where ranks have a past of other tests."""
     cache = str(tmp_path_factory.mktemp("cache"))
