@@ -28,13 +28,6 @@ def micro_batch_sizes(global_batch_size: int, micro_batch_size: int) -> list[int
     return [micro_batch_size] * whole + [rest] * (rest > 0)
 
 
-def advised_size(samples: int, stages: int) -> int:
-    """Largest size of micro-batches that divides a replica's samples and gives each stage four or more, if there are so
-    many samples."""
-    most = max(1, samples // (4 * stages))
-    return max(size for size in range(1, most + 1) if samples % size == 0)
-
-
 def first_sample(sizes: Sequence[int], index: int) -> int:
     """Position in the global batch where a micro-batch begins, of `micro_batch_sizes`: only the last is smaller."""
     return index * sizes[0]

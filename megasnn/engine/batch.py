@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -81,10 +79,10 @@ class Batches:
         elif problem is None and self._takes_images and not bool(images.isfinite().all()):  # type: ignore[attr-defined]
             # In training loss or gradient tell of it; here neurons would hide a nan.
             problem = "images hold values that are nan or infinite: no class follows from them"
-        self._agree(samples, problem)
+        self.agree(samples, problem)
         return samples
 
-    def _agree(self, samples: int, problem: str | None = None) -> None:
+    def agree(self, samples: int, problem: str | None = None) -> None:
         """Raises ValueError on every rank for a problem of one of them; alone, it would leave the others waiting.
 
         Args:
@@ -103,38 +101,29 @@ class Batches:
 
     def _image_problem(self, images: object) -> str | None:
         """Only the number of images counts on ranks without the first stage."""
-        if not _is_dense(images) or images.ndim == 0 or len(images) == 0:
+        if not isinstance(images, Tensor) or images.ndim == 0 or len(images) == 0:
             return f"images must be a tensor [N, ...] of one sample or more, got {_described(images)}"
-        if not self._takes_images:
-            return None
         wanted = self._config.model.input_shape
-        if tuple(images.shape[1:]) != wanted:
+        if self._takes_images and tuple(images.shape[1:]) != wanted:
             sizes = ", ".join(map(str, wanted))
             return f"images must be [N, {sizes}], as the model's input_shape says, got {list(images.shape)}"
-        if images.is_meta:
-            return "images have no values, on the meta device; this rank has the first stage"
-        if not images.is_floating_point():
+        if self._takes_images and not images.is_floating_point():
             return f"images must be floating-point values, got {_described(images)}: convert them, as by images.float()"
         return None
 
     def _label_problem(self, labels: object, samples: int, trains: bool) -> str | None:
         """Only the number of labels counts on ranks without the last stage."""
         classes, loss = self._config.model.num_classes, self._config.training.loss
-        if not _is_dense(labels) or labels.ndim == 0 or len(labels) != samples:
+        if not isinstance(labels, Tensor) or labels.ndim == 0 or len(labels) != samples:
             return (
                 f"labels must be a tensor with one for each of the {samples} images, got {_described(labels)}; "
                 "to evaluate, give images and labels, or an iterable of such pairs"
             )
         if not self._takes_labels:
             return None
-        if labels.is_meta:
-            return "labels have no values, on the meta device; this rank has the last stage"
         takes_soft = trains and LOSSES[loss].mixes and not self._config.data.mixes
-        if labels.is_floating_point() and labels.ndim > 1 and takes_soft:
-            if tuple(labels.shape) != (samples, classes):
-                return f"soft labels must be [{samples}, {classes}], got {list(labels.shape)}"
-            legal = bool(((labels >= 0) & (labels <= 1)).all())
-            return None if legal else "soft labels must be from 0 to 1, and not nan"
+        if takes_soft and labels.is_floating_point() and tuple(labels.shape) == (samples, classes):
+            return None
         if labels.shape != (samples,) or labels.dtype not in _INTEGERS:
             soft = f", or probabilities [{samples}, {classes}]" if takes_soft else ""
             return f"labels must be class indices [{samples}] of an integer type{soft}, got {_described(labels)}"
@@ -147,18 +136,15 @@ class Batches:
         if not torch.is_grad_enabled():
             return "a step needs gradients: call it outside of torch.no_grad() and torch.inference_mode()"
         size, replicas = self._config.training.micro_batch_size, self._state.data.size
-        count = -(-samples // size)
-        cut = f"{samples} samples are {count} micro-batch(es) of micro_batch_size {size}"
-        if self._state.weight.size > 1 and count % replicas:
+        sizes = micro_batch_sizes(samples, min(size, samples))
+        cut = f"{samples} samples are {len(sizes)} micro-batch(es) of micro_batch_size {size}, the last of {sizes[-1]}"
+        if self._state.weight.size > 1 and len(sizes) % replicas:
             shared = f"with weight_parallel_size {self._state.weight.size} each needs as many"
-            return f"{cut} on {replicas} data parallel replicas, and {shared}"
-        if count < replicas:
-            return f"{cut}, for {replicas} data parallel replicas: give more samples, or lower micro_batch_size"
-        last = micro_batch_sizes(samples, min(size, samples))[-1]
-        if last < self._samples.size:
+            return f"{cut}, on {replicas} data parallel replicas, and {shared}"
+        if sizes[-1] < self._samples.size:
             return (
-                f"{cut}, the last of {last}, fewer than the ranks that share it (context_parallel_size "
-                f"{self._samples.size}, by samples): give another number of samples, or change micro_batch_size"
+                f"{cut}, fewer than the ranks that share it (context_parallel_size {self._samples.size}, by samples): "
+                "give another number of samples, or change micro_batch_size"
             )
         return None
 
@@ -198,29 +184,6 @@ class Batches:
             size = min(most, samples - start)
             span = slice(start, start + size)
             yield self.share(images[span], labels[span], size, start, evaluates=True)
-
-    def evaluated_pairs(self, pairs: Iterable[object]) -> Iterator[GlobalBatch]:
-        """Yields `evaluated` of (images, labels), one after the other.
-
-        Raises:
-            ValueError: as `checked`; also where one rank has fewer pairs than another, or where another rank's iterable
-                raises, whose own error goes on there.
-        """
-        iterator = iter(pairs)
-        while True:
-            try:
-                pair = next(iterator)
-            except StopIteration:
-                break
-            except Exception as error:
-                with suppress(ValueError):
-                    self._agree(0, f"rank {self._state.rank} has no more batches: {type(error).__name__}: {error}")
-                raise
-            images: Any
-            labels: Any
-            images, labels = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (pair, None)
-            yield from self.evaluated(images, labels, self.checked(images, labels))
-        self._agree(0)
 
     # --- inputs of the pipeline
 
@@ -292,12 +255,5 @@ class Batches:
         return replace(micro, images=images, labels=labels, size=len(own), samples=micro.samples[part])
 
 
-def _is_dense(value: object) -> TypeGuard[Tensor]:
-    """Returns True for a tensor with memory for each value: not a sparse, nested or mkldnn one."""
-    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
-
-
 def _described(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{list(value.shape) if not value.is_nested else 'nested'} of {value.dtype}, {value.layout}"
+    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

@@ -65,10 +65,6 @@ class SpikeRecorder:
         count.spikes += fired
         count.presentations += spikes.shape[0] * spikes.shape[1]
 
-    def forget(self) -> None:
-        """Forgets all counts."""
-        self._counts.clear()
-
     def reduce(
         self,
         same: dist.ProcessGroup | None,
@@ -103,10 +99,6 @@ class RasterRecorder:
         few = spikes[:, :RASTER_SAMPLES].flatten(2)
         chosen = torch.linspace(0, few.shape[2] - 1, min(RASTER_NEURONS, few.shape[2]), device=few.device).long()
         self._rasters[name] = (few[..., chosen] != 0).permute(1, 2, 0)  # read when the step is over
-
-    def forget(self) -> None:
-        """Forgets all spikes."""
-        self._rasters.clear()
 
     def take(self, pipeline: dist.ProcessGroup | None, order: Sequence[str]) -> dict[str, Raster]:
         """Returns the rasters of all stages in the model's order, and forgets them. Collective over the pipeline."""

@@ -10,12 +10,9 @@ from dataclasses import replace
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
-from megasnn.engine.build import parameter_names
-from megasnn.engine.debug import first_non_finite, notice_of
+from megasnn.engine.debug import first_non_finite
 from megasnn.engine.faults import placed
 from megasnn.grid import HOLDING_AXES
-from megasnn.models.build import describe
-from megasnn.optim import require_matches
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.replica_check import ReplicaCheck, ReplicaError
 from megasnn.parallel.traffic import statistics
@@ -59,7 +56,6 @@ class TrainingRun:
         self.saved = self.has_evaluated = True
         self._skipped_samples = self._skipped_steps = self._skipped_in_a_row = 0  # steps: since the last save
         refuse_other_model(config, state)
-        require_matches(config.optimizer, parameter_names(describe(config.model, config.neuron.spec)))
         self.data = RunData(config, state)
         self.iterations = self.data.length.iterations
         self.engine = engine = Engine(config, length=self.data.length, wants_to_stop=self._wants_to_stop)
@@ -157,7 +153,7 @@ class TrainingRun:
             compare(self._memory, self.state, self.reporter)
 
     def _iterate(self, batch: GlobalBatch, trace: StepTrace) -> None:
-        number, is_first = self.iteration + 1, self.engine.step.without_gradient is None
+        number = self.iteration + 1
         logs = self._logs(number)
         self.metrics.spikes.enabled = logs
         self.pictures.begin(batch, self.iteration)
@@ -170,8 +166,6 @@ class TrainingRun:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         self._skipped_steps += result.skipped
         self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
-        if is_first and self.engine.step.without_gradient:
-            self.reporter.line(notice_of(self.engine.step.without_gradient))
         if result.not_finite:
             self.reporter.line(f"iteration {number}: {result.not_finite}")
         self.reporter.step(result)
@@ -270,7 +264,7 @@ class TrainingRun:
         if not self.config.checkpoint.save:
             return
         found = first_non_finite((entry.name, entry.tensor) for entry in self.engine.checkpoints.entries())
-        where = next(filter(None, gather(self.state.world.handle, None if found is None else str(found))), None)
+        where = next(filter(None, gather(self.state.world.handle, found)), None)
         if where is not None:
             self.saves.finish()
             raise ValueError(f"iteration {self.iteration} is not saved, since it is not finite: {where}")

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from megasnn import checkpoint
 from megasnn.config import PretrainConfig
 from megasnn.engine.faults import cause_and_place, claim_fault, end_process, in_full, placed
-from megasnn.engine.mesh import get_or_create_mesh, prepare_cublas
+from megasnn.engine.mesh import join_ranks
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.replica_check import ReplicaError
 from megasnn.parallel_state import ParallelState
@@ -70,8 +70,7 @@ def _recorded(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
 
 def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
     """Joins the ranks, then trains, or with --model-summary prints what would be trained; returns the exit status."""
-    prepare_cublas(config.training)
-    state, leave = get_or_create_mesh(config.parallel)
+    state, leave = join_ranks(config)
     status = 0
     try:
         if config.logging.model_summary:

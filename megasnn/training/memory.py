@@ -32,7 +32,7 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
     model, plan, state = engine.distributed, engine.plan, engine.state
     problem, costs = "", None
     try:
-        costs = _costs(config, model, plan)
+        costs = layer_costs(config, model, plan)
     except Exception as error:
         if state.tensor.size > 1 or state.context.size > 1:  # others wait for this rank in the middle of a layer
             raise
@@ -48,7 +48,7 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
 def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> MemoryForecast:
     """Returns this rank's forecast."""
     model, plan, state = engine.distributed, engine.plan, engine.state
-    peak, owned, data_parallel = _peak(costs, model, plan), model.owned, model.data_parallel
+    peak, owned, data_parallel = peak_of(costs, model, plan), model.owned, model.data_parallel
     # Copies of a chunk's own tensors have the same memory; each has a gradient of its own.
     held = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in (*model.copies, *model.tensors)}
     averages = 0 if not config.optimizer.ema_decay else sum(entry.tensor.nbytes for entry in owned)
@@ -84,13 +84,7 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
     )
 
 
-def step_peak(config: PretrainConfig, model: DistributedModel, plan: PipelinePlan) -> Moment:
-    """Returns the moment of a usual step at which this rank will need most, without graphs. Collective over the ranks
-    that share a micro-batch."""
-    return _peak(_costs(config, model, plan), model, plan)
-
-
-def _costs(config: PretrainConfig, model: DistributedModel, plan: PipelinePlan) -> PipelineCosts:
+def layer_costs(config: PretrainConfig, model: DistributedModel, plan: PipelinePlan) -> PipelineCosts:
     """Costs of the plan, or of the layers' memory alone."""
     return plan.costs or count_memory(
         model.model,
@@ -101,7 +95,7 @@ def _costs(config: PretrainConfig, model: DistributedModel, plan: PipelinePlan) 
     )
 
 
-def _peak(costs: PipelineCosts, model: DistributedModel, plan: PipelinePlan) -> Moment:
+def peak_of(costs: PipelineCosts, model: DistributedModel, plan: PipelinePlan) -> Moment:
     schedule = plan.schedules.training(plan.micro_batches)
     exchanged = [model.data_parallel.exchanged_bytes] * schedule.ranks
     return peak_moments(schedule, plan.executed_bounds, costs, exchanged)[model.state.pipeline.rank]

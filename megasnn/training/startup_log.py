@@ -20,7 +20,6 @@ from megasnn.config.training import Length
 from megasnn.data.paths import shown_path
 from megasnn.engine import Engine
 from megasnn.engine.build import build_model, describe_windows
-from megasnn.engine.mesh import describe_precision
 from megasnn.engine.model import DistributedModel
 from megasnn.files import write_whole
 from megasnn.kernels.backends import backend_told
@@ -48,7 +47,7 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     """Logs what is about to be trained and how. Collective."""
     given, config = config, _without_secrets(config)
     model, plan, state = engine.distributed, engine.plan, engine.state
-    lines = [*_summary(config, model, length), *describe_precision(config.training, state.device)]
+    lines = _summary(config, model, length)
     if model.context.sparse_products:
         lines.append("sparse products: weights are summed at spikes where that takes less time")
     layers: Sequence[LayerSummary] = ()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.faults.driver import ASKED_AGAIN, LOST
 from tests.faults.launch import PP2, TINY, Ended, Ranks
 
 SECONDS = 5.0  # until all have ended, from when the GPU was lost
 MODEL = (*TINY, "--neuron-backend", "torch")  # nothing has to be compiled
-SUGGESTION = "run it again with CUDA_LAUNCH_BLOCKING=1"
 
 
 def ended(tmp_path, fault: str, rank: int, *flags: str) -> Ended:
@@ -20,41 +17,23 @@ def ended(tmp_path, fault: str, rank: int, *flags: str) -> Ended:
     return found
 
 
-def require_told_once(found: Ended, rank: int, place: str, error: str, late: bool = True) -> None:
+def require_told_once(found: Ended, rank: int, place: str) -> None:
     """By the rank itself."""
     assert found.status == [1, 1], found.output
     text = "".join(found.output)
-    assert f"\n{place}: {error}\n" in found.output[rank] and text.count(place) == 1, found.output
-    assert text.count(SUGGESTION) == late and text.count("Traceback") == 1, found.output
+    assert f"\n{place}: AcceleratorError: {LOST}\n" in found.output[rank] and text.count(place) == 1, found.output
+    assert text.count("Traceback") == 1, found.output
     assert ASKED_AGAIN not in text, "something asked the broken GPU, or hid its first error"
-
-
-@pytest.mark.parametrize(
-    ("fault", "rank", "action", "error"),
-    [
-        ("lose_the_gpu", 1, "1F1, micro-batch 1", f"AcceleratorError: {LOST}"),
-        (
-            "run_out_of_gpu_memory",
-            1,
-            "1F1, micro-batch 1",
-            "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
-        ),
-    ],
-)
-def test_in_a_pipeline(tmp_path, fault, rank, action, error) -> None:
-    found = ended(tmp_path, fault, rank, *PP2)
-    place = f"rank {rank}, pipeline stage {rank}, action {action}"
-    require_told_once(found, rank, place, error, late=fault != "run_out_of_gpu_memory")
 
 
 def test_beside_a_replica_with_a_trace_and_a_save(tmp_path) -> None:
     flags = ("--global-batch-size", "8", "--profile-steps", "2", "--tensorboard-dir", str(tmp_path / "board"))
     flags += ("--save", str(tmp_path / "run"), "--save-interval", "1", "--async-save")
     found = ended(tmp_path, "lose_the_gpu", 1, *flags)
-    require_told_once(found, 1, "rank 1, pipeline stage 0, action 0F1, micro-batch 1", f"AcceleratorError: {LOST}")
+    require_told_once(found, 1, "rank 1, pipeline stage 0, action 0F1, micro-batch 1")
 
 
 def test_in_an_evaluation_by_averaged_weights(tmp_path) -> None:
     flags = ("--ema-decay", "0.9", "--eval-interval", "2", "--eval-iters", "1")
     found = ended(tmp_path, "lose_the_gpu_in_evaluation", 1, *PP2, *flags, "--valid-data-path", "sample")
-    require_told_once(found, 1, "rank 1, pipeline stage 1, action 1F0, micro-batch 0", f"AcceleratorError: {LOST}")
+    require_told_once(found, 1, "rank 1, pipeline stage 1, action 1F0, micro-batch 0")

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasnn.batching import advised_size, first_sample, micro_batch_sizes, micro_batches_of
+from megasnn.batching import first_sample, micro_batch_sizes, micro_batches_of
 from megasnn.grid import Coordinates, Grid, Place
 
 sizes = st.integers(1, 5)
@@ -97,10 +97,3 @@ def test_impossible_batches_are_refused() -> None:
 def test_where_a_micro_batch_begins(samples: int, size: int) -> None:
     sizes = micro_batch_sizes(samples, size)
     assert [first_sample(sizes, index) for index in range(len(sizes))] == [sum(sizes[:i]) for i in range(len(sizes))]
-
-
-@given(st.integers(1, 500), st.integers(1, 16))
-def test_advised_sizes_divide_the_batch(samples: int, stages: int) -> None:
-    size = advised_size(samples, stages)
-    assert samples % size == 0 and (size == 1 or samples // size >= 4 * stages)
-    assert advised_size(100, 3) == 5 and advised_size(96, 3) == 8

@@ -14,6 +14,7 @@ from megasnn.data import GlobalBatch
 from megasnn.engine.batch import Batches
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.microbatch_state import MicroBatchInput
+from tests.gradients import forward_backward, merge_statistics
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import build_engine
 from tests.training.runs import TINY, train, whole
@@ -27,11 +28,11 @@ def test_a_step_that_is_not_merged_leaves_the_running_statistics_alone() -> None
         good = [MicroBatchInput(images, labels, 4)]
         bad = [MicroBatchInput(images * float("nan"), labels, 4)]
         engine, untouched = (build_engine(state, "1f1b", torch.float64) for _ in range(2))
-        engine.forward_backward(bad, 4)
+        forward_backward(engine, bad, 4)
         assert not engine.norm < float("inf")
         for each in (engine, untouched):
-            each.forward_backward(good, 4)
-            each.merge_statistics(1)
+            forward_backward(each, good, 4)
+            merge_statistics(each, 1)
         for ours, theirs in zip(engine.tensors, untouched.tensors, strict=True):
             assert torch.equal(ours.tensor, theirs.tensor), ours.name
     finally:

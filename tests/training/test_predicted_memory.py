@@ -21,7 +21,8 @@ from megasnn.parallel.gradient_buckets import BUCKET_BYTES
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.telemetry.reporter import Reporter, RunOutline
-from megasnn.training.memory import forecast_memory, step_peak
+from megasnn.training.memory import forecast_memory, layer_costs, peak_of
+from tests.gradients import forward_backward
 
 MODELS: dict[str, Model] = {
     "spikformer": Spikformer(embed_dim=64, depth=2, num_heads=4, image_size=32, in_channels=3, time_steps=4),
@@ -77,8 +78,8 @@ def predicted_and_counted(
         )
         small = mock.patch.object(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
         with small, Engine(config, length=Length(9)) as engine:
-            predicted = step_peak(config, engine.distributed, engine.plan).total
-            return predicted, _counted(engine, samples)
+            costs = layer_costs(config, engine.distributed, engine.plan)
+            return peak_of(costs, engine.distributed, engine.plan).total, _counted(engine, samples)
     finally:
         destroy_model_parallel()
 
@@ -91,14 +92,14 @@ def _counted(engine: Engine, samples: int) -> int:
     images = torch.randn((samples, *shape), generator=torch.Generator().manual_seed(0))
     labels = torch.arange(samples) % model.num_classes
     micro_batches = engine.batches.training_inputs(engine.batches.share(images, labels, samples, 0))
-    engine.distributed.forward_backward(micro_batches, samples)
+    forward_backward(engine.distributed, micro_batches, samples)
     gc.collect()
     peaks = []
     for _ in range(STEPS):
         counter = AllocationCounter(engine.distributed.state.device)
         with counter.counting():
-            engine.distributed.forward_backward(micro_batches, samples)
-            engine.distributed.all_gather_params()
+            forward_backward(engine.distributed, micro_batches, samples)
+            engine.distributed.data_parallel.all_gather_params()
         peaks.append(counter.peak)
     return min(peaks)
 
