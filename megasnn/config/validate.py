@@ -168,7 +168,7 @@ def _optimizer_problems(config: PretrainConfig, world_size: int) -> Iterator[str
 def _length_problems(config: PretrainConfig) -> Iterator[str]:
     """A training without a length; warm-up, cool-down and profile against the length."""
     training, rates, epochs = config.training, config.optimizer, config.training.train_epochs
-    if training.evaluate_only or config.logging.model_summary:
+    if training.evaluate_only:
         return
     if training.train_iters is None and epochs is None:
         yield f"give {' or '.join(map(flag, LENGTHS))}; none was given"
@@ -200,8 +200,6 @@ def _evaluation_problems(config: PretrainConfig) -> Iterator[str]:
         for name, value in asked.items():
             if value or value == "":
                 yield f"{name} {value}".strip() + " needs --valid-data-path"
-    if logging.profile_pipeline and config.parallel.pipeline_model_parallel_size == 1:
-        yield "--profile-pipeline needs --pipeline-model-parallel-size 2 or more"
     if logging.profile_steps is not None and not logging.problems():
         profile, last = f"--profile-steps {logging.profile_steps}", config.training.train_iters
         if options.save is None and logging.tensorboard_dir is None:

@@ -203,7 +203,7 @@ def plan_of(
         bounds=None if layout is None else tuple(layout_to_bounds(layout, units)),
         micro_batch_size=context.largest_share(training.micro_batch_size),
         micro_batches=tuple(counts),
-        predicts=config.logging.profile_pipeline,
+        predicts=config.logging.profile_steps is not None and state.pipeline.size > 1,
         recompute=parallel.recompute,
         memory_budget=None if parallel.memory_budget is None else 1e6 * parallel.memory_budget,
         scatters=parallel.weight_gradients == "scattered",

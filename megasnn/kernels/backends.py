@@ -107,12 +107,3 @@ def backend_for(name: str, x: Tensor, spec: NeuronSpec) -> NeuronBackend:
         others = [AUTO, *(other for other, each in BACKENDS.items() if each.unavailable(x, spec) is None)]
         raise ValueError(f"the {name} kernels cannot be used: {reason}; choose --neuron-backend {' or '.join(others)}")
     return backend
-
-
-def backend_told(name: str, x: Tensor, spec: NeuronSpec) -> str:
-    """For a log: the backend that `backend_for` takes, and why it takes no faster one."""
-    taken = backend_for(name, x, spec)
-    faster = list(BACKENDS.items())[list(BACKENDS.values()).index(taken) :]
-    (own, _), *others = faster
-    passed = [f"not {other}: {each.unavailable(x, spec)}" for other, each in reversed(others)] if name == AUTO else []
-    return f"{own}, {taken.summary}" + (f" ({'; '.join(passed)})" if passed else "")

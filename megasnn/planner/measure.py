@@ -23,7 +23,7 @@ from megasnn.pipeline.profile_layers import profile_layers, profile_pipeline
 from megasnn.planner.analyze import context_of, one_rank
 from megasnn.planner.cost_file import Analysis, LayerSeconds, Timed
 from megasnn.planner.machines import DEVICES, Machine
-from megasnn.telemetry.memory import device_name, held_memory_mb
+from megasnn.telemetry.memory import held_memory_mb, processor_name
 
 STEPS = 5  # of the optimizer
 Size = tuple[int, int, ContextCut]
@@ -71,7 +71,8 @@ def _machine(device: torch.device, link: LinkCost | None, update: float, ranks: 
         update: seconds that the optimizer takes for each byte of parameters.
     """
     is_cpu = device.type == "cpu"
-    base = DEVICES["cpu-core" if is_cpu else "h100"].machine(device_name(device), "fp32")
+    name = processor_name() if is_cpu else torch.cuda.get_device_name(device)
+    base = DEVICES["cpu-core" if is_cpu else "h100"].machine(name, "fp32")
     release_free_memory()
     return replace(
         base,

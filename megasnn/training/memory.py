@@ -20,7 +20,7 @@ from megasnn.pipeline.peak_memory import Moment, graphs_bytes, peak_moments
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.pipeline.profile_layers import count_memory
 from megasnn.planner.memory import MemoryForecast, sample_bytes
-from megasnn.telemetry.memory import gather_peak_memory_mb, held_memory_mb
+from megasnn.telemetry.memory import held_memory_mb, peak_memory_mb
 from megasnn.telemetry.reporter import Reporter
 
 
@@ -59,7 +59,9 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
     written = [entry for entry in owned if entry.shard.is_primary(SUMMED_AXES)]
     values = sum(entry.tensor.nbytes for entry in written)
     snapshot = values + values * (averages > 0) + _state_bytes(written, config)
-    graphs = _graphs(costs, model, plan, peak)
+    graphs = 0
+    if any(chunk.graphs is not None for chunk in model.chunks.values()):
+        graphs = max(0, graphs_bytes(schedule, state.pipeline.rank, plan.executed_bounds, costs) - peak.kept)
     given_back = peak.total - peak.kept * (graphs > 0)  # graphs keep what forwards leave
     samples = 0  # stages behind the first see none
     if model.takes_images:
@@ -101,14 +103,6 @@ def peak_of(costs: PipelineCosts, model: DistributedModel, plan: PipelinePlan) -
     return peak_moments(schedule, plan.executed_bounds, costs, exchanged)[model.state.pipeline.rank]
 
 
-def _graphs(costs: PipelineCosts, model: DistributedModel, plan: PipelinePlan, peak: Moment) -> int:
-    """Bytes of CUDA graphs beside that peak; 0 where no layer has graphs."""
-    if all(chunk.graphs is None for chunk in model.chunks.values()):
-        return 0
-    schedule, rank = plan.schedules.training(plan.micro_batches), model.state.pipeline.rank
-    return max(0, graphs_bytes(schedule, rank, plan.executed_bounds, costs) - peak.kept)
-
-
 def _state_bytes(entries: Iterable[ShardedTensor], config: PretrainConfig) -> int:
     trained = (entry.tensor for entry in entries if entry.is_parameter and entry.tensor.requires_grad)
     return state_bytes(trained, config.optimizer)
@@ -126,15 +120,14 @@ def announce(forecasts: Sequence[MemoryForecast], reporter: Reporter) -> None:
 
 def compare(forecasts: Sequence[MemoryForecast], state: ParallelState, reporter: Reporter) -> None:
     """Logs the measured peak of each rank at the end, beside its forecast if there is one. Collective."""
-    peaks = gather_peak_memory_mb(state.device, state.world.handle)
+    peaks = gather(state.world.handle, peak_memory_mb(state.device))
     rank = max(range(len(peaks)), key=peaks.__getitem__)
     reporter.entry("memory", {"peak_mb": peaks, "predicted_mb": [each.total for each in forecasts]})
     if not forecasts:
         reporter.line(f"memory of rank {rank}: peak {peaks[rank]:.0f} MB")
         return
-    shares = [peak / each.total for peak, each in zip(peaks, forecasts, strict=True)]
-    among = f" ({min(shares):.2f} to {max(shares):.2f} over all ranks)" if len(shares) > 1 else ""
+    predicted = forecasts[rank].total
     reporter.line(
-        f"memory of rank {rank}: peak {peaks[rank]:.0f} MB, predicted {forecasts[rank].total:.0f} MB, measured / "
-        f"predicted {shares[rank]:.2f}{among}; the difference is what the allocator keeps and what was not foreseen"
+        f"memory of rank {rank}: peak {peaks[rank]:.0f} MB, predicted {predicted:.0f} MB, measured / predicted "
+        f"{peaks[rank] / predicted:.2f}; the difference is what the allocator keeps and what was not foreseen"
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import Tensor
 
 from megasnn.engine import Engine
+from megasnn.parallel.agreement import gather
 from megasnn.parallel.traffic import statistics
-from megasnn.telemetry.memory import gather_peak_memory_mb, memory_scalars
-from megasnn.telemetry.spikes import LayerSpikes, RasterRecorder, SpikeRecorder
+from megasnn.telemetry.memory import memory_scalars, peak_memory_mb
+from megasnn.telemetry.spikes import LayerSpikes, RasterRecorder, SpikeRecorder, place_in_model
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,9 @@ class Metrics:
         # Ranks that share micro-batches by samples have the same neurons, and by rows other ones of a layer.
         same, rows = (state.dp_cp, None) if by_samples else (state.data, state.context.handle)
         others = state.tensor.handle, rows
-        layers = self.spikes.reduce(same.handle, others, state.pipeline.handle, self._order)
-        peaks = gather_peak_memory_mb(state.device, state.world.handle)
+        of_stages = gather(state.pipeline.handle, self.spikes.reduce(same.handle, others))
+        layers = sorted(chain(*of_stages), key=lambda layer: place_in_model(layer.name, self._order))
+        peaks = gather(state.world.handle, peak_memory_mb(state.device))
         iterations = max(iteration - self._counted_from, 1)
         self._counted_from = iteration
         times = {f"time/{name}_ms": mean for name, mean in self._timers.mean_ms().items()}

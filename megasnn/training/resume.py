@@ -2,57 +2,44 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megasnn import checkpoint
 from megasnn.checkpoint.job import FolderLock
-from megasnn.checkpoint.load import config_differences, model_differences
+from megasnn.checkpoint.load import model_differences
 from megasnn.checkpoint.state_dict import read_state_dict
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import changed_recipe, changed_samples, identity, recipe
 from megasnn.engine import Engine
 from megasnn.engine.faults import placed
-from megasnn.files import in_message, raise_problems
+from megasnn.files import in_message
 from megasnn.layers import ParallelNeuron
-from megasnn.models.registry import saved_model_name
 from megasnn.parallel.agreement import run_on_all_ranks
 from megasnn.parallel.sharding import owner_name
 from megasnn.parallel_state import ParallelState
 
+SHARED_SECONDS = 3.0  # in which a host has to see a file of another one
+
 
 @placed("while looking at the checkpoint of --load")
-def refuse_other_model(config: PretrainConfig, state: ParallelState) -> None:
-    """Refuses a --load without a checkpoint, with one of another model, or, to be continued, of other dimensions.
+def require_checkpoint(config: PretrainConfig, state: ParallelState) -> None:
+    """Raises CheckpointError on every rank for a --load without a checkpoint, before anything is built. Collective."""
+    options = config.checkpoint
 
-    It comes before anything is built; whatever else is wrong with a checkpoint is found when it is loaded. Collective.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
-    options, model = config.checkpoint, config.model.name
-
-    def refuse() -> None:
-        has_saved = options.save is not None and checkpoint.list_checkpoints(Path(options.save))
-        if not options.may_begin_anew and not has_saved:  # with checkpoints of its own a restarted job goes on there
+    def require() -> None:
+        if not (options.save and checkpoint.list_checkpoints(Path(options.save))):  # a restarted job goes on there
             checkpoint.resolve(Path(str(options.load)), options.ckpt_step)
-        metadata = checkpoint.first_legible(Path(str(options.load)), options.ckpt_step)
-        if metadata is None:
-            return
-        saved = saved_model_name(metadata)
-        if saved not in (None, model):
-            raise checkpoint.CheckpointError(f"--load {options.load}: {checkpoint.other_model(saved, model)}")
-        if metadata.config is not None and not options.finetune:
-            title = (
-                f"the checkpoint of --load {options.load} does not fit this run; --finetune takes its weights alone:"
-            )
-            raise_problems(title, config_differences(metadata.config, identity(config)))
 
-    if options.load and not options.loads_weights:
-        checkpoint.broadcast_result(state.world.handle, refuse)
+    if options.load and not options.loads_weights and not options.may_begin_anew:
+        checkpoint.broadcast_result(state.world.handle, require)
 
 
 @dataclass(frozen=True)
@@ -117,11 +104,16 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
 def _require_shared(folder: Path, state: ParallelState) -> None:
     """Raises CheckpointError on every rank where a rank sees another folder by this name than the first. Collective."""
     group = state.world.handle
-    mark = checkpoint.broadcast_result(group, lambda: leave_mark(folder))
+    mark = folder / f".shared_{checkpoint.broadcast_result(group, secrets.token_hex)}"
 
     def see() -> None:
-        if not sees_mark(mark):
-            raise checkpoint.CheckpointError(f"{platform.node()} (rank {state.rank})")
+        if state.rank == 0:
+            mark.touch()
+        deadline = time.monotonic() + SHARED_SECONDS
+        while not _sees(mark):
+            if time.monotonic() > deadline:
+                raise checkpoint.CheckpointError(f"{platform.node()} (rank {state.rank})")
+            time.sleep(0.1)
 
     try:
         run_on_all_ranks(
@@ -132,26 +124,12 @@ def _require_shared(folder: Path, state: ParallelState) -> None:
             mark.unlink(missing_ok=True)
 
 
-def leave_mark(folder: Path) -> Path:
-    """Creates an empty file by a new name, by which other hosts find out that they see the same folder."""
-    mark = folder / f".shared_{secrets.token_hex(8)}"
-    mark.touch(exist_ok=False)
-    return mark
-
-
-def sees_mark(mark: Path) -> bool:
-    """Returns True when this process sees the folder in which the mark was left.
-
-    A file server refuses to create a file that is there, whatever a host remembers of the folder; looking for it could
-    find an old state of the folder for a minute. A file created elsewhere is removed.
-    """
-    try:
-        mark.touch(exist_ok=False)
-    except FileExistsError:
+def _sees(file: Path) -> bool:
+    """Returns True where this host sees a file. Listing the folder makes a file server's client look anew."""
+    with suppress(OSError):
+        os.listdir(file.parent)
+        os.stat(file)
         return True
-    except OSError:
-        return False
-    mark.unlink()
     return False
 
 
@@ -176,130 +154,113 @@ class StartingPoint:
     """Starting point of a run.
 
     Attributes:
-        iteration, consumed_samples: done before; 0 at the beginning.
         notice: for the user; "" where it is as asked for.
-        averaged: True where the average of the weights was loaded.
         best: the best evaluation before.
         saved: True where a checkpoint in the folder of --save is of this very state.
     """
 
-    iteration: int = 0
-    consumed_samples: int = 0
     notice: str = ""
-    averaged: bool = False
     best: Best | None = None
     saved: bool = False
 
 
-class Start:
-    """Loads what a run starts from.
+@placed("while loading")
+def load_start(config: PretrainConfig, engine: Engine, place: Mapping[str, object], restarted: bool) -> StartingPoint:
+    """Fills the engine with what the run starts from: where a restarted job stood, a checkpoint, or SpikingJelly's
+    weights; otherwise the keyed initial values stay. Collective.
 
     Args:
         place: identity of the data and its order; see `megasnn.training.data`.
     """
+    options = config.checkpoint
+    if restarted:
+        return _continue(config, engine, place, restarted)
+    if options.load and options.loads_weights:
+        engine.load_state_dict(config.model.from_spikingjelly(read_state_dict(options.load)))
+    elif options.load and options.finetune:
+        return _take_weights(config, engine, options.load)
+    elif options.load:
+        return _continue(config, engine, place, restarted)
+    return StartingPoint()
 
-    def __init__(self, config: PretrainConfig, engine: Engine, place: Mapping[str, object]) -> None:
-        self._config, self._options, self._engine, self._place = config, config.checkpoint, engine, place
-        self._world, self._model = engine.state.world.handle, engine.distributed
-        self._evaluates_only = config.training.evaluate_only
 
-    @placed("while loading")
-    def load(self, restarted: bool) -> StartingPoint:
-        """Fills the engine with what the run starts from. Collective.
-
-        That is where a restarted job stood, or a checkpoint, or SpikingJelly's weights; otherwise the keyed initial
-        values stay.
-        """
-        options = self._options
-        begin = StartingPoint()
-        if restarted:
-            begin = self._continue(str(options.save), restarted=True)
-        elif options.loads_weights:
-            weights = self._config.model.from_spikingjelly(read_state_dict(str(options.load)))
-            checkpoint.load_globals_into(self._model.tensors, weights, self._world)
-        elif options.load:
-            begin = self._take_weights(options.load) if options.finetune else self._continue(options.load)
-        self._engine.step.loaded((begin.iteration, begin.consumed_samples), begin.averaged)
-        return begin
-
-    def _continue(self, folder: str, restarted: bool = False) -> StartingPoint:
-        """Goes on from the checkpoint that was asked for; a restarted job from its latest."""
-        options = self._options
-        state = self._engine.checkpoints.state
-        try:
-            loaded = checkpoint.load_checkpoint(
-                folder,
-                replace(state, optimizer=None) if self._evaluates_only else state,
-                step=None if restarted else options.ckpt_step,
-                process_group=self._world,
-                check=self._problems,
-            )
-        except checkpoint.NoCheckpointError:
-            if not options.may_begin_anew:
-                raise
-            return StartingPoint(notice=f"no checkpoint in {folder}: starting from the beginning")
-        if self._evaluates_only:
-            if self._engine.step.average is not None and not loaded.averaged:
-                raise checkpoint.CheckpointError(
-                    f"{loaded.path} holds no average of the weights to evaluate: leave --ema-decay out"
-                )
-            remarks = *loaded.remarks, *changed_samples(loaded.extra, self._config)
-            return StartingPoint(loaded.iteration, 0, _warnings(remarks), loaded.averaged)
-        # Loaded as it is: a run that has nothing left to do does not write it again.
-        saved = (restarted or options.saves_where_it_loads) and not loaded.remarks
-        return StartingPoint(
-            loaded.iteration,
-            loaded.consumed_samples,
-            _warnings((*loaded.remarks, *changed_recipe(loaded.extra, recipe(self._config)))),
-            loaded.averaged,
-            Best.read(loaded.extra.get("best")) if options.keep_best else None,
-            saved,
-        )
-
-    def _take_weights(self, folder: str) -> StartingPoint:
-        """Takes only the weights, of a model whose tensors fit; a last layer of another shape stays as initialised."""
-        head, model = self._model.model.layers[-1].name, self._config.model.name
+def _continue(config: PretrainConfig, engine: Engine, place: Mapping[str, object], restarted: bool) -> StartingPoint:
+    """Goes on from the checkpoint that was asked for; a restarted job from its latest."""
+    options, evaluates_only, state = config.checkpoint, config.training.evaluate_only, engine.checkpoints.state
+    folder = str(options.save if restarted else options.load)
+    try:
         loaded = checkpoint.load_checkpoint(
             folder,
-            checkpoint.LocalState(self._model.tensors),
-            step=self._options.ckpt_step,
-            process_group=self._world,
-            check=lambda saved: model_differences(saved, model, None),
-            replaceable=head,
-            optional=self._time_constants(),
+            replace(state, optimizer=None) if evaluates_only else state,
+            step=None if restarted else options.ckpt_step,
+            process_group=engine.state.world.handle,
+            check=partial(_problems, config, place),
         )
-        remarks = [*loaded.remarks, *changed_samples(loaded.extra, self._config)]
-        if loaded.replaced:
-            remarks.append(f"{head} is of another shape in the checkpoint: it stays as it is initialised")
-        if loaded.initial:
-            first, count = loaded.initial[0], len(loaded.initial)
-            remarks.append(
-                f"the checkpoint holds no time constants of neurons ({first}{f' and {count - 1} more' * (count > 1)}): "
-                f"they start from --tau {self._config.neuron.tau}"
+    except checkpoint.NoCheckpointError:
+        if not options.may_begin_anew:
+            raise
+        return StartingPoint(f"no checkpoint in {folder}: starting from the beginning")
+    if evaluates_only and engine.step.average is not None and not loaded.averaged:
+        raise checkpoint.CheckpointError(
+            f"{loaded.path} holds no average of the weights to evaluate: leave --ema-decay out"
+        )
+    samples = 0 if evaluates_only else loaded.consumed_samples
+    engine.step.loaded((loaded.iteration, samples), loaded.averaged)
+    if evaluates_only:
+        return StartingPoint(_warnings((*loaded.remarks, *changed_samples(loaded.extra, config))))
+    return StartingPoint(
+        _warnings((*loaded.remarks, *changed_recipe(loaded.extra, recipe(config)))),
+        Best.read(loaded.extra.get("best")) if options.keep_best else None,
+        # Loaded as it is: a run that has nothing left to do does not write it again.
+        (restarted or options.saves_where_it_loads) and not loaded.remarks,
+    )
+
+
+def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> StartingPoint:
+    """Takes only the weights, of a model whose tensors fit; a last layer of another shape stays as initialised."""
+    model = engine.distributed
+    loaded = checkpoint.load_checkpoint(
+        folder,
+        checkpoint.LocalState(model.tensors),
+        step=config.checkpoint.ckpt_step,
+        process_group=engine.state.world.handle,
+        check=lambda saved: model_differences(saved, config.model.name, None),
+        replaceable=model.model.layers[-1].name,
+        optional=[  # parameters by which neurons learn their time constants
+            owner_name(neuron, "w", path)
+            for path, neuron in model.neurons()
+            if isinstance(neuron, ParallelNeuron) and neuron.w is not None
+        ],
+    )
+    engine.step.loaded()
+    remarks = [*loaded.remarks, *changed_samples(loaded.extra, config)]
+    if loaded.replaced:
+        head = model.model.layers[-1].name
+        remarks.append(f"{head} is of another shape in the checkpoint: it stays as it is initialised")
+    if loaded.initial:
+        remarks.append(
+            f"the checkpoint holds no time constants of neurons ({', '.join(loaded.initial[:2])}, ...): they start "
+            f"from --tau {config.neuron.tau}"
+        )
+    return StartingPoint(_warnings(remarks))
+
+
+def _problems(config: PretrainConfig, place: Mapping[str, object], saved: checkpoint.Metadata) -> Iterator[str]:
+    """Yields differences of the model; unless it only evaluates, of the data and its order, to which the checkpoint's
+    position refers."""
+    yield from model_differences(saved, config.model.name, identity(config))
+    if config.training.evaluate_only:
+        return
+    if not saved.extra.keys() & place.keys():
+        yield "it keeps no place in the data, as a megasnn.Engine has none: --finetune takes its weights only"
+        return
+    for name, value in place.items():
+        if saved.extra.get(name) != value:
+            before = in_message(saved.extra.get(name))
+            yield (
+                f"{name}: {before} when it was saved, {value} now: in other data or another order "
+                "its place in the data means nothing (--finetune takes its weights only)"
             )
-        return StartingPoint(notice=_warnings(remarks))
-
-    def _time_constants(self) -> list[str]:
-        """Names of the parameters by which this rank's neurons learn their time constants."""
-        neurons = self._model.neurons()
-        return [owner_name(n, "w", path) for path, n in neurons if isinstance(n, ParallelNeuron) and n.w is not None]
-
-    def _problems(self, saved: checkpoint.Metadata) -> Iterator[str]:
-        """Yields differences of the model; unless it only evaluates, of the data and its order, to which the
-        checkpoint's position refers."""
-        yield from model_differences(saved, self._config.model.name, identity(self._config))
-        if self._evaluates_only:
-            return
-        if not saved.extra.keys() & self._place.keys():
-            yield "it keeps no place in the data, as a megasnn.Engine has none: --finetune takes its weights only"
-            return
-        for name, value in self._place.items():
-            if saved.extra.get(name) != value:
-                before = in_message(saved.extra.get(name))
-                yield (
-                    f"{name}: {before} when it was saved, {value} now: in other data or another order "
-                    "its place in the data means nothing (--finetune takes its weights only)"
-                )
 
 
 def _warnings(remarks: Iterable[str]) -> str:

@@ -6,9 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,14 +17,12 @@ from megasnn.config.data import SAMPLE
 from megasnn.config.training import Length
 from megasnn.data.paths import shown_path
 from megasnn.engine import Engine
-from megasnn.engine.build import build_model, describe_windows
 from megasnn.engine.model import DistributedModel
 from megasnn.files import write_whole
-from megasnn.kernels.backends import backend_told
+from megasnn.kernels.backends import backend_for
 from megasnn.kernels.spike_codec import Content
 from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
-from megasnn.parallel.sharding import row_bounds
-from megasnn.parallel_state import ParallelState, why_not_on_gpus
+from megasnn.parallel_state import why_not_on_gpus
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Schedule, Simulation
@@ -48,16 +44,13 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     given, config = config, _without_secrets(config)
     model, plan, state = engine.distributed, engine.plan, engine.state
     lines = _summary(config, model, length)
-    if model.context.sparse_products:
-        lines.append("sparse products: weights are summed at spikes where that takes less time")
     layers: Sequence[LayerSummary] = ()
     if state.rank == 0:
         with reporter.best_effort("the summary of the model"):
             layers = _layers(config, model)
             reporter.work = _work(layers)
-    if sharing := _sharing(config, model):
-        samples = f" ({' + '.join(map(str, sharing['samples']))})" if "samples" in sharing else ""
-        lines.append(f"context parallel: {sharing['ranks']} ranks share each micro-batch by {sharing['cut']}{samples}")
+    if state.context.size > 1:
+        lines.append(f"context parallel: {state.context.size} ranks share each micro-batch by {model.context.cut}")
     for line in (*lines, *_flags(config), *_model(config, layers, model, plan)):
         reporter.line(line)
     table = as_table(layers, plan.bounds, plan.schedules.placement, state.tensor.size) if layers else ""
@@ -71,7 +64,6 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     start = {
         **{"iteration": engine.iteration, "iterations": length.iterations, "ranks": state.world.size},
         **grid,
-        **({"context_parallel": sharing} if sharing else {}),
         "layout": layers_per_chunk(plan.bounds),
         "schedules_ms": {each.name: 1e3 * each.makespan for each in plan.named},
         "costs": costs,
@@ -85,17 +77,9 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
         reporter.picture("pipeline/simulated", draw, engine.iteration)
     file = _config_file(config)
     if file is not None and state.rank == 0:
-        _write(reporter, file, to_json(given))
-        if not config.training.evaluate_only:
-            _write(reporter, file.with_name("model_summary.md"), f"{table}\n")
-
-
-def print_summary(config: PretrainConfig, state: ParallelState) -> None:
-    """Prints the table of --model-summary on the first rank. The layers are placed as in a training; nothing is read or
-    written. Collective over the world."""
-    plan, model = build_model(config, describe_windows(config), state)
-    if state.rank == 0:
-        print(as_table(_layers(config, model), plan.bounds, plan.schedules.placement, state.tensor.size))
+        with reporter.best_effort(f"writing {file}"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, to_json(given))
 
 
 def chart(schedule: Schedule, result: Simulation, title: str, span: float | None = None) -> NDArray[np.uint8]:
@@ -105,16 +89,6 @@ def chart(schedule: Schedule, result: Simulation, title: str, span: float | None
         span: seconds of the whole width, to compare charts; the makespan when not given.
     """
     return raster(schedule, result, View(span, *SECONDS, title))
-
-
-def _sharing(config: PretrainConfig, model: DistributedModel) -> dict[str, Any]:
-    """Sentence on how ranks share micro-batches; empty where none are shared."""
-    ranks, cut = model.context.context.size, model.context.cut
-    if ranks == 1:
-        return {}
-    bounds = row_bounds(config.training.micro_batch_size, ranks)
-    samples = {"samples": [b - a for a, b in pairwise(bounds)]} if cut == "samples" else {}
-    return {"ranks": ranks, "cut": cut, **samples}
 
 
 def _without_secrets(config: PretrainConfig) -> PretrainConfig:
@@ -143,12 +117,6 @@ def _config_file(config: PretrainConfig) -> Path | None:
     return None if folder is None else folder / name
 
 
-def _write(reporter: Reporter, file: Path, text: str) -> None:
-    with reporter.best_effort(f"writing {file}"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, text)
-
-
 def _summary(config: PretrainConfig, model: DistributedModel, length: Length) -> list[str]:
     training, state = config.training, model.state
     ranks, name = state.world.size, type(config.model).__name__.removesuffix("Config")
@@ -166,11 +134,12 @@ def _summary(config: PretrainConfig, model: DistributedModel, length: Length) ->
         data = "scikit-learn's digits, because there is no --data-path"
     spec = config.neuron.spec
     sample = torch.empty(1, 1, 1, dtype=model.context.compute_dtype, device=state.device)
+    backend = backend_for(config.neuron.neuron_backend, sample, spec)
     return [
         f"{name} with {model.parameters:,} parameters{frozen} in {len(model.model.layers)} layers on {where}",
         what,
         f"data: {data}",
-        f"neurons: {spec.kind} by {backend_told(config.neuron.neuron_backend, sample, spec)}",
+        f"neurons: {spec.kind} by {backend.summary}",
         *([state.communicators.describe()] if ranks > 1 else []),
     ]
 
@@ -188,14 +157,8 @@ def _flags(config: PretrainConfig) -> list[str]:
     changed = changed_flags(config)
     if not changed:
         return [f"all flags have their defaults{kept}"]
-    lines = [f"flags that differ from their defaults{kept}:"]
-    for part, flags in changed.items():
-        text = " ".join(each.replace(" ", "\0") for each in flags)  # a flag stays on the line of its value
-        start = f"  {part:<12}"
-        options: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
-        wrapped = textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), **options)
-        lines += [line.replace("\0", " ") for line in wrapped]
-    return lines
+    parts = (f"  {part:<12}{' '.join(flags)}" for part, flags in changed.items())
+    return [f"flags that differ from their defaults{kept}:", *parts]
 
 
 def _model(
