@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megasnn.version import __version__
+from megasnn import __version__
 
 USAGE = (
     "usage: python -m megasnn {MODELS} [flags]; --help after it lists them, --version in its place "

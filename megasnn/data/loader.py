@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from megasnn.batching import first_sample, micro_batch_sizes, micro_batches_of
+from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.order import Position, SampleOrder
 from megasnn.data.reading import PositionDataset
@@ -81,6 +81,14 @@ class Share:
     cp_rank: int = 0
     images: bool = True
     labels: bool = True
+
+    def spans(self, samples: int) -> Iterator[tuple[int, int, int]]:
+        """Yields of each of its micro-batches of a batch the index, the first sample, and the number of samples. There
+        may be none: at the end of a validation pass there are too few for everybody."""
+        sizes = micro_batch_sizes(samples, min(self.micro_batch_size, samples))
+        for index in micro_batches_of(len(sizes), self.dp_size, self.dp_rank, may_be_none=True):
+            if rows := own_rows(sizes[index], self.cp_size, self.cp_rank):
+                yield index, index * sizes[0] + rows.start, len(rows)
 
 
 @dataclass(frozen=True)
@@ -209,20 +217,12 @@ class BatchLoader:
                     return
             elif self._options.last_batch == "keep":
                 size = min(size, len(self.dataset) - position % len(self.dataset))
-            yield _BatchPlan(self._own_micro_batches(position, size), size, position + size)
+            plans = [
+                _MicroBatchPlan(index, start, self._order.positions(position + start, number))
+                for index, start, number in self._share.spans(size)
+            ]
+            yield _BatchPlan(plans, size, position + size)
             position += size
-
-    def _own_micro_batches(self, position: int, size: int) -> list[_MicroBatchPlan]:
-        share = self._share
-        sizes = micro_batch_sizes(size, min(share.micro_batch_size, size))
-        plans = []
-        # At the end of a validation pass there may be too few for everybody.
-        for index in micro_batches_of(len(sizes), share.dp_size, share.dp_rank, may_be_none=True):
-            rows = own_rows(sizes[index], share.cp_size, share.cp_rank)
-            if rows:
-                start = first_sample(sizes, index) + rows.start
-                plans.append(_MicroBatchPlan(index, start, self._order.positions(position + start, len(rows))))
-        return plans
 
     def _micro_batch(self, plan: _MicroBatchPlan, used: list[int], images: torch.Tensor | None) -> MicroBatch:
         """Args: used: samples that were read for the positions."""

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from megasnn.augment.mixing import Mixing
-from megasnn.batching import first_sample, micro_batch_sizes, micro_batches_of
+from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.config import PretrainConfig
-from megasnn.data import GlobalBatch, MicroBatch
+from megasnn.data import GlobalBatch, MicroBatch, Share
 from megasnn.engine.model import DistributedModel
+from megasnn.host_memory import without_waiting
 from megasnn.losses import LOSSES
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import own_rows
-from megasnn.pinned import without_waiting
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 
 _INTEGERS = (
@@ -33,24 +33,29 @@ class Batches:
 
     Args:
         mixing: of the samples of each micro-batch in training; None where they stay as they are.
+    Attributes:
+        trained_share, evaluated_share: this rank's part of every batch.
     """
 
     def __init__(self, config: PretrainConfig, model: DistributedModel, mixing: Mixing | None) -> None:
         self._config, self._mixing = config, mixing
         self._state, self._dtype = model.state, model.context.dtype
         self._takes_images, self._takes_labels = model.takes_images, model.gives_logits
-        self._samples = model.context.sharing_samples
+        self._samples = samples = model.context.sharing_samples
+        sizes, state, whole = config.training, model.state, mixing is not None
+        part = Share(
+            sizes.global_batch_size,
+            sizes.micro_batch_size,
+            dp_size=state.data.size,
+            dp_rank=state.data.rank,
+            cp_size=samples.size,
+            cp_rank=samples.rank,
+            images=model.takes_images,
+            labels=model.gives_logits,
+        )
+        self.evaluated_share, self.trained_share = part, replace(part, cp_size=1, cp_rank=0) if whole else part
         by_batch = sum(norm.running_mean is None for norm in model.norms)
-        self._evaluates_padding = self._samples.size == 1 or model.sum_over_ranks([by_batch])[0] == 0
-
-    @property
-    def mixes(self) -> bool:
-        """True where samples of a micro-batch are mixed with each other in training."""
-        return self._mixing is not None
-
-    def read_alike(self, training: bool) -> bool:
-        """Returns True where ranks that share a micro-batch all read the whole of it."""
-        return self._samples.size == 1 or (training and self.mixes)
+        self._evaluates_padding = samples.size == 1 or model.sum_over_ranks([by_batch])[0] == 0
 
     # --- checks
 
@@ -138,9 +143,12 @@ class Batches:
         size, replicas = self._config.training.micro_batch_size, self._state.data.size
         sizes = micro_batch_sizes(samples, min(size, samples))
         cut = f"{samples} samples are {len(sizes)} micro-batch(es) of micro_batch_size {size}, the last of {sizes[-1]}"
-        if self._state.weight.size > 1 and len(sizes) % replicas:
-            shared = f"with weight_parallel_size {self._state.weight.size} each needs as many"
-            return f"{cut}, on {replicas} data parallel replicas, and {shared}"
+        weight = self._state.weight.size
+        if len(sizes) < replicas or (weight > 1 and len(sizes) % replicas):
+            return (
+                f"{cut}, for {replicas} data parallel replicas: each needs one, and with weight_parallel_size {weight} "
+                "as many as the others; give another number of samples, or change micro_batch_size"
+            )
         if sizes[-1] < self._samples.size:
             return (
                 f"{cut}, fewer than the ranks that share it (context_parallel_size {self._samples.size}, by samples): "
@@ -161,14 +169,8 @@ class Batches:
         """
         if self._takes_images and images.ndim == 4:
             images = images.contiguous(memory_format=torch.channels_last)  # as the loader of a run gives them
-        sizes = micro_batch_sizes(samples, min(self._config.training.micro_batch_size, samples))
-        data, micro_batches = self._state.data, []
-        ranks, rank = (1, 0) if self.mixes and not evaluates else (self._samples.size, self._samples.rank)
-        for index in micro_batches_of(len(sizes), data.size, data.rank, may_be_none=evaluates):
-            own = own_rows(sizes[index], ranks, rank)
-            start, size = first_sample(sizes, index) + own.start, len(own)
-            if not size:
-                continue
+        micro_batches = []
+        for index, start, size in (self.evaluated_share if evaluates else self.trained_share).spans(samples):
             span = slice(start, start + size)
             x, y = images[span] if self._takes_images else None, None
             if self._takes_labels:
@@ -187,38 +189,38 @@ class Batches:
 
     # --- inputs of the pipeline
 
-    def inputs(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """Moves a batch to this rank's device, in the type that the model computes in."""
-        device, dtype = self._state.device, self._dtype
-        begin = batch.consumed_samples - batch.size
-        return [
-            MicroBatchInput(
-                None if micro.images is None else without_waiting(micro.images, device).to(dtype),
-                None if micro.labels is None else without_waiting(micro.labels, device),
-                micro.size,
-                range(begin + micro.start, begin + micro.start + micro.size),
-            )
-            for micro in batch.micro_batches
-        ]
-
-    def training_inputs(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """Returns what a training step takes: mixed where that is asked for, and cut into windows."""
-        return [window for micro in self.inputs(batch) for window in self._windows(self._mixed(micro))]
-
-    def evaluation_inputs(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """Returns what an evaluation takes, filled up with padding where ranks need equally many micro-batches.
+    def inputs(self, batch: GlobalBatch, trains: bool) -> list[MicroBatchInput]:
+        """Moves a batch to this rank's device, in the type that the model computes in: in training, samples are mixed
+        where that is asked for; in evaluation, it is filled up where ranks need equally many micro-batches.
 
         Raises:
             ValueError: on every rank, where one has no sample of a micro-batch whose statistics norms need.
         """
-        last = micro_batch_sizes(batch.size, min(self._config.training.micro_batch_size, batch.size))[-1]
-        if last < self._samples.size and not self._evaluates_padding:
-            raise ValueError(
-                f"of {batch.size} samples to evaluate the last micro-batch has {last}, fewer than the ranks that share "
-                f"it (--context-parallel-size {self._samples.size}, by samples), and a norm of this model normalises "
-                "by the batch in evaluation, too: evaluate another number of samples, or change --micro-batch-size"
-            )
-        return [window for micro in (*self.inputs(batch), *self._padding(batch)) for window in self._windows(micro)]
+        device, begin = self._state.device, batch.consumed_samples - batch.size
+        whole, padding = [], [] if trains else self._padding(batch)
+        for micro in batch.micro_batches:
+            images = None if micro.images is None else without_waiting(micro.images, device).to(self._dtype)
+            labels = None if micro.labels is None else without_waiting(micro.labels, device)
+            first, size = begin + micro.start, micro.size
+            if trains and self._mixing is not None:
+                own = own_rows(size, self._samples.size, self._samples.rank)
+                part = slice(own.start, own.stop)
+                images = None if images is None else self._mixing.images(images, first)[part]
+                labels = None if labels is None else self._mixing.labels(labels, first)[part]
+                first, size = first + own.start, len(own)
+            whole.append(MicroBatchInput(images, labels, size, range(first, first + size)))
+        model = self._config.model
+        count = self._config.training.windows(model.time_steps)
+        steps, has_frames = model.time_steps // count, len(model.input_shape) == 4
+
+        def window(micro: MicroBatchInput, number: int) -> MicroBatchInput:
+            """Images stand for all time steps, frames have theirs."""
+            images = micro.images
+            if images is not None and has_frames:
+                images = images[:, number * steps : (number + 1) * steps]
+            return replace(micro, images=images, goes_on=number > 0)
+
+        return [window(micro, number) for micro in whole + padding for number in range(count)]
 
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
         """Micro-batches without samples of the batch: all that share a micro-batch need equally many, and so do all
@@ -226,33 +228,19 @@ class Batches:
         weight, data = self._state.weight, self._state.data
         if weight.size == self._samples.size == 1:
             return []
-        count = len(micro_batch_sizes(batch.size, min(self._config.training.micro_batch_size, batch.size)))
+        sizes = micro_batch_sizes(batch.size, min(self._config.training.micro_batch_size, batch.size))
+        if sizes[-1] < self._samples.size and not self._evaluates_padding:
+            raise ValueError(
+                f"of {batch.size} samples to evaluate the last micro-batch has {sizes[-1]}, fewer than the ranks that "
+                f"share it (--context-parallel-size {self._samples.size}, by samples), and a norm of this model "
+                "normalises by the batch in evaluation, too: evaluate another number of samples, or change "
+                "--micro-batch-size"
+            )
         replica = 0 if weight.size > 1 else data.rank  # the first one has most
-        missing = len(micro_batches_of(count, data.size, replica, may_be_none=True)) - len(batch.micro_batches)
+        missing = len(micro_batches_of(len(sizes), data.size, replica, may_be_none=True)) - len(batch.micro_batches)
         images = torch.zeros(1, *self._config.model.input_shape, dtype=self._dtype, device=self._state.device)
         padding = MicroBatchInput(images if self._takes_images else None, None, 1, range(1), is_padding=True)
         return missing * [padding]
-
-    def _windows(self, micro: MicroBatchInput) -> Iterator[MicroBatchInput]:
-        """Yields a micro-batch for each window of the time steps: images stand for all of them, frames have theirs."""
-        model = self._config.model
-        count = self._config.training.windows(model.time_steps)
-        steps = model.time_steps // count
-        for number in range(count):
-            images = micro.images
-            if images is not None and len(model.input_shape) == 4:
-                images = images[:, number * steps : (number + 1) * steps]
-            yield replace(micro, images=images, goes_on=number > 0)
-
-    def _mixed(self, micro: MicroBatchInput) -> MicroBatchInput:
-        """Mixes a whole micro-batch, and takes this rank's samples of it."""
-        if self._mixing is None or micro.samples is None:
-            return micro
-        own, first = own_rows(micro.size, self._samples.size, self._samples.rank), micro.samples.start
-        part = slice(own.start, own.stop)
-        images = None if micro.images is None else self._mixing.images(micro.images, first)[part]
-        labels = None if micro.labels is None else self._mixing.labels(micro.labels, first)[part]
-        return replace(micro, images=images, labels=labels, size=len(own), samples=micro.samples[part])
 
 
 def _described(value: object) -> str:

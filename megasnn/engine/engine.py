@@ -33,7 +33,7 @@ from megasnn.engine.checkpoint import Checkpoints
 from megasnn.engine.faults import claim_fault
 from megasnn.engine.mesh import join_ranks
 from megasnn.engine.step import TrainStep
-from megasnn.free_memory import keep_free_memory
+from megasnn.host_memory import keep_free_memory
 from megasnn.models.model import Model
 from megasnn.optim import learning_rate, require_matches, require_schedule
 from megasnn.parallel_state import (
@@ -176,7 +176,7 @@ class Engine:
             raise ValueError(
                 f"all {self.length.iterations} steps of the training are done (train_iters); make an Engine with more"
             )
-        micro_batches = self.batches.training_inputs(batch)
+        micro_batches = self.batches.inputs(batch, trains=True)
         with self._ends_with_error():
             return self.step(micro_batches, batch)
 
@@ -215,7 +215,8 @@ class Engine:
         self._require_open()
         totals = [0.0, 0.0, 0.0, 0.0]
         with self._averaged_weights():
-            for micro_batches in map(self.batches.evaluation_inputs, batches):
+            for batch in batches:
+                micro_batches = self.batches.inputs(batch, trains=False)
                 with self._ends_with_error():
                     parts = self.distributed.evaluate(micro_batches)
                 totals = [a + b for a, b in zip(totals, parts, strict=True)]
@@ -241,7 +242,7 @@ class Engine:
 
         with self._averaged_weights():
             for batch in self.batches.evaluated(images, torch.arange(samples), samples):  # places in the labels' stead
-                micro_batches = self.batches.evaluation_inputs(batch)
+                micro_batches = self.batches.inputs(batch, trains=False)
                 with self._ends_with_error():
                     self.distributed.predict(micro_batches, keep)
         with self._ends_with_error():

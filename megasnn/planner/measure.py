@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megasnn.config import PretrainConfig
-from megasnn.free_memory import keep_free_memory, release_free_memory
 from megasnn.grid import ContextCut
+from megasnn.host_memory import keep_free_memory, release_free_memory
 from megasnn.models.description import ModelDescription
 from megasnn.optim import build_optimizer
 from megasnn.parallel.agreement import broadcast_result

@@ -68,7 +68,8 @@ class RunData:
         if not self._config.data.skip_broken_samples:
             return 0
         # All ranks of a replica that read images come to the same choice.
-        shared = engine.batches.read_alike(training) and engine.state.context.rank
+        share = engine.batches.trained_share if training else engine.batches.evaluated_share
+        shared = share.cp_size == 1 and engine.state.context.rank
         counts = engine.takes_images and engine.state.tensor.rank == 0 and not shared
         return int(engine.distributed.sum_over_ranks([float(samples * counts)])[0])
 
@@ -80,18 +81,7 @@ class RunData:
 
     def _loader(self, engine: Engine, training: bool) -> BatchLoader:
         data, sizes, state = self._config.data, self._config.training, engine.state
-        samples = engine.distributed.context.sharing_samples
-        whole = training and engine.batches.mixes  # samples of a micro-batch are mixed with each other
-        share = Share(
-            global_batch_size=sizes.global_batch_size,
-            micro_batch_size=sizes.micro_batch_size,
-            dp_size=state.data.size,
-            dp_rank=state.data.rank,
-            cp_size=1 if whole else samples.size,
-            cp_rank=0 if whole else samples.rank,
-            images=engine.takes_images,
-            labels=engine.takes_labels,
-        )
+        share = engine.batches.trained_share if training else engine.batches.evaluated_share
         options = LoaderOptions(
             seed=sizes.seed,
             shuffle=data.shuffle,

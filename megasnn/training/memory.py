@@ -9,8 +9,8 @@ from megasnn.config import PretrainConfig
 from megasnn.engine import Engine
 from megasnn.engine.build import sample_windows
 from megasnn.engine.model import DistributedModel
-from megasnn.free_memory import release_free_memory
 from megasnn.grid import SUMMED_AXES
+from megasnn.host_memory import release_free_memory
 from megasnn.optim import held_state_bytes, state_bytes, working_bytes
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import ShardedTensor

@@ -43,8 +43,8 @@ def test_a_run_with_a_broken_step_ends_with_finite_tensors(tmp_path_factory, mon
     inputs = Batches.inputs
     batches = count()
 
-    def with_nan(made_of: Batches, batch: GlobalBatch) -> list[MicroBatchInput]:
-        made = inputs(made_of, batch)
+    def with_nan(made_of: Batches, batch: GlobalBatch, trains: bool) -> list[MicroBatchInput]:
+        made = inputs(made_of, batch, trains)
         if next(batches) == 1:
             made[0].images[0, 0, 0, 0] = float("nan")
         return made
@@ -88,10 +88,10 @@ def test_a_program_goes_on_after_a_run_that_failed(tmp_path_factory, tmp_path, m
     with monkeypatch.context() as patch:
         inputs, steps = Batches.inputs, count()
 
-        def failing(made_of: Batches, batch: GlobalBatch) -> list[MicroBatchInput]:
+        def failing(made_of: Batches, batch: GlobalBatch, trains: bool) -> list[MicroBatchInput]:
             if next(steps) == 2:
                 raise RuntimeError("injected")
-            return inputs(made_of, batch)
+            return inputs(made_of, batch, trains)
 
         patch.setattr(Batches, "inputs", failing)
         assert megasnn.pretrain("spikformer", flags) == 1

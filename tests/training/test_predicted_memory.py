@@ -91,7 +91,7 @@ def _counted(engine: Engine, samples: int) -> int:
     shape = engine.config.model.input_shape  # of all windows
     images = torch.randn((samples, *shape), generator=torch.Generator().manual_seed(0))
     labels = torch.arange(samples) % model.num_classes
-    micro_batches = engine.batches.training_inputs(engine.batches.share(images, labels, samples, 0))
+    micro_batches = engine.batches.inputs(engine.batches.share(images, labels, samples, 0), trains=True)
     forward_backward(engine.distributed, micro_batches, samples)
     gc.collect()
     peaks = []
