@@ -18,8 +18,6 @@ from tests.training.runs import train, whole
 FROZEN = "patch_embed.stages.*=0,blocks.0.attention=0,*.fc2.norm.weight=0"
 RULES = ("--lr-scale-of", f"blocks.*=0.5,head=3,{FROZEN}")
 LAYOUTS = {
-    "tensor 2": (2, "--tensor-model-parallel-size 2"),
-    "data 2": (2, ""),
     "pipeline 3": (3, "--pipeline-model-parallel-size 3"),
     "tensor 2 zbv": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zbv"),
 }
