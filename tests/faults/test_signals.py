@@ -33,7 +33,6 @@ def ended_after(ranks: Ranks, rank: int, number: signal.Signals, within: float =
     ("number", "rank", "flags"),
     [
         (signal.SIGTERM, 1, PP2),
-        (signal.SIGINT, 0, TP2),
         (signal.SIGUSR1, 1, (*TP2, "--async-save", "--save-interval", "1")),
     ],
 )
@@ -49,17 +48,16 @@ def test_the_run_is_saved_and_ends_well(tmp_path, number, rank, flags) -> None:
     assert resumed.status == [0] and f"continuing at iteration {reached}," in resumed.output[0]
 
 
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_at_once(tmp_path, second) -> None:
+def test_a_second_signal_ends_at_once(tmp_path) -> None:
     """In a step that does not end; a repetition within a second is the launcher's, and still the first one."""
     ranks = Ranks(tmp_path, 2, *TINY, *PP2, fault=("stall_in_step", 0))
     ranks.kill_stalled(signal.SIGINT)
     wait_for(ranks, "once more ends it at once")
-    os.kill(ranks.processes[0].pid, second)
+    os.kill(ranks.processes[0].pid, signal.SIGINT)
     time.sleep(1.2)
     assert all(process.is_alive() for process in ranks.processes)
-    os.kill(ranks.processes[0].pid, second)
-    assert ranks.end(10).status == [128 + second, 1]
+    os.kill(ranks.processes[0].pid, signal.SIGINT)
+    assert ranks.end(10).status == [128 + signal.SIGINT, 1]
 
 
 def test_before_training_there_is_nothing_to_save(tmp_path) -> None:
