@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,10 @@ _INTEGERS = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 )
+
+
+class BatchError(ValueError):
+    """Refusal of a batch, on every rank alike: nothing has been changed."""
 
 
 class Batches:
@@ -96,13 +101,13 @@ class Batches:
         found = gather(self._state.world.handle, (samples, problem))
         ended = [rank for rank, (given, wrong) in enumerate(found) if wrong is None and not given]
         if problems := list(dict.fromkeys(wrong for _, wrong in found if wrong is not None)):
-            raise ValueError("; ".join(problems))
+            raise BatchError("; ".join(problems))
         if 0 < len(ended) < len(found):
             ranks = ", ".join(map(str, ended))
-            raise ValueError(f"every rank is given as many batches, but rank {ranks} has no more of them")
+            raise BatchError(f"every rank is given as many batches, but rank {ranks} has no more of them")
         if len({given for given, _ in found}) > 1:
             sizes = ", ".join(f"{given} on rank {rank}" for rank, (given, _) in enumerate(found))
-            raise ValueError(f"every rank is given the whole batch, but there are {sizes} samples")
+            raise BatchError(f"every rank is given the whole batch, but there are {sizes} samples")
 
     def _image_problem(self, images: object) -> str | None:
         """Only the number of images counts on ranks without the first stage."""
@@ -187,6 +192,15 @@ class Batches:
             span = slice(start, start + size)
             yield self.share(images[span], labels[span], size, start, evaluates=True)
 
+    def evaluated_pairs(self, pairs: Iterable[Any]) -> Iterator[GlobalBatch]:
+        """Yields `evaluated` of (images, labels), one after the other."""
+        images: Any
+        labels: Any
+        for pair in pairs:
+            images, labels = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (pair, None)
+            yield from self.evaluated(images, labels, self.checked(images, labels))
+        self.agree(0)
+
     # --- inputs of the pipeline
 
     def inputs(self, batch: GlobalBatch, trains: bool) -> list[MicroBatchInput]:
@@ -230,7 +244,7 @@ class Batches:
             return []
         sizes = micro_batch_sizes(batch.size, min(self._config.training.micro_batch_size, batch.size))
         if sizes[-1] < self._samples.size and not self._evaluates_padding:
-            raise ValueError(
+            raise BatchError(
                 f"of {batch.size} samples to evaluate the last micro-batch has {sizes[-1]}, fewer than the ranks that "
                 f"share it (--context-parallel-size {self._samples.size}, by samples), and a norm of this model "
                 "normalises by the batch in evaluation, too: evaluate another number of samples, or change "

@@ -18,7 +18,7 @@ from megasnn.bundle import Bundle, logits_of
 from megasnn.config import PretrainConfig
 from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
-from megasnn.engine.batch import Batches
+from megasnn.engine.batch import BatchError, Batches
 from megasnn.engine.build import (
     build_model,
     describe_windows,
@@ -79,6 +79,7 @@ class Engine:
         config: with the flags in it. state: the grid of ranks. plan: of the pipeline.
         distributed: the model's chunks on this rank. batches: cuts batches. step: takes micro-batches to new weights.
         optimizer: of the parameters that this rank owns. checkpoints: saves and loads.
+        takes_images, takes_labels: True where this rank needs their values.
     Raises:
         ConfigError: flags that do not go together, or a model that cannot be built; lists all of it.
         ValueError: patterns of flags that no parameter matches, a pipeline that cannot be planned, another Engine that
@@ -120,18 +121,9 @@ class Engine:
             rate = partial(learning_rate, config.optimizer, iterations=steps, epoch=epoch)
             self.step = TrainStep(config, self.distributed, lr_schedule or rate)
             self.optimizer = self.step.optimizer
+            self.takes_images, self.takes_labels = self.distributed.takes_images, self.distributed.gives_logits
             self.checkpoints = Checkpoints(config, self.step, self.plan)
             undo.pop_all()
-
-    @property
-    def takes_images(self) -> bool:
-        """True where this rank has the model's first stage, and needs the values of images."""
-        return self.distributed.takes_images
-
-    @property
-    def takes_labels(self) -> bool:
-        """True where this rank has the model's last stage, and needs the values of labels."""
-        return self.distributed.gives_logits
 
     @property
     def iteration(self) -> int:
@@ -165,20 +157,16 @@ class Engine:
                 are done, or when the optimizer's learning rates were changed from outside.
             RuntimeError: an earlier step has ended in an error.
         """
-        self._require_open()
-        samples = self.batches.checked(images, labels, trains=True, problem=self.step.problem())
-        return self.train_on(self.batches.share(images, labels, samples, self.consumed_samples))
+        with self._running():
+            samples = self.batches.checked(images, labels, trains=True, problem=self.step.problem())
+            return self.train_on(self.batches.share(images, labels, samples, self.consumed_samples))
 
     def train_on(self, batch: GlobalBatch) -> StepResult:
         """`train_step` on this rank's share of a global batch, as `megasnn.data.BatchLoader` gives it."""
-        self._require_open()
-        if self.step.iteration >= self.length.iterations:
-            raise ValueError(
-                f"all {self.length.iterations} steps of the training are done (train_iters); make an Engine with more"
-            )
-        micro_batches = self.batches.inputs(batch, trains=True)
-        with self._ends_with_error():
-            return self.step(micro_batches, batch)
+        with self._running():
+            if self.step.iteration >= self.length.iterations:
+                raise BatchError(f"all {self.length.iterations} steps are done (train_iters); make an Engine with more")
+            return self.step(self.batches.inputs(batch, trains=True), batch)
 
     # --- evaluation
 
@@ -193,36 +181,18 @@ class Engine:
         Raises:
             ValueError, RuntimeError: as `train_step`; ValueError also when there are no samples.
         """
-        self._require_open()
         by_itself = labels is not None or isinstance(images, Tensor) or not isinstance(images, Iterable)
-        return self.evaluate_on(self._shares(iter([(images, labels)] if by_itself else images)))
-
-    def _shares(self, pairs: Iterator[object]) -> Iterator[GlobalBatch]:
-        """Yields this rank's shares of pairs of images and labels. An error of the iterator ends the Engine."""
-        while True:
-            with self._ends_with_error():
-                pair = next(pairs, None)
-            if pair is None:
-                self.batches.agree(0)
-                return
-            images: Any
-            labels: Any
-            images, labels = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (pair, None)
-            yield from self.batches.evaluated(images, labels, self.batches.checked(images, labels))
+        return self.evaluate_on(self.batches.evaluated_pairs([(images, labels)] if by_itself else images))
 
     def evaluate_on(self, batches: Iterable[GlobalBatch]) -> EvaluationRecord:
         """`evaluate` on this rank's shares of global batches, as `megasnn.data.BatchLoader` gives them."""
-        self._require_open()
         totals = [0.0, 0.0, 0.0, 0.0]
-        with self._averaged_weights():
+        with self._running(), self._averaged_weights():
             for batch in batches:
-                micro_batches = self.batches.inputs(batch, trains=False)
-                with self._ends_with_error():
-                    parts = self.distributed.evaluate(micro_batches)
+                parts = self.distributed.evaluate(self.batches.inputs(batch, trains=False))
                 totals = [a + b for a, b in zip(totals, parts, strict=True)]
-            with self._ends_with_error():
-                sums = torch.tensor(totals, dtype=torch.float64, device=self.state.device)
-                loss, samples, top1, top5 = self.distributed.of_all_replicas(sums).tolist()
+            sums = torch.tensor(totals, dtype=torch.float64, device=self.state.device)
+            loss, samples, top1, top5 = self.distributed.of_all_replicas(sums).tolist()
         if not samples:
             raise ValueError("there are no samples to evaluate")
         return EvaluationRecord(
@@ -232,20 +202,17 @@ class Engine:
     def predict(self, images: Tensor) -> Tensor:
         """Returns logits `[N, classes]` of any number of images, in their order: the mean over time, on the CPU of
         every rank. With `ema_decay` they are those of the averaged weights. Raises what `train_step` raises."""
-        self._require_open()
-        samples = self.batches.checked(images, predicts=True)
-        shape, dtype = (samples, self.config.model.num_classes), self.distributed.context.dtype
-        logits = torch.zeros(shape, dtype=dtype, device=self.state.device)
+        with self._running():
+            samples = self.batches.checked(images, predicts=True)
+            shape, dtype = (samples, self.config.model.num_classes), self.distributed.context.dtype
+            logits = torch.zeros(shape, dtype=dtype, device=self.state.device)
 
-        def keep(output: Bundle, places: Tensor) -> None:
-            logits[places] = logits_of(output).to(dtype).mean(0)
+            def keep(output: Bundle, places: Tensor) -> None:
+                logits[places] = logits_of(output).to(dtype).mean(0)
 
-        with self._averaged_weights():
-            for batch in self.batches.evaluated(images, torch.arange(samples), samples):  # places in the labels' stead
-                micro_batches = self.batches.inputs(batch, trains=False)
-                with self._ends_with_error():
-                    self.distributed.predict(micro_batches, keep)
-        with self._ends_with_error():
+            with self._averaged_weights():  # and places in the labels' stead
+                for batch in self.batches.evaluated(images, torch.arange(samples), samples):
+                    self.distributed.predict(self.batches.inputs(batch, trains=False), keep)
             return self.distributed.of_all_replicas(logits).cpu()
 
     @contextmanager
@@ -254,14 +221,15 @@ class Engine:
         if self.step.average is None:
             yield
             return
-        with self._ends_with_error():
-            self.step.exchange_average()
+        refused: BatchError | None = None
+        self.step.exchange_average()
         try:
             yield
-        finally:
-            if not self._failure:
-                with self._ends_with_error():
-                    self.step.exchange_average()
+        except BatchError as error:
+            refused = error
+        self.step.exchange_average()
+        if refused is not None:
+            raise refused
 
     # --- weights and checkpoints
 
@@ -311,11 +279,14 @@ class Engine:
     # --- the end
 
     @contextmanager
-    def _ends_with_error(self) -> Iterator[None]:
+    def _running(self) -> Iterator[None]:
         """Ends the Engine with an error in the block, since the ranks are no longer at the same action; the others are
-        told, so that they do not wait."""
+        told, so that they do not wait. A batch that all ranks have refused together ends nothing."""
+        self._require_open()
         try:
             yield
+        except BatchError:
+            raise
         except BaseException as error:
             if not self._failure:
                 text = (str(error).splitlines() or [""])[0]
