@@ -114,30 +114,17 @@ def place_in_model(neuron: str, order: Sequence[str]) -> int:
     return next(fits, len(order))
 
 
-def _sum_counts(counts: Mapping[str, _Count], group: dist.ProcessGroup | None) -> dict[str, _Count]:
-    """Adds counts neuron by neuron, in one all-reduce; a rank that observed nothing takes part with zeros."""
-    if group is None:
-        return dict(counts)
-    mine = {name: (count.spikes.numel(), count.presentations) for name, count in counts.items()}
-    of_ranks: list[dict[str, tuple[int, int]]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(of_ranks, mine, group=group)
-    neurons: dict[str, int] = {}
-    presentations: dict[str, int] = {}
-    for rank in of_ranks:
-        for name, (size, presented) in rank.items():
-            if neurons.setdefault(name, size) != size:
-                raise ValueError(f"layer {name!r} has {size} neurons on one replica and {neurons[name]} on another")
-            presentations[name] = presentations.get(name, 0) + presented
-    if not neurons:
-        return {}
-    device = torch.device("cpu")
-    if "nccl" in dist.get_backend(group):
-        device = torch.device("cuda", torch.cuda.current_device())
-    absent = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in neurons.items()}
-    flat = torch.cat([counts[name].spikes if name in counts else absent[name] for name in neurons])
+def _sum_counts(counts: dict[str, _Count], group: dist.ProcessGroup | None) -> dict[str, _Count]:
+    """Adds counts neuron by neuron, in one all-reduce; all ranks have observed the same layers."""
+    if group is None or not counts:
+        return counts
+    presented: list[dict[str, int]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(presented, {name: count.presentations for name, count in counts.items()}, group=group)
+    flat = torch.cat([count.spikes for count in counts.values()])
     dist.all_reduce(flat, group=group)
-    parts = flat.split(list(neurons.values()))
-    return {name: _Count(part, presentations[name]) for name, part in zip(neurons, parts, strict=True)}
+    parts = flat.split([count.spikes.numel() for count in counts.values()])
+    summed = zip(counts, parts, strict=True)
+    return {name: _Count(part, sum(each[name] for each in presented)) for name, part in summed}
 
 
 def _statistics(counts: Mapping[str, _Count], groups: Sequence[dist.ProcessGroup | None]) -> list[LayerSpikes]:

@@ -186,11 +186,10 @@ class TrainingRun:
         self._save_if(saves)
 
     def _log(self) -> None:
-        measured = self.metrics.since_last(self.iteration)
+        measured, layers = self.metrics.since_last(self.iteration)
         predicted = memory_scalars([each.total for each in self._memory], "predicted")
         skipped = self.data.skipped_over_replicas(self.engine, self._skipped_samples, training=True)
-        scalars = {**measured.scalars, **predicted}
-        self.reporter.log(self.iteration, self.consumed_samples, scalars, measured.layers, skipped)
+        self.reporter.log(self.iteration, self.consumed_samples, {**measured, **predicted}, layers, skipped)
 
     def _logs(self, number: int) -> bool:
         """Returns True where iteration `number` has a log line."""

