@@ -10,16 +10,16 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megasnn.checkpoint import CheckpointError as CheckpointError
-    from megasnn.checkpoint import load_checkpoint as load_checkpoint
-    from megasnn.checkpoint import load_global_tensors as load_global_tensors
-    from megasnn.checkpoint import save_checkpoint as save_checkpoint
-    from megasnn.checkpoint import save_global_tensors as save_global_tensors
+    from megasnn.checkpoint.load import load_checkpoint as load_checkpoint
+    from megasnn.checkpoint.load import load_global_tensors as load_global_tensors
+    from megasnn.checkpoint.save import save_checkpoint as save_checkpoint
+    from megasnn.checkpoint.save import save_global_tensors as save_global_tensors
     from megasnn.config import ConfigError as ConfigError
     from megasnn.config import PretrainConfig as PretrainConfig
     from megasnn.config import parse as parse
     from megasnn.config import validate as validate
     from megasnn.engine import Engine as Engine
+    from megasnn.files import CheckpointError as CheckpointError
     from megasnn.kernels import NeuronSpec as NeuronSpec
     from megasnn.kernels.spike_codec import COUNTS as COUNTS
     from megasnn.kernels.spike_codec import DENSE as DENSE
@@ -67,9 +67,11 @@ if TYPE_CHECKING:
     from megasnn.telemetry.callback import Callback as Callback
 
 _NAMES = {
-    "megasnn.checkpoint": "CheckpointError load_checkpoint load_global_tensors save_checkpoint save_global_tensors",
+    "megasnn.checkpoint.load": "load_checkpoint load_global_tensors",
+    "megasnn.checkpoint.save": "save_checkpoint save_global_tensors",
     "megasnn.config": "ConfigError PretrainConfig parse validate",
     "megasnn.engine": "Engine",
+    "megasnn.files": "CheckpointError",
     "megasnn.kernels": "NeuronSpec",
     "megasnn.kernels.spike_codec": "COUNTS DENSE SPIKES Content",
     "megasnn.layers": (

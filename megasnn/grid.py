@@ -12,11 +12,11 @@ Replicas lie along two axes: neighbours along "weight" (dp_shard) share one copy
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, get_args
+
+import numpy as np
 
 Axis = Literal["pipeline", "data", "weight", "context", "tensor"]  # pp, dp_replicate, dp_shard, cp, tp
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -74,27 +74,15 @@ class Grid:
 
         Raises ValueError with every factor when the sizes do not multiply to the world size.
         """
-        if world_size < 1:
-            raise ValueError(f"world size must be at least 1, got {world_size}")
-        model = cls(pipeline=pipeline, tensor=tensor, context=context).world_size
-        if world_size % model:
-            shared, flag = "", ""
-            if context > 1:
-                shared, flag = f"context {context} x ", f"--context-parallel-size {context}, "
+        one = cls(pipeline=pipeline, weight=weight, context=context, tensor=tensor)
+        if world_size < 1 or world_size % one.world_size:
+            factors = " x ".join(f"{axis} {'?' if axis == 'data' else one.size(axis)}" for axis in AXES)
+            flags = ", ".join(f"{FLAG_OF_AXIS[axis]} {one.size(axis)}" for axis in AXES if one.size(axis) > 1)
             raise ValueError(
-                f"world size {world_size} is not tensor {tensor} x {shared}pipeline {pipeline} x data ?: it must be "
-                f"a multiple of {model}; change --tensor-model-parallel-size {tensor}, {flag}"
-                f"--pipeline-model-parallel-size {pipeline} or the number of ranks "
-                f"(torchrun --nnodes x --nproc-per-node)"
+                f"world size {world_size} is not {factors}: it must be a multiple of {one.world_size}; change "
+                f"{flags}{' or ' * bool(flags)}the number of ranks (torchrun --nnodes x --nproc-per-node)"
             )
-        replicas = world_size // model
-        if weight < 1 or replicas % weight:
-            raise ValueError(
-                f"--weight-parallel-size {weight} does not divide the {replicas} data parallel replica(s) (world size "
-                f"{world_size} / tensor {tensor} / pipeline {pipeline}{f' / context {context}' * (context > 1)}), "
-                "which share weights in groups of that many"
-            )
-        return cls(pipeline=pipeline, data=replicas // weight, weight=weight, context=context, tensor=tensor)
+        return replace(one, data=world_size // one.world_size)
 
     @property
     def world_size(self) -> int:
@@ -110,44 +98,25 @@ class Grid:
 
     def coordinates(self, rank: int) -> Coordinates:
         """Raises ValueError for a rank outside the grid."""
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is outside a grid of {self.world_size} ranks ({self})")
-        indices: dict[str, int] = {}
-        for axis in reversed(AXES):
-            rank, indices[axis] = divmod(rank, self.size(axis))
-        return Coordinates(**indices)
-
-    def rank(self, coordinates: Coordinates) -> int:
-        """Raises ValueError for coordinates outside the grid."""
-        rank = 0
-        for axis in AXES:
-            index = getattr(coordinates, axis)
-            if not 0 <= index < self.size(axis):
-                raise ValueError(f"{axis} index {index} is outside a grid of {self}")
-            rank = rank * self.size(axis) + index
-        return rank
+        indices = np.unravel_index(rank, [self.size(axis) for axis in AXES])
+        return Coordinates(**{axis: int(index) for axis, index in zip(AXES, indices, strict=True)})
 
     def groups(self, *axes: Axis) -> list[list[int]]:
         """All groups of ranks that differ along `axes` only, each in ascending order.
 
         ``groups("tensor")`` are the tensor parallel groups, ``groups("tensor", "pipeline")`` the model
-        parallel ones. Raises ValueError for an unknown axis.
+        parallel ones.
         """
-        for axis in axes:
-            if axis not in AXES:
-                raise ValueError(f"unknown axis {axis!r}; the axes are {', '.join(AXES)}")
-        starts = product(*(range(1 if axis in axes else self.size(axis)) for axis in AXES))
-        places = (Place(self, _at(start)) for start in starts)
-        return [[self.rank(each.coordinates) for each in place.along(axes)] for place in places]
+        ranks = np.arange(self.world_size).reshape([self.size(axis) for axis in AXES])
+        kept, others = ([n for n, axis in enumerate(AXES) if (axis in axes) is keep] for keep in (True, False))
+        groups: list[list[int]] = (
+            ranks.transpose([*others, *kept]).reshape(-1, prod(ranks.shape[axis] for axis in kept)).tolist()
+        )
+        return groups
 
     def __str__(self) -> str:
         shown = [axis for axis in AXES if axis not in ("weight", "context") or self.size(axis) > 1]
         return " x ".join(f"{axis} {self.size(axis)}" for axis in shown)
-
-
-def _at(indices: Iterable[int]) -> Coordinates:
-    """Coordinates from indices in the order of `AXES`."""
-    return Coordinates(**dict(zip(AXES, indices, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -162,8 +131,3 @@ class Place:
 
     def index(self, axis: Axis) -> int:
         return int(getattr(self.coordinates, axis))
-
-    def along(self, axes: Collection[Axis]) -> list[Place]:
-        """The ranks that differ from this one along some axes only, itself among them, in the order of their group."""
-        varying = [range(self.size(axis)) if axis in axes else (self.index(axis),) for axis in AXES]
-        return [Place(self.grid, _at(indices)) for indices in product(*varying)]

@@ -102,18 +102,18 @@ def refuse_other_device(config: PretrainConfig, world_size: int) -> None:
     """Raises ConfigError when this rank has no GPU and the flags need one: the device is known before ranks join. What
     a GPU cannot do is found out by using it, after that. Imports torch."""
     from megasnn.engine.build import require_kernels
-    from megasnn.parallel_state import device_of_rank, why_no_gpu, why_not_on_gpus
+    from megasnn.parallel.process_group import choose_device
 
     parallel = config.parallel
-    if wrong := refusal(device_of_rank, parallel.backend, parallel.device):
+    if wrong := refusal(choose_device, parallel.backend, parallel.device):
         raise ConfigError(wrong)
-    device = device_of_rank(parallel.backend, parallel.device)
+    device, why = choose_device(parallel.backend, parallel.device)
     if device.type != "cpu":
         return
     try:
         validate(replace(config, parallel=replace(parallel, device="cpu")), world_size)
     except ConfigError as error:
-        why = f"--device {parallel.device} comes to the CPU here: {why_not_on_gpus(parallel.device) or why_no_gpu()}"
+        why = f"--device {parallel.device} comes to the CPU here: {why or 'torch is built without CUDA'}"
         raise ConfigError(f"{problem} ({why})" for problem in error.problems) from None
     if wrong := refusal(require_kernels, config, device):
         raise ConfigError(wrong)

@@ -22,13 +22,14 @@ from typing import Annotated
 
 import tyro
 
-from megasnn.checkpoint import CheckpointError, verify_checkpoint
+from megasnn.checkpoint.tensor_io import verify_checkpoint
 from megasnn.config.cli import subcommands
 from megasnn.config.fields import name_in
 from megasnn.convert.exchange import Names, export_weights, import_weights
 from megasnn.convert.report import as_text, differences, size_text
 from megasnn.convert.reshard import Target, reshard, saved_model, target_ranks
 from megasnn.convert.source import Source, in_our_names, open_source
+from megasnn.files import CheckpointError
 from megasnn.schedule.partition import PLACEMENTS
 
 Place = Annotated[Path, tyro.conf.Positional]

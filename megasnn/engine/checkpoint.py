@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megasnn import checkpoint
-from megasnn.checkpoint.format import BESIDE
-from megasnn.checkpoint.load import model_differences
+from megasnn.checkpoint.format import BESIDE, Progress
+from megasnn.checkpoint.load import load_checkpoint, load_globals_into, model_differences
+from megasnn.checkpoint.optimizer_state import LocalState
+from megasnn.checkpoint.save import save_checkpoint
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import changed_recipe, identity, recipe
 from megasnn.engine.step import TrainStep
-from megasnn.parallel.agreement import gather
+from megasnn.parallel.agreement import broadcast_result, gather
 from megasnn.parallel.sharding import Piece, ShardedTensor
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
@@ -37,20 +38,20 @@ class Checkpoints:
         if refused := [entry.name for entry in self._model.tensors if entry.name.startswith(BESIDE)]:
             raise ValueError(f"{refused[0]}: names that begin with {' or '.join(BESIDE)} are not for layers")
         averages = None if step.average is None else step.average.tensors
-        self.state = checkpoint.LocalState(self._model.tensors, step.optimizer, self._model.owned, averages)
+        self.state = LocalState(self._model.tensors, step.optimizer, self._model.owned, averages)
 
     def entries(self) -> list[ShardedTensor]:
         """Tensors that this rank holds of a checkpoint, parameters whole, with the optimizer's state so far."""
         whole = {entry.name: entry for entry in self._model.tensors}
         return [whole.get(entry.name, entry) for entry in self.state.entries()]
 
-    def progress(self, extra: Mapping[str, object], skipped_steps: int = 0) -> checkpoint.Progress:
+    def progress(self, extra: Mapping[str, object], skipped_steps: int = 0) -> Progress:
         """Returns what is written beside the tensors: position, model, layout for people, and `extra`."""
         grid = self._model.state.grid
         sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.replicas, "weight": grid.weight}
         layout: dict[str, object] = {**sizes, "context": grid.context, "virtual": len(self._model.chunks)}
         layout["bounds"] = layers_per_chunk(self._plan.bounds)
-        return checkpoint.Progress(
+        return Progress(
             self._step.iteration,
             self._step.consumed_samples,
             self._config.model.name,
@@ -62,16 +63,16 @@ class Checkpoints:
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """See `Engine.save`."""
-        path = checkpoint.broadcast_result(self._world.handle, partial(Path, folder))
-        return checkpoint.save_checkpoint(path, self.progress({}), self.state, self._world.handle)
+        path = broadcast_result(self._world.handle, partial(Path, folder))
+        return save_checkpoint(path, self.progress({}), self.state, self._world.handle)
 
     def load(self, folder: str | os.PathLike[str], step: int | None, weights_only: bool) -> list[str]:
         """See `Engine.load`. Returns what the user should know about the checkpoint."""
-        path, iteration = checkpoint.broadcast_result(self._world.handle, lambda: (Path(folder), step))
+        path, iteration = broadcast_result(self._world.handle, lambda: (Path(folder), step))
         model, config = self._config.model.name, None if weights_only else identity(self._config)
-        loaded = checkpoint.load_checkpoint(
+        loaded = load_checkpoint(
             path,
-            checkpoint.LocalState(self._model.tensors) if weights_only else self.state,
+            LocalState(self._model.tensors) if weights_only else self.state,
             step=iteration,
             process_group=self._world.handle,
             check=lambda saved: model_differences(saved, model, config),
@@ -84,7 +85,7 @@ class Checkpoints:
 
     def load_full(self, values: Mapping[str, Tensor]) -> None:
         """See `Engine.load_state_dict`."""
-        checkpoint.load_globals_into(self._model.tensors, values, self._world.handle)
+        load_globals_into(self._model.tensors, values, self._world.handle)
         self._step.loaded()
 
     def full_tensors(self) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import datetime
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +15,13 @@ from megasnn.config import PretrainConfig
 from megasnn.config.training import TrainingConfig
 from megasnn.engine.faults import placed, watch_ranks
 from megasnn.kernels.tensor_cores import CAPABILITY, CUBLAS, CUDNN, let_products_round, takes_tf32
+from megasnn.parallel.process_group import start_process_group
 from megasnn.parallel_state import (
     ParallelState,
     destroy_model_parallel,
     get_parallel_state,
     initialize_model_parallel,
     model_parallel_is_initialized,
-    start_process_group,
 )
 from megasnn.precisions import PRECISIONS
 
@@ -56,12 +57,14 @@ def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None
             )
         set_precision(training, state.device)
         return state, lambda: None
-    was_joined = dist.is_initialized()
+    was_joined, minutes = dist.is_initialized(), parallel.distributed_timeout_minutes
     with placed("while joining the other ranks"):
-        device = start_process_group(parallel.backend, parallel.device, parallel.distributed_timeout_minutes, pipeline)
+        device = start_process_group(parallel.backend, parallel.device, minutes, pipeline)
     watch = watch_ranks()
     with placed("while making the groups of ranks"):
-        state = initialize_model_parallel(tensor, pipeline, device, weight, context)
+        state = initialize_model_parallel(
+            tensor, pipeline, device, weight, context, timeout=datetime.timedelta(minutes=minutes)
+        )
 
     def leave() -> None:
         atexit.unregister(leave)

@@ -149,9 +149,7 @@ class DistributedModel:
         )
         self.owned = [self.data_parallel.owned(entry) for entry in self.tensors]
         gradient = self.data_parallel.gradient
-        self.ties = Ties(
-            model, bounds, plan.placement, self.chunks, state.pipeline, state.communicators, gradient, kept
-        )
+        self.ties = Ties(model, bounds, plan.placement, self.chunks, state.pipeline, state.wire, gradient, kept)
         for chunk in self.chunks.values():
             chunk.weight_gradients.observer = self.data_parallel.accumulated
             if options.graphs is not None:

@@ -34,7 +34,7 @@ from megasnn.layers.shape_inference import is_channels_last
 from megasnn.models.description import DRY_SAMPLES, INPUT, Carried, ModelDescription, frames_of
 from megasnn.parallel.sharding import own_rows
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel_state import Group, ParallelState
+from megasnn.parallel_state import Group, ParallelState, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.receives import known_arrivals, posted_ahead, receives_from, sent_by_then
@@ -224,10 +224,10 @@ class Transfers:
         self._chunks, self.placement, self._boundaries = chunks, tuple(placement), boundaries
         self._wholes = range(len(placement)) if wholes is None else wholes
         self._rank, self.links = state.pipeline.rank, dict[int, Link]()
-        up, down, wire = state.pipeline, state.downward, state.communicators.wire
+        up, down, wire = state.pipeline, state.downward, state.wire
         for low, high in linked(placement):
-            state.communicators.start_messages(up, low, high)
-            state.communicators.start_messages(down, high, low)
+            start_messages(up, low, high, wire)
+            start_messages(down, high, low, wire)
             if self._rank in (low, high):
                 ways, peer = ((up, down), high) if self._rank == low else ((down, up), low)
                 self.links[peer] = Link(*ways, up.ranks[peer], wire, state.device)

@@ -31,7 +31,7 @@ from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.models.description import INPUT, LayerDescription, ModelDescription, frames_of
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel_state import Group, ParallelState
+from megasnn.parallel_state import Group, ParallelState, start_messages
 from megasnn.pipeline.chunk import carrying_layers
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts, crossing, for_samples
 from megasnn.pipeline.microbatch_state import backward_of, enter_graph
@@ -65,11 +65,11 @@ def profile_pipeline(
     if world.size > 1:
         dist.barrier(group=world.handle)
         if state.pipeline.size > 1:
-            state.communicators.start_messages(state.pipeline, 0, 1)
-            link = measure_link(state.pipeline, state.communicators.wire)
+            start_messages(state.pipeline, 0, 1, state.wire)
+            link = measure_link(state.pipeline, state.wire)
         if context.weight.size > 1:
-            state.communicators.start_messages(context.weight, 0, 1)
-            replicas = measure_link(context.weight, state.communicators.wire)
+            start_messages(context.weight, 0, 1, state.wire)
+            replicas = measure_link(context.weight, state.wire)
     measured = [PipelineCosts(tuple(layers), link, replicas)]
     if world.size > 1:
         dist.broadcast_object_list(measured, src=0, group=world.handle)

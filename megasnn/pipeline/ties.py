@@ -21,7 +21,7 @@ from megasnn.models.description import ModelDescription
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel.sync_batch_norm import StepStatistics
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel_state import Communicators, Group
+from megasnn.parallel_state import Group, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.p2p import on_wire
 
@@ -51,7 +51,7 @@ class Ties:
         bounds: the layers of each chunk. placement: its pipeline rank.
         chunks: this rank's chunks by index.
         pipeline: this rank's group. Whatever its ranks have sent in a step must have arrived.
-        communicators: where those that this needs are started.
+        wire: where messages lie.
         gradient: of a parameter, what this rank has of it, the same of an owner and of its copies.
         kept: what this rank keeps of a tensor, likewise.
     """
@@ -63,11 +63,11 @@ class Ties:
         placement: Sequence[int],
         chunks: Mapping[int, PipelineChunk],
         pipeline: Group,
-        communicators: Communicators,
+        wire: torch.device,
         gradient: Callable[[Tensor], Tensor | None],
         kept: Callable[[ShardedTensor], ShardedTensor] = lambda entry: entry,
     ) -> None:
-        self._pipeline, self._wire, self._gradient = pipeline, communicators.wire, gradient
+        self._pipeline, self._wire, self._gradient = pipeline, wire, gradient
         chunk_of = {model.layers[number].name: index for index, span in enumerate(bounds) for number in span}
         owned = {entry.name: kept(entry).tensor for chunk in chunks.values() for entry in chunk.sharded_tensors()}
         copies = {index: iter(chunk.copied_tensors()) for index, chunk in chunks.items()}
@@ -84,7 +84,7 @@ class Ties:
                 pair.copies.append(kept(next(copies[index])).tensor)
         for low, high in sorted({(min(pair.owner, pair.copy), max(pair.owner, pair.copy)) for pair in pairs.values()}):
             if low < high:
-                communicators.start_messages(pipeline, low, high)
+                start_messages(pipeline, low, high, wire)
         self._pairs = [pair for _, pair in sorted(pairs.items()) if pipeline.rank in (pair.owner, pair.copy)]
         for pair in self._pairs:
             pair.owning_norms = [norm_of[tensor] for tensor in pair.owned if tensor in norm_of]

@@ -27,8 +27,9 @@ from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
 from megasnn.models.build import building_problems, describe
 from megasnn.models.description import INPUT, ModelDescription
 from megasnn.models.summary import LayerSummary, summarise
+from megasnn.parallel.process_group import choose_device
 from megasnn.parallel.sharding import sharded_tensors
-from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel, kind_of_device
+from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.cost_model import LayerCost
 from megasnn.pipeline.profile_layers import COUNTED_AS_THEY_ARE, TRIAL_SAMPLES, count_memory
 from megasnn.planner.cost_file import FORMAT, Analysis, Counted, HeldTensor, LayerFacts, identity
@@ -66,8 +67,10 @@ def analyze(
         return counted_sizes(model, config, tensors, contexts)
     from megasnn.planner.measure import measured
 
-    on_cpu, is_first = kind_of_device(config.parallel.device) == "cpu", os.environ.get("RANK", "0") == "0"
-    return measured(model, config, counted_sizes(model, config, tensors, contexts, on_cpu) if is_first else None)
+    device, _ = choose_device(config.parallel.backend, config.parallel.device)
+    is_first = os.environ.get("RANK", "0") == "0"
+    counted = counted_sizes(model, config, tensors, contexts, device.type == "cpu") if is_first else None
+    return measured(model, config, counted)
 
 
 def counted_sizes(

@@ -16,8 +16,9 @@ from megasnn.host_memory import keep_free_memory, release_free_memory
 from megasnn.models.description import ModelDescription
 from megasnn.optim import build_optimizer
 from megasnn.parallel.agreement import broadcast_result
+from megasnn.parallel.process_group import start_process_group
 from megasnn.parallel.sharding import materialise, sharded_tensors
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel, start_process_group
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.profile_layers import profile_layers, profile_pipeline
 from megasnn.planner.analyze import context_of, one_rank

@@ -71,7 +71,7 @@ class TrainingRun:
             self.profiler = PipelineProfiler(config, engine, reporter)
             self.pictures = Pictures(config, engine, self.data.datasets, self.metrics.rasters, reporter)
             groups = {axis: state.group(axis) for axis in HOLDING_AXES}
-            self.replicas = ReplicaCheck(engine.checkpoints.entries, groups, state.world, state.communicators.wire)
+            self.replicas = ReplicaCheck(engine.checkpoints.entries, groups, state.world, state.wire)
             introduce(config, engine, self.data.length, reporter)
             self._memory = [] if config.training.evaluate_only else forecast_memory(config, engine, reporter)
             announce(self._memory, reporter)

@@ -10,10 +10,10 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from megasnn import checkpoint
 from megasnn.config import PretrainConfig
 from megasnn.engine.faults import cause_and_place, claim_fault, end_process, in_full, placed
 from megasnn.engine.mesh import join_ranks
+from megasnn.files import CheckpointError
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.replica_check import ReplicaError
 from megasnn.parallel_state import ParallelState
@@ -48,7 +48,7 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
         status = 1
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # torchrun prints what `record` has written there
             cause, _ = cause_and_place(error)
-            is_mistake = isinstance(cause, (ValueError, OSError, checkpoint.CheckpointError, ReplicaError))
+            is_mistake = isinstance(cause, (ValueError, OSError, CheckpointError, ReplicaError))
             text = in_full(error, with_traceback=not is_mistake)
             sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {text}\n")
     if dist.is_initialized() and dist.get_world_size() > 1:

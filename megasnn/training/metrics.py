@@ -47,8 +47,8 @@ class Metrics:
         for name, neuron in self._model.neurons():
             neuron.observer = _Observer(self.spikes, self.rasters, name)
         state = self._state  # a group of one rank sends nothing
-        self._groups = [name for name in ("tensor", "context", "data") if getattr(state, name).size > 1]
-        self._groups += ["dp_replicate_cp"] * (state.context.size > 1)  # whose traffic is elsewhere that of "data"
+        groups = {"tensor": state.tensor, "context": state.context, "data": state.dp_cp}
+        self._groups = [name for name, group in groups.items() if group.size > 1]
         self._groups += ["pipeline", "backward"] if state.pipeline.size > 1 else []
 
     @property
@@ -76,7 +76,7 @@ class Metrics:
     def _traffic(self, iterations: int) -> dict[str, float]:
         """MB that all ranks together received per iteration, by group, and what they were unpacked. Collective.
 
-        "pipeline" is what stages send in forward, "backward" the gradients that come back; "dp_replicate_cp" are the
+        "pipeline" is what stages send in forward, "backward" the gradients that come back; "data" also counts the
         gradients that replicas sum with the ranks that share their micro-batches.
         """
         mine = [statistics.total(group) for group in self._groups]

@@ -12,17 +12,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megasnn import checkpoint
+from megasnn.checkpoint.folder import list_checkpoints, resolve
+from megasnn.checkpoint.format import Metadata
 from megasnn.checkpoint.job import FolderLock
-from megasnn.checkpoint.load import model_differences
+from megasnn.checkpoint.load import load_checkpoint, model_differences
+from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.state_dict import read_state_dict
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import changed_recipe, changed_samples, identity, recipe
 from megasnn.engine import Engine
 from megasnn.engine.faults import placed
-from megasnn.files import in_message
+from megasnn.files import CheckpointError, NoCheckpointError, in_message
 from megasnn.layers import ParallelNeuron
-from megasnn.parallel.agreement import run_on_all_ranks
+from megasnn.parallel.agreement import broadcast_result, run_on_all_ranks
 from megasnn.parallel.sharding import owner_name
 from megasnn.parallel_state import ParallelState
 
@@ -35,11 +37,11 @@ def require_checkpoint(config: PretrainConfig, state: ParallelState) -> None:
     options = config.checkpoint
 
     def require() -> None:
-        if not (options.save and checkpoint.list_checkpoints(Path(options.save))):  # a restarted job goes on there
-            checkpoint.resolve(Path(str(options.load)), options.ckpt_step)
+        if not (options.save and list_checkpoints(Path(options.save))):  # a restarted job goes on there
+            resolve(Path(str(options.load)), options.ckpt_step)
 
     if options.load and not options.loads_weights and not options.may_begin_anew:
-        checkpoint.broadcast_result(state.world.handle, require)
+        broadcast_result(state.world.handle, require)
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
     def by_first() -> tuple[bool, int, str]:
         nonlocal job
         job = FolderLock(folder, is_job=True)
-        there = checkpoint.list_checkpoints(folder)
+        there = list_checkpoints(folder)
         mixed = ""
         if there and not job.resumes and not continues:
             mixed = (
@@ -91,11 +93,11 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
             )
         return job.resumes, 0 if continues else job.found, "\n".join(filter(None, (job.notice, mixed)))
 
-    decided = checkpoint.broadcast_result(state.world.handle, by_first)
+    decided = broadcast_result(state.world.handle, by_first)
     claimed = Claim(folder, job, *decided)
     try:
         _require_shared(folder, state)
-    except checkpoint.CheckpointError:
+    except CheckpointError:
         claimed.release()
         raise
     return claimed
@@ -104,7 +106,7 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
 def _require_shared(folder: Path, state: ParallelState) -> None:
     """Raises CheckpointError on every rank where a rank sees another folder by this name than the first. Collective."""
     group = state.world.handle
-    mark = folder / f".shared_{checkpoint.broadcast_result(group, secrets.token_hex)}"
+    mark = folder / f".shared_{broadcast_result(group, secrets.token_hex)}"
 
     def see() -> None:
         if state.rank == 0:
@@ -112,7 +114,7 @@ def _require_shared(folder: Path, state: ParallelState) -> None:
         deadline = time.monotonic() + SHARED_SECONDS
         while not _sees(mark):
             if time.monotonic() > deadline:
-                raise checkpoint.CheckpointError(f"{platform.node()} (rank {state.rank})")
+                raise CheckpointError(f"{platform.node()} (rank {state.rank})")
             time.sleep(0.1)
 
     try:
@@ -189,21 +191,19 @@ def _continue(config: PretrainConfig, engine: Engine, place: Mapping[str, object
     options, evaluates_only, state = config.checkpoint, config.training.evaluate_only, engine.checkpoints.state
     folder = str(options.save if restarted else options.load)
     try:
-        loaded = checkpoint.load_checkpoint(
+        loaded = load_checkpoint(
             folder,
             replace(state, optimizer=None) if evaluates_only else state,
             step=None if restarted else options.ckpt_step,
             process_group=engine.state.world.handle,
             check=partial(_problems, config, place),
         )
-    except checkpoint.NoCheckpointError:
+    except NoCheckpointError:
         if not options.may_begin_anew:
             raise
         return StartingPoint(f"no checkpoint in {folder}: starting from the beginning")
     if evaluates_only and engine.step.average is not None and not loaded.averaged:
-        raise checkpoint.CheckpointError(
-            f"{loaded.path} holds no average of the weights to evaluate: leave --ema-decay out"
-        )
+        raise CheckpointError(f"{loaded.path} holds no average of the weights to evaluate: leave --ema-decay out")
     samples = 0 if evaluates_only else loaded.consumed_samples
     engine.step.loaded((loaded.iteration, samples), loaded.averaged)
     if evaluates_only:
@@ -219,9 +219,9 @@ def _continue(config: PretrainConfig, engine: Engine, place: Mapping[str, object
 def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> StartingPoint:
     """Takes only the weights, of a model whose tensors fit; a last layer of another shape stays as initialised."""
     model = engine.distributed
-    loaded = checkpoint.load_checkpoint(
+    loaded = load_checkpoint(
         folder,
-        checkpoint.LocalState(model.tensors),
+        LocalState(model.tensors),
         step=config.checkpoint.ckpt_step,
         process_group=engine.state.world.handle,
         check=lambda saved: model_differences(saved, config.model.name, None),
@@ -245,7 +245,7 @@ def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> Starti
     return StartingPoint(_warnings(remarks))
 
 
-def _problems(config: PretrainConfig, place: Mapping[str, object], saved: checkpoint.Metadata) -> Iterator[str]:
+def _problems(config: PretrainConfig, place: Mapping[str, object], saved: Metadata) -> Iterator[str]:
     """Yields differences of the model; unless it only evaluates, of the data and its order, to which the checkpoint's
     position refers."""
     yield from model_differences(saved, config.model.name, identity(config))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from megasnn import checkpoint
+from megasnn.checkpoint.folder import Retention
+from megasnn.checkpoint.writer import AsyncWriter, SyncWriter
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import NORMALISATION, normalisation
 from megasnn.engine import Engine
@@ -37,13 +38,13 @@ class Saves:
         self._extra = {**place, **({} if constants is None else {NORMALISATION: constants})}
         self._best, self._saved_best = begin.best, begin.best if begin.saved else None
         self._saves_best = False
-        self._saver: checkpoint.SyncWriter | None = None
+        self._saver: SyncWriter | None = None
         if claim is not None:
-            writer = checkpoint.AsyncWriter if options.async_save else checkpoint.SyncWriter
+            writer = AsyncWriter if options.async_save else SyncWriter
             self._saver = writer(
                 claim.folder,
                 process_group=engine.state.world.handle,
-                retention=checkpoint.Retention(options.keep_last, options.keep_every, claim.others),
+                retention=Retention(options.keep_last, options.keep_every, claim.others),
                 report=reporter.line,
                 complete=reporter.saved,
                 saved=engine.iteration if begin.saved else None,

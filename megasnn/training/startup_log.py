@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megasnn.config import PretrainConfig, changed_flags, comparable_flags, to_json, with_model_name
 from megasnn.config.data import SAMPLE
+from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import Length
 from megasnn.data.paths import shown_path
 from megasnn.engine import Engine
@@ -22,7 +23,7 @@ from megasnn.files import write_whole
 from megasnn.kernels.backends import backend_for
 from megasnn.kernels.spike_codec import Content
 from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
-from megasnn.parallel_state import why_not_on_gpus
+from megasnn.parallel.process_group import choose_device
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.schedule import Schedule, Simulation
@@ -120,7 +121,7 @@ def _config_file(config: PretrainConfig) -> Path | None:
 def _summary(config: PretrainConfig, model: DistributedModel, length: Length) -> list[str]:
     training, state = config.training, model.state
     ranks, name = state.world.size, type(config.model).__name__.removesuffix("Config")
-    where = f"{ranks} rank{'s' * (ranks > 1)} ({state.grid}), {_device(state.device, config.parallel.device)}"
+    where = f"{ranks} rank{'s' * (ranks > 1)} ({state.grid}), {_device(state.device, config.parallel)}"
     still = model.parameters - model.trained_parameters
     frozen = f" ({still:,} of them frozen)" if still else ""
     what = (
@@ -140,14 +141,13 @@ def _summary(config: PretrainConfig, model: DistributedModel, length: Length) ->
         what,
         f"data: {data}",
         f"neurons: {spec.kind} by {backend.summary}",
-        *([state.communicators.describe()] if ranks > 1 else []),
     ]
 
 
-def _device(device: torch.device, asked: str) -> str:
+def _device(device: torch.device, parallel: ParallelConfig) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    threads, why = torch.get_num_threads(), why_not_on_gpus(asked)
+    threads, (_, why) = torch.get_num_threads(), choose_device(parallel.backend, parallel.device)
     return f"CPU with {threads} thread{'s' * (threads > 1)} a rank{f' ({why})' if why else ''}"
 
 

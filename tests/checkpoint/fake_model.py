@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megasnn.checkpoint import LocalState
+from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.grid import Grid, Place
 from megasnn.parallel.sharding import (
     Cut,

@@ -14,19 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint import (
-    DamagedError,
-    Progress,
-    find_checkpoint,
-    load_checkpoint,
-    load_global_tensors,
-    read_metadata,
-    save_checkpoint,
-    save_global_tensors,
-    tensor_io,
-    verify_checkpoint,
-)
-from megasnn.checkpoint.folder import LATEST
+from megasnn.checkpoint import tensor_io
+from megasnn.checkpoint.folder import LATEST, find_checkpoint
+from megasnn.checkpoint.format import Progress, read_metadata
+from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
+from megasnn.checkpoint.save import save_checkpoint, save_global_tensors
+from megasnn.checkpoint.tensor_io import verify_checkpoint
+from megasnn.files import DamagedError
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known, wrong
 
 

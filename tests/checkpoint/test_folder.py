@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint import CheckpointError, Retention, list_checkpoints, load_global_tensors, save_global_tensors
-from megasnn.checkpoint.folder import BEST, LATEST, remove, superfluous
+from megasnn.checkpoint.folder import BEST, LATEST, Retention, list_checkpoints, remove, superfluous
 from megasnn.checkpoint.job import FolderLock
+from megasnn.checkpoint.load import load_global_tensors
+from megasnn.checkpoint.save import save_global_tensors
+from megasnn.files import CheckpointError
 
 
 def save(folder: Path, iteration: int, value: float = 0.0, **progress: int) -> None:

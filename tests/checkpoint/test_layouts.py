@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megasnn.checkpoint import Progress, load_checkpoint, load_global_tensors, save_checkpoint, tensor_io
-from megasnn.checkpoint.format import OPTIMIZER, SavedTensor, covers_once
-from megasnn.checkpoint.save import file_name
+from megasnn.checkpoint import tensor_io
+from megasnn.checkpoint.format import OPTIMIZER, Progress, SavedTensor, covers_once
+from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
+from megasnn.checkpoint.save import file_name, save_checkpoint
 from megasnn.checkpoint.tensor_io import boxes_of, read_boxes, write_safetensors
 from megasnn.grid import Coordinates, Grid, Place
 from megasnn.parallel.sharding import Cut, Shard, ShardedTensor

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megasnn.checkpoint import Progress, load_checkpoint, save_checkpoint
-from megasnn.checkpoint.format import SavedTensor
+from megasnn.checkpoint.format import Progress, SavedTensor
+from megasnn.checkpoint.load import load_checkpoint
 from megasnn.checkpoint.optimizer_state import allocate
+from megasnn.checkpoint.save import save_checkpoint
 from megasnn.grid import Place
 from megasnn.parallel.sharding import sharded_tensors
 from tests.checkpoint.fake_model import Layout, Rank, Stem

@@ -8,7 +8,7 @@ from spikingjelly.activation_based import functional
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor
 
-from megasnn.checkpoint import CheckpointError
+from megasnn.files import CheckpointError
 from megasnn.models.registry import dialect_for, dialect_of
 from megasnn.models.spikformer.weight_names import to_spikingjelly
 from megasnn.models.weight_names import Recipe

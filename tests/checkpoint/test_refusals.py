@@ -12,17 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megasnn.checkpoint import (
-    CheckpointError,
-    LocalState,
-    NoCheckpointError,
-    Progress,
-    load_checkpoint,
-    load_globals_into,
-    model_differences,
-    save_checkpoint,
-)
 from megasnn.checkpoint.folder import LATEST
+from megasnn.checkpoint.format import Progress
+from megasnn.checkpoint.load import load_checkpoint, load_globals_into, model_differences
+from megasnn.checkpoint.optimizer_state import LocalState
+from megasnn.checkpoint.save import save_checkpoint
+from megasnn.files import CheckpointError, NoCheckpointError
 from megasnn.grid import Grid, Place
 from megasnn.parallel.sharding import Shard, ShardedTensor
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank, expected, known

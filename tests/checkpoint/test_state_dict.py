@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megasnn.checkpoint import CheckpointError
 from megasnn.checkpoint.state_dict import read_state_dict
+from megasnn.files import CheckpointError
 
 VALUES = {
     "conv.weight": torch.arange(24.0).reshape(2, 3, 4),

@@ -13,17 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megasnn.checkpoint import (
-    AsyncWriter,
-    LocalState,
-    Progress,
-    Retention,
-    SyncWriter,
-    list_checkpoints,
-    load_global_tensors,
-    save,
-)
-from megasnn.checkpoint.folder import BEST, LATEST
+from megasnn.checkpoint import save
+from megasnn.checkpoint.folder import BEST, LATEST, Retention, list_checkpoints
+from megasnn.checkpoint.format import Progress
+from megasnn.checkpoint.load import load_global_tensors
+from megasnn.checkpoint.optimizer_state import LocalState
+from megasnn.checkpoint.writer import AsyncWriter, SyncWriter
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known
 from tests.small_disk import fill, small_disk
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from megasnn.checkpoint import LocalState, Progress, save_checkpoint
-from megasnn.checkpoint.format import Metadata
+from megasnn.checkpoint.format import Metadata, Progress
+from megasnn.checkpoint.optimizer_state import LocalState
+from megasnn.checkpoint.save import save_checkpoint
 from megasnn.config.neuron import NeuronConfig
 from megasnn.convert.reshard import SavedModel, saved_model
 from megasnn.convert.source import Source

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megasnn.checkpoint import list_checkpoints
+from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.convert.reshard import Target, reshard
 from megasnn.convert.source import open_source
 from tests.forking import run_program

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint import find_checkpoint, list_checkpoints, read_metadata, save_global_tensors
-from megasnn.checkpoint.folder import LATEST
+from megasnn.checkpoint.folder import LATEST, find_checkpoint, list_checkpoints
+from megasnn.checkpoint.format import read_metadata
 from megasnn.checkpoint.job import FolderLock
+from megasnn.checkpoint.save import save_global_tensors
 from megasnn.commands.convert_checkpoint import main
 from megasnn.convert.report import largest_difference
 from megasnn.models.spikformer.weight_names import from_spikingjelly

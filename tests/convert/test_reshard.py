@@ -8,19 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint import (
-    CheckpointError,
-    LocalState,
-    load_checkpoint,
-    load_global_tensors,
-    read_metadata,
-    tensor_io,
-    verify_checkpoint,
-)
-from megasnn.checkpoint.optimizer_state import allocate, describe
+from megasnn.checkpoint import tensor_io
+from megasnn.checkpoint.format import read_metadata
+from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
+from megasnn.checkpoint.optimizer_state import LocalState, allocate, describe
+from megasnn.checkpoint.tensor_io import verify_checkpoint
 from megasnn.commands.convert_checkpoint import main
 from megasnn.convert.reshard import Target, reshard, saved_model
 from megasnn.convert.source import open_source
+from megasnn.files import CheckpointError
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.schedule.partition import layout_to_bounds, parse_layout
 from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory

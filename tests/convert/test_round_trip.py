@@ -13,15 +13,12 @@ from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
 
-from megasnn.checkpoint import (
-    CheckpointError,
-    LocalState,
-    Progress,
-    load_global_tensors,
-    load_globals_into,
-    save_checkpoint,
-)
+from megasnn.checkpoint.format import Progress
+from megasnn.checkpoint.load import load_global_tensors, load_globals_into
+from megasnn.checkpoint.optimizer_state import LocalState
+from megasnn.checkpoint.save import save_checkpoint
 from megasnn.commands.convert_checkpoint import main
+from megasnn.files import CheckpointError
 from megasnn.models.spikformer.model import Spikformer as Ours
 from megasnn.models.spikformer.weight_names import from_spikingjelly, to_spikingjelly
 from megasnn.models.vgg_dvs.model import VggDvs

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.training import TrainingConfig
+from megasnn.grid import Place
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelLinear
 from megasnn.optim import (
@@ -62,10 +63,10 @@ def _norm_and_clip(tensor: int, pipeline: int) -> tuple:
         for entry in tensors:
             if entry.is_parameter and entry not in frozen:
                 entry.tensor.grad = entry.shard.cut(_gradient(entry.name, entry.shard.global_shape))
-        norm = GradientNorm(_all_names(), tensors, state.device)
+        norm = GradientNorm(_all_names(), tensors, state.device, Place(state.grid, state.coordinates))
 
         def of_all() -> float:
-            return norm.of(all_reduce_sum(norm.squares(), state.model, "step").tolist())
+            return norm.of(all_reduce_sum(norm.squares(), state.world, "step").tolist())
 
         value = of_all()
         norm.clip(value, 0.0)

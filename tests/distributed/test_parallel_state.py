@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megasnn import parallel_state
+from megasnn.parallel import process_group
+from megasnn.parallel.process_group import choose_device, start_process_group
 from megasnn.parallel_state import (
     TASKS,
     destroy_model_parallel,
@@ -19,15 +21,15 @@ from megasnn.parallel_state import (
     model_parallel_is_initialized,
 )
 
-GROUPS = ("tensor", "data", "pipeline", "downward", "model", "world")
+GROUPS = ("tensor", "data", "pipeline", "downward", "world")
 
 # rank 5 of 8 on each grid (tensor, pipeline): coordinates are (pipeline, data, tensor)
 EXPECTED_OF_RANK_5 = {
-    (2, 2): ((1, 0, 1), {"tensor": [4, 5], "data": [5, 7], "pipeline": [1, 5], "model": [0, 1, 4, 5]}),
-    (4, 1): ((0, 1, 1), {"tensor": [4, 5, 6, 7], "data": [1, 5], "pipeline": [5], "model": [4, 5, 6, 7]}),
-    (1, 4): ((2, 1, 0), {"tensor": [5], "data": [4, 5], "pipeline": [1, 3, 5, 7], "model": [1, 3, 5, 7]}),
-    (1, 1): ((0, 5, 0), {"tensor": [5], "data": list(range(8)), "pipeline": [5], "model": [5]}),
-    (2, 4): ((2, 0, 1), {"tensor": [4, 5], "data": [5], "pipeline": [1, 3, 5, 7], "model": list(range(8))}),
+    (2, 2): ((1, 0, 1), {"tensor": [4, 5], "data": [5, 7], "pipeline": [1, 5]}),
+    (4, 1): ((0, 1, 1), {"tensor": [4, 5, 6, 7], "data": [1, 5], "pipeline": [5]}),
+    (1, 4): ((2, 1, 0), {"tensor": [5], "data": [4, 5], "pipeline": [1, 3, 5, 7]}),
+    (1, 1): ((0, 5, 0), {"tensor": [5], "data": list(range(8)), "pipeline": [5]}),
+    (2, 4): ((2, 0, 1), {"tensor": [4, 5], "data": [5], "pipeline": [1, 3, 5, 7]}),
 }
 
 
@@ -73,7 +75,8 @@ def finer_groups() -> dict[str, list[int]]:
     state = initialize_model_parallel(weight_parallel_size=2, context_parallel_size=2)
     names = "weight", "scatter", "context", "data", "dp_replicate", "dp_replicate_cp", "dp_cp"
     found = {name: list(getattr(state, name).ranks) for name in names}
-    assert state.group("data") is state.dp_replicate and state.scatter.held is not state.weight.held
+    assert state.group("data") is state.dp_replicate and state.scatter.handle is not state.weight.handle
+    assert state.dp_cp.handle is state.world.handle
     destroy_model_parallel()
     return found
 
@@ -104,7 +107,7 @@ def test_destroy_frees_the_groups(ranks) -> None:
 
 
 def refusals() -> str:
-    for tensor, pipeline, named in ((3, 1, "tensor 3"), (2, 4, "multiple of 8"), (0, 1, "tensor.* 0"), (1, -1, "-1")):
+    for tensor, pipeline, named in ((3, 1, "tensor 3"), (2, 4, "multiple of 8"), (0, 1, "tensor"), (1, -1, "-1")):
         with pytest.raises(ValueError, match=named):
             initialize_model_parallel(tensor, pipeline)
         assert not model_parallel_is_initialized()
@@ -112,10 +115,12 @@ def refusals() -> str:
     with pytest.raises(RuntimeError, match="pipeline 1 x data 2 x tensor 2.*destroy_model_parallel"):
         initialize_model_parallel(1, 2)
     destroy_model_parallel()
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="cpu:gloo,cuda:nccl") as raised:
-        patch.setattr(dist, "get_backend", lambda: "nccl")
-        initialize_model_parallel(1, 2, torch.device("cuda"))
-    return str(raised.value)
+    world: Any = dist.group.WORLD
+    world.bound_device_id = torch.device("cpu", 0)
+    with pytest.raises(ValueError, match="device_id"):
+        initialize_model_parallel(1, 2)
+    world.bound_device_id = None
+    assert not model_parallel_is_initialized()
 
 
 def test_what_does_not_fit_is_refused(ranks) -> None:
@@ -131,20 +136,31 @@ def test_without_ranks_every_group_is_this_process() -> None:
         assert state.is_first_stage and state.is_last_stage and state.rank == 0
     finally:
         destroy_model_parallel()
-    with pytest.raises(ValueError, match="world size 1 is not tensor 2"):
+    with pytest.raises(ValueError, match="world size 1 is not .* tensor 2"):
         initialize_model_parallel(2)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with some GPUs that `sharing` ranks see, of which this is the one with a local rank."""
+
+    def made(gpus: int, cuda: str | None = "13.0", hip: str | None = None, local_rank: int = 0, sharing: int = 2):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(process_group, "_place", (local_rank, sharing))
+
+    return made
 
 
 @pytest.mark.parametrize(
     ("backend", "device", "gpus", "named"),
     [("nccl", "cpu", 1, r"2 rank.*1 GPU"), ("auto", "cuda", 1, r"2 rank.*1 GPU"), ("auto", "cuda", 0, "--device cpu")],
 )
-def test_devices_that_are_not_there(monkeypatch, backend, device, gpus, named) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(parallel_state, "_place", (0, 2))
+def test_devices_that_are_not_there(machine, backend, device, gpus, named) -> None:
+    machine(gpus, cuda=None)
     with pytest.raises(ValueError, match=named):
-        parallel_state.start_process_group(backend, device)
+        start_process_group(backend, device)
 
 
 @pytest.mark.parametrize(
@@ -152,26 +168,22 @@ def test_devices_that_are_not_there(monkeypatch, backend, device, gpus, named) -
     [
         ("auto", 1, "13.0", "--backend gloo --device cuda"),
         ("auto", 0, "13.0", "CUDA 13.0"),
-        ("auto", 0, None, None),
-        ("auto", 2, "13.0", None),
-        ("cpu", 1, "13.0", None),
+        ("auto", 0, None, ""),
+        ("cpu", 1, "13.0", ""),
     ],
 )
-def test_a_run_that_falls_back_to_the_cpu_says_why(monkeypatch, asked, gpus, cuda, named) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(parallel_state, "_place", (0, 2))
-    found = parallel_state.why_not_on_gpus(asked)
-    assert found is None if named is None else named in (found or "")
+def test_a_run_that_falls_back_to_the_cpu_says_why(machine, asked, gpus, cuda, named) -> None:
+    machine(gpus, cuda)
+    device, why = choose_device("auto", asked)
+    assert device.type == "cpu" and named in why and bool(why) == bool(named)
 
 
 @pytest.mark.parametrize("local_rank, gpu", [(0, 0), (1, 1), (2, 0)])
-def test_ranks_share_a_gpu_with_gloo(monkeypatch, local_rank, gpu) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def test_ranks_share_a_gpu_with_gloo(machine, monkeypatch, local_rank, gpu) -> None:
+    machine(2, local_rank=local_rank, sharing=3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(parallel_state, "_place", (local_rank, 3))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert parallel_state.start_process_group("gloo", "cuda") == torch.device("cuda", gpu)
+    assert start_process_group("gloo", "cuda") == torch.device("cuda", gpu)
 
 
 SLURM = {"each its own": ["a", "b", "c", "d"], "two by two": ["a", "a", "b", "b"], "all the same": ["a"] * 4}
@@ -183,15 +195,15 @@ def devices_where_each_sees_one(seen: list[str]) -> list[str]:
     local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "4"}
     with (
         mock.patch.dict(os.environ, local),
-        mock.patch.object(parallel_state, "visible_gpus", lambda: [seen[rank]]),
+        mock.patch.object(process_group, "visible_gpus", lambda: [seen[rank]]),
         mock.patch.object(torch.cuda, "device_count", lambda: 1),
-        mock.patch.object(parallel_state, "_place", None),
+        mock.patch.object(process_group, "_place", None),
     ):
         store = dist.PrefixStore(" ".join(seen), _get_default_store())
-        parallel_state._find_place(store, "auto")
+        process_group._find_place(store, "auto")
         for asked in ("auto", "cuda"):
             try:
-                found.append(str(parallel_state.device_of_rank("auto", asked)))
+                found.append(str(choose_device("auto", asked)[0]))
             except ValueError as error:
                 found.append(str(error))
     return found
@@ -206,13 +218,12 @@ def test_ranks_that_see_one_gpu_each_take_it(ranks, name: str) -> None:
             assert auto == "cpu" and f"{4 if name == 'all the same' else 2} ranks" in cuda
 
 
-def test_rocm_is_refused_by_name(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.version, "hip", "6.4")
+def test_rocm_is_refused_by_name(machine) -> None:
+    machine(8, cuda=None, hip="6.4")
     with pytest.raises(ValueError, match="ROCm 6.4"):
-        parallel_state.device_of_rank("auto", "cuda")
-    assert parallel_state.device_of_rank("auto", "auto") == torch.device("cpu")
-    assert "ROCm 6.4" in (parallel_state.why_not_on_gpus("auto") or "")
+        choose_device("auto", "cuda")
+    device, why = choose_device("auto", "auto")
+    assert device.type == "cpu" and "ROCm 6.4" in why
 
 
 def policies() -> list[int]:

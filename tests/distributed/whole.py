@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from megasnn.layers import BuildContext
 from megasnn.parallel.sharding import ShardedTensor, materialise, sharded_tensors
-from megasnn.parallel_state import Group, Handle, alone
+from megasnn.parallel_state import Group, alone
 
 
 def everybody(name: str = "tensor") -> Group:
     """The group of all ranks."""
     size = dist.get_world_size()
-    return alone(name) if size == 1 else Group(name, tuple(range(size)), dist.get_rank(), Handle(dist.group.WORLD))
+    return alone(name) if size == 1 else Group(name, tuple(range(size)), dist.get_rank(), dist.group.WORLD)
 
 
 def context(group: Group, dtype: torch.dtype = torch.float64) -> BuildContext:

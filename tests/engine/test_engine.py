@@ -15,7 +15,7 @@ from torch import Tensor
 
 import megasnn
 from megasnn import Engine
-from megasnn.checkpoint import load_global_tensors
+from megasnn.checkpoint.load import load_global_tensors
 from megasnn.config import ConfigError, DataConfig
 from megasnn.data import BatchLoader, LoaderOptions, Share, open_datasets
 from megasnn.models.spikformer.model import Spikformer

@@ -21,7 +21,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain_spikformer
-from megasnn.checkpoint import SyncWriter, save
+from megasnn.checkpoint import save
+from megasnn.checkpoint.writer import SyncWriter
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.engine import mesh as program

@@ -19,7 +19,9 @@ from itertools import product
 import pytest
 import torch
 
-from megasnn.checkpoint import find_checkpoint, list_checkpoints, read_metadata, verify_checkpoint
+from megasnn.checkpoint.folder import find_checkpoint, list_checkpoints
+from megasnn.checkpoint.format import read_metadata
+from megasnn.checkpoint.tensor_io import verify_checkpoint
 from tests.faults.launch import PP2, Ranks
 from tests.training.runs import TINY, same, saved, train
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megasnn.checkpoint import list_checkpoints
+from megasnn.checkpoint.folder import list_checkpoints
 from tests.faults.launch import PP2, PP3, TINY, Ranks
 
 

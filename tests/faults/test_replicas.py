@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megasnn.checkpoint import list_checkpoints
+from megasnn.checkpoint.folder import list_checkpoints
 from tests.faults.launch import TINY, TP2, Ranks
 
 EACH = (*TINY, "--check-replicas-interval", "1", "--neuron-backend", "torch", "--save-interval", "1")

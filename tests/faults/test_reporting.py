@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from megasnn.checkpoint import list_checkpoints
+from megasnn.checkpoint.folder import list_checkpoints
 from tests.faults.launch import PP2, ROOT, TINY, Ranks
 from tests.small_disk import fill, small_disk
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint import list_checkpoints, load_global_tensors
+from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.checkpoint.job import LOCK, FolderLock
+from megasnn.checkpoint.load import load_global_tensors
 from tests.faults.launch import PP2, PP3, TINY, Ranks, Torchrun
 from tests.faults.test_bad_data import refused
 from tests.faults.test_signals import ENDLESS, wait_for

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megasnn.checkpoint import list_checkpoints
+from megasnn.checkpoint.folder import list_checkpoints
 from tests.faults.launch import PP2, TINY, TP2, Ended, Ranks, Torchrun
 
 ENDLESS = ("--train-iters", "100000", "--log-interval", "1")

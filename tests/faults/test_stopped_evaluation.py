@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megasnn.checkpoint import list_checkpoints
+from megasnn.checkpoint.folder import list_checkpoints
 from tests.faults.launch import PP2, TINY, Ended, Ranks
 
 BATCHES = 60

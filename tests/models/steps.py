@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint import load_globals_into
+from megasnn.checkpoint.load import load_globals_into
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.engine.model import DistributedModel
 from megasnn.grid import HOLDING_AXES

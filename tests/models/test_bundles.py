@@ -25,7 +25,7 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel_state import Communicators, Group, destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel_state import Group, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import p2p
 from megasnn.pipeline.chunk import build_chunk
 from megasnn.pipeline.microbatch_state import MicroBatchInput
@@ -241,7 +241,7 @@ def test_an_output_that_differs_from_the_dry_runs_is_refused_at_the_first_step(c
 
 def test_what_does_not_fit_its_boundary_names_the_entry() -> None:
     pair, model, bounds = Group("pipeline", (0, 1)), describe(Bundles()), [range(2), range(2, 6)]
-    state = SimpleNamespace(pipeline=pair, downward=pair, device=CPU, communicators=Communicators(CPU))
+    state = SimpleNamespace(pipeline=pair, downward=pair, device=CPU, wire=CPU)
     chunks = {0: build_chunk(model, bounds, 0, BuildContext(), CPU, 0)}
     boundaries, checks = Boundaries(model, BuildContext()), DeviceChecks(CPU)
     transfers = Transfers(chunks, (0, 1), state, boundaries)  # type: ignore[arg-type]

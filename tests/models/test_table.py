@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 import megasnn
-from megasnn.checkpoint import CheckpointError, LocalState, Progress, read_metadata, save_checkpoint
+from megasnn.checkpoint.format import Progress, read_metadata
+from megasnn.checkpoint.optimizer_state import LocalState
+from megasnn.checkpoint.save import save_checkpoint
 from megasnn.config import to_dict
 from megasnn.convert.exchange import weights_as
 from megasnn.convert.reshard import Target, reshard, saved_model
 from megasnn.convert.source import open_source
+from megasnn.files import CheckpointError
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
 from megasnn.models.build import describe
 from megasnn.models.layer import Layer, layer

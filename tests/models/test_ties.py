@@ -12,7 +12,7 @@ import torch
 from spikingjelly.activation_based import functional
 from torch import Tensor, nn
 
-from megasnn.checkpoint import load_global_tensors
+from megasnn.checkpoint.load import load_global_tensors
 from megasnn.convert.reshard import Target, reshard, saved_model
 from megasnn.convert.source import open_source
 from megasnn.engine.model import DistributedModel

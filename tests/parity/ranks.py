@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.bundle import Bundle, logits_of
-from megasnn.checkpoint import load_globals_into
+from megasnn.checkpoint.load import load_globals_into
 from megasnn.engine.model import DistributedModel, ModelOptions
 from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec

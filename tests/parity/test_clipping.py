@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint import load_globals_into
+from megasnn.checkpoint.load import load_globals_into
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.spikformer.weight_names import from_spikingjelly

@@ -193,4 +193,4 @@ def test_statistics_are_all_that_travels_inside_of_layers(ranks, layout: Layout)
             ("all_gather", "forward"): (micro_batches * calls, micro_batches * others * 8 * (2 * channels + calls)),
             ("all_gather", "backward"): (micro_batches * calls, micro_batches * others * 8 * 3 * channels),
         }
-        assert {key[0] for key in found} == {"context", "dp_replicate_cp", "world"}, "gradients, and a step's sums"
+        assert {key[0] for key in found} == {"context", "data", "world"}, "gradients, and a step's sums"

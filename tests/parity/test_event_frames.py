@@ -9,7 +9,7 @@ from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
 
-from megasnn.checkpoint import load_globals_into
+from megasnn.checkpoint.load import load_globals_into
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.build import describe

@@ -12,7 +12,7 @@ from spikingjelly.activation_based import functional, layer, surrogate
 from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, VGGBlock
 from torch import Tensor, nn
 
-from megasnn.checkpoint import load_globals_into
+from megasnn.checkpoint.load import load_globals_into
 from megasnn.engine.model import DistributedModel
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.spike_codec import Content

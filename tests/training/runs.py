@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint import load_global_tensors
+from megasnn.checkpoint.load import load_global_tensors
 from megasnn.config import parse, validate
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import run_config

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint import CheckpointError, load_global_tensors
+from megasnn.checkpoint.load import load_global_tensors
 from megasnn.convert.exchange import export_weights
 from megasnn.convert.source import open_source
+from megasnn.files import CheckpointError
 from tests.training.runs import train, whole
 
 COMMON = ("--train-iters", "4", "--eval-iters", "0")

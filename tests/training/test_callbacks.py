@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import megasnn
-from megasnn.checkpoint import list_checkpoints
+from megasnn.checkpoint.folder import list_checkpoints
 from tests.training.runs import train, without_trial
 
 FLAGS = ("--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1", "--log-interval", "2")

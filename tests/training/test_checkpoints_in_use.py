@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megasnn.checkpoint import list_checkpoints, load_global_tensors, read_metadata
+from megasnn.checkpoint.folder import list_checkpoints
+from megasnn.checkpoint.format import read_metadata
+from megasnn.checkpoint.load import load_global_tensors
 from tests.training.runs import train
 
 ONE = ("--train-iters", "1", "--eval-iters", "0")

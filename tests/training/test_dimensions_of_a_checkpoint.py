@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megasnn.checkpoint import save_global_tensors
+from megasnn.checkpoint.save import save_global_tensors
 from megasnn.config import ConfigError, PretrainConfig, to_json, validate
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint import CheckpointError, list_checkpoints, load_global_tensors, read_metadata, writer
+from megasnn.checkpoint import writer
+from megasnn.checkpoint.folder import list_checkpoints
+from megasnn.checkpoint.format import read_metadata
+from megasnn.checkpoint.load import load_global_tensors
 from megasnn.config import ConfigError, TrainingConfig, parse, validate
 from megasnn.engine.model import DistributedModel
+from megasnn.files import CheckpointError
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
 from tests.training.runs import train, whole

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import megasnn
-from megasnn.checkpoint import CheckpointError, NoCheckpointError, list_checkpoints
+from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.data import GlobalBatch
 from megasnn.engine.batch import Batches
+from megasnn.files import CheckpointError, NoCheckpointError
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from tests.gradients import forward_backward, merge_statistics

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint import load_global_tensors
+from megasnn.checkpoint.load import load_global_tensors
 from megasnn.config import validate
 from megasnn.models.registry import MODELS
 from megasnn.pretraining import configuration

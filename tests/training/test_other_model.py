@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megasnn.checkpoint import CheckpointError, save_global_tensors
+from megasnn.checkpoint.save import save_global_tensors
+from megasnn.files import CheckpointError
 from tests.convert.saved import MODELS, save_whole
 from tests.training.runs import train
 

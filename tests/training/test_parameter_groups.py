@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megasnn.checkpoint import load_global_tensors
+from megasnn.checkpoint.load import load_global_tensors
 from megasnn.config import OptimizerConfig
 from megasnn.engine.build import parameter_names
 from megasnn.kernels import NeuronSpec

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megasnn.checkpoint import list_checkpoints
+from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.parallel.replica_check import ReplicaCheck, ReplicaError, in_memory_order

@@ -10,7 +10,7 @@ import torch
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megasnn.checkpoint import load_global_tensors
+from megasnn.checkpoint.load import load_global_tensors
 from megasnn.config import OptimizerConfig
 from megasnn.engine import model as distributed_model
 from megasnn.losses.sums import count_correct

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint import read_metadata
+from megasnn.checkpoint.format import read_metadata
 from megasnn.config import ConfigError, parse
 from megasnn.config.training import Length
 from megasnn.engine import Engine

@@ -21,8 +21,11 @@ from typing import ClassVar
 
 import torch
 
-from megasnn.checkpoint import AsyncWriter, LocalState, Progress, SyncWriter, load_checkpoint
 from megasnn.checkpoint.folder import step_folder
+from megasnn.checkpoint.format import Progress
+from megasnn.checkpoint.load import load_checkpoint
+from megasnn.checkpoint.optimizer_state import LocalState
+from megasnn.checkpoint.writer import AsyncWriter, SyncWriter
 from megasnn.config import TrainingConfig
 from megasnn.config.checks import at_least
 from megasnn.config.training import Length

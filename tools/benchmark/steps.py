@@ -24,8 +24,8 @@ from megasnn.kernels.tensor_cores import let_products_round
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
+from megasnn.parallel.process_group import BACKENDS
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel_state import BACKENDS
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory
