@@ -156,9 +156,8 @@ def through_pooling(folder: str, flags: dict[str, Any]) -> tuple[list[float], fl
         return losses, engine.evaluate(x, y).loss, engine.state_dict()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb"])
-def test_a_stage_without_parameters(ranks, tmp_path: Path, optimizer: str) -> None:
-    flags: dict[str, Any] = {"optimizer": optimizer, "precision": "fp64"}
+def test_a_stage_without_parameters(ranks, tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"optimizer": "lamb", "precision": "fp64"}
     losses, evaluated, weights = through_pooling(str(tmp_path / "one"), flags)
     assert losses[2] == losses[3] != losses[1]
     stages = {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "1|1|1"}

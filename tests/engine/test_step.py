@@ -69,7 +69,6 @@ def layers() -> Iterable[Layer]:
         ("vgg_dvs", 1, "--loss mse --optimizer lamb --bptt-steps 1", 7),
         ("spikformer", 2, f"{PIPELINE} zbv", 7),
         ("vgg_dvs", 2, "--tensor-model-parallel-size 2", 7),
-        ("spikformer", 2, "--tensor-model-parallel-size 2", 7),
         ("vgg_dvs", 2, "--use-distributed-optimizer", 7),
         ("spikformer", 2, "--context-parallel-size 2", 6),  # each has a sample of every micro-batch
         ("vgg_dvs", 2, "--context-parallel-size 2 --context-parallel-cut rows", 7),
