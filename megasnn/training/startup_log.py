@@ -31,8 +31,6 @@ from megasnn.schedule.draw import SECONDS, View, raster
 from megasnn.telemetry.energy import LayerWork
 from megasnn.telemetry.reporter import Reporter
 
-WIDTH = 120
-
 
 def log_folder(config: PretrainConfig) -> Path | None:
     """Folder of a run's configuration and JSON log: that of its checkpoints, otherwise that of its event files."""
@@ -48,7 +46,8 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     layers: Sequence[LayerSummary] = ()
     if state.rank == 0:
         with reporter.best_effort("the summary of the model"):
-            layers = _layers(config, model)
+            samples, dtype = model.context.largest_share(config.training.micro_batch_size), model.context.compute_dtype
+            layers = summarise(config.model, config.neuron.spec, model.model, samples, dtype)
             reporter.work = _work(layers)
     if state.context.size > 1:
         lines.append(f"context parallel: {state.context.size} ranks share each micro-batch by {model.context.cut}")
@@ -97,11 +96,6 @@ def _without_secrets(config: PretrainConfig) -> PretrainConfig:
     data = config.data
     valid = None if data.valid_data_path is None else shown_path(data.valid_data_path)
     return replace(config, data=replace(data, data_path=shown_path(data.data_path), valid_data_path=valid))
-
-
-def _layers(config: PretrainConfig, model: DistributedModel) -> list[LayerSummary]:
-    samples = model.context.largest_share(config.training.micro_batch_size)
-    return summarise(config.model, config.neuron.spec, model.model, samples, model.context.compute_dtype)
 
 
 def _work(layers: Sequence[LayerSummary]) -> list[LayerWork]:
