@@ -1,13 +1,13 @@
-"""The grid of ranks: pipeline x data x weight x context x tensor, always in this order, always by name.
+"""The grid of ranks: pp x dp_replicate x dp_shard x cp x tp, always in this order, always by name.
 
     rank = (((pp * DP_REPLICATE + dp_replicate) * DP_SHARD + dp_shard) * CP + cp) * TP + tp
 
 Neighbouring ranks share a tensor parallel group, pipeline stages are furthest apart: that is also how much they talk to
-each other (Megatron's ``tp-cp-ep-dp-pp`` without experts). With tensor 2, data 4 and pipeline 2 over 16 ranks, [0, 1]
-is a tensor group, [0, 2, 4, 6] a data group and [0, 8] a pipeline group.
+each other (Megatron's ``tp-cp-ep-dp-pp`` without experts). With tp 2, dp_replicate 4 and pp 2 over 16 ranks, [0, 1] is
+a tensor parallel group, [0, 2, 4, 6] one of replicas and [0, 8] one of stages.
 
-Replicas lie along two axes: neighbours along "weight" (dp_shard) share one copy of the weights by rows, ranks along
-"data" (dp_replicate) hold the same.
+Replicas lie along two axes: neighbours along dp_shard share one copy of the weights by rows, ranks along dp_replicate
+hold the same.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Literal, get_args
 
 import numpy as np
 
-Axis = Literal["pipeline", "data", "weight", "context", "tensor"]  # pp, dp_replicate, dp_shard, cp, tp
+Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 """Slowest to fastest."""
-HOLDING_AXES: tuple[Axis, ...] = ("data", "weight", "context", "tensor")
+HOLDING_AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "cp", "tp")
 """Ranks along these hold the same layers, whole or cut; along the pipeline they hold other layers."""
-REPLICA_AXES: tuple[Axis, ...] = ("data", "weight")
+REPLICA_AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard")
 """Ranks along these compute the same layers on other micro-batches."""
-SUMMED_AXES: tuple[Axis, ...] = (*REPLICA_AXES, "context")
+SUMMED_AXES: tuple[Axis, ...] = (*REPLICA_AXES, "cp")
 """Ranks along these compute the same channels on other values: a gradient is the sum over them."""
 
 ContextCut = Literal["samples", "rows"]
 """By what ranks share a micro-batch: each has some of its samples, or of every sample some rows of pixels."""
 
 FLAG_OF_AXIS: dict[Axis, str] = {
-    "pipeline": "--pipeline-model-parallel-size",
-    "data": "(the rest)",
-    "weight": "--weight-parallel-size",
-    "context": "--context-parallel-size",
-    "tensor": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "dp_replicate": "(the rest)",
+    "dp_shard": "--weight-parallel-size",
+    "cp": "--context-parallel-size",
+    "tp": "--tensor-model-parallel-size",
 }
 
 
@@ -44,22 +44,22 @@ FLAG_OF_AXIS: dict[Axis, str] = {
 class Coordinates:
     """A rank's index along each axis of the grid."""
 
-    pipeline: int = 0
-    data: int = 0
-    weight: int = 0
-    context: int = 0
-    tensor: int = 0
+    pp: int = 0
+    dp_replicate: int = 0
+    dp_shard: int = 0
+    cp: int = 0
+    tp: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
     """The sizes of the axes. Raises ValueError when one is smaller than 1."""
 
-    pipeline: int = 1
-    data: int = 1
-    weight: int = 1
-    context: int = 1
-    tensor: int = 1
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -69,20 +69,20 @@ class Grid:
                 )
 
     @classmethod
-    def fit(cls, world_size: int, *, tensor: int = 1, pipeline: int = 1, weight: int = 1, context: int = 1) -> Grid:
+    def fit(cls, world_size: int, *, tp: int = 1, pp: int = 1, dp_shard: int = 1, cp: int = 1) -> Grid:
         """The grid over `world_size` ranks: what the other axes leave over is data parallel.
 
         Raises ValueError with every factor when the sizes do not multiply to the world size.
         """
-        one = cls(pipeline=pipeline, weight=weight, context=context, tensor=tensor)
+        one = cls(pp=pp, dp_shard=dp_shard, cp=cp, tp=tp)
         if world_size < 1 or world_size % one.world_size:
-            factors = " x ".join(f"{axis} {'?' if axis == 'data' else one.size(axis)}" for axis in AXES)
+            factors = " x ".join(f"{axis} {'?' if axis == 'dp_replicate' else one.size(axis)}" for axis in AXES)
             flags = ", ".join(f"{FLAG_OF_AXIS[axis]} {one.size(axis)}" for axis in AXES if one.size(axis) > 1)
             raise ValueError(
                 f"world size {world_size} is not {factors}: it must be a multiple of {one.world_size}; change "
                 f"{flags}{' or ' * bool(flags)}the number of ranks (torchrun --nnodes x --nproc-per-node)"
             )
-        return replace(one, data=world_size // one.world_size)
+        return replace(one, dp_replicate=world_size // one.world_size)
 
     @property
     def world_size(self) -> int:
@@ -91,7 +91,7 @@ class Grid:
     @property
     def replicas(self) -> int:
         """Number of data parallel replicas, each of which has other micro-batches."""
-        return self.data * self.weight
+        return self.dp_replicate * self.dp_shard
 
     def size(self, axis: Axis) -> int:
         return int(getattr(self, axis))
@@ -104,7 +104,7 @@ class Grid:
     def groups(self, *axes: Axis) -> list[list[int]]:
         """All groups of ranks that differ along `axes` only, each in ascending order.
 
-        ``groups("tensor")`` are the tensor parallel groups, ``groups("tensor", "pipeline")`` the model
+        ``groups("tp")`` are the tensor parallel groups, ``groups("tp", "pp")`` the model
         parallel ones.
         """
         ranks = np.arange(self.world_size).reshape([self.size(axis) for axis in AXES])
@@ -115,7 +115,7 @@ class Grid:
         return groups
 
     def __str__(self) -> str:
-        shown = [axis for axis in AXES if axis not in ("weight", "context") or self.size(axis) > 1]
+        shown = [axis for axis in AXES if axis not in ("dp_shard", "cp") or self.size(axis) > 1]
         return " x ".join(f"{axis} {self.size(axis)}" for axis in shown)
 
 

@@ -26,7 +26,7 @@ class Group:
     """A named set of ranks. Collectives return early on a group of one rank, which has no process group.
 
     Attributes:
-        name: "tensor", "data", "pipeline", ...: the key of the communication statistics.
+        name: "tp", "dp", "pp", ...: the key of the communication statistics.
         ranks: the global ranks, in group order.
         rank: this process's place in `ranks`.
         sizes: of the axes that the ranks lie along, the slowest first; their product is the size.
@@ -93,20 +93,20 @@ def start_messages(group: Group, source: int, target: int, wire: torch.device) -
 # --- the state
 
 _GROUPS: dict[str, tuple[str, tuple[Axis, ...]]] = {
-    "weight": ("weight", ("weight",)),
-    "context": ("context", ("context",)),
-    "dp_replicate": ("data", ("data",)),
-    "dp_replicate_cp": ("data", ("data", "context")),
-    "dp_cp": ("data", SUMMED_AXES),
-    "tensor": ("tensor", ("tensor",)),
-    "data": ("data", REPLICA_AXES),
-    "pipeline": ("pipeline", ("pipeline",)),
+    "dp_shard": ("dp_shard", ("dp_shard",)),
+    "cp": ("cp", ("cp",)),
+    "dp_replicate": ("dp", ("dp_replicate",)),
+    "dp_replicate_cp": ("dp", ("dp_replicate", "cp")),
+    "dp_cp": ("dp", SUMMED_AXES),
+    "tp": ("tp", ("tp",)),
+    "dp": ("dp", REPLICA_AXES),
+    "pp": ("pp", ("pp",)),
     "world": ("world", AXES),
 }
 """By field of the state the name in statistics and the axes, in the order in which all ranks make the groups."""
 _APART: dict[str, tuple[str, tuple[Axis, ...]]] = {
-    "scatter": ("scatter", ("weight",)),
-    "downward": ("pipeline", ("pipeline",)),
+    "dp_shard_grad": ("dp_shard_grad", ("dp_shard",)),
+    "pp_down": ("pp", ("pp",)),
 }
 """Groups with a process group of their own beside that of the same ranks."""
 
@@ -117,13 +117,12 @@ class ParallelState:
 
     Attributes:
         grid, coordinates: the sizes of the axes and this rank's index along each.
-        tensor, context, pipeline (tp, cp, pp): groups along one axis; context ranks share a micro-batch.
-        data (dp): all replicas, each of which has micro-batches of its own.
-        weight (dp_shard): replicas that share one copy of the weights. scatter: the same once more for gradients, whose
-            order is not that of the gathers.
-        dp_replicate: ranks along the data axis alone, each with a copy of the weights.
+        tp, cp, pp, dp_replicate, dp_shard: groups along one axis. Context ranks share a micro-batch; replicas along
+            dp_shard share one copy of the weights, those along dp_replicate have one each.
+        dp: all replicas, each of which has micro-batches of its own.
         dp_replicate_cp: ranks that hold the same of the weights. dp_cp: ranks whose gradients are summed.
-        downward: the pipeline group once more, for messages to lower ranks; those to higher ones go through `pipeline`.
+        dp_shard_grad: dp_shard once more for gradients, whose order is not that of the gathers.
+        pp_down: the pipeline group once more, for messages to lower ranks; those to higher ones go through `pp`.
         world: all ranks.
         device: where this rank computes. wire: where a tensor lies that is sent to one other rank: the CPU where the
             transport takes none from a GPU.
@@ -131,17 +130,17 @@ class ParallelState:
 
     grid: Grid
     coordinates: Coordinates
-    tensor: Group
-    data: Group
-    pipeline: Group
-    downward: Group
-    world: Group
-    weight: Group
-    scatter: Group
-    context: Group
+    tp: Group
+    cp: Group
+    pp: Group
+    dp: Group
     dp_replicate: Group
+    dp_shard: Group
+    dp_shard_grad: Group
     dp_replicate_cp: Group
     dp_cp: Group
+    pp_down: Group
+    world: Group
     device: torch.device
     wire: torch.device
 
@@ -151,16 +150,16 @@ class ParallelState:
 
     def group(self, axis: Axis) -> Group:
         """The group along one axis."""
-        group: Group = getattr(self, "dp_replicate" if axis == "data" else axis)
+        group: Group = getattr(self, axis)
         return group
 
     @property
     def is_first_stage(self) -> bool:
-        return self.coordinates.pipeline == 0
+        return self.coordinates.pp == 0
 
     @property
     def is_last_stage(self) -> bool:
-        return self.coordinates.pipeline == self.grid.pipeline - 1
+        return self.coordinates.pp == self.grid.pp - 1
 
 
 _state: ParallelState | None = None
@@ -168,18 +167,20 @@ _abandoned: list[ParallelState] = []
 
 
 def initialize_model_parallel(
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp_shard: int = 1,
+    cp: int = 1,
     device: torch.device | None = None,
-    weight_parallel_size: int = 1,
-    context_parallel_size: int = 1,
     timeout: datetime.timedelta | None = None,
 ) -> ParallelState:
     """Makes the groups of the grid over the whole world; data parallel is what the sizes leave over.
 
     Args:
-        weight_parallel_size: neighbouring replicas that share one copy of the weights (dp_shard).
-        context_parallel_size: ranks that share a micro-batch.
+        tp, pp: tensor and pipeline parallel size.
+        dp_shard: neighbouring replicas that share one copy of the weights.
+        cp: ranks that share a micro-batch.
         timeout: how long ranks wait for each other in the groups; torch's 30 minutes where it is None.
 
     Raises:
@@ -193,13 +194,7 @@ def initialize_model_parallel(
         )
     device = torch.device("cpu") if device is None else device
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    grid = Grid.fit(
-        world_size,
-        tensor=tensor_model_parallel_size,
-        pipeline=pipeline_model_parallel_size,
-        weight=weight_parallel_size,
-        context=context_parallel_size,
-    )
+    grid = Grid.fit(world_size, tp=tp, pp=pp, dp_shard=dp_shard, cp=cp)
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         raise ValueError(
             "init_process_group was given device_id, with which all messages of a group share one queue: stages of a "
@@ -211,10 +206,10 @@ def initialize_model_parallel(
     # Making a group does not wait for its members, starting it does. The world comes last: a rank that went on and
     # destroyed a group would break the start of the others. The pipeline's collectives are those of hosts.
     for name in _GROUPS:
-        if name != "pipeline":
+        if name != "pp":
             start_collectives(groups[name], wire)
-        if name == "weight":
-            start_collectives(groups["scatter"], wire)
+        if name == "dp_shard":
+            start_collectives(groups["dp_shard_grad"], wire)
     let_computing_go_first()
     return _state
 

@@ -19,7 +19,7 @@ def forward_backward(model: DistributedModel, micro_batches: Sequence[MicroBatch
 
 def merge_statistics(model: DistributedModel, most_micro_batches: int) -> None:
     """Merges the step's records into the norms' running statistics."""
-    merge_running_statistics(model.norms, model.state.data, most_micro_batches, model.ties.statistics_of_owners)
+    merge_running_statistics(model.norms, model.state.dp, most_micro_batches, model.ties.statistics_of_owners)
 
 
 def evaluated(model: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> list[float]:

@@ -47,19 +47,19 @@ def test_primary_ranks_hold_each_element_once_and_sharers_hold_the_same(describe
 @given(st.integers(1, 5), st.integers(1, 2), st.integers(1, 3), st.integers(0, 7), st.booleans())
 def test_rows_that_replicas_own_are_written_once(replicas, tensor, blocks, rows, is_number) -> None:
     """Also of rows that are cut in blocks before, and of a number, which is the first replica's."""
-    grid = Grid(data=replicas, tensor=tensor)
+    grid = Grid(dp_replicate=replicas, tp=tensor)
     shape = () if is_number else (rows * blocks * tensor, 2)
     full = torch.arange(torch.Size(shape).numel()).reshape(shape)
     written = torch.zeros(shape, dtype=torch.int64)
     sizes = []
     for rank in range(grid.world_size):
         place = Place(grid, grid.coordinates(rank))
-        held = Shard(shape, () if is_number else (("tensor", Cut(0, blocks)),), place)
-        owned = held.by_rows("data")
+        held = Shard(shape, () if is_number else (("tp", Cut(0, blocks)),), place)
+        owned = held.by_rows("dp_replicate")
         local = owned.cut(full)
         assert tuple(local.shape) == owned.local_shape and (replicas > 1 or owned == held)
-        assert owned.is_cut("data") == (replicas > 1)
-        bounds, own = row_bounds(1 if is_number else rows * blocks, replicas), place.index("data")
+        assert owned.is_cut("dp_replicate") == (replicas > 1)
+        bounds, own = row_bounds(1 if is_number else rows * blocks, replicas), place.index("dp_replicate")
         whole_here = held.cut(full).reshape(-1, 1 if is_number else 2)
         assert torch.equal(local.reshape(-1), whole_here[bounds[own] : bounds[own + 1]].reshape(-1))
         if owned.is_primary():
@@ -70,30 +70,30 @@ def test_rows_that_replicas_own_are_written_once(replicas, tensor, blocks, rows,
 
 
 def test_a_block_is_cut_by_itself_and_a_later_cut_divides_what_is_left() -> None:
-    grid, full = Grid(data=2, tensor=2), torch.arange(24)
-    first = Shard((24,), (("tensor", Cut(0, 3)),), Place(grid, grid.coordinates(1)))
+    grid, full = Grid(dp_replicate=2, tp=2), torch.arange(24)
+    first = Shard((24,), (("tp", Cut(0, 3)),), Place(grid, grid.coordinates(1)))
     assert first.cut(full).tolist() == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]
-    both = Shard((24,), (*first.cuts, ("data", Cut(0))), Place(grid, grid.coordinates(3)))
+    both = Shard((24,), (*first.cuts, ("dp_replicate", Cut(0))), Place(grid, grid.coordinates(3)))
     assert both.cut(full).tolist() == [14, 15, 20, 21, 22, 23]
-    assert (first.shared_axes, both.shared_axes) == (("data",), ())
-    assert first.part == (("tensor", 1),) and both.part == (("data", 1), ("tensor", 1))
+    assert (first.shared_axes, both.shared_axes) == (("dp_replicate",), ())
+    assert first.part == (("tp", 1),) and both.part == (("dp_replicate", 1), ("tp", 1))
 
 
 def test_who_answers_for_a_whole_tensor() -> None:
-    grid = Grid(data=2, tensor=2)
+    grid = Grid(dp_replicate=2, tp=2)
     shards = [Shard((4,), place=Place(grid, grid.coordinates(rank))) for rank in range(4)]
     assert [shard.is_primary() for shard in shards] == [True, False, False, False]
-    assert [shard.is_primary(["tensor"]) for shard in shards] == [True, False, True, False]
+    assert [shard.is_primary(["tp"]) for shard in shards] == [True, False, True, False]
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ValueError, match=r"6, cannot be cut into 4 equal parts; choose a --tensor-model-parallel-size"):
-        Shard((18,), (("tensor", Cut(0, 3)),), Place(Grid(tensor=4)))
+        Shard((18,), (("tp", Cut(0, 3)),), Place(Grid(tp=4)))
     with pytest.raises(ValueError, match="partial_gradient"):
-        Shard((4,), (("tensor", Cut(0)),), Place(Grid(tensor=2)), ("tensor",))
+        Shard((4,), (("tp", Cut(0)),), Place(Grid(tp=2)), ("tp",))
 
 
 def test_a_description_does_not_grow_with_the_ranks() -> None:
-    place = Place(Grid(data=10**12), Coordinates(data=3 * 10**11))
-    shard = Shard((10, 4), place=place).by_rows("data")
+    place = Place(Grid(dp_replicate=10**12), Coordinates(dp_replicate=3 * 10**11))
+    shard = Shard((10, 4), place=place).by_rows("dp_replicate")
     assert shard.local_shape == (1, 4) and [piece.global_offset for piece in shard.pieces()] == [(3, 0)]

@@ -71,7 +71,7 @@ def _grid_problems(config: PretrainConfig, world_size: int) -> Iterator[str]:
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     weight, context = parallel.weight_parallel_size, parallel.context_parallel_size
     try:
-        grid = Grid.fit(world_size, tensor=tensor, pipeline=pipeline, weight=weight, context=context)
+        grid = Grid.fit(world_size, tp=tensor, pp=pipeline, dp_shard=weight, cp=context)
     except ValueError as error:
         yield str(error)
         return

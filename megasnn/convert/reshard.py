@@ -109,7 +109,7 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
     ranks = target_ranks(model, source.tensors, target, bounds)
     require_intact(source.path, saved)
     layout = "|".join(str(len(span)) for span in bounds)
-    sizes = {"tensor": target.tensor, "pipeline": target.pipeline, "data": 1, "virtual": target.virtual}
+    sizes = {"tp": target.tensor, "pp": target.pipeline, "dp": 1, "virtual": target.virtual}
     metadata = replace(saved, model=model.name, layout={**sizes, "bounds": layout}, tensors={}, files={})
     path = write_rank_files(save, metadata, ranks, lambda entry: source.read_shard(entry.name, entry.shard))
     return path, layout
@@ -156,7 +156,7 @@ def target_ranks(
     for stage in range(target.pipeline):
         mine = [index for span, home in zip(bounds, target.placement, strict=True) if home == stage for index in span]
         for rank in range(target.tensor):
-            group = Group("tensor", tuple(range(target.tensor)), rank)
+            group = Group("tp", tuple(range(target.tensor)), rank)
             try:
                 layers = model.description.named_layers(BuildContext(group))
             except ValueError as error:

@@ -51,8 +51,8 @@ class Batches:
         part = Share(
             sizes.global_batch_size,
             sizes.micro_batch_size,
-            dp_size=state.data.size,
-            dp_rank=state.data.rank,
+            dp_size=state.dp.size,
+            dp_rank=state.dp.rank,
             cp_size=samples.size,
             cp_rank=samples.rank,
             images=model.takes_images,
@@ -145,10 +145,10 @@ class Batches:
     def _training_problem(self, samples: int) -> str | None:
         if not torch.is_grad_enabled():
             return "a step needs gradients: call it outside of torch.no_grad() and torch.inference_mode()"
-        size, replicas = self._config.training.micro_batch_size, self._state.data.size
+        size, replicas = self._config.training.micro_batch_size, self._state.dp.size
         sizes = micro_batch_sizes(samples, min(size, samples))
         cut = f"{samples} samples are {len(sizes)} micro-batch(es) of micro_batch_size {size}, the last of {sizes[-1]}"
-        weight = self._state.weight.size
+        weight = self._state.dp_shard.size
         if len(sizes) < replicas or (weight > 1 and len(sizes) % replicas):
             return (
                 f"{cut}, for {replicas} data parallel replicas: each needs one, and with weight_parallel_size {weight} "
@@ -239,7 +239,7 @@ class Batches:
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
         """Micro-batches without samples of the batch: all that share a micro-batch need equally many, and so do all
         replicas that gather weights together."""
-        weight, data = self._state.weight, self._state.data
+        weight, data = self._state.dp_shard, self._state.dp
         if weight.size == self._samples.size == 1:
             return []
         sizes = micro_batch_sizes(batch.size, min(self._config.training.micro_batch_size, batch.size))

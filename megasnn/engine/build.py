@@ -190,7 +190,7 @@ def plan_of(
         ValueError: on every rank, what the schedule cannot place or keep.
     """
     training, parallel = config.training, config.parallel
-    replicas = state.data.size
+    replicas = state.dp.size
     shares = {len(micro_batches_of(training.micro_batches, replicas, each)) for each in (0, replicas - 1)}
     counts = [sample_windows(config) * each for each in sorted(shares, reverse=True)]
     if training.evaluate_only:  # no activation is kept, so none is recomputed; there are no other steps
@@ -203,7 +203,7 @@ def plan_of(
         bounds=None if layout is None else tuple(layout_to_bounds(layout, units)),
         micro_batch_size=context.largest_share(training.micro_batch_size),
         micro_batches=tuple(counts),
-        predicts=config.logging.profile_steps is not None and state.pipeline.size > 1,
+        predicts=config.logging.profile_steps is not None and state.pp.size > 1,
         recompute=parallel.recompute,
         memory_budget=None if parallel.memory_budget is None else 1e6 * parallel.memory_budget,
         scatters=parallel.weight_gradients == "scattered",
@@ -226,14 +226,14 @@ def build_model(
     types, graphs = PRECISIONS[training.precision], graph_options(config, state)
     products = getattr(torch, types.products)
     context = BuildContext(
-        tensor=state.tensor,
+        tp=state.tp,
         dtype=getattr(torch, types.weights),
         compute_dtype=products,
         neuron_backend=config.neuron.neuron_backend,
         seed=training.seed,
-        data=state.data,
-        weight=state.weight,
-        context=state.context,
+        dp=state.dp,
+        dp_shard=state.dp_shard,
+        cp=state.cp,
         cut=parallel.context_cut(training.micro_batch_size),
         carries=windows > 1,
         cast_weights=CastWeights(stay=graphs is not None),

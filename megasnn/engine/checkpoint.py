@@ -48,8 +48,8 @@ class Checkpoints:
     def progress(self, extra: Mapping[str, object], skipped_steps: int = 0) -> Progress:
         """Returns what is written beside the tensors: position, model, layout for people, and `extra`."""
         grid = self._model.state.grid
-        sizes = {"tensor": grid.tensor, "pipeline": grid.pipeline, "data": grid.replicas, "weight": grid.weight}
-        layout: dict[str, object] = {**sizes, "context": grid.context, "virtual": len(self._model.chunks)}
+        sizes = {"tp": grid.tp, "pp": grid.pp, "dp": grid.replicas, "dp_shard": grid.dp_shard}
+        layout: dict[str, object] = {**sizes, "cp": grid.cp, "virtual": len(self._model.chunks)}
         layout["bounds"] = layers_per_chunk(self._plan.bounds)
         return Progress(
             self._step.iteration,

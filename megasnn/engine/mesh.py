@@ -49,7 +49,7 @@ def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None
     if model_parallel_is_initialized():
         state = get_parallel_state()
         grid = state.grid
-        if (grid.tensor, grid.pipeline, grid.weight, grid.context) != (tensor, pipeline, weight, context):
+        if (grid.tp, grid.pp, grid.dp_shard, grid.cp) != (tensor, pipeline, weight, context):
             raise ValueError(
                 f"the flags ask for --tensor-model-parallel-size {tensor}, --pipeline-model-parallel-size {pipeline}, "
                 f"--weight-parallel-size {weight}, --context-parallel-size {context}, but there are ranks laid out as "
@@ -63,7 +63,12 @@ def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None
     watch = watch_ranks()
     with placed("while making the groups of ranks"):
         state = initialize_model_parallel(
-            tensor, pipeline, device, weight, context, timeout=datetime.timedelta(minutes=minutes)
+            tp=tensor,
+            pp=pipeline,
+            dp_shard=weight,
+            cp=context,
+            device=device,
+            timeout=datetime.timedelta(minutes=minutes),
         )
 
     def leave() -> None:

@@ -114,16 +114,16 @@ class DistributedModel:
         self.plan = plan = schedule
         units = plan.unit_bounds(bounds)
         self._weights: GatheredWeights | None = None
-        if state.weight.size > 1:
-            self._weights = GatheredWeights(state.weight, state.scatter, context.cast_weights)
+        if state.dp_shard.size > 1:
+            self._weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights)
         build = partial(build_chunk, model, bounds, context=context, device=state.device, seed=seed)
         if self._weights is not None:
             build = partial(build, parts=units, keep=self._weights.shard)
         self.chunks: dict[int, PipelineChunk] = {
-            index: build(index) for index, home in enumerate(plan.placement) if home == state.pipeline.rank
+            index: build(index) for index, home in enumerate(plan.placement) if home == state.pp.rank
         }
         self.takes_images, self.gives_logits = 0 in self.chunks, len(plan.placement) - 1 in self.chunks
-        self._reports = self.gives_logits and state.tensor.rank == 0 and context.counts_logits
+        self._reports = self.gives_logits and state.tp.rank == 0 and context.counts_logits
         mine = (number for index in self.chunks for number in bounds[index])
         compare_with_whole(model, context, mine, state.device, seed)
         kept = (lambda entry: entry) if self._weights is None else self._weights.kept
@@ -141,7 +141,7 @@ class DistributedModel:
         self.data_parallel = GradientBuckets(
             [(index, part.sharded_tensors() + part.copied_tensors()) for index, part in reduced.items()],
             state.dp_replicate_cp,
-            state.tensor,
+            state.tp,
             additions={m.weight: calls_of(m) for m in modules if isinstance(m, (ParallelConv, ParallelLinear))},
             rows_have_owners=options.rows_have_owners,
             weights=self._weights,
@@ -149,7 +149,7 @@ class DistributedModel:
         )
         self.owned = [self.data_parallel.owned(entry) for entry in self.tensors]
         gradient = self.data_parallel.gradient
-        self.ties = Ties(model, bounds, plan.placement, self.chunks, state.pipeline, state.wire, gradient, kept)
+        self.ties = Ties(model, bounds, plan.placement, self.chunks, state.pp, state.wire, gradient, kept)
         for chunk in self.chunks.values():
             chunk.weight_gradients.observer = self.data_parallel.accumulated
             if options.graphs is not None:
@@ -165,7 +165,7 @@ class DistributedModel:
         self._global_batch_size = 1
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
         self.checks = DeviceChecks(state.device)
-        known = Boundaries(model, context) if state.pipeline.size > 1 else None
+        known = Boundaries(model, context) if state.pp.size > 1 else None
         transfers = Transfers(executed, plan.executed_placement, state, known, plan.wholes)
         self.executor = PipelineExecutor(
             executed, state, transfers, self._micro_batch_loss, self.data_parallel, self._count_correct, self._weights

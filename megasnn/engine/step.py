@@ -69,8 +69,8 @@ class TrainStep:
             model.check(sums)  # reads loss and norm; raises what was found on the device
             if model.is_finite:
                 count = math.ceil(batch.size / self._config.training.micro_batch_size)
-                most = self._windows * math.ceil(count / model.state.data.size)  # micro-batches of any replica
-                merge_running_statistics(model.norms, model.state.data, most, model.ties.statistics_of_owners)
+                most = self._windows * math.ceil(count / model.state.dp.size)  # micro-batches of any replica
+                merge_running_statistics(model.norms, model.state.dp, most, model.ties.statistics_of_owners)
                 if not updates_unread:
                     self._update(rate, model.norm)
                 model.data_parallel.all_gather_params()

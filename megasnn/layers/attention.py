@@ -59,7 +59,7 @@ class _HeadAttention(nn.Module):
         context = context_for(context)
         if dim % num_heads:
             raise ValueError(f"{dim} channels do not divide by --num-heads {num_heads}")
-        size = context.tensor.size
+        size = context.tp.size
         if num_heads % size:
             raise ValueError(f"--num-heads {num_heads} does not divide by --tensor-model-parallel-size {size}")
         self.local_heads = num_heads // size

@@ -20,15 +20,15 @@ from megasnn.parallel_state import Group, alone
 class BuildContext:
     """
     Attributes:
-        tensor: the tensor-parallel group the layers are cut over.
+        tp: the tensor-parallel group the layers are cut over.
         dtype: of parameters, buffers, optimizer state and gradients.
         compute_dtype: of activations and matrix products; bfloat16 with `--precision bf16`, otherwise `dtype`.
         neuron_backend: a name in megasnn.kernels.BACKENDS, or "auto".
         seed: of what layers draw in training (dropout).
         weight_gradients: where the layers leave the second part of their backward; each chunk has its own.
-        data: the ranks that hold the same layers for other samples. weight: those of them, neighbours, that share one
+        dp: the ranks that hold the same layers for other samples. dp_shard: those of them, neighbours, that share one
             copy of the weights by rows.
-        context: the ranks that share a micro-batch. cut: by what they do.
+        cp: the ranks that share a micro-batch. cut: by what they do.
         neuron: of the layers that are not given one of their own.
         time_steps: T. A layer of neurons that is given a single time step takes it for each of them.
         carries: whether neurons go on from the potential that the last call left, until they are reset.
@@ -39,15 +39,15 @@ class BuildContext:
         is_frozen: whether the parameter of a global name is not trained: it has no gradient.
     """
 
-    tensor: Group = field(default_factory=lambda: alone("tensor"))
+    tp: Group = field(default_factory=lambda: alone("tp"))
     dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
     neuron_backend: str = "auto"
     seed: int = 0
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
-    data: Group = field(default_factory=lambda: alone("data"))
-    weight: Group = field(default_factory=lambda: alone("weight"))
-    context: Group = field(default_factory=lambda: alone("context"))
+    dp: Group = field(default_factory=lambda: alone("dp"))
+    dp_shard: Group = field(default_factory=lambda: alone("dp_shard"))
+    cp: Group = field(default_factory=lambda: alone("cp"))
     cut: ContextCut = "samples"
     neuron: NeuronSpec = field(default_factory=NeuronSpec)
     time_steps: int = 1
@@ -60,13 +60,13 @@ class BuildContext:
     @property
     def sharing_samples(self) -> Group:
         """The ranks of which each has other samples of a micro-batch."""
-        return self.context if self.cut == "samples" else alone("context")
+        return self.cp if self.cut == "samples" else alone("cp")
 
     @property
     def counts_logits(self) -> bool:
         """Tells whether the logits that this rank computes count: of ranks that all have the same, those of the first
         do."""
-        return self.cut == "samples" or self.context.rank == 0
+        return self.cut == "samples" or self.cp.rank == 0
 
     def largest_share(self, samples: int) -> int:
         """Number of samples of a micro-batch of so many that a rank has at most."""
@@ -75,13 +75,13 @@ class BuildContext:
     @property
     def place(self) -> Place:
         """This rank among those that hold the same layers, whole or cut."""
-        weights = self.weight.size
-        sizes = Grid(data=self.data.size // weights, weight=weights, context=self.context.size, tensor=self.tensor.size)
+        weights = self.dp_shard.size
+        sizes = Grid(dp_replicate=self.dp.size // weights, dp_shard=weights, cp=self.cp.size, tp=self.tp.size)
         coordinates = Coordinates(
-            data=self.data.rank // weights,
-            weight=self.weight.rank,
-            context=self.context.rank,
-            tensor=self.tensor.rank,
+            dp_replicate=self.dp.rank // weights,
+            dp_shard=self.dp_shard.rank,
+            cp=self.cp.rank,
+            tp=self.tp.rank,
         )
         return Place(sizes, coordinates)
 
@@ -101,8 +101,8 @@ class BuildContext:
             blocks: see `megasnn.parallel.sharding.Cut`.
             partial_gradient: each tensor-parallel rank sees only its own channels' share of the gradient.
         """
-        cuts: tuple[tuple[Axis, Cut], ...] = () if dim is None else (("tensor", Cut(dim, blocks)),)
-        partial: tuple[Axis, ...] = ("tensor",) if partial_gradient and self.tensor.size > 1 else ()
+        cuts: tuple[tuple[Axis, Cut], ...] = () if dim is None else (("tp", Cut(dim, blocks)),)
+        partial: tuple[Axis, ...] = ("tp",) if partial_gradient and self.tp.size > 1 else ()
         return Shard(global_shape, cuts, self.place, partial, initialise)
 
 

@@ -120,7 +120,7 @@ class ParallelConv(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        group, self._rows, self._row_above = context.tensor, rows_of(context), row_above
+        group, self._rows, self._row_above = context.tp, rows_of(context), row_above
         style = style or cheaper_style(in_channels, out_channels)
         kernel, stride, dilation = (
             along_each(name, size, dims)

@@ -75,7 +75,7 @@ class ConvertedLinear(ParallelLinear):
             linear.in_features,
             linear.out_features,
             context,
-            style="row" if linear.out_features % context.tensor.size else "column",
+            style="row" if linear.out_features % context.tp.size else "column",
             bias=linear.bias is not None,
             **_values(linear, initialise),
         )

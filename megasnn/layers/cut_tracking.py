@@ -190,7 +190,7 @@ def _described_cuts(layer: nn.Module) -> Iterator[tuple[int, Cut]]:
     for module in layer.modules():
         for name, shard in vars(module).get("_described_shards", {}).items():
             for axis, cut in shard.cuts:
-                if axis == "tensor":
+                if axis == "tp":
                     yield id(getattr(module, name)), Cut(cut.dim, cut.blocks)
 
 

@@ -100,7 +100,7 @@ class ParallelDropout(_Drop):
     ) -> None:
         context = context_for(context)
         super().__init__(p, name, context)
-        self.same_at_all_steps, self.group, self.carries = same_at_all_steps, context.tensor, context.carries
+        self.same_at_all_steps, self.group, self.carries = same_at_all_steps, context.tp, context.carries
         self._rows, self._height = rows_of(context), 0
         self._steps, self._steps_before = context.time_steps, 0  # of a call; of the calls before, where they go on
 

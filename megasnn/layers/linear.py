@@ -62,7 +62,7 @@ class ParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        group, default = context.tensor, uniform(in_features)
+        group, default = context.tp, uniform(in_features)
         if style not in ("column", "row"):
             raise ValueError(f"style must be 'column' or 'row', got {style!r}")
         for name, size in (("in_features", in_features), ("out_features", out_features)):

@@ -197,7 +197,7 @@ class SpikingNeuron(NeuronLayer):
         context = context_for(context)
         super().__init__(context)
         self._context, self.channels, self.largest = context, channels, largest
-        self._local_channels = channels // context.tensor.size
+        self._local_channels = channels // context.tp.size
         self.left: State | None = None  # by the last call, where neurons carry
         sharpness = SURROGATES.of_argument("surrogate", surrogate).alpha if alpha is None else alpha
         self._fire = surrogate_function(surrogate, sharpness)

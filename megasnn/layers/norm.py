@@ -60,10 +60,10 @@ class ParallelBatchNorm(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        self.time_steps, self.shared = context.time_steps, shared_over(context.context)
+        self.time_steps, self.shared = context.time_steps, shared_over(context.cp)
         self._by_rows = context.cut == "rows"
         self.channels, self.eps, self.momentum = channels, eps, momentum
-        self._local_channels = channels if whole else channels // context.tensor.size
+        self._local_channels = channels if whole else channels // context.tp.size
         self.recording = False
         self.pending: list[tuple[Tensor, Tensor, int | Tensor]] = []
         shard = partial(context.shard, (channels,), None if whole else 0, blocks)
@@ -277,13 +277,13 @@ class ParallelGroupNorm(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        if groups < 1 or channels % groups or groups % context.tensor.size:
+        if groups < 1 or channels % groups or groups % context.tp.size:
             raise ValueError(
                 f"groups {groups} of a group norm must divide its {channels} channels and be a multiple of "
-                f"--tensor-model-parallel-size {context.tensor.size}"
+                f"--tensor-model-parallel-size {context.tp.size}"
             )
         self.groups, self.channels, self.eps = groups, channels, eps
-        self._local_groups, self._local_channels = groups // context.tensor.size, channels // context.tensor.size
+        self._local_groups, self._local_channels = groups // context.tp.size, channels // context.tp.size
         for name, fill in (("weight", initialise), ("bias", initialise_bias)):
             self.register_parameter(name, None)
             if affine:

@@ -193,12 +193,12 @@ ELEMENTWISE = {torch.add, torch.mul, torch.sub, torch.maximum, torch.minimum, op
 def refuse_unshareable(module: nn.Module, context: BuildContext) -> None:
     """Raises ValueError for a layer, or a module in it, that mixes what ranks share out, or does not say that it does
     not."""
-    if context.context.size == 1:
+    if context.cp.size == 1:
         return
     is_torchs = all(type(each).__module__.startswith("torch.nn.") for each in module.modules())
     for path, each in module.named_modules():
         what = f"{path} ({type(each).__name__})" if path else type(each).__name__
-        asked = f"--context-parallel-size {context.context.size}"
+        asked = f"--context-parallel-size {context.cp.size}"
         # A layer of torch's is given [T, N, C], and would take the time for the batch.
         takes_time_for_batch = is_torchs and getattr(each, "batch_first", False) is True
         if context.cut == "samples" and (getattr(each, "mixes_samples", False) or takes_time_for_batch):

@@ -69,7 +69,7 @@ def replicate(
     stays_cut = knows_no_time and not (first or last) and all(is_channelwise(each) for each in module.modules())
     module = _describe_replicated(module, context, initialise)
     call = CallSpec(
-        context.tensor,
+        context.tp,
         context.time_steps,
         fold_time=knows_no_time,
         dtype=context.dtype,
@@ -104,7 +104,7 @@ def call_as_sharded(module: nn.Module, context: BuildContext, *, folded: bool) -
     """
     if context.carries:
         refuse_attached(module)
-    vars(module)["_call"] = CallSpec(context.tensor, context.time_steps, fold_time=folded, sharded=True, follows=True)
+    vars(module)["_call"] = CallSpec(context.tp, context.time_steps, fold_time=folded, sharded=True, follows=True)
     return module
 
 
@@ -261,7 +261,7 @@ def gather_inside(module: nn.Module, context: BuildContext, initialise: ModuleIn
     """
     refuse_what_differs(module)
     module = _describe_replicated(module, context, initialise)
-    module.forward = _Gathered(module.forward, context.tensor, context.dtype)
+    module.forward = _Gathered(module.forward, context.tp, context.dtype)
     vars(module)["_is_replicated"] = True
     return module
 

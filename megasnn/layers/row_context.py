@@ -51,7 +51,7 @@ def shared_rows(height: int, ranks: int) -> tuple[range, ...]:
 
 def rows_of(context: BuildContext) -> Group | None:
     """The ranks that share out rows; None where images are whole on every rank."""
-    return context.context if context.cut == "rows" and context.context.size > 1 else None
+    return context.cp if context.cut == "rows" and context.cp.size > 1 else None
 
 
 def own_rows_of(frames: Tensor, context: BuildContext) -> Tensor:

@@ -117,9 +117,9 @@ def building_problems(
     try:
         described = describe(model, neuron)
         if context_parallel > 1:
-            described.build(BuildContext(context=Group("context", tuple(range(context_parallel))), cut=cut))
+            described.build(BuildContext(cp=Group("cp", tuple(range(context_parallel))), cut=cut))
         if tensor_parallel > 1:
-            described.build(BuildContext(tensor=Group("tensor", tuple(range(tensor_parallel)))))
+            described.build(BuildContext(tp=Group("tp", tuple(range(tensor_parallel)))))
     except ValueError as error:
         return [f"{model.name}: {error}"]
     return []
@@ -254,7 +254,7 @@ def _built_and_run(
         _refuse_made_before(before, layers)
         named = [(each.name, each.module) for each in layers]
         freeze(named, context.is_frozen)
-        trackers = _trackers(model, neuron, named, context.tensor.size, samples)
+        trackers = _trackers(model, neuron, named, context.tp.size, samples)
         try:
             outputs = dry_run(
                 named,
@@ -264,7 +264,7 @@ def _built_and_run(
                 samples,
                 learns=True,
                 trackers=trackers,
-                replicated=context.data.size * context.context.size > 1,
+                replicated=context.dp.size * context.cp.size > 1,
             )
         except MixedChannels as error:
             # A module of a network given to `megasnn.shard` is made whole; of others nobody knows how.

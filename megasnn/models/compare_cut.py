@@ -35,10 +35,10 @@ def compare_with_whole(
     Raises:
         ValueError: names a layer that computes something else.
     """
-    if context.tensor.size == 1 or model.dry_run is None:
+    if context.tp.size == 1 or model.dry_run is None:
         return
     exact = BuildContext(
-        tensor=context.tensor,
+        tp=context.tp,
         dtype=torch.float64,
         compute_dtype=torch.float64,
         neuron_backend="torch",
@@ -48,7 +48,7 @@ def compare_with_whole(
     cut = model.dry_run(exact, DRY_SAMPLES)
     if all(_is_known(layer) for layer, _ in cut):
         return
-    whole = model.dry_run(replace(exact, tensor=BuildContext().tensor), DRY_SAMPLES)
+    whole = model.dry_run(replace(exact, tp=BuildContext().tp), DRY_SAMPLES)
     image = frames_of(torch.empty(DRY_SAMPLES, *model.input_shape, device="meta"), model.input_shape)
     compared = set[str]()
     for number in numbers:
@@ -66,14 +66,14 @@ def compare_with_whole(
         input_cuts = [c for source in sources for c in ([None] if source == INPUT else _cuts(cut[source][1]))]
         output_cuts = _cuts(cut[number][1])
         expected, found = (
-            _outputs_and_gradients(layer, inputs, *cuts, exact.tensor, keyed_generator(seed, "weights", name))
+            _outputs_and_gradients(layer, inputs, *cuts, exact.tp, keyed_generator(seed, "weights", name))
             for layer, cuts in ((layers[1], ([], [])), (layers[0], (input_cuts, output_cuts)))
         )
         for x, y, each in zip(found, expected, [*output_cuts, *input_cuts], strict=True):
-            part = _part(y, each, exact.tensor)
+            part = _part(y, each, exact.tp)
             if x.shape != part.shape or (x - part).abs().max() > TOLERANCE * part.abs().max():
                 raise ValueError(
-                    f"{name}: with --tensor-model-parallel-size {context.tensor.size} its outputs or gradients "
+                    f"{name}: with --tensor-model-parallel-size {context.tp.size} its outputs or gradients "
                     "differ from those of one rank on random numbers, by more than rounding: its forward mixes "
                     "channels, or depends on their number"
                 )

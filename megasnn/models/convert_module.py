@@ -258,7 +258,7 @@ class _Walk:
         """Why a module cannot be cut, and its input is gathered; None where it can."""
         if ".".join(filter(None, (self._layer, path))) in self._context.replicated:
             return "it mixes channels"
-        size = self._context.tensor.size
+        size = self._context.tp.size
         if self._conversion(module) is not None:
             for name, channels in _sizes_that_are_cut(module):
                 if channels % size:

@@ -77,7 +77,7 @@ def _summary(
         outputs.append((shape, content))
         packed += encoded_like(torch.Size(shape).numel(), content, entry.dtype, torch.device("meta")).nbytes
     tensors = list(sharded_tensors([(each.name, each.module)]))
-    is_cut = any(axis == "tensor" for entry in tensors for axis, _ in entry.shard.cuts)
+    is_cut = any(axis == "tp" for entry in tensors for axis, _ in entry.shard.cuts)
     return LayerSummary(each.name, each.unit, tuple(outputs), packed, parameter_count(tensors), operations, is_cut)
 
 

@@ -83,7 +83,7 @@ class GatheredWeights:
         """Part of a tensor that this rank keeps: its rows of a parameter, all of a buffer."""
         if not entry.is_parameter:
             return entry
-        return replace(entry, tensor=self._rows[entry.tensor], shard=entry.shard.by_rows("weight"))
+        return replace(entry, tensor=self._rows[entry.tensor], shard=entry.shard.by_rows("dp_shard"))
 
     def unshard(self, unit: int) -> None:
         """Starts gathering a unit's weights. Collective over the group.

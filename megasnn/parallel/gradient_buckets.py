@@ -220,8 +220,8 @@ class GradientBuckets:
 
         for chunk, entries in sorted(tensors, key=lambda pair: -pair[0]):
             trained = [e for e in reversed(entries) if e.is_parameter and e.tensor.requires_grad]
-            complete = [e.tensor for e in trained if "tensor" not in e.shard.partial_gradient]
-            partial = [e.tensor for e in trained if "tensor" in e.shard.partial_gradient]
+            complete = [e.tensor for e in trained if "tp" not in e.shard.partial_gradient]
+            partial = [e.tensor for e in trained if "tp" in e.shard.partial_gradient]
             if complete:
                 over = data if weights is None else weights.scatter
                 most = bucket_bytes or exchange_bytes(over, complete[0].device, BUCKET_BYTES)
@@ -320,11 +320,11 @@ class GradientBuckets:
         rows = self._rows.get(entry.tensor)
         if rows is None or rows is entry.tensor:
             return entry
-        shard = entry.shard.by_rows("data").by_rows("context")
+        shard = entry.shard.by_rows("dp_replicate").by_rows("cp")
         if shard.local_shape != rows.shape:
             raise ValueError(
                 f"{entry.name} was described without the {self._data.size} ranks that own rows of it: "
-                "BuildContext(data=..., context=...)"
+                "BuildContext(dp=..., cp=...)"
             )
         return replace(entry, tensor=rows, shard=shard)
 

@@ -275,7 +275,7 @@ def tie(module: nn.Module, name: str, owner_name: str, owner: nn.Module, name_th
         shapes = f"{list(mine.global_shape)} here and {list(theirs.global_shape)} there"
         raise ValueError(
             f"ranks hold other parts of the two, {shapes}: give both layers the same sizes and `style`, or set "
-            f"{FLAG_OF_AXIS['tensor']} 1"
+            f"{FLAG_OF_AXIS['tp']} 1"
         )
     _shards(module)[name] = theirs
     vars(module).setdefault("_owner_names", {})[name] = owner_name

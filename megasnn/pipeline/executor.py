@@ -132,7 +132,7 @@ class PipelineExecutor:
                 f"schedule for {schedule.micro_batches} micro-batches on placement {schedule.placement}, given "
                 f"{len(micro_batches)} on {placement}"
             )
-        actions = schedule.actions[self._state.pipeline.rank]
+        actions = schedule.actions[self._state.pp.rank]
         repeated = frozenset(_key(each) for each in actions if each.kind is Kind.RECOMPUTE)
         self._scattered = frozenset(each.chunk for each in actions if each.kind is Kind.REDUCE_SCATTER)
         run = StepState(micro_batches, self._anchor, repeated)
@@ -191,7 +191,7 @@ class PipelineExecutor:
     def _place(self, action: Action) -> str:
         state = self._state
         micro = "" if action.micro_batch is None else f", micro-batch {action.micro_batch}"
-        return f"rank {state.rank}, pipeline stage {state.pipeline.rank}, action {action}{micro}"
+        return f"rank {state.rank}, pipeline stage {state.pp.rank}, action {action}{micro}"
 
     def _message(self, action: Action) -> str:
         """Name of a message in a trace."""
@@ -250,7 +250,7 @@ class PipelineExecutor:
             return
         run.await_gradients(key, y)
         given = [without_graph(each) for each in y]
-        if self._transfers.placement[chunk + 1] == self._state.pipeline.rank:
+        if self._transfers.placement[chunk + 1] == self._state.pp.rank:
             run.inputs[chunk + 1, micro_batch] = given
         else:
             run.outputs[key] = given

@@ -120,7 +120,7 @@ class Boundaries:
 
     def _own_shape(self, entry: Tensor, by_rows: bool) -> tuple[int, ...] | None:
         """Shape of this rank's part, where ranks share the rows of images, which a dry run sees whole."""
-        rows, frames = self._context.context, 2 + len(self._model.input_shape[-3:])
+        rows, frames = self._context.cp, 2 + len(self._model.input_shape[-3:])
         if self._context.cut != "rows" or rows.size == 1 or entry.ndim < 4:
             return tuple(entry.shape)
         if not by_rows or entry.ndim != frames:
@@ -223,8 +223,8 @@ class Transfers:
     ) -> None:
         self._chunks, self.placement, self._boundaries = chunks, tuple(placement), boundaries
         self._wholes = range(len(placement)) if wholes is None else wholes
-        self._rank, self.links = state.pipeline.rank, dict[int, Link]()
-        up, down, wire = state.pipeline, state.downward, state.wire
+        self._rank, self.links = state.pp.rank, dict[int, Link]()
+        up, down, wire = state.pp, state.pp_down, state.wire
         for low, high in linked(placement):
             start_messages(up, low, high, wire)
             start_messages(down, high, low, wire)
@@ -259,7 +259,7 @@ class Transfers:
         """
         link = self.links[self._peer(action)]
         link.transfers += 1
-        group, direction = ("pipeline", "forward") if action.kind is Kind.SEND_FORWARD else ("backward", "backward")
+        group, direction = ("pp", "forward") if action.kind is Kind.SEND_FORWARD else ("backward", "backward")
         for tensor, (spec, name) in zip(tensors, self._carried(action), strict=True):
             with explained(partial("{1}: {0}".format, name)):
                 if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):

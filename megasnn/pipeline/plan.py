@@ -181,7 +181,7 @@ def plan_pipeline(
     Raises:
         ValueError: on every rank, what the schedule cannot place, or a budget that it cannot keep.
     """
-    stages, bounds, ranks = state.pipeline.size, request.bounds, context.weight.size
+    stages, bounds, ranks = state.pp.size, request.bounds, context.dp_shard.size
     if bounds is None and stages == 1 and request.chunks_per_rank in (1, None):
         bounds = (range(len(model.layers)),)
     needs_costs = bounds is None or request.predicts or request.memory_budget is not None
@@ -345,6 +345,6 @@ def shared_weights(
     """
     layers = model.build(context)
     unit_bytes = tuple(gathered_bytes([layers[number] for number in unit]) for unit in units)
-    travelling = tuple(travelling_bytes([layers[number] for number in unit], context.weight) for unit in units)
+    travelling = tuple(travelling_bytes([layers[number] for number in unit], context.dp_shard) for unit in units)
     scattered = frozenset(unit for unit, size in enumerate(unit_bytes) if size) if scatters else frozenset()
     return SharedWeights(unit_bytes, limit, scattered=scattered, travelling=travelling)

@@ -64,12 +64,12 @@ def profile_pipeline(
     layers = profile_layers(model, samples, context, state.device, ROUNDS, repeats)
     if world.size > 1:
         dist.barrier(group=world.handle)
-        if state.pipeline.size > 1:
-            start_messages(state.pipeline, 0, 1, state.wire)
-            link = measure_link(state.pipeline, state.wire)
-        if context.weight.size > 1:
-            start_messages(context.weight, 0, 1, state.wire)
-            replicas = measure_link(context.weight, state.wire)
+        if state.pp.size > 1:
+            start_messages(state.pp, 0, 1, state.wire)
+            link = measure_link(state.pp, state.wire)
+        if context.dp_shard.size > 1:
+            start_messages(context.dp_shard, 0, 1, state.wire)
+            replicas = measure_link(context.dp_shard, state.wire)
     measured = [PipelineCosts(tuple(layers), link, replicas)]
     if world.size > 1:
         dist.broadcast_object_list(measured, src=0, group=world.handle)
@@ -123,7 +123,7 @@ def profile_layers(
             with casts.kept():  # as in a step, which makes each copy once
                 trial = _Trial(layer, inputs, range(samples), INPUT in takes, tasks, device)
                 cost = _with_messages(trial.cost(rounds, repeats), trial.output, description, rounds)
-                cast = casts.held_bytes if context.weight.size == 1 else 0  # weights are gathered as such
+                cast = casts.held_bytes if context.dp_shard.size == 1 else 0  # weights are gathered as such
             known[kind] = replace(cost, cast=cast), trial.output
         cost, outputs[number] = known[kind]
         costs.append(cost)

@@ -198,7 +198,7 @@ def fake_ranks(tensor: int, context: int) -> Iterator[ParallelState]:
     try:
         # torch's own refuses an exchange in which this rank only receives, as the first rank of a share by rows does.
         with patch.object(dist, "all_to_all_single", _exchange):
-            yield initialize_model_parallel(tensor, device=CPU, context_parallel_size=context)
+            yield initialize_model_parallel(tp=tensor, device=CPU, cp=context)
     finally:
         destroy_model_parallel()
         if dist.is_initialized():
@@ -212,7 +212,7 @@ def _exchange(received: Tensor, *_: Any, **__: Any) -> Any:
 
 def context_of(state: ParallelState, config: PretrainConfig, cut: ContextCut, on_cpu: bool) -> BuildContext:
     """Context that layers are built with on a rank of a grid."""
-    return replace(one_rank(config, on_cpu), tensor=state.tensor, context=state.context, cut=cut)
+    return replace(one_rank(config, on_cpu), tp=state.tp, cp=state.cp, cut=cut)
 
 
 def one_rank(config: PretrainConfig, on_cpu: bool) -> BuildContext:

@@ -122,7 +122,7 @@ class Bounds:
 
     def costs(self, layout: Layout) -> PipelineCosts:
         """Costs of all layers on a rank, and of its links. Raises ValueError for a size that cannot be."""
-        between, replicas = (self._cluster.link(layout.grid, axis) for axis in ("pipeline", "weight"))
+        between, replicas = (self._cluster.link(layout.grid, axis) for axis in ("pp", "dp_shard"))
         return PipelineCosts(self._sized_on(layout.grid, layout.cut).costs, between, replicas)
 
     def bounds(self, layout: Layout, placement: Placement | None = None) -> tuple[range, ...]:
@@ -133,11 +133,9 @@ class Bounds:
         """Seconds and bytes that a step takes at least: a rank's work and the bubble before it, and a micro-batch's way
         through all chunks and back; states, and what the schedule keeps when the first backward begins, in the order
         that needs least."""
-        chunks = self._sized_on(layout.grid, layout.cut).chunks(
-            self._cluster.link(layout.grid, "pipeline"), layout.placement
-        )
+        chunks = self._sized_on(layout.grid, layout.cut).chunks(self._cluster.link(layout.grid, "pp"), layout.placement)
         recomputes, split = layout.recompute != NEVER, SCHEDULES[layout.schedule].looks_at_costs
-        stages, count = layout.grid.pipeline, self.micro_batches(layout)
+        stages, count = layout.grid.pp, self.micro_batches(layout)
         held = held_before_backwards(layout.schedule, stages, count, layout.chunks)
         kept, of_backward = chunks.kept[recomputes], chunks.of_backward[recomputes]
         work, stash, last = [0.0] * stages, [0.0] * stages, [0] * stages
@@ -166,12 +164,12 @@ class Bounds:
     def sums(self, layout: Layout, kept: int, owned: int) -> Sums:
         """Sums of a rank's gradients in one go. Args: bytes of the rows that it keeps, and of those that it owns."""
         copies, over_copies, sharing = layout.copies, 0.0, 0.0
-        link, keepers = (self._cluster.link(layout.grid, axis) for axis in ("data", "weight"))
+        link, keepers = (self._cluster.link(layout.grid, axis) for axis in ("dp_replicate", "dp_shard"))
         if layout.shards_optimizer and copies > 1:
             over_copies = sharing = link.exchange(copies, owned)
         elif copies > 1:
             over_copies = link.all_reduce(copies, kept, self._on_gpu)
-        weight = layout.grid.weight
+        weight = layout.grid.dp_shard
         return Sums(keepers.exchange(weight, kept) if weight > 1 else 0.0, over_copies, sharing)
 
     def agreement(self, layout: Layout) -> float:
@@ -208,27 +206,27 @@ class Bounds:
 
     def tensors(self, layout: Layout) -> Sequence[Sequence[HeldTensor]]:
         """Tensors of each layer."""
-        found = self._analysis.of(layout.grid.tensor, 1, "samples")
+        found = self._analysis.of(layout.grid.tp, 1, "samples")
         assert found is not None, "costs were asked for before"
         return found.tensors
 
     def _sized_of(self, grid: Grid, cut: ContextCut) -> SizedLayers:
         cluster, layout = self._cluster, Layout(grid, cut)
-        links = Links(cluster.link(grid, "tensor"), cluster.link(grid, "context"))
+        links = Links(cluster.link(grid, "tp"), cluster.link(grid, "cp"))
         samples = layout.own_samples(self._config.training.micro_batch_size)
         at_work = min(layout.ranks, cluster.ranks_of_node)
-        return self._layers(Share(grid.tensor, grid.context, cut, samples, at_work), links)
+        return self._layers(Share(grid.tp, grid.cp, cut, samples, at_work), links)
 
     def _layers_of(self, share: Share, links: Links) -> SizedLayers:
         return SizedLayers(layer_costs(self._analysis, self._cluster.machine, share, links))
 
     def _states_of_ranks(self, grid: Grid, cut: ContextCut, placement: Placement, shards: bool) -> tuple[States, ...]:
-        spans: list[list[range]] = [[] for _ in range(grid.pipeline)]
+        spans: list[list[range]] = [[] for _ in range(grid.pp)]
         for rank, span in zip(placement, self._sized_on(grid, cut).bounds(placement), strict=True):
             spans[rank].append(span)
         # Owners differ by their number alone, and without owners replicas do not change what a rank holds.
-        owners = grid.data * grid.context if shards else 1
-        alike = Layout(Grid(data=owners, tensor=grid.tensor, weight=grid.weight), shards_optimizer=shards)
+        owners = grid.dp_replicate * grid.cp if shards else 1
+        alike = Layout(Grid(dp_replicate=owners, tp=grid.tp, dp_shard=grid.dp_shard), shards_optimizer=shards)
         return tuple(self._states(alike, tuple(each)) for each in spans)
 
     def _states_of(self, layout: Layout, spans: tuple[range, ...]) -> States:

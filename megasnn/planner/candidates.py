@@ -44,19 +44,19 @@ class Layout:
     @property
     def copies(self) -> int:
         """Ranks that hold the same rows of weights."""
-        return self.grid.data * self.grid.context
+        return self.grid.dp_replicate * self.grid.cp
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
         """The pipeline rank of each chunk."""
-        if self.grid.pipeline == 1:
+        if self.grid.pp == 1:
             return (0,) * self.chunks
-        return SCHEDULES[self.schedule].placement(self.grid.pipeline, self.chunks)
+        return SCHEDULES[self.schedule].placement(self.grid.pp, self.chunks)
 
     @property
     def parts(self) -> int:
         """Number of parts of a layout: axes besides data, and what is no default. Simpler layouts have fewer."""
-        shared = sum(self.grid.size(axis) > 1 for axis in AXES if axis != "data")
+        shared = sum(self.grid.size(axis) > 1 for axis in AXES if axis != "dp_replicate")
         return shared + (self.chunks > 1) + (self.recompute != NEVER) + self.shards_optimizer
 
     def chunks_of(self, rank: int) -> list[int]:
@@ -69,7 +69,7 @@ class Layout:
 
     def own_samples(self, size: int) -> int:
         """Samples of a micro-batch of so many that a rank has at most."""
-        return -(-size // self.grid.context) if self.cut == "samples" else size
+        return -(-size // self.grid.cp) if self.cut == "samples" else size
 
     def parallel(self, given: ParallelConfig, bounds: tuple[range, ...] | None = None) -> ParallelConfig:
         """As flags.
@@ -77,15 +77,15 @@ class Layout:
         Args:
             given: all that a layout does not say. bounds: layers of each chunk, where they are known.
         """
-        pipeline = self.grid.pipeline > 1
+        pipeline = self.grid.pp > 1
         sizes = None if bounds is None or not pipeline else layout_text([len(span) for span in bounds]).strip('"')
         return replace(
             given,
-            tensor_model_parallel_size=self.grid.tensor,
-            pipeline_model_parallel_size=self.grid.pipeline,
-            context_parallel_size=self.grid.context,
-            context_parallel_cut=self.cut if self.grid.context > 1 else "auto",
-            weight_parallel_size=self.grid.weight,
+            tensor_model_parallel_size=self.grid.tp,
+            pipeline_model_parallel_size=self.grid.pp,
+            context_parallel_size=self.grid.cp,
+            context_parallel_cut=self.cut if self.grid.cp > 1 else "auto",
+            weight_parallel_size=self.grid.dp_shard,
             pipeline_schedule=self.schedule if pipeline else "auto",
             num_virtual_stages_per_pipeline_rank=self.chunks if pipeline else None,
             pipeline_model_parallel_layout=sizes,
@@ -96,9 +96,9 @@ class Layout:
     def __str__(self) -> str:
         sizes = [f"{axis} {self.grid.size(axis)}" for axis in AXES if self.grid.size(axis) > 1]
         words = [" x ".join(sizes) or "one rank"]
-        if self.grid.context > 1:
+        if self.grid.cp > 1:
             words.append(f"by {self.cut}")
-        if self.grid.pipeline > 1:
+        if self.grid.pp > 1:
             words.append(self.schedule + (f" with {self.chunks} chunks a rank" if self.chunks > 1 else ""))
         words += [f"recompute {self.recompute}"] * (self.recompute != NEVER)
         words += ["sharded optimizer"] * self.shards_optimizer
@@ -146,7 +146,7 @@ def layouts(
     tensors, contexts = analysis.possible("tensor"), sorted({1, *analysis.possible("samples")})
     for count in reversed(counts):
         for grid in _grids(count, list(tensors), contexts, len(analysis.layers)):
-            cuts: tuple[ContextCut, ...] = ("samples", "rows") if grid.context > 1 else ("samples",)
+            cuts: tuple[ContextCut, ...] = ("samples", "rows") if grid.cp > 1 else ("samples",)
             for cut in cuts:
                 yield from _of_grid(analysis, config, Layout(grid, cut), may_be_best)
 
@@ -159,7 +159,7 @@ def _grids(ranks: int, tensor: list[int], context: list[int], layers: int) -> It
                 if ranks % (t * c * p) == 0:
                     replicas = ranks // (t * c * p)
                     for w in (w for w in range(1, replicas + 1) if replicas % w == 0):
-                        yield Grid(pipeline=p, data=replicas // w, tensor=t, weight=w, context=c)
+                        yield Grid(pp=p, dp_replicate=replicas // w, tp=t, dp_shard=w, cp=c)
 
 
 def _of_grid(
@@ -168,24 +168,24 @@ def _of_grid(
     grid = plain.grid
     if not _is_asked(config, plain, whole=False):
         return
-    refused = analysis.possible("tensor")[grid.tensor]
-    if refused is None and grid.context > 1:
-        refused = analysis.possible(plain.cut).get(grid.context, "was not asked for by analyze")
+    refused = analysis.possible("tensor")[grid.tp]
+    if refused is None and grid.cp > 1:
+        refused = analysis.possible(plain.cut).get(grid.cp, "was not asked for by analyze")
     if refused is None and (problems := layout_problems(with_layout(config, plain), grid.world_size, None)):
         refused = problems[0]
     if refused is not None or not may_be_best(plain):
         yield plain, refused or ""
         return
     count, first_of = plain.micro_batches(config.training.micro_batches), dict[Hashable, str]()
-    for name, chunks in _schedules(grid.pipeline):
+    for name, chunks in _schedules(grid.pp):
         for recompute in (NEVER, "always"):
             for shards in (False, True)[: 1 + (plain.copies > 1)]:
                 layout = Layout(grid, plain.cut, name, chunks, recompute, shards)
                 if not _is_asked(config, layout, whole=True):
                     continue
-                what = _identity_of(name, grid.pipeline, count), chunks, recompute, shards
+                what = _identity_of(name, grid.pp, count), chunks, recompute, shards
                 if (first := first_of.setdefault(what, name)) != name:
-                    yield layout, f"the same as {first} with {count} micro-batch(es) on {grid.pipeline} stages"
+                    yield layout, f"the same as {first} with {count} micro-batch(es) on {grid.pp} stages"
                     continue
                 problems = layout_problems(with_layout(config, layout), grid.world_size, lambda: analysis.units)
                 yield layout, problems[0] if problems else ""

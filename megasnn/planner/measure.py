@@ -107,7 +107,7 @@ def _together(
     """All ranks measure, in groups of this size; those that share nothing are stages, whose link is measured."""
     tensor, context, cut = size
     stages = ranks if size == ONE else 1
-    state = initialize_model_parallel(tensor, stages, device, context_parallel_size=context)
+    state = initialize_model_parallel(tp=tensor, pp=stages, device=device, cp=context)
     try:
         built_for = context_of(state, config, cut, device.type == "cpu")
         samples = built_for.largest_share(config.training.micro_batch_size)

@@ -108,7 +108,7 @@ def states_of(
     chunks: Sequence[Sequence[HeldTensor]], layout: Layout, optimizer: OptimizerConfig, on_gpu: bool
 ) -> States:
     """States of a rank with these chunks, each of which has its buckets; the rank that owns most rows."""
-    weight, copies = layout.grid.weight, (layout.grid.data, layout.grid.context)
+    weight, copies = layout.grid.dp_shard, (layout.grid.dp_replicate, layout.grid.cp)
     owners = copies if layout.shards_optimizer and layout.copies > 1 else (1,)
     tensors = [each for chunk in chunks for each in chunk]
     trained = [each for each in tensors if each.is_parameter and optimizer.lr_scale(each.name)]
@@ -139,7 +139,7 @@ def buckets_of(
 ) -> list[list[HeldTensor]]:
     """Buckets of a chunk, filled from the last parameter on; each is closed when it holds so many bytes."""
     grid = layout.grid
-    over = grid.weight if grid.weight > 1 else layout.copies
+    over = grid.dp_shard if grid.dp_shard > 1 else layout.copies
     most = max(GPU_BUCKET_BYTES, over * GPU_SHARE_BYTES) if on_gpu else BUCKET_BYTES
     groups: list[list[HeldTensor]] = []
     size = most

@@ -166,7 +166,7 @@ def _size_problems(parallel: ParallelConfig, cluster: Cluster) -> list[str]:
 def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterator[str]:
     """Advice on what is not the planner's to change."""
     training, grid = config.training, layout.grid
-    count, stages = layout.micro_batches(training.micro_batches), grid.pipeline
+    count, stages = layout.micro_batches(training.micro_batches), grid.pp
     if stages > 1 and count < 4 * stages:
         # Of the sizes that divide the batch, the largest that gives four micro-batches a stage.
         most = training.global_batch_size // (grid.replicas * 4 * stages)

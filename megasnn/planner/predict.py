@@ -63,14 +63,14 @@ class Predictor(Bounds):
         schedule, executed = plan.training(count), plan.unit_bounds(bounds)
         of_units = costs.of_chunks(executed, plan.executed_placement)
         if plan.weights is not None:
-            of_units = costs.with_unshards(of_units, plan.weights.unit_bytes, layout.grid.weight)
+            of_units = costs.with_unshards(of_units, plan.weights.unit_bytes, layout.grid.dp_shard)
         result = simulate(schedule, of_units, plan.wholes)
         states = self.states(layout)
         sums = [self.sums(layout, each.reduced, each.updated) for each in states]
         update = max(each.updated for each in states) * self._cluster.machine.update
         time = StepTime(
             pipeline=result.makespan,
-            reduction=max(self._exposed(layout, rank, result, executed, costs) for rank in range(layout.grid.pipeline))
+            reduction=max(self._exposed(layout, rank, result, executed, costs) for rank in range(layout.grid.pp))
             + self._of_processor(layout, plan, schedule, states),
             agreement=self.agreement(layout),
             update=update,
@@ -95,11 +95,11 @@ class Predictor(Bounds):
             layer_of = {each.name: i for i in span for each in tensors[i]}
             held = [each for i in span for each in tensors[i]]
             for bucket in buckets_of(held, layout, self._config.optimizer, self._on_gpu):
-                rows = row_bytes(bucket, grid.weight), row_bytes(bucket, grid.weight, grid.data, grid.context)
+                rows = row_bytes(bucket, grid.dp_shard), row_bytes(bucket, grid.dp_shard, grid.dp_replicate, grid.cp)
                 sums = self.sums(layout, *rows)
                 ready = max(complete.get(layer_of[each.name], 0.0) for each in bucket)
-                free = max(free, ready) + (sums.to_keepers if grid.weight > 1 else sums.over_copies)
-                behind += sums.over_copies if grid.weight > 1 else 0.0
+                free = max(free, ready) + (sums.to_keepers if grid.dp_shard > 1 else sums.over_copies)
+                behind += sums.over_copies if grid.dp_shard > 1 else 0.0
         return max(0.0, free - result.makespan) + behind
 
     def _schedule_plan(
@@ -109,16 +109,16 @@ class Predictor(Bounds):
             found = costs.of_chunks(self.bounds(layout, placement), placement)
             return found if layout.recompute == NEVER else with_recompute_in_backward(found)
 
-        plan = plan_schedule(layout.schedule, layout.grid.pipeline, layout.chunks, count, costs_of)
+        plan = plan_schedule(layout.schedule, layout.grid.pp, layout.chunks, count, costs_of)
         counts = [count]
-        if layout.grid.weight > 1:  # which cannot be where replicas would gather in other orders
+        if layout.grid.dp_shard > 1:  # which cannot be where replicas would gather in other orders
             all_of_step, replicas = self._config.training.micro_batches, layout.grid.replicas
             counts = list(dict.fromkeys([count, len(micro_batches_of(all_of_step, replicas, replicas - 1))]))
         plan = replace(plan, decided=tuple(map(plan.of_chunks, counts)))
-        if layout.recompute != NEVER or layout.grid.weight > 1:
+        if layout.recompute != NEVER or layout.grid.dp_shard > 1:
             plan = plan.in_units(bounds, layout.recompute)
-        if layout.grid.weight > 1:
-            tensors, ranks = self.tensors(layout), layout.grid.weight
+        if layout.grid.dp_shard > 1:
+            tensors, ranks = self.tensors(layout), layout.grid.dp_shard
             units = [list(chain(*(tensors[i] for i in span))) for span in plan.unit_bounds(bounds)]
             travelling = tuple(travelling_bytes(unit, ranks) for unit in units)
             plan = plan.sharing(SharedWeights(tuple(map(gathered_bytes, units)), travelling=travelling), counts)
@@ -126,8 +126,8 @@ class Predictor(Bounds):
 
     def _of_processor(self, layout: Layout, plan: SchedulePlan, schedule: Schedule, states: Sequence[States]) -> float:
         """Seconds that the transport of sums takes from the computing where every core computes."""
-        copies, weight, ways = layout.copies, layout.grid.weight, 1 if layout.shards_optimizer else 2
-        of_data, of_weight = (self._cluster.link(layout.grid, axis) for axis in ("data", "weight"))
+        copies, weight, ways = layout.copies, layout.grid.dp_shard, 1 if layout.shards_optimizer else 2
+        of_data, of_weight = (self._cluster.link(layout.grid, axis) for axis in ("dp_replicate", "dp_shard"))
         size = max(each.reduced for each in states)
         summed, shared = size * ways * (copies - 1) / copies, float(size * (weight - 1))
         if plan.weights is not None:

@@ -57,7 +57,7 @@ def table(plan: Plan) -> str:
         f"  {plan.predicted.schedule.micro_batches} micro-batch(es) a replica; the largest that would fit has about "
         f"{plan.largest_micro_batch} samples",
     ]
-    if layout.grid.pipeline > 1:
+    if layout.grid.pp > 1:
         lines.append(f"  layers of each chunk {layers_per_chunk(plan.predicted.bounds)}")
     lines.append(
         f"  {len(plan.candidates)} layouts looked at in {plan.seconds:.1f} s, {plan.simulated} of them simulated"

@@ -127,7 +127,7 @@ class Search:
         key = each.layout, each.micro_batch_size
         predictor, count = self._predictors[each.micro_batch_size], self._configs[each.micro_batch_size].training
         units = len(each.layout.placement)
-        if each.layout.recompute != NEVER or each.layout.grid.weight > 1:
+        if each.layout.recompute != NEVER or each.layout.grid.dp_shard > 1:
             units = len(self._analysis.layers)
         if 3 * each.layout.micro_batches(count.micro_batches) * units > MOST_COMPUTATIONS:
             self._simulated[key] = replace(each, reason="too many computations to simulate"), None

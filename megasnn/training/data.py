@@ -41,7 +41,7 @@ class RunData:
         if not training.evaluate_only:
             micro_batch, context = training.micro_batch_size, config.parallel.context_parallel_size
             sharing = context if config.parallel.context_cut(micro_batch) == "samples" else 1
-            share = Share(batch, micro_batch, dp_size=state.data.size, cp_size=sharing)
+            share = Share(batch, micro_batch, dp_size=state.dp.size, cp_size=sharing)
             check_shares(len(self.datasets.train), share, last_batch)
         samples = epoch_samples(len(self.datasets.train), batch, last_batch)
         self.length = training.length(samples, keeps_last_batch=last_batch == "keep")
@@ -69,8 +69,8 @@ class RunData:
             return 0
         # All ranks of a replica that read images come to the same choice.
         share = engine.batches.trained_share if training else engine.batches.evaluated_share
-        shared = share.cp_size == 1 and engine.state.context.rank
-        counts = engine.takes_images and engine.state.tensor.rank == 0 and not shared
+        shared = share.cp_size == 1 and engine.state.cp.rank
+        counts = engine.takes_images and engine.state.tp.rank == 0 and not shared
         return int(engine.distributed.sum_over_ranks([float(samples * counts)])[0])
 
     def loader(self, engine: Engine, training: bool = True) -> BatchLoader:

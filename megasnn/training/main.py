@@ -81,7 +81,7 @@ def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
 
 def _trained(config: PretrainConfig, state: ParallelState, callbacks: Sequence[Callback]) -> int:
     """Builds, loads, trains, evaluates, saves; returns the exit status."""
-    stage, stop = f"pipeline stage {state.pipeline.rank}", StopSignals()
+    stage, stop = f"pipeline stage {state.pp.rank}", StopSignals()
     with placed(f"on {stage}"):
         run = TrainingRun(config, state, stop, callbacks)
     with placed(lambda: f"on {stage}, after iteration {run.iteration}"):

@@ -34,7 +34,7 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
     try:
         costs = layer_costs(config, model, plan)
     except Exception as error:
-        if state.tensor.size > 1 or state.context.size > 1:  # others wait for this rank in the middle of a layer
+        if state.tp.size > 1 or state.cp.size > 1:  # others wait for this rank in the middle of a layer
             raise
         problem = f"{type(error).__name__}: {error}"
     problems = [each for each in gather(state.world.handle, problem) if each]
@@ -54,14 +54,14 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
     averages = 0 if not config.optimizer.ema_decay else sum(entry.tensor.nbytes for entry in owned)
     weights = sum(held.values()) + averages
     shared, schedule = plan.schedules.weights, plan.schedules.training(plan.micro_batches)
-    gathered, buffers = (0, 0) if shared is None else shared.gathered_and_buffers(schedule, state.pipeline.rank)
+    gathered, buffers = (0, 0) if shared is None else shared.gathered_and_buffers(schedule, state.pp.rank)
     on_host = state.device.type == "cpu"  # on a GPU, its memory is predicted: the host's copies are not in it
     written = [entry for entry in owned if entry.shard.is_primary(SUMMED_AXES)]
     values = sum(entry.tensor.nbytes for entry in written)
     snapshot = values + values * (averages > 0) + _state_bytes(written, config)
     graphs = 0
     if any(chunk.graphs is not None for chunk in model.chunks.values()):
-        graphs = max(0, graphs_bytes(schedule, state.pipeline.rank, plan.executed_bounds, costs) - peak.kept)
+        graphs = max(0, graphs_bytes(schedule, state.pp.rank, plan.executed_bounds, costs) - peak.kept)
     given_back = peak.total - peak.kept * (graphs > 0)  # graphs keep what forwards leave
     samples = 0  # stages behind the first see none
     if model.takes_images:
@@ -100,7 +100,7 @@ def layer_costs(config: PretrainConfig, model: DistributedModel, plan: PipelineP
 def peak_of(costs: PipelineCosts, model: DistributedModel, plan: PipelinePlan) -> Moment:
     schedule = plan.schedules.training(plan.micro_batches)
     exchanged = [model.data_parallel.exchanged_bytes] * schedule.ranks
-    return peak_moments(schedule, plan.executed_bounds, costs, exchanged)[model.state.pipeline.rank]
+    return peak_moments(schedule, plan.executed_bounds, costs, exchanged)[model.state.pp.rank]
 
 
 def _state_bytes(entries: Iterable[ShardedTensor], config: PretrainConfig) -> int:

@@ -47,9 +47,9 @@ class Metrics:
         for name, neuron in self._model.neurons():
             neuron.observer = _Observer(self.spikes, self.rasters, name)
         state = self._state  # a group of one rank sends nothing
-        groups = {"tensor": state.tensor, "context": state.context, "data": state.dp_cp}
+        groups = {"tp": state.tp, "cp": state.cp, "dp": state.dp_cp}
         self._groups = [name for name, group in groups.items() if group.size > 1]
-        self._groups += ["pipeline", "backward"] if state.pipeline.size > 1 else []
+        self._groups += ["pp", "backward"] if state.pp.size > 1 else []
 
     @property
     def observes(self) -> bool:
@@ -63,9 +63,9 @@ class Metrics:
         """
         state, by_samples = self._state, self._model.context.cut == "samples"
         # Ranks that share micro-batches by samples have the same neurons, and by rows other ones of a layer.
-        same, rows = (state.dp_cp, None) if by_samples else (state.data, state.context.handle)
-        others = state.tensor.handle, rows
-        of_stages = gather(state.pipeline.handle, self.spikes.reduce(same.handle, others))
+        same, rows = (state.dp_cp, None) if by_samples else (state.dp, state.cp.handle)
+        others = state.tp.handle, rows
+        of_stages = gather(state.pp.handle, self.spikes.reduce(same.handle, others))
         layers = sorted(chain(*of_stages), key=lambda layer: place_in_model(layer.name, self._order))
         peaks = gather(state.world.handle, peak_memory_mb(state.device))
         iterations = max(iteration - self._counted_from, 1)
@@ -76,7 +76,7 @@ class Metrics:
     def _traffic(self, iterations: int) -> dict[str, float]:
         """MB that all ranks together received per iteration, by group, and what they were unpacked. Collective.
 
-        "pipeline" is what stages send in forward, "backward" the gradients that come back; "data" also counts the
+        "pp" is what stages send in forward, "backward" the gradients that come back; "dp" also counts the
         gradients that replicas sum with the ranks that share their micro-batches.
         """
         mine = [statistics.total(group) for group in self._groups]

@@ -31,7 +31,7 @@ class PipelineProfiler:
     """Times the actions of a pipeline in the step before those of --profile-steps, which a trace makes slower."""
 
     def __init__(self, config: PretrainConfig, engine: Engine, reporter: Reporter) -> None:
-        steps = config.logging.profiled_steps if engine.state.pipeline.size > 1 else range(0)
+        steps = config.logging.profiled_steps if engine.state.pp.size > 1 else range(0)
         self._step = max(steps[0] - 1, engine.iteration + 1) if steps else None
         self._engine, self._reporter = engine, reporter
         self._marks: list[tuple[Mark, Mark]] = []
@@ -58,7 +58,7 @@ class PipelineProfiler:
 
     def _report(self, number: int, batch: GlobalBatch) -> None:
         """Writes the log line, the scalars, and the two charts on one scale."""
-        engine, pipeline = self._engine, self._engine.state.pipeline
+        engine, pipeline = self._engine, self._engine.state.pp
         seconds = engine.distributed.executor.clock.seconds
         offsets, micro_batches = clock_offsets(pipeline), engine.windows * len(batch.micro_batches)
         times = gather(pipeline.handle, [(seconds(start), seconds(end)) for start, end in self._marks])
@@ -116,7 +116,7 @@ class StepTrace:
         self._steps = range(max(steps[0], done + 1), steps[-1] + 1) if steps else steps
         self._folder = (log_folder(config) or Path()) / "traces"
         self._profile: profile | None = None
-        if self._steps and state.data.rank == 0:
+        if self._steps and state.dp.rank == 0:
             gpu = [ProfilerActivity.CUDA] if state.device.type == "cuda" else []
             with warnings.catch_warnings(action="ignore"):  # it would have steps of warm-up
                 wait, active = self._steps[0] - done - 1, len(self._steps)
@@ -160,7 +160,7 @@ class Pictures:
         self._layers = [layer.name for layer in engine.distributed.model.layers]
         self._labels, self._rasters = datasets.train.labels, rasters
         # The pipeline of the rank that writes; its other stages send theirs.
-        self._draws = engine.state.dp_cp.rank == 0 and engine.state.tensor.rank == 0
+        self._draws = engine.state.dp_cp.rank == 0 and engine.state.tp.rank == 0
         self._shown = False
 
     def begin(self, batch: GlobalBatch, iteration: int) -> None:
@@ -186,7 +186,7 @@ class Pictures:
         if not self._rasters.enabled:
             return
         self._rasters.enabled = False
-        of_stages = gather(self._state.pipeline.handle, self._rasters.take())
+        of_stages = gather(self._state.pp.handle, self._rasters.take())
         found = {name: raster for stage in of_stages for name, raster in stage.items()}
         rasters = {name: found[name] for name in sorted(found, key=lambda name: place_in_model(name, self._layers))}
         if self._state.rank == 0 and rasters:

@@ -49,14 +49,14 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
             samples, dtype = model.context.largest_share(config.training.micro_batch_size), model.context.compute_dtype
             layers = summarise(config.model, config.neuron.spec, model.model, samples, dtype)
             reporter.work = _work(layers)
-    if state.context.size > 1:
-        lines.append(f"context parallel: {state.context.size} ranks share each micro-batch by {model.context.cut}")
+    if state.cp.size > 1:
+        lines.append(f"context parallel: {state.cp.size} ranks share each micro-batch by {model.context.cut}")
     for line in (*lines, *_flags(config), *_model(config, layers, model, plan)):
         reporter.line(line)
-    table = as_table(layers, plan.bounds, plan.schedules.placement, state.tensor.size) if layers else ""
+    table = as_table(layers, plan.bounds, plan.schedules.placement, state.tp.size) if layers else ""
     reporter.text("model", table)
     reporter.text("configuration", textwrap.indent(to_json(config), "    "))
-    grid = {"data_parallel_size": state.data.size, "parameters": model.parameters}
+    grid = {"data_parallel_size": state.dp.size, "parameters": model.parameters}
     reporter.flags({**comparable_flags(config), **grid})
     costs = None
     if plan.costs is not None:
@@ -70,7 +70,7 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
         "config": with_model_name(config),
     }
     reporter.entry("start", start)
-    simulation = plan.simulation(plan.micro_batches) if state.pipeline.size * plan.weight_ranks > 1 else None
+    simulation = plan.simulation(plan.micro_batches) if state.pp.size * plan.weight_ranks > 1 else None
     if simulation is not None:
         schedule = plan.schedules.training(plan.micro_batches)
         draw = partial(chart, schedule, simulation, "simulated")

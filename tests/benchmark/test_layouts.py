@@ -49,7 +49,7 @@ def test_options_become_flags() -> None:
     assert parse_row("pp2-v-half", 4).parallel("auto").pipeline_schedule == "v-half"
     assert parse_row("dp2zero1", 4).parallel("auto").use_distributed_optimizer
     assert parse_row("spikingjelly-triton", 4).neurons == "triton"
-    assert layout_of(parse_row("pp2-zbv", 4)).chunks == 2 and layout_of(parse_row("wp2", 4)).grid.weight == 2
+    assert layout_of(parse_row("pp2-zbv", 4)).chunks == 2 and layout_of(parse_row("wp2", 4)).grid.dp_shard == 2
 
 
 @pytest.mark.parametrize(

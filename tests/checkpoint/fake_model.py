@@ -52,7 +52,7 @@ def _zero(tensor: Tensor, generator: torch.Generator) -> None:
 
 
 def _cut(shape: tuple[int, ...], place: Place, dim: int, blocks: int = 1, *, initialise: Initialiser) -> Shard:
-    return Shard(shape, (("tensor", Cut(dim, blocks)),), place, initialise=initialise)
+    return Shard(shape, (("tp", Cut(dim, blocks)),), place, initialise=initialise)
 
 
 class Stem(nn.Module):
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         qkv = _cut((48, 16, 1), place, 0, 3, initialise=_draw)
         declare_parameter(self, "qkv", qkv, dtype)
         declare_parameter(self, "projection", _cut((16, 16, 1), place, 1, initialise=_draw), dtype)
-        w = Shard((), (), place, ("tensor",), _zero)
+        w = Shard((), (), place, ("tp",), _zero)
         declare_parameter(self, "w", w, dtype)
 
 
@@ -88,11 +88,11 @@ class Rank:
 
     def __init__(self, layout: Layout, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         rank = dist.get_rank() if layout.world_size > 1 else 0
-        grid = Grid(pipeline=layout.pipeline, data=layout.data, tensor=layout.tensor)
+        grid = Grid(pp=layout.pipeline, dp_replicate=layout.data, tp=layout.tensor)
         at = grid.coordinates(rank)
         self.group = dist.group.WORLD if layout.world_size > 1 else None
         per_stage = len(LAYERS) // layout.pipeline
-        chosen = list(LAYERS.items())[at.pipeline * per_stage : (at.pipeline + 1) * per_stage]
+        chosen = list(LAYERS.items())[at.pp * per_stage : (at.pp + 1) * per_stage]
         self.layers = [(name, kind(Place(grid, at), dtype)) for name, kind in chosen]
         materialise(self.layers, CPU, seed)
         self.tensors = list(sharded_tensors(self.layers))

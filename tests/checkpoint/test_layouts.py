@@ -100,8 +100,8 @@ ROWS = (3072, 2)
 
 def rows(rank: int, ranks: int, blocks: int = 1) -> ShardedTensor:
     """Rows by the replica that owns them, of a tensor that two tensor-parallel ranks have in blocks."""
-    place = Place(Grid(data=ranks // 2, tensor=2), Coordinates(data=rank // 2, tensor=rank % 2))
-    shard = Shard(ROWS, (("tensor", Cut(0, blocks)),), place).by_rows("data")
+    place = Place(Grid(dp_replicate=ranks // 2, tp=2), Coordinates(dp_replicate=rank // 2, tp=rank % 2))
+    shard = Shard(ROWS, (("tp", Cut(0, blocks)),), place).by_rows("dp_replicate")
     return ShardedTensor("w", torch.zeros(shard.local_shape), shard, True)
 
 

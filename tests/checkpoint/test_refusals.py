@@ -181,7 +181,8 @@ def save_on_ranks_that_cannot(folder: Path) -> list[str]:
         for index, entry in enumerate(rank.tensors):
             at = entry.shard.place.coordinates
             place = Place(
-                Grid(pipeline=layout.pipeline, data=2, tensor=layout.tensor), replace(at, data=0 if answers else 1)
+                Grid(pp=layout.pipeline, dp_replicate=2, tp=layout.tensor),
+                replace(at, dp_replicate=0 if answers else 1),
             )
             rank.tensors[index] = replace(entry, shard=replace(entry.shard, place=place))
         with pytest.raises(CheckpointError) as raised:

@@ -60,7 +60,7 @@ class Rank:
 def build(
     model: SavedModel, seed: int = 0, tensor: int = 0, size: int = 1, layers: Sequence[int] | None = None
 ) -> Rank:
-    context = BuildContext(Group("tensor", tuple(range(size)), tensor))
+    context = BuildContext(Group("tp", tuple(range(size)), tensor))
     built = model.description.named_layers(context)
     built = built if layers is None else [built[index] for index in layers]
     materialise(built, CPU, seed)
@@ -78,6 +78,6 @@ def save_whole(folder: Path, model: Spikformer | VggDvs, neuron: str = "plif") -
         elif entry.tensor.is_floating_point():
             entry.tensor.normal_(generator=keyed_generator(entry.name))
     rank.optimizer.step()
-    layout = {"tensor": 1, "pipeline": 1, "data": 1, "bounds": str(len(described.description.layers))}
+    layout = {"tp": 1, "pp": 1, "dp": 1, "bounds": str(len(described.description.layers))}
     progress = Progress(100, 6400, described.name, identity(model, neuron), layout, EXTRA)
     return save_checkpoint(folder, progress, LocalState(rank.tensors, rank.optimizer))

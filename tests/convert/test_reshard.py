@@ -74,7 +74,7 @@ def test_it_says_what_it_said_before_and_any_layout_loads_it(checkpoint, tmp_pat
     before, after = (json.loads((at / "metadata.json").read_text()) for at in (folder / "iter_0000100", path))
     for field in ("iteration", "consumed_samples", "config", "extra", "optimizer", "model"):
         assert before[field] == after[field], field
-    assert (after["layout"]["tensor"], after["layout"]["pipeline"]) == (2, 2)
+    assert (after["layout"]["tp"], after["layout"]["pp"]) == (2, 2)
     ranks = [build(saved_model(open_source(folder)), seed=7) for _ in range(2)]
     for rank, source in zip(ranks, (folder, tmp_path), strict=True):
         loaded = load_checkpoint(source, LocalState(rank.tensors, rank.optimizer))

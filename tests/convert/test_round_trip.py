@@ -58,12 +58,12 @@ def logits(model: nn.Module, x: Tensor) -> Tensor:
 
 def through_ranks(weights: Path, folder: Path, name: str) -> None:
     """On each of four ranks, tensor 2 x pipeline 2: takes its part of the imported weights and saves it."""
-    state = initialize_model_parallel(2, 2)
+    state = initialize_model_parallel(tp=2, pp=2)
     try:
         model = model_like(CONFIGS[name], neuron="lif")
         half = len(model.description.layers) // 2
-        layers = range(half) if state.pipeline.rank == 0 else range(half, len(model.description.layers))
-        rank = build(model, 1, state.tensor.rank, 2, layers)
+        layers = range(half) if state.pp.rank == 0 else range(half, len(model.description.layers))
+        rank = build(model, 1, state.tp.rank, 2, layers)
         load_globals_into(rank.tensors, load_global_tensors(weights), state.world.handle)
         progress = Progress(1, config=identity(CONFIGS[name], neuron="lif"))
         save_checkpoint(folder, progress, LocalState(rank.tensors), state.world.handle)

@@ -36,7 +36,7 @@ CUT: dict[str, tuple[type[nn.Module], int]] = {"qkv": (SpikingSelfAttention, 3),
 
 def _heads(fused: str, alone_too: bool = False) -> list:
     """Output and gradients of four heads on this rank's channels; q, k and v have weights of other sizes each."""
-    group = alone("tensor") if alone_too else everybody()
+    group = alone("tp") if alone_too else everybody()
     kind, blocks = CUT[fused]
     layer = kind(DIM, 4, context(group), v_threshold=0.1)
     weight = random(blocks * DIM, DIM, 1, seed=3) * (1 + torch.arange(blocks)).repeat_interleave(DIM)[:, None, None]
@@ -102,7 +102,7 @@ def test_only_a_gpu_takes_bfloat16_for_that() -> None:
 
 def _on_own_tokens(tokens: int, plan: AttendPlan) -> tuple[Tensor, Tensor]:
     """What a rank makes of its tokens, where ranks share them out; and what it makes of all, by itself."""
-    group = everybody("context")
+    group = everybody("cp")
     rows = spikes(FRAMES, tokens, 3 * HEADS * WIDTH, dtype=torch.float32)
     mine = own_rows(tokens, group.size, group.rank)
     own = rows[:, mine.start : mine.stop]

@@ -170,7 +170,7 @@ def test_merged_statistics_have_the_bits_of_one_norm_by_itself() -> None:
             norms[1].num_batches_tracked += 7  # loaded from elsewhere
         records = [recorded(norm, 3, random) for norm in norms]
         expected = [by_itself(norm, its) for norm, its in zip(norms, records, strict=True)]
-        merge_running_statistics(norms, alone("data"), 4)
+        merge_running_statistics(norms, alone("dp"), 4)
         for norm, (mean, variance) in zip(norms, expected, strict=True):
             assert norm.running_mean is not None and norm.running_var is not None
             assert torch.equal(norm.running_mean, mean) and torch.equal(norm.running_var, variance)
@@ -185,7 +185,7 @@ def test_a_norm_of_several_layers_takes_their_statistics_one_after_another() -> 
     vars(norm)["_calls"] = 1
     norm.pending = records[:1]
     behind = [torch.stack([value.double()]) for value in (records[1][0], records[1][1] * 12 / 11)]
-    merge_running_statistics([norm], alone("data"), 1, lambda found: [*found, (norm, *behind)])
+    merge_running_statistics([norm], alone("dp"), 1, lambda found: [*found, (norm, *behind)])
     assert norm.running_mean is not None and norm.running_var is not None
     assert torch.equal(norm.running_mean, expected[0])
     torch.testing.assert_close(norm.running_var, expected[1])
@@ -197,7 +197,7 @@ def test_what_merging_starts_does_not_grow_with_the_norms(momentum: float | None
         norms = [norm_of(3, momentum, torch.float32, 1) for _ in range(count)]
         for norm in norms:
             recorded(norm, forwards, torch.Generator())
-        return started(lambda: merge_running_statistics(norms, alone("data"), forwards))
+        return started(lambda: merge_running_statistics(norms, alone("dp"), forwards))
 
     few, many = merged(3, 2), merged(30, 2)
     assert few == many and few.total() < 50

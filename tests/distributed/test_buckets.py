@@ -31,7 +31,7 @@ def _parameters(**partial: bool) -> dict[str, ShardedTensor]:
         name: ShardedTensor(
             name,
             nn.Parameter(random(*shape, seed=seed)),
-            Shard(shape, partial_gradient=("tensor",) if partial.get(name) else ()),
+            Shard(shape, partial_gradient=("tp",) if partial.get(name) else ()),
             True,
         )
         for seed, (name, shape) in enumerate(SHAPES.items())
@@ -65,10 +65,10 @@ def _check(parameters: dict[str, ShardedTensor], expected: dict[str, Tensor], *f
 
 def _steps(bucket_bytes: int, without: str) -> tuple[int, int]:
     """Two steps of unevenly many micro-batches. (number of all-reduces of a step, bytes received)"""
-    group, parameters = everybody("data"), _parameters()
+    group, parameters = everybody("dp"), _parameters()
     parameters["c"].tensor.requires_grad_(False)
     before = parameters["c"].tensor.clone()
-    data_parallel = GradientBuckets([(0, list(parameters.values()))], group, alone("tensor"), bucket_bytes)
+    data_parallel = GradientBuckets([(0, list(parameters.values()))], group, alone("tp"), bucket_bytes)
     storage = {name: e.tensor.grad.data_ptr() for name, e in parameters.items() if name != "c"}
     shares = [[1, 2, 3], [4]] + [[5, 6]] * (group.size - 2)
     for step in range(2):
@@ -79,13 +79,13 @@ def _steps(bucket_bytes: int, without: str) -> tuple[int, int]:
             assert all(e.tensor.grad is None or not e.tensor.grad.any() for e in parameters.values())
             for seed in mine:
                 _loss(parameters, seed, without).backward()
-            reduced_in_backward = statistics.total("data").calls
+            reduced_in_backward = statistics.total("dp").calls
             data_parallel.finish(0)
             data_parallel.wait()
         _check(parameters, _gradients([seed + 10 * step for share in shares for seed in share], without), "c")
         assert storage == {name: e.tensor.grad.data_ptr() for name, e in parameters.items() if name != "c"}
     assert torch.equal(before, parameters["c"].tensor)
-    traffic = statistics.read()["data", "all_reduce", "backward"]
+    traffic = statistics.read()["dp", "all_reduce", "backward"]
     statistics.reset()
     assert (reduced_in_backward == traffic.calls) == (not without)
     return traffic.calls, traffic.bytes
@@ -105,7 +105,7 @@ def test_buckets_of_a_gpu_are_larger(device: str, buckets: int) -> None:
     entries = [
         ShardedTensor(f"{number}", each, Shard(tuple(each.shape)), True) for number, each in enumerate(parameters)
     ]
-    data_parallel = GradientBuckets([(0, entries)], alone("data"), alone("tensor"))
+    data_parallel = GradientBuckets([(0, entries)], alone("dp"), alone("tp"))
     assert len(data_parallel._buckets) == buckets
 
 
@@ -115,7 +115,7 @@ def _exchanged(rows: tuple[int, ...]) -> tuple[int, int]:
     parameters = [nn.Parameter(torch.zeros(each, 1000)) for each in rows]
     entries = [ShardedTensor(f"{n}", each, Shard(tuple(each.shape)), True) for n, each in enumerate(parameters)]
     tensors = [(0, entries)]
-    data_parallel = GradientBuckets(tensors, everybody("data"), alone("tensor"), 1, rows_have_owners=True)
+    data_parallel = GradientBuckets(tensors, everybody("dp"), alone("tp"), 1, rows_have_owners=True)
 
     def sum_gradients() -> None:
         """Each ends while the next one is on its way."""
@@ -153,7 +153,7 @@ def _steps_or_none(without: str) -> None:
         _steps(65, without)
         return
     parameters = _parameters()
-    data_parallel = GradientBuckets([(0, list(parameters.values()))], everybody("data"), alone("tensor"), 65)
+    data_parallel = GradientBuckets([(0, list(parameters.values()))], everybody("dp"), alone("tp"), 65)
     _loss(parameters, 1, "abde").backward()
     data_parallel.finish(0)
     data_parallel.wait()
@@ -165,22 +165,22 @@ def _steps_or_none(without: str) -> None:
 def _uneven_orders() -> None:
     """Two tensor ranks see different channels of `b` and `e`. Then replicas that finish their chunks in another order,
     and still reduce them in the same one. Then a gradient that is added by hand, and reduced as the last."""
-    state = initialize_model_parallel(2, 1)
+    state = initialize_model_parallel(tp=2)
     try:
         parameters = _parameters(b=True, e=True)
-        buckets = GradientBuckets([(0, list(parameters.values()))], state.data, state.tensor, 65)
+        buckets = GradientBuckets([(0, list(parameters.values()))], state.dp, state.tp, 65)
         buckets.zero()
         _loss(parameters, state.rank).backward()
         buckets.finish(0)
         buckets.wait()
-        everywhere, replicas = _gradients([0, 1, 2, 3]), _gradients(list(state.data.ranks))
+        everywhere, replicas = _gradients([0, 1, 2, 3]), _gradients(list(state.dp.ranks))
         _check(parameters, {name: (everywhere if name in "be" else replicas)[name] for name in SHAPES})
     finally:
         destroy_model_parallel()
-    group, seeds = everybody("data"), [seed + 10 * rank for rank in range(4) for seed in (1, 2)]
+    group, seeds = everybody("dp"), [seed + 10 * rank for rank in range(4) for seed in (1, 2)]
     first, second, empty = _parameters(), _parameters(), list[ShardedTensor]()
     chunks = [(3, list(first.values())), (0, list(second.values())), (5, empty)]
-    buckets = GradientBuckets(chunks, group, alone("tensor"), 65)
+    buckets = GradientBuckets(chunks, group, alone("tp"), 65)
     buckets.zero(2)
     for chunk in (second, first) if group.rank else (first, second):
         for seed in (1, 2):
@@ -191,15 +191,15 @@ def _uneven_orders() -> None:
     for chunk in (first, second):
         _check(chunk, _gradients(seeds))
     parameters = _parameters()
-    buckets = GradientBuckets([(0, list(parameters.values()))], group, alone("tensor"), 1 << 20)
+    buckets = GradientBuckets([(0, list(parameters.values()))], group, alone("tp"), 1 << 20)
     buckets.zero(1)
     statistics.reset()
     with statistics.counting():
         _loss(parameters, 1, "b").backward()
-        assert statistics.total("data").calls == 0
+        assert statistics.total("dp").calls == 0
         parameters["b"].tensor.grad.add_(1.5)
         buckets.accumulated(parameters["b"].tensor)
-    assert statistics.total("data").calls == 1
+    assert statistics.total("dp").calls == 1
     statistics.reset()
     buckets.wait()
     expected = _gradients([1] * 4, "b")
@@ -216,7 +216,7 @@ def test_partial_gradients_orders_of_chunks_and_gradients_that_autograd_does_not
 def test_one_replica_reduces_nothing() -> None:
     assert not dist.is_initialized()
     parameters = _parameters()
-    data_parallel = GradientBuckets([(0, list(parameters.values()))], alone("data"), alone("tensor"))
+    data_parallel = GradientBuckets([(0, list(parameters.values()))], alone("dp"), alone("tp"))
     _loss(parameters, 1).backward()
     data_parallel.finish(0)
     data_parallel.wait()
@@ -224,8 +224,8 @@ def test_one_replica_reduces_nothing() -> None:
 
 
 def _left_of_exchanges() -> None:
-    group, parameters = everybody("data"), _parameters()
-    buckets = GradientBuckets([(0, list(parameters.values()))], group, alone("tensor"), 65, rows_have_owners=True)
+    group, parameters = everybody("dp"), _parameters()
+    buckets = GradientBuckets([(0, list(parameters.values()))], group, alone("tp"), 65, rows_have_owners=True)
     left = []
 
     def noted(*args: Any) -> Exchange:
@@ -247,7 +247,7 @@ def test_what_owners_were_sent_is_freed_when_it_is_summed_up(ranks) -> None:
 
 def test_weights_and_gradients_are_freed_with_the_buckets() -> None:
     parameters = _parameters()
-    buckets = GradientBuckets([(0, list(parameters.values()))], alone("data"), alone("tensor"))
+    buckets = GradientBuckets([(0, list(parameters.values()))], alone("dp"), alone("tp"))
     _loss(parameters, 0).backward()
     left = [weakref.ref(entry.tensor) for entry in parameters.values()]
     del parameters, buckets

@@ -52,7 +52,7 @@ def _rows_and_columns() -> dict:
 
 
 def _traffic(group: Group) -> dict:
-    rows, nobody = spikes(7, 5, dtype=torch.float32), alone("tensor")
+    rows, nobody = spikes(7, 5, dtype=torch.float32), alone("tp")
     statistics.reset()
     gather_columns(rows, group, Content.SPIKES)  # not counted: counting is off
     with statistics.counting():
@@ -65,8 +65,8 @@ def _traffic(group: Group) -> dict:
         sum_and_scatter_columns(rows, nobody, "forward")()
         all_reduce_sum(rows, nobody, "step")
     found = {key: (t.calls, t.bytes, t.dense_bytes) for key, t in statistics.read().items()}
-    total = statistics.total("tensor")
-    assert total == statistics.total() and statistics.total("data").calls == 0
+    total = statistics.total("tp")
+    assert total == statistics.total() and statistics.total("dp").calls == 0
     assert (total.calls, total.bytes) == (5, sum(sent for _, sent, _ in found.values()))
     statistics.reset()
     assert statistics.read() == {}
@@ -78,10 +78,10 @@ def test_rows_and_columns(ranks, size) -> None:
     others = size - 1
     for found in ranks(size, _rows_and_columns):
         assert found == {
-            ("tensor", "all_gather", "forward"): (2, 2 * others * 5, 2 * others * 140),  # 35 spikes: 5 bytes, or 140
-            ("tensor", "all_gather", "backward"): (1, others * 140, others * 140),
-            ("tensor", "reduce_scatter", "backward"): (1, *[others * 3 * 4 * 8] * 2),
-            ("tensor", "all_reduce", "step"): (1, *[2 * others * 20 // size] * 2),  # a part from each, there and back
+            ("tp", "all_gather", "forward"): (2, 2 * others * 5, 2 * others * 140),  # 35 spikes: 5 bytes, or 140
+            ("tp", "all_gather", "backward"): (1, others * 140, others * 140),
+            ("tp", "reduce_scatter", "backward"): (1, *[others * 3 * 4 * 8] * 2),
+            ("tp", "all_reduce", "step"): (1, *[2 * others * 20 // size] * 2),  # a part from each, there and back
         }
 
 
@@ -90,17 +90,17 @@ def test_a_gpu_gathers_into_one_flat_tensor(monkeypatch) -> None:
     gather = Mock()
     monkeypatch.setattr(collectives, "_ALL_GATHER_SINGLE", gather)
     rows = torch.empty(6, 4, device="meta")
-    _, payloads = gather_columns(rows, Group("tensor", (0, 1, 2)), Content.SPIKES)
+    _, payloads = gather_columns(rows, Group("tp", (0, 1, 2)), Content.SPIKES)
     (into, mine), _ = gather.call_args
     assert gather.call_count == gather.return_value.wait.call_count == 1
     assert into.shape == (9,) and mine.shape == (3,) and [each.shape for each in payloads] == [(3,)] * 3
     assert all(each.untyped_storage()._cdata == into.untyped_storage()._cdata for each in payloads)
-    all_gather_into(torch.empty(2, 1, 3, device="meta"), torch.empty(1, 3, device="meta"), Group("data", (0, 1)))
+    all_gather_into(torch.empty(2, 1, 3, device="meta"), torch.empty(1, 3, device="meta"), Group("dp", (0, 1)))
     assert [each.shape for each in gather.call_args[0]] == [(6,), (3,)]
 
 
 def test_what_travels_together_is_sized_for_the_link() -> None:
-    few, many = Group("data", (0, 1)), Group("data", tuple(range(64)))
+    few, many = Group("dp", (0, 1)), Group("dp", tuple(range(64)))
     assert collectives.exchange_bytes(many, torch.device("cpu"), 5) == 5
     assert collectives.exchange_bytes(few, torch.device("cuda"), 5) == 32 << 20
     assert collectives.exchange_bytes(many, torch.device("cuda"), 5) == 64 * (4 << 20)

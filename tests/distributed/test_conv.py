@@ -179,7 +179,7 @@ def test_what_does_not_divide_is_refused(arguments, names) -> None:
     options = dict(arguments)
     sizes = options.pop("inputs"), options.pop("outputs"), options.pop("kernel_size", 1)
     with pytest.raises(ValueError, match=names):
-        ParallelConv(*sizes, context(Group("tensor", (0, 1, 2, 3), 1)), initialise=nothing, **options)
+        ParallelConv(*sizes, context(Group("tp", (0, 1, 2, 3), 1)), initialise=nothing, **options)
 
 
 def test_a_weight_is_cast_once_a_step() -> None:

@@ -18,7 +18,7 @@ KINDS = pytest.mark.parametrize("kind", [ParallelDropout, DropPath])
 
 
 def drop(kind: Any, group: Group | None = None, seed: int = 0, name: str = "a", p: float = P) -> Any:
-    return kind(p, name, BuildContext(group or alone("tensor"), seed=seed))
+    return kind(p, name, BuildContext(group or alone("tp"), seed=seed))
 
 
 def masks(layer: Any, samples: range, channels: int = C) -> Tensor:
@@ -32,7 +32,7 @@ def test_masks_do_not_depend_on_the_cut_of_samples_and_channels(kind: Any) -> No
     assert torch.equal(torch.cat(parts, dim=1), whole)
     for ranks in (4, 8):  # 8 cut where four numbers belong together
         group = tuple(range(ranks))
-        parts = [masks(drop(kind, Group("tensor", group, rank)), range(10, 40), C // ranks) for rank in group]
+        parts = [masks(drop(kind, Group("tp", group, rank)), range(10, 40), C // ranks) for rank in group]
         assert torch.equal(torch.cat(parts, dim=2), whole)
 
 

@@ -94,9 +94,9 @@ def test_refusals(arguments, message) -> None:
     options = dict(arguments)
     sizes = options.pop("inputs"), options.pop("outputs")
     with pytest.raises(ValueError, match=message):
-        ParallelLinear(*sizes, context(Group("tensor", (0, 1, 2, 3), 1)), initialise=nothing, **options)
+        ParallelLinear(*sizes, context(Group("tp", (0, 1, 2, 3), 1)), initialise=nothing, **options)
     # A row layer's outputs are whole on every rank: any number of classes will do.
-    ParallelLinear(8, 5, context(Group("tensor", (0, 1, 2, 3), 1)), initialise=nothing)
+    ParallelLinear(8, 5, context(Group("tp", (0, 1, 2, 3), 1)), initialise=nothing)
 
 
 def test_spikes_that_know_their_bits_are_not_packed_again(monkeypatch) -> None:

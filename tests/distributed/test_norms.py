@@ -115,7 +115,7 @@ def _cut(one: Case) -> list:
         (y * mine(random(*shape, seed=60), group, blocks=one.blocks)).sum().backward()
         keep(f"y{step}", y.detach()), keep(f"x{step}", x.grad)
         if isinstance(norm, ParallelBatchNorm):
-            merge_running_statistics([norm], alone("data"), 1)
+            merge_running_statistics([norm], alone("dp"), 1)
             assert not norm.pending
     for tensor in tensors:
         if tensor.shard.partial_gradient:
@@ -166,7 +166,7 @@ def batch(index: int, samples: int) -> Tensor:
 
 
 def _replica() -> dict[str, Tensor]:
-    group, own = everybody("data"), replace(context(alone("tensor")), time_steps=2)
+    group, own = everybody("dp"), replace(context(alone("tp")), time_steps=2)
     norms: dict[str, Any] = {name: ParallelBatchNorm(C, own) for name in ("one", "two")}
     norms |= {"td": ThresholdDependentBatchNorm(C, context=own), "te": TemporalEffectiveBatchNorm(C, own)}
     norms["free"] = ParallelBatchNorm(C, own, track_running_stats=False)
@@ -197,7 +197,7 @@ def test_statistics_of_uneven_replicas_are_those_of_the_whole_batch(ranks) -> No
 
 
 def test_statistics_of_bfloat16_are_float32_and_initial_weights_at_the_threshold() -> None:
-    norm, x = ParallelBatchNorm(C, context(alone("tensor"), torch.float32)), batch(0, 5).bfloat16()
+    norm, x = ParallelBatchNorm(C, context(alone("tp"), torch.float32)), batch(0, 5).bfloat16()
     td = ThresholdDependentBatchNorm(C, 0.5, 3.0)
     build({"norm": norm, "td": td}, {})
     norm.recording = True
@@ -212,7 +212,7 @@ def test_statistics_of_bfloat16_are_float32_and_initial_weights_at_the_threshold
 @pytest.mark.parametrize("kind", ["tdbn", "tebn", "groups"])
 def test_a_unit_takes_another_norm(kind: str) -> None:
     """The same as the parts one after another; an image of a single time step comes at every step."""
-    options = replace(context(alone("tensor")), time_steps=T)
+    options = replace(context(alone("tp")), time_steps=T)
     norm = CASES[kind].ours(options)
     unit = ConvNormNeuron(C, C, 3, options, norm=norm, neuron=NeuronSpec())
     build({"unit": unit}, {f"unit.norm.{name}": value for name, value in values_of(CASES[kind].theirs()).items()})
@@ -224,7 +224,7 @@ def test_a_unit_takes_another_norm(kind: str) -> None:
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (lambda: ParallelGroupNorm(2, 8, context(Group("tensor", (0, 1, 2, 3)))), "groups 2 .* 8 .*parallel-size 4"),
+        (lambda: ParallelGroupNorm(2, 8, context(Group("tp", (0, 1, 2, 3)))), "groups 2 .* 8 .*parallel-size 4"),
         (lambda: ParallelGroupNorm(3, 8), "groups 3 .* 8"),
         (lambda: TemporalEffectiveBatchNorm(C)(torch.zeros(2, 1, C, 3)), "1 time steps, and is given 2"),
         (lambda: ParallelBatchNorm(8)(torch.zeros(1, 2, 4, 3, device="meta")), "8 channels, .* given 4"),
@@ -264,7 +264,7 @@ def _run(kind: str, own: BuildContext, x: Tensor, weights: Tensor) -> dict[str, 
 
 
 def _shared(kind: str, backend: str, shares: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    group = everybody("context")
+    group = everybody("cp")
     own = slice(sum(shares[: group.rank]), sum(shares[: group.rank + 1]))
     x = random(4, N, C, 4, 4, seed=50) * 2 + 0.3
     one = BuildContext(dtype=torch.float64, compute_dtype=torch.float64, neuron_backend=backend)
@@ -272,9 +272,9 @@ def _shared(kind: str, backend: str, shares: tuple[int, ...]) -> tuple[dict[str,
     whole = _run(kind, one, x, weights)
     statistics.reset()
     with statistics.counting():
-        cut = _run(kind, replace(one, context=group), x[:, own], weights[:, own])
+        cut = _run(kind, replace(one, cp=group), x[:, own], weights[:, own])
     whole["y"], whole["x"] = whole["y"][:, own], whole["x"][:, own]
-    return whole, cut, statistics.total("context").bytes
+    return whole, cut, statistics.total("cp").bytes
 
 
 @pytest.mark.parametrize("shares", [(1, 4), (2, 1, 2)], ids=str)
@@ -298,7 +298,7 @@ def test_shared_samples_are_normalised_together(ranks, kind, backend, shares) ->
 
 def _rows(backend: str, heights: tuple[int, ...], kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Pooled units on rows of images: what one rank computes of the whole ones, and this rank of its own rows."""
-    group, spec = everybody("context"), NEURONS[kind]
+    group, spec = everybody("cp"), NEURONS[kind]
     first = sum(heights[: group.rank])
     own = slice(first, first + heights[group.rank])
     x = channels_last(random(4, 2, C, sum(heights), 5, seed=60) * 2 + 0.3)
@@ -345,7 +345,7 @@ def test_shared_rows_are_normalised_and_pooled_together(ranks, backend, kind, he
 
 def _of_nobody() -> tuple[Tensor, Tensor, Tensor]:
     """Statistics where the first rank has no values."""
-    group = everybody("context")
+    group = everybody("cp")
     x = random(7 * group.rank, C, seed=3) + 4
     own = x.new_full((2, C), float(9)) if not len(x) else torch.stack([x.mean(0), x.var(0, correction=0)])
     return x, *SharedStatistics(group).statistics(own, len(x))

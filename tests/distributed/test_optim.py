@@ -53,11 +53,11 @@ def _all_names() -> list[str]:
 
 
 def _norm_and_clip(tensor: int, pipeline: int) -> tuple:
-    state = initialize_model_parallel(tensor, pipeline)
+    state = initialize_model_parallel(tp=tensor, pp=pipeline)
     try:
         first, last = state.is_first_stage, state.is_last_stage
-        home = {"stem": first, "block": first if pipeline < 3 else state.pipeline.rank == 1, "head": last}
-        layers = {name: layer for name, layer in _layers(context(state.tensor)).items() if home[name]}
+        home = {"stem": first, "block": first if pipeline < 3 else state.pp.rank == 1, "head": last}
+        layers = {name: layer for name, layer in _layers(context(state.tp)).items() if home[name]}
         tensors = build(layers, {})
         frozen = [e for e in tensors if e.name == "stem.conv.weight"]
         for entry in tensors:

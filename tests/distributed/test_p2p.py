@@ -39,7 +39,7 @@ from megasnn.pipeline.p2p import Boundaries, Link, TensorSpec, linked
 from tests.distributed.whole import everybody, random, spikes
 from tests.models.networks import between
 
-CPU, PAIR = torch.device("cpu"), Group("pipeline", (0, 1))
+CPU, PAIR = torch.device("cpu"), Group("pp", (0, 1))
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 SIZE = {Content.DENSE: lambda t: t.nbytes, Content.SPIKES: lambda t: -(-t.numel() // 8), Content.COUNTS: torch.numel}
 
@@ -141,7 +141,7 @@ def test_layers_hand_on_tensors_and_get_gradients_with_their_channels_last() -> 
 def _both_ways() -> None:
     """Both ranks send to each other before they receive; on the second device Gloo takes as little as from a GPU."""
     torch._lazy.ts_backend.init()
-    group = everybody("pipeline")
+    group = everybody("pp")
     sent = [(spikes(2, 3, 5, 4, seed=s), Content.SPIKES) for s in range(3)] + [(random(7, seed=4), Content.DENSE)]
     for device in (CPU, torch.device("lazy")):
         link, gone = Link(group, group, 1 - group.rank, CPU, device), list[int]()
@@ -260,7 +260,7 @@ def test_ranks_that_share_out_rows_have_some_of_them_up_to_where_images_are_whol
             return self.whole(x)
 
     model = between(lambda: [layer("whole", Whole()), layer("own", ConvNormNeuron(4, 4))], image_size=5)
-    context = BuildContext(context=Group("context", (0, 1), 0), cut="rows")
+    context = BuildContext(cp=Group("cp", (0, 1), 0), cut="rows")
     assert [each.shape for each in _carried(model, 1, context=context)] == [(2, 3, 4, 3, 5)]
     with pytest.raises(ValueError, match="whole, .*--pipeline-model-parallel-layout"):
         _carried(model, 2, context=context)

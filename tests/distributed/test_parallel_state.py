@@ -21,15 +21,15 @@ from megasnn.parallel_state import (
     model_parallel_is_initialized,
 )
 
-GROUPS = ("tensor", "data", "pipeline", "downward", "world")
+GROUPS = ("tp", "dp", "pp", "pp_down", "world")
 
 # rank 5 of 8 on each grid (tensor, pipeline): coordinates are (pipeline, data, tensor)
 EXPECTED_OF_RANK_5 = {
-    (2, 2): ((1, 0, 1), {"tensor": [4, 5], "data": [5, 7], "pipeline": [1, 5]}),
-    (4, 1): ((0, 1, 1), {"tensor": [4, 5, 6, 7], "data": [1, 5], "pipeline": [5]}),
-    (1, 4): ((2, 1, 0), {"tensor": [5], "data": [4, 5], "pipeline": [1, 3, 5, 7]}),
-    (1, 1): ((0, 5, 0), {"tensor": [5], "data": list(range(8)), "pipeline": [5]}),
-    (2, 4): ((2, 0, 1), {"tensor": [4, 5], "data": [5], "pipeline": [1, 3, 5, 7]}),
+    (2, 2): ((1, 0, 1), {"tp": [4, 5], "dp": [5, 7], "pp": [1, 5]}),
+    (4, 1): ((0, 1, 1), {"tp": [4, 5, 6, 7], "dp": [1, 5], "pp": [5]}),
+    (1, 4): ((2, 1, 0), {"tp": [5], "dp": [4, 5], "pp": [1, 3, 5, 7]}),
+    (1, 1): ((0, 5, 0), {"tp": [5], "dp": list(range(8)), "pp": [5]}),
+    (2, 4): ((2, 0, 1), {"tp": [4, 5], "dp": [5], "pp": [1, 3, 5, 7]}),
 }
 
 
@@ -37,8 +37,8 @@ def grids() -> list[dict]:
     """For each (tensor, pipeline): the groups of this rank, and the sum of all members' ranks through each of them."""
     found = []
     for tensor, pipeline in EXPECTED_OF_RANK_5:
-        state = initialize_model_parallel(tensor, pipeline)
-        assert get_parallel_state() is state and state.is_first_stage == (state.pipeline.rank == 0)
+        state = initialize_model_parallel(tp=tensor, pp=pipeline)
+        assert get_parallel_state() is state and state.is_first_stage == (state.pp.rank == 0)
         view: dict = {"coordinates": state.coordinates, "rank": state.rank}
         for name in GROUPS:
             group = getattr(state, name)
@@ -60,8 +60,8 @@ def test_grids_one_after_another_in_megatrons_order(ranks) -> None:
     for index, (place, groups) in enumerate(EXPECTED_OF_RANK_5.values()):
         view = everyone[5][index]
         where = view["coordinates"]
-        assert (where.pipeline, where.data, where.tensor) == place
-        for name, members in {**groups, "downward": groups["pipeline"], "world": list(range(8))}.items():
+        assert (where.pp, where.dp_replicate, where.tp) == place
+        for name, members in {**groups, "pp_down": groups["pp"], "world": list(range(8))}.items():
             assert view[name][0] == members
         for rank, views in enumerate(everyone):
             assert views[index]["rank"] == rank
@@ -72,10 +72,10 @@ def test_grids_one_after_another_in_megatrons_order(ranks) -> None:
 
 
 def finer_groups() -> dict[str, list[int]]:
-    state = initialize_model_parallel(weight_parallel_size=2, context_parallel_size=2)
-    names = "weight", "scatter", "context", "data", "dp_replicate", "dp_replicate_cp", "dp_cp"
+    state = initialize_model_parallel(dp_shard=2, cp=2)
+    names = "dp_shard", "dp_shard_grad", "cp", "dp", "dp_replicate", "dp_replicate_cp", "dp_cp"
     found = {name: list(getattr(state, name).ranks) for name in names}
-    assert state.group("data") is state.dp_replicate and state.scatter.handle is not state.weight.handle
+    assert state.dp_shard_grad.handle is not state.dp_shard.handle
     assert state.dp_cp.handle is state.world.handle
     destroy_model_parallel()
     return found
@@ -83,8 +83,8 @@ def finer_groups() -> dict[str, list[int]]:
 
 def test_ranks_that_share_weights_and_micro_batches(ranks) -> None:
     assert ranks(8, finer_groups)[5] == {
-        **{"weight": [5, 7], "scatter": [5, 7], "context": [4, 5], "data": [1, 3, 5, 7], "dp_replicate": [1, 5]},
-        **{"dp_replicate_cp": [0, 1, 4, 5], "dp_cp": list(range(8))},
+        **{"dp_shard": [5, 7], "dp_shard_grad": [5, 7], "cp": [4, 5], "dp": [1, 3, 5, 7]},
+        **{"dp_replicate": [1, 5], "dp_replicate_cp": [0, 1, 4, 5], "dp_cp": list(range(8))},
     }
 
 
@@ -93,7 +93,7 @@ def resources_over_many_grids() -> list[tuple[int, int]]:
     counts = []
     for _ in range(4):
         for tensor, pipeline in ((2, 2), (1, 1), (4, 1), (2, 1)):
-            initialize_model_parallel(tensor, pipeline)
+            initialize_model_parallel(tp=tensor, pp=pipeline)
             destroy_model_parallel()
         dist.barrier()  # a socket closes when its peer has closed too
         counts.append((len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/fd"))))
@@ -107,18 +107,18 @@ def test_destroy_frees_the_groups(ranks) -> None:
 
 
 def refusals() -> str:
-    for tensor, pipeline, named in ((3, 1, "tensor 3"), (2, 4, "multiple of 8"), (0, 1, "tensor"), (1, -1, "-1")):
+    for tensor, pipeline, named in ((3, 1, "tp 3"), (2, 4, "multiple of 8"), (0, 1, "--tensor"), (1, -1, "-1")):
         with pytest.raises(ValueError, match=named):
-            initialize_model_parallel(tensor, pipeline)
+            initialize_model_parallel(tp=tensor, pp=pipeline)
         assert not model_parallel_is_initialized()
-    initialize_model_parallel(2, 1)
-    with pytest.raises(RuntimeError, match="pipeline 1 x data 2 x tensor 2.*destroy_model_parallel"):
-        initialize_model_parallel(1, 2)
+    initialize_model_parallel(tp=2)
+    with pytest.raises(RuntimeError, match="pp 1 x dp_replicate 2 x tp 2.*destroy_model_parallel"):
+        initialize_model_parallel(pp=2)
     destroy_model_parallel()
     world: Any = dist.group.WORLD
     world.bound_device_id = torch.device("cpu", 0)
     with pytest.raises(ValueError, match="device_id"):
-        initialize_model_parallel(1, 2)
+        initialize_model_parallel(pp=2)
     world.bound_device_id = None
     assert not model_parallel_is_initialized()
 
@@ -136,8 +136,8 @@ def test_without_ranks_every_group_is_this_process() -> None:
         assert state.is_first_stage and state.is_last_stage and state.rank == 0
     finally:
         destroy_model_parallel()
-    with pytest.raises(ValueError, match="world size 1 is not .* tensor 2"):
-        initialize_model_parallel(2)
+    with pytest.raises(ValueError, match="world size 1 is not .* tp 2"):
+        initialize_model_parallel(tp=2)
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_rocm_is_refused_by_name(machine) -> None:
 
 
 def policies() -> list[int]:
-    initialize_model_parallel(1, 2)
+    initialize_model_parallel(pp=2)
     tasks = [task for task in TASKS.iterdir() if (task / "comm").read_text().startswith("gloo")]
     found = [os.sched_getscheduler(int(task.name)) for task in tasks]
     assert os.sched_getscheduler(0) == os.SCHED_OTHER

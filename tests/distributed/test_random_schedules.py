@@ -108,7 +108,7 @@ def _step(schedule: Schedule, state: ParallelState, seed: int) -> tuple[float, d
     bounds = [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     mine: dict[int, PipelineChunk] = {
         chunk: build_chunk(model, bounds, chunk, BuildContext(), state.device, 0)
-        for chunk in schedule.chunks_of(state.pipeline.rank)
+        for chunk in schedule.chunks_of(state.pp.rank)
     }
     layers = [pair for chunk in mine.values() for pair in chunk.named_layers()]
     modules = [pair for name, layer in layers for pair in layer.named_modules(prefix=name)]
@@ -141,7 +141,7 @@ def _digest(values: Tensor) -> str:
 
 def _steps(seeds: range) -> list[tuple[float, dict[str, str]]]:
     world_size = torch.distributed.get_world_size()
-    state = initialize_model_parallel(1, world_size)
+    state = initialize_model_parallel(pp=world_size)
     try:
         return [_step(random_schedule(seed, world_size), state, seed) for seed in seeds]
     finally:
@@ -149,7 +149,7 @@ def _steps(seeds: range) -> list[tuple[float, dict[str, str]]]:
 
 
 def _one_rank() -> dict[int, tuple[float, dict[str, str]]]:
-    state = initialize_model_parallel(1, 1)
+    state = initialize_model_parallel()
     try:
         return {m: _step(generate("1f1b", 1, m), state, 0) for m in range(1, MOST_MICRO_BATCHES + 1)}
     finally:

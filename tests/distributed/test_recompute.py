@@ -39,7 +39,7 @@ def _engine(model: Model, recompute: str) -> DistributedModel:
     described = describe(model)
     bounds = [range(len(described.layers))]
     plan = plan_schedule("1f1b", 1, 1).in_units(bounds, recompute)
-    return DistributedModel(described, initialize_model_parallel(1, 1), BuildContext(), bounds, plan)
+    return DistributedModel(described, initialize_model_parallel(), BuildContext(), bounds, plan)
 
 
 def _batches(model: Model) -> list[MicroBatchInput]:

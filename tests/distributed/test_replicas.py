@@ -24,7 +24,7 @@ Flip = tuple[int, str]  # rank, tensor
 def compare(tensor: int, pipeline: int, flips: list[Flip]) -> tuple[str, int | None]:
     """What a comparison finds after flips of bits, and the iteration at which all agreed last. Equal replicas are
     compared before the first step and after one."""
-    state = initialize_model_parallel(tensor, pipeline)
+    state = initialize_model_parallel(tp=tensor, pp=pipeline)
     try:
         engine = build_engine(state, "1f1b", torch.float32)
         optimizer = build_optimizer(engine.tensors, OptimizerConfig())

@@ -75,7 +75,7 @@ def test_runs_give_each_rank_what_it_needs(height, ranks, data) -> None:
 
 
 def _moved(needed: tuple[tuple[int, ...], ...], content: Content) -> tuple:
-    group = everybody("context")
+    group = everybody("cp")
     move = RowMove(shared_rows(HEIGHT, group.size), needed)
     shape = (2, 3, C, HEIGHT, WIDTH)
     images = {
@@ -95,7 +95,7 @@ def _moved(needed: tuple[tuple[int, ...], ...], content: Content) -> tuple:
     (y * weights).sum().backward()
     with pytest.raises(ValueError, match="is given 4"):
         move_rows(random(1, 1, C, 4, WIDTH), move, group, Content.DENSE)
-    return x.grad, weights, statistics.total("context").bytes, own
+    return x.grad, weights, statistics.total("cp").bytes, own
 
 
 def _all_moved(case: str) -> list[tuple]:
@@ -215,7 +215,7 @@ CASES: dict[str, list[Case]] = {
 
 def computed(case: Case, context: BuildContext) -> dict[str, Tensor]:
     """The output, and the gradients of the input and of all parameters, as far as this rank has them."""
-    group, x = context.context, case.input()
+    group, x = context.cp, case.input()
     with building(context):
         layer = case.make()
     keys = (range(N),) if isinstance(layer, KeyedLayer) else ()
@@ -237,7 +237,7 @@ def computed(case: Case, context: BuildContext) -> dict[str, Tensor]:
         weights = weights[:, :, :, out.start : out.stop]
     with statistics.counting():
         (y * weights).sum().backward()
-    assert statistics.total("context").calls == sum(exchanges_of([layer]))
+    assert statistics.total("cp").calls == sum(exchanges_of([layer]))
     gradients = {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
     return {"y": y.detach(), "x": x.grad, **gradients}
 
@@ -245,7 +245,7 @@ def computed(case: Case, context: BuildContext) -> dict[str, Tensor]:
 def _run(name: str, backend: str, **options: bool) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """What one rank computes, and this rank's share of it."""
     one = BuildContext(dtype=torch.float64, compute_dtype=torch.float64, neuron_backend=backend, **options)
-    shared = BuildContext(**{**vars(one), "context": everybody("context"), "cut": "rows"})
+    shared = BuildContext(**{**vars(one), "cp": everybody("cp"), "cut": "rows"})
     return [(computed(case, one), computed(case, shared)) for case in CASES[name]]
 
 
@@ -275,7 +275,7 @@ def test_rows_of_what_one_rank_computes(ranks, name: str) -> None:
 
 def _sparse_on_the_second_rank() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """Ranks choose sums over spikes by what they measure: here the second one alone does."""
-    is_second = everybody("context").rank == 1
+    is_second = everybody("cp").rank == 1
     with mock.patch("megasnn.kernels.numba.worth.Work.is_worth", lambda self, share, threads=1: is_second):
         return _run("ties over a border", "fused", sparse_products=True)
 
@@ -296,7 +296,7 @@ def test_a_tie_over_a_border_is_broken_as_on_one_rank_where_neighbours_form_prod
 )
 def test_fewer_rows_than_ranks_are_refused(make: Callable[[], nn.Module], height: int, most: int) -> None:
     """In the dry run, and with what would do."""
-    with building(BuildContext(context=Group("context", (0, 1, 2), 0), cut="rows")):
+    with building(BuildContext(cp=Group("cp", (0, 1, 2), 0), cut="rows")):
         layer = make()
     with pytest.raises(ValueError, match=f"--context-parallel-size may be {most} at most"):
         layer(torch.empty(T, N, C, height, 5, device="meta"))
@@ -304,7 +304,7 @@ def test_fewer_rows_than_ranks_are_refused(make: Callable[[], nn.Module], height
 
 def test_more_tokens_than_sums_of_two_bytes_count_are_refused() -> None:
     """In the dry run."""
-    with building(BuildContext(context=Group("context", (0, 1), 0), cut="rows")):
+    with building(BuildContext(cp=Group("cp", (0, 1), 0), cut="rows")):
         layer = SpikingSelfAttention(C, 2)
     with torch.no_grad(), pytest.raises(ValueError, match="40000"):
         layer(torch.empty(T, N, C, 200, 200, device="meta"))

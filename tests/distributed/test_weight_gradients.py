@@ -102,7 +102,7 @@ def test_the_sum_of_both_parts_is_the_whole_bit_for_bit(ranks, size, compute) ->
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_frozen_weights_leave_nothing(name) -> None:
-    model = _Model(name, alone("tensor"), torch.float64, torch.float64)
+    model = _Model(name, alone("tp"), torch.float64, torch.float64)
     for weight in model.weights():
         weight.requires_grad_(False)
     with model.context.weight_gradients.deferred() as tasks:
@@ -113,7 +113,7 @@ def test_frozen_weights_leave_nothing(name) -> None:
 
 def test_what_is_kept_is_packed() -> None:
     """A task of a convolution holds its input with a bit a spike, and lets go of it."""
-    model = _Model("pointwise", alone("tensor"), torch.float32, torch.float32)
+    model = _Model("pointwise", alone("tp"), torch.float32, torch.float32)
     with model.context.weight_gradients.deferred() as tasks:
         model.backward(0)
     (task,) = tasks

@@ -13,7 +13,7 @@ from megasnn.parallel.sharding import ShardedTensor, materialise, sharded_tensor
 from megasnn.parallel_state import Group, alone
 
 
-def everybody(name: str = "tensor") -> Group:
+def everybody(name: str = "tp") -> Group:
     """The group of all ranks."""
     size = dist.get_world_size()
     return alone(name) if size == 1 else Group(name, tuple(range(size)), dist.get_rank(), dist.group.WORLD)

@@ -17,7 +17,7 @@ def test_all_ranks_end_and_the_save_before_is_complete(tmp_path) -> None:
     ended = Ranks(tmp_path / "ranks", 4, *argv, fault=("flip_in_a_weight", 3)).end(60)
     assert ended.status == [1] * 4, ended.output
     assert not any("Traceback" in output for output in ended.output), ended.output
-    told = [output for output in ended.output if f"- {WEIGHT}, part 1 by tensor parallelism: " in output]
+    told = [output for output in ended.output if f"- {WEIGHT}, part 1 by tp parallelism: " in output]
     assert told and all(re.search(r" on rank 1 on .*; \w+ on rank 3 on ", output) for output in told)
     for output in told:
         assert "ReplicaError: replicas differ at iteration 2 (last agreed at iteration 1); checksums of 1 te" in output

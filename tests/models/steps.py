@@ -61,7 +61,7 @@ def take_steps(
         bounds = balanced_bounds([1.0] * len(described.layers), len(plan.placement), allow_empty=True)
         context = layout.build_context(state, dtype)
         # Replicas with other numbers of micro-batches gather each layer once.
-        limit = math.inf if len(SIZES) % state.data.size else None
+        limit = math.inf if len(SIZES) % state.dp.size else None
         plan = gathering(plan, described, bounds, context, layout, limit)
         engine = DistributedModel(described, state, context, bounds, plan)
         if weights is not None:

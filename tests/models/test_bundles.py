@@ -96,7 +96,7 @@ def _random_step(seed: int, chunks: int) -> tuple[float, dict[str, Tensor]]:
     draw, model = random.Random(seed), describe(Random(seed=seed))
     cuts = sorted(draw.choices(range(len(model.layers) + 1), k=chunks - 1))
     bounds = [range(start, end) for start, end in zip([0, *cuts], [*cuts, len(model.layers)], strict=True)]
-    state = initialize_model_parallel(1, 1)
+    state = initialize_model_parallel()
     try:
         plan = plan_schedule("interleaved" if chunks > 1 else "1f1b", 1, chunks)
         engine = DistributedModel(model, state, BuildContext(), bounds, plan)
@@ -120,7 +120,7 @@ def test_no_cut_of_a_random_network_changes_a_bit(seed: int) -> None:
 
 def _traffic() -> dict[str, tuple[int, int]]:
     """Bytes and dense bytes of one micro-batch over a boundary in the middle, by direction."""
-    state = initialize_model_parallel(1, 2)
+    state = initialize_model_parallel(pp=2)
     statistics.reset()
     try:
         model = describe(Bundles())
@@ -142,7 +142,7 @@ def test_each_entry_travels_in_its_own_format_and_gradients_only_where_they_are_
     first, second = ranks(2, _traffic)
     count = 2 * 2 * 4 * 6 * 6  # values of an entry
     of_one = 4 * count + count // 8 + count
-    assert first["pipeline"] == (4 * of_one, 4 * 3 * 4 * count)
+    assert first["pp"] == (4 * of_one, 4 * 3 * 4 * count)
     assert second["backward"] == (2 * 3 * 4 * count,) * 2  # of the counts zeros: that they are cut off is not foreseen
 
 
@@ -163,9 +163,9 @@ def _bounded(output: dict[str, Tensor], labels: Tensor) -> Tensor:
 
 
 def _step_with_a_loss_of_its_own(layout: Layout) -> tuple[float, list[float]]:
-    state = initialize_model_parallel(layout.tensor, layout.pipeline)
+    state = initialize_model_parallel(tp=layout.tensor, pp=layout.pipeline)
     try:
-        context = BuildContext(state.tensor, torch.float64, torch.float64)
+        context = BuildContext(state.tp, torch.float64, torch.float64)
         bounds = [range(6)] if layout.pipeline == 1 else [range(4), range(4, 6)]
         plan = plan_schedule("1f1b", len(bounds))
         engine = DistributedModel(describe(Bundles()), state, context, bounds, plan, loss=_bounded)
@@ -240,7 +240,7 @@ def test_an_output_that_differs_from_the_dry_runs_is_refused_at_the_first_step(c
 
 
 def test_what_does_not_fit_its_boundary_names_the_entry() -> None:
-    pair, model, bounds = Group("pipeline", (0, 1)), describe(Bundles()), [range(2), range(2, 6)]
+    pair, model, bounds = Group("pp", (0, 1)), describe(Bundles()), [range(2), range(2, 6)]
     state = SimpleNamespace(pipeline=pair, downward=pair, device=CPU, wire=CPU)
     chunks = {0: build_chunk(model, bounds, 0, BuildContext(), CPU, 0)}
     boundaries, checks = Boundaries(model, BuildContext()), DeviceChecks(CPU)

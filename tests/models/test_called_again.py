@@ -70,7 +70,7 @@ def test_a_norm_keeps_the_statistics_that_torchs_does(momentum: float | None) ->
     norm.recording = True
     for _ in range(2):
         norm(0.5 + 2 * norm(x))
-        merge_running_statistics([norm], alone("data"), 1)
+        merge_running_statistics([norm], alone("dp"), 1)
         theirs(0.5 + 2 * theirs(x.flatten(0, 1)))
     for name, value in theirs.state_dict().items():
         torch.testing.assert_close(norm.state_dict()[name], value)
@@ -87,7 +87,7 @@ def test_more_calls_than_in_the_dry_run_are_refused_in_the_first_step(ranks) -> 
     norm.recording = True
     norm(torch.randn(2, 3, 4, 5, 5))
     with pytest.raises(ValueError, match=r"recorded \[1\] statistics, .* a forward calls them \[2\] times"):
-        merge_running_statistics([norm], alone("data"), 1)
+        merge_running_statistics([norm], alone("dp"), 1)
 
 
 class Twice(nn.Module):
@@ -123,7 +123,7 @@ def test_calls_that_differ_are_refused() -> None:
     described = describe(Calling())
     assert described.ties and described.build(BuildContext())  # each call of a neuron starts at rest
     with pytest.raises(ValueError, match="in part: .* only one whole"):
-        described.build(BuildContext(Group("tensor", (0, 1))))
+        described.build(BuildContext(Group("tp", (0, 1))))
     with pytest.raises(ValueError, match="fire.* twice in one forward, .*--bptt-steps"):
         described.build(BuildContext(carries=True))
     with pytest.raises(ValueError, match=r"b\.part is called 1 times .*a\.part, .* 2 times"):

@@ -125,7 +125,7 @@ def test_what_cannot_be_cut_is_refused_with_name_and_reason(kind: str) -> None:
             yield layer("head", megasnn.shard(head))
 
     with pytest.raises(ValueError, match=REFUSED[kind][1]):
-        describe(Wrong()).build(BuildContext(Group("tensor", (0, 1))))
+        describe(Wrong()).build(BuildContext(Group("tp", (0, 1))))
 
 
 def test_a_network_is_given_to_shard_once_and_one_with_a_forward_is_one_layer() -> None:
@@ -149,7 +149,7 @@ def test_a_network_of_layers_in_the_table_alone() -> None:
             yield from megasnn.shard(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
             yield layer("head", MeanLinear(4, self.num_classes))
 
-    assert len(describe(Alone()).build(BuildContext(Group("tensor", (0, 1))))) == 3
+    assert len(describe(Alone()).build(BuildContext(Group("tp", (0, 1))))) == 3
 
 
 def test_a_conversion_of_the_users_may_have_any_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ from tests.models.networks import CLASSES, Plain, between
 from tests.models.steps import assert_equal, one_step
 from tests.parity.ranks import Layout, assemble
 
-CPU, TWO = torch.device("cpu"), BuildContext(Group("tensor", (0, 1)))
+CPU, TWO = torch.device("cpu"), BuildContext(Group("tp", (0, 1)))
 KEPT: list[Any] = []
 
 
@@ -401,7 +401,7 @@ class Counts(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("axis", ["data", "context"])
+@pytest.mark.parametrize("axis", ["dp", "cp"])
 def test_a_buffer_that_a_forward_changes_is_refused_with_replicas(axis: str) -> None:
     described = describe(model_of(Counts))
     assert described.build(BuildContext())
@@ -521,13 +521,13 @@ def test_a_function_that_holds_weights_is_refused_with_the_layers_name(function:
 
 def test_sizes_that_do_not_divide_are_refused_or_stay_whole() -> None:
     with pytest.raises(ValueError, match="the first layer: out_channels 8 .*--tensor-model-parallel-size 3"):
-        describe(model_of()).build(BuildContext(Group("tensor", (0, 1, 2))))
+        describe(model_of()).build(BuildContext(Group("tp", (0, 1, 2))))
     narrow = describe(model_of(lambda: nn.Conv2d(8, 6, 1), lambda: nn.Conv2d(6, 8, 1)))
-    assert narrow.build(BuildContext(Group("tensor", (0, 1, 2, 3))))
+    assert narrow.build(BuildContext(Group("tp", (0, 1, 2, 3))))
 
 
 def test_attention_over_samples_is_refused_where_ranks_share_them_out() -> None:
-    shared = BuildContext(context=Group("context", (0, 1)))
+    shared = BuildContext(cp=Group("cp", (0, 1)))
     assert describe(model_of(Tokens, attends, Image)).build(shared)
     with pytest.raises(ValueError, match=r"plain\.1.*batch_first=True"):
         describe(model_of(Tokens, partial(attends, True), Image)).build(shared)

@@ -70,7 +70,7 @@ def test_every_layout_computes_the_same(ranks, layout: Layout) -> None:
 def _one_micro_batch() -> dict[str, Tensor]:
     """Gradients and buffers behind a step of one micro-batch on one rank, and the initial values."""
     model = Tied(plain=True)
-    state = initialize_model_parallel(1, 1)
+    state = initialize_model_parallel()
     try:
         context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64)
         engine = DistributedModel(describe(model), state, context, [range(9)], plan_schedule("1f1b", 1), 5)
@@ -215,7 +215,7 @@ def test_what_cannot_be_tied_is_refused_with_the_layers_name() -> None:
         describe(_model(lambda: [Uncopied(4, 4)] * 2))
     described = describe(_model(lambda: tied(style="column")))
     with pytest.raises(ValueError, match=r"made\.1\.conv\.weight .*`style`, or set --tensor-model"):
-        described.build(BuildContext(Group("tensor", (0, 1))))
+        described.build(BuildContext(Group("tp", (0, 1))))
 
 
 def _two_stages(frozen: tuple[str, ...], unused: bool) -> dict[str, Tensor]:
@@ -227,7 +227,7 @@ def _two_stages(frozen: tuple[str, ...], unused: bool) -> dict[str, Tensor]:
         return [first, second]
 
     size = torch.distributed.get_world_size()
-    state = initialize_model_parallel(1, size)
+    state = initialize_model_parallel(pp=size)
     try:
         bounds = [range(4)] if size == 1 else [range(2), range(2, 4)]
         model, double = describe(_model(make)), torch.float64

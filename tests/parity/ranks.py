@@ -52,8 +52,8 @@ class Layout:
         self, state: ParallelState, dtype: torch.dtype, backend: str = "auto", seed: int = 0
     ) -> BuildContext:
         """What layers are built with on the grid of this layout."""
-        groups = {"data": state.data, "weight": state.weight, "context": state.context}
-        return BuildContext(state.tensor, dtype, dtype, backend, seed, **groups, cut=self.cut)
+        groups = {"dp": state.dp, "dp_shard": state.dp_shard, "cp": state.cp}
+        return BuildContext(state.tp, dtype, dtype, backend, seed, **groups, cut=self.cut)
 
 
 @dataclass
@@ -106,7 +106,7 @@ def build_engine(
 ) -> DistributedModel:
     model = _described(spec or NeuronSpec())
     context = layout.build_context(state, dtype, backend)
-    plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, state.pipeline.size)
+    plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, state.pp.size)
     bounds = bounds or balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
     plan = gathering(plan, model, bounds, context, layout)
     return DistributedModel(
@@ -116,9 +116,7 @@ def build_engine(
 
 def join(layout: Layout) -> ParallelState:
     """The grid of a layout over an initialised world."""
-    return initialize_model_parallel(
-        layout.tensor, layout.pipeline, weight_parallel_size=layout.weight, context_parallel_size=layout.context
-    )
+    return initialize_model_parallel(tp=layout.tensor, pp=layout.pipeline, dp_shard=layout.weight, cp=layout.context)
 
 
 def gathering(
@@ -134,7 +132,7 @@ def gathering(
     Args:
         limit: bytes of gathered weights.
     """
-    if context.weight.size == 1:
+    if context.dp_shard.size == 1:
         return plan
     plan = plan.in_units(bounds, layout.recompute)
     weights = shared_weights(model, plan.unit_bounds(bounds), context, limit, layout.scatters)
@@ -169,7 +167,7 @@ def record_step(
 ) -> RankStep:
     """This rank's part of a step on the whole batch, and all that it came to."""
     sizes = micro_batch_sizes(len(labels), micro_batch_size)
-    mine = micro_batches_of(len(sizes), state.data.size, state.data.rank)
+    mine = micro_batches_of(len(sizes), state.dp.size, state.dp.rank)
     batches = []
     for i in mine:
         own, start = own_samples(engine, sizes[i]), sum(sizes[:i])
@@ -185,7 +183,7 @@ def record_step(
         node.register_forward_hook(lambda _module, _inputs, spikes: fired.append(int(spikes.sum())))
         for chunk in engine.chunks.values()
         for layer in chunk
-        if is_called_as_sharded(layer) or state.tensor.rank == 0  # others are whole on every rank
+        if is_called_as_sharded(layer) or state.tp.rank == 0  # others are whole on every rank
         for node in layer.modules()
         if isinstance(node, (neuron.BaseNode, neuron.SimpleBaseNode))
     ]
@@ -198,16 +196,16 @@ def record_step(
         return inner(y, target)
 
     engine.loss = keeping
-    most = max(len(micro_batches_of(len(sizes), state.data.size, r)) for r in range(state.data.size))
+    most = max(len(micro_batches_of(len(sizes), state.dp.size, r)) for r in range(state.dp.size))
     loss = forward_backward(engine, batches, len(labels))
     engine.loss = inner
     for hook in hooks:
         hook.remove()
     merge_statistics(engine, most)
     place = state.coordinates
-    replica = state.data.rank, place.context
-    result = RankStep((place.pipeline, *replica, place.tensor), loss, engine.norm, logits, sum(fired))
-    for entry in engine.tensors if state.weight.size == 1 else engine.owned:
+    replica = state.dp.rank, place.cp
+    result = RankStep((place.pp, *replica, place.tp), loss, engine.norm, logits, sum(fired))
+    for entry in engine.tensors if state.dp_shard.size == 1 else engine.owned:
         if entry.is_parameter and not entry.tensor.requires_grad:
             assert entry.tensor.grad is None
         elif entry.is_parameter:

@@ -215,7 +215,7 @@ def train_recipe(name: str, *flags: str) -> RecipeRun:
     config = recipe(name, *flags)
     validate(config, dist.get_world_size())
     parallel = config.parallel
-    state = initialize_model_parallel(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    state = initialize_model_parallel(tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size)
     seen = RecipeRun()
     try:
         run = TrainingRun(config, state)

@@ -18,7 +18,7 @@ from tests.models.steps import take_steps
 from tests.parity.ranks import Layout, join
 
 SAMPLES = 8
-INSIDE = ("tensor", "context")
+INSIDE = ("tp", "cp")
 """The groups whose ranks tell each other something inside of layers."""
 
 MODELS: dict[str, tuple[Model, float]] = {
@@ -62,7 +62,7 @@ def exchanges(model: Model, layout: Layout) -> tuple[dict[str, int], tuple[int, 
         take_steps(model, layout, batch, 1, micro_batch_size=2)
     found = {"forward": 0, "backward": 0}
     for (group, _, direction), traffic in statistics.read().items():
-        if group == "context":
+        if group == "cp":
             found[direction] += traffic.calls
     state = join(layout)
     try:

@@ -188,9 +188,9 @@ def test_statistics_are_all_that_travels_inside_of_layers(ranks, layout: Layout)
     """To the byte: mean, variance and a count forward, three sums backward, in double precision."""
     for found, channels, calls in ranks(layout.world_size, traffic_of_a_step, layout):
         others, micro_batches = layout.context - 1, len(SIZES[layout.context])
-        of_context = {key[1:]: (each.calls, each.bytes) for key, each in found.items() if key[0] == "context"}
+        of_context = {key[1:]: (each.calls, each.bytes) for key, each in found.items() if key[0] == "cp"}
         assert of_context == {
             ("all_gather", "forward"): (micro_batches * calls, micro_batches * others * 8 * (2 * channels + calls)),
             ("all_gather", "backward"): (micro_batches * calls, micro_batches * others * 8 * 3 * channels),
         }
-        assert {key[0] for key in found} == {"context", "data", "world"}, "gradients, and a step's sums"
+        assert {key[0] for key in found} == {"cp", "dp", "world"}, "gradients, and a step's sums"

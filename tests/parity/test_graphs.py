@@ -89,7 +89,7 @@ def random_steps(seed: int, chunks: int, graphs: RecordedGraphs | None) -> list[
     plan, found = plan_schedule("interleaved", 1, chunks), []
     context = BuildContext(cast_weights=CastWeights(stay=graphs is not None), neuron_backend="torch")
     try:
-        state, options = initialize_model_parallel(1, 1), None if graphs is None else GraphOptions(graphs, False)
+        state, options = initialize_model_parallel(), None if graphs is None else GraphOptions(graphs, False)
         engine = DistributedModel(model, state, context, bounds, plan, options=ModelOptions(graphs=options))
         for step in range(3):
             random = torch.Generator().manual_seed(step)

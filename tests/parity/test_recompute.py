@@ -70,7 +70,7 @@ def _step(name: str, layout: Layout, recompute: str | None, state: ParallelState
     bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
     if recompute is not None:
         plan = plan.in_units(bounds, recompute)
-    engine = DistributedModel(model, state, BuildContext(state.tensor, seed=SEED), bounds, plan, seed=SEED)
+    engine = DistributedModel(model, state, BuildContext(state.tp, seed=SEED), bounds, plan, seed=SEED)
     spikes: list[int] = []
     for _, neuron in engine.neurons():
         neuron.observer = lambda fired: spikes.append(int(fired.sum()))
@@ -78,7 +78,7 @@ def _step(name: str, layout: Layout, recompute: str | None, state: ParallelState
     with statistics.counting():
         statistics.reset()
         loss = forward_backward(engine, batches, SAMPLES)
-        traffic = {key: each for key, each in statistics.read().items() if key[0] == "tensor"}
+        traffic = {key: each for key, each in statistics.read().items() if key[0] == "tp"}
     merge_statistics(engine, len(batches))
     tensors = [(e.name, e.tensor if e.tensor.grad is None else e.tensor.grad) for e in engine.tensors]
     correct, seen = engine.correct, sorted(spikes)
@@ -99,7 +99,7 @@ def _micro_batches(engine: DistributedModel, state: ParallelState) -> list[Micro
             sizes[m],
             range(starts[m], starts[m] + sizes[m]),
         )
-        for m in micro_batches_of(len(sizes), state.data.size, state.data.rank)
+        for m in micro_batches_of(len(sizes), state.dp.size, state.dp.rank)
     ]
 
 
@@ -109,7 +109,7 @@ def _digest(values: Tensor) -> str:
 
 def _both(name: str, layout: Layout, modes: list[str]) -> list[Step]:
     """A step as it is, and then one in each mode."""
-    state = initialize_model_parallel(layout.tensor, layout.pipeline)
+    state = initialize_model_parallel(tp=layout.tensor, pp=layout.pipeline)
     try:
         return [_step(name, layout, recompute, state) for recompute in (None, *modes)]
     finally:

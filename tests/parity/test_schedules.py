@@ -84,11 +84,11 @@ def step(engine: DistributedModel, samples: int) -> Bits:
 
 
 def steps(schedules: list[tuple[str, int]], numbers: list[int]) -> dict[tuple, Bits]:
-    state = initialize_model_parallel(1, torch.distributed.get_world_size())
+    state = initialize_model_parallel(pp=torch.distributed.get_world_size())
     found = {}
     try:
         for name, chunks in schedules:
-            engine = build_engine(state, plan_schedule(name, state.pipeline.size, chunks), torch.float32)
+            engine = build_engine(state, plan_schedule(name, state.pp.size, chunks), torch.float32)
             for count in numbers:
                 found[name, chunks, count] = step(engine, samples_of(count))
         return found

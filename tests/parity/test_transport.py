@@ -106,7 +106,7 @@ def _profiled(executor: PipelineExecutor) -> Iterator[None]:
 
 def _steps(device: Device, case: Case) -> list[float]:
     """The losses of some steps: in the last one no memory is taken any more."""
-    state = initialize_model_parallel(case.tensor, case.pipeline)
+    state = initialize_model_parallel(tp=case.tensor, pp=case.pipeline)
     name, chunks = case.schedule
     engine = build_engine(state, plan_schedule(name, case.pipeline, chunks), torch.float64)
     images, labels = reference.data(SAMPLES)
@@ -167,7 +167,7 @@ def test_every_schedule_ends(ranks, loss, world, cases) -> None:
 def _owning_rows() -> list[float]:
     """The losses of some steps, behind each of which owners send the rows that they have changed."""
     with nccl_like() as device:
-        state = initialize_model_parallel(1, 2)
+        state = initialize_model_parallel(pp=2)
         engine = build_engine(state, plan_schedule("zbv", 2, 2), torch.float64, rows_have_owners=True)
         optimizer = build_optimizer(engine.owned, OptimizerConfig(lr=1e-9))
         images, labels = reference.data(SAMPLES)
@@ -286,7 +286,7 @@ def _observed_later(schedules: list[tuple[str, int]]) -> list[list[float]]:
     with nccl_like(LIMIT) as device:
         losses = []
         for name, chunks in schedules:
-            state = initialize_model_parallel(1, STAGES)
+            state = initialize_model_parallel(pp=STAGES)
             engine = build_engine(state, plan_schedule(name, STAGES, chunks), torch.float64)
             batches, found = batches_of(engine, *reference.data(SAMPLES)), list[float]()
             for step in range(2 * STEPS):
@@ -308,7 +308,7 @@ def test_a_step_whose_spikes_are_observed_is_a_kind_of_its_own(ranks, loss) -> N
 def _started(tensor: int, pipeline: int) -> list[str]:
     """The communicators that a rank has started before its first step, by the transport's account."""
     with nccl_like() as device:
-        state = initialize_model_parallel(tensor, pipeline)
+        state = initialize_model_parallel(tp=tensor, pp=pipeline)
         build_engine(state, "zbv", torch.float64)
         destroy_model_parallel()
         return device.communicators

@@ -45,12 +45,12 @@ def test_soft_reset_and_no_input_decay_on_a_full_grid(ranks) -> None:
 
 
 def _initial_values(tensor: int, pipeline: int) -> list:
-    state = initialize_model_parallel(tensor, pipeline)
+    state = initialize_model_parallel(tp=tensor, pp=pipeline)
     try:
         model = describe(model_config(), NeuronSpec())
         bounds = balanced_bounds([1.0] * len(model.layers), pipeline)
-        context = BuildContext(state.tensor)
-        chunk = build_chunk(model, bounds, state.pipeline.rank, context, state.device, seed=5)
+        context = BuildContext(state.tp)
+        chunk = build_chunk(model, bounds, state.pp.rank, context, state.device, seed=5)
         return [
             (e.name, [(p.global_offset, p.of_local(e.tensor).detach().clone()) for p in e.shard.pieces()])
             for e in chunk.sharded_tensors()
@@ -78,13 +78,13 @@ def test_initial_values_depend_on_the_name_and_not_on_the_layout(ranks) -> None:
 
 def _costs_with_one_slow_rank() -> PipelineCosts:
     monkeypatch = pytest.MonkeyPatch()
-    state = initialize_model_parallel(1, 2)
+    state = initialize_model_parallel(pp=2)
     try:
         if state.rank == 1:
             # A rank that would measure something else if it were asked.
             monkeypatch.setattr(profile_layers, "profile_layers", lambda *_: [LayerCost(1000, 1000, 1000)] * 10)
         model = describe(model_config(), NeuronSpec())
-        return profile_pipeline(model, 2, BuildContext(state.tensor), state)
+        return profile_pipeline(model, 2, BuildContext(state.tp), state)
     finally:
         monkeypatch.undo()
         destroy_model_parallel()
@@ -139,7 +139,7 @@ def _statistics_before_and_after_evaluation() -> bool:
     from megasnn.pipeline.microbatch_state import MicroBatchInput
     from tests.parity.ranks import build_engine
 
-    state = initialize_model_parallel(1, 2)
+    state = initialize_model_parallel(pp=2)
     try:
         engine = build_engine(state, "1f1b", torch.float64)
         images, labels = reference.data(6)
@@ -170,6 +170,6 @@ def test_momentum_none_averages_over_steps(momentum: float | None) -> None:
     for step in range(3):
         x = torch.randn(2, 5, 4, 3, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         torch.testing.assert_close(norm(x), truth(x.flatten(0, 1)).unflatten(0, (2, 5)), rtol=1e-12, atol=1e-12)
-        merge_running_statistics([norm], alone("data"), 1)
+        merge_running_statistics([norm], alone("dp"), 1)
     torch.testing.assert_close(norm.running_mean, truth.running_mean, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(norm.running_var, truth.running_var, rtol=1e-12, atol=1e-12)

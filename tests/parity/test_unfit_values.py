@@ -40,11 +40,11 @@ def _layers() -> Iterable[Layer]:
 
 
 def _model(tensor: int, pipeline: int, schedule: str, chunks: int) -> DistributedModel:
-    state = initialize_model_parallel(tensor, pipeline)
+    state = initialize_model_parallel(tp=tensor, pp=pipeline)
     described = describe(between(_layers))
     described = replace(described, layers=tuple(replace(each, output=Content.SPIKES) for each in described.layers))
     plan = plan_schedule(schedule, pipeline, chunks)
-    context = BuildContext(state.tensor, torch.float32, torch.float32, data=state.data)
+    context = BuildContext(state.tp, torch.float32, torch.float32, dp=state.dp)
     bounds = balanced_bounds([1.0] * len(described.layers), len(plan.placement))
     model = DistributedModel(described, state, context, bounds, plan)
     with torch.no_grad():
@@ -58,7 +58,7 @@ def _inputs(model: DistributedModel) -> list[MicroBatchInput]:
     generator = torch.Generator().manual_seed(1)
     images = torch.rand(sum(SIZES), 3, 4, 4, generator=generator).split(SIZES)
     labels = (torch.arange(sum(SIZES)) % CLASSES).split(SIZES)
-    data, every = model.state.data, len(SIZES) // model.state.data.size
+    data, every = model.state.dp, len(SIZES) // model.state.dp.size
     return [
         MicroBatchInput(
             images[i] if model.takes_images else None,

@@ -22,7 +22,7 @@ REQUEST = PipelineRequest("auto", None, None, 2, (5, 4))
 
 def _plan(request: PipelineRequest, searches: bool = True, context_size: int = 1) -> PipelinePlan | str:
     """On two stages of ranks that all measure differently; all may search, or the first alone."""
-    state = initialize_model_parallel(1, 2, context_parallel_size=context_size)
+    state = initialize_model_parallel(pp=2, cp=context_size)
     profile = profile_layers.profile_layers
 
     def measure(*given: object) -> list[LayerCost]:
@@ -34,7 +34,7 @@ def _plan(request: PipelineRequest, searches: bool = True, context_size: int = 1
         if not searches and state.rank > 0:
             for name in ("find_best", "named_schedule"):
                 patch.setattr(f"megasnn.schedule.plan.{name}", _no_search)
-        context = BuildContext(state.tensor, context=state.context, cut="rows")
+        context = BuildContext(state.tp, cp=state.cp, cut="rows")
         try:
             plan = plan_pipeline(MODEL, request, context, state)
             for count in request.micro_batches:

@@ -63,9 +63,9 @@ def test_bytes_of_many_samples_are_counted_with_few() -> None:
 
 
 def _profiled_in_a_group(tensor: int, context: int) -> list[LayerCost]:
-    state = initialize_model_parallel(tensor, 1, context_parallel_size=context)
+    state = initialize_model_parallel(tp=tensor, cp=context)
     try:
-        built = BuildContext(state.tensor, context=state.context, cut="rows")
+        built = BuildContext(state.tp, cp=state.cp, cut="rows")
         return profile_layers.profile_layers(MODEL, 4, built, CPU, 1)
     finally:
         destroy_model_parallel()
@@ -113,5 +113,5 @@ def test_a_busy_machine_hides_no_cost_of_a_byte(monkeypatch, least_small: float,
     monkeypatch.setattr(profile_layers, "_transfer", lambda *_, sends=True: None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    found = profile_layers.measure_link(Group("pipeline", (0, 1)), CPU)
+    found = profile_layers.measure_link(Group("pp", (0, 1)), CPU)
     assert found == LinkCost(least_small / 2, per_byte / profile_layers.LARGE)

@@ -22,7 +22,7 @@ def of_rank(tensor: int, context: int, cut: ContextCut, on_cpu: bool) -> list[tu
     """What a rank that has others counts, five times: what a thread of the transport gives back is not always seen."""
     asked = config(micro_batch=MICRO_BATCH)
     model = describe(asked.model, asked.neuron.spec)
-    state = initialize_model_parallel(tensor, device=torch.device("cpu"), context_parallel_size=context)
+    state = initialize_model_parallel(tp=tensor, device=torch.device("cpu"), cp=context)
     try:
         built_for = context_of(state, asked, cut, on_cpu)
         return [count_memory(model, MICRO_BATCH, built_for, state.device, repeats=True).layers for _ in range(5)]

@@ -26,18 +26,18 @@ from tests.planner.models import cluster, config, on_cpu
 LAYOUTS = {
     "one": Layout(Grid()),
     "one, always": Layout(Grid(), recompute="always"),
-    "data": Layout(Grid(data=2)),
-    "data, sharded": Layout(Grid(data=2), shards_optimizer=True),
-    "weight": Layout(Grid(weight=2)),
-    "weight, always": Layout(Grid(weight=2), recompute="always"),
-    "tensor": Layout(Grid(tensor=2)),
-    "tensor, always": Layout(Grid(tensor=2), recompute="always"),
-    "context": Layout(Grid(context=2)),
-    "context, sharded, always": Layout(Grid(context=2), shards_optimizer=True, recompute="always"),
-    "1f1b": Layout(Grid(pipeline=2)),
-    "zb1p": Layout(Grid(pipeline=2), schedule="zb1p"),
-    "zbv": Layout(Grid(pipeline=2), schedule="zbv", chunks=2),
-    "interleaved": Layout(Grid(pipeline=2), schedule="interleaved", chunks=2, recompute="always"),
+    "data": Layout(Grid(dp_replicate=2)),
+    "data, sharded": Layout(Grid(dp_replicate=2), shards_optimizer=True),
+    "weight": Layout(Grid(dp_shard=2)),
+    "weight, always": Layout(Grid(dp_shard=2), recompute="always"),
+    "tensor": Layout(Grid(tp=2)),
+    "tensor, always": Layout(Grid(tp=2), recompute="always"),
+    "context": Layout(Grid(cp=2)),
+    "context, sharded, always": Layout(Grid(cp=2), shards_optimizer=True, recompute="always"),
+    "1f1b": Layout(Grid(pp=2)),
+    "zb1p": Layout(Grid(pp=2), schedule="zb1p"),
+    "zbv": Layout(Grid(pp=2), schedule="zbv", chunks=2),
+    "interleaved": Layout(Grid(pp=2), schedule="interleaved", chunks=2, recompute="always"),
 }
 STATES = "weights", "gathered", "gradients", "optimizer"
 
@@ -56,8 +56,7 @@ def of_run(layout: Layout, bounds: tuple[range, ...], costs: tuple[ChunkCost, ..
         costs: of the chunks, for schedules whose order depends on them: what a run measures is not the same twice.
     """
     grid = layout.grid
-    sizes = grid.tensor, grid.pipeline
-    state = initialize_model_parallel(*sizes, weight_parallel_size=grid.weight, context_parallel_size=grid.context)
+    state = initialize_model_parallel(tp=grid.tp, pp=grid.pp, dp_shard=grid.dp_shard, cp=grid.cp)
     try:
         run = with_layout(config(), layout, bounds)
         with Engine(run, length=Length(9)) as engine:
@@ -66,7 +65,7 @@ def of_run(layout: Layout, bounds: tuple[range, ...], costs: tuple[ChunkCost, ..
                 plan = replace(plan, schedules=replace(plan.schedules, costs=costs, decided=()))
             peak = peak_of(layer_costs(run, distributed, plan), distributed, plan)
             schedule, shared = plan.schedules.training(plan.micro_batches), plan.schedules.weights
-            rank = state.pipeline.rank
+            rank = state.pp.rank
             gathered, buffers = (0, 0) if shared is None else shared.gathered_and_buffers(schedule, rank)
             trained = [entry.tensor for entry in distributed.owned if entry.is_parameter]
             found = {
@@ -91,7 +90,7 @@ def test_as_a_run_foresees_it(ranks, name: str) -> None:
     predicted, costs = foreseen(layout, on_cpu())
     memory = predicted.memory
     found = ranks(layout.ranks, of_run, layout, predicted.bounds, costs)
-    stages = found[:: len(found) // layout.grid.pipeline]
+    stages = found[:: len(found) // layout.grid.pp]
     assert len(stages) == len(memory)
     for mine, theirs in zip(memory, stages, strict=True):
         for part in STATES:
@@ -105,7 +104,7 @@ def with_lamb() -> PretrainConfig:
 
 def of_lamb_in_a_run(layout: Layout) -> int:
     grid = layout.grid
-    initialize_model_parallel(grid.tensor, grid.pipeline, weight_parallel_size=grid.weight)
+    initialize_model_parallel(tp=grid.tp, pp=grid.pp, dp_shard=grid.dp_shard)
     try:
         run = with_layout(with_lamb(), layout)
         with Engine(run, length=Length(9)) as engine:

@@ -143,7 +143,7 @@ def test_states_that_are_shared_between_layouts_are_those_of_each() -> None:
     possible = [each for each, refused in layouts(analysis(), config(), cluster(16).counts()) if not refused]
     for each in possible[::11]:
         tensors, bounds = predictor.tensors(each), predictor.bounds(each)
-        for rank in range(each.grid.pipeline):
+        for rank in range(each.grid.pp):
             spans = [bounds[chunk] for chunk in each.chunks_of(rank)]
             chunks = [[tensor for i in span for tensor in tensors[i]] for span in spans]
             assert predictor.states(each)[rank] == states_of(chunks, each, config().optimizer, on_gpu=False), each
@@ -163,7 +163,7 @@ def test_nothing_fits() -> None:
 
 def test_flags_that_are_given_are_kept() -> None:
     found = plan(analysis(), config(pipeline_model_parallel_size=2, pipeline_schedule="zb1p"), cluster(8))
-    assert found.layout.grid.pipeline == 2 and found.layout.schedule == "zb1p"
+    assert found.layout.grid.pp == 2 and found.layout.schedule == "zb1p"
     with pytest.raises(PlanError, match="--pipeline-model-parallel-size 64"):
         plan(analysis(), config(pipeline_model_parallel_size=64), cluster(64))
     with pytest.raises(ConfigError, match="-parallel-size 64"):

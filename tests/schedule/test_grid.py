@@ -9,51 +9,51 @@ sizes = st.integers(1, 5)
 
 
 def test_the_order_is_megatrons() -> None:
-    grid = Grid.fit(16, tensor=2, pipeline=2)
-    assert grid == Grid(pipeline=2, data=4, tensor=2)
-    assert grid.groups("tensor")[0] == [0, 1]
-    assert grid.groups("data")[0] == [0, 2, 4, 6]
-    assert grid.groups("pipeline")[0] == [0, 8]
-    assert grid.groups("tensor", "pipeline")[0] == [0, 1, 8, 9]
+    grid = Grid.fit(16, tp=2, pp=2)
+    assert grid == Grid(pp=2, dp_replicate=4, tp=2)
+    assert grid.groups("tp")[0] == [0, 1]
+    assert grid.groups("dp_replicate")[0] == [0, 2, 4, 6]
+    assert grid.groups("pp")[0] == [0, 8]
+    assert grid.groups("tp", "pp")[0] == [0, 1, 8, 9]
 
 
 def test_replicas_that_share_weights_are_neighbours() -> None:
-    grid = Grid.fit(16, tensor=2, pipeline=1, weight=4)
-    assert grid == Grid(data=2, tensor=2, weight=4) and grid.replicas == 8
-    assert grid.groups("weight")[:3] == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14]]
-    assert grid.groups("data")[0] == [0, 8]
-    assert grid.groups("data", "weight")[0] == [0, 2, 4, 6, 8, 10, 12, 14]
-    assert grid.coordinates(13) == Coordinates(data=1, weight=2, tensor=1)
+    grid = Grid.fit(16, tp=2, pp=1, dp_shard=4)
+    assert grid == Grid(dp_replicate=2, tp=2, dp_shard=4) and grid.replicas == 8
+    assert grid.groups("dp_shard")[:3] == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14]]
+    assert grid.groups("dp_replicate")[0] == [0, 8]
+    assert grid.groups("dp_replicate", "dp_shard")[0] == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert grid.coordinates(13) == Coordinates(dp_replicate=1, dp_shard=2, tp=1)
     with pytest.raises(ValueError, match="--weight-parallel-size 3"):
-        Grid.fit(16, tensor=2, weight=3)
+        Grid.fit(16, tp=2, dp_shard=3)
 
 
-@given(sizes, sizes, sizes, st.sets(st.sampled_from(["pipeline", "data", "tensor"])))
+@given(sizes, sizes, sizes, st.sets(st.sampled_from(["pp", "dp_replicate", "tp"])))
 def test_groups_part_the_world_by_the_other_axes(pipeline: int, data: int, tensor: int, axes: set) -> None:
-    grid = Grid(pipeline=pipeline, data=data, tensor=tensor)
+    grid = Grid(pp=pipeline, dp_replicate=data, tp=tensor)
     groups = grid.groups(*axes)
     assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
     for group in groups:
         assert group == sorted(group)
-        for axis in {"pipeline", "data", "tensor"} - axes:
+        for axis in {"pp", "dp_replicate", "tp"} - axes:
             assert len({getattr(grid.coordinates(rank), axis) for rank in group}) == 1
 
 
 def test_a_world_that_does_not_fit_prints_every_factor() -> None:
     with pytest.raises(ValueError) as error:
-        Grid.fit(6, tensor=2, pipeline=2)
+        Grid.fit(6, tp=2, pp=2)
     text = str(error.value)
-    assert text.startswith("world size 6 is not pipeline 2 x data ? x weight 1 x context 1 x tensor 2: ")
+    assert text.startswith("world size 6 is not pp 2 x dp_replicate ? x dp_shard 1 x cp 1 x tp 2: ")
     assert "--tensor-model-parallel-size 2" in text and "--pipeline-model-parallel-size 2" in text
 
 
 def test_impossible_grids_are_refused() -> None:
     with pytest.raises(ValueError, match="--tensor-model-parallel-size"):
-        Grid.fit(4, tensor=0)
+        Grid.fit(4, tp=0)
     with pytest.raises(ValueError, match="world size 0"):
         Grid.fit(0)
     with pytest.raises(ValueError):
-        Grid(pipeline=2, data=2).coordinates(4)
+        Grid(pp=2, dp_replicate=2).coordinates(4)
 
 
 @given(st.integers(1, 200), st.integers(1, 50), st.integers(1, 8))

@@ -70,9 +70,8 @@ def train_model(model: str, flags: list[str], only_load: bool = False, callbacks
     validate(config, world)
     parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    finer = {"weight_parallel_size": parallel.weight_parallel_size}
-    finer["context_parallel_size"] = parallel.context_parallel_size
-    state = initialize_model_parallel(tensor, pipeline, **finer)
+    finer = {"dp_shard": parallel.weight_parallel_size, "cp": parallel.context_parallel_size}
+    state = initialize_model_parallel(tp=tensor, pp=pipeline, **finer)
     try:
         run = TrainingRun(config, state, callbacks=callbacks)
         try:

@@ -38,7 +38,7 @@ def test_context_then_tensor_then_data(ranks, cache, tmp_path) -> None:
     ranks(2, trained, cache, *common, *folder, "--exit-interval", "3")
     ranks(4, trained, cache, *common, *folder, *CP2, "--use-distributed-optimizer")
     assert list_checkpoints(tmp_path / "run") == [1, 2, 3, 4]
-    assert read_metadata(tmp_path / "run" / "iter_0000001").layout["context"] == 2
+    assert read_metadata(tmp_path / "run" / "iter_0000001").layout["cp"] == 2
     ours, theirs = (load_global_tensors(tmp_path / name, with_optimizer=True) for name in ("run", "straight"))
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
@@ -80,5 +80,5 @@ def test_what_is_told_is_what_one_rank_tells(ranks, cache, tmp_path, cut: str) -
     (start,) = four["start"]
     assert start["ranks"] == 4
     events = EventAccumulator(str(tmp_path / "four")).Reload()
-    for group in ("context", "data"):
+    for group in ("cp", "dp"):
         assert events.Scalars(f"7_communication/{group}_mb")[-1].value > 0

@@ -53,10 +53,13 @@ def predicted_and_counted(model: Model, parallel: dict[str, Any], options: dict[
     """Bytes of this rank, above what is there between two steps."""
     micro_batch, bucket_bytes = options.get("micro_batch", MICRO_BATCH), options.get("bucket_bytes", BUCKET_BYTES)
     layout = ParallelConfig(**parallel)
-    sizes = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
-    state = initialize_model_parallel(*sizes, context_parallel_size=layout.context_parallel_size)
+    state = initialize_model_parallel(
+        tp=layout.tensor_model_parallel_size,
+        pp=layout.pipeline_model_parallel_size,
+        cp=layout.context_parallel_size,
+    )
     try:
-        samples = micro_batch * MICRO_BATCHES * state.data.size
+        samples = micro_batch * MICRO_BATCHES * state.dp.size
         training = TrainingConfig(
             micro_batch_size=micro_batch,
             global_batch_size=samples,
@@ -148,7 +151,7 @@ def _forecast_and_counted(flags: dict[str, Any], parallel: dict[str, Any], preci
     layout = ParallelConfig(**parallel)
     state = initialize_model_parallel()
     try:
-        samples = 2 * state.data.size
+        samples = 2 * state.dp.size
         training = TrainingConfig(
             micro_batch_size=1, global_batch_size=samples, train_iters=9, precision=precision, sparse_products="off"
         )

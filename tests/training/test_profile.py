@@ -50,11 +50,11 @@ def test_measured_times_become_a_timeline_on_one_clock() -> None:
 
 def _offsets() -> list[float]:
     """As if the second rank's clock were five seconds behind."""
-    state = initialize_model_parallel(1, 2)
+    state = initialize_model_parallel(pp=2)
     now, behind = agreement.time.perf_counter, 5 if state.rank else 0
     try:
         with mock.patch.object(agreement.time, "perf_counter", lambda: now() - behind):
-            return agreement.clock_offsets(state.pipeline)
+            return agreement.clock_offsets(state.pp)
     finally:
         destroy_model_parallel()
 

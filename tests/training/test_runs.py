@@ -67,7 +67,7 @@ def test_what_tensorboard_shows(ranks, cache, tmp_path) -> None:
     assert {event.step for event in scalars["2_validation/1_loss"]} == {4, 6}
     for kind in ("peak", "predicted"):
         assert {f"5_memory/{kind}_mb_rank{rank}" for rank in range(4)} <= scalars.keys()
-    assert all(scalars[f"7_communication/{group}_mb"][-1].value > 0 for group in ("tensor", "pipeline", "backward"))
+    assert all(scalars[f"7_communication/{group}_mb"][-1].value > 0 for group in ("tp", "pp", "backward"))
     assert 0 < scalars["3_spikes/1_firing_rate"][-1].value < 1
     expected = learning_rate(OptimizerConfig(lr=1e-2), 5, 6)
     assert scalars["1_training/5_learning_rate"][-1].value == pytest.approx(expected, rel=1e-6)
@@ -101,7 +101,7 @@ def test_what_the_json_log_holds(ranks, cache, tmp_path) -> None:
     assert [line["iteration"] for line in iterations] == [2, 4]
     last = iterations[-1]
     assert last["consumed_samples"] == 40 and last["global_batch_size"] == 10 and 0 <= last["accuracy"] <= 1
-    assert last["communication/pipeline_mb"] > 0 and last["memory/peak_mb_rank1"] > 100
+    assert last["communication/pp_mb"] > 0 and last["memory/peak_mb_rank1"] > 100
     # Each of the stem's five neurons, and of a block's five, in the model's order although chunks are placed as a V.
     names = list(last["layers"])
     assert len(names) == 10 and names[0].startswith("patch_embed.stages.0") and names[-1].startswith("blocks.0.mlp.fc2")

@@ -91,13 +91,13 @@ def accounts() -> tuple[int, int, int, int, int]:
         statistics.reset()
         with statistics.counting():
             made.train_step(*batch(made))
-        received = statistics.total("data", "all_to_all").bytes
+        received = statistics.total("dp", "all_to_all").bytes
         statistics.reset()
         parameters = [e.tensor for e in made.distributed.tensors if e.is_parameter]
         most = 0
         for parameter in parameters:
             rows = len(parameter) if parameter.ndim else 1
-            most += 2 * (parameter.nbytes // made.state.data.size + parameter.nbytes // rows) + 4
+            most += 2 * (parameter.nbytes // made.state.dp.size + parameter.nbytes // rows) + 4
         size = 4 * made.distributed.trained_parameters
         return received, size, held_state_bytes(made.step.optimizer), most, 2 * size + 4 * len(parameters)
 

@@ -46,7 +46,7 @@ def test_what_tensorboard_shows(ranks, shard, tmp_path) -> None:
     events = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
     assert [event.step for event in events.Images("samples")] == [0]
     # Pooling comes after the transfer, so that one bit of 32 travels.
-    sent, dense = (events.Scalars(f"7_communication/pipeline_mb{form}")[-1].value for form in ("", "_if_dense"))
+    sent, dense = (events.Scalars(f"7_communication/pp_mb{form}")[-1].value for form in ("", "_if_dense"))
     assert 0 < sent <= dense / 30
     rasters = events.Images("spikes/raster")
     assert [event.step for event in rasters] == [10]

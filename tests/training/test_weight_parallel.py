@@ -148,7 +148,7 @@ def accounts(*flags: str) -> Account:
             made.train_step(*samples(made, 8))
         traffic = statistics.read()
         statistics.reset()
-        schedule = made.plan.schedules.training(4 // made.state.data.size)
+        schedule = made.plan.schedules.training(4 // made.state.dp.size)
         of_units = {
             unit: sum(each.numel() * multiplied.get(each, each.itemsize) for each in part.parameters())
             for unit, part in distributed.executor._chunks.items()
@@ -158,13 +158,13 @@ def accounts(*flags: str) -> Account:
         rows = [len(each) if each.ndim else 1 for each in of_layers]
         assert weights is not None
         return Account(
-            gathered=traffic["weight", "all_to_all", "step"].bytes,
+            gathered=traffic["dp_shard", "all_to_all", "step"].bytes,
             planned=sum(of_units[unit] for unit in gathers),
-            gradients=traffic["scatter", "all_to_all", "backward"].bytes,
+            gradients=traffic["dp_shard_grad", "all_to_all", "backward"].bytes,
             parameters=4 * distributed.parameters,
             kept=sum(each.nbytes for each in kept),
             allowed=sum(
-                each.nbytes / made.state.weight.size + each.nbytes / count
+                each.nbytes / made.state.dp_shard.size + each.nbytes / count
                 for each, count in zip(of_layers, rows, strict=True)
             ),
             state=held_state_bytes(made.step.optimizer),
@@ -215,7 +215,7 @@ def test_a_rank_builds_one_layer_at_a_time(ranks) -> None:
 
 def test_a_flipped_bit_is_found_where_weights_are_held_twice(ranks, cache) -> None:
     found = ranks(4, train_with_flip, 3, WEIGHT, cache, *EVEN, *BY_TWO, "--check-replicas-interval", "2")
-    assert all(f"{WEIGHT}, part 1 by weight parallelism" in text for text in found)
+    assert all(f"{WEIGHT}, part 1 by dp_shard parallelism" in text for text in found)
 
 
 @pytest.mark.parametrize(

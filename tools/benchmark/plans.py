@@ -119,11 +119,11 @@ def layout_of(row: Row) -> Layout:
     schedule = row.schedule or "1f1b"
     return Layout(
         Grid(
-            pipeline=sizes.get("pp", 1),
-            data=sizes.get("dp", 1),
-            tensor=sizes.get("tp", 1),
-            weight=sizes.get("wp", 1),
-            context=sizes.get("cp", 1),
+            pp=sizes.get("pp", 1),
+            dp_replicate=sizes.get("dp", 1),
+            tp=sizes.get("tp", 1),
+            dp_shard=sizes.get("wp", 1),
+            cp=sizes.get("cp", 1),
         ),
         cut="rows" if "rows" in row.options else "samples",
         schedule=schedule,
