@@ -34,13 +34,11 @@ _ON_GPU = {
     "megasnn.device_checks.runs_ahead": lambda device: True,
     "megasnn.kernels.spike_codec.usable_on": lambda device: True,
     "megasnn.kernels.philox.usable_on": lambda device: True,
-    "megasnn.kernels.convolution.usable_on": lambda device: True,
-    "megasnn.kernels.convolution._is_matrix_product": lambda *shapes: False,
+    "megasnn.kernels.convolution._is_matrix_product": lambda images, *_: images.shape[2:] == (1, 1),
     "megasnn.layers.attention.on_gpu": lambda values: True,
     "megasnn.layers.weight_grad.on_gpu": lambda values: True,
-    "megasnn.kernels.spike_codec.empty_strided": lambda shape, strides, dtype, device: torch.empty_strided(
-        tuple(shape), tuple(strides), dtype=dtype, device=device
-    ),
+    "megasnn.parallel.collectives.empty": lambda shape, dtype, device: torch.empty(shape, dtype=dtype),
+    "megasnn.layers.attention.empty": lambda shape, dtype, device: torch.empty(shape, dtype=dtype),
 }
 
 
@@ -99,18 +97,25 @@ class _Counting(TorchDispatchMode):
             and name not in _STARTS_NOTHING
             and not name.startswith("empty")
         ):
-            work = (self.counted.backward if self.backward else self.counted.forward)[self.unit]
-            work.launches[name] += 1
-            work.moved[name] += _moved(func, args, kwargs or {}, result)
-            given = tree_leaves((args, kwargs))
-            self.counted.numbers.append((name, *(each.shape if isinstance(each, Tensor) else each for each in given)))
+            self.count(name, _moved(func, args, kwargs or {}, result), (args, kwargs))
         return result
+
+    def launch(self, kernel: Any, *args: Any, **constants: Any) -> None:
+        """Takes the place of that of the kernels; each of their tensors is read or written once."""
+        moved = sum(_size(each) for each in args if isinstance(each, Tensor))
+        self.count(kernel.fn.__name__, moved, (args, constants))
+
+    def count(self, name: str, moved: int, given: Any) -> None:
+        work = (self.counted.backward if self.backward else self.counted.forward)[self.unit]
+        work.launches[name] += 1
+        work.moved[name] += moved
+        numbers = (each.shape if isinstance(each, Tensor) else each for each in tree_leaves(given))
+        self.counted.numbers.append((name, *numbers))
 
 
 def _moved(func: Any, args: Any, options: Any, result: Any) -> int:
     """Bytes that an operator must read and write at least; what a tensor repeats (stride 0) counts once."""
-    is_ours, name = func.namespace == "megasnn", func.overloadpacket.__name__
-    total, changed = 0, set[int]()
+    name, total, changed = func.overloadpacket.__name__, 0, set[int]()
     for index, argument in enumerate(func._schema.arguments):
         value = args[index] if index < len(args) else options.get(argument.name)
         is_written = argument.alias_info is not None and argument.alias_info.is_write
@@ -121,7 +126,7 @@ def _moved(func: Any, args: Any, options: Any, result: Any) -> int:
                 continue
             if name == "convolution_backward" and tensor is (args[2] if args[-1][1] else args[1]):
                 continue
-            total += _size(tensor) * (1 if not is_written or is_ours or name in _ONLY_WRITES else 2)
+            total += _size(tensor) * (1 if not is_written or name in _ONLY_WRITES else 2)
             if is_written:
                 changed.add(id(tensor))
     return total + sum(_size(e) for e in tree_leaves(result) if isinstance(e, Tensor) and id(e) not in changed)
@@ -186,6 +191,8 @@ def fake_gpu(names: dict[ConvNormNeuron, str] | None = None) -> Iterator[Counted
     with ExitStack() as stack:
         for target, replacement in _ON_GPU.items():
             stack.enter_context(mock.patch(target, replacement))
+        for module in ("alone", "calls", "codec", "philox"):
+            stack.enter_context(mock.patch(f"megasnn.kernels.triton.{module}.launch", counting.launch))
         stack.enter_context(mock.patch.object(ConvNormNeuron, "forward", marked))
         stack.enter_context(mock.patch("torch.autograd.backward", backward))
         stack.enter_context(mock.patch("megasnn.layers.weight_grad._cast", cast))

@@ -14,9 +14,8 @@ import megasnn.training  # noqa: F401
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.neuron import Norm, Unit
 from megasnn.kernels.numba import calls
-from megasnn.kernels.numba.attention import spiking_heads
-from megasnn.kernels.products import ConvolutionProducts
-from megasnn.kernels.spike_codec import pack_bits, unpack_bits
+from megasnn.kernels.products import Products
+from megasnn.kernels.spike_codec import pack_bits, unpack_bits_into
 from tests.sums import form_sums_where_few
 
 
@@ -29,16 +28,11 @@ def _load_kernels(dtype: torch.dtype) -> None:
         spikes, _ = calls.fire(x, norm, None, unit)
         sums, carried, _ = calls.backward_sums(x, spikes, norm, None, unit, False)
         calls.input_gradient(x, spikes, norm, None, unit, sums, 4, carried)
-        unpack_bits(pack_bits(spikes), spikes.shape, dtype=dtype)
-    images, weight, products = torch.ones(1, 8, 1, 1), torch.zeros(8, 8, 1, 1), ConvolutionProducts(sparse=True)
+        unpack_bits_into(pack_bits(spikes), spikes.movedim(2, -1).view(1, -1))
+    images, weight, products = torch.ones(1, 8, 1, 1), torch.zeros(8, 8, 1, 1), Products(sparse=True)
     images[:, 1:] = 0
     images, weight = images.to(dtype), weight.to(dtype)
     products.add_weight_gradient(weight, products.output(images, weight), images)
-    rows = torch.zeros(1, 24, dtype=dtype)
-    heads = spiking_heads(pack_bits(rows), rows.shape, 1, 1, dtype, 1.0)
-    if heads is not None:
-        kv, grad = heads.counts(), heads.prepared(rows[:, :8])
-        heads.output(kv), heads.gradients(heads.gradient_of_q(grad, kv), heads.gradient_of_counts(grad))
 
 
 form_sums_where_few()

@@ -218,9 +218,6 @@ def _training_problems(config: PretrainConfig) -> Iterator[str]:
         able = " or ".join(name for name, loss in LOSSES.items() if loss.mixes)
         yield f"{asked} makes labels probabilities, and --loss {training.loss} takes classes; use {able}"
     if neuron.neuron_backend not in BACKENDS.also:
-        lacks = BACKENDS[neuron.neuron_backend].missing(neuron.neuron, neuron.surrogate)
+        lacks = BACKENDS[neuron.neuron_backend].lacks(neuron.neuron, neuron.surrogate)
         if lacks is not None:
-            yield (
-                f"--neuron-backend {neuron.neuron_backend} has the {lacks.what}s {' and '.join(lacks.known)}, not "
-                f"--{lacks.what} {lacks.name}; use auto or torch"
-            )
+            yield f"--neuron-backend {neuron.neuron_backend}: {lacks}; use auto or torch"

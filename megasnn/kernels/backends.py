@@ -19,15 +19,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Missing:
-    """A name that a backend cannot compute: what it is the name of, the name, and those that it can."""
-
-    what: str
-    name: str
-    known: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class NeuronBackend:
     """
     Attributes:
@@ -45,20 +36,16 @@ class NeuronBackend:
     unit_calls: Callable[[], Any]
     refuses: Callable[[Tensor], str | None] = lambda x: None
 
-    def missing(self, neuron: str, surrogate: str) -> Missing | None:
-        """Names the part of a neuron that it lacks, whatever the input; None where it has all."""
-        if neuron not in self.neurons:
-            return Missing("neuron", neuron, tuple(self.neurons))
-        if surrogate not in self.surrogates:
-            return Missing("surrogate", surrogate, tuple(self.surrogates))
+    def lacks(self, neuron: str, surrogate: str) -> str | None:
+        """Names the part of a neuron that it cannot compute, whatever the input; None where it can."""
+        for flag, name, known in (("neuron", neuron, self.neurons), ("surrogate", surrogate, self.surrogates)):
+            if name not in known:
+                return f"they know the {flag}s {', '.join(known)}, not --{flag} {name}"
         return None
 
     def unavailable(self, x: Tensor, spec: NeuronSpec) -> str | None:
         """Why it cannot compute this neuron on this input; None where it can."""
-        lacks = self.missing(spec.kind, spec.surrogate)
-        if lacks is not None:
-            return f"they know the {lacks.what}s {', '.join(lacks.known)}, not {lacks.name!r}"
-        return self.refuses(x)
+        return self.lacks(spec.kind, spec.surrogate) or self.refuses(x)
 
 
 AUTO = "auto"  # stands for the fastest that can be used

@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasnn.kernels.triton.available import MOST_VALUES, usable_on
-
 FEW_ROWS = 1024
 FEW_SUMMED_ROWS = 2048
 FEW_FRAMES = 16
@@ -69,14 +67,14 @@ def add_weight_gradient(total: Tensor, grad: Tensor, images: Tensor, geometry: G
         grad: of the output. images: the input.
     """
     if _is_matrix_product(images, total, geometry, FEW_SUMMED_ROWS):
-        add_product(total.flatten(1), _rows(grad).t(), _rows(images))
+        _add_product(total.flatten(1), _rows(grad).t(), _rows(images))
         return
     # Only the shape and type of the weight enter its gradient.
     weight = total if total.dtype == grad.dtype else torch.empty_like(total, dtype=grad.dtype)
     total += _convolution_backward(grad, images, weight, geometry, (False, True, False))[1]
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, in one go where the types are the same."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
@@ -85,14 +83,15 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _is_matrix_product(images: Tensor, weight: Tensor, geometry: Geometry, few_rows: int = FEW_ROWS) -> bool:
-    """Pointwise over few rows on a CPU, where a convolution spends its time on bringing the weight into oneDNN's order.
+    """Pointwise, on images of one pixel, or over few rows on a CPU, where a convolution spends its time on bringing the
+    weight into oneDNN's order.
 
     Below 16 frames PyTorch even leaves oneDNN for a slow path. Over many rows the convolution is never slower, and
     twice as fast on processors that MKL is not written for. The gradient of the weight is a product for longer, since
     it is added where it is to be, and what a convolution gives is brought into order and then added.
     """
     few = images.shape[0] < FEW_FRAMES or images.numel() // images.shape[1] < few_rows
-    return _is_pointwise(weight, geometry) and images.device.type == "cpu" and few
+    return _is_pointwise(weight, geometry) and (images.shape[2:] == (1, 1) or (images.device.type == "cpu" and few))
 
 
 def _is_pointwise(weight: Tensor, geometry: Geometry) -> bool:
@@ -124,21 +123,6 @@ def pooled_space(space: torch.Size, window: int) -> torch.Size:
 def average_pool(images: Tensor, window: int) -> Tensor:
     """`[frames, C, H, W]` -> `[frames, C, H // window, W // window]`."""
     return images if window == 1 else F.avg_pool2d(images, window)
-
-
-def average_pool_of_bits(packed: Tensor, shape: torch.Size, window: int, dtype: torch.dtype) -> Tensor | None:
-    """The same of spikes `[frames, C, H, W]` that `codec.pack_bits` has packed, channels last, in one pass over memory;
-    None where there is no kernel for it."""
-    frames, channels, height, width = shape
-    out_height, out_width = pooled_space(shape[2:], window)
-    largest = max(packed.numel(), frames * out_height * out_width * channels)
-    if window == 1 or channels % 8 or largest > MOST_VALUES or not usable_on(packed.device):
-        return None
-    from megasnn.kernels.triton.codec import average_bits_into
-
-    pooled = packed.new_empty((frames, out_height, out_width, channels), dtype=dtype)
-    average_bits_into(packed, pooled, height, width, window)
-    return pooled.movedim(-1, 1)
 
 
 def average_pool_gradient(grad: Tensor, window: int, space: torch.Size) -> Tensor:

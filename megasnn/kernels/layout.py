@@ -23,58 +23,22 @@ def memory_order(x: Tensor) -> list[int]:
     return sorted(range(x.ndim), key=lambda dim: (x.shape[dim] != 1, -strides[dim], dim))
 
 
-def is_dense(x: Tensor) -> bool:
-    """True where the elements fill one block of memory without gaps or overlap, in whatever order."""
-    return x.permute(memory_order(x)).is_contiguous()
-
-
 def flat_in_memory(x: Tensor) -> Tensor:
     """The elements in memory order, as a view; of a tensor that is not dense a copy in row-major order."""
     ordered = x.permute(memory_order(x))
     return ordered.view(-1) if ordered.is_contiguous() else x.reshape(-1)
 
 
-class TimeOrder:
-    """The memory order of a tensor `[T, ...]`: others are brought into it, and copied only where they are not."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.step = memory_order(x[0])
-        self.whole = [0, *(dim + 1 for dim in self.step)]
-
-    def take(self, x: Tensor) -> Tensor:
-        """`[T, ...]`, contiguous."""
-        return x.detach().permute(self.whole).contiguous()
-
-    def take_step(self, v: Tensor) -> Tensor:
-        """One time step `[...]`, contiguous."""
-        return v.detach().permute(self.step).contiguous()
-
-    def give(self, x: Tensor) -> Tensor:
-        return x.permute(_inverse(self.whole))
-
-    def give_step(self, v: Tensor) -> Tensor:
-        return v.permute(_inverse(self.step))
-
-
-def _inverse(order: list[int]) -> list[int]:
-    return [order.index(dim) for dim in range(len(order))]
-
-
-def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised dense tensor.
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised contiguous tensor.
 
     On the CPU the memory comes from numpy, which asks for huge pages: first touching a large tensor costs several
     times less than with torch's allocator.
     """
     if device.type != "cpu":
-        return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
     memory = empty_array((math.prod(shape) * dtype.itemsize,), np.dtype(np.uint8))
-    return torch.from_numpy(memory).view(dtype).as_strided(tuple(shape), tuple(strides))
+    return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 
 
 def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megasnn.kernels.backends import AUTO, backend_for
-from megasnn.kernels.layout import TimeOrder
 from megasnn.kernels.neuron_spec import NEURONS, NeuronSpec
 from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
 from megasnn.recompute import cached_collective
@@ -146,12 +145,10 @@ def neuron_multi_step(
         Spikes, shaped and typed like ``x``, and the membrane potential ``[N, ...]`` after the last step.
 
     Raises:
-        ValueError: an unknown backend, a shape that does not fit, a plif neuron without ``w`` (or another with it),
-            or a backend that cannot be used here.
+        ValueError: an unknown backend, a plif neuron without ``w`` (or another with it), or a backend that cannot be
+            used here.
     """
     _check_neuron(x, spec, w)
-    if v0 is not None and v0.shape != x.shape[1:]:
-        raise ValueError(f"v0 {tuple(v0.shape)} must have the shape of one time step, {tuple(x.shape[1:])}")
     if x.is_meta:
         return torch.empty_like(x), x.new_empty(x.shape[1:])
     return backend_for(backend, x, spec).neuron_multi_step(x, spec, v0, w)
@@ -195,38 +192,21 @@ def norm_pool_neuron(
         Spikes, and the statistics that were used (float32 when ``x`` is bfloat16); see `UnitOutput`.
 
     Raises:
-        ValueError: an unknown backend, shapes or time steps that do not fit, fewer than two values per channel in
-            training, or a backend that cannot be used here.
+        ValueError: an unknown backend, time steps that do not fit, a single value per channel in training, or a
+            backend that cannot be used here.
     """
     _check_neuron(x, spec, w)
     steps = x.shape[0] if time_steps is None else time_steps
-    _check_norm(x, weight, bias, training and shared is None, pool, steps)
+    if x.shape[0] not in (1, steps):
+        raise ValueError(f"input has {x.shape[0]} time steps; it must have 1 or {steps} (--time-steps)")
+    if training and shared is None and x.numel() == x.shape[2]:
+        raise ValueError(f"batch norm in training needs more than one value per channel, got input {tuple(x.shape)}")
     unit = Unit(spec, eps, pool, steps)
     if x.is_meta:
         of_channels = x.new_empty(x.shape[2:3])
         return UnitOutput(x.new_empty(unit.shape_of_spikes(x)), of_channels, of_channels, x.numel() // x.shape[2])
     running = None if training or running_mean is None or running_var is None else (running_mean, running_var)
     calls = backend_for(backend, x, spec).unit_calls()
-    return norm_pool_neuron_by(calls, x, weight, bias, running, w, unit, fires, shared, above)
-
-
-def norm_pool_neuron_by(
-    calls: UnitCalls,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running: tuple[Tensor, Tensor] | None,
-    w: Tensor | None,
-    unit: Unit,
-    fires: bool = True,
-    shared: Shared | None = None,
-    above: Tensor | None = None,
-) -> UnitOutput:
-    """Makes the calls, one after the other; see `norm_pool_neuron`.
-
-    Args:
-        running: mean and variance to normalise with; None to normalise with the batch's.
-    """
     # Writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
     packed = torch.is_grad_enabled()
     inputs = channels_last(x), above, weight, bias, w, running, unit, calls, packed, fires, shared
@@ -240,9 +220,9 @@ def neuron_by(
     """Neurons alone by loops or kernels; see `neuron_multi_step`.
 
     Args:
-        calls: has `fire_alone` and `backward_alone`. These take contiguous tensors `[T, ...]` and steps `[...]`. They
-            give spikes, last potential, and bits where they fill whole bytes; gradients of x and v0, and what
-            `gradient_of_w` takes.
+        calls: has `fire_alone` and `backward_alone`. These take contiguous tensors `[T, N, ..., C]` and steps
+            `[N, ..., C]`. They give spikes, last potential, and bits where they fill whole bytes; gradients of x and
+            v0, and what `gradient_of_w` takes.
     """
     spikes, last, bits = _Neuron.apply(x, v0, w, spec, wants_bits(x), calls)
     return remember_bits(spikes, bits), last
@@ -262,30 +242,36 @@ class _Neuron(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.calls = spec, calls
         ctx.save_for_backward(x, v0, w)
-        order = TimeOrder(x)
-        first = None if v0 is None else order.take_step(v0)
-        spikes, last, bits = calls.fire_alone(order.take(x), first, w, spec, packed)
+        spikes, last, bits = calls.fire_alone(_rows(x, 2), _rows(v0, 1), w, spec, packed)
         if packed:
             bits = pack_bits(spikes) if bits is None else bits
             ctx.mark_non_differentiable(bits)
-        return order.give(spikes), order.give_step(last), bits
+        return spikes.movedim(-1, _channels(x, 2)), last.movedim(-1, _channels(last, 1)), bits
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_spikes: Tensor | None, g_last: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         x, v0, w = ctx.saved_tensors
         need_x, need_v, need_w, *_ = ctx.needs_input_grad
-        order = TimeOrder(x)
-        data, first = order.take(x), None if v0 is None else order.take_step(v0)
-        g = torch.zeros_like(data) if g_spikes is None else order.take(g_spikes)
-        g_after = None if g_last is None else order.take_step(g_last)
-        g_x, g_before, total = ctx.calls.backward_alone(data, first, g, g_after, w, ctx.spec, need_w)
+        g_spikes = torch.zeros_like(x) if g_spikes is None else g_spikes
+        inputs = _rows(x, 2), _rows(v0, 1), _rows(g_spikes, 2), _rows(g_last, 1)
+        g_x, g_before, total = ctx.calls.backward_alone(*inputs, w, ctx.spec, need_w)
         return (
-            order.give(g_x) if need_x else None,
-            order.give_step(g_before).to(v0.dtype) if need_v else None,
+            g_x.movedim(-1, _channels(x, 2)) if need_x else None,
+            g_before.movedim(-1, _channels(v0, 1)).to(v0.dtype) if need_v else None,
             gradient_of_w(total, w, ctx.spec) if need_w else None,
             *(None,) * 3,
         )
+
+
+def _channels(x: Tensor, dim: int) -> int:
+    """Dimension of the channels; of `[T, N]`, which has none, the last one."""
+    return min(dim, x.ndim - 1)
+
+
+def _rows(x: Any, dim: int) -> Any:
+    """A tensor with the channels last, contiguous; of None, None."""
+    return None if x is None else x.detach().movedim(_channels(x, dim), -1).contiguous()
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -399,25 +385,8 @@ def _means_of(x: Tensor, means: Tensor, norm: Norm, eps: float) -> Tensor:
 
 
 def _check_neuron(x: Tensor, spec: NeuronSpec, w: Tensor | None) -> None:
-    if x.ndim < 2 or not x.is_floating_point():
+    if not x.is_floating_point():
         raise ValueError(f"a neuron takes floating-point input [T, N, ...], got {x.dtype} {tuple(x.shape)}")
     if (w is not None) != NEURONS[spec.kind].learns:
         learning = ", ".join(name for name, neuron in NEURONS.items() if neuron.learns)
         raise ValueError(f"w is the parameter of a {learning} neuron and of no other; got kind {spec.kind!r} and w={w}")
-    if w is not None and w.numel() != 1:
-        raise ValueError(f"w of a {spec.kind} neuron is a scalar, got {tuple(w.shape)}")
-
-
-def _check_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, pool: bool, time_steps: int
-) -> None:
-    if x.ndim not in (4, 5) or (pool and x.ndim != 5):
-        wanted = "[T, N, C, H, W]" if pool else "[T, N, C, H, W] or [T, N, C, L]"
-        raise ValueError(f"norm{', pool' if pool else ''} and neuron take {wanted}, got {tuple(x.shape)}")
-    if x.shape[0] not in (1, time_steps):
-        raise ValueError(f"input has {x.shape[0]} time steps; it must have 1 or {time_steps} (--time-steps)")
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is not None and value.shape != x.shape[2:3]:
-            raise ValueError(f"the norm's {name} {tuple(value.shape)} does not fit {x.shape[2]} channels")
-    if training and x.numel() == x.shape[2]:
-        raise ValueError(f"batch norm in training needs more than one value per channel, got input {tuple(x.shape)}")

@@ -160,20 +160,6 @@ class NeuronSpec:
 # --- compiled kernels
 
 
-class FusedCharge(NamedTuple):
-    """Rule by which the potential before firing follows from input and last potential in compiled kernels.
-
-    Attributes:
-        code: the form that the kernels charge by, named in `numba.neuron` and `triton.neuron`.
-        factor: what it divides or multiplies by.
-        leak: the part of the last potential that goes, and of the input that comes where it decays.
-    """
-
-    code: str
-    factor: float
-    leak: float
-
-
 class FusedSurrogate(NamedTuple):
     """A surrogate gradient `amplitude * shape(slope * (h - threshold))`, whose numbers grow with alpha."""
 
@@ -182,24 +168,7 @@ class FusedSurrogate(NamedTuple):
     slope: float
 
 
-def _fused_leak(spec: NeuronSpec, learned: float) -> FusedCharge:
-    leak, form = 1.0 / spec.tau, "CHARGE_" if spec.decay_input else "LEAK_"
-    if _is_power_of_two(spec.tau):  # multiplying is the same as dividing, and faster
-        return FusedCharge(form + "SCALE", leak, leak)
-    return FusedCharge(form + "DIVIDE", spec.tau, leak)
-
-
-FUSED_CHARGES: Registry[Callable[[NeuronSpec, float], FusedCharge]] = Registry(
-    "--neuron",
-    {
-        "if": lambda spec, learned: FusedCharge("CHARGE_ADD", 1.0, 0.0),
-        "lif": _fused_leak,
-        "plif": lambda spec, learned: FusedCharge(
-            "CHARGE_SCALE" if spec.decay_input else "LEAK_SCALE", learned, learned
-        ),
-    },
-)
-"""Name of a neuron that compiled kernels know -> (description, the learned leak) -> how it charges."""
+FUSED_CHARGES = ("lif", "if", "plif")
 FUSED_SURROGATES: Registry[FusedSurrogate] = Registry(
     "--surrogate",
     {"sigmoid": FusedSurrogate("SIGMOID", 1.0, 1.0), "atan": FusedSurrogate("ATAN", 0.5, math.pi / 2)},
@@ -211,7 +180,8 @@ class Numbers:
     """A neuron in numbers: what the kernels of all backends compute with.
 
     Attributes:
-        charge, surrogate: codes of a FusedCharge and a FusedSurrogate.
+        charge: how input and last potential are charged, named in `numba.neuron` and `triton.neuron`.
+        surrogate: code of a FusedSurrogate.
         learned: its factor is learned, and perhaps known on the device alone: then factor, into and through are those
             of the factor that was given.
         hard: the reset is.
@@ -239,21 +209,27 @@ class Numbers:
 @lru_cache(maxsize=256)  # each launch of a kernel asks; a learned leak changes with every step
 def numbers(spec: NeuronSpec, learned_leak: float = 0.0) -> Numbers:
     """A neuron in numbers. learned_leak: its factor, where that is learned and known here."""
-    charge, surrogate = FUSED_CHARGES[spec.kind](spec, learned_leak), FUSED_SURROGATES[spec.surrogate]
+    surrogate, neuron = FUSED_SURROGATES[spec.surrogate], NEURONS[spec.kind]
+    charge, factor, leak = "CHARGE_ADD", 1.0, 0.0
+    if neuron.leaks:
+        factor = leak = learned_leak if neuron.learns else 1.0 / spec.tau
+        charge = ("CHARGE_" if spec.decay_input else "LEAK_") + "SCALE"
+    if neuron.leaks and not neuron.learns and not _is_power_of_two(spec.tau):  # otherwise multiplying is the same
+        charge, factor = charge.replace("SCALE", "DIVIDE"), spec.tau
     hard = spec.v_reset is not None
     jump, slide = (spec.rest, 1.0) if hard else (-spec.v_threshold, 0.0)
     return Numbers(
-        charge=charge.code,
+        charge=charge,
         surrogate=surrogate.code,
-        learned=NEURONS[spec.kind].learns,
+        learned=neuron.learns,
         hard=hard,
         rest=spec.rest,
         threshold=spec.v_threshold,
-        factor=charge.factor,
+        factor=factor,
         jump=0.0 if spec.detach_reset else jump,
         slide=0.0 if spec.detach_reset else slide,
-        into=charge.leak if NEURONS[spec.kind].leaks and spec.decay_input else 1.0,
-        through=1.0 - charge.leak,
+        into=leak if neuron.leaks and spec.decay_input else 1.0,
+        through=1.0 - leak,
         slope=spec.surrogate_alpha * surrogate.slope,
         amplitude=spec.surrogate_alpha * surrogate.amplitude,
     )

@@ -1,18 +1,16 @@
 """Random choices for tensors, each by the place of a value in the whole tensor, with equal bits on every device.
 
-On the CPU a compiled loop draws them, on a GPU a Triton kernel; without numba or triton integer arithmetic on tensors.
+On the CPU a compiled loop draws them, on a GPU a Triton kernel; both must equal integer arithmetic on tensors.
 """
 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megasnn.kernels.numba import loops_of
 from megasnn.kernels.triton.available import usable_on
 from megasnn.random import UNIFORM_BITS, WORD, philox
 
@@ -42,20 +40,14 @@ def kept(
     cut = Runs(runs, pixels * all_channels // runs, begin, pixels * len(channels) // runs)
     threshold = math.ceil(p * 2**UNIFORM_BITS)
     samples, device = keys.shape[1], keys.device
-    compiled = _loops() if device.type == "cpu" else None
     if usable_on(device):
         from megasnn.kernels.triton.philox import kept_by_kernel
 
         rows = kept_by_kernel(threshold, keys, steps, cut)
-    elif compiled is None:
-        rows = kept_by_tensors(threshold, keys, steps, cut)
+    elif device.type == "cpu":
+        rows = _kept_by_loops(threshold, keys, steps, cut)
     else:
-        from megasnn.kernels.numba.jit import run
-
-        rows = torch.empty(steps * samples, cut.runs, cut.length, dtype=torch.bool)
-        if rows.numel():
-            words = keys.t().contiguous().numpy()
-            run(compiled.keep, len(rows), rows.numpy(), words, cut.stride, cut.offset, threshold)
+        rows = kept_by_tensors(threshold, keys, steps, cut)
     return rows.view(steps, samples, pixels, len(channels))
 
 
@@ -66,6 +58,16 @@ class Runs(NamedTuple):
     stride: int
     offset: int
     length: int
+
+
+def _kept_by_loops(threshold: int, keys: Tensor, steps: int, cut: Runs) -> Tensor:
+    from megasnn.kernels.numba.jit import run
+    from megasnn.kernels.numba.philox import keep
+
+    rows = torch.empty(steps * keys.shape[1], cut.runs, cut.length, dtype=torch.bool)
+    if rows.numel():
+        run(keep, len(rows), rows.numpy(), keys.t().contiguous().numpy(), cut.stride, cut.offset, threshold)
+    return rows
 
 
 def kept_by_tensors(threshold: int, keys: Tensor, steps: int, cut: Runs) -> Tensor:
@@ -82,6 +84,3 @@ def kept_by_tensors(threshold: int, keys: Tensor, steps: int, cut: Runs) -> Tens
     places = starts % 4 + torch.arange(cut.length, device=device)
     drawn = words.flatten(-2).gather(-1, places.expand(-1, keys.shape[1], -1, -1))
     return (drawn >> 32 - UNIFORM_BITS) >= threshold
-
-
-_loops = partial(loops_of, "philox")

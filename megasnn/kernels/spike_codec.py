@@ -3,25 +3,23 @@
 A spike is 0 or 1 and takes one bit. Spikformer's residual stream is a sum of spikes: a small count, one byte. Both are
 exact. Everything else (images, averages, gradients) is dense. A value that does not fit raises; nothing is cut.
 
-Packed values are flat in memory order of the tensor that they come from. On the CPU compiled loops pack in one pass
-over memory, on a GPU Triton kernels; where they cannot be used plain tensor operations do it, with equal results.
+Packed values are flat in memory order of the tensor that they come from. On the CPU numpy packs bits, on a GPU Triton
+kernels; where they cannot be used plain tensor operations do it, with equal results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megasnn.device_checks import explained, refuse
-from megasnn.kernels.layout import empty_strided, flat_in_memory, is_dense, row_major_strides
-from megasnn.kernels.numba import loops_of
+from megasnn.kernels.layout import flat_in_memory
 from megasnn.kernels.triton.available import MOST_VALUES, usable_on
 
 
@@ -96,8 +94,8 @@ def decode_into(payload: Tensor, content: Content, rows: Tensor) -> None:
 
 def wants_bits(x: Tensor) -> bool:
     """True where what fires on an input `[T, N, C, ...]` is to give its spikes as bits as well: they cost next to
-    nothing while the spikes are at hand, a backward needs them, and layers take them of tensors with channels last."""
-    return torch.is_grad_enabled() and x.ndim > 2 and x[0].movedim(1, -1).is_contiguous()
+    nothing while the spikes are at hand, and a backward needs them."""
+    return torch.is_grad_enabled() and x.ndim > 2
 
 
 def remember_bits(spikes: Tensor, bits: Tensor | None) -> Tensor:
@@ -137,16 +135,17 @@ def pack_bits(x: Tensor, check: bool = False) -> Tensor:
             (megasnn/device_checks.py). Without it every non-zero value is a spike.
     """
     flat = flat_in_memory(x.detach())
-    compiled, on_gpu = _compiled(flat), _on_gpu(flat)
+    on_gpu = _on_gpu(flat)
     strange: Tensor | bool | None = None
     if on_gpu is not None:
         packed, strange = on_gpu.pack_bits(flat, check)
-    elif compiled is None:
+    elif _by_numpy(flat):
+        packed, differs = _pack_bits_by_numpy(flat)
+        strange = check and differs()
+    else:
         packed = _pack_bits_plain(flat)
         if check:
             strange = ~(((flat == 0) | (flat == 1)) & ~torch.signbit(flat)).all()
-    else:
-        packed, strange = _pack_spikes(compiled, flat)
     if check and strange is not None:
         refuse(strange, "pack_bits takes 0 and 1", partial(_span, flat))
     return packed
@@ -155,28 +154,10 @@ def pack_bits(x: Tensor, check: bool = False) -> Tensor:
 def pack_where_not_zero(x: Tensor) -> tuple[Tensor, bool]:
     """Packs which values of a tensor on a CPU are not 0, and tells whether all of them are 1."""
     flat = flat_in_memory(x.detach())
-    compiled = _compiled(flat)
-    if compiled is None:
-        return _pack_bits_plain(flat), bool(((flat == 0) | (flat == 1)).all())
-    packed, strange = _pack_spikes(compiled, flat)
-    return packed, not strange
-
-
-def unpack_bits(
-    packed: Tensor,
-    shape: Sequence[int],
-    strides: Sequence[int] | None = None,
-    dtype: torch.dtype = torch.float32,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The inverse of :func:`pack_bits`: a dense tensor of ``shape`` with ``strides`` (row-major without), or ``out``.
-
-    Raises:
-        ValueError: the number of bytes does not fit the shape, or the strides or ``out`` are not dense.
-    """
-    out = _target(shape, strides, dtype, out, packed.device)
-    unpack_bits_into(packed, flat_in_memory(out).view(1, -1))
-    return out
+    if _by_numpy(flat):
+        packed, differs = _pack_bits_by_numpy(flat)
+        return packed, not differs()
+    return _pack_bits_plain(flat), bool(((flat == 0) | (flat == 1)).all())
 
 
 def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
@@ -185,29 +166,18 @@ def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
     With ``out`` a block of columns of a channels-last tensor, this puts one rank's channels in their place.
 
     Raises:
-        ValueError: ``out`` is not two-dimensional, or ``packed`` is not uint8 ``[ceil(rows * columns / 8)]``.
+        ValueError: ``packed`` has not ``ceil(rows * columns / 8)`` bytes.
     """
-    if out.ndim != 2:
-        raise ValueError(f"bits are unpacked into rows and columns, got a tensor {tuple(out.shape)}")
-    size = packed_size(out.numel())
-    if packed.dtype != torch.uint8 or packed.shape != (size,):
-        raise ValueError(f"{out.numel()} spikes take uint8 [{size}], got {packed.dtype} {tuple(packed.shape)}")
-    columns = out.shape[1]
-    compiled, on_gpu = _compiled(packed), _on_gpu(out)
-    rows_of_neighbours = columns <= 1 or out.stride(1) == 1
-    if on_gpu is not None and rows_of_neighbours:
+    if packed.numel() != packed_size(out.numel()):
+        raise ValueError(f"{out.numel()} spikes take {packed_size(out.numel())} bytes, got {packed.numel()}")
+    on_gpu = _on_gpu(out)
+    if on_gpu is not None and (out.shape[1] <= 1 or out.stride(1) == 1):
         on_gpu.unpack_bits_into(packed, out)
-    elif compiled is None or out.dtype not in _WRITTEN_AS or not rows_of_neighbours:
+    elif _by_numpy(packed):
+        bits = np.unpackbits(packed.numpy(), count=out.numel(), bitorder="little")
+        out.copy_(torch.from_numpy(bits).view(out.shape))
+    else:
         out.copy_(_unpack_bits_plain(packed, out.numel()).view(out.shape))
-    elif out.numel():
-        _unpack(compiled, packed.numpy(), out)
-
-
-def empty_values(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for so many values that are unpacked then, ``[count]``: where compiled loops do it, in huge pages."""
-    if device.type != "cpu" or _loops() is None:
-        return torch.empty(count, dtype=dtype, device=device)
-    return empty_strided((count,), (1,), dtype, device)
 
 
 def pack_counts(x: Tensor, check: bool = False) -> Tensor:
@@ -218,53 +188,23 @@ def pack_counts(x: Tensor, check: bool = False) -> Tensor:
             Without it the result is then undefined.
     """
     flat = flat_in_memory(x.detach())
-    compiled, on_gpu = _compiled(flat), _on_gpu(flat)
+    on_gpu = _on_gpu(flat)
     strange: Tensor | bool | None = None
     if on_gpu is not None:
         packed, strange = on_gpu.pack_counts(flat, check)
-    elif compiled is None:
+    elif _by_numpy(flat):
+        values = _values(flat)
+        with np.errstate(invalid="ignore"):
+            counts = values.astype(np.uint8)
+        packed, strange = torch.from_numpy(counts), check and _differ(counts, values)
+    else:
         packed = flat.to(torch.uint8)
         if check:
             fits = (packed.to(torch.float64) == flat.to(torch.float64)) & ~torch.signbit(flat)
             strange = ~fits.all()
-    else:
-        packed, values = torch.empty(flat.numel(), dtype=torch.uint8), _readable(flat)
-        signed = values.view(f"int{8 * values.itemsize}")
-        strange = _pack(compiled, compiled.pack_small, flat.numel(), values, signed, packed.numpy())
     if check and strange is not None:
         refuse(strange, "pack_counts takes integers from 0 to 255", partial(_span, flat))
     return packed
-
-
-def unpack_counts(
-    packed: Tensor,
-    shape: Sequence[int],
-    strides: Sequence[int] | None = None,
-    dtype: torch.dtype = torch.float32,
-    out: Tensor | None = None,
-) -> Tensor:
-    """The inverse of :func:`pack_counts`; arguments and errors as for :func:`unpack_bits`."""
-    out = _target(shape, strides, dtype, out, packed.device)
-    if packed.dtype != torch.uint8 or packed.numel() != out.numel():
-        raise ValueError(f"{packed.numel()} packed values of {packed.dtype} do not fill a tensor {tuple(shape)}")
-    flat_in_memory(out).copy_(packed.view(-1))
-    return out
-
-
-def _target(
-    shape: Sequence[int],
-    strides: Sequence[int] | None,
-    dtype: torch.dtype,
-    out: Tensor | None,
-    device: torch.device,
-) -> Tensor:
-    if strides is None:
-        strides = row_major_strides(shape)
-    plan = torch.empty_strided(tuple(shape), tuple(strides), device="meta") if out is None else out
-    if plan.shape != torch.Size(shape) or not is_dense(plan):
-        have = f"{tuple(plan.shape)} with strides {plan.stride()}"
-        raise ValueError(f"a packed tensor {tuple(shape)} needs a dense one of that shape, got {have}")
-    return empty_strided(shape, strides, dtype, device) if out is None else out
 
 
 def _span(flat: Tensor) -> str:
@@ -286,22 +226,31 @@ def _unpack_bits_plain(packed: Tensor, numel: int) -> Tensor:
     return ((packed.view(-1, 1) >> shifts) & 1).view(-1)[:numel]
 
 
-# --- compiled loops and kernels
-
-_WRITTEN_AS = {
-    torch.float32: (torch.float32, 1.0),
-    torch.float64: (torch.float64, 1.0),
-    torch.bfloat16: (torch.int16, 0x3F80),
-    torch.float16: (torch.int16, 0x3C00),
-}
-"""Types that the compiled loops write, each through a type that numpy knows, and how 1 looks in it."""
+# --- numpy and kernels
 
 
-_loops = partial(loops_of, "codec")
+def _by_numpy(x: Tensor) -> bool:
+    """True on a CPU, whose memory numpy takes: it is several times faster than torch at this."""
+    return x.device.type == "cpu"
 
 
-def _compiled(x: Tensor) -> ModuleType | None:
-    return _loops() if x.device.type == "cpu" else None
+def _pack_bits_by_numpy(flat: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+    """Packed spikes, and what tells whether a value is neither 0 nor 1."""
+    values = _values(flat)
+    spikes = values != 0
+    packed = torch.from_numpy(np.packbits(spikes, bitorder="little"))
+    return packed, lambda: _differ(spikes.view(np.uint8), values)
+
+
+def _values(flat: Tensor) -> np.ndarray:
+    """In a type that numpy has, with the same values."""
+    return (flat.float() if flat.dtype == torch.bfloat16 else flat).numpy()
+
+
+def _differ(narrow: np.ndarray, values: np.ndarray) -> bool:
+    """True where whole numbers are not `values` bit for bit: -0 and NaN are none."""
+    bits = f"u{values.itemsize}"
+    return not np.array_equal(narrow.astype(values.dtype).view(bits), values.view(bits))
 
 
 def _on_gpu(values: Tensor) -> ModuleType | None:
@@ -310,35 +259,3 @@ def _on_gpu(values: Tensor) -> ModuleType | None:
     from megasnn.kernels.triton import codec
 
     return codec if values.dtype in codec.TYPES else None
-
-
-def _readable(flat: Tensor) -> np.ndarray:
-    return (flat if flat.dtype in (torch.float32, torch.float64) else flat.float()).numpy()
-
-
-def _pack_spikes(compiled: ModuleType, flat: Tensor) -> tuple[Tensor, bool]:
-    """Packed spikes, and True where it met a value that the format cannot hold."""
-    packed, values = torch.empty(packed_size(flat.numel()), dtype=torch.uint8), _readable(flat)
-    bits = values.view(f"uint{8 * values.itemsize}")
-    one = np.ones(1, values.dtype).view(bits.dtype)[0]
-    magnitude = np.array(np.iinfo(bits.dtype).max >> 1, bits.dtype)[()]
-    return packed, _pack(compiled, compiled.pack_spikes, bits.size, bits, packed.numpy(), one, magnitude)
-
-
-def _pack(compiled: ModuleType, kernel: Callable[..., None], count: int, *arguments: Any) -> bool:
-    strangers = np.zeros(-(-count // compiled.UNIT), np.bool_)
-    if strangers.size:
-        compiled.run(kernel, strangers.size, *arguments, strangers)
-    return bool(strangers.any())
-
-
-def _unpack(compiled: ModuleType, packed: np.ndarray, out: Tensor) -> None:
-    rows, columns = out.shape
-    stride = columns if rows == 1 else out.stride(0)
-    dtype, one = _WRITTEN_AS[out.dtype]
-    span = out.view(dtype).as_strided(((rows - 1) * stride + columns,), (1,)).numpy()
-    zero, one = span.dtype.type(0), span.dtype.type(one)
-    if stride == columns:
-        compiled.run(compiled.unpack_spikes, -(-span.size // compiled.UNIT), span, packed, zero, one)
-    else:
-        compiled.run(compiled.unpack_spike_rows, rows, span, packed, columns, stride, zero, one)

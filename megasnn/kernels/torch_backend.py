@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megasnn.kernels.layout import memory_order
 from megasnn.kernels.neuron import Norm, Unit, channels_last
 from megasnn.kernels.neuron_spec import NEURONS, SURROGATES, NeuronSpec
 from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
@@ -78,8 +77,7 @@ def _neuron_multi_step(x: Tensor, v0: Tensor | None, w: Tensor | None, spec: Neu
 
 
 def _steps(inputs: Tensor, v0: Tensor | None, q: Tensor | None, spec: NeuronSpec) -> tuple[Tensor, Tensor]:
-    """Spikes, in the memory order of the inputs, and the last potential; q: what the charge multiplies by where it is
-    learned."""
+    """Spikes, channels last, and the last potential; q: what the charge multiplies by where it is learned."""
     v = torch.full_like(inputs[0], spec.rest) if v0 is None else v0
     neuron = NEURONS[spec.kind]
     factor = neuron.constant(inputs, spec) if q is None else q
@@ -90,9 +88,8 @@ def _steps(inputs: Tensor, v0: Tensor | None, q: Tensor | None, spec: NeuronSpec
         spike = fire(h - spec.v_threshold)
         v = reset(h, spike, spec)
         spikes.append(spike)
-    order = memory_order(inputs[0])
-    stacked = torch.stack([each.permute(order) for each in spikes])
-    return stacked.permute([0, *(1 + order.index(dim) for dim in range(len(order)))]), v
+    channels = min(1, v.ndim - 1)
+    return torch.stack([each.movedim(channels, -1) for each in spikes]).movedim(-1, 1 + channels), v
 
 
 def recomputed(function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor | None) -> tuple[Tensor, ...]:

@@ -12,8 +12,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.numba.attention import SpikingHeads, spiking_heads
-from megasnn.kernels.spike_codec import Content, bits_of, encode
+from megasnn.kernels.layout import empty
+from megasnn.kernels.spike_codec import Content, bits_of, encode, unpack_bits_into
 from megasnn.kernels.tensor_cores import on_gpu
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.context import BuildContext, context_for
@@ -22,7 +22,7 @@ from megasnn.layers.neuron import make_neuron
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.row_context import count_type, rows_of, sum_counts, sum_for_each
 from megasnn.layers.shape_inference import note_exchanges, untracked
-from megasnn.parallel.collectives import from_rows, join_columns, start_all_reduce_sum, to_rows
+from megasnn.parallel.collectives import from_rows, start_all_reduce_sum, to_rows
 from megasnn.parallel.sharding import Initialiser
 from megasnn.parallel_state import Group
 
@@ -69,7 +69,7 @@ class _HeadAttention(nn.Module):
         self.add_module(self.fused, unit(dim, blocks * dim, blocks=blocks))
         self.projection = unit(dim, dim)
         self.neuron = make_neuron(replace(neuron, v_threshold=v_threshold), context)
-        self._rows, self._tokens, self._sparse = rows_of(context), 0, context.sparse_products
+        self._rows, self._tokens = rows_of(context), 0
 
 
 class SpikingSelfAttention(_HeadAttention):
@@ -96,7 +96,7 @@ class SpikingSelfAttention(_HeadAttention):
                 count_type(self._tokens)  # refuses what cannot travel
                 note_exchanges(self, backward=1)
         shared = None if self._rows is None or x.is_meta else (self._rows, self._tokens)
-        plan = AttendPlan(qkv.shape[0] * qkv.shape[1], self.local_heads, self._sparse, shared)
+        plan = AttendPlan(qkv.shape[0] * qkv.shape[1], self.local_heads, shared)
         out = Attend.apply(to_rows(qkv), bits_of(qkv), plan)
         return self.projection(self.neuron(from_rows(out, qkv.shape)))
 
@@ -119,7 +119,7 @@ class TokenAttention(_HeadAttention):
         qk = self.qk(x)
         with untracked():  # each half is cut by itself
             q, k = qk.unflatten(2, (2, self.local_heads, -1)).unbind(2)  # each [T, N, heads, d, H, W]
-        mask = self.neuron(_exact(q).sum(3, keepdim=True).to(q.dtype))
+        mask = self.neuron(q.sum(3, keepdim=True, dtype=sums_type(q.dtype)).to(q.dtype))
         return self.projection((mask * k).flatten(2, 3))
 
 
@@ -159,7 +159,7 @@ class SpikeDrivenAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.neuron(x)
         together = self.k(spikes) * self.v(spikes)
-        number = _exact(together).flatten(3).sum(-1)
+        number = together.flatten(3).sum(-1, dtype=sums_type(together.dtype))
         if self._rows is not None and x.is_meta:
             note_exchanges(self, 1, 1)
         elif self._rows is not None:
@@ -168,16 +168,15 @@ class SpikeDrivenAttention(nn.Module):
         return self.norm(self.projection(self.q(spikes) * gate.view(*gate.shape, 1, 1)))
 
 
-def _exact(values: Tensor) -> Tensor:
-    """Values in a type that holds sums of spikes, which can be larger than what bfloat16 holds exactly."""
-    return values.float() if values.dtype == torch.bfloat16 else values
+def sums_type(dtype: torch.dtype) -> torch.dtype:
+    """The type that holds sums of spikes, which can be larger than what bfloat16 holds exactly."""
+    return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 # --- the product of q, k and v
 
 
-SCALE = 0.125
-
+SCALE = 0.125  # a power of two: on k^T v, which is small, it gives the same bits as on the output
 
 EXACT_BFLOAT16 = 256
 """Up to here bfloat16 holds every whole number."""
@@ -189,15 +188,29 @@ class AttendPlan:
     Attributes:
         frames: time steps times samples.
         heads: of this rank.
-        sparse: whether products are sums over spikes, where there are loops for it.
         shared: the ranks that share out the tokens, and the number of all of them: k^T v is summed over the ranks, and
             so is its gradient.
     """
 
     frames: int
     heads: int
-    sparse: bool = False
     shared: tuple[Group, int] | None = None
+
+    def tokens(self, rows: torch.Size) -> int:
+        """Number of tokens that k^T v is a sum over, for rows of this shape."""
+        return rows[0] // self.frames if self.shared is None else self.shared[1]
+
+    def split(self, packed: Tensor, rows: torch.Size, dtype: torch.dtype) -> Tensor:
+        """q, k and v, `[3, frames, heads, L, d]`, from the bits of rows `[frames * L, 3 * heads * d]`."""
+        pattern, sizes = "(f l part h d) -> (part f h l d)", {"f": self.frames, "part": 3, "h": self.heads}
+        tokens, d = rows[0] // self.frames, rows[1] // (3 * self.heads)
+        if d % 8 == 0:  # each head's bits fill bytes: these are brought in order, before they are unpacked
+            packed = rearrange(packed, pattern, l=tokens, **sizes)
+        spikes = empty((1, rows.numel()), dtype, packed.device)
+        unpack_bits_into(packed, spikes)
+        if d % 8:
+            spikes = rearrange(spikes[0], pattern, l=tokens, **sizes)
+        return spikes.view(3, self.frames, self.heads, tokens, d)
 
 
 class Attend(torch.autograd.Function):
@@ -211,80 +224,34 @@ class Attend(torch.autograd.Function):
         ctx.plan, ctx.shape, ctx.dtype = plan, rows.shape, rows.dtype
         # The unit before it has a neuron of ours: these are spikes, and nobody has to look.
         packed = encode(rows.reshape(-1), Content.SPIKES) if bits is None else bits
-        exact = exact_type(rows, _tokens(rows.shape, plan))
-        heads = _spiking(packed, rows.shape, rows.dtype, plan) or DenseHeads(rows.to(exact), plan, rows.dtype)
-        kv, shared = heads.counts(), plan.shared
+        q, k, v = plan.split(packed, rows.shape, exact_type(rows, plan.tokens(rows.shape)))
+        kv, shared = k.transpose(-2, -1) @ v, plan.shared
         if shared is not None:
             kv = sum_counts(kv, shared[1], shared[0])
         ctx.save_for_backward(packed, *([] if shared is None else [kv.to(count_type(shared[1]))]))
-        return heads.output(kv)
+        return rearrange(product(q, kv * SCALE, rows.dtype), "f h l d -> (f l) (h d)").to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Gradients are formed in float32 at least, on a GPU in bfloat16 where `grad` is that already."""
         packed, *sums = ctx.saved_tensors
         plan: AttendPlan = ctx.plan
-        heads = _spiking(packed, ctx.shape, grad.dtype, plan) or _dense(packed, ctx.shape, grad, plan)
-        kv, grad = sums[0].to(heads.dtype) if sums else heads.counts().to(heads.dtype), heads.prepared(grad)
-        of_kv = heads.gradient_of_counts(grad)
+        exact = exact_type(grad, plan.tokens(ctx.shape))
+        dtype = exact if grad.dtype == exact else sums_type(grad.dtype)
+        spikes = plan.split(packed, ctx.shape, exact)
+        kv = (sums[0] if sums else spikes[1].transpose(-2, -1) @ spikes[2]).to(dtype) * SCALE
+        q, k, v = spikes.to(dtype)
+        grad = rearrange(grad.to(dtype), "(f l) (h d) -> f h l d", f=plan.frames, h=plan.heads).contiguous()
+        of_kv = (q.transpose(-2, -1) @ grad).mul_(SCALE)
         finish = None if plan.shared is None else start_all_reduce_sum(of_kv, plan.shared[0], "backward")
-        with_q = heads.gradient_of_q(grad, kv)
+        of_rows = empty(ctx.shape, ctx.dtype, grad.device)
+        of_q, of_k, of_v = of_rows.view(plan.frames, -1, 3, plan.heads, q.shape[-1]).transpose(1, 3).unbind(2)
+        of_q.copy_(grad @ kv.transpose(-2, -1))
         if finish is not None:
             finish()
-        return heads.gradients(with_q, of_kv).to(ctx.dtype), None, None
-
-
-class DenseHeads:
-    """q, k and v of some heads as dense tensors, with the same methods as `SpikingHeads`.
-
-    Args:
-        rows: `[frames * L, 3 * heads * d]`, in the type that k^T v is formed in.
-        dtype: of the output, or of what gradients are formed in.
-    """
-
-    def __init__(self, rows: Tensor, plan: AttendPlan, dtype: torch.dtype) -> None:
-        # Each [frames, heads, L, d]: copied here once, and not by each product.
-        pattern = "(f l) (part h d) -> part f h l d"
-        self._split = rearrange(rows, pattern, f=plan.frames, part=3, h=plan.heads).contiguous()
-        self._plan, self.dtype = plan, dtype
-
-    def counts(self) -> Tensor:
-        _, k, v = self._split
-        return k.transpose(-2, -1) @ v
-
-    def output(self, kv: Tensor) -> Tensor:
-        out = product(self._split[0], kv, self.dtype).mul_(SCALE)
-        return rearrange(out, "f h l d -> (f l) (h d)").to(self.dtype)
-
-    def prepared(self, grad: Tensor) -> Tensor:
-        grad, pattern = grad.to(self.dtype), "(f l) (h d) -> f h l d"
-        return rearrange(grad, pattern, f=self._plan.frames, h=self._plan.heads).contiguous() * SCALE
-
-    def gradient_of_counts(self, grad: Tensor) -> Tensor:
-        return self._split[0].to(self.dtype).transpose(-2, -1) @ grad
-
-    def gradient_of_q(self, grad: Tensor, kv: Tensor) -> Tensor:
-        return grad @ kv.transpose(-2, -1)
-
-    def gradients(self, of_q: Tensor, of_kv: Tensor) -> Tensor:
-        _, k, v = self._split.to(self.dtype)
-        parts = of_q, v @ of_kv.transpose(-2, -1), k @ of_kv
-        return rearrange(list(parts), "part f h l d -> (f l) (part h d)")
-
-
-def _spiking(packed: Tensor, shape: torch.Size, dtype: torch.dtype, plan: AttendPlan) -> SpikingHeads | None:
-    return spiking_heads(packed, shape, plan.frames, plan.heads, dtype, SCALE) if plan.sparse else None
-
-
-def _dense(packed: Tensor, shape: torch.Size, grad: Tensor, plan: AttendPlan) -> DenseHeads:
-    """Heads for the gradients, which are formed in float32 at least, on a GPU in bfloat16 where `grad` is that
-    already."""
-    exact = exact_type(grad, _tokens(shape, plan))
-    rows = join_columns([packed], Content.SPIKES, shape, exact)
-    return DenseHeads(rows, plan, exact if grad.dtype == exact else _whole_numbers(grad.dtype))
-
-
-def _tokens(shape: torch.Size, plan: AttendPlan) -> int:
-    return shape[0] // plan.frames if plan.shared is None else plan.shared[1]
+        of_k.copy_(v @ of_kv.transpose(-2, -1))
+        of_v.copy_(k @ of_kv)
+        return of_rows, None, None
 
 
 def exact_type(values: Tensor, tokens: int) -> torch.dtype:
@@ -293,7 +260,7 @@ def exact_type(values: Tensor, tokens: int) -> torch.dtype:
     Tensor cores add the products of bfloat16 in float32. On a CPU float32 is as fast.
     """
     on_tensor_cores = on_gpu(values) and values.dtype in (torch.float32, torch.bfloat16) and tokens <= EXACT_BFLOAT16
-    return torch.bfloat16 if on_tensor_cores else _whole_numbers(values.dtype)
+    return torch.bfloat16 if on_tensor_cores else sums_type(values.dtype)
 
 
 def product(q: Tensor, kv: Tensor, dtype: torch.dtype) -> Tensor:
@@ -301,8 +268,3 @@ def product(q: Tensor, kv: Tensor, dtype: torch.dtype) -> Tensor:
     if q.dtype == dtype or q.dtype != torch.bfloat16:
         return q @ kv
     return torch.bmm(q.flatten(0, 1), kv.flatten(0, 1), out_dtype=dtype).unflatten(0, q.shape[:2])
-
-
-def _whole_numbers(dtype: torch.dtype) -> torch.dtype:
-    """The type that holds sums of spikes, which can be larger than what bfloat16 holds exactly."""
-    return torch.float32 if dtype == torch.bfloat16 else dtype

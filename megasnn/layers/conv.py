@@ -27,10 +27,9 @@ from megasnn.kernels.convolution import (
     Geometry,
     average_pool,
     average_pool_gradient,
-    average_pool_of_bits,
     pooled_space,
 )
-from megasnn.kernels.products import ConvolutionProducts
+from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import Content, bits_of, encode, may_be_sparse, pack_bits, remember_bits
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import uniform
@@ -154,7 +153,7 @@ class ParallelConv(nn.Module):
             gather=style == "column" and groups == 1,
             scatter=style == "row" and groups == 1,
             content=content or Content.DENSE,
-            products=ConvolutionProducts(geometry=geometry),
+            products=Products(geometry=geometry),
             pool=pool,
         )
 
@@ -210,7 +209,7 @@ class ParallelConv(nn.Module):
             raise ValueError(f"a convolution with kernel_size {self._kernel} is given {list(x.shape[3:])} pixels")
         if self._rows is not None:
             geometry = self._learn_rows(self._rows, x, space[0])
-        products = ConvolutionProducts(self._sparse and may_be_sparse(content, plan.pool), geometry)
+        products = Products(self._sparse and may_be_sparse(content, plan.pool), geometry)
         self.plan = replace(plan, content=content, gather=plan.gather and not whole, whole=whole, products=products)
         return x.new_empty((*x.shape[:2], self.out_channels // group.size, *space), dtype=self.compute_dtype)
 
@@ -303,7 +302,7 @@ class ConvPlan:
     gather: bool
     scatter: bool
     content: Content
-    products: ConvolutionProducts
+    products: Products
     pool: int
     whole: bool = False  # the input has all channels on every rank
 
@@ -383,10 +382,6 @@ def _pooled_input(
     Args:
         shape: of the input that this rank has. full: the input with all channels, where it is there unpacked.
     """
-    if plan.content is Content.SPIKES and len(payloads) == 1:
-        images = average_pool_of_bits(payloads[0], torch.Size((shape[0] * shape[1], *shape[2:])), plan.pool, dtype)
-        if images is not None:
-            return images
     if full is None:
         rows = torch.Size((shape.numel() // shape[2], shape[2]))
         full = from_rows(join_columns(payloads, plan.content, rows, dtype), shape)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megasnn.kernels.products import MatrixProducts
+from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import Content, bits_of, encode, may_be_sparse
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import uniform
@@ -106,7 +106,7 @@ class ParallelLinear(nn.Module):
         content = self.plan.content
         if self._learns_content:
             content = join_content(content, content_of(x)) if again else content_of(x)
-        products = MatrixProducts(self._sparse_products and may_be_sparse(content))
+        products = Products(self._sparse_products and may_be_sparse(content))
         self.plan = replace(self.plan, content=content, whole=is_whole, products=products)
         whole = self.plan.style == "row"
         features = self.out_features if whole else self.out_features // size
@@ -140,7 +140,7 @@ class _Plan:
     style: str
     content: Content
     whole: bool = False  # the input has all features on every rank
-    products: MatrixProducts = MatrixProducts()
+    products: Products = Products()
 
 
 class _Multiply(torch.autograd.Function):
@@ -164,13 +164,9 @@ class _Multiply(torch.autograd.Function):
             full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True) if bits is None else bits]
 
         def sums() -> Tensor:
-            return all_reduce_sum(plan.products.output(full, weight), plan.group, "forward")
+            return all_reduce_sum(_product(full, weight, plan), plan.group, "forward")
 
-        y = (
-            cached_collective(sums)
-            if plan.style == "row" and plan.group.size > 1
-            else plan.products.output(full, weight)
-        )
+        y = cached_collective(sums) if plan.style == "row" and plan.group.size > 1 else _product(full, weight, plan)
         ctx.plan, ctx.leave, ctx.row_shape = plan, leave, rows.shape
         ctx.save_for_backward(weight, *payloads)
         return y.unflatten(0, x.shape[:-1])
@@ -182,7 +178,8 @@ class _Multiply(torch.autograd.Function):
         rows = grad.flatten(0, -2)
         finish = None
         if ctx.needs_input_grad[0]:
-            product = plan.products.input_gradient(rows, weight, torch.Size())
+            images = plan.products.input_gradient(_as_images(rows), _as_images(weight), torch.Size((1, 1)))
+            product = images.flatten(1)
             # Each rank of style "column" used the whole input, and of style "row" its own features.
             if plan.style == "column" and plan.whole:
                 all_reduce_sum(product, plan.group, "backward")
@@ -193,7 +190,17 @@ class _Multiply(torch.autograd.Function):
         return None if finish is None else finish().unflatten(0, grad.shape[:-1]), None, None, None, None, None
 
 
+def _product(rows: Tensor, weight: Tensor, plan: _Plan) -> Tensor:
+    return plan.products.output(_as_images(rows), _as_images(weight)).flatten(1)
+
+
 def _add_weight_gradient(
     plan: _Plan, payloads: list[Tensor], row_shape: torch.Size, grad: Tensor, total: Tensor
 ) -> None:
-    plan.products.add_weight_gradient(total, grad, join_columns(payloads, plan.content, row_shape, grad.dtype))
+    rows = join_columns(payloads, plan.content, row_shape, grad.dtype)
+    plan.products.add_weight_gradient(_as_images(total), _as_images(grad), _as_images(rows))
+
+
+def _as_images(rows: Tensor) -> Tensor:
+    """Views `[R, C]` as `[R, C, 1, 1]`."""
+    return rows[:, :, None, None]

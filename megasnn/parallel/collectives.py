@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.kernels.spike_codec import Content, decode_into, empty_values, encode
+from megasnn.kernels.layout import empty
+from megasnn.kernels.spike_codec import Content, decode_into, encode
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group
 from megasnn.recompute import cached_collective
@@ -112,7 +113,7 @@ def join_columns(
     if len(payloads) == 1 and content is Content.DENSE:
         return payloads[0].view(row_count, columns).to(dtype)
     width = columns * len(payloads)
-    full = empty_values(row_count * width, dtype, payloads[0].device).view(row_count, width)
+    full = empty((row_count, width), dtype, payloads[0].device)
     for index, payload in enumerate(payloads):
         decode_into(payload, content, full[:, index * columns : (index + 1) * columns])
     return full

@@ -26,7 +26,8 @@ from torch import Tensor
 from megasnn.bundle import Key, entries_of
 from megasnn.device_checks import explained
 from megasnn.host_memory import without_waiting
-from megasnn.kernels.spike_codec import Content, bits_of, decode_into, empty_values, encode, encoded_like
+from megasnn.kernels.layout import empty
+from megasnn.kernels.spike_codec import Content, bits_of, decode_into, encode, encoded_like
 from megasnn.layers.context import BuildContext
 from megasnn.layers.init import tensors_of
 from megasnn.layers.row_context import WholeImages
@@ -73,7 +74,7 @@ class TensorSpec:
         """Makes the tensor, its channels last in memory."""
         values = message
         if self.content is not Content.DENSE:
-            values = empty_values(torch.Size(self.shape).numel(), self.dtype, message.device)
+            values = empty((torch.Size(self.shape).numel(),), self.dtype, message.device)
             decode_into(message, self.content, values.view((-1, 1) if self.content is Content.COUNTS else (1, -1)))
         if len(self.shape) < 4:
             return values.view(self.shape).requires_grad_(self.learns)

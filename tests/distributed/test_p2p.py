@@ -97,7 +97,7 @@ def test_in_a_step_what_does_not_fit_is_noted_and_its_message_keeps_its_size(val
     checks, spec = DeviceChecks(CPU), spec_of(good, content)
     with (
         mock.patch.object(device_checks, "runs_ahead", lambda device: runs_ahead),
-        mock.patch.object(codec, "_loops", (lambda: None) if runs_ahead else codec._loops),
+        mock.patch.object(codec, "_by_numpy", return_value=not runs_ahead),
         checks.collecting(),
     ):
         for number, tensor in enumerate((good, bad, good)):

@@ -284,7 +284,7 @@ def wrong_step(what: str, runs_ahead: bool, stages: int) -> tuple[str, str, list
             batch.micro_batches[1].labels[1] = 77
         stack.enter_context(ahead(runs_ahead))
         if runs_ahead:
-            stack.enter_context(mock.patch.object(codec, "_loops", lambda: None))
+            stack.enter_context(mock.patch.object(codec, "_by_numpy", return_value=False))
         with pytest.raises(PipelineError) as raised:
             engine.train_on(batch)
         with pytest.raises(RuntimeError) as refused:

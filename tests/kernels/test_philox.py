@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megasnn.kernels.numba.philox import _philox
-from megasnn.kernels.philox import kept
+from megasnn.kernels.philox import kept, kept_by_tensors
 from megasnn.random import Draws, philox, philox_key
 
 # "philox4x32 10" of kat_vectors in Random123 1.14.0: counter, key, answer.
@@ -61,7 +61,7 @@ def test_compiled_loops_and_tensors_give_what_the_stream_has(p, steps, pixels, c
     keys = sample_keys(3)
     compiled = kept(p, keys, steps, pixels, channels, whole)
     assert compiled.shape == (steps, 3, pixels, len(channels)) and compiled.dtype == torch.bool
-    with mock.patch("megasnn.kernels.philox._loops", lambda: None):
+    with mock.patch("megasnn.kernels.philox._kept_by_loops", kept_by_tensors):
         assert torch.equal(kept(p, keys, steps, pixels, channels, whole), compiled)
     if whole < 2**34:
         values = np.stack([Draws("test", sample).words(steps * pixels * whole) for sample in range(3)])

@@ -1,4 +1,4 @@
-"""Sums over spikes on a CPU, of convolutions and attention: against dense products, and where they are formed."""
+"""Sums over spikes on a CPU: against dense products, and where they are formed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ from megasnn.config import TrainingConfig
 from megasnn.engine import Engine
 from megasnn.kernels import products
 from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve
-from megasnn.kernels.numba import attention as spiking_attention
 from megasnn.kernels.numba.spike_sums import spikes_in
 from megasnn.kernels.numba.worth import Work
-from megasnn.kernels.products import ConvolutionProducts, MatrixProducts, Products
+from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import pack_bits, remember_bits
-from megasnn.layers import attention as attend
-from megasnn.layers.attention import Attend, AttendPlan
 from megasnn.models.build import describe
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
@@ -33,7 +30,7 @@ from megasnn.planner.analyze import counted_sizes
 from tests.kernels.models import torch_threads
 from tests.sums import MOST, worth_by_time
 
-SPARSE = ConvolutionProducts(sparse=True)
+SPARSE = Products(sparse=True)
 MODEL = Spikformer(embed_dim=32, depth=1, num_heads=2, image_size=8, in_channels=1, time_steps=2)
 SIZES = {"micro_batch_size": 5, "global_batch_size": 10, "train_iters": 3}
 
@@ -170,16 +167,19 @@ def test_packed_spikes_are_not_unpacked() -> None:
     assert spikes is not None and not packs.called and not spikes.values.size
 
 
-@pytest.mark.parametrize("most", [1, 4])
-def test_a_product_of_rows(most: int) -> None:
+def test_a_product_of_rows() -> None:
     torch.manual_seed(0)
-    x, weight = images((30, 32, 1, 1), 0.2, most=most).flatten(1), torch.randn(16, 32, dtype=torch.float64)
-    grad, sparse = torch.randn(30, 16, dtype=torch.float64), MatrixProducts(sparse=True)
-    with counted() as found:
-        torch.testing.assert_close(sparse.output(x, weight), x @ weight.t(), rtol=1e-12, atol=1e-12)
-        of_weight = gradient(sparse, x, weight, grad)
-    torch.testing.assert_close(of_weight, grad.t() @ x, rtol=1e-12, atol=1e-12)
-    assert (found.outputs, found.gradients) == (1, 1)
+    x, weight, grad = images((30, 32, 1, 1), 0.2, most=4), kernel(16, 32, (1, 1)), kernel(30, 16, (1, 1))
+    rows, of_rows, matrix = x.flatten(1), grad.flatten(1), weight.flatten(1)
+    for sparse in (True, False):
+        product = Products(sparse)
+        with counted() as found:
+            y, of_weight = product.output(x, weight).flatten(1), gradient(product, x, weight, grad).flatten(1)
+        torch.testing.assert_close(y, rows @ matrix.t(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(of_weight, of_rows.t() @ rows, rtol=1e-12, atol=1e-12)
+        of_x = product.input_gradient(grad, weight, torch.Size((1, 1))).flatten(1)
+        torch.testing.assert_close(of_x, of_rows @ matrix, rtol=1e-12, atol=1e-12)
+        assert (found.outputs, found.gradients) == (sparse, sparse)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,6 @@ def test_operands_that_do_not_fit_are_refused_as_by_dense_products() -> None:
         with pytest.raises(RuntimeError):
             SPARSE.add_weight_gradient(torch.zeros_like(weight), wrong, x)
     assert SPARSE.output(x, weight[:0]).shape == (2, 0, 4, 4)
-    with pytest.raises(ValueError, match="63 values"):
-        SPARSE.add_weight_gradient_of_bits(torch.zeros_like(weight), grad, pack_bits(x)[:-1], x.shape)
 
 
 def test_where_sums_take_less_time() -> None:
@@ -266,48 +264,3 @@ def test_the_planner_measures_what_a_run_computes(precision: str, sparse: bool) 
         measure.measured(description, config, counted_sizes(description, config, [1], [], on_cpu=True))
     contexts = [call.args[2] for call in (*sized.call_args_list, *timed.call_args_list)]
     assert len(contexts) > 1 and {each.sparse_products for each in contexts} == {sparse}
-
-
-# --- attention
-
-
-def attended(rows: Tensor, plan: AttendPlan) -> tuple[Tensor, Tensor]:
-    """The output and a gradient."""
-    rows = rows.clone().requires_grad_()
-    out = Attend.apply(rows, None, plan)
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=rows.dtype)
-    (of_rows,) = torch.autograd.grad(out, rows, grad)
-    return out.detach(), of_rows
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.integers(1, 3),
-    st.integers(1, 70),
-    st.integers(1, 3),
-    st.sampled_from([8, 16, 24, 32, 56, 64, 72, 136]),
-    st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-    st.sampled_from([torch.float32, torch.float64]),
-    st.integers(1, 2),
-    st.integers(0, 2**31),
-)
-def test_any_heads(frames, tokens, heads, d, share, dtype, threads, seed) -> None:
-    """Outputs are the same bits; gradients differ by rounding."""
-    torch.manual_seed(seed)
-    rows = (torch.rand(frames * tokens, 3 * heads * d) < share).to(dtype)
-    dense = AttendPlan(frames, heads)
-    expected, of_expected = attended(rows, dense)
-    with torch_threads(threads), mock.patch.object(attend, "DenseHeads", side_effect=AssertionError("dense products")):
-        out, found = attended(rows, replace(dense, sparse=True))
-    assert torch.equal(out, expected)
-    error = 1e-13 if dtype == torch.float64 else 1e-5
-    torch.testing.assert_close(found, of_expected, rtol=0, atol=error * (float(of_expected.abs().max()) + 1))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_heads_without_loops_are_dense(dtype: torch.dtype) -> None:
-    d = 8 if dtype == torch.bfloat16 else 12  # neither the type nor a slice that begins inside of a byte
-    rows, dense = (torch.rand(20, 3 * 2 * d) < 0.2).to(dtype), AttendPlan(2, 2)
-    with mock.patch.object(spiking_attention.SpikingHeads, "counts", side_effect=AssertionError("sums over spikes")):
-        found = attended(rows, replace(dense, sparse=True))
-    assert all(torch.equal(mine, wanted) for mine, wanted in zip(found, attended(rows, dense), strict=True))

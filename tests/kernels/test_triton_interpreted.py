@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
-from megasnn.kernels.convolution import average_pool, average_pool_of_bits
 from megasnn.kernels.neuron import neuron_multi_step, norm_pool_neuron
 from megasnn.kernels.philox import Runs, kept_by_tensors
 from megasnn.kernels.spike_codec import bits_of, pack_bits, pack_counts
@@ -26,7 +25,7 @@ from tests.kernels.four_calls import (
     two_ranks_equal_one,
 )
 from tests.kernels.models import assert_close, channels_last, plif_weight, saved_tensors
-from tests.kernels.test_neuron import CHARGES
+from tests.kernels.test_neuron import CHARGES, FEW
 from tests.kernels.triton_process import interpreted as interpreted
 from tests.kernels.triton_process import without_triton
 
@@ -68,10 +67,8 @@ def assert_same_neurons(x: Tensor, spec: NeuronSpec, v0: Tensor | None) -> None:
 
 
 def every_neuron_in_there() -> None:
-    for charge, v_reset, detach, surrogate in itertools.product(
-        CHARGES.values(), [0.0, -0.3, None], [True, False], ["sigmoid", "atan"]
-    ):
-        spec = NeuronSpec(**charge, v_threshold=0.6, v_reset=v_reset, detach_reset=detach, surrogate=surrogate)
+    for name, v_reset, detach, surrogate in FEW:
+        spec = NeuronSpec(**CHARGES[name], v_threshold=0.6, v_reset=v_reset, detach_reset=detach, surrogate=surrogate)
         dtype = torch.float32 if detach else torch.float64
         x = (channels_last(3, 2, 5, 3, dtype=dtype) * 2.5).requires_grad_()
         assert_same_neurons(x, spec, channels_last(1, 2, 5, 3, dtype=dtype, seed=1)[0].requires_grad_())
@@ -140,15 +137,15 @@ def any_unit_in_there(spec, shape, tokens, pool, static, training, above) -> Non
 
 
 def many_steps_in_there() -> None:
-    """More than are written out: in loops, whose last chunk of steps is whole or not."""
-    from megasnn.kernels.triton.launch import MOST_UNROLLED, chunk
+    """More than registers hold: in loops over chunks, of which the last is whole or not."""
+    from megasnn.kernels.triton.launch import chunk
 
-    for dtype, steps, charge in ((torch.float64, MOST_UNROLLED + 1, "lif-3-leak"), (torch.float32, 40, "plif")):
-        assert steps > MOST_UNROLLED and (steps % chunk(dtype, steps) == 0) == (steps == 40)
+    for dtype, steps, charge in ((torch.float64, 17, "lif-3-leak"), (torch.float32, 40, "plif")):
+        assert steps > chunk(dtype, steps) and (steps % chunk(dtype, steps) == 0) == (steps == 40)
         spec = NeuronSpec(**CHARGES[charge], v_threshold=0.6, detach_reset=False)
         x = (channels_last(steps, 2, 5, 3, dtype=dtype) * 2.5).requires_grad_()
         assert_same_neurons(x, spec, channels_last(1, 2, 5, 3, dtype=dtype, seed=1)[0].requires_grad_())
-    steps, spec = MOST_UNROLLED + 2, NeuronSpec(kind="plif", v_reset=None)
+    steps, spec = 18, NeuronSpec(kind="plif", v_reset=None)
     for static, pool in ((False, False), (False, True), (True, True)):
         x = channels_last(1 if static else steps, 2, 24, 5, 4) * 2 + 0.3
         assert_same_units(x, spec, training=True, pool=pool, steps=steps)
@@ -257,11 +254,6 @@ def codec_in_there(size, dtype) -> None:
     out = torch.empty(1, size, dtype=dtype)
     codec.unpack_bits_into(codec.pack_bits(spikes, False)[0], out)
     assert torch.equal(out[0], spikes)
-    for window, dtype in ((2, torch.bfloat16), (3, torch.float32), (3, torch.float64)):
-        images = torch.randint(0, 2, (2, 7, 6, 16), generator=generator).to(dtype).movedim(-1, 1)
-        with mock.patch("megasnn.kernels.convolution.usable_on", return_value=True):
-            pooled = average_pool_of_bits(pack_bits(images), images.shape, window, dtype)
-        assert torch.equal(pooled, average_pool(images, window))
     wide = torch.zeros(size // 7, 10)
     bits = spikes[: 7 * (size // 7)].float()
     codec.unpack_bits_into(pack_bits(bits), wide[:, 2:9])

@@ -58,16 +58,16 @@ def near(room: Far, steps: int, size: int) -> Tensor:
     return torch.stack([room.read(t * size, BLOCK) for t in range(steps)])
 
 
-def far_kernels(size: int, steps: int, seed: int) -> list[Tensor]:
+def far_kernels(size: int, steps: int, seed: int, chunk: int) -> list[Tensor]:
     """What the kernels of a forward and a backward give for steps of so many values, of which the first are used."""
-    from megasnn.kernels.triton.launch import COLUMNS, MOST_UNROLLED, NUMBERS, at_once, launch
+    from megasnn.kernels.triton.launch import COLUMNS, NUMBERS, at_once, launch
     from megasnn.kernels.triton.sums import backward_sums_kernel
     from megasnn.kernels.triton.unit import fire_kernel, gradient_kernel
 
     norm = normal(5, CHANNELS, seed=seed)
     x, g = (far(2 * normal(steps, BLOCK, seed=seed + each), size) for each in (1, 2))
     spikes, g_x, kept, partial = Far(steps * size), Far(steps * size), Far(steps * size), torch.zeros(2, 1, COLUMNS)
-    starts = kept.start if steps > MOST_UNROLLED else None
+    starts = kept.start if steps > chunk else None
     common = {"T": steps, "REPEATED": False, "N": numbers(NeuronSpec()), "D": NUMBERS[torch.float32]}
     launch(
         fire_kernel, 1, x.start, norm, None, None, spikes.start, None, None, size, size, CHANNELS, 0, 0, 0,
@@ -75,23 +75,20 @@ def far_kernels(size: int, steps: int, seed: int) -> list[Tensor]:
     )  # fmt: skip
     launch(
         gradient_kernel, 1, x.start, g.start, g_x.start, norm, None, None, None, None, None, starts, size, CHANNELS,
-        CHUNK=2, BATCH=True, BLOCK=BLOCK, **common,
+        CHUNK=chunk, BATCH=True, BLOCK=BLOCK, **common,
     )  # fmt: skip
     launch(
         backward_sums_kernel, 1, x.start, g.start, norm, None, None, None, partial, starts, size, size, CHANNELS, 0, 0,
-        0, COLUMNS, 1, 1, CHUNK=2, POOL=False, LEARN=False, ROWS=BLOCK // COLUMNS, COLUMNS=COLUMNS, **common,
+        0, COLUMNS, 1, 1, CHUNK=chunk, POOL=False, LEARN=False, ROWS=BLOCK // COLUMNS, COLUMNS=COLUMNS, **common,
     )  # fmt: skip
     return [near(spikes, steps, size), near(g_x, steps, size), partial]
 
 
 def steps_in_there() -> None:
-    """The same as of steps that lie side by side, written out and in loops."""
-    from megasnn.kernels.triton import launch
-
-    for most in (16, 4):
-        with mock.patch.object(launch, "MOST_UNROLLED", most):
-            for expected, found in zip(far_kernels(BLOCK, 5, 1), far_kernels(FAR, 5, 1), strict=True):
-                assert expected[-1].any() and torch.equal(found, expected), most
+    """The same as of steps that lie side by side, at once and in a loop over chunks."""
+    for chunk in (5, 2):
+        for expected, found in zip(far_kernels(BLOCK, 5, 1, chunk), far_kernels(FAR, 5, 1, chunk), strict=True):
+            assert expected[-1].any() and torch.equal(found, expected), chunk
 
 
 def test_time_steps_beyond_31_bits(interpreted) -> None:
@@ -116,14 +113,14 @@ def _statistics(values: Tensor, program: int) -> list[Tensor]:
     from megasnn.kernels.triton.sums import statistics_kernel
 
     start, size, row = program * BLOCK, (program + 1) * BLOCK, BLOCK // 2
-    x, partial = Far(size), Far(size)
+    x, partial = Far(size), Far(2 * size)
     x.write(start, values)
     with _programs_from(program):
         launch(
-            statistics_kernel, 1, x.start, partial.start, size, *divmod(size, row), row, program + 1, 1,
+            statistics_kernel, 1, x.start, partial.start, size, row, program + 1, 1,
             D=NUMBERS[torch.float32], ROWS=BLOCK // row, COLUMNS=COLUMNS,
         )  # fmt: skip
-    places = program * row, (2 * program + 1) * row
+    places = (kind * (program + 1) * row + program * row for kind in range(3))
     return [partial.read(place, row) for place in places]
 
 

@@ -6,21 +6,6 @@
 goes through all time steps before the next one starts: potentials never reach memory. Forward does the operations of
 `torch_backend` in their order, without fast-math: no spike may flip.
 
-`spike_sums` and `attention` form products of spikes as sums of rows of the other operand, one for each spike:
-`spike_lists` finds the spikes, `spike_sum_loops` and `attention_loops` sum.
+`spike_sums` forms products of spikes as sums of rows of the other operand, one for each spike: `spike_lists` finds the
+spikes, `spike_sum_loops` sums.
 """
-
-from __future__ import annotations
-
-import functools
-from importlib import import_module
-from types import ModuleType
-
-
-@functools.cache
-def loops_of(name: str) -> ModuleType | None:
-    """A module of this folder with loops; None where there is no numba for this machine."""
-    try:
-        return import_module(f"{__name__}.{name}")
-    except ImportError:
-        return None

@@ -11,9 +11,9 @@ from torch import Tensor
 from megasnn.kernels.layout import empty_array
 from megasnn.kernels.neuron import neuron_by
 from megasnn.kernels.neuron_spec import NeuronSpec
+from megasnn.kernels.numba import unit as loops
 from megasnn.kernels.numba.calls import constants_of, no_bits, pieces
-from megasnn.kernels.numba.jit import kernel, part, run
-from megasnn.kernels.numba.row import LANES, back, fire
+from megasnn.kernels.numba.jit import run
 from megasnn.kernels.torch_backend import REDUCED
 
 _BLOCK = 1024  # elements: with the potentials of 4 to 10 steps they stay in the L1 cache
@@ -22,33 +22,6 @@ _BLOCK = 1024  # elements: with the potentials of 4 to 10 steps they stay in the
 def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
     """See :func:`megasnn.kernels.neuron.neuron_multi_step`."""
     return neuron_by(sys.modules[__name__], x, spec, v0, w)
-
-
-@kernel
-def fire_steps(x, v_first, spikes, v_last, bits, p, width, first, last):
-    """`x, spikes [T, M]`; `v_first, v_last [1, M]`; `bits` as in `row.fire`; a unit of work is one block."""
-    for block in range(first, last):
-        low = block * width
-        fire(x, low, None, v_first, v_last, spikes, low, min(width, x.shape[1] - low), bits, p)
-
-
-@kernel
-def steps_backward(x, v_first, g_spikes, g_v, g_x, totals, p, width, first, last):
-    """`g_v [1, M]`: gradient of the last potential before, that of the first after; `totals [blocks]`."""
-    scratch, sums = np.empty((2 * x.shape[0], LANES), x.dtype), np.empty((3, width), x.dtype)
-    for block in range(first, last):
-        low = block * width
-        sums[:] = p.zero
-        back(x, low, None, v_first, g_spikes, low, min(width, x.shape[1] - low), g_v, g_x, sums, p, scratch)
-        totals[block] = sum_all(sums[2])
-
-
-@part
-def sum_all(values):
-    result = 0.0
-    for j in range(values.size):
-        result += values[j]
-    return result
 
 
 def fire_alone(
@@ -60,7 +33,7 @@ def fire_alone(
     whole_bytes = packed and data.shape[1] % 8 == 0
     bits = empty_array((data.size // 8,), np.dtype(np.uint8)) if whole_bytes else no_bits()
     p = constants_of(spec, data.dtype, w, learn=False)
-    run(fire_steps, pieces(data.shape[1], _BLOCK), data, first, spikes, last, bits, p, _BLOCK)
+    run(loops.fire_block, pieces(data.shape[1], _BLOCK), data, None, first, last, spikes, bits, p, _BLOCK)
     given = torch.from_numpy(spikes).view(x.shape).to(x.dtype)
     return given, torch.from_numpy(last).view(x.shape[1:]), torch.from_numpy(bits) if whole_bytes else None
 
@@ -75,11 +48,11 @@ def backward_alone(
     learn: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     data, first, g_v = _rows(x), _potential(v0, x, spec.rest), _potential(g_last, x, 0.0).copy()
-    g_x, totals = empty_array(data.shape, data.dtype), np.empty(pieces(data.shape[1], _BLOCK))
+    g_x, sums = empty_array(data.shape, data.dtype), np.empty((pieces(data.shape[1], _BLOCK), 3, 1))
     p = constants_of(spec, data.dtype, w, learn)
-    run(steps_backward, len(totals), data, first, _rows(g_spikes), g_v, g_x, totals, p, _BLOCK)
+    run(loops.block_backward, len(sums), data, None, first, _rows(g_spikes), g_v, g_x, sums, 1, _BLOCK, 1, p)
     given = torch.from_numpy(g_x).view(x.shape).to(x.dtype)
-    return given, torch.from_numpy(g_v).view(x.shape[1:]), torch.from_numpy(totals).sum() if learn else None
+    return given, torch.from_numpy(g_v).view(x.shape[1:]), torch.from_numpy(sums[:, 2]).sum() if learn else None
 
 
 def _rows(x: Tensor) -> np.ndarray:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import torch
 from torch import Tensor
 
@@ -12,10 +10,6 @@ from megasnn.kernels.torch_backend import REDUCED
 
 def refuses(x: Tensor) -> str | None:
     """Why the loops cannot take this input, or None where they can."""
-    try:
-        import_module("numba")
-    except ImportError as error:
-        return f"numba is not usable here ({error})"
     if x.device.type != "cpu":
         return f"they run on CPU tensors, not on {x.device}"
     if x.dtype not in (torch.float32, torch.float64, *REDUCED):

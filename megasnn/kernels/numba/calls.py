@@ -52,7 +52,8 @@ def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = Fal
     if unit.pool:
         run(pool.fire_pooled, samples * space[0], data, unit.above, coefficients, flat, bits, p)
     else:
-        run(loops.fire_block, pieces(flat.shape[1], length), data.reshape(inputs, -1), coefficients, flat, bits, p)
+        rows = data.reshape(inputs, -1), coefficients, None, None, flat, bits
+        run(loops.fire_block, pieces(flat.shape[1], length), *rows, p, length)
     spikes = _tensor(out, x)
     if not packed:
         return spikes, None
@@ -81,8 +82,8 @@ def backward_sums(
         run(pool.pooled_backward, len(sums), data, unit.above, flat, coefficients, g, sums, p)
     else:
         sums = np.empty((pieces(flat.shape[1], width * _ROWS), 3, channels))
-        rows = data.reshape(inputs, -1), flat, coefficients, g.reshape(inputs, -1)
-        run(loops.block_backward, len(sums), *rows, sums, channels, _ROWS // _BLOCK, p)
+        rows = data.reshape(inputs, -1), coefficients, None, flat, None, g.reshape(inputs, -1)
+        run(loops.block_backward, len(sums), *rows, sums, channels, length, _ROWS // _BLOCK, p)
     return torch.from_numpy(sums.sum(axis=0)), g, None
 
 

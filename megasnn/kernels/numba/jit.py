@@ -15,14 +15,13 @@ from typing import Any
 import llvmlite.binding as llvm
 import numba
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from numba import njit
 from numba.core.caching import FunctionCache, UserProvidedCacheLocator
 
 from megasnn.cache import MACHINE_CODE, CacheError, cache_folder
 
 COMPILED: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-PATIENCE_S = 600.0  # for another process that compiles
 
 # LLVM looks before a vectorised loop whether its arrays overlap, and gives up vectorising where that would take more
 # than eight comparisons: too few for loops that read a handful of rows at once.
@@ -38,54 +37,37 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled = njit(**COMPILED)(function)
     try:
         with _cached_in_own_folder():
-            compiled._cache = FilledByOne(function)
+            compiled._cache = MachineCode(function)
     except (CacheError, RuntimeError) as error:  # numba's error where it cannot write there
         warnings.warn(f"each process compiles the kernels anew: {error}", stacklevel=2)
     return compiled
 
 
-class FilledByOne(FunctionCache):
-    """Numba's cache of a kernel's machine code, which one process of this user fills at a time.
-
-    The ranks that come second find the machine code; those that need nothing compiled wait for nobody.
-    """
+class MachineCode(FunctionCache):
+    """Numba's cache of a kernel's machine code, which processes may fill at a time."""
 
     _told = False
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)
-        self._name = f".compile.{function.__module__}.{function.__qualname__}.lock"
-        self._lock: FileLock | None = None
-
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Loads machine code; where there is none, holds the lock until it is compiled and saved."""
+        """Loads machine code; where there is none, says what a first start is waiting for."""
         found = super().load_overload(sig, target_context)
         if found is None:
             _tell()
-            with contextlib.suppress(CacheError, OSError, NotImplementedError, Timeout):  # then it compiles for itself
-                self._lock = FileLock(cache_folder() / self._name, timeout=PATIENCE_S)
-                self._lock.acquire()
-            found = super().load_overload(sig, target_context)
-            if found is not None:
-                self._release()
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Saves machine code; on a full disk it is used and not saved."""
-        with contextlib.suppress(OSError):
-            super().save_overload(sig, data)
-        self._release()
+        """Saves machine code; on a full disk it is used and not saved.
 
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release(force=True)
-            self._lock = None
+        Of two that save at once, numba would give the code of two signatures one name.
+        """
+        with contextlib.suppress(OSError), FileLock(Path(self.cache_path) / ".saving.lock"):
+            super().save_overload(sig, data)
 
 
 def _tell() -> None:
-    """Says, once and on the first rank, what a first start is waiting for."""
-    if os.environ.get("RANK", "0") == "0" and not FilledByOne._told:
-        FilledByOne._told = True
+    """Says once, on the first rank, that kernels are compiled."""
+    if os.environ.get("RANK", "0") == "0" and not MachineCode._told:
+        MachineCode._told = True
         sys.stderr.write("compiling kernels for this processor: half a minute to a minute, the first time only\n")
 
 

@@ -191,24 +191,6 @@ def _store_bits(context, array, index, flags):
     return types.void(array, types.intp, flags), generate
 
 
-def _load_bits(context, array, row, bit, like):
-    """Flags for lanes as in `like`, from bits that begin at one of `array[row]`. At less than eight lanes they lie in
-    one byte."""
-
-    def generate(context, builder, signature, args):
-        struct, eight = context.make_array(array)(context, builder, args[0]), ir.IntType(64)(8)
-        line = builder.mul(args[1], cgutils.unpack_tuple(builder, struct.shape)[1])
-        place = builder.gep(struct.data, [builder.add(line, builder.udiv(args[2], eight))])
-        kind = ir.IntType(max(8, like.count))
-        number = builder.load(builder.bitcast(place, kind.as_pointer()), align=1)
-        if like.count < kind.width:
-            shift = builder.trunc(builder.urem(args[2], eight), kind)
-            number = builder.trunc(builder.lshr(number, shift), ir.IntType(like.count))
-        return builder.bitcast(number, ir.VectorType(ir.IntType(1), like.count))
-
-    return Flags(like.count)(array, types.intp, types.intp, like), generate
-
-
 # --- computing with them
 
 
@@ -254,7 +236,6 @@ stream: Any = intrinsic(_stream)
 ordered: Any = intrinsic(_ordered)
 prefetch: Any = intrinsic(_prefetch)
 store_bits: Any = intrinsic(_store_bits)
-load_bits: Any = intrinsic(_load_bits)
 where: Any = intrinsic(_where)
 multiply_add: Any = intrinsic(_multiply_add)
 

@@ -6,12 +6,11 @@ and is asked for ahead.
 
 Arrays that have time steps are `[T, ...]`; an input `[1, ...]` comes at every step, and its gradient is the sum over
 them. Coefficients of the norm, `norm [3, >= n]`, are scale, shift and mean of each neuron's channel; without a norm it
-is None. So are potentials `[1, ...]` of neurons that start at rest, or whose last potential nobody wants.
+is None. So are potentials `[1, ...]` of neurons that start at rest, or whose last potential nobody wants. Numba leaves
+out branches on an argument that is None.
 """
 
 from __future__ import annotations
-
-from numba import types
 
 from megasnn.kernels.numba.jit import part
 from megasnn.kernels.numba.lanes import (
@@ -35,7 +34,6 @@ from megasnn.kernels.numba.neuron import (
     of_factor,
     of_potential,
     of_spike,
-    scalar,
     surrogate_gradient,
 )
 
@@ -69,17 +67,25 @@ def fire(x, from_x, norm, v_first, v_last, spikes, low, n, bits, p):
 @part
 def fire_lanes(like, first, last, x, at_x, norm, v_first, v_last, spikes, at, bits, p, past):
     for j in range(first, last, count_of(like)):
-        affine, v = scale_and_shift(norm, j, like), potential(v_first, at + j, like)
+        scale, shift, v = like, like, like
+        if norm is not None:
+            scale, shift = load(norm, 0, j, like), load(norm, 1, j, like)
+        if v_first is not None:
+            v = load(v_first, 0, at + j, like)
         for t in range(spikes.shape[0]):
             row = min(t, x.shape[0] - 1)
             prefetch(x, row, at_x + j + _AHEAD, like)
-            h = charged(fed(load(x, row, at_x + j, like), affine), v, p.charge)
+            y = load(x, row, at_x + j, like)
+            if norm is not None:
+                y = y * scale + shift
+            h = charged(y, v, p.charge)
             fires = h >= p.threshold
             stream(spikes, t, at + j, where(fires, p.one, p.zero), past)
             if bits.size > 0:
                 store_bits(bits, (t * spikes.shape[1] + at + j) // 8, fires)
             v = where(fires, fired(h, p.reset), h)
-        keep(v, v_last, at + j)
+        if v_last is not None:
+            store(v_last, 0, at + j, v)
 
 
 @part
@@ -115,18 +121,29 @@ def lanes_back(like, first, last, x, at_x, norm, v_first, g_spikes, at, g_v, g_x
     """
     steps, inputs = g_spikes.shape[0], x.shape[0]
     for j in range(first, last, count_of(like)):
-        affine, v = scale_and_shift(norm, j, like), potential(v_first, at_x + j, like)
+        scale, shift, mean, first_v = like, like, like, like
+        of_v, sum_g, sum_gx = filled(p.zero, like), filled(p.zero, like), filled(p.zero, like)
+        if norm is not None:
+            scale, shift, mean = load(norm, 0, j, like), load(norm, 1, j, like), load(norm, 2, j, like)
+            sum_g, sum_gx = load(sums, 0, j, like), load(sums, 1, j, like)
+        if v_first is not None:
+            first_v = load(v_first, 0, at_x + j, like)
+        if g_v is not None:
+            of_v = load(g_v, 0, at_x + j, like)
+        v = first_v
         for t in range(steps):
             row = min(t, inputs - 1)
             prefetch(x, row, at_x + j + _AHEAD, like)
             prefetch(g_spikes, t, at + j + _AHEAD, like)
-            h = charged(fed(load(x, row, at_x + j, like), affine), v, p.charge)
+            y = load(x, row, at_x + j, like)
+            if norm is not None:
+                y = y * scale + shift
+            h = charged(y, v, p.charge)
             store(scratch, t, 0, h)
             v = after(h, p)
         for t in range(steps):
             above = load(scratch, t, 0, like) - p.threshold
             store(scratch, steps + t, 0, surrogate_gradient(above, p.surrogate, p.one))
-        of_v, totals = potential(g_v, at_x + j, filled(p.zero, like)), begin_sums(norm, sums, j, like)
         for t in range(steps - 1, -1, -1):
             row, h = min(t, inputs - 1), load(scratch, t, 0, like)
             direct = of_potential(of_v, h, p.threshold, p.zero, p.reset)
@@ -134,98 +151,22 @@ def lanes_back(like, first, last, x, at_x, norm, v_first, g_spikes, at, g_v, g_x
             g_h = multiply_add(upstream, load(scratch, steps + t, 0, like), direct)
             g = g_h * p.into
             of_v = g_h * p.through
-            totals = add_up(totals, g, x, row, at_x + j, norm, j)
+            if norm is not None:
+                sum_g, sum_gx = sum_g + g, sum_gx + g * (load(x, row, at_x + j, like) - mean)
             if p.learn:
-                before = after(load(scratch, t - 1, 0, like), p) if t > 0 else potential(v_first, at_x + j, like)
+                before = after(load(scratch, t - 1, 0, like), p) if t > 0 else first_v
                 store(sums, 2, j, load(sums, 2, j, like) + of_factor(h, before, g, p.charge))
             if inputs < steps and t < steps - 1:
                 g = load(g_x, row, at_x + j, like) + g
             stream(g_x, row, at_x + j, g, past)
-        keep_sums(totals, sums, j)
-        keep(of_v, g_v, at_x + j)
+        if norm is not None:
+            store(sums, 0, j, sum_g)
+            store(sums, 1, j, sum_gx)
+        if g_v is not None:
+            store(g_v, 0, at_x + j, of_v)
 
 
 @part
 def after(h, p):
     """The potential after firing, from that before."""
     return where(h >= p.threshold, fired(h, p.reset), h)
-
-
-def _is_none(kind):
-    return isinstance(kind, types.NoneType)
-
-
-def scale_and_shift(norm, j, like):
-    """Two coefficients of the norm, or None where there is no norm."""
-
-
-@scalar(scale_and_shift)
-def _scale_and_shift(norm, j, like):
-    if _is_none(norm):
-        return lambda norm, j, like: None
-    return lambda norm, j, like: (load(norm, 0, j, like), load(norm, 1, j, like))
-
-
-def fed(x, affine):
-    """The input of a neuron: normalised by scale and shift, or as it is where there is no norm."""
-
-
-@scalar(fed)
-def _fed(x, affine):
-    return (lambda x, affine: x) if _is_none(affine) else lambda x, affine: x * affine[0] + affine[1]
-
-
-def potential(values, at, rest):
-    """A given potential, or else that at rest."""
-
-
-@scalar(potential)
-def _potential(values, at, rest):
-    return (lambda values, at, rest: rest) if _is_none(values) else lambda values, at, rest: load(values, 0, at, rest)
-
-
-def keep(v, values, at):
-    """Stores potentials where they are wanted."""
-
-
-@scalar(keep)
-def _keep(v, values, at):
-    return (lambda v, values, at: None) if _is_none(values) else lambda v, values, at: store(values, 0, at, v)
-
-
-def begin_sums(norm, sums, j, like):
-    """The sums of g and g (x - mean) so far; None where there is no norm."""
-
-
-@scalar(begin_sums)
-def _begin_sums(norm, sums, j, like):
-    if _is_none(norm):
-        return lambda norm, sums, j, like: None
-    return lambda norm, sums, j, like: (load(sums, 0, j, like), load(sums, 1, j, like))
-
-
-def add_up(totals, g, x, t, at, norm, j):
-    """Those sums, with one step added."""
-
-
-@scalar(add_up)
-def _add_up(totals, g, x, t, at, norm, j):
-    if _is_none(totals):
-        return lambda totals, g, x, t, at, norm, j: None
-    return lambda totals, g, x, t, at, norm, j: (
-        totals[0] + g,
-        totals[1] + g * (load(x, t, at, g) - load(norm, 2, j, g)),
-    )
-
-
-def keep_sums(totals, sums, j):
-    """Stores them."""
-
-
-@scalar(keep_sums)
-def _keep_sums(totals, sums, j):
-    def write(totals, sums, j):
-        store(sums, 0, j, totals[0])
-        store(sums, 1, j, totals[1])
-
-    return (lambda totals, sums, j: None) if _is_none(totals) else write

@@ -108,7 +108,7 @@ sum_block, add_block = for_blocks(sum_rows), for_blocks(add_rows)
 
 
 @kernel
-def outputs(bits, x, weight, out, cuts, sizes, steps, offsets, rows, at_once, first, last):
+def outputs(words, x, weight, out, cuts, sizes, steps, offsets, rows, at_once, first, last):
     """`out [frames H' W', out]` of a convolution.
 
     A unit of work are `rows` rows of the output of a frame. A part of the weight stays in the cache while all its
@@ -120,16 +120,16 @@ def outputs(bits, x, weight, out, cuts, sizes, steps, offsets, rows, at_once, fi
     """
     height, width, out_height, out_width = sizes
     down, above, below = steps[0], -offsets[0, 0], offsets[-1, 0]
-    channels, parts = 8 * bits.shape[1], -(-out_height // rows)
+    channels, parts = weight.shape[0] // len(offsets), -(-out_height // rows)
     most = min(height, (rows - 1) * down + above + below + 1) * width
-    starts = np.empty(most * -(-channels // WORD) + 1, np.uint64)
+    starts = np.empty(most * words.shape[1] + 1, np.uint64)
     places, values = np.empty(most * channels, np.int32), np.empty(most * channels, out.dtype)
     zero = out.dtype.type(0)
     for unit in range(first, last):
         frame, low = unit // parts, unit % parts * rows
         high = min(out_height, low + rows)
         top, bottom = max(0, low * down - above), min(height, (high - 1) * down + below + 1)
-        by_pixel(bits, x, (frame * height + top) * width, (frame * height + bottom) * width, starts, places, values)
+        by_pixel(words, x, (frame * height + top) * width, (frame * height + bottom) * width, starts, places, values)
         spikes, band = (starts, places, values), (frame * out_height, low, high, top)
         for i in range(cuts.shape[0]):
             column, halves = cuts[i]
@@ -137,7 +137,7 @@ def outputs(bits, x, weight, out, cuts, sizes, steps, offsets, rows, at_once, fi
 
 
 @kernel
-def weight_gradients(bits, x, grad, total, seen, cuts, sizes, offsets, rows, first, last):
+def weight_gradients(words, x, grad, total, seen, cuts, sizes, offsets, rows, first, last):
     """Adds to `total [kh kw C, out]` from the gradient of the output, `grad [frames H' W', out]`, where strides are 1.
 
     The terms of `rows` rows of the input of a frame are summed by themselves, and these sums are added one after the
@@ -145,7 +145,7 @@ def weight_gradients(bits, x, grad, total, seen, cuts, sizes, offsets, rows, fir
     0 times each value of the gradient: it is no longer finite where one is not, even where there is no spike.
     """
     height, width, out_height, out_width = sizes
-    channels, frames = 8 * bits.shape[1], bits.shape[0] // (height * width)
+    channels, frames = total.shape[0] // len(offsets), words.shape[0] // (height * width)
     (up, left), (down, right) = offsets[0], offsets[-1]
     above, before = down - up, right - left
     stride = width + before
@@ -156,7 +156,7 @@ def weight_gradients(bits, x, grad, total, seen, cuts, sizes, offsets, rows, fir
         for low in range(0, height, rows):
             high = min(height, low + rows)
             start = (frame * height + low) * width
-            by_channel(bits, x, start, (frame * height + high) * width, width, stride, ends, places, values)
+            by_channel(words, x, start, (frame * height + high) * width, width, stride, ends, places, values)
             spikes = ends, places, values
             for unit in range(first, last):
                 column, halves = cuts[unit]

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megasnn.kernels.convolution import Geometry, output_space
-from megasnn.kernels.layout import empty_strided
-from megasnn.kernels.numba import loops_of
+from megasnn.kernels.layout import empty
+from megasnn.kernels.numba import spike_sum_loops as loops
 from megasnn.kernels.numba.jit import run
 from megasnn.kernels.numba.worth import Work
 from megasnn.kernels.spike_codec import bits_of, pack_where_not_zero
@@ -38,26 +37,21 @@ class Spikes:
 
     Attributes:
         shape: of the input, `[frames, C, H, W]`.
-        bits: `[pixels, C / 8]`, as `megasnn.kernels.spike_codec` packs spikes, channels last.
+        words: `[pixels, C / 64]`, rounded up: bits as `megasnn.kernels.spike_codec` packs spikes, channels last.
         share: of values that are not 0.
         values: of the input, `[pixels, C]`; `[0, C]` where all that are not 0 are 1.
     """
 
     shape: torch.Size
-    bits: np.ndarray
+    words: np.ndarray
     share: float
     values: np.ndarray
-
-
-def has_loops() -> bool:
-    """True where sums can be formed on this machine."""
-    return _loops() is not None
 
 
 def output(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor | None:
     """Convolves an input `[frames, C, H, W]` with a weight `[out, C, k, k]`: `[frames, out, H', W']`, channels last.
 
-    None where a dense product takes less time, or there are no loops for it; and where the weight is not finite, which
+    None where a dense product takes less time, or loops do not take it; and where the weight is not finite, which
     is to be seen also where no spike meets it.
     """
     work = _work(x.device, x.dtype, x.shape, weight, geometry)
@@ -80,11 +74,7 @@ def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor, geometry: Geomet
 def add_weight_gradient_of_bits(
     total: Tensor, grad: Tensor, packed: Tensor, shape: torch.Size, geometry: Geometry
 ) -> bool:
-    """The same of spikes of this shape that are packed, channels last.
-
-    Raises:
-        ValueError: so many bytes do not hold so many spikes.
-    """
+    """The same of spikes of this shape that are packed, channels last."""
     work = _work_of_gradient(total, grad, shape, geometry)
     if work is None or packed.device != grad.device:
         return False
@@ -109,24 +99,23 @@ def _spikes_in_bits(packed: Tensor, shape: torch.Size, dtype: torch.dtype) -> Sp
 
 
 def _spikes(packed: Tensor, shape: torch.Size, values: np.ndarray) -> Spikes:
-    if packed.dtype != torch.uint8 or 8 * packed.numel() != shape.numel():
-        raise ValueError(f"{packed.numel()} values of {packed.dtype} do not hold the spikes of {tuple(shape)} as bits")
-    bits = packed.numpy().reshape(-1)
-    words = bits[: bits.size // 8 * 8].view(np.uint64)  # fewer to count than bytes
-    number = int(np.bitwise_count(words).sum(dtype=np.int64)) + int(np.bitwise_count(bits[8 * words.size :]).sum())
-    return Spikes(shape, bits.reshape(-1, shape[1] // 8), number / shape.numel(), values)
+    rows = packed.numpy().reshape(-1, shape[1] // 8)
+    if rows.shape[1] % 8:
+        rows = np.pad(rows, ((0, 0), (0, -rows.shape[1] % 8)))
+    words = np.require(rows.view(np.uint64), requirements="A")
+    return Spikes(shape, words, int(np.bitwise_count(words).sum(dtype=np.int64)) / shape.numel(), values)
 
 
 def _work(
     device: torch.device, dtype: torch.dtype, shape: torch.Size, weight: Tensor, geometry: Geometry
 ) -> Work | None:
-    """None where there are no loops for it; dense products then say what is wrong with shapes that do not fit."""
+    """None where loops do not take it; dense products then say what is wrong with shapes that do not fit."""
     if device.type != "cpu" or weight.device != device or not dtype == weight.dtype in TYPES or geometry.groups != 1:
         return None
     if not len(weight) or len(weight) % 8 or shape[1] % 8 or not shape.numel() or weight.shape[1] != shape[1]:
         return None
     space = output_space(shape[2:], weight.shape[2:], geometry)
-    if min(space) < 1 or _loops() is None:
+    if min(space) < 1:
         return None
     places = weight.shape[2:].numel()
     return Work(shape[0] * space.numel(), shape[1], len(weight), places, dtype.itemsize)
@@ -141,45 +130,40 @@ def _work_of_gradient(total: Tensor, grad: Tensor, shape: torch.Size, geometry: 
 
 
 def _sums(spikes: Spikes, weight: Tensor, geometry: Geometry) -> Tensor:
-    loops, columns = _loops(), len(weight)
-    assert loops is not None, "asked before"
-    frames, space = spikes.shape[0], output_space(spikes.shape[2:], weight.shape[2:], geometry)
+    columns, frames = len(weight), spikes.shape[0]
+    space = output_space(spikes.shape[2:], weight.shape[2:], geometry)
     parts, sizes = _parts(frames, spikes.shape[2:], space, weight, geometry)
-    out = empty_strided((frames * space.numel(), columns), (columns, 1), weight.dtype, weight.device)
+    out = empty((frames * space.numel(), columns), weight.dtype, weight.device)
     channels, lines = spikes.shape[1], max(1, _PIXELS // sizes[3])
     if spikes.share >= _MANY:
         cuts, at_once = _cuts(columns, weight.dtype, _NARROW), (1, 1)
     else:
         cuts = _cuts(columns, weight.dtype, _L2 // channels)
         at_once = max(1, _L2 // (channels * int(cuts[0, 1]) * loops.HALF_LINE)), channels
-    arrays = spikes.bits, spikes.values, _by_place(weight).numpy(), out.numpy()
+    arrays = spikes.words, spikes.values, _by_place(weight).numpy(), out.numpy()
     where = sizes, geometry.stride, _offsets(weight, geometry)
     run(loops.outputs, parts * -(-sizes[2] // lines), *arrays, cuts, *where, lines, at_once)
     return out.view(frames, *space, columns).movedim(-1, 1)
 
 
 def _add_sums(work: Work, total: Tensor, grad: Tensor, spikes: Spikes, geometry: Geometry) -> bool:
-    loops, columns, threads = _loops(), len(total), torch.get_num_threads()
-    assert loops is not None, "asked before"
+    columns, threads = len(total), torch.get_num_threads()
     if not work.is_worth(spikes.share, threads):
         return False
     _, sizes = _parts(spikes.shape[0], spikes.shape[2:], grad.shape[2:], total, geometry)
     places = total[0].numel()
-    by_place = empty_strided((places, columns), (columns, 1), total.dtype, total.device).zero_()
+    by_place = empty((places, columns), total.dtype, total.device).zero_()
     of_thread = -(-columns // threads) * total.element_size()
     pixels, most = (_FEW_PIXELS, _NARROW) if spikes.share >= _MANY else (_PIXELS, of_thread)
     cuts, lines = _cuts(columns, total.dtype, min(most, of_thread)), max(1, pixels // sizes[1])
     gradients, seen = grad.movedim(1, -1).reshape(-1, columns), np.zeros(columns, spikes.values.dtype)
-    arrays = spikes.bits, spikes.values, gradients.numpy(), by_place.numpy(), seen
+    arrays = spikes.words, spikes.values, gradients.numpy(), by_place.numpy(), seen
     run(loops.weight_gradients, len(cuts), *arrays, cuts, sizes, _offsets(total, geometry), lines)
     if not np.isfinite(seen).all():  # what a dense product would have multiplied with zeros
         by_place += torch.from_numpy(seen)
-    turned = empty_strided((columns, places), (places, 1), total.dtype, total.device).copy_(by_place.t())
+    turned = empty((columns, places), total.dtype, total.device).copy_(by_place.t())
     total += turned.view(columns, *total.shape[2:], total.shape[1]).movedim(-1, 1)
     return True
-
-
-_loops = partial(loops_of, "spike_sum_loops")
 
 
 def _parts(
@@ -204,7 +188,7 @@ def _by_place(weight: Tensor) -> Tensor:
     rows = weight.movedim(1, -1).reshape(len(weight), -1).t()
     columns, itemsize = len(weight), weight.element_size()
     spare = 8 * _LINE // itemsize if columns * itemsize % (16 * _LINE) == 0 else 0
-    spread = empty_strided((len(rows), columns + spare), (columns + spare, 1), weight.dtype, weight.device)
+    spread = empty((len(rows), columns + spare), weight.dtype, weight.device)
     spread[:, :columns] = rows
     return spread
 
@@ -212,12 +196,11 @@ def _by_place(weight: Tensor) -> Tensor:
 def _cuts(columns: int, dtype: torch.dtype, most: int) -> np.ndarray:
     """Blocks of at most so many bytes of columns, as few as can be: the first column of each, and how many half lines
     of the cache it has. `[blocks, 2]`."""
-    from megasnn.kernels.numba.spike_sum_loops import BLOCKS, HALF_LINE
-
     found, half = [], 0
-    halves = columns * dtype.itemsize // HALF_LINE
+    halves = columns * dtype.itemsize // loops.HALF_LINE
     while half < halves:
-        size = next(block for block in BLOCKS if block == 1 or block <= min(halves - half, most // HALF_LINE))
-        found.append((half * HALF_LINE // dtype.itemsize, size))
+        most_halves = max(1, min(halves - half, most // loops.HALF_LINE))
+        size = next(block for block in loops.BLOCKS if block <= most_halves)
+        found.append((half * loops.HALF_LINE // dtype.itemsize, size))
         half += size
     return np.array(found)

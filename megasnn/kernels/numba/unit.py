@@ -107,29 +107,32 @@ def merge(means, squares, length, pixels, merged, first, last):
 
 
 @kernel
-def fire_block(x, norm, spikes, bits, p, first, last):
-    """Spikes `[T, M]`, and `bits` as in `row.fire`; a unit of work is one block, as long as `norm [3, ...]`."""
-    length = norm.shape[1]
+def fire_block(x, norm, v_first, v_last, spikes, bits, p, length, first, last):
+    """Spikes `[T, M]`; the other arrays, and what may be None, as in `row.fire`. A unit of work is one block."""
     for block in range(first, last):
         low = block * length
-        fire(x, low, norm, None, None, spikes, low, min(length, spikes.shape[1] - low), bits, p)
+        fire(x, low, norm, v_first, v_last, spikes, low, min(length, spikes.shape[1] - low), bits, p)
 
 
 @kernel
-def block_backward(x, g_spikes, norm, g_y, sums, channels, blocks, p, first, last):
-    """The gradient `g_y [X, M]` of the normalised input from `g_spikes [T, M]`.
+def block_backward(x, norm, v_first, g_spikes, g_v, g_y, sums, channels, length, blocks, p, first, last):
+    """The gradient `g_y [X, M]` of the neurons' input from `g_spikes [T, M]`; `g_v` as in `row.back`.
 
-    Each unit of `blocks` blocks, which are as long as `norm [3, ...]`, fills one of `sums [units, 3, C]`: of g_y, of
-    g_y (x - mean), and what `of_factor` gives.
+    Each unit of `blocks` blocks fills one of `sums [units, 3, C]`: of g_y and g_y (x - mean), where there is a norm,
+    and of what `of_factor` gives, where that is learned.
     """
-    length, size = norm.shape[1], x.shape[1]
+    size = x.shape[1]
     scratch, wide = np.empty((2 * g_spikes.shape[0], LANES), x.dtype), np.empty((3, length), x.dtype)
     for unit in range(first, last):
         wide[:] = 0
+        sums[unit] = 0.0
         for low in range(unit * blocks * length, min((unit + 1) * blocks * length, size), length):
-            back(x, low, norm, None, g_spikes, low, min(length, size - low), None, g_y, wide, p, scratch)
-        for k in range(3):
-            fold(wide[k], channels, sums[unit, k])
+            back(x, low, norm, v_first, g_spikes, low, min(length, size - low), g_v, g_y, wide, p, scratch)
+        if norm is not None:
+            fold(wide[0], channels, sums[unit, 0])
+            fold(wide[1], channels, sums[unit, 1])
+        if p.learn:
+            fold(wide[2], channels, sums[unit, 2])
 
 
 @kernel

@@ -43,7 +43,7 @@ def backward_alone(
     spec: NeuronSpec,
     learn: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    number, block, size = compute_type(x.dtype), THREADS * lanes(x.dtype, len(x)), x[0].numel()
+    number, block, size = compute_type(x.dtype), THREADS * lanes(x.dtype), x[0].numel()
     programs = -(-size // block)
     g_x, g_first = torch.empty_like(x), torch.empty_like(x[0], dtype=number) if v0 is not None else None
     totals = x.new_empty(programs, dtype=torch.float64) if learn else None

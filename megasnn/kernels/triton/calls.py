@@ -41,18 +41,16 @@ _FOLDED_ROWS, _FOLDED_COLUMNS = 64, 16
 def statistics(x: Tensor) -> Tensor:
     number, channels = compute_type(x.dtype), x.shape[2]
     cut = _cut(x.numel(), channels, lanes(x.dtype))
-    whole_rows, rest = divmod(x.numel(), cut.row)
-    partial = x.new_empty((2, cut.programs, cut.row), dtype=number)
+    partial = x.new_empty((3, cut.programs, cut.row), dtype=number)
     launch(
         statistics_kernel, cut.programs * (cut.row // COLUMNS),
-        x, partial, x.numel(), whole_rows, rest, cut.row, cut.programs, cut.tiles,
+        x, partial, x.numel(), cut.row, cut.programs, cut.tiles,
         D=NUMBERS[number], ROWS=cut.rows, COLUMNS=COLUMNS,
     )  # fmt: skip
     found = x.new_empty((2, channels), dtype=torch.float64)
     launch(
         fold_statistics_kernel, -(-channels // _FOLDED_COLUMNS),
-        partial, found, partial[0].numel() // channels, channels, x.numel() // channels, whole_rows, rest,
-        cut.row // channels, cut.tiles * cut.rows,
+        partial, found, partial[0].numel() // channels, channels, x.numel() // channels,
         ROWS=_FOLDED_ROWS, COLUMNS=_FOLDED_COLUMNS,
     )  # fmt: skip
     return found
@@ -82,7 +80,7 @@ def backward_sums(
     coefficients = _coefficients(x, norm, unit.eps)
     g_pooled = x.new_empty((len(x), sizes.size)) if unit.pool else None
     taps = None if g_pooled is None else torch.empty_like(g_pooled, dtype=torch.uint8)
-    cut = _cut(sizes.size, sizes.channels, lanes(x.dtype, unit.time_steps))
+    cut = _cut(sizes.size, sizes.channels, lanes(x.dtype))
     partial = x.new_empty((3 if learn else 2, cut.programs, cut.row), dtype=number)
     launch(
         backward_sums_kernel, cut.programs * (cut.row // COLUMNS),
@@ -126,7 +124,7 @@ def input_gradient(
             BATCH=sums is not None, D=NUMBERS[number], BLOCK=block,
         )  # fmt: skip
         return g_x
-    block = THREADS * lanes(x.dtype, unit.time_steps)
+    block = THREADS * lanes(x.dtype)
     launch(
         gradient_kernel, -(-sizes.size // block),
         x, g_spikes, g_x, coefficients, None, None, None, factor(w, number), None,

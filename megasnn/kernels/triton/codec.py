@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megasnn.kernels.triton.launch import NUMBERS, compute_type, launch, operator
-from megasnn.kernels.triton.neuron import divided
+from megasnn.kernels.triton.launch import launch
 
 _BLOCK = 2048  # values of a program
 
@@ -30,7 +29,6 @@ def below_zero(x):
     return below
 
 
-@operator("x", "packed strange")
 @triton.jit
 def pack_bits_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
     """Sets `strange`, if given, where a value is neither 0 nor 1."""
@@ -44,7 +42,6 @@ def pack_bits_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
         tl.atomic_or(strange, tl.max(tl.max(odd.to(tl.int32), axis=1), axis=0))
 
 
-@operator("packed", "out")
 @triton.jit
 def unpack_bits_kernel(packed, out, size, columns, stride, BLOCK: tl.constexpr):
     """Bit by bit into rows of `columns` values; row r begins at `r stride` of `out`."""
@@ -58,29 +55,6 @@ def unpack_bits_kernel(packed, out, size, columns, stride, BLOCK: tl.constexpr):
     tl.store(target, value.to(out.dtype.element_ty), mask=place < size)
 
 
-@operator("packed", "out")
-@triton.jit
-def average_bits_kernel(packed, out, size, channels, height, width,
-                        WINDOW: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Images of bits `[frames, height, width, channels]` -> averages of squares of pixels, as many in a row as fit.
-    A byte has bits of one pixel: channels are a multiple of 8. D: the type that is computed in."""
-    byte = tl.program_id(0) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
-    bytes_of_pixel, out_height, out_width = channels // 8, height // WINDOW, width // WINDOW
-    pixel = byte // bytes_of_pixel
-    column, line = pixel % out_width * WINDOW, pixel // out_width
-    row = line // out_height * height + line % out_height * WINDOW
-    source = packed + (row * width + column) * bytes_of_pixel + byte % bytes_of_pixel
-    total = tl.zeros([BLOCK // 8, 8], tl.int32)
-    for i in tl.static_range(WINDOW):
-        for j in tl.static_range(WINDOW):
-            bits = tl.load(source + (i * width + j) * bytes_of_pixel, mask=byte * 8 < size, other=0).to(tl.int32)
-            total += (bits[:, None] >> tl.arange(0, 8)[None, :]) & 1
-    place = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
-    average = divided(total.to(D), tl.full(place.shape, WINDOW * WINDOW, D))
-    tl.store(out + place, average.to(out.dtype.element_ty), mask=place < size)
-
-
-@operator("x", "packed strange")
 @triton.jit
 def pack_counts_kernel(x, packed, strange, size, BLOCK: tl.constexpr):
     """Sets `strange`, if given, where a value is none of 0, 1 ... 255."""
@@ -115,15 +89,6 @@ def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
     stride = columns if rows == 1 else out.stride(0)
     if out.numel():
         launch(unpack_bits_kernel, -(-out.numel() // _BLOCK), packed, out, out.numel(), columns, stride, BLOCK=_BLOCK)
-
-
-def average_bits_into(packed: Tensor, out: Tensor, height: int, width: int, window: int) -> None:
-    """Into `[frames, height // window, width // window, C]`, contiguous, from bits of `[frames, height, width, C]`."""
-    if out.numel():
-        launch(
-            average_bits_kernel, -(-out.numel() // _BLOCK), packed, out, out.numel(), out.shape[-1], height, width,
-            WINDOW=window, D=NUMBERS[compute_type(out.dtype)], BLOCK=_BLOCK,
-        )  # fmt: skip
 
 
 def _pack(kernel: triton.JITFunction, flat: Tensor, packed: Tensor, check: bool) -> Tensor | None:

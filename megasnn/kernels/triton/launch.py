@@ -1,19 +1,12 @@
 """Compiling and starting of kernels: one set of options, and sizes from a rule instead of a search.
 
 Multiplications and additions are never fused into one rounding: a spike could flip against the reference.
-
-Each kernel is an operator of torch, `torch.ops.megasnn.<name of the kernel>`, that says what it reads and what it
-writes. So what torch has for operators works with kernels too: on tensors without values nothing is started, dispatch
-modes count them, and profiles name them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable
-from string import ascii_lowercase
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import triton
@@ -26,10 +19,9 @@ OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
 COLUMNS = 128  # of a tile of a kernel that sums over rows
 TILES = 16  # that one program sums: few partial sums to fold, and enough programs for a large GPU
 MOST_UNROLLED = 16
-"""Time steps that are written out one after the other; of more there are loops. For sm_90 and bfloat16 the kernels of a
-unit are compiled within 4 seconds at 16, 20 at 32 (and one runs out of registers), and 127 at 64."""
+"""Time steps that a forward writes out one after the other; of more there are loops, which compile sooner."""
 _REGISTERS = 48  # of a thread, for the potentials that a backward keeps: with more, compilers run out of them
-_IN_A_LOOP = 40  # the same where chunks are gone through in a loop, which takes a few for itself
+_IN_A_LOOP = 40  # the same where chunks are gone through in a loop, which takes some for itself
 _LOAD = 16  # bytes, the widest
 
 NUMBERS = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -40,24 +32,16 @@ def compute_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def lanes(dtype: torch.dtype, time_steps: int = 1) -> int:
-    """Elements of a thread, a power of two: as many as one load brings.
-
-    Args:
-        time_steps: of a backward. The potentials at which its chunks begin may leave room for fewer elements.
-    """
-    chunks = -(-time_steps // chunk(dtype, time_steps)) if time_steps <= MOST_UNROLLED else 1
-    held = max(1, _REGISTERS // (_words(dtype) * chunks))
-    return min(_widest(dtype), 1 << held.bit_length() - 1)
+def lanes(dtype: torch.dtype) -> int:
+    """Elements of a thread: as many as one load brings."""
+    return _LOAD // dtype.itemsize
 
 
 def chunk(dtype: torch.dtype, time_steps: int) -> int:
-    """Time steps of which a backward keeps the potentials at once; it computes them again, chunk after chunk."""
-    number = _widest(dtype) * _words(dtype)
-    if time_steps > MOST_UNROLLED:
-        return _IN_A_LOOP // number
-    most = _REGISTERS // number
-    return -(-time_steps // -(-time_steps // most))
+    """Time steps of which a backward keeps the potentials at once: all, or as many as registers hold in a loop. It
+    computes them again, chunk after chunk."""
+    registers = lanes(dtype) * (4 if dtype == torch.float64 else 1)  # double precision's exponential takes as many
+    return time_steps if time_steps * registers <= _REGISTERS else _IN_A_LOOP // registers
 
 
 def at_once(time_steps: int) -> int:
@@ -66,81 +50,19 @@ def at_once(time_steps: int) -> int:
 
 
 def chunk_memory(x: Tensor, time_steps: int, size: int) -> Tensor | None:
-    """Memory where a backward of many time steps keeps the potentials before each chunk but the last; None for few."""
-    if time_steps <= MOST_UNROLLED:
-        return None
-    return x.new_empty(((time_steps - 1) // chunk(x.dtype, time_steps), size), dtype=compute_type(x.dtype))
-
-
-def _widest(dtype: torch.dtype) -> int:
-    """Elements that one load brings."""
-    return _LOAD // dtype.itemsize
-
-
-def _words(dtype: torch.dtype) -> int:
-    """Registers of a number that is computed: of double precision two, and as many for its exponential."""
-    return 4 if dtype == torch.float64 else 1
-
-
-Kernel = TypeVar("Kernel")
-
-_LIBRARY = torch.library.Library("megasnn", "FRAGMENT")
-_constants: list[dict[str, Any]] = []  # with which kernels were started: an operator takes the place in this list
-_places: dict[tuple[Any, ...], int] = {}
-_operators: dict[str, Callable[..., None]] = {}
-
-
-def operator(reads: str, writes: str) -> Callable[[Kernel], Kernel]:
-    """Makes a kernel an operator, as which `launch` starts it.
-
-    Args:
-        reads, writes: its arguments that are tensors or None. Others are whole numbers, or constants.
-    """
-
-    def registered(kernel: Kernel) -> Kernel:
-        written, taken = writes.split(), []
-        for each in inspect.signature(kernel.fn).parameters.values():  # type: ignore[attr-defined]
-            if each.name in written:
-                taken.append(f"Tensor({ascii_lowercase[written.index(each.name)]}!)? {each.name}")
-            elif each.annotation != "tl.constexpr":
-                taken.append(f"{'Tensor?' if each.name in reads.split() else 'int'} {each.name}")
-        name = _name(kernel)
-
-        def start(programs: int, constants: int, *args: Any) -> None:
-            _start(kernel, programs, args, _constants[constants])
-
-        _LIBRARY.define(f"{name}(int programs, int constants, {', '.join(taken)}) -> ()")
-        _LIBRARY.impl(name, start, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"megasnn::{name}", lambda *args: None, lib=_LIBRARY)
-        _operators[name] = getattr(torch.ops.megasnn, name).default
-        return kernel
-
-    return registered
-
-
-def _name(kernel: Any) -> str:
-    name: str = kernel.fn.__name__
-    return name
+    """Memory where a backward keeps the potentials before each chunk but the last; None where there is one chunk."""
+    chunks = -(-time_steps // chunk(x.dtype, time_steps))
+    return x.new_empty((chunks - 1, size), dtype=compute_type(x.dtype)) if chunks > 1 else None
 
 
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
     """Starts so many programs of a kernel on the device of its first tensor. Args: constants: options among them."""
-    key = tuple(constants.items())
-    place = _places.get(key)
-    if place is None:
-        _constants.append(constants)
-        place = _places.setdefault(key, len(_constants) - 1)
-    _operators[_name(kernel)](programs, place, *args)
-
-
-def _start(kernel: Any, programs: int, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
     tensor = next(each for each in args if isinstance(each, Tensor))
     on_device = torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
     with on_device:
         kernel[(programs,)](*args, **{**OPTIONS, **constants})
 
 
-@operator("", "x")
 @triton.jit
 def _nothing(x):
     tl.store(x, 1.0)

@@ -9,12 +9,11 @@ from torch import Tensor
 from triton.language.random import philox_impl
 
 from megasnn.kernels.philox import Runs
-from megasnn.kernels.triton.launch import launch, operator
+from megasnn.kernels.triton.launch import launch
 
 _COUNTERS = 512  # of a program; each gives four values
 
 
-@operator("k0 k1", "kept")
 @triton.jit
 def keep_kernel(kept, k0, k1, samples, runs, stride, offset, length, threshold, blocks, COUNTERS: tl.constexpr):
     """`kept [steps, samples, runs, length]`: whether the upper 24 bits of a stream's values are at least `threshold`.

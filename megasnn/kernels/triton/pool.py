@@ -12,7 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megasnn.kernels.triton.launch import operator
 from megasnn.kernels.triton.steps import norm_backward, of_channel
 
 
@@ -76,7 +75,6 @@ def gradient_of_windows(g, tap, place, inside, channels, height, width, above, D
     return total
 
 
-@operator("x g_pooled taps norm", "g_x")
 @triton.jit
 def pooled_gradient_kernel(x, g_pooled, taps, g_x, norm, size, in_size, blocks, channels, height, width, above,
                            BATCH: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip

@@ -66,26 +66,9 @@ def recomputed(x, place, inside, scale, shift, v, q, size, BEGIN: tl.constexpr, 
 
 
 @triton.jit
-def chunk_starts(x, place, inside, scale, shift, v, q, size, T: tl.constexpr, CHUNK: tl.constexpr,
-                 REPEATED: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """The potentials before each chunk of CHUNK steps, the last perhaps of fewer."""
-    starts = one_more((), v)
-    for t in tl.static_range((T - 1) // CHUNK * CHUNK):
-        if t == 0 or not REPEATED:
-            y = fed(at_step(x, t, size, REPEATED), place, inside, scale, shift, D)
-        v = reset(charge(y, v, q, N), N)
-        if t % CHUNK == CHUNK - 1:
-            starts = one_more(starts, v)
-    return starts
-
-
-@triton.jit
 def keep_chunk_starts(x, place, inside, scale, shift, v, q, size, kept, T: tl.constexpr, CHUNK: tl.constexpr,
                       REPEATED: tl.constexpr, N: tl.constexpr, D: tl.constexpr):  # fmt: skip
-    """Keeps the potential before each chunk but the last in `kept [(T - 1) // CHUNK, size]`, and returns the last's.
-
-    In a loop, for more steps than a compiler can write out or registers hold.
-    """
+    """Keeps the potential before each chunk but the last in `kept [(T - 1) // CHUNK, size]`, and returns the last's."""
     for _ in range((T - 1) // CHUNK):
         tl.store(kept + place, v, mask=inside)
         for t in tl.static_range(CHUNK):
@@ -96,14 +79,6 @@ def keep_chunk_starts(x, place, inside, scale, shift, v, q, size, kept, T: tl.co
         kept += size
     tl.debug_barrier()  # another thread may read what one has written
     return v
-
-
-@triton.jit
-def known_after(inside, g):
-    """`inside`, and yet what is loaded by it is loaded after g was computed: no compiler knows that it does not depend
-    on g. Otherwise all time steps would be loaded first, and registers would not suffice."""
-    negative = tl.where(tl.max(tl.abs(g)) < 0, 1, 0)
-    return inside & (tl.zeros(inside.shape, tl.int32) + negative == 0)
 
 
 @triton.jit

@@ -12,31 +12,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megasnn.kernels.triton.launch import operator
 from megasnn.kernels.triton.neuron import charging_factor, factor_backward, reset, step_backward
 from megasnn.kernels.triton.pool import pooled
-from megasnn.kernels.triton.steps import (
-    at_step,
-    chunk_starts,
-    first_potential,
-    keep_chunk_starts,
-    known_after,
-    of_channel,
-    recomputed,
-)
+from megasnn.kernels.triton.steps import at_step, first_potential, keep_chunk_starts, of_channel, recomputed
 
 
-@operator("x", "partial")
 @triton.jit
-def statistics_kernel(x, partial, size, whole_rows, rest, row, programs, tiles,
+def statistics_kernel(x, partial, size, row, programs, tiles,
                       D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """`partial [2, programs, row]`: the mean of the values, and their squared deviations from it.
+    """`partial [3, programs, row]`: the mean of the values, their squared deviations from it, and their number.
 
     Deviations are taken from the mean of the first tile: that is near enough, since it is part of what is summed. Four
     tiles are loaded at a time: with one load in flight a program waits for memory.
-
-    Args:
-        whole_rows, rest: quotient and remainder of size and row.
     """
     blocks = row // COLUMNS
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
@@ -45,7 +32,8 @@ def statistics_kernel(x, partial, size, whole_rows, rest, row, programs, tiles,
     x += start
     left = size - start
     place = tl.arange(0, ROWS)[:, None] * row + column[None, :]
-    n = tl.maximum(summed_by(program, column, whole_rows, rest, tiles * ROWS), 1).to(tl.float64)
+    number = tl.minimum(tl.maximum((left - column + row - 1) // row, 0), tiles * ROWS)
+    n = tl.maximum(number, 1).to(tl.float64)
     inside = place < left
     count = tl.maximum(tl.sum(inside.to(D), axis=0), 1)
     pivot = tl.sum(tl.load(x + place, mask=inside, other=0).to(D), axis=0) / count
@@ -62,58 +50,37 @@ def statistics_kernel(x, partial, size, whole_rows, rest, row, programs, tiles,
     squared = tl.sum(squares.to(tl.float64), axis=0)
     out = partial + program * row + column
     tl.store(out, (pivot.to(tl.float64) + s / n).to(D))
-    tl.store(out + tl.cast(programs, tl.int64) * row, (squared - s * s / n).to(D))
+    step = tl.cast(programs, tl.int64) * row
+    tl.store(out + step, (squared - s * s / n).to(D))
+    tl.store(out + 2 * step, number.to(D))
 
 
 @triton.jit
-def summed_by(program, column, whole_rows, rest, rows):
-    """Number of values of its columns that a program sums in its `rows` rows, of all whole rows and a rest.
-
-    Division of 64 bits takes a GPU some hundred instructions: quotient and remainder come from the host.
-    """
-    there = whole_rows + tl.where(column < rest, 1, 0) - program * rows
-    return tl.minimum(tl.maximum(there, 0), rows)
-
-
-@operator("partial", "out")
-@triton.jit
-def fold_statistics_kernel(partial, out, rows, channels, pixels, whole_rows, rest, parts, summed,
-                           ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """`partial [2, rows, C]` of `statistics_kernel` -> `out [2, C]`: mean and biased variance of `pixels` values.
-
-    Args:
-        parts: how often each channel is in a program's row.
-        summed: how many rows a program has summed.
-    """
+def fold_statistics_kernel(partial, out, rows, channels, pixels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """`partial [3, rows, C]` of `statistics_kernel` -> `out [2, C]`: mean and biased variance of `pixels` values."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     weighted = tl.zeros([ROWS, COLUMNS], tl.float64)
     step = tl.cast(rows, tl.int64) * channels
     for start in range(0, rows, ROWS):
         part = (start + tl.arange(0, ROWS))[:, None]
-        place = part.to(tl.int64) * channels + channel[None, :]
+        place = partial + part.to(tl.int64) * channels + channel[None, :]
         inside = (part < rows) & (channel[None, :] < channels)
-        n = summed_by(
-            (part // parts).to(tl.int64), part % parts * channels + channel[None, :], whole_rows, rest, summed
-        )
-        weighted += n.to(tl.float64) * tl.load(partial + place, mask=inside, other=0).to(tl.float64)
+        n = tl.load(place + 2 * step, mask=inside, other=0).to(tl.float64)
+        weighted += n * tl.load(place, mask=inside, other=0).to(tl.float64)
     n_all = tl.cast(pixels, tl.int64).to(tl.float64)
     mean = tl.sum(weighted, axis=0) / n_all
     squares = tl.zeros([ROWS, COLUMNS], tl.float64)
     for start in range(0, rows, ROWS):
         part = (start + tl.arange(0, ROWS))[:, None]
-        place = part.to(tl.int64) * channels + channel[None, :]
+        place = partial + part.to(tl.int64) * channels + channel[None, :]
         inside = (part < rows) & (channel[None, :] < channels)
-        n = summed_by(
-            (part // parts).to(tl.int64), part % parts * channels + channel[None, :], whole_rows, rest, summed
-        )
-        n = tl.where(inside, n, 0).to(tl.float64)
-        away = tl.load(partial + place, mask=inside, other=0).to(tl.float64) - mean[None, :]
-        squares += tl.load(partial + step + place, mask=inside, other=0).to(tl.float64) + n * away * away
+        n = tl.load(place + 2 * step, mask=inside, other=0).to(tl.float64)
+        away = tl.load(place, mask=inside, other=0).to(tl.float64) - mean[None, :]
+        squares += tl.load(place + step, mask=inside, other=0).to(tl.float64) + n * away * away
     tl.store(out + channel, mean, mask=channel < channels)
     tl.store(out + channels + channel, tl.sum(squares, axis=0) / n_all, mask=channel < channels)
 
 
-@operator("partial variance", "sums g_weight g_bias")
 @triton.jit
 def fold_sums_kernel(partial, variance, sums, g_weight, g_bias, rows, channels, SUMS: tl.constexpr, EPS: tl.constexpr,
                      ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
@@ -138,7 +105,6 @@ def fold_sums_kernel(partial, variance, sums, g_weight, g_bias, rows, channels, 
             tl.store(g_weight + channel, (summed * inverse).to(g_weight.dtype.element_ty), mask=channel < channels)
 
 
-@operator("mean variance weight bias sums", "out")
 @triton.jit
 def coefficients_kernel(mean, variance, weight, bias, sums, out, count, channels,
                         EPS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
@@ -204,7 +170,6 @@ def summed_up(given, g, place, inside, mean, sum_g, sum_gx, POOL: tl.constexpr, 
     return sum_g + g, sum_gx + g * (value - mean)  # g is exactly 0 for places outside
 
 
-@operator("x g_spikes norm q", "g_pooled taps partial kept")
 @triton.jit
 def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial, kept,
                          size, in_size, channels, height, width, above, row, programs, tiles,
@@ -217,7 +182,7 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial, kept,
     Args:
         g_pooled, taps: `[X, size]`, with POOL: where g goes, and the places in the windows that have won. A tile's
             place for g first holds the values that have won, which come back from a cache.
-        kept: for `keep_chunk_starts`; None where all steps are written out.
+        kept: for `keep_chunk_starts`; None where there is one chunk.
     """
     blocks = row // COLUMNS
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
@@ -244,26 +209,18 @@ def backward_sums_kernel(x, g_spikes, norm, q, g_pooled, taps, partial, kept,
         first = first_potential(None, place, inside, N, D)
         g_v = tl.zeros(place.shape, D)
         summed = tl.zeros(place.shape, D)
-        if kept is None:
-            starts = chunk_starts(given, place, inside, scale, shift, first, q, size, T, CHUNK, REPEATED, N, D)
-            for c in tl.static_range((T - 1) // CHUNK, -1, -1):
-                if CHUNK < T:
-                    inside = known_after(inside, sum_g + sum_gx + total + starts[c])
-                g_v, summed, total, sum_g, sum_gx = sums_of_chunk(
-                    at_step(given, c * CHUNK, size, REPEATED), at_step(g_tile, c * CHUNK, size, False), place, inside,
-                    scale, shift, mean, starts[c], g_v, summed, total, sum_g, sum_gx, q, size,
-                    T - c * CHUNK if T < c * CHUNK + CHUNK else CHUNK, REPEATED, POOL, LEARN, N, D,
-                )  # fmt: skip
-        else:
+        last = first
+        if kept is not None:
             last = keep_chunk_starts(given, place, inside, scale, shift, first, q, size, kept + done, T, CHUNK,
                                      REPEATED, N, D)  # fmt: skip
-            BEFORE: tl.constexpr = (T - 1) // CHUNK  # the last chunk
-            given_c, g_c = at_step(given, BEFORE * CHUNK, size, REPEATED), at_step(g_tile, BEFORE * CHUNK, size, False)
+        BEFORE: tl.constexpr = (T - 1) // CHUNK  # the last chunk
+        given_c, g_c = at_step(given, BEFORE * CHUNK, size, REPEATED), at_step(g_tile, BEFORE * CHUNK, size, False)
+        g_v, summed, total, sum_g, sum_gx = sums_of_chunk(
+            given_c, g_c, place, inside, scale, shift, mean, last, g_v, summed, total, sum_g, sum_gx, q, size,
+            T - BEFORE * CHUNK, REPEATED, POOL, LEARN, N, D,
+        )  # fmt: skip
+        if kept is not None:
             kept_c = at_step(kept + done, BEFORE, size, False)
-            g_v, summed, total, sum_g, sum_gx = sums_of_chunk(
-                given_c, g_c, place, inside, scale, shift, mean, last, g_v, summed, total, sum_g, sum_gx, q, size,
-                T - BEFORE * CHUNK, REPEATED, POOL, LEARN, N, D,
-            )  # fmt: skip
             for _c in range(BEFORE):
                 given_c, g_c = at_step(given_c, -CHUNK, size, REPEATED), at_step(g_c, -CHUNK, size, False)
                 kept_c = at_step(kept_c, -1, size, False)

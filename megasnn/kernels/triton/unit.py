@@ -10,12 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megasnn.kernels.triton.launch import operator
 from megasnn.kernels.triton.neuron import charge, charging_factor, factor_backward, fires, reset, step_backward
 from megasnn.kernels.triton.pool import pooled
 from megasnn.kernels.triton.steps import (
     at_step,
-    chunk_starts,
     fed,
     first_potential,
     keep_chunk_starts,
@@ -25,7 +23,6 @@ from megasnn.kernels.triton.steps import (
 )
 
 
-@operator("x norm v_first q", "spikes bits v_last")
 @triton.jit
 def fire_kernel(x, norm, v_first, q, spikes, bits, v_last, size, in_size, channels, height, width, above,
                 T: tl.constexpr, REPEATED: tl.constexpr, POOL: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
@@ -97,7 +94,6 @@ def store_gradient(x, g_x, g, place, inside, scale, mean, mean_g, mean_gx, D: tl
     tl.store(g_x + place, g.to(g_x.dtype.element_ty), mask=inside)
 
 
-@operator("x g_spikes norm v_first g_last q", "g_x g_first totals kept")
 @triton.jit
 def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals, kept, size, channels,
                     T: tl.constexpr, CHUNK: tl.constexpr, REPEATED: tl.constexpr, BATCH: tl.constexpr,
@@ -108,7 +104,7 @@ def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals,
         norm: rows for each channel; the fourth and fifth are what `norm_backward` subtracts.
         g_last, g_first: gradients of the potentials after and before all steps, or None.
         totals: what each program's learned factor adds up, or None.
-        kept: for `keep_chunk_starts`; None where all steps are written out.
+        kept: for `keep_chunk_starts`; None where there is one chunk.
     """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
@@ -117,10 +113,8 @@ def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals,
     scale, shift, mean, mean_g, mean_gx = None, None, None, None, None
     if norm is not None:
         scale, shift = of_channel(norm, 0, place, inside, channels), of_channel(norm, 1, place, inside, channels)
-    starts, last = (), first
-    if kept is None:
-        starts = chunk_starts(x, place, inside, scale, shift, first, q, size, T, CHUNK, REPEATED, N, D)
-    else:
+    last = first
+    if kept is not None:
         last = keep_chunk_starts(x, place, inside, scale, shift, first, q, size, kept, T, CHUNK, REPEATED, N, D)
     if BATCH:
         mean = of_channel(norm, 2, place, inside, channels)
@@ -131,22 +125,15 @@ def gradient_kernel(x, g_spikes, g_x, norm, v_first, g_last, g_first, q, totals,
     summed = tl.zeros(place.shape, D)
     total = tl.zeros(place.shape, D)
     LEARN: tl.constexpr = totals is not None
-    if kept is None:
-        for c in tl.static_range((T - 1) // CHUNK, -1, -1):
-            g_v, summed, total = gradient_of_chunk(
-                at_step(x, c * CHUNK, size, REPEATED), at_step(g_spikes, c * CHUNK, size, False),
-                at_step(g_x, c * CHUNK, size, REPEATED), place, inside, scale, shift, mean, mean_g, mean_gx,
-                starts[c], g_v, summed, total, q, size, T - c * CHUNK if T < c * CHUNK + CHUNK else CHUNK,
-                REPEATED, LEARN, N, D,
-            )  # fmt: skip
-    else:
-        BEFORE: tl.constexpr = (T - 1) // CHUNK  # the last chunk
-        x_c, g_c = at_step(x, BEFORE * CHUNK, size, REPEATED), at_step(g_spikes, BEFORE * CHUNK, size, False)
-        out_c, kept_c = at_step(g_x, BEFORE * CHUNK, size, REPEATED), at_step(kept, BEFORE, size, False)
-        g_v, summed, total = gradient_of_chunk(
-            x_c, g_c, out_c, place, inside, scale, shift, mean, mean_g, mean_gx, last, g_v, summed, total, q, size,
-            T - BEFORE * CHUNK, REPEATED, LEARN, N, D,
-        )  # fmt: skip
+    BEFORE: tl.constexpr = (T - 1) // CHUNK  # the last chunk
+    x_c, g_c = at_step(x, BEFORE * CHUNK, size, REPEATED), at_step(g_spikes, BEFORE * CHUNK, size, False)
+    out_c = at_step(g_x, BEFORE * CHUNK, size, REPEATED)
+    g_v, summed, total = gradient_of_chunk(
+        x_c, g_c, out_c, place, inside, scale, shift, mean, mean_g, mean_gx, last, g_v, summed, total, q, size,
+        T - BEFORE * CHUNK, REPEATED, LEARN, N, D,
+    )  # fmt: skip
+    if kept is not None:
+        kept_c = at_step(kept, BEFORE, size, False)
         for _ in range(BEFORE):
             x_c, g_c = at_step(x_c, -CHUNK, size, REPEATED), at_step(g_c, -CHUNK, size, False)
             out_c, kept_c = at_step(out_c, -CHUNK, size, REPEATED), at_step(kept_c, -1, size, False)
