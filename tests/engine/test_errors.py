@@ -201,7 +201,8 @@ def test_an_error_on_one_rank_leaves_nobody_waiting() -> None:
     (_, first), (_, second) = program("one_of_two")
     assert first[0] == second[0] == "0 8"
     assert second[1].startswith("1 PipelineError rank 1, pipeline stage 1") and second[1].endswith("out of luck")
-    assert first[1].startswith("1 ") and "Error" in first[1]
+    # Its connection breaks when the other one ends, or its watch ends it before.
+    assert len(first) == 1 or (first[1].startswith("1 ") and "Error" in first[1])
     for line in (*first[2:], *second[2:]):
         assert "RuntimeError this Engine has ended with an error" in line
 
