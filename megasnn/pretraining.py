@@ -16,7 +16,7 @@ from megasnn.config.identity import samples_from
 from megasnn.config.sources import Values
 from megasnn.files import in_message
 from megasnn.models.model import Model, run_config
-from megasnn.models.registry import MODELS, saved_model_name
+from megasnn.models.registry import MODELS
 from megasnn.telemetry.callback import Callback
 
 
@@ -150,7 +150,7 @@ def _saved_values(model: type[Model], given: PretrainConfig) -> Values:
         found = first_legible(Path(options.load), options.ckpt_step)
     except OSError:  # a folder that may not be read, a name that is too long
         return {}
-    if found is None or found.config is None or saved_model_name(found) not in (None, model.name):
+    if found is None or found.config is None or found.model not in (None, model.name):
         return {}
     values: dict[str, Any] = {part: found.config.get(part) for part in ("model", "neuron")}
     try:

@@ -1,7 +1,7 @@
 """Natively sharded layers. Activations are `[T, N, C_local, *space]`, cut by channel over the tensor-parallel group."""
 
 from megasnn.layers.attention import SpikeDrivenAttention, SpikingSelfAttention, TokenAttention
-from megasnn.layers.blocks import ConvNormNeuron, NeuronConvNorm, PooledUnit, Residual, ResidualMLP
+from megasnn.layers.blocks import ConvNormNeuron, NeuronConvNorm, Residual, ResidualMLP
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.dropout import DropPath, KeyedLayer, ParallelDropout
@@ -16,9 +16,7 @@ from megasnn.layers.neuron import (
 )
 from megasnn.layers.norm import (
     ParallelBatchNorm,
-    ParallelGroupNorm,
     TemporalEffectiveBatchNorm,
-    ThresholdDependentBatchNorm,
 )
 from megasnn.layers.replicated import apply_layer
 from megasnn.layers.row_context import MaxPool, MeanOverSpace, WholeImages
@@ -36,20 +34,17 @@ __all__ = [
     "ParallelBatchNorm",
     "ParallelConv",
     "ParallelDropout",
-    "ParallelGroupNorm",
     "ParallelIF",
     "ParallelLIF",
     "ParallelLinear",
     "ParallelNeuron",
     "ParallelPLIF",
-    "PooledUnit",
     "Residual",
     "ResidualMLP",
     "SpikeDrivenAttention",
     "SpikingNeuron",
     "SpikingSelfAttention",
     "TemporalEffectiveBatchNorm",
-    "ThresholdDependentBatchNorm",
     "TokenAttention",
     "WholeImages",
     "apply_layer",

@@ -21,7 +21,7 @@ from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import make_neuron
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.row_context import count_type, rows_of, sum_counts, sum_for_each
-from megasnn.layers.shape_inference import note_exchanges, untracked
+from megasnn.layers.shape_inference import untracked
 from megasnn.parallel.collectives import from_rows, start_all_reduce_sum, to_rows
 from megasnn.parallel.sharding import Initialiser
 from megasnn.parallel_state import Group
@@ -94,7 +94,6 @@ class SpikingSelfAttention(_HeadAttention):
             self._tokens = x.shape[3:].numel()  # of whole images
             if self._rows is not None:
                 count_type(self._tokens)  # refuses what cannot travel
-                note_exchanges(self, backward=1)
         shared = None if self._rows is None or x.is_meta else (self._rows, self._tokens)
         plan = AttendPlan(qkv.shape[0] * qkv.shape[1], self.local_heads, shared)
         out = Attend.apply(to_rows(qkv), bits_of(qkv), plan)
@@ -160,9 +159,7 @@ class SpikeDrivenAttention(nn.Module):
         spikes = self.neuron(x)
         together = self.k(spikes) * self.v(spikes)
         number = together.flatten(3).sum(-1, dtype=sums_type(together.dtype))
-        if self._rows is not None and x.is_meta:
-            note_exchanges(self, 1, 1)
-        elif self._rows is not None:
+        if self._rows is not None and not x.is_meta:
             number = sum_for_each(number, self._rows)
         gate = self.gate(number.to(together.dtype))
         return self.norm(self.projection(self.q(spikes) * gate.view(*gate.shape, 1, 1)))

@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.neuron import norm_pool_neuron
-from megasnn.kernels.spike_codec import Content
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.conv import ParallelConv, Style
+from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import NeuronLayer, ParallelNeuron, make_neuron
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.row_context import MaxPool
-from megasnn.parallel.sharding import Initialiser
 
 
 class ConvNormNeuron(nn.Module):
@@ -34,10 +32,9 @@ class ConvNormNeuron(nn.Module):
         padding: None keeps height and width at stride 1.
         neuron: a description, or a layer of neurons of one's own (SpikingNeuron); None for the neuron of the context.
         norm: a norm of these `out_channels`; None for batch norm.
-        dims: 2 for frames, 1 for signals `[T, N, C_local, L]`.
         max_pool: whether there is the max pooling. average_pool: sides of the squares of the average pooling; 1 for
             none. It happens inside the convolution, so that what travels and is kept is the input's spikes.
-        style, content, blocks, groups, bias, pointwise, initialise, initialise_bias: as in ParallelConv.
+        blocks, conv_options: as in ParallelConv.
     Attributes:
         fires: whether a forward gives spikes; not where only its graph is wanted, and zeros do.
     """
@@ -49,21 +46,13 @@ class ConvNormNeuron(nn.Module):
         kernel_size: int = 1,
         context: BuildContext | None = None,
         *,
-        stride: int = 1,
         padding: int | None = None,
-        groups: int = 1,
-        bias: bool = False,
-        dims: int = 2,
-        pointwise: bool = False,
         max_pool: bool = False,
         average_pool: int = 1,
         neuron: NeuronSpec | NeuronLayer | None = None,
         norm: nn.Module | None = None,
-        style: Style | None = None,
-        content: Content | None = None,
         blocks: int = 1,
-        initialise: Initialiser | None = None,
-        initialise_bias: Initialiser | None = None,
+        **conv_options: Any,
     ) -> None:
         super().__init__()
         context = context_for(context)
@@ -78,20 +67,12 @@ class ConvNormNeuron(nn.Module):
             out_channels,
             kernel_size,
             context,
-            stride=stride,
             padding=kernel_size // 2 if padding is None else padding,
-            groups=groups,
-            bias=bias,
-            dims=dims,
-            pointwise=pointwise,
             pool=average_pool,
             pooled_behind=max_pool and not self._is_fused,
             row_above=max_pool and self._is_fused,
-            style=style,
-            content=content,
             blocks=blocks,
-            initialise=initialise,
-            initialise_bias=initialise_bias,
+            **conv_options,
         )
         self.norm: nn.Module = norm or ParallelBatchNorm(out_channels, context, blocks=blocks)
         self.neuron, self.fires = make_neuron(neuron, context), True
@@ -131,27 +112,6 @@ class ConvNormNeuron(nn.Module):
         return neuron.observed(spikes)
 
 
-class PooledUnit(ConvNormNeuron):
-    """A unit with max pooling (3, stride 2, padding 1) behind its neurons, which leaves spikes spikes.
-
-    Args: as of ConvNormNeuron.
-    """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int = 1,
-        context: BuildContext | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, context, **options)
-        self._pooling_behind = MaxPool(context)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._pooling_behind(super().forward(x))
-
-
 class NeuronConvNorm(nn.Module):
     """neuron -> conv -> batch norm: potentials `[T, N, C_in/size, H, W]` -> potentials `[T, N, C_out/size, H, W]`.
 
@@ -165,17 +125,14 @@ class NeuronConvNorm(nn.Module):
         kernel_size: int = 1,
         context: BuildContext | None = None,
         *,
-        bias: bool = False,
         neuron: NeuronSpec | NeuronLayer | None = None,
-        initialise: Initialiser | None = None,
+        **conv_options: Any,
     ) -> None:
         super().__init__()
         context = context_for(context)
         self.neuron = make_neuron(neuron, context)
-        padding = kernel_size // 2
-        self.conv = ParallelConv(
-            in_channels, out_channels, kernel_size, context, padding=padding, bias=bias, initialise=initialise
-        )
+        options = {"padding": kernel_size // 2, **conv_options}
+        self.conv = ParallelConv(in_channels, out_channels, kernel_size, context, **options)
         self.norm = ParallelBatchNorm(out_channels, context)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -187,13 +144,13 @@ class ResidualMLP(nn.Module):
 
     Args:
         dim, hidden: the global numbers of channels.
-        bias, initialise: as of ConvNormNeuron.
+        conv_options: as of ParallelConv.
     """
 
-    def __init__(self, dim: int, hidden: int, *, bias: bool = False, initialise: Initialiser | None = None) -> None:
+    def __init__(self, dim: int, hidden: int, **conv_options: Any) -> None:
         super().__init__()
-        self.fc1 = ConvNormNeuron(dim, hidden, pointwise=True, bias=bias, initialise=initialise)
-        self.fc2 = ConvNormNeuron(hidden, dim, pointwise=True, bias=bias, initialise=initialise)
+        self.fc1 = ConvNormNeuron(dim, hidden, pointwise=True, **conv_options)
+        self.fc2 = ConvNormNeuron(hidden, dim, pointwise=True, **conv_options)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.fc2(self.fc1(x))

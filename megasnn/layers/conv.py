@@ -33,8 +33,8 @@ from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import Content, bits_of, encode, may_be_sparse, pack_bits, remember_bits
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import uniform
-from megasnn.layers.row_context import RowMove, Windows, move_for, move_rows, rows_of, rows_to_pool, shared_rows
-from megasnn.layers.shape_inference import content_of, count_call, is_input, join_content, note_exchanges
+from megasnn.layers.row_context import RowMove, move_rows, rows_of, rows_to_pool, shared_rows, window_rows
+from megasnn.layers.shape_inference import content_of, count_call, join_content
 from megasnn.layers.weight_grad import Leave
 from megasnn.parallel.collectives import (
     all_reduce_sum,
@@ -51,7 +51,6 @@ from megasnn.recompute import cached_collective
 
 Style = Literal["column", "row"]
 Size = int | Sequence[int]
-Pair = tuple[int, int]
 SLICE_BYTES = 4 * 1024 * 1024  # on a CPU
 
 
@@ -64,14 +63,10 @@ class ParallelConv(nn.Module):
     """A convolution over the channels of `[T, N, C_in/size, H, W]`, giving `[T, N, C_out/size, H', W']`.
 
     Args:
-        kernel_size, stride, padding, dilation: as in torch: a number, or one for each dimension; padding, of zeros, may
-            also be "valid", or "same" where it is as much before as behind.
+        kernel_size, stride, padding, dilation: as in torch: a number, or one for each dimension; padding is of zeros.
         dims: 2 for frames `[T, N, C, H, W]`, 1 for signals `[T, N, C, L]`, with a weight `[out, in, k]`.
         pointwise: on frames or signals, with kernel_size 1 and a weight in the shape of a Conv1d, `[out, in, 1]`.
         style: see the module's text; None for the one that moves fewer bytes.
-        content: what the input is known to hold; decides how it travels and how it is kept for backward. None: what the
-            dry run shows (`megasnn.layers.shape_inference`). Checked: a value that does not fit raises ValueError in
-            forward.
         blocks: the output consists of this many equal parts, each cut by itself (3 for fused q, k, v).
         groups: as in torch; with groups > 1 each rank takes whole groups and nothing is communicated.
         pool: average pooling (this many pixels square, without overlap) of the input, first of all. The input as it is
@@ -82,10 +77,12 @@ class ParallelConv(nn.Module):
             its own rows among them, and whoever takes the output tells it apart.
         initialise, initialise_bias: fill the global weight and bias; by default as torch does.
 
-    An input that every rank has whole (images) is not gathered; the dry run shows it.
+    An input that every rank has whole (images) is not gathered. The dry run shows that, and what the input holds
+    (`megasnn.layers.shape_inference`), which decides how it travels and is kept: a value that does not fit raises
+    ValueError in forward.
 
     Raises:
-        ValueError: channels or groups that do not divide by the number of ranks, an unknown style or padding.
+        ValueError: channels or groups that do not divide by the number of ranks, an unknown style.
     """
 
     multiplies_by_weight = True  # and uses it in no other way: see megasnn.parallel.fsdp
@@ -104,13 +101,12 @@ class ParallelConv(nn.Module):
         initialise: Initialiser | None = None,
         style: Style | None = None,
         stride: Size = 1,
-        padding: Size | str = 0,
+        padding: Size = 0,
         dilation: Size = 1,
         groups: int = 1,
         bias: bool = False,
         dims: int = 2,
         pointwise: bool = False,
-        content: Content | None = None,
         blocks: int = 1,
         pool: int = 1,
         pooled_behind: bool = False,
@@ -121,11 +117,9 @@ class ParallelConv(nn.Module):
         context = context_for(context)
         group, self._rows, self._row_above = context.tp, rows_of(context), row_above
         style = style or cheaper_style(in_channels, out_channels)
-        kernel, stride, dilation = (
-            along_each(name, size, dims)
-            for name, size in (("kernel_size", kernel_size), ("stride", stride), ("dilation", dilation))
-        )
-        _refuse_options(style, pool > 1 and dims == 1, pointwise and kernel != (1, 1))
+        if style not in ("column", "row"):
+            raise ValueError(f"style must be 'column' or 'row', got {style!r}")
+        kernel = along_each("kernel_size", kernel_size, dims)
         _refuse_sizes(in_channels, out_channels, groups, style, group.size)
         shape = (out_channels, in_channels // groups, *(kernel[:1] if pointwise else kernel[:dims]))
         cut = 1 if style == "row" and groups == 1 else 0
@@ -137,14 +131,14 @@ class ParallelConv(nn.Module):
             shard = context.shard((out_channels,), 0, blocks, initialise=initialise_bias or default)
             declare_parameter(self, "bias", shard, context.dtype)
         self.in_channels, self.out_channels, self.dims, self.pointwise = in_channels, out_channels, dims, pointwise
-        self._kernel, self._move, self._learns_content = kernel, None, content is None
+        self._kernel, self._move = kernel, None
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         self._sparse = context.sparse_products and not (pooled_behind and self._rows is not None)
         self._cast_weights = context.cast_weights
         geometry = Geometry(
-            stride=stride,
-            padding=_padding(padding, kernel, stride, dilation, dims),
-            dilation=dilation,
+            stride=along_each("stride", stride, dims),
+            padding=along_each("padding", padding, dims),
+            dilation=along_each("dilation", dilation, dims),
             groups=groups if groups == 1 else groups // group.size,
         )
         self._padding = geometry.padding  # that of the plan is without rows which come with others'
@@ -152,7 +146,7 @@ class ParallelConv(nn.Module):
             group=group,
             gather=style == "column" and groups == 1,
             scatter=style == "row" and groups == 1,
-            content=content or Content.DENSE,
+            content=Content.DENSE,
             products=Products(geometry=geometry),
             pool=pool,
         )
@@ -166,7 +160,7 @@ class ParallelConv(nn.Module):
             return y.squeeze(-1) if is_signal else y
         bits = bits_of(x) if self.plan.content is Content.SPIKES else None
         if self._rows is not None and self._move is not None:
-            x = move_rows(x, self._move, self._rows, self.plan.content, self.plan.pool)
+            x = move_rows(x, self._move, self._rows, self.plan.content)
             bits = pack_bits(x) if self.plan.content is Content.SPIKES else None
         owed = self.weight_gradients.of(self.weight)
         weight = self._cast_weights.of(self.weight, self.compute_dtype)
@@ -194,9 +188,7 @@ class ParallelConv(nn.Module):
                 f"a convolution whose input every tensor parallel rank has whole is cut by its outputs: give it style "
                 f"'column', and no groups; it has {self.in_channels} channels in and {self.out_channels} out"
             )
-        content = plan.content
-        if self._learns_content:
-            content = join_content(content, content_of(x)) if again else content_of(x)
+        content = join_content(plan.content, content_of(x)) if again else content_of(x)
         have = x.shape[2] * (1 if whole else group.size)
         if have != self.in_channels:
             raise ValueError(f"a convolution of {self.in_channels} input channels is given {have}")
@@ -218,17 +210,12 @@ class ParallelConv(nn.Module):
         the geometry, which is returned, has no padding there."""
         height, geometry = x.shape[3], self.plan.products.geometry
         outputs = (rows_to_pool if self._row_above else shared_rows)(output_height, rows.size)
-        windows = Windows(
-            self._kernel[0],
-            geometry.stride[0],
-            geometry.dilation[0],
-            self._padding[0],
-            self.plan.pool,
-        )
-        self._move = move_for(rows, height, outputs, windows)
+        along = self._kernel[0], geometry.stride[0], geometry.dilation[0], self._padding[0], self.plan.pool
+        needed = tuple(window_rows(each, *along) for each in outputs)
+        owned = shared_rows(height, rows.size)
+        self._move = None if needed == owned else RowMove(owned, needed, height - height % self.plan.pool)
         if self._move is None:
             return geometry
-        note_exchanges(self, backward=0 if is_input(x) else 1)
         return replace(geometry, padding=(0, geometry.padding[1]))
 
     def split_row_above(self, y: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -255,33 +242,9 @@ def along_each(name: str, size: Size, dims: int) -> tuple[int, int]:
     return each[0], each[1] if dims == 2 else 0 if name == "padding" else 1
 
 
-def _padding(padding: Size | str, kernel: Pair, stride: Pair, dilation: Pair, dims: int) -> Pair:
-    """The padding along height and width, before and behind.
-
-    Raises ValueError for an unknown name, and for "same" with a stride or more on one side than on the other.
-    """
-    if padding == "same":
-        total = [step * (size - 1) for size, step in zip(kernel, dilation, strict=True)]
-        if stride != (1, 1) or any(each % 2 for each in total):
-            raise ValueError(f"padding 'same' is for stride 1 and odd kernels, got {stride} and {kernel}")
-        return total[0] // 2, total[1] // 2
-    if isinstance(padding, str) and padding != "valid":
-        raise ValueError(f"padding must be a number, 'same' or 'valid', got {padding!r}")
-    return along_each("padding", 0 if isinstance(padding, str) else padding, dims)
-
-
-def _refuse_options(style: str, pools_signals: bool, is_no_point: bool) -> None:
-    if style not in ("column", "row"):
-        raise ValueError(f"style must be 'column' or 'row', got {style!r}")
-    if pools_signals:
-        raise ValueError("pool is for frames (dims 2)")
-    if is_no_point:
-        raise ValueError("a pointwise convolution has kernel_size 1")
-
-
 def _refuse_sizes(inputs: int, outputs: int, groups: int, style: str, size: int) -> None:
     """Raises ValueError for channels and groups that do not divide by the tensor-parallel ranks."""
-    if groups < 1 or inputs % groups or outputs % groups or (groups > 1 and groups % size):
+    if min(inputs, outputs, groups) < 1 or inputs % groups or outputs % groups or (groups > 1 and groups % size):
         raise ValueError(
             f"groups {groups} must divide in_channels {inputs} and out_channels {outputs} and be a multiple of "
             f"--tensor-model-parallel-size {size}"
@@ -305,6 +268,7 @@ class ConvPlan:
     products: Products
     pool: int
     whole: bool = False  # the input has all channels on every rank
+    sum_whole: bool = False  # sums over the ranks are whole on every rank
 
 
 class Convolve(torch.autograd.Function):
@@ -334,13 +298,16 @@ class Convolve(torch.autograd.Function):
             images = _pooled_input(payloads, plan, x.shape, x.dtype, from_rows(full, x.shape))
             return plan.products.output(images, _images_kernel(weight, x.dtype)).unflatten(0, x.shape[:2])
 
-        def sums_of_own_channels() -> Tensor:
+        def sums() -> Tensor:
             y = output()
+            if plan.sum_whole:
+                return all_reduce_sum(y, plan.group, "forward")
             return from_rows(sum_and_scatter_columns(to_rows(y), plan.group, "forward")(), y.shape)
 
         ctx.plan, ctx.leave, ctx.input_shape = plan, leave, x.shape
         ctx.save_for_backward(weight, *payloads)
-        return cached_collective(sums_of_own_channels) if plan.scatter and plan.group.size > 1 else output()
+        exchanges = (plan.scatter or plan.sum_whole) and plan.group.size > 1
+        return cached_collective(sums) if exchanges else output()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
@@ -396,7 +363,7 @@ def _bits_of_images(payloads: list[Tensor], plan: ConvPlan) -> Tensor | None:
 
 def _images_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Two-dimensional, in the type that is computed in."""
-    return (weight if weight.ndim == 4 else weight.unsqueeze(-1)).to(dtype)
+    return weight.view(*weight.shape, *(1,) * (4 - weight.ndim)).to(dtype)
 
 
 def _unpooled(rows: Tensor, shape: torch.Size, pool: int) -> Tensor:

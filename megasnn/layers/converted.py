@@ -20,7 +20,7 @@ from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.init import ModuleInitialiser, initializer_from_module, own_tensors
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import ParallelNeuron
-from megasnn.layers.norm import ParallelBatchNorm, ParallelGroupNorm, TemporalEffectiveBatchNorm
+from megasnn.layers.norm import ParallelBatchNorm, TemporalEffectiveBatchNorm
 from megasnn.layers.shape_inference import UNMARKED, cut_of, mark_replicated
 from megasnn.parallel.sharding import declare_parameter
 from megasnn.registry import Registry
@@ -58,7 +58,7 @@ class ConvertedConv(_Steps, ParallelConv):
             context,
             dims=len(conv.kernel_size),
             stride=conv.stride,
-            padding=conv.padding,
+            padding=conv._reversed_padding_repeated_twice[::-2],  # in numbers, of which torch has names too
             dilation=conv.dilation,
             groups=conv.groups,
             bias=conv.bias is not None,
@@ -82,7 +82,7 @@ class ConvertedLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x) if x.ndim > 2 else super().forward(x.unsqueeze(0)).squeeze(0)
-        return mark_replicated(y) if self.plan.style == "row" else y
+        return mark_replicated(y) if self.style == "row" else y
 
 
 class ConvertedBatchNorm(_Steps, ParallelBatchNorm):
@@ -129,23 +129,6 @@ def _as_called(ours: Any, norm: _BatchNorm) -> None:
     ours.multi_step = is_multi_step(norm)
     if norm.affine and norm.bias is None:  # in SpikingJelly's BatchNormThroughTime
         drop_tensor(ours, "bias")
-
-
-class ConvertedGroupNorm(_Steps, ParallelGroupNorm):
-    """Stands for a GroupNorm, or an InstanceNorm without running statistics."""
-
-    def __init__(self, norm: Any, context: BuildContext, initialise: ModuleInitialiser | None) -> None:
-        is_group_norm = isinstance(norm, nn.GroupNorm)
-        channels = norm.num_channels if is_group_norm else norm.num_features
-        super().__init__(
-            norm.num_groups if is_group_norm else channels,
-            channels,
-            context,
-            eps=norm.eps,
-            affine=norm.affine,
-            **_values(norm, initialise),
-        )
-        self.multi_step = is_multi_step(norm)
 
 
 class ConvertedDropout(ParallelDropout):
@@ -231,7 +214,6 @@ CONVERSIONS: Registry[Conversion] = Registry(
         **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"), ConvertedBatchNorm),
         **dict.fromkeys((f"ThresholdDependentBatchNorm{dims}d" for dims in (1, 2, 3)), ConvertedBatchNorm),
         **dict.fromkeys((f"TemporalEffectiveBatchNorm{dims}d" for dims in (1, 2, 3)), ConvertedTemporalBatchNorm),
-        **dict.fromkeys(("GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"), ConvertedGroupNorm),
         "Dropout": ConvertedDropout,
         **dict.fromkeys(_KINDS, ConvertedNeuron),
     },

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -159,47 +159,45 @@ def _fresh(
     generator: torch.Generator,
 ) -> None:
     """Fills a tensor with the initial values that the module's own `reset_parameters` gives it."""
-    values = [_reset(module, mark, initialise, numbers, generator.initial_seed()) for mark in (87, 86)]
-    of_first, of_second = (getattr(fresh, name) for fresh in values)
-    if not torch.equal(of_first, of_second):  # what no function has set is what was put there before
-        raise ValueError(
-            f"nothing initialises {name!r} of {type(module).__name__}: values that its constructor sets are not kept; "
-            "give the module a method reset_parameters that sets them, or the layer a function initialise=..."
-        )
-    tensor.copy_(of_first)
-
-
-def _reset(
-    module: nn.Module, mark: int, initialise: ModuleInitialiser | None, numbers: dict[str, Tensor], seed: int
-) -> nn.Module:
-    """A copy with memory, all that has no values set to `mark` (bool: to whether it is odd), and then initialised."""
-    without_memory: dict[int, Any] = {}  # the module's may be gone by now
-    for each in module.modules():
-        for _, value in own_tensors(each):
-            like = value.detach().to("meta")
-            is_parameter = isinstance(value, nn.Parameter)
-            without_memory[id(value)] = nn.Parameter(like, value.requires_grad) if is_parameter else like
-    fresh = copy.deepcopy(module, without_memory)
-    for each in fresh.modules():
-        for name, value in list(own_tensors(each)):
-            if each is fresh and name in numbers:
-                memory = numbers[name].to(torch.float32 if value.is_floating_point() else value.dtype, copy=True)
-            else:
-                memory = _marked(value, mark)
-            if isinstance(value, nn.Parameter):
-                each._parameters[name] = nn.Parameter(memory, value.requires_grad)
-            else:
-                each._buffers[name] = memory
+    fresh = _with_memory(module, numbers)
+    before, version = getattr(fresh, name), getattr(fresh, name)._version
     reset = getattr(fresh, "reset_parameters", None) or getattr(fresh, "_reset_parameters", None)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(generator.initial_seed())
         if callable(reset):
             reset()
         _set_what_constructors_set(fresh)
         if initialise is not None:
             for each in reversed(list(fresh.modules())):  # as Module.apply: the parts first
                 call_initialiser(initialise, each)
-    return fresh
+    values = getattr(fresh, name)
+    is_set = name in numbers or values is not before or values._version > version
+    if values.is_floating_point() and name not in numbers:  # tensor.data changes without a version
+        is_set = not values.isnan().any()
+    if not is_set:
+        raise ValueError(
+            f"nothing initialises {name!r} of {type(module).__name__}: values that its constructor sets are not kept; "
+            "give the module a method reset_parameters that sets them, or the layer a function initialise=..."
+        )
+    tensor.copy_(values)
+
+
+def _with_memory(module: nn.Module, numbers: dict[str, Tensor]) -> nn.Module:
+    """A copy with memory for its tensors, of global shapes: `numbers` as they are, others NaN, and integers zero."""
+    copies: dict[int, Any] = {}  # the module's own memory may be gone by now
+    for each in module.modules():
+        shards: dict[str, Shard] = vars(each).get("_described_shards", {})
+        for name, value in own_tensors(each):
+            shape = shards[name].global_shape if name in shards else value.shape
+            # In float32 whatever the precision, as materialise draws: torch draws other numbers in float64.
+            dtype = torch.float32 if value.is_floating_point() else value.dtype
+            if each is module and name in numbers:
+                memory = numbers[name].to(dtype, copy=True)
+            else:
+                memory = torch.full(shape, math.nan if value.is_floating_point() else 0, dtype=dtype)
+            is_parameter = isinstance(value, nn.Parameter)
+            copies[id(value)] = nn.Parameter(memory, value.requires_grad) if is_parameter else memory
+    return copy.deepcopy(module, copies)
 
 
 def call_initialiser(initialise: ModuleInitialiser, module: nn.Module) -> None:
@@ -213,34 +211,16 @@ def call_initialiser(initialise: ModuleInitialiser, module: nn.Module) -> None:
 
 def _after(
     module: nn.Module,
-    shards: Mapping[str, Shard],
     name: str,
     initialise: ModuleInitialiser,
+    fill: Initialiser | None,
     tensor: Tensor,
     generator: torch.Generator,
 ) -> None:
-    """Fills a global tensor as its layer does, and then as a function of the user's does to a stand-in for it."""
-    fill = shards[name].initialise
+    """Fills a global tensor as its layer does, and then as a function of the user's does."""
     if fill is not None:
         fill(tensor, generator)
-    shown = copy.copy(module)
-    vars(shown).update(_parameters=dict(module._parameters), _buffers=dict(module._buffers))
-    for each, shard in shards.items():
-        value = tensor if each == name else torch.zeros(shard.global_shape)
-        if each in shown._parameters:
-            shown._parameters[each] = nn.Parameter(value)
-        else:
-            shown._buffers[each] = value
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator.initial_seed())
-        call_initialiser(initialise, shown)
-    tensor.copy_(getattr(shown, name).detach())
-
-
-def _marked(like: Tensor, mark: int) -> Tensor:
-    # In float32 whatever the precision, as materialise draws: torch draws other numbers in float64.
-    dtype = torch.float32 if like.is_floating_point() else like.dtype
-    return torch.full_like(like, mark % 2 if like.dtype == torch.bool else mark, device="cpu", dtype=dtype)
+    _fresh(module, name, initialise, {name: tensor}, tensor, generator)
 
 
 def _set_what_constructors_set(module: Any) -> None:
@@ -263,6 +243,5 @@ def initialise_sharded(layer: nn.Module, initialise: ModuleInitialiser) -> None:
     note_paths(layer)
     for module in layer.modules():
         shards: dict[str, Shard] = vars(module).get("_described_shards", {})
-        before = dict(shards)
-        for name, shard in before.items():
-            shards[name] = replace(shard, initialise=partial(_after, module, before, name, initialise))
+        for name, shard in shards.items():
+            shards[name] = replace(shard, initialise=partial(_after, module, name, initialise, shard.initialise))

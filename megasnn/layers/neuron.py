@@ -197,7 +197,6 @@ class SpikingNeuron(NeuronLayer):
         context = context_for(context)
         super().__init__(context)
         self._context, self.channels, self.largest = context, channels, largest
-        self._local_channels = channels // context.tp.size
         self.left: State | None = None  # by the last call, where neurons carry
         sharpness = SURROGATES.of_argument("surrogate", surrogate).alpha if alpha is None else alpha
         self._fire = surrogate_function(surrogate, sharpness)
@@ -234,45 +233,21 @@ class SpikingNeuron(NeuronLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         inputs = self.at_every_step(x)
-        if x.is_meta:
-            self._try(inputs[0])
-            return self.observed(torch.empty_like(inputs))
         inputs = inputs.float() if x.dtype in REDUCED else inputs
         state, spikes = self.start(inputs[0]) if self.left is None else self.left, []
         for current in inputs:
             h = self.charge(current, state)
             spikes.append(self.fire(h, state))
             state = self.reset(h, spikes[-1], state)
-        if self.carries:
+        together = torch.stack(spikes).to(x.dtype)
+        if together.shape != inputs.shape:
+            raise ValueError(f"neurons give spikes of shape {list(together.shape)} for {list(inputs.shape)}")
+        if self.carries and not x.is_meta:
             self.left = {name: value.detach() for name, value in state.items()}
-        return self.observed(torch.stack(spikes).to(x.dtype))
+        return self.observed(together)
 
     def forget(self) -> None:
         self.left = None
 
-    def _try(self, x: Tensor) -> None:
-        """Two steps of the dry run, the second from the state that the first has left. Raises ValueError for channels
-        that are not this layer's, another shape, or what is no state."""
-        if x.shape[1] != self._local_channels:
-            raise ValueError(
-                f"neurons of {self.channels} channels are given {x.shape[1]}, with their share of the ranks"
-            )
-        state = _state(self.start(x), "start")
-        for _ in range(2):
-            h = self.charge(x, state)
-            spikes = self.fire(h, state)
-            if spikes.shape != x.shape:
-                raise ValueError(
-                    f"neurons give spikes of shape {list(spikes.shape)} for a step of shape {list(x.shape)}"
-                )
-            state = _state(self.reset(h, spikes, state), "reset")
-
     def extra_repr(self) -> str:
         return f"{self.channels}, time_steps={self.time_steps}"
-
-
-def _state(given: object, method: str) -> State:
-    if isinstance(given, dict):
-        return given
-    kind = type(given).__name__
-    raise ValueError(f"{method} is to return a dict of tensors, the state for the next step, and returns a {kind}")

@@ -1,5 +1,5 @@
-"""Norms cut by channel: batch norm, whose running statistics are merged once per step over the global batch; those
-of the literature on spiking networks; and norms of single samples."""
+"""Norms cut by channel: batch norm, whose running statistics are merged once per step over the global batch; and
+those of the literature on spiking networks."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.kernels.neuron import Shared
 from megasnn.kernels.torch_backend import REDUCED, batch_norm
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.init import constant, ones, zeros
-from megasnn.layers.shape_inference import calls_of, count_call, note_exchanges
+from megasnn.layers.init import ones, zeros
+from megasnn.layers.row_context import sum_for_each
+from megasnn.layers.shape_inference import calls_of, count_call
 from megasnn.parallel.sharding import Initialiser, declare_buffer, declare_parameter
 from megasnn.parallel.sync_batch_norm import shared_over
-from megasnn.recompute import cached_collective
+from megasnn.parallel_state import Group
 
 
 class ParallelBatchNorm(nn.Module):
@@ -100,7 +99,7 @@ class ParallelBatchNorm(nn.Module):
         # A single time step stands for all of them: equal frames have the same mean and variance.
         repeats = self.time_steps if len(x) == 1 else 1
         if self.uses_batch_statistics and self.shared is not None and not x.is_meta:
-            y, mean, variance, count = shared_batch_norm(flat, self.weight, self.bias, self.eps, self.shared)
+            y, mean, variance, count = shared_batch_norm(flat, self.weight, self.bias, self.eps, self.shared.group)
             self.record(mean, variance, repeats * count)
         elif self.uses_batch_statistics:
             y = batch_norm(flat, None, self.weight, self.bias, self.eps)
@@ -118,8 +117,6 @@ class ParallelBatchNorm(nn.Module):
         counts the calls."""
         if mean.is_meta:
             count_call(self)
-            if self.shared is not None:
-                note_exchanges(self)
         if self.recording and self.running_mean is not None:
             self.pending.append((mean.detach(), variance.detach(), count))
 
@@ -128,7 +125,7 @@ class ParallelBatchNorm(nn.Module):
 
 
 def shared_batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, shared: Shared
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalises this rank's values `[N, C, ...]` of each channel; there may be none.
 
@@ -136,82 +133,19 @@ def shared_batch_norm(
         what is normalised; mean and biased variance `[C]`, and over how many values a channel they were taken, of all
         ranks together.
     """
-    y, mean, variance, count = _SharedBatchNorm.apply(x, weight, bias, eps, shared)
-    return y, mean, variance, count
-
-
-class _SharedBatchNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, shared: Shared
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        values, own = _wide(x), x.numel() // x.shape[1]
-
-        def exchanged() -> tuple[Tensor, Tensor]:
-            return shared.statistics(_statistics(values), own)
-
-        found, count = cached_collective(exchanged)
-        mean, variance = found.to(values.dtype).unbind()
-        y = F.batch_norm(values, mean, variance, weight, bias, training=False, eps=eps) if own else values
-        ctx.eps, ctx.shared = eps, shared
-        ctx.save_for_backward(x, weight, found, count)
-        ctx.mark_non_differentiable(mean, variance, count)
-        return y.to(x.dtype), mean, variance, count
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        x, weight, found, count = ctx.saved_tensors
-        mean, variance = found.unbind()
-        precision = (variance + ctx.eps).reciprocal()
-        values, g = _wide(x), _wide(grad)
-        over = [dim for dim in range(x.ndim) if dim != 1]
-        deviations = values - _of_channels(mean, values)
-        sums = torch.stack([g.sum(over, dtype=torch.float64), (g * deviations).sum(over, dtype=torch.float64)])
-        g_x = None
-        if ctx.needs_input_grad[0]:
-            means = ctx.shared.total(sums) / count
-            g_x = g - _of_channels(means[0], g) - deviations * _of_channels(means[1] * precision, g)
-            scale = precision.sqrt() if weight is None else precision.sqrt() * weight
-            g_x = (g_x * _of_channels(scale, g)).to(x.dtype)
-        _, need_weight, need_bias, *_ = ctx.needs_input_grad
-        g_weight = (sums[1] * precision.sqrt()).to(weight.dtype) if need_weight else None
-        return g_x, g_weight, sums[0].to(x.dtype if weight is None else weight.dtype) if need_bias else None, None, None
-
-
-def _statistics(values: Tensor) -> Tensor:
-    """Mean and biased variance of each channel, `[2, C]` in double precision; zeros where there are no values."""
-    if not values.numel():
-        return values.new_zeros((2, values.shape[1]), dtype=torch.float64)
-    variance, mean = torch.var_mean(values, dim=[dim for dim in range(values.ndim) if dim != 1], correction=0)
-    return torch.stack((mean, variance)).double()
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.float() if values.dtype in REDUCED else values
-
-
-def _of_channels(values: Tensor, like: Tensor) -> Tensor:
-    return values.to(like.dtype).view(-1, *[1] * (like.ndim - 2))
-
-
-class ThresholdDependentBatchNorm(ParallelBatchNorm):
-    """Batch norm whose weight starts at alpha * v_threshold, so that potentials begin near the threshold (tdBN, Zheng
-    et al. 2021, arXiv 2011.05280; SpikingJelly's ThresholdDependentBatchNorm).
-
-    Args:
-        alpha: 1, or 1 / sqrt(2) where two branches of a residual block are added.
-        options: as of ParallelBatchNorm.
-    """
-
-    def __init__(
-        self,
-        channels: int,
-        alpha: float = 1.0,
-        v_threshold: float = 1.0,
-        context: BuildContext | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(channels, context, **{"initialise": constant(alpha * v_threshold), **options})
+    values = x.float() if x.dtype in REDUCED else x
+    over, shape = [dim for dim in range(x.ndim) if dim != 1], (-1, *[1] * (x.ndim - 2))
+    own = values.new_full((1,), x.numel() // x.shape[1], dtype=torch.float64)
+    sums = sum_for_each(torch.cat([values.sum(over, dtype=torch.float64), own]), group)
+    count = sums[-1].detach()
+    mean = (sums[:-1] / count).to(values.dtype)
+    deviations = values - mean.view(shape)
+    squares = sum_for_each(deviations.square().sum(over, dtype=torch.float64), group)
+    variance = (squares / count).to(values.dtype)
+    scale = (variance + eps).rsqrt() if weight is None else (variance + eps).rsqrt() * weight
+    y = deviations * scale.view(shape)
+    y = y if bias is None else y + bias.view(shape)
+    return y.to(x.dtype), mean, variance, count
 
 
 class TemporalEffectiveBatchNorm(ParallelBatchNorm):
@@ -246,54 +180,3 @@ class TemporalEffectiveBatchNorm(ParallelBatchNorm):
             raise ValueError(f"this norm has factors for {len(self.scale)} time steps, and is given {len(x)}")
         y = super().forward(x)
         return y * self.scale.to(y.dtype).view(-1, *[1] * (y.ndim - 1))
-
-
-class ParallelGroupNorm(nn.Module):
-    """Normalises groups of channels of `[T, N, C_local, *space]`, each time step and sample by itself (nn.GroupNorm).
-
-    A rank has whole groups. With as many groups as channels it is nn.InstanceNorm without running statistics.
-
-    Args:
-        channels: the global number. groups: the global number.
-        initialise, initialise_bias: as of ParallelBatchNorm.
-    Raises:
-        ValueError: groups that do not divide the channels, or do not divide by the number of ranks.
-    """
-
-    weight: Tensor | None
-    bias: Tensor | None
-    mixes_rows = True
-
-    def __init__(
-        self,
-        groups: int,
-        channels: int,
-        context: BuildContext | None = None,
-        *,
-        eps: float = 1e-5,
-        affine: bool = True,
-        initialise: Initialiser = ones,
-        initialise_bias: Initialiser = zeros,
-    ) -> None:
-        super().__init__()
-        context = context_for(context)
-        if groups < 1 or channels % groups or groups % context.tp.size:
-            raise ValueError(
-                f"groups {groups} of a group norm must divide its {channels} channels and be a multiple of "
-                f"--tensor-model-parallel-size {context.tp.size}"
-            )
-        self.groups, self.channels, self.eps = groups, channels, eps
-        self._local_groups, self._local_channels = groups // context.tp.size, channels // context.tp.size
-        for name, fill in (("weight", initialise), ("bias", initialise_bias)):
-            self.register_parameter(name, None)
-            if affine:
-                declare_parameter(self, name, context.shard((channels,), 0, initialise=fill), context.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[2] != self._local_channels:
-            raise ValueError(f"a group norm of {self.channels} channels is given {x.shape[2]} on a rank")
-        flat = x.flatten(0, 1)
-        return F.group_norm(flat, self._local_groups, self.weight, self.bias, self.eps).unflatten(0, x.shape[:2])
-
-    def extra_repr(self) -> str:
-        return f"{self.groups}, {self.channels}, eps={self.eps}, affine={self.weight is not None}"

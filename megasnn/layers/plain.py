@@ -21,10 +21,10 @@ from megasnn.layers.dropout import KeyedLayer
 from megasnn.layers.init import own_tensors, where_values_are
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import NeuronLayer, SpikingNeuron
-from megasnn.layers.norm import ParallelBatchNorm, ParallelGroupNorm
+from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.parallel.sharding import is_described
 
-SHARDED = (*(ParallelConv, ParallelLinear, ParallelBatchNorm, ParallelGroupNorm, NeuronLayer, KeyedLayer),)
+SHARDED = (ParallelConv, ParallelLinear, ParallelBatchNorm, NeuronLayer, KeyedLayer)
 
 
 _ACTIVATIONS = (

@@ -11,11 +11,10 @@ gradients are broadcast, and its share of the loss and of weight gradients is al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,15 +23,12 @@ from torch import Tensor, nn
 
 from megasnn.kernels.spike_codec import Content, decode_into, encode, encoded_like
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.shape_inference import content_of, note_exchanges
+from megasnn.layers.shape_inference import content_of
 from megasnn.parallel.collectives import Exchange, all_gather_into, all_reduce_sum, start_exchange
 from megasnn.parallel.sharding import own_rows
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group
 from megasnn.recompute import cached_collective, is_replaying
-
-NO_ROW = -1
-"""In the place of a row outside of the image, which is zero."""
 
 
 def shared_rows(height: int, ranks: int) -> tuple[range, ...]:
@@ -88,95 +84,36 @@ def one_height(layer: nn.Module) -> Iterator[None]:
 # --- which rows go where
 
 
-class Run(NamedTuple):
-    """Rows that lie side by side both at their owner and where they are needed: the first of them at either, and how
-    many."""
-
-    owner: int
-    first: int
-    place: int
-    length: int
-
-    def squares(self, pool: int) -> range:
-        """Rows, where they are needed, of squares of so many pixels that they belong to."""
-        return range(self.place // pool, (self.place + self.length - 1) // pool + 1)
-
-
 @dataclass(frozen=True)
 class RowMove:
-    """
+    """Neighbouring rows of images that each rank is given.
+
     Attributes:
         owned: the rows of the image that each rank has.
-        needed: the rows that each rank needs, in order; a row may come more than once, and be `NO_ROW`.
+        needed: the rows that each rank needs; those above and below the image are zeros.
+        height: number of rows of the image that are given; those from there on count as below it.
     """
 
     owned: tuple[range, ...]
-    needed: tuple[tuple[int, ...], ...]
+    needed: tuple[range, ...]
+    height: int
 
-    @property
-    def is_needed(self) -> bool:
-        """Tells whether a rank needs anything else than it has."""
-        return any(tuple(own) != needed for own, needed in zip(self.owned, self.needed, strict=True))
-
-    def runs(self, to: int) -> tuple[Run, ...]:
-        """Runs that a rank is given, its own rows among it."""
-        return _runs(self.owned, self.needed[to])
-
-    def rows(self, to: int, owner: int) -> int:
-        """Number of rows that one rank gives to another."""
-        return sum(run.length for run in self.runs(to) if run.owner == owner)
+    def given(self, owner: int, to: int) -> range:
+        """Rows that one rank gives to another, or has itself of those that it needs."""
+        own, needed = self.owned[owner], self.needed[to]
+        first = max(own.start, needed.start)
+        return range(first, max(first, min(own.stop, needed.stop, self.height)))
 
 
-@lru_cache(maxsize=4096)
-def _runs(owned: tuple[range, ...], needed: tuple[int, ...]) -> tuple[Run, ...]:
-    runs: list[Run] = []
-    for place, row in enumerate(needed):
-        if row == NO_ROW:
-            continue
-        owner = next(rank for rank, rows in enumerate(owned) if row in rows)
-        first, last = row - owned[owner].start, runs[-1] if runs else None
-        if last and (last.owner, last.first + last.length, last.place + last.length) == (owner, first, place):
-            runs[-1] = last._replace(length=last.length + 1)
-        else:
-            runs.append(Run(owner, first, place, 1))
-    return tuple(runs)
+def window_rows(outputs: range, kernel: int, stride: int, dilation: int, before: int, pool: int) -> range:
+    """Rows of the input that some rows of a convolution's output are computed from, above and below the image too.
 
-
-@dataclass(frozen=True)
-class Windows:
-    """Windows along the height: how the rows of a layer's output follow from those of its input.
-
-    Attributes:
-        kernel, stride, dilation: along the height.
-        before: rows of padding above an image.
-        pool: average pooling of so many rows that comes first.
+    Args:
+        before: rows of padding above an image. pool: average pooling of so many rows that comes first.
     """
-
-    kernel: int = 1
-    stride: int = 1
-    dilation: int = 1
-    before: int = 0
-    pool: int = 1
-
-    def inputs(self, outputs: range, height: int) -> tuple[int, ...]:
-        """The rows of an image that some rows of its output are computed from; `NO_ROW` outside of it."""
-        if not outputs:
-            return ()
-        pooled = height // self.pool
-        first = outputs.start * self.stride - self.before
-        last = (outputs.stop - 1) * self.stride - self.before + self.dilation * (self.kernel - 1)
-        return tuple(
-            row * self.pool + within if 0 <= row < pooled else NO_ROW
-            for row in range(first, last + 1)
-            for within in range(self.pool)
-        )
-
-
-def move_for(group: Group, height: int, outputs: tuple[range, ...], windows: Windows) -> RowMove | None:
-    """Move of the input of a layer, of that height, to the ranks that compute those rows of its output; None where
-    every rank has what it needs."""
-    move = RowMove(shared_rows(height, group.size), tuple(windows.inputs(rows, height) for rows in outputs))
-    return move if move.is_needed else None
+    first = outputs.start * stride - before
+    last = (outputs.stop - 1) * stride - before + dilation * (kernel - 1)
+    return range(first * pool, (last + 1) * pool)
 
 
 def rows_to_pool(height: int, ranks: int) -> tuple[range, ...]:
@@ -192,142 +129,85 @@ def rows_to_pool(height: int, ranks: int) -> tuple[range, ...]:
 # --- moving rows
 
 
-def move_rows(x: Tensor, move: RowMove, group: Group, content: Content, pool: int = 1) -> Tensor:
+def move_rows(x: Tensor, move: RowMove, group: Group, content: Content) -> Tensor:
     """Gives each rank the rows that it needs: `[T, N, C, own rows, W]` -> `[T, N, C, needed rows, W]`, channels last.
 
-    Collective, forward and backward: every rank is to use its result, also where it has no rows.
+    Collective, forward and backward: every rank is to use its result.
 
-    Args:
-        pool: the result is average-pooled over squares of so many pixels, without overlap, and used in no other way:
-            so that the gradients of a square are equal, and one of them travels.
     Raises:
         ValueError: another number of rows than this rank has.
     """
     if x.shape[3] != len(move.owned[group.rank]):
         raise ValueError(f"a rank that has the rows {move.owned[group.rank]} of each image is given {x.shape[3]}")
-    moved: Tensor = _MoveRows.apply(x, move, group, content, pool)
+    moved: Tensor = _MoveRows.apply(x, move, group, content)
     return moved
 
 
 class _MoveRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, move: RowMove, group: Group, content: Content, pool: int) -> Tensor:
-        ctx.move, ctx.group, ctx.pool = move, group, pool
+    def forward(ctx: Any, x: Tensor, move: RowMove, group: Group, content: Content) -> Tensor:
+        ctx.move, ctx.group = move, group
         images, needed = x.movedim(2, -1), move.needed[group.rank]
         exchange = None if is_replaying() else _start_rows(images, move, group, content)
         shape = (*images.shape[:2], len(needed), *images.shape[3:])
-        taken = images.new_zeros(shape) if NO_ROW in needed else images.new_empty(shape)
-        for run in move.runs(group.rank):  # while others' travel
-            if run.owner == group.rank:
-                _rows(taken, run.place, run.length).copy_(_rows(images, run.first, run.length))
+        is_inside = needed.start >= 0 and needed.stop <= move.height
+        taken = images.new_empty(shape) if is_inside else images.new_zeros(shape)
+        own = move.given(group.rank, group.rank)
+        _rows(taken, own, needed).copy_(_rows(images, own, move.owned[group.rank]))  # while others' travel
         parts = cached_collective(lambda: [] if exchange is None else exchange.wait())
         for owner in _others(group):
-            runs = [run for run in move.runs(group.rank) if run.owner == owner]
-            if runs:
-                lengths = [run.length for run in runs]
-                rows = taken.new_empty((*shape[:2], sum(lengths), *shape[3:]))
+            if given := move.given(owner, group.rank):
+                rows = taken.new_empty((*shape[:2], len(given), *shape[3:]))
                 decode_into(parts[owner], content, rows.view(-1, shape[-1]))
-                for run, part in zip(runs, rows.split(lengths, dim=2), strict=True):
-                    _rows(taken, run.place, run.length).copy_(part)
+                _rows(taken, given, needed).copy_(rows)
         return taken.movedim(-1, 2)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """Adds this rank's own gradient first, and then those of others in their order."""
-        move, group, pool = ctx.move, ctx.group, ctx.pool
-        images = grad.movedim(2, -1)
-        exchange = _start_gradients(images, move, group, pool)
-        own = [run for run in move.runs(group.rank) if run.owner == group.rank]
-        total = _own(images, own, len(move.owned[group.rank]))
+        move, group = ctx.move, ctx.group
+        images, needed, owned = grad.movedim(2, -1), move.needed[group.rank], move.owned[group.rank]
+        exchange = _start_gradients(images, move, group)
+        total = images.new_zeros((*images.shape[:2], len(owned), *images.shape[3:]))
+        own = move.given(group.rank, group.rank)
+        _rows(total, own, owned).copy_(_rows(images, own, needed))
         parts = exchange.wait()
         for rank in _others(group):
-            _add_squares(total, parts[rank], _given(move, rank, group), pool)
-        return total.movedim(-1, 2), None, None, None, None
+            rows = _rows(total, move.given(group.rank, rank), owned)
+            rows.add_(parts[rank].view(rows.shape))
+        return total.movedim(-1, 2), None, None, None
 
 
 def _start_rows(images: Tensor, move: RowMove, group: Group, content: Content) -> Exchange:
-    """Starts sending others what they need of this rank's `[T, N, rows, W, C]`, packed. Collective."""
-    outgoing = [encode(_joined(images, _given(move, to, group)), content, check=True) for to in _others(group)]
-    sent = {to: len(each) for to, each in zip(_others(group), outgoing, strict=True)}
-    return start_exchange(
-        torch.cat(outgoing),
-        [sent.get(rank, 0) for rank in range(group.size)],
-        [_length(images, move.rows(group.rank, rank), content) for rank in range(group.size)],
-        group,
-        "forward",
-    )
+    """Starts sending others what they need of this rank's `[T, N, rows, W, C]`, packed."""
+    sent, arriving = [0] * group.size, [0] * group.size
+    outgoing = [images.new_empty(0, dtype=encoded_like(0, content, images.dtype, torch.device("meta")).dtype)]
+    for rank in _others(group):
+        rows = _rows(images, move.given(group.rank, rank), move.owned[group.rank])
+        outgoing.append(encode(rows.reshape(-1), content, check=True))
+        sent[rank] = len(outgoing[-1])
+        values = len(move.given(rank, group.rank)) * images[:, :, 0].numel()
+        arriving[rank] = encoded_like(values, content, images.dtype, torch.device("meta")).numel()
+    return start_exchange(torch.cat(outgoing), sent, arriving, group, "forward")
 
 
-def _start_gradients(images: Tensor, move: RowMove, group: Group, pool: int = 1) -> Exchange:
-    """Starts sending the gradients of what this rank was given, `[T, N, needed rows, W, C]`, to the owners, dense.
-    Collective. Args: pool: as of `move_rows`."""
-    runs = move.runs(group.rank)
-    outgoing = [_squares(images, [run for run in runs if run.owner == owner], pool) for owner in _others(group)]
-    sent = {owner: len(each) for owner, each in zip(_others(group), outgoing, strict=True)}
-    one = images.shape[0] * images.shape[1] * (images.shape[3] // pool) * images.shape[4]  # row of squares
-    return start_exchange(
-        torch.cat(outgoing),
-        [sent.get(rank, 0) for rank in range(group.size)],
-        [one * sum(len(run.squares(pool)) for run in _given(move, rank, group)) for rank in range(group.size)],
-        group,
-        "backward",
-    )
-
-
-def _given(move: RowMove, to: int, group: Group) -> list[Run]:
-    """Runs that this rank gives to one."""
-    return [run for run in move.runs(to) if run.owner == group.rank]
-
-
-def _own(images: Tensor, runs: Sequence[Run], length: int) -> Tensor:
-    """Gradient of a rank's own rows, so many, from that of what it was given: a copy."""
-    if [(run.first, run.length) for run in runs] == [(0, length)]:  # nearly always
-        return _rows(images, runs[0].place, length).clone(memory_format=torch.contiguous_format)
-    total = images.new_zeros((*images.shape[:2], length, *images.shape[3:]))
-    for run in runs:
-        _rows(total, run.first, run.length).add_(_rows(images, run.place, run.length))
-    return total
+def _start_gradients(images: Tensor, move: RowMove, group: Group) -> Exchange:
+    """Starts sending the gradients of what this rank was given, `[T, N, needed rows, W, C]`, to the owners, dense."""
+    row = images.shape[:2].numel() * images.shape[3:].numel()
+    needed = move.needed[group.rank]
+    given = [_rows(images, move.given(owner, group.rank), needed).reshape(-1) for owner in _others(group)]
+    sent = [row * len(move.given(owner, group.rank)) for owner in range(group.size)]
+    arriving = [row * len(move.given(group.rank, rank)) for rank in range(group.size)]
+    return start_exchange(torch.cat(given), sent, arriving, group, "backward")
 
 
 def _others(group: Group) -> list[int]:
     return [rank for rank in range(group.size) if rank != group.rank]
 
 
-def _rows(images: Tensor, first: int, length: int) -> Tensor:
-    """Some rows of images `[T, N, rows, W, C]`."""
-    return images.narrow(2, first, length)
-
-
-def _joined(images: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Some rows as a flat tensor."""
-    parts = [_rows(images, run.first, run.length) for run in runs]
-    return torch.cat(parts, dim=2).reshape(-1) if parts else images.new_empty(0)
-
-
-def _squares(images: Tensor, runs: Sequence[Run], pool: int) -> Tensor:
-    """One value of each square of some rows `[T, N, rows, W, C]`, in which all values are equal, as a flat tensor."""
-    columns = images.shape[3] // pool * pool
-    rows = [slice(run.squares(pool).start * pool, run.squares(pool).stop * pool, pool) for run in runs]
-    parts = [images[:, :, each, :columns:pool] for each in rows]
-    return torch.cat(parts, dim=2).reshape(-1) if parts else images.new_empty(0)
-
-
-def _add_squares(total: Tensor, values: Tensor, runs: Sequence[Run], pool: int) -> None:
-    """Adds what `_squares` has given of some runs to the owner's rows."""
-    lengths = [len(run.squares(pool)) for run in runs]
-    width = total.shape[3] // pool
-    of_runs = values.view(*total.shape[:2], sum(lengths), width, total.shape[4]).split(lengths, dim=2)
-    for run, part in zip(runs, of_runs, strict=True):
-        if pool > 1:
-            part = part.repeat_interleave(pool, dim=2).repeat_interleave(pool, dim=3)
-            part = _rows(part, run.place % pool, run.length)
-        _rows(total, run.first, run.length)[:, :, :, : width * pool].add_(part)
-
-
-def _length(images: Tensor, rows: int, content: Content) -> int:
-    """Number of values of so many encoded rows of images."""
-    values = images.shape[0] * images.shape[1] * rows * images.shape[3] * images.shape[4]
-    return encoded_like(values, content, images.dtype, torch.device("meta")).numel()
+def _rows(images: Tensor, rows: range, there: range) -> Tensor:
+    """Some rows of images `[T, N, rows, W, C]` which are those `there`."""
+    return images.narrow(2, rows.start - there.start if rows else 0, len(rows))
 
 
 # --- what every rank has whole
@@ -336,12 +216,6 @@ def _length(images: Tensor, rows: int, content: Content) -> int:
 def alike(x: Tensor, group: Group) -> Tensor:
     """Values that are the same on every rank. Backward: the gradient of the first rank, on all of them."""
     return x if group.size == 1 else _Alike.apply(x, group)
-
-
-def alike_images(x: Tensor, needed: tuple[range, ...], group: Group) -> Tensor:
-    """Images `[T, N, C, H, W]` that are the same on every rank, which each needs the gradient of in some rows only.
-    Backward: the gradient of the first rank in these rows; zeros in others."""
-    return x if group.size == 1 else _AlikeImages.apply(x, needed, group)
 
 
 def sum_alike(x: Tensor, group: Group) -> Tensor:
@@ -354,10 +228,11 @@ def sum_for_each(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _Sum.apply(x, group, True)
 
 
-def gather_rows(x: Tensor, owned: tuple[range, ...], group: Group, content: Content) -> Tensor:
-    """Whole images `[T, N, C, H, W]`, from the rows that each rank has. Backward takes the gradient for that of
-    everybody: what is computed from the result is to be `alike`."""
-    return _GatherRows.apply(x, owned, group, content)
+def gather_rows(x: Tensor, height: int, group: Group, content: Content) -> Tensor:
+    """Whole images `[T, N, C, H, W]`, from the rows that each rank has. What is computed from them is the same on every
+    rank. Backward: the gradient of the first rank, of which each takes its own rows."""
+    move = RowMove(shared_rows(height, group.size), (range(height),) * group.size, height)
+    return alike(_GatherRows.apply(x, move, group, content), group)
 
 
 def sum_counts(own: Tensor, largest: int, group: Group) -> Tensor:
@@ -406,33 +281,6 @@ class _Alike(torch.autograd.Function):
         return grad, None
 
 
-class _AlikeImages(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, needed: tuple[range, ...], group: Group) -> Tensor:
-        ctx.needed, ctx.group = needed, group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        group, is_first = ctx.group, ctx.group.rank == 0
-        sizes = [0, *(grad[:, :, :, : len(rows)].numel() for rows in ctx.needed[1:])]
-        outgoing = [grad[:, :, :, rows.start : rows.stop].reshape(-1) for rows in ctx.needed[1:]]
-        exchange = start_exchange(
-            torch.cat(outgoing) if is_first else grad.new_empty(0),
-            sizes if is_first else [0] * group.size,
-            [sizes[group.rank], *[0] * (group.size - 1)],
-            group,
-            "backward",
-        )
-        of_first, *_ = exchange.wait()
-        if is_first:
-            return grad, None, None
-        own, rows = torch.zeros_like(grad), ctx.needed[group.rank]
-        part = own[:, :, :, rows.start : rows.stop]
-        part.copy_(of_first.view(part.shape))
-        return own, None, None
-
-
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, sums_gradients: bool) -> Tensor:
@@ -450,10 +298,9 @@ class _Sum(torch.autograd.Function):
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, owned: tuple[range, ...], group: Group, content: Content) -> Tensor:
-        ctx.own = owned[group.rank]
-        everything = tuple(row for rows in owned for row in rows)
-        return move_rows(x, RowMove(owned, (everything,) * group.size), group, content)
+    def forward(ctx: Any, x: Tensor, move: RowMove, group: Group, content: Content) -> Tensor:
+        ctx.own = move.owned[group.rank]
+        return move_rows(x, move, group, content)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -466,9 +313,6 @@ class _GatherRows(torch.autograd.Function):
 class WholeImages(nn.Module):
     """`[T, N, C_local, own rows, W]` -> `[T, N, C_local, H, W]` on every rank that shares the rows, for a layer that
     takes each pixel by itself; elsewhere images are whole already.
-
-    What is computed from them, all of it the same on every rank, goes through `used`: gradients travel there, and so
-    where the images have become small.
     """
 
     def __init__(self, context: BuildContext | None = None) -> None:
@@ -481,17 +325,8 @@ class WholeImages(nn.Module):
         if x.is_meta:
             self._height, self._content = x.shape[3], content_of(x)
             shared_rows(self._height, self._rows.size)  # refuses fewer rows than ranks
-            note_exchanges(self)
             return x
-        return gather_rows(x, shared_rows(self._height, self._rows.size), self._rows, self._content)
-
-    def used(self, x: Tensor, pool: int = 1) -> Tensor:
-        """Hands on what was computed from the images: they themselves, or pooled over squares of so many pixels."""
-        if self._rows is None or x.is_meta:
-            return x
-        owned = shared_rows(self._height, self._rows.size)
-        needed = tuple(range(rows.start // pool, min(-(-rows.stop // pool), x.shape[3])) for rows in owned)
-        return alike_images(x, needed, self._rows)
+        return gather_rows(x, self._height, self._rows, self._content)
 
 
 class MeanOverSpace(nn.Module):
@@ -506,8 +341,6 @@ class MeanOverSpace(nn.Module):
         pixels = x.movedim(2, -1).flatten(2, -2)
         if self._rows is None or x.is_meta:
             self._pixels = pixels.shape[2]  # in the dry run of whole images
-            if self._rows is not None:
-                note_exchanges(self, 1)
             return pixels.mean(dim=2)
         return sum_alike(pixels.sum(dim=2), self._rows) / self._pixels
 
@@ -531,9 +364,8 @@ class MaxPool(nn.Module):
         frames, padding = x.flatten(0, 1), (1, 1)
         if self._rows is not None and x.is_meta:
             height, ranks = x.shape[3], self._rows.size
-            windows = tuple(tuple(rows) for rows in rows_to_pool(height, ranks))
-            self._move, self._content = RowMove(shared_rows(height, ranks), windows), content_of(x)
-            note_exchanges(self)
+            self._move = RowMove(shared_rows(height, ranks), rows_to_pool(height, ranks), height)
+            self._content = content_of(x)
         elif self._rows is not None and self._move is not None:
             frames = move_rows(x, self._move, self._rows, self._content).flatten(0, 1)
             frames = F.pad(frames, (0, 0, int(self._rows.rank == 0), 1), value=-torch.inf)

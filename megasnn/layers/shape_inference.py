@@ -151,19 +151,6 @@ def calls_of(module: nn.Module) -> int:
     return number
 
 
-def note_exchanges(module: nn.Module, forward: int = 1, backward: int = 1) -> None:
-    """Notes in the dry run of a layer how often its ranks tell each other something."""
-    before = vars(module).get("_exchanges", (0, 0))
-    vars(module)["_exchanges"] = before[0] + forward, before[1] + backward
-
-
-def exchanges_of(modules: Iterable[nn.Module]) -> tuple[int, int]:
-    """Number of times that ranks which share a micro-batch tell each other something in these and in all their
-    parts, in a forward and in its backward; by the dry run."""
-    every = {part: vars(part).get("_exchanges", (0, 0)) for module in modules for part in module.modules()}
-    return sum(forward for forward, _ in every.values()), sum(backward for _, backward in every.values())
-
-
 def note_never_called(layer: nn.Module) -> None:
     """Notes behind the dry run of a layer: what was not called in it is not expected to be in training."""
     for module in layer.modules():
@@ -177,17 +164,6 @@ def refuse_second_call(module: nn.Module, why: str) -> None:
 
 
 # --- gradients and memory order
-
-
-def mark_input(x: Tensor) -> Tensor:
-    """Marks a tensor of the dry run as the model's input, which has no gradient."""
-    x._is_input = True  # type: ignore[attr-defined]
-    return x
-
-
-def is_input(x: Tensor) -> bool:
-    """Tells whether a tensor of the dry run is the model's input."""
-    return getattr(x, "_is_input", False)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -33,7 +33,6 @@ from megasnn.layers.shape_inference import (
     content_of,
     inferring_requires_grad,
     is_ours,
-    mark_input,
     mark_replicated,
     note_never_called,
 )
@@ -48,8 +47,9 @@ from megasnn.models.description import (
     sources,
 )
 from megasnn.models.layer import Layer
+from megasnn.models.summary import OperationCounter
 from megasnn.models.ties import refuse_other_calls, separate, tie_all
-from megasnn.parallel.sharding import copied_tensors, freeze, sharded_tensors
+from megasnn.parallel.sharding import copied_tensors, freeze, parameter_count, sharded_tensors
 from megasnn.parallel_state import Group
 
 MOST_LAYERS = 4_000
@@ -81,11 +81,20 @@ def _describe(kind: type, model: ModelConfig, neuron: NeuronSpec) -> ModelDescri
     if twice:
         raise ValueError(f"two layers of {model.name} have the name {twice[0]!r}; a name is for one layer")
     named = [(each.name, each.module) for each in layers]
-    outputs = dry_run(named, _inputs_of(layers), model.input_shape, learns=True)
+    counters = {each.name: OperationCounter(each.module) for each in layers}
+    outputs = dry_run(named, _inputs_of(layers), model.input_shape, learns=True, trackers=counters)
     _require_logits(model, names[-1], outputs[-1])
     refuse_other_calls(named)
     described = [
-        LayerDescription(each.name, each.unit, _output_of(each, y), each.takes or ())
+        LayerDescription(
+            each.name,
+            each.unit,
+            _output_of(each, y),
+            each.takes or (),
+            tuple(tuple(entry.shape) for entry in entries_of(y).values()),
+            parameter_count(list(sharded_tensors([(each.name, each.module)]))),
+            counters[each.name].of_a_sample,
+        )
         for each, y in zip(layers, outputs, strict=True)
     ]
     run = partial(_built_and_run, model, neuron, layers)
@@ -311,7 +320,7 @@ def dry_run(
     dtype: torch.dtype = torch.float32,
     samples: int = DRY_SAMPLES,
     learns: bool = False,
-    trackers: Mapping[str, CutTracker] = MappingProxyType({}),
+    trackers: Mapping[str, AbstractContextManager[Any]] = MappingProxyType({}),
     replicated: bool = False,
 ) -> list[Bundle]:
     """The outputs of layers on the meta device, one after another; the layers learn what their inputs hold.
@@ -320,14 +329,14 @@ def dry_run(
         taken: for each layer, the numbers of the layers whose outputs it takes.
         samples: how many there are.
         learns: whether the outputs show what needs a gradient.
-        trackers: by a layer's name, what sees the functions in its forward.
+        trackers: by a layer's name, what is entered around its forward, and sees the functions in it.
         replicated: whether other ranks run the same layers on other samples.
     Raises:
         MixedChannels: a layer would compute something else with a rank's channels.
         ValueError: a layer cannot take what it is given, changes what another one takes too, or gives no tensors; names
             the layer.
     """
-    frames = mark_input(frames_of(torch.empty((samples, *input_shape), dtype=dtype, device="meta"), input_shape))
+    frames = frames_of(torch.empty((samples, *input_shape), dtype=dtype, device="meta"), input_shape)
     mark_replicated(frames)
     outputs: list[Bundle] = []
     with inferring_requires_grad() if learns else torch.no_grad(), MaxInference():

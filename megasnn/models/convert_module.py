@@ -265,9 +265,8 @@ class _Walk:
                     return f"{name} {channels} does not divide by --tensor-model-parallel-size {size}"
             if isinstance(module, nn.modules.conv._ConvNd) and (why := _why_other_padding(module)):
                 return why
-            groups = getattr(module, "groups", getattr(module, "num_groups", 1))
-            uneven = groups % size and (groups > 1 or isinstance(module, nn.GroupNorm))
-            return f"{groups} groups, --tensor-model-parallel-size {size}" if uneven else None
+            groups = getattr(module, "groups", 1)
+            return f"{groups} groups, --tensor-model-parallel-size {size}" if groups > 1 and groups % size else None
         if next(own_tensors(module), None) is not None:
             return "it has tensors of its own, and is not in the table"
         if class_name(module) == "VotingLayer":
@@ -311,7 +310,7 @@ def _why_other_padding(conv: nn.modules.conv._ConvNd) -> str | None:
 
 def _sizes_that_are_cut(module: Any) -> Iterator[tuple[str, int]]:
     """Sizes of a layer in the table that ranks share out."""
-    for name in ("out_channels", "in_features", "num_features", "num_channels"):
+    for name in ("out_channels", "in_features", "num_features"):
         if hasattr(module, name):
             yield name, getattr(module, name)
     if hasattr(module, "in_channels") and cheaper_style(module.in_channels, module.out_channels) == "row":
@@ -323,5 +322,5 @@ def _how_cut(ours: nn.Module) -> str:
     if isinstance(ours, ParallelConv):
         style = "row" if ours.plan.scatter else "column" if ours.plan.gather else "by groups"
     else:
-        style = ours.plan.style if isinstance(ours, ParallelLinear) else ""
+        style = ours.style if isinstance(ours, ParallelLinear) else ""
     return f"{kind.__name__}, cut by channel{style and ', '}{style}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, Key
-from megasnn.kernels.spike_codec import Content
+from megasnn.kernels.spike_codec import Content, encoded_like
 from megasnn.layers.context import BuildContext
 from megasnn.parallel.sharding import ShardedTensor
 
@@ -40,17 +40,34 @@ class LayerDescription:
         unit: the coarser part that it belongs to ("patch_embed", "blocks.0", "head"), for explicit layouts.
         output: what the layer's output is known to hold, or of a bundle, each of its entries.
         takes: names of the layers whose outputs are its inputs; empty: the layer before it.
+        shapes: of the tensors of its output, of `DRY_SAMPLES` samples and one rank.
+        parameters: number of their elements.
+        operations: multiply-adds in a sample's forward: of convolutions, linear layers and products of matrices, each
+            as often as it is computed here (of an image that all time steps see, once).
     """
 
     name: str
     unit: str
     output: Content | Mapping[Key, EntryDescription]
     takes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    parameters: int = 0
+    operations: int = 0
 
     @property
     def entries(self) -> Mapping[Key, EntryDescription]:
         """The tensors of its output."""
         return {None: EntryDescription(self.output)} if isinstance(self.output, Content) else self.output
+
+    def output_shapes(self, samples: int) -> list[tuple[int, ...]]:
+        return [(shape[0], samples, *shape[2:]) for shape in self.shapes]
+
+    def output_bytes(self, samples: int, dtype: torch.dtype) -> int:
+        """Bytes of its output, packed as it travels and is kept."""
+        sizes = [torch.Size(shape).numel() for shape in self.output_shapes(samples)]
+        contents = [entry.content for entry in self.entries.values()]
+        meta = torch.device("meta")
+        return sum(encoded_like(*each, dtype, meta).nbytes for each in zip(sizes, contents, strict=True))
 
 
 @dataclass(frozen=True)

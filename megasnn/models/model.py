@@ -6,7 +6,7 @@ import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, make_dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -116,10 +116,11 @@ class Model(ABC):
         Raises:
             ValueError: SpikingJelly has no such model, or names are missing or unexpected (lists them).
         """
+        from megasnn.models.weight_names import values_of
+
         for dialect in self.dialects():
             if dialect.name == "spikingjelly":
-                recipe = dialect.to_ours(state_dict)
-                return {ours: made.of(state_dict[name] for name in made.sources) for ours, made in recipe.items()}
+                return values_of(dialect.to_ours(state_dict, asdict(self)), state_dict)
         raise ValueError(f"SpikingJelly has no model {self.name}; --load takes a checkpoint's folder")
 
 

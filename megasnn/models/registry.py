@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from megasnn.checkpoint.format import Metadata
 from megasnn.files import CheckpointError
 from megasnn.models.model import Model
 from megasnn.models.qkformer.model import QKFormer
@@ -24,14 +23,6 @@ MODELS: Registry[type[Model]] = Registry(
 def guess_model(tensors: Collection[str]) -> type[Model] | None:
     """The model whose tensors have these global names; None when it is none in the table."""
     return next((model for model in MODELS.values() if model.marker in tensors), None)
-
-
-def saved_model_name(metadata: Metadata) -> str | None:
-    """Name of the model that a checkpoint is of, known by its tensors where it does not say it; None where unknown."""
-    if metadata.model is not None:
-        return metadata.model
-    guess = guess_model(metadata.tensors)
-    return None if guess is None else guess.name
 
 
 def all_dialects() -> list[Dialect]:

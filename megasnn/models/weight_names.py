@@ -53,21 +53,21 @@ class Dialect:
         name: of the program, as on the command line.
         title: of program and model, for messages.
         marker: a name that only this dialect has, in models of every size.
-        incoming: their names -> how each of ours is made.
-        outgoing: our names, and the model's configuration where it is known -> how each of theirs is made.
+        incoming: their names, and the model's configuration where it is known -> how each of ours is made.
+        outgoing: the same, from our names to theirs.
         is_unused: whether their model holds a tensor of this name without computing anything from it.
     """
 
     name: str
     title: str
     marker: str
-    incoming: Callable[[Collection[str]], Recipe]
+    incoming: Callable[[Collection[str], ModelValues | None], Recipe]
     outgoing: Callable[[Collection[str], ModelValues | None], Recipe]
     is_unused: Callable[[str], bool] = lambda name: False
 
-    def to_ours(self, names: Collection[str]) -> Recipe:
+    def to_ours(self, names: Collection[str], model: ModelValues | None = None) -> Recipe:
         """Raises CheckpointError that lists what is missing and unexpected, in their names."""
-        recipe = self.incoming(names)
+        recipe = self.incoming(names, model)
         used = [name for name in names if not self.is_unused(name)]
         require_equal(sources(recipe), used, f"these are not the tensors of {self.title}:")
         return recipe
@@ -82,6 +82,11 @@ class Dialect:
             raise CheckpointError(f"config.model: {self.title} has no such model: {error}") from None
         require_equal(sources(recipe), names, f"these are not the tensors of a model that is {self.title}:")
         return recipe
+
+
+def values_of(recipe: Recipe, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a recipe, made from those of the other program."""
+    return {name: made.of(tensors[source] for source in made.sources) for name, made in recipe.items()}
 
 
 def renamed(names: Mapping[str, str]) -> Recipe:
@@ -101,24 +106,9 @@ def require_equal(expected: Iterable[str], given: Iterable[str], title: str) -> 
     raise_problems(title, missing + [f"{name}: unexpected" for name in given - expected])
 
 
-def rename_all(names: Mapping[str, str], tensors: Mapping[str, Tensor], title: str) -> dict[str, Tensor]:
-    """Tensors under other names, no copies. Raises CheckpointError that lists names missing and unexpected.
-
-    Args:
-        names: new -> old. title: of what this is not, for the error.
-    """
-    require_equal(names.values(), tensors, title)
-    return {new: tensors[old] for new, old in names.items()}
-
-
 def inverse(names: Mapping[str, str]) -> dict[str, str]:
     """A table of names the other way round."""
     return {there: here for here, there in names.items()}
-
-
-def is_parametric(names: Iterable[str]) -> bool:
-    """Tells whether neurons have a trained time constant `w` each (parametric LIF)."""
-    return any(name.endswith(".w") for name in names)
 
 
 def unit_prefixes(units: Mapping[str, tuple[str, tuple[str, ...]]]) -> dict[str, str]:
@@ -145,27 +135,27 @@ def prefix_dialect(
         for field, value in (lacks or {}).items():
             if model is not None and model.get(field) == value:
                 raise CheckpointError(f"{title} has no {flag(field)} {value}")
-        return renamed(_moved(ours, prefixes))
+        return renamed(moved(ours, prefixes))
 
     return Dialect(
         name,
         title,
         marker,
-        incoming=lambda theirs: renamed(_moved(theirs, inverse(prefixes))),
+        incoming=lambda theirs, model: renamed(moved(theirs, inverse(prefixes))),
         outgoing=outgoing,
     )
 
 
-def _moved(names: Collection[str], prefixes: Mapping[str, str]) -> dict[str, str]:
-    """New name -> old name, for those names whose module is known."""
+def moved(names: Collection[str], prefixes: Mapping[str, str]) -> dict[str, str]:
+    """New name -> old name, for those names whose module is among the `prefixes`, old -> new."""
     patterns = [
         (re.compile(re.escape(old).replace(r"\{\}", r"(\d+)") + r"\.([^.]+)"), new) for old, new in prefixes.items()
     ]
-    moved = {}
+    found = {}
     for name in names:
         for pattern, new in patterns:
             match = pattern.fullmatch(name)
             if match:
                 *numbers, tensor = match.groups()
-                moved[f"{new.format(*numbers)}.{tensor}"] = name
-    return moved
+                found[f"{new.format(*numbers)}.{tensor}"] = name
+    return found

@@ -30,7 +30,7 @@ _ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 def to_rows(x: Tensor) -> Tensor:
     """[T, N, C, *space] -> [T*N*prod(space), C]; a view when channels are last in memory, otherwise a copy."""
-    return x.movedim(2, -1).reshape(-1, x.shape[2])
+    return x.movedim(2, -1).reshape(-1, x.shape[2]).contiguous()  # of one channel among others, reshape gives a view
 
 
 def from_rows(rows: Tensor, like: tuple[int, ...] | torch.Size) -> Tensor:

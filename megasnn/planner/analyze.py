@@ -26,7 +26,6 @@ from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
 from megasnn.models.build import building_problems, describe
 from megasnn.models.description import INPUT, ModelDescription
-from megasnn.models.summary import LayerSummary, summarise
 from megasnn.parallel.process_group import choose_device
 from megasnn.parallel.sharding import sharded_tensors
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
@@ -85,8 +84,7 @@ def counted_sizes(
     Args:
         on_cpu: bytes are those of a run on a CPU, which may form sums over spikes; otherwise of dense products.
     """
-    summaries = summarise(config.model, config.neuron.spec, model, 1)
-    layers = tuple(_facts(model, number, each) for number, each in enumerate(summaries))
+    layers = tuple(_facts(model, number) for number in range(len(model.layers)))
     alone, *others = [counted(model, config, tensor, on_cpu=on_cpu) for tensor in tensor_sizes[:2]]
     pair, by_rows = (counted(model, config, 1, 2, cut, on_cpu) for cut in ("samples", "rows"))
     sizes = [alone, *others, *_more(model, config, alone, others, tensor_sizes[2:], on_cpu)]
@@ -118,12 +116,15 @@ def _more(
     return found
 
 
-def _facts(model: ModelDescription, number: int, told: LayerSummary) -> LayerFacts:
+def _facts(model: ModelDescription, number: int) -> LayerFacts:
+    told = model.layers[number]
     takes = [model.layers[source] for source in model.inputs[number] if source != INPUT]
     contents = [entry.content for layer in takes for entry in layer.entries.values()]
     spikes = bool(contents) and Content.DENSE not in contents
-    rows = max((shape[3] for shape, _ in told.outputs if len(shape) == 5), default=1)
-    return LayerFacts(told.name, told.unit, told.parameters, told.operations, told.output_bytes, spikes, rows)
+    rows = max((shape[3] for shape in told.shapes if len(shape) == 5), default=1)
+    return LayerFacts(
+        told.name, told.unit, told.parameters, told.operations, told.output_bytes(1, torch.float32), spikes, rows
+    )
 
 
 def counted(

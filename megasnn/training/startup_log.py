@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,8 @@ from megasnn.engine.model import DistributedModel
 from megasnn.files import write_whole
 from megasnn.kernels.backends import backend_for
 from megasnn.kernels.spike_codec import Content
-from megasnn.models.summary import LayerSummary, as_table, multiply_adds, summarise
+from megasnn.models.description import ModelDescription
+from megasnn.models.summary import as_table, multiply_adds
 from megasnn.parallel.process_group import choose_device
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
@@ -43,17 +43,13 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     given, config = config, _without_secrets(config)
     model, plan, state = engine.distributed, engine.plan, engine.state
     lines = _summary(config, model, length)
-    layers: Sequence[LayerSummary] = ()
-    if state.rank == 0:
-        with reporter.best_effort("the summary of the model"):
-            samples, dtype = model.context.largest_share(config.training.micro_batch_size), model.context.compute_dtype
-            layers = summarise(config.model, config.neuron.spec, model.model, samples, dtype)
-            reporter.work = _work(layers)
+    reporter.work = _work(model.model)
     if state.cp.size > 1:
         lines.append(f"context parallel: {state.cp.size} ranks share each micro-batch by {model.context.cut}")
-    for line in (*lines, *_flags(config), *_model(config, layers, model, plan)):
+    for line in (*lines, *_flags(config), *_model(config, model, plan)):
         reporter.line(line)
-    table = as_table(layers, plan.bounds, plan.schedules.placement, state.tp.size) if layers else ""
+    samples, dtype = model.context.largest_share(config.training.micro_batch_size), model.context.compute_dtype
+    table = as_table(model.model.layers, plan.bounds, plan.schedules.placement, samples, dtype)
     reporter.text("model", table)
     reporter.text("configuration", textwrap.indent(to_json(config), "    "))
     grid = {"data_parallel_size": state.dp.size, "parameters": model.parameters}
@@ -98,10 +94,10 @@ def _without_secrets(config: PretrainConfig) -> PretrainConfig:
     return replace(config, data=replace(data, data_path=shown_path(data.data_path), valid_data_path=valid))
 
 
-def _work(layers: Sequence[LayerSummary]) -> list[LayerWork]:
+def _work(model: ModelDescription) -> list[LayerWork]:
     """Multiply-adds of the layers; a layer takes spikes where an output of the one before holds spikes or counts."""
-    spikes = [any(content is not Content.DENSE for _, content in each.outputs) for each in layers]
-    pairs = zip(layers, [False, *spikes], strict=False)
+    spikes = [any(entry.content is not Content.DENSE for entry in each.entries.values()) for each in model.layers]
+    pairs = zip(model.layers, [False, *spikes], strict=False)
     return [LayerWork(each.name, each.operations, takes_spikes) for each, takes_spikes in pairs]
 
 
@@ -155,17 +151,14 @@ def _flags(config: PretrainConfig) -> list[str]:
     return [f"flags that differ from their defaults{kept}:", *parts]
 
 
-def _model(
-    config: PretrainConfig, layers: Sequence[LayerSummary], model: DistributedModel, plan: PipelinePlan
-) -> list[str]:
+def _model(config: PretrainConfig, model: DistributedModel, plan: PipelinePlan) -> list[str]:
     """Content of each chunk, and the schedule; without a pipeline, what the whole model computes."""
-    placement, more = plan.schedules.placement, plan.describe_recompute()
+    layers, placement, more = model.model.layers, plan.schedules.placement, plan.describe_recompute()
     if len(placement) == 1:
-        return [*([multiply_adds(layers)] if layers else []), *more]
-    names = [layer.name for layer in model.model.layers]
+        return [multiply_adds(layers), *more]
     lines = [f"pipeline layout {layers_per_chunk(plan.bounds)}; chunks"]
     for index, (span, rank) in enumerate(zip(plan.bounds, placement, strict=True)):
-        content = f"{names[span.start]} .. {names[span.stop - 1]}" if span else "empty"
+        content = f"{layers[span.start].name} .. {layers[span.stop - 1].name}" if span else "empty"
         mine = layers[span.start : span.stop]
         sizes = f", {sum(each.parameters for each in mine):,} parameters, {multiply_adds(mine)}" if mine else ""
         lines.append(f"  {index} on pipeline rank {rank}: {content}{sizes}")

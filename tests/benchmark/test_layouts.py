@@ -11,9 +11,6 @@ import torch
 from megasnn.config.checks import ConfigError
 from megasnn.layers import BuildContext
 from megasnn.models.build import describe
-from megasnn.models.spikformer.weight_names import from_spikingjelly
-from megasnn.models.vgg_dvs.model import VggDvs
-from megasnn.models.vgg_dvs.weight_names import vgg_from_spikingjelly
 from megasnn.pipeline.chunk import describe_tensors
 from tools.benchmark.__main__ import main
 from tools.benchmark.harness import run, table
@@ -134,11 +131,7 @@ def test_wrong_flags_and_a_failing_rank_are_told(tmp_path: Path, capsys, monkeyp
 @pytest.mark.parametrize("name, parameters", [("spikformer_cifar10", 9_310_906), ("vgg_dvs", 9_271_498)])
 def test_both_libraries_have_the_same_tensors(name: str, parameters: int) -> None:
     model = Layouts(model=name).dimensions_of_model()  # type: ignore[arg-type]
-    theirs = spikingjelly_model(model).state_dict()
-    if isinstance(model, VggDvs):
-        expected = vgg_from_spikingjelly(theirs, [block.pool for block in model.blocks])
-    else:
-        expected = from_spikingjelly(theirs, model.depth)
+    expected = model.from_spikingjelly(spikingjelly_model(model).state_dict())
     ours = describe_tensors(describe(model), BuildContext())
     assert {e.name: e.shard.global_shape for e in ours} == {n: tuple(t.shape) for n, t in expected.items()}
     assert sum(torch.Size(e.shard.global_shape).numel() for e in ours if e.is_parameter) == parameters

@@ -10,20 +10,16 @@ from torch import Tensor
 
 from megasnn.files import CheckpointError
 from megasnn.models.registry import dialect_for, dialect_of
-from megasnn.models.spikformer.weight_names import to_spikingjelly
-from megasnn.models.weight_names import Recipe
+from megasnn.models.spikformer.weight_names import SPIKINGJELLY
+from megasnn.models.weight_names import values_of
 from tests.checkpoint.published_spikformer import PublishedSpikformer, published
 
 PATCH = {"cifar10": 4, "imagenet": 16}
 
 
-def made(recipe: Recipe, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.of(values[source] for source in tensor.sources) for name, tensor in recipe.items()}
-
-
 def ours(kind: str) -> dict[str, Tensor]:
     weights = published(kind).state_dict()
-    return made(dialect_of(weights).to_ours(weights), weights)
+    return values_of(dialect_of(weights).to_ours(weights), weights)
 
 
 @pytest.mark.parametrize("kind", PATCH)
@@ -33,7 +29,8 @@ def test_spikingjellys_model_computes_the_same(kind):
         T=2, img_size_h=32, img_size_w=32, patch_size=PATCH[kind], num_classes=5, embed_dims=16, num_heads=2, depths=2
     )
     twin = twin.double().eval()
-    twin.load_state_dict(to_spikingjelly(ours(kind)), strict=True)
+    mine = ours(kind)
+    twin.load_state_dict(values_of(SPIKINGJELLY.from_ours(mine), mine), strict=True)
     functional.reset_net(twin)
     with torch.no_grad():
         expected = published(kind)(images)
@@ -46,7 +43,7 @@ def test_there_and_back(kind):
     """Biases in front of norms come back as zeros, and the norms' means without them; all else is unchanged."""
     weights, images = published(kind).state_dict(), torch.rand(3, 3, 32, 32, dtype=torch.float64)
     mine = ours(kind)
-    back = made(dialect_for(f"published-{kind}", mine).from_ours(mine), mine)
+    back = values_of(dialect_for("published", mine).from_ours(mine, {"patch_size": PATCH[kind]}), mine)
     model = PublishedSpikformer(kind).double().eval()
     model.load_state_dict(back, strict=True)
     with torch.no_grad():
@@ -56,7 +53,7 @@ def test_there_and_back(kind):
     norms = {name.replace("_linear", "_bn").replace("_conv", "_bn") for name in biased}
     unused = {name for name in weights if ".norm" in name}
     assert changed - unused == {f"{name}.bias" for name in biased} | {f"{name}.running_mean" for name in norms}
-    again = made(dialect_of(back).to_ours(back), back)
+    again = values_of(dialect_of(back).to_ours(back), back)
     assert all(torch.equal(value, mine[name]) for name, value in again.items())
 
 
@@ -69,7 +66,8 @@ def test_what_does_not_belong_is_refused():
     with pytest.raises(CheckpointError, match="scaled by 0.25"):
         dialect_of(weights).to_ours({*weights, "pos_embed"})
     with pytest.raises(CheckpointError, match="no trained time constant"):
-        dialect_for("published-cifar10", ours("cifar10")).from_ours({*ours("cifar10"), "blocks.0.attention.neuron.w"})
+        names = {*ours("cifar10"), "blocks.0.attention.neuron.w"}
+        dialect_for("published", names).from_ours(names, {"patch_size": 4})
     with pytest.raises(CheckpointError, match="belong to no program known here"):
         dialect_of(["layer1.weight"])
 
@@ -89,5 +87,5 @@ def test_the_names_of_the_repositorys_first_file():
         for name, value in weights.items()
     }
     assert "patch_embed.block1_conv.weight" in weights and "block.0.attn.proj_conv.weight" in weights
-    tensors = made(dialect_of(weights).to_ours(weights), weights)
+    tensors = values_of(dialect_of(weights).to_ours(weights), weights)
     assert all(torch.equal(tensors[name], value) for name, value in ours("imagenet").items())

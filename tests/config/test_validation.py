@@ -38,7 +38,6 @@ SOUND = {
     "--context-parallel-size 4 --micro-batch-size 4 --global-batch-size 12 --tensor-model-parallel-size 2": (8,),
     "--context-parallel-size 2 --micro-batch-size 3 --global-batch-size 8 --context-parallel-cut samples": (2,),
     "--context-parallel-size 4 --micro-batch-size 2": (4,),
-    "--depth 126": (1,),
     "--lr-decay-style constant --lr-warmup-iters 1 --clip-grad 0": (1,),
     "--data-path x.tar --valid-data-path y.tar --eval-interval 5 --surrogate erf": (1,),
 }
@@ -54,9 +53,7 @@ def test_sound_configurations_pass(flags: str) -> None:
 REFUSED = [
     ("--embed-dim 100 --num-heads 10", 1, "--embed-dim 100", "8"),
     ("--embed-dim 64 --num-heads 12", 1, "--embed-dim 64", "--num-heads 12"),
-    ("--embed-dim 64 --num-heads 8 --mlp-ratio 0.01", 1, "--mlp-ratio 0.01", "--embed-dim 64"),
     ("--image-size 30", 1, "--image-size 30", "--patch-size 4"),
-    ("--depth 127", 1, "--depth 127", "126"),
     ("--depth 0", 1, "--depth", "0"),
     ("--time-steps 0", 1, "--time-steps", "0"),
     ("--mlp-ratio 0", 1, "--mlp-ratio", "0"),
@@ -128,7 +125,6 @@ def test_a_mistake_is_named_with_value_and_flag(flags: str, world_size: int, val
     [
         ("--image-size 8", 1, "--image-size 8"),
         ("--dropout 1", 1, "--dropout"),
-        ("--tensor-parallel-style alternate", 1, "--tensor-parallel-style alternate"),
         ("--neuron if --decay-input", 1, "--decay-input"),
         *((f"--channels={text}", 1, "--channels") for text in ("P", "8,,16", "8,P,P,16", "8,Q", "0", "-8", "8.5")),
     ],

@@ -37,8 +37,7 @@ EXTRA = {"dataset": "digits", "seed": 3}
 def identity(model: Spikformer | VggDvs, neuron: str = "plif") -> dict[str, Any]:
     """The configuration as a run keeps it; parametric neurons have whole tensors with state of their own."""
     dimensions = asdict(model)
-    for choice in ("variant", "tensor_parallel_style"):
-        dimensions.pop(choice, None)
+    dimensions.pop("variant", None)
     neurons = asdict(NeuronConfig(neuron=neuron))  # type: ignore[arg-type]
     neurons.pop("neuron_backend")
     return {"model": dimensions, "neuron": neurons}

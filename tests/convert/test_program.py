@@ -16,9 +16,9 @@ from megasnn.checkpoint.job import FolderLock
 from megasnn.checkpoint.save import save_global_tensors
 from megasnn.commands.convert_checkpoint import main
 from megasnn.convert.report import largest_difference
-from megasnn.models.spikformer.weight_names import from_spikingjelly
 from tests.convert.saved import MODELS, save_whole
 from tests.convert.test_round_trip import spikformer
+from tests.parity.spikingjelly_reference import from_spikingjelly
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_diff_across_formats(run, tmp_path, capsys):
     (["export", "--load", "RUN", "--output", "NEW", "--ema"], "--ema-decay"),
     (["export", "--load", "ODD", "--output", "NEW"], "weight"),
     (["import", "--input", "EXTRA", "--save", "NEW"], "extra"),
-    (["export", "--load", "FILE", "--output", "NEW", "--names", "published"], "published-imagenet"),
+    (["export", "--load", "FILE", "--output", "NEW", "--names", "published"], "configuration"),
     (["reshard", "--load", "FILE", "--save", "NEW"], "--finetune"),
     (["export", "--load", "RUN", "--output", "FILE"], "--output"),
     (["import", "--input", "FILE", "--save", "LATER"], "--save"),

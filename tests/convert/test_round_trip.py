@@ -20,11 +20,13 @@ from megasnn.checkpoint.save import save_checkpoint
 from megasnn.commands.convert_checkpoint import main
 from megasnn.files import CheckpointError
 from megasnn.models.spikformer.model import Spikformer as Ours
-from megasnn.models.spikformer.weight_names import from_spikingjelly, to_spikingjelly
+from megasnn.models.spikformer.weight_names import SPIKINGJELLY
 from megasnn.models.vgg_dvs.model import VggDvs
+from megasnn.models.weight_names import values_of
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.checkpoint.published_spikformer import PublishedSpikformer, published
 from tests.convert.saved import build, identity, model_like
+from tests.parity.spikingjelly_reference import from_spikingjelly
 
 SPIKFORMER = dict(embed_dim=16, depth=2, num_heads=2, image_size=32, time_steps=2, num_classes=5)
 CONFIGS = {
@@ -116,8 +118,9 @@ def test_our_model_takes_and_gives_spikingjellys_weights(kind) -> None:
     """Names and shapes of the table are those of the model itself, which has no table."""
     rank = build(model_like(CONFIGS["spikformer"], neuron=kind))
     state_dict = lively(spikformer(kind)).state_dict()
-    load_globals_into(rank.tensors, from_spikingjelly(state_dict, 2))
-    back = to_spikingjelly({entry.name: entry.tensor for entry in rank.tensors}, 2)
+    load_globals_into(rank.tensors, from_spikingjelly(state_dict))
+    mine = {entry.name: entry.tensor for entry in rank.tensors}
+    back = values_of(SPIKINGJELLY.from_ours(mine), mine)
     assert all(torch.equal(value, back[name]) for name, value in state_dict.items())
 
 
@@ -125,11 +128,10 @@ def test_weights_that_do_not_fit_are_refused_by_name() -> None:
     plif = spikformer("plif").state_dict()
     rank = build(model_like(CONFIGS["spikformer"], neuron="lif"))
     with pytest.raises(CheckpointError, match=r"blocks\.0\.attention\.neuron\.w"):  # no place for time constants
-        load_globals_into(rank.tensors, from_spikingjelly(plif, 2))
-    with pytest.raises(CheckpointError, match=r"blocks\.1\.mlp\.fc1\.0\.weight: unexpected"):
-        from_spikingjelly(spikformer().state_dict(), depth=1)
-    with pytest.raises(CheckpointError, match=r"blocks\.2\.mlp\.fc1\.conv\.weight: missing"):
-        to_spikingjelly(from_spikingjelly(spikformer().state_dict()), depth=3)
+        load_globals_into(rank.tensors, from_spikingjelly(plif))
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.mlp\.fc3\.weight: unexpected"):
+        from_spikingjelly({**plif, "blocks.1.mlp.fc3.weight": torch.ones(1)})
+    rank = build(model_like(CONFIGS["spikformer"], neuron="plif"))
     del plif["blocks.1.attn.attn_lif.w"]
-    with pytest.raises(CheckpointError, match=r"blocks\.1\.attn\.attn_lif\.w: missing"):
-        from_spikingjelly(plif)
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.attention\.neuron\.w"):
+        load_globals_into(rank.tensors, from_spikingjelly(plif))

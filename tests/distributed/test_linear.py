@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from megasnn.kernels import spike_codec as codec
-from megasnn.kernels.spike_codec import Content, remember_bits
+from megasnn.kernels.spike_codec import remember_bits
 from megasnn.layers import ParallelLinear
+from megasnn.layers.shape_inference import mark_max
 from megasnn.parallel_state import Group
 from tests.distributed.whole import assemble, build, context, everybody, mine, nothing, parts, random, spikes
 
@@ -29,17 +30,18 @@ def _whole_input(style: str) -> torch.Tensor:
 def _run(style: str) -> list:
     group = everybody()
     inner = context(group)
-    content = Content.SPIKES if "spikes" in style else Content.DENSE
     x = mine(_whole_input(style), group).requires_grad_()
     if style == "row only":
         layers = {"second": ParallelLinear(INPUTS, OUTPUTS, inner, initialise=nothing)}
     else:
         layers = {
-            "first": ParallelLinear(INPUTS, HIDDEN, inner, initialise=nothing, style="column", content=content),
+            "first": ParallelLinear(INPUTS, HIDDEN, inner, initialise=nothing, style="column"),
             "second": ParallelLinear(HIDDEN, OUTPUTS, inner, initialise=nothing),
         }
     weights = {**WEIGHTS, "second.weight": WEIGHTS["second.weight"][:, : INPUTS if style == "row only" else HIDDEN]}
     tensors = build(layers, weights)
+    if "spikes" in style:
+        layers["first"](mark_max(x.to("meta"), 1))
     y = x
     for layer in layers.values():
         y = torch.tanh(layer(y))
@@ -100,9 +102,10 @@ def test_refusals(arguments, message) -> None:
 
 
 def test_spikes_that_know_their_bits_are_not_packed_again(monkeypatch) -> None:
-    layer = ParallelLinear(INPUTS, OUTPUTS, content=Content.SPIKES, initialise=nothing)
+    layer = ParallelLinear(INPUTS, OUTPUTS, initialise=nothing)
     build({"layer": layer}, {"layer.weight": WEIGHTS["second.weight"][:, :INPUTS], "layer.bias": random(OUTPUTS)})
     x = spikes(T, N, INPUTS)
+    layer(mark_max(x.to("meta"), 1))
 
     def gradient_of(x: torch.Tensor) -> torch.Tensor:
         layer.weight.grad = None

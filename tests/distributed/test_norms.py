@@ -17,14 +17,13 @@ from megasnn.layers import (
     BuildContext,
     ConvNormNeuron,
     ParallelBatchNorm,
-    ParallelGroupNorm,
     TemporalEffectiveBatchNorm,
-    ThresholdDependentBatchNorm,
 )
+from megasnn.layers.init import constant
 from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.sync_batch_norm import SharedStatistics, merge_running_statistics
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel_state import Group, alone
+from megasnn.parallel_state import alone
 from tests.distributed.whole import assemble, build, channels_last, context, everybody, mine, parts, random
 
 T, N, C, STEPS = 3, 5, 12, 2
@@ -66,7 +65,7 @@ CASES: dict[str, Case] = {
     "batch of blocks": batch_norm(blocks=3),
     "batch of signals without statistics": batch_norm(signals=True, track_running_stats=False),
     "tdbn": Case(
-        lambda c: ThresholdDependentBatchNorm(C, 0.7, 1.3, c, momentum=0.2),
+        lambda c: ParallelBatchNorm(C, c, momentum=0.2, initialise=constant(0.7 * 1.3)),
         lambda: sj.ThresholdDependentBatchNorm2d(0.7, 1.3, C, momentum=0.2),
     ),
     "tebn": Case(lambda c: TemporalEffectiveBatchNorm(C, c), lambda: sj.TemporalEffectiveBatchNorm2d(T, C)),
@@ -75,11 +74,6 @@ CASES: dict[str, Case] = {
         lambda: sj.TemporalEffectiveBatchNorm1d(T, C, affine=False, momentum=None),
         (6,),
     ),
-    "groups": Case(lambda c: ParallelGroupNorm(4, C, c, eps=1e-3), lambda: on_frames(nn.GroupNorm(4, C, 1e-3))),
-    "groups of one frame": Case(
-        lambda c: ParallelGroupNorm(4, C, c), lambda: on_frames(nn.GroupNorm(4, C)), frames=(1, 1)
-    ),
-    "instances": Case(lambda c: ParallelGroupNorm(C, C, c), lambda: on_frames(nn.InstanceNorm2d(C, affine=True))),
 }
 
 
@@ -168,7 +162,7 @@ def batch(index: int, samples: int) -> Tensor:
 def _replica() -> dict[str, Tensor]:
     group, own = everybody("dp"), replace(context(alone("tp")), time_steps=2)
     norms: dict[str, Any] = {name: ParallelBatchNorm(C, own) for name in ("one", "two")}
-    norms |= {"td": ThresholdDependentBatchNorm(C, context=own), "te": TemporalEffectiveBatchNorm(C, own)}
+    norms["te"] = TemporalEffectiveBatchNorm(C, own)
     norms["free"] = ParallelBatchNorm(C, own, track_running_stats=False)
     tensors = build(norms, {})
     for norm in norms.values():
@@ -177,7 +171,7 @@ def _replica() -> dict[str, Tensor]:
     for index, samples in enumerate(SHARES[group.rank]):
         x = batch(done + index, samples)
         norms["two"](norms["one"](x) * 2 + x[:, :, :1])
-        for name in ("td", "te", "free"):
+        for name in ("te", "free"):
             norms[name](x)
     merge_running_statistics(list(norms.values()), group, max(map(len, SHARES)))
     return {each.name: each.tensor.clone() for each in tensors if not each.is_parameter}
@@ -188,7 +182,7 @@ def test_statistics_of_uneven_replicas_are_those_of_the_whole_batch(ranks) -> No
     assert all(torch.equal(value, other[name]) for other in others for name, value in first.items())
     inputs = [batch(index, samples) for index, samples in enumerate(samples for share in SHARES for samples in share)]
     normed = [on_frames(nn.BatchNorm2d(C)).double()(x) * 2 + x[:, :, :1] for x in inputs]
-    for name, values in (("one", inputs), ("two", normed), ("td", inputs), ("te", inputs)):
+    for name, values in (("one", inputs), ("two", normed), ("te", inputs)):
         truth = nn.BatchNorm2d(C).double()
         truth(torch.cat([each.detach().flatten(0, 1) for each in values]))
         for buffer, value in truth.named_buffers():
@@ -196,9 +190,9 @@ def test_statistics_of_uneven_replicas_are_those_of_the_whole_batch(ranks) -> No
     assert not [name for name in first if name.startswith("free")]
 
 
-def test_statistics_of_bfloat16_are_float32_and_initial_weights_at_the_threshold() -> None:
+def test_statistics_of_bfloat16_are_float32_and_initial_weights_as_given() -> None:
     norm, x = ParallelBatchNorm(C, context(alone("tp"), torch.float32)), batch(0, 5).bfloat16()
-    td = ThresholdDependentBatchNorm(C, 0.5, 3.0)
+    td = ParallelBatchNorm(C, initialise=constant(1.5))
     build({"norm": norm, "td": td}, {})
     norm.recording = True
     assert norm(x).dtype == torch.bfloat16 and torch.equal(td.weight, torch.full((C,), 1.5))
@@ -209,7 +203,7 @@ def test_statistics_of_bfloat16_are_float32_and_initial_weights_at_the_threshold
     torch.testing.assert_close(variance, flat.var((0, 2, 3), correction=0))
 
 
-@pytest.mark.parametrize("kind", ["tdbn", "tebn", "groups"])
+@pytest.mark.parametrize("kind", ["tdbn", "tebn"])
 def test_a_unit_takes_another_norm(kind: str) -> None:
     """The same as the parts one after another; an image of a single time step comes at every step."""
     options = replace(context(alone("tp")), time_steps=T)
@@ -224,8 +218,6 @@ def test_a_unit_takes_another_norm(kind: str) -> None:
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (lambda: ParallelGroupNorm(2, 8, context(Group("tp", (0, 1, 2, 3)))), "groups 2 .* 8 .*parallel-size 4"),
-        (lambda: ParallelGroupNorm(3, 8), "groups 3 .* 8"),
         (lambda: TemporalEffectiveBatchNorm(C)(torch.zeros(2, 1, C, 3)), "1 time steps, and is given 2"),
         (lambda: ParallelBatchNorm(8)(torch.zeros(1, 2, 4, 3, device="meta")), "8 channels, .* given 4"),
     ],
@@ -288,8 +280,11 @@ def test_shared_samples_are_normalised_together(ranks, kind, backend, shares) ->
         for name in told:
             torch.testing.assert_close(cut[name], whole[name].to(cut[name].dtype), **CLOSE)
         assert kind == "norm" or torch.equal(cut["y"], whole["y"]) and 0 < cut["y"].mean() < 1
-        # Forward mean, variance and the count, backward the sums, in double precision, once each.
-        assert moved == (len(shares) - 1) * 8 * (2 * C + 1 + (2 if kind == "norm" else 3) * C)
+        others = len(shares) - 1
+        if kind == "norm":  # sums and the count, squares, and the gradients of both, in double precision
+            assert moved == 2 * sum(2 * others * 8 * values // len(shares) for values in (C + 1, C))
+        else:  # forward mean, variance and the count, backward the sums, once each
+            assert moved == others * 8 * (2 * C + 1 + 3 * C)
     parameters = found[0][0].keys() - set(told)
     assert len(parameters) >= 2
     for name in parameters:

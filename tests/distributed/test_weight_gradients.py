@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megasnn.kernels.spike_codec import Content
 from megasnn.layers import (
     BuildContext,
     ParallelConv,
@@ -14,6 +13,7 @@ from megasnn.layers import (
     SpikingSelfAttention,
 )
 from megasnn.layers.init import trunc_normal
+from megasnn.layers.shape_inference import mark_max
 from megasnn.layers.weight_grad import Task
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, alone
@@ -33,10 +33,10 @@ LAYERS = (*CONVOLUTIONS, "linear-row", "linear-column", "attention")
 def _layer(name: str, context: BuildContext) -> nn.Module:
     if name in CONVOLUTIONS:
         options = CONVOLUTIONS[name]
-        return ParallelConv(CHANNELS, 32, context=context, initialise=trunc_normal, content=Content.SPIKES, **options)
+        return ParallelConv(CHANNELS, 32, context=context, initialise=trunc_normal, **options)
     if name.startswith("linear"):
         style = name.removeprefix("linear-")
-        return ParallelLinear(CHANNELS, 8, context, initialise=trunc_normal, style=style, content=Content.SPIKES)
+        return ParallelLinear(CHANNELS, 8, context, initialise=trunc_normal, style=style)
     return SpikingSelfAttention(CHANNELS, 4, context, initialise=trunc_normal)
 
 
@@ -50,10 +50,11 @@ class _Model:
             if "norm" in entry.name:
                 nn.init.constant_(entry.tensor, 1.5)  # so that neurons fire
         self.input_gradients: list[Tensor] = []
+        self.space = () if name.startswith("linear") else (SIDE, SIDE)
+        self.layer(mark_max(torch.empty(T, N, CHANNELS // group.size, *self.space, device="meta"), 1))
 
     def backward(self, micro_batch: int) -> None:
-        space = () if self.name.startswith("linear") else (SIDE, SIDE)
-        x = spikes(T, N, CHANNELS, *space, seed=micro_batch, dtype=self.compute)
+        x = spikes(T, N, CHANNELS, *self.space, seed=micro_batch, dtype=self.compute)
         x = channels_last(mine(x, self.group)).requires_grad_()
         y = self.layer(x)
         (y * random(*y.shape, seed=10 + micro_batch, dtype=self.compute)).sum().backward()

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.engine import Engine
-from megasnn.kernels.spike_codec import Content
 from megasnn.layers import ConvNormNeuron, MeanLinear
+from megasnn.layers.shape_inference import mark_max
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
@@ -122,6 +122,13 @@ def test_layers_that_are_not_what_was_captured_are_refused(change: str) -> None:
         trained(between(plain), "on", between_steps=changed)
 
 
+class Claims(nn.Module):
+    """Says that its input holds spikes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mark_max(x, 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OfSpikes(Model):
     image_size: int = 4
@@ -129,7 +136,7 @@ class OfSpikes(Model):
     num_classes: int = CLASSES
 
     def layers(self) -> Iterable[Layer]:
-        yield layer("stem", ConvNormNeuron(3, 4, content=Content.SPIKES))
+        yield layer("stem", nn.Sequential(Claims(), ConvNormNeuron(3, 4)))
         yield layer("head", MeanLinear(4, CLASSES))
 
 

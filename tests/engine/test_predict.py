@@ -18,10 +18,10 @@ from megasnn import ConvNormNeuron, Engine
 from megasnn.engine.model import DistributedModel
 from megasnn.layers import ParallelBatchNorm
 from megasnn.models.layer import layer
-from megasnn.models.spikformer.weight_names import from_spikingjelly
 from megasnn.pipeline.executor import PipelineExecutor
 from tests.engine.test_engine import MODEL, PP2, SIZES
 from tests.models.networks import between
+from tests.parity.spikingjelly_reference import from_spikingjelly
 
 SAMPLES = 23
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -17,6 +17,7 @@ from megasnn.models.qkformer.model import QKFormer
 from megasnn.models.registry import MODELS
 from megasnn.models.sew_resnet.model import SewResNet
 from megasnn.models.spike_driven.model import SpikeDrivenTransformer
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.pretraining import pretrain
 
 
@@ -45,6 +46,11 @@ def test_a_size_that_cannot_be_cut_is_named_with_layer_and_flag(model, ranks, na
     (problem,) = building_problems(model, NeuronSpec(), ranks)
     assert all(word in problem for word in (model.name, f"--tensor-model-parallel-size {ranks}", *named))
     assert building_problems(model, NeuronSpec(), 1) == []
+
+
+def test_an_mlp_without_channels_is_refused() -> None:
+    (problem,) = building_problems(Spikformer(mlp_ratio=0.001), NeuronSpec(), 1)
+    assert "blocks.0.attention" in problem and "out_channels 0" in problem
 
 
 MOST = {"qkformer": 2, "sew_resnet": 1, "spike_driven": 2, "spikformer": 8, "vgg_dvs": 4}

@@ -16,7 +16,6 @@ from megasnn.layers import (
     MaxPool,
     MeanOverSpace,
     ParallelConv,
-    ParallelGroupNorm,
     SpikingNeuron,
     WholeImages,
 )
@@ -110,7 +109,6 @@ REFUSED: dict[str, tuple[str, Callable[[], nn.Module], str]] = {
     "silent": ("rows", Silent, "Silent"),
     "within": ("rows", lambda: nn.Sequential(nn.ReLU(), nn.AvgPool2d(3, 1, 1)), r"1 \(AvgPool2d\)"),
     "around ours": ("rows", WithUnit, "WithUnit"),
-    "group norm": ("rows", lambda: ParallelGroupNorm(2, 4), "ParallelGroupNorm"),
     **{
         f"twice, {name}": ("rows", partial(TwoHeights, make), f"{name} .*6 rows and of 3")
         for name, make in {

@@ -20,7 +20,6 @@ from megasnn.layers.replicated import is_called_as_sharded
 from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.spikformer.model import Spikformer
-from megasnn.models.spikformer.weight_names import from_spikingjelly
 from megasnn.parallel.sharding import Shard, own_rows
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.microbatch_state import MicroBatchInput
@@ -28,7 +27,7 @@ from megasnn.pipeline.plan import shared_weights
 from megasnn.schedule import SchedulePlan, plan_schedule
 from megasnn.schedule.partition import balanced_bounds
 from tests.gradients import forward_backward, merge_statistics
-from tests.parity.spikingjelly_reference import DIMS, IMAGE_SIZE
+from tests.parity.spikingjelly_reference import DIMS, IMAGE_SIZE, from_spikingjelly
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def one_step(
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         engine = build_engine(state, plan, dtype, backend, spec, bounds, layout=layout)
         if weights is not None:
-            load_globals_into(engine.tensors, from_spikingjelly(weights, DIMS["depths"]), state.world.handle)
+            load_globals_into(engine.tensors, from_spikingjelly(weights), state.world.handle)
         return record_step(engine, state, images, labels, micro_batch_size)
     finally:
         destroy_model_parallel()

@@ -13,11 +13,11 @@ from torch import Tensor
 from megasnn.checkpoint.load import load_globals_into
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import HOLDING_AXES
-from megasnn.models.spikformer.weight_names import from_spikingjelly
 from megasnn.optim import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, RankStep, assemble, build_engine, join, record_step, weights_of
+from tests.parity.spikingjelly_reference import from_spikingjelly
 from tests.parity.test_layouts import SIZES, TOLERANCE, error, name_of
 
 STEPS = 3
@@ -92,7 +92,7 @@ def train(
     state = join(layout)
     try:
         engine = build_engine(state, layout.schedule, torch.float64, rows_have_owners=rows_have_owners, layout=layout)
-        load_globals_into(engine.tensors, from_spikingjelly(weights, reference.DIMS["depths"]), state.world.handle)
+        load_globals_into(engine.tensors, from_spikingjelly(weights), state.world.handle)
         groups = {axis: state.group(axis) for axis in HOLDING_AXES}
         optimizer, steps = build_optimizer(engine.owned, options, groups), []
         for _ in range(STEPS):
@@ -175,6 +175,6 @@ def _require_equal(ranks, optimizer: str, layout: Layout, rows_have_owners: bool
     everyone = ranks(layout.world_size, train, layout, OPTIONS[optimizer], before, images, labels, rows_have_owners)
     for step, norm in enumerate(norms):
         assert all(steps[step].norm == pytest.approx(norm, rel=TOLERANCE) for steps in everyone)
-    expected = from_spikingjelly(after, reference.DIMS["depths"])
+    expected = from_spikingjelly(after)
     for name, value in assemble([steps[-1] for steps in everyone], "gradients").items():
         assert error(value, expected[name]) < TOLERANCE, name

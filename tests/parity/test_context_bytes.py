@@ -7,15 +7,12 @@ import pytest
 import torch
 
 from megasnn.grid import ContextCut
-from megasnn.layers.shape_inference import exchanges_of
-from megasnn.models.build import describe
 from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel_state import destroy_model_parallel
 from tests.models.steps import take_steps
-from tests.parity.ranks import Layout, join
+from tests.parity.ranks import Layout
 
 SAMPLES = 8
 INSIDE = ("tp", "cp")
@@ -53,9 +50,16 @@ SMALL: dict[str, Model] = {
 }
 
 
-def exchanges(model: Model, layout: Layout) -> tuple[dict[str, int], tuple[int, int]]:
-    """Of a step of one micro-batch, how often this rank and others that share it told each other something, forward and
-    backward: by the count of traffic, and by what the layers say."""
+EXCHANGES: dict[tuple[str, ContextCut], tuple[int, int]] = {
+    ("spikformer", "rows"): (16, 15),
+    ("spikformer", "samples"): (9, 9),
+    ("vgg", "rows"): (7, 6),
+    ("vgg", "samples"): (3, 3),
+}
+"""Of a step of one micro-batch, how often ranks that share it exchange something, forward and backward."""
+
+
+def exchanges(model: Model, layout: Layout) -> tuple[int, int]:
     statistics.reset()
     with statistics.counting():
         batch = torch.zeros(2, *model.input_shape), torch.zeros(2, dtype=torch.int64)
@@ -64,15 +68,9 @@ def exchanges(model: Model, layout: Layout) -> tuple[dict[str, int], tuple[int, 
     for (group, _, direction), traffic in statistics.read().items():
         if group == "cp":
             found[direction] += traffic.calls
-    state = join(layout)
-    try:
-        return found, exchanges_of(describe(model).build(layout.build_context(state, torch.float32)))
-    finally:
-        destroy_model_parallel()
+    return found["forward"], found["backward"]
 
 
-@pytest.mark.parametrize("cut", ["rows", "samples"])
-@pytest.mark.parametrize("name", SMALL)
-def test_the_number_of_exchanges_is_told(ranks, name: str, cut: ContextCut) -> None:
-    for found, told in ranks(2, exchanges, SMALL[name], Layout(context=2, cut=cut)):
-        assert (found["forward"], found["backward"]) == told and min(told) >= 3
+@pytest.mark.parametrize(("name", "cut"), EXCHANGES)
+def test_the_number_of_exchanges(ranks, name: str, cut: ContextCut) -> None:
+    assert ranks(2, exchanges, SMALL[name], Layout(context=2, cut=cut)) == [EXCHANGES[name, cut]] * 2

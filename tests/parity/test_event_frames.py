@@ -10,14 +10,15 @@ from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
 
 from megasnn.checkpoint.load import load_globals_into
+from megasnn.files import CheckpointError
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.spikformer.model import Spikformer as Ours
-from megasnn.models.spikformer.weight_names import from_spikingjelly
 from megasnn.models.vgg_dvs.model import VggDvs
-from megasnn.models.vgg_dvs.weight_names import vgg_from_spikingjelly, vgg_to_spikingjelly
+from megasnn.models.vgg_dvs.weight_names import SPIKINGJELLY
+from megasnn.models.weight_names import values_of
 from megasnn.pipeline.chunk import PipelineChunk, build_chunk
 from tests.parity.test_layouts import error
 from tests.parity.vgg import NEURON
@@ -49,17 +50,18 @@ def test_the_default_is_the_vgg_of_spikingjelly() -> None:
     theirs = CIFAR10DVSVGG().double().eval()
     unsettle(theirs)
     config = VggDvs(time_steps=2)
-    pools = [block.pool for block in config.blocks]
-    weights = vgg_from_spikingjelly(theirs.state_dict(), pools)
+    weights = config.from_spikingjelly(theirs.state_dict())
     ours = whole_model(describe(config, NEURON), weights).eval()
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters()) == 9_271_498
     x = frames(1, 2, 48)
     with torch.no_grad():
         logits = ours(x)
         assert logits.std() > 0 and error(logits, theirs(x)) < 1e-9
-    back = vgg_to_spikingjelly(weights, pools, dropout=True)
+    back = values_of(SPIKINGJELLY.from_ours(weights), weights)
     theirs.load_state_dict(back, strict=True)
-    assert list(vgg_to_spikingjelly(weights, pools, dropout=False))[-1] == "classifier.0.bias"
+    assert "classifier.0.bias" in SPIKINGJELLY.from_ours(weights, {"channels": config.channels, "dropout": 0.0})
+    with pytest.raises(CheckpointError, match=r"features\.5\.proj_bn\.0\.weight: unexpected"):
+        VggDvs(channels=config.channels.replace("P,512,512,P", "P,512,P,512")).from_spikingjelly(theirs.state_dict())
 
 
 def test_spikformer_on_event_frames() -> None:
@@ -77,7 +79,7 @@ def test_spikformer_on_event_frames() -> None:
         image_size=16,
         event_frames=True,
     )
-    ours = whole_model(describe(config, NeuronSpec()), from_spikingjelly(theirs.state_dict(), 1))
+    ours = whole_model(describe(config, NeuronSpec()), config.from_spikingjelly(theirs.state_dict()))
     x = frames(4, 3, 16)
     logits = ours(x)
     functional.reset_net(theirs)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.models.spikformer.weight_names import from_spikingjelly
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, RankStep, assemble, one_step
+from tests.parity.spikingjelly_reference import from_spikingjelly
 
 SIZES = [3, 3, 3, 2]  # the last micro-batch is smaller
 TOLERANCE = 1e-9
@@ -43,7 +43,7 @@ def truth() -> reference.ReferenceStep:
 
 def by_our_names(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """SpikingJelly's tensors by our names; gradients lack the buffers, which the table wants too."""
-    return from_spikingjelly({**truth().state_before, **values}, reference.DIMS["depths"])
+    return from_spikingjelly({**truth().state_before, **values})
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:

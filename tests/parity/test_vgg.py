@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.models.vgg_dvs.weight_names import vgg_from_spikingjelly
 from tests.parity import spikingjelly_reference as reference
 from tests.parity import vgg
 from tests.parity.ranks import Layout, RankStep, assemble
 from tests.parity.test_layouts import TOLERANCE, error, logits_in_order, name_of
-from tests.parity.vgg import POOLS, Variant
+from tests.parity.vgg import CONFIG, Variant
 
 DROPOUT = Variant(dropout=0.3)
 LAYOUTS = [
@@ -40,7 +39,7 @@ def run_step(ranks, layout: Layout, variant: Variant, **options) -> list[RankSte
 
 def by_our_names(expected: reference.ReferenceStep, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Gradients lack the buffers, which the table of names wants too."""
-    return vgg_from_spikingjelly({**expected.state_before, **values}, POOLS)
+    return CONFIG.from_spikingjelly({**expected.state_before, **values})
 
 
 def assert_equal_to_reference(steps: list[RankStep], expected: reference.ReferenceStep) -> None:
@@ -86,12 +85,6 @@ def test_drop_path_leaves_out_the_same_samples(ranks, layout: Layout) -> None:
     variant = Variant(dropout=0.3, drop_path=0.4)
     assert abs(truth(variant).loss - truth(DROPOUT).loss) > 1e-3
     assert_equal_to_reference(run_step(ranks, layout, variant), truth(variant))
-
-
-@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(2, 2, 2), Layout(tensor=4)], ids=name_of)
-def test_column_and_row_in_alternation(ranks, layout: Layout) -> None:
-    variant = Variant(dropout=0.3, style="alternate")
-    assert_equal_to_reference(run_step(ranks, layout, variant), truth(DROPOUT))
 
 
 @pytest.mark.parametrize("loss", ["tet", "mse"])

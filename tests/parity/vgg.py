@@ -20,8 +20,7 @@ from megasnn.layers import BuildContext, DropPath
 from megasnn.losses.sums import cross_entropy_sum, mse_sum, tet_sum
 from megasnn.models.build import describe
 from megasnn.models.description import LayerDescription, ModelDescription
-from megasnn.models.vgg_dvs.model import VggDvs
-from megasnn.models.vgg_dvs.weight_names import vgg_from_spikingjelly
+from megasnn.models.vgg_dvs.model import VggDvs, parse_channels
 from megasnn.parallel_state import destroy_model_parallel
 from megasnn.random import Draws
 from megasnn.schedule import plan_schedule
@@ -31,7 +30,7 @@ from tests.parity.ranks import Layout, RankStep, gathering, join, record_step
 
 # Each kind of step: with pooling and without, to fewer channels than half (there the cheaper style is by row) and more.
 CONFIG = VggDvs(channels="8,8,P,32,8,P,16,P", image_size=16, time_steps=3, num_classes=5)
-POOLS = [block.pool for block in CONFIG.blocks]
+CONVOLUTIONS, _ = parse_channels(CONFIG.channels)
 NEURON = NeuronSpec(tau=1.333, decay_input=False, surrogate="atan")
 SIZES = [3, 3, 3, 2]
 SEED = 5
@@ -45,7 +44,6 @@ class Variant:
     dropout: float = 0.0
     drop_path: float = 0.0
     loss: str = "cross-entropy"
-    style: str = "auto"
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -101,11 +99,11 @@ class SmallVgg(nn.Module):
         super().__init__()
         options = dict(tau=1.333, decay_input=False, detach_reset=True, surrogate_function=surrogate.ATan())
         blocks, inputs = [], CONFIG.in_channels
-        for block in CONFIG.blocks:
-            blocks.append(VGGBlock(inputs, block.channels, 3, 1, 1, block.pool, step_mode="m", **options))
-            inputs = block.channels
+        for channels, pool in CONVOLUTIONS:
+            blocks.append(VGGBlock(inputs, channels, 3, 1, 1, pool, step_mode="m", **options))
+            inputs = channels
         self.features = nn.Sequential(*blocks, layer.AvgPool2d(2))
-        linear = nn.Linear(inputs * CONFIG.final_size**2, CONFIG.num_classes)
+        linear = nn.Linear(inputs * 2**2, CONFIG.num_classes)
         masks = [*([_Paths(drop_path)] if drop_path else []), *([_Masks(dropout)] if dropout else [])]
         self.classifier = nn.Sequential(*([nn.Sequential(*masks)] if masks else []), linear)
         functional.set_step_mode(self, "m")
@@ -171,7 +169,6 @@ def one_step(
             time_steps=CONFIG.time_steps,
             num_classes=CONFIG.num_classes,
             dropout=variant.dropout,
-            tensor_parallel_style=variant.style,  # type: ignore[arg-type]
         )
         model = describe(config, NEURON)
         if variant.drop_path:
@@ -181,7 +178,7 @@ def one_step(
         bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
         plan = gathering(plan, model, bounds, context, layout)
         engine = DistributedModel(model, state, context, bounds, plan, loss=LOSSES[variant.loss])
-        load_globals_into(engine.tensors, vgg_from_spikingjelly(weights, POOLS), state.world.handle)
+        load_globals_into(engine.tensors, CONFIG.from_spikingjelly(weights), state.world.handle)
         return record_step(engine, state, *data(dtype), micro_batch_size)
     finally:
         destroy_model_parallel()

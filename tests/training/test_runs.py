@@ -14,10 +14,10 @@ from megasnn.checkpoint.load import load_global_tensors
 from megasnn.config import OptimizerConfig
 from megasnn.engine import model as distributed_model
 from megasnn.losses.sums import count_correct
-from megasnn.models.spikformer.weight_names import from_spikingjelly
 from megasnn.optim import learning_rate
 from tests.data.shard_files import write_shards
 from tests.data.shard_server import serving
+from tests.parity.spikingjelly_reference import from_spikingjelly
 from tests.training.runs import train, whole
 
 TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")

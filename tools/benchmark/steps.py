@@ -23,7 +23,7 @@ from megasnn.host_memory import release_free_memory
 from megasnn.kernels.tensor_cores import let_products_round
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
-from megasnn.models.vgg_dvs.model import VggDvs
+from megasnn.models.vgg_dvs.model import VggDvs, parse_channels
 from megasnn.parallel.process_group import BACKENDS
 from megasnn.parallel.traffic import statistics
 from megasnn.pipeline.cost_model import layers_per_chunk
@@ -274,12 +274,12 @@ class _Vgg(nn.Module):
         super().__init__()
         neuron = dict(tau=1.333, decay_input=False, detach_reset=True, surrogate_function=surrogate.ATan())
         blocks: list[nn.Module] = []
-        channels = model.in_channels
-        for block in model.blocks:
-            blocks.append(VGGBlock(channels, block.channels, 3, 1, 1, block.pool, step_mode="m", **neuron))
-            channels = block.channels
-        self.features = nn.Sequential(*blocks, *([layer.AvgPool2d(2)] if model.final_pool else []))
-        linear = nn.Linear(channels * model.final_size**2, model.num_classes)
+        inputs, (convolutions, pools_last) = model.in_channels, parse_channels(model.channels)
+        for channels, pool in convolutions:
+            blocks.append(VGGBlock(inputs, channels, 3, 1, 1, pool, step_mode="m", **neuron))
+            inputs = channels
+        self.features = nn.Sequential(*blocks, *([layer.AvgPool2d(2)] if pools_last else []))
+        linear = nn.Linear(inputs * (model.image_size // 2 ** model.channels.count("P")) ** 2, model.num_classes)
         self.classifier = nn.Sequential(nn.Dropout(model.dropout), linear)
         functional.set_step_mode(self, "m")
 

@@ -38,13 +38,14 @@ class SewResNet(Model):
 
     def layers(self) -> Iterable[Layer]:
         """The stem, every block, and the head."""
-        from megasnn.layers import MeanLinear, PooledUnit
+        from megasnn.layers import ConvNormNeuron, MaxPool, MeanLinear
         from megasnn.layers.init import kaiming_normal
         from megasnn.models.layer import layer
         from megasnn.models.sew_resnet.blocks import SewBlock
 
         inputs = self.width
-        yield layer("stem", PooledUnit(self.in_channels, inputs, kernel_size=7, stride=2, initialise=kaiming_normal))
+        yield layer("stem", ConvNormNeuron(self.in_channels, inputs, 7, stride=2, initialise=kaiming_normal))
+        yield layer("pool", MaxPool(), unit="stem")
         for stage, blocks in enumerate(BLOCKS[self.depth]):
             width = self.width * 2**stage
             for block in range(blocks):

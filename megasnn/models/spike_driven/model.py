@@ -51,7 +51,7 @@ class SpikeDrivenTransformer(Model):
 
     def layers(self) -> Iterable[Layer]:
         """The stages of the patch stem and the positional encoding, the halves of each block, the head."""
-        from megasnn.layers import ConvNormNeuron, NeuronConvNorm, PooledUnit, Residual, SpikeDrivenAttention
+        from megasnn.layers import ConvNormNeuron, MaxPool, NeuronConvNorm, Residual, SpikeDrivenAttention
         from megasnn.models.layer import layer
         from megasnn.models.spike_driven.blocks import MLP, Head, Potential
 
@@ -59,8 +59,10 @@ class SpikeDrivenTransformer(Model):
         channels = [self.in_channels, *(dim // 2 ** (STEM_STAGES - 1 - stage) for stage in range(STEM_STAGES))]
         *first, last = (pooled == "1" for pooled in self.pooled_stages)
         for stage, pools in enumerate(first):
-            unit = (PooledUnit if pools else ConvNormNeuron)(channels[stage], channels[stage + 1], 3, bias=True)
+            unit = ConvNormNeuron(channels[stage], channels[stage + 1], 3, bias=True)
             yield layer(f"{stem}.stages.{stage}", unit, unit=stem)
+            if pools:
+                yield layer(f"{stem}.pools.{stage}", MaxPool(), unit=stem)
         yield layer(f"{stem}.last", Potential(channels[-2], dim, last), unit=stem)
         yield layer(f"{stem}.positional_encoding", Residual(NeuronConvNorm(dim, dim, 3)), unit=stem)
         for block in range(self.depth):

@@ -18,7 +18,7 @@ SpikingJelly and MegaSNN before it. Weights trained there need some training her
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -33,10 +33,8 @@ from megasnn.models.weight_names import (
     Made,
     ModelValues,
     Recipe,
-    inverse,
-    is_parametric,
-    rename_all,
-    renamed,
+    prefix_dialect,
+    unit_prefixes,
 )
 
 Variant = Literal["cifar10", "imagenet"]
@@ -44,66 +42,25 @@ PARTS = ("q", "k", "v")
 UNUSED = (".norm1.weight", ".norm1.bias", ".norm2.weight", ".norm2.bias")
 
 
-def spikingjelly_names(depth: int, parametric: bool) -> dict[str, str]:
-    """Our global name -> SpikingJelly's name, for every tensor of a Spikformer with `depth` blocks.
+_PARTS_OF_STEM = ("conv_bn.block.0", "conv_bn.block.1", "neuron")
+_UNITS = {
+    **{f"patch_embed.{x}": (f"patch_embed.{x}", _PARTS_OF_STEM) for x in ("stages.{}", "positional_encoding")},
+    **{
+        f"blocks.{{}}.attention.{ours}": ("blocks.{}.attn", (f"{x}_conv_bn.0", f"{x}_conv_bn.1", f"{x}_lif"))
+        for ours, x in (("qkv", "qkv"), ("projection", "proj"))
+    },
+    **{f"blocks.{{}}.mlp.fc{i}": ("blocks.{}.mlp", (f"fc{i}.0", f"fc{i}.1", f"neuron{i}")) for i in (1, 2)},
+}
 
-    Args:
-        parametric: the neurons are parametric LIF and have a trained time constant `w` each.
-    """
-    units: list[tuple[str, str, str, str]] = []  # our prefix; their convolution, norm and neuron
-    for stage in [f"stages.{index}" for index in range(STEM_STAGES)] + ["positional_encoding"]:
-        unit = f"patch_embed.{stage}"
-        units.append((unit, f"{unit}.conv_bn.block.0", f"{unit}.conv_bn.block.1", f"{unit}.neuron"))
-    names: dict[str, str] = {}
-    for block in (f"blocks.{index}" for index in range(depth)):
-        for ours, theirs in (("qkv", "qkv"), ("projection", "proj")):
-            unit, other = f"{block}.attention.{ours}", f"{block}.attn.{theirs}"
-            units.append((unit, f"{other}_conv_bn.0", f"{other}_conv_bn.1", f"{other}_lif"))
-        for layer in (1, 2):
-            unit = f"{block}.mlp.fc{layer}"
-            units.append((unit, f"{unit}.0", f"{unit}.1", f"{block}.mlp.neuron{layer}"))
-        if parametric:
-            names[f"{block}.attention.neuron.w"] = f"{block}.attn.attn_lif.w"
-    for unit, conv, norm, neuron in units:
-        names[f"{unit}.conv.weight"] = f"{conv}.weight"
-        names |= {f"{unit}.norm.{tensor}": f"{norm}.{tensor}" for tensor in NORM_TENSORS}
-        if parametric:
-            names[f"{unit}.neuron.w"] = f"{neuron}.w"
-    return names | {"head.weight": "head.weight", "head.bias": "head.bias"}
-
-
-def from_spikingjelly(state_dict: Mapping[str, Tensor], depth: int | None = None) -> dict[str, Tensor]:
-    """A SpikingJelly Spikformer's state_dict under our global names; no copies. `depth`: number of blocks; None takes
-    what the names say.
-
-    Raises:
-        CheckpointError: names are missing or unexpected (lists them, as SpikingJelly calls them).
-    """
-    ours = spikingjelly_names(block_count(state_dict, depth), is_parametric(state_dict))
-    return rename_all(ours, state_dict, "this is not the state_dict of SpikingJelly's Spikformer:")
-
-
-def to_spikingjelly(tensors: Mapping[str, Tensor], depth: int | None = None) -> dict[str, Tensor]:
-    """Global tensors of a Spikformer as a state_dict that SpikingJelly's model loads strictly; args and raises as
-    `from_spikingjelly`."""
-    ours = spikingjelly_names(block_count(tensors, depth), is_parametric(tensors))
-    return rename_all(inverse(ours), tensors, "these are not the tensors of a Spikformer:")
-
-
-def block_count(names: Iterable[str], depth: int | None = None) -> int:
-    """`depth` where it is given, otherwise what the names say."""
-    if depth is not None:
-        return depth
-    found = (re.match(r"blocks?\.(\d+)\.", name) for name in names)
-    return len({match[1] for match in found if match})  # counted: a stranger's numbers may be of any size
-
-
-SPIKINGJELLY = Dialect(
-    name="spikingjelly",
-    title="SpikingJelly's Spikformer",
+SPIKINGJELLY = prefix_dialect(
+    "spikingjelly",
+    "SpikingJelly's Spikformer",
     marker="patch_embed.stages.0.conv_bn.block.0.weight",
-    incoming=lambda theirs: renamed(spikingjelly_names(block_count(theirs), is_parametric(theirs))),
-    outgoing=lambda ours, model: renamed(inverse(spikingjelly_names(block_count(ours), is_parametric(ours)))),
+    prefixes={
+        **unit_prefixes(_UNITS),
+        "blocks.{}.attention.neuron": "blocks.{}.attn.attn_lif",
+        "head": "head",
+    },
 )
 
 # --- the published code
@@ -125,6 +82,11 @@ class _Unit(NamedTuple):
     spatial: int | None = None
 
 
+def _block_count(names: Iterable[str]) -> int:
+    found = (re.match(r"blocks?\.(\d+)\.", name) for name in names)
+    return len({match[1] for match in found if match})  # counted: a stranger's numbers may be of any size
+
+
 def _units(names: Collection[str], kind: str) -> Iterator[_Unit]:
     """Args: names: theirs or ours. kind: "linear" or "conv", as pointwise weights are called."""
     # The first file of the repository counts the stages of the stem from one.
@@ -138,7 +100,7 @@ def _units(names: Collection[str], kind: str) -> Iterator[_Unit]:
     for ours, conv, norm in stem:
         yield _Unit(f"patch_embed.{ours}", (f"patch_embed.{conv}",), (f"patch_embed.{norm}",))
     both: tuple[Variant, ...] = ("cifar10", "imagenet")
-    for block in range(block_count(names)):
+    for block in range(_block_count(names)):
         ours, attention, mlp = f"blocks.{block}", f"block.{block}.attn", f"block.{block}.mlp"
         qkv, norms = (tuple(f"{attention}.{part}_{name}" for part in PARTS) for name in (kind, "bn"))
         yield _Unit(f"{ours}.attention.qkv", qkv, norms, ("cifar10",), 1)
@@ -147,7 +109,7 @@ def _units(names: Collection[str], kind: str) -> Iterator[_Unit]:
             yield _Unit(f"{ours}.mlp.fc{layer}", (f"{mlp}.fc{layer}_{kind}",), (f"{mlp}.fc{layer}_bn",), both, 2)
 
 
-def _incoming(names: Collection[str]) -> Recipe:
+def _incoming(names: Collection[str], model: ModelValues | None) -> Recipe:
     if "pos_embed" in names:
         raise CheckpointError(
             "these are weights of the published cifar10dvs model, whose attention is scaled by 0.25; "
@@ -179,7 +141,12 @@ def _without_biases(*means_and_biases: Tensor) -> Tensor:
     return _joined(*means_and_biases[:half]) - _joined(*means_and_biases[half:])
 
 
-def _outgoing(variant: Variant, names: Collection[str], model: ModelValues | None) -> Recipe:
+def _outgoing(names: Collection[str], model: ModelValues | None) -> Recipe:
+    if model is None or "patch_size" not in model:
+        raise CheckpointError(
+            "which of the published models this is cannot be told without its configuration: export what a run saved"
+        )
+    variant: Variant = "cifar10" if model["patch_size"] == 4 else "imagenet"
     if trained := next((name for name in names if name.endswith(".w")), None):
         raise CheckpointError(f"{trained}: the published code's neurons have no trained time constant")
     recipe = {name: Made((name,)) for name in ("head.weight", "head.bias")}
@@ -194,7 +161,7 @@ def _outgoing(variant: Variant, names: Collection[str], model: ModelValues | Non
                 recipe[f"{conv}.bias"] = Made((f"{unit.ours}.norm.bias",), partial(_zeros, parts))
             for tensor in NORM_TENSORS:
                 recipe[f"{norm}.{tensor}"] = Made((f"{unit.ours}.norm.{tensor}",), partial(_part, index, parts))
-    for block in range(block_count(names)):
+    for block in range(_block_count(names)):
         like = (f"blocks.{block}.attention.projection.norm.weight",)
         for norm in ("norm1", "norm2"):  # which compute nothing
             recipe[f"block.{block}.{norm}.weight"] = Made(like, torch.ones_like)
@@ -215,26 +182,13 @@ def _weight_part(index: int, parts: int, spatial: int | None, weight: Tensor) ->
     return part if spatial is None else part.reshape(*part.shape[:2], *(1,) * spatial)
 
 
-def _outgoing_by_patch_size(names: Collection[str], model: ModelValues | None) -> Recipe:
-    """The one of the two models that its configuration tells."""
-    if model is None or "patch_size" not in model:
-        raise CheckpointError(
-            "which of the published models this is cannot be told without its configuration; name it: "
-            "--names published-cifar10 or published-imagenet"
-        )
-    return _outgoing("cifar10" if model["patch_size"] == 4 else "imagenet", names, model)
+PUBLISHED = Dialect(
+    name="published",
+    title="the published Spikformer",
+    marker="block.0.attn.q_bn.weight",
+    incoming=_incoming,
+    outgoing=_outgoing,
+    is_unused=lambda name: name.endswith(UNUSED),
+)
 
-
-def _published(variant: Variant | None) -> Dialect:
-    """The names of one of the two models. Both are understood when weights come in, whichever is asked for."""
-    return Dialect(
-        name=f"published-{variant}" if variant else "published",
-        title=f"the published Spikformer{f' ({variant})' if variant else ''}",
-        marker="block.0.attn.q_bn.weight",
-        incoming=_incoming,
-        outgoing=partial(_outgoing, variant) if variant else _outgoing_by_patch_size,
-        is_unused=lambda name: name.endswith(UNUSED),
-    )
-
-
-DIALECTS = (SPIKINGJELLY, _published(None), _published("cifar10"), _published("imagenet"))
+DIALECTS = (SPIKINGJELLY, PUBLISHED)

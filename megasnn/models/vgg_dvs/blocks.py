@@ -22,5 +22,4 @@ class Classifier(KeyedLayer):
     def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
         x = self.whole_images(x)
         pooled = average_pool(x.flatten(0, 1), self.pool).unflatten(0, x.shape[:2])
-        pooled = self.whole_images.used(pooled, self.pool)
         return self.linear(self.dropout(pooled.flatten(2), samples))

@@ -13,81 +13,41 @@ first place in front of the convolution; in their classifier, dropout does if th
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-
-from torch import Tensor
+from collections.abc import Collection, Sequence
 
 from megasnn.files import CheckpointError
 from megasnn.models.vgg_dvs.model import CIFAR10_DVS, parse_channels
-from megasnn.models.weight_names import (
-    NORM_TENSORS,
-    Dialect,
-    ModelValues,
-    Recipe,
-    inverse,
-    is_parametric,
-    rename_all,
-    renamed,
-)
+from megasnn.models.weight_names import Dialect, ModelValues, Recipe, inverse, moved, renamed
 
 
-def spikingjelly_names(pools: Sequence[bool], dropout: bool, parametric: bool) -> dict[str, str]:
-    """Our global name -> SpikingJelly's name, for every tensor.
-
-    Args:
-        pools: for each block, whether a pooling comes in front of its convolution.
-        dropout: whether their classifier has a dropout layer.
-        parametric: the neurons are parametric LIF and have a trained time constant `w` each.
-    """
-    names: dict[str, str] = {}
+def _prefixes(pools: Sequence[bool], dropout: bool) -> dict[str, str]:
+    """Our path of each module -> SpikingJelly's. Args: pools: whether pooling comes before each convolution."""
+    prefixes = {"classifier.linear": f"classifier.{int(dropout)}"}
     for index, pool in enumerate(pools):
         unit = f"features.{index}"
-        conv, norm = f"{unit}.proj_bn.{int(pool)}", f"{unit}.proj_bn.{int(pool) + 1}"
-        names |= {f"{unit}.conv.{tensor}": f"{conv}.{tensor}" for tensor in ("weight", "bias")}
-        names |= {f"{unit}.norm.{tensor}": f"{norm}.{tensor}" for tensor in NORM_TENSORS}
-        if parametric:
-            names[f"{unit}.neuron.w"] = f"{unit}.neuron.w"
-    last = f"classifier.{int(dropout)}"
-    return names | {f"classifier.linear.{tensor}": f"{last}.{tensor}" for tensor in ("weight", "bias")}
+        parts = {"conv": f"proj_bn.{int(pool)}", "norm": f"proj_bn.{int(pool) + 1}", "neuron": "neuron"}
+        prefixes |= {f"{unit}.{ours}": f"{unit}.{theirs}" for ours, theirs in parts.items()}
+    return prefixes
 
 
-def vgg_from_spikingjelly(state_dict: Mapping[str, Tensor], pools: Sequence[bool]) -> dict[str, Tensor]:
-    """A SpikingJelly VGG's state_dict, with dropout or without, under our global names; no copies.
-
-    Raises:
-        CheckpointError: names are missing or unexpected (lists them, as SpikingJelly calls them).
-    """
-    ours = spikingjelly_names(pools, "classifier.1.weight" in state_dict, is_parametric(state_dict))
-    return rename_all(ours, state_dict, "this is not the state_dict of SpikingJelly's VGG with these --channels:")
-
-
-def vgg_to_spikingjelly(tensors: Mapping[str, Tensor], pools: Sequence[bool], dropout: bool) -> dict[str, Tensor]:
-    """Global tensors of a VGG as a state_dict that SpikingJelly's model loads strictly; raises as the other way."""
-    ours = spikingjelly_names(pools, dropout, is_parametric(tensors))
-    return rename_all(inverse(ours), tensors, "these are not the tensors of a VGG with these --channels:")
-
-
-def _incoming(theirs: Collection[str]) -> Recipe:
-    pools = [f"features.{block}.proj_bn.2.weight" in theirs for block in range(_block_count(theirs))]
-    return renamed(spikingjelly_names(pools, "classifier.1.weight" in theirs, is_parametric(theirs)))
+def _incoming(theirs: Collection[str], model: ModelValues | None) -> Recipe:
+    if model is None:
+        blocks = [f"features.{index}.proj_bn" for index in range(len(theirs))]
+        pools = [f"{block}.2.weight" in theirs for block in blocks if f"{block}.1.weight" in theirs]
+    else:
+        pools = [pool for _, pool in parse_channels(model["channels"])[0]]
+    return renamed(moved(theirs, inverse(_prefixes(pools, "classifier.1.weight" in theirs))))
 
 
 def _outgoing(ours: Collection[str], model: ModelValues | None) -> Recipe:
-    blocks, _ = parse_channels(model["channels"] if model is not None else CIFAR10_DVS)
-    if len(blocks) != _block_count(ours):
+    channels = CIFAR10_DVS if model is None else model["channels"]
+    pools = [pool for _, pool in parse_channels(channels)[0]]
+    if f"features.{len(pools) - 1}.conv.weight" not in ours:
         raise CheckpointError(
-            f"these are weights of a VGG with {_block_count(ours)} convolutions, and nothing says where it pools; only "
-            f"the default --channels ({CIFAR10_DVS}), with {len(blocks)}, are known without a model configuration"
+            f"these are not weights of a VGG of --channels {channels}, and without a model configuration nothing says "
+            "where it pools: export a checkpoint of a run"
         )
-    dropout = model is None or model["dropout"] > 0
-    names = spikingjelly_names([block.pool for block in blocks], dropout, is_parametric(ours))
-    return renamed(inverse(names))
-
-
-def _block_count(names: Iterable[str]) -> int:
-    found = (re.match(r"features\.(\d+)\.", name) for name in names)
-    return len({match[1] for match in found if match})  # counted: a stranger's numbers may be of any size
+    return renamed(moved(ours, _prefixes(pools, model is None or model["dropout"] > 0)))
 
 
 SPIKINGJELLY = Dialect(
@@ -97,6 +57,5 @@ SPIKINGJELLY = Dialect(
     incoming=_incoming,
     outgoing=_outgoing,
 )
-
 
 DIALECTS = (SPIKINGJELLY,)
