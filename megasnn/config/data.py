@@ -12,7 +12,7 @@ from megasnn.augment import AUGMENTATIONS
 from megasnn.augment.images import ImageRecipe
 from megasnn.augment.rand_augment import parse_rand_augment
 from megasnn.config.checks import flag, refusal
-from megasnn.config.fields import Count, NonNegative, Positive, Share, Size
+from megasnn.config.fields import Count, NonNegative, Share, Size
 from megasnn.files import SAMPLE_MB, STRICT
 
 SAMPLE = "sample"
@@ -68,8 +68,6 @@ class DataConfig:
     """Count samples that cannot be read and go on, instead of stopping."""
     max_sample_mb: Size = SAMPLE_MB
     """A sample that takes more megabytes, in its file or decoded, cannot be read."""
-    fetch_timeout: Positive = 60.0
-    """Seconds of silence after which a source of shards, or the processes that read, are given up."""
 
     @property
     def mixes(self) -> bool:
@@ -112,9 +110,4 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         """Contradictions, with values and flags."""
-        wrong = refusal(lambda: self.image_recipe)
-        if not AUGMENTATIONS[self.augment].crops and self.changed("crop_scale"):
-            wrong.append(f"--crop-scale {self.crop_scale} is for --augment crop, not {self.augment}")
-        if self.mixup_off_epoch and not self.mixes:
-            wrong.append(f"--mixup-off-epoch {self.mixup_off_epoch} needs --mixup-alpha or --cutmix-alpha")
-        return wrong
+        return refusal(lambda: self.image_recipe)

@@ -18,6 +18,9 @@ from megasnn.data.remote import describe_remote, open_remote
 from megasnn.data.shards import Shard, open_shard
 from megasnn.events import FrameOptions
 
+FETCH_TIMEOUT = 60.0
+"""Seconds of silence after which a source of shards is given up."""
+
 if TYPE_CHECKING:
     from megasnn.config import DataConfig
 
@@ -69,24 +72,19 @@ def open_datasets(
     splits: list[Sequence[Address]] = [
         [made[split]] if path == SAMPLE else expand_shards(path, flag) for split, (path, flag) in enumerate(paths)
     ]
-    found = [
-        _dataset(config, format, num_classes, open_shards(addresses, config.fetch_timeout, decide))
-        for addresses in splits
-    ]
+    found = [_dataset(config, format, num_classes, open_shards(addresses, decide)) for addresses in splits]
     return Datasets(found[0], found[1] if valid_path else None)
 
 
-def open_shards(
-    addresses: Sequence[Address], fetch_timeout: float, decide: Decide = lambda read: read()
-) -> list[Shard]:
+def open_shards(addresses: Sequence[Address], decide: Decide = lambda read: read()) -> list[Shard]:
     """Shards of a data path, those behind URLs fetched into the cache.
 
     Raises:
         ValueError: as `open_shard`, `describe_remote` and `open_remote`.
     """
     urls = [each for each in addresses if isinstance(each, str)]
-    remote = decide(lambda: describe_remote(urls, fetch_timeout)) if urls else []
-    fetched = dict(zip(urls, open_remote(remote, fetch_timeout), strict=True))
+    remote = decide(lambda: describe_remote(urls, FETCH_TIMEOUT)) if urls else []
+    fetched = dict(zip(urls, open_remote(remote, FETCH_TIMEOUT), strict=True))
     return [fetched[each] if isinstance(each, str) else open_shard(each) for each in addresses]
 
 

@@ -143,7 +143,7 @@ def _http(url: str, seconds: float) -> requests.Response:
 
     Raises:
         FileNotFoundError, PermissionError: the server has no such file, or none for this user.
-        OSError: another answer than the file, or none within so many seconds (--fetch-timeout).
+        OSError: another answer than the file, or none within so many seconds.
     """
     response = requests.get(url, stream=True, timeout=seconds, headers={"Accept-Encoding": "identity"})
     if response.status_code >= 400:

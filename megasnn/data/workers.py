@@ -116,7 +116,7 @@ class WorkerWatch:
                 raise ChildProcessError(
                     f"no data for {waited:g} s from the data workers ({', '.join(states)}): {error}. If memory ran "
                     "out, lower --num-workers or --micro-batch-size; if /dev/shm is full, raise it (docker run "
-                    "--shm-size=2g); if they are silent, a file system hangs (--fetch-timeout is the limit)"
+                    "--shm-size=2g); if they are silent, a file system hangs"
                 ) from error
             waited = 0.0
             yield item

@@ -156,7 +156,7 @@ class DistributedModel:
                 chunk.capture_graphs(options.graphs)
         self.described = describe_tensors(model, BuildContext(dtype=context.dtype))
         self.parameters = parameter_count(self.described)
-        trained = (e for e in self.described if not context.is_frozen(e.name) and e.tensor.requires_grad)
+        trained = (e for e in self.described if e.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)
         names = [entry.name for entry in self.described if entry.is_parameter]
         self.gradient_norm = GradientNorm(names, self.owned, state.device, Place(state.grid, state.coordinates))

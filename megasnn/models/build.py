@@ -49,7 +49,7 @@ from megasnn.models.description import (
 from megasnn.models.layer import Layer
 from megasnn.models.summary import OperationCounter
 from megasnn.models.ties import refuse_other_calls, separate, tie_all
-from megasnn.parallel.sharding import copied_tensors, freeze, parameter_count, sharded_tensors
+from megasnn.parallel.sharding import copied_tensors, parameter_count, sharded_tensors
 from megasnn.parallel_state import Group
 
 MOST_LAYERS = 4_000
@@ -262,7 +262,6 @@ def _built_and_run(
         layers = built(model, context, neuron)
         _refuse_made_before(before, layers)
         named = [(each.name, each.module) for each in layers]
-        freeze(named, context.is_frozen)
         trackers = _trackers(model, neuron, named, context.tp.size, samples)
         try:
             outputs = dry_run(

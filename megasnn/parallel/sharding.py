@@ -317,13 +317,6 @@ def _described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterato
                 yield entry, called != f"{path}.{name}"
 
 
-def freeze(named_layers: Iterable[tuple[str, nn.Module]], is_frozen: Callable[[str], bool]) -> None:
-    """Ends the training of those parameters of these layers whose global names are frozen, and of their copies."""
-    for entry, _ in _described_tensors(named_layers):
-        if entry.is_parameter and is_frozen(entry.name):
-            entry.tensor.requires_grad_(False)
-
-
 def parameter_count(tensors: Iterable[ShardedTensor]) -> int:
     """Number of elements of the global parameters described, each counted once."""
     return sum(torch.Size(entry.shard.global_shape).numel() for entry in tensors if entry.is_parameter)

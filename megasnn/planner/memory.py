@@ -12,6 +12,7 @@ from math import prod
 
 from megasnn.config import PretrainConfig
 from megasnn.config.optimizer import OptimizerConfig
+from megasnn.optimizers import OPTIMIZERS
 from megasnn.planner.candidates import Layout
 from megasnn.planner.cost_file import HeldTensor
 
@@ -111,14 +112,14 @@ def states_of(
     weight, copies = layout.grid.dp_shard, (layout.grid.dp_replicate, layout.grid.cp)
     owners = copies if layout.shards_optimizer and layout.copies > 1 else (1,)
     tensors = [each for chunk in chunks for each in chunk]
-    trained = [each for each in tensors if each.is_parameter and optimizer.lr_scale(each.name)]
+    trained = [each for each in tensors if each.is_parameter]
     kept = {each.name: row_bytes([each], weight) for each in tensors if each.is_parameter}
     owned = {each.name: row_bytes([each], weight, *owners) for each in tensors if each.is_parameter}
     buffers = sum(_bytes(each) for each in tensors if not each.is_parameter)
     averages = 0 if not optimizer.ema_decay else sum(owned.values()) + buffers
     sums = sum(kept[each.name] for each in trained) * (weight > 1)
     sums += sum(owned[each.name] for each in trained) * (prod(owners) > 1)
-    kinds = optimizer.state_kinds()
+    kinds = OPTIMIZERS[optimizer.optimizer].state
     exchanged = 0
     if weight > 1 or prod(owners) > 1:
         buckets = [bucket for chunk in chunks for bucket in buckets_of(chunk, layout, optimizer, on_gpu)]
@@ -130,7 +131,7 @@ def states_of(
         exchanged=exchanged,
         reduced=sum(kept[each.name] for each in trained),
         updated=sum(owned[each.name] for each in trained),
-        working=optimizer.working_bytes(sum(owned[each.name] for each in trained)),
+        working=int(OPTIMIZERS[optimizer.optimizer].working_copies * sum(owned[each.name] for each in trained)),
     )
 
 
@@ -143,7 +144,7 @@ def buckets_of(
     most = max(GPU_BUCKET_BYTES, over * GPU_SHARE_BYTES) if on_gpu else BUCKET_BYTES
     groups: list[list[HeldTensor]] = []
     size = most
-    for each in reversed([e for e in tensors if e.is_parameter and optimizer.lr_scale(e.name)]):
+    for each in reversed([e for e in tensors if e.is_parameter]):
         if size >= most or groups[-1][0].itemsize != each.itemsize:
             groups.append([])
             size = 0

@@ -89,7 +89,6 @@ class RunData:
             last_batch=data.last_batch,
             skip_broken=data.skip_broken_samples,
             num_workers=data.num_workers,
-            timeout=data.fetch_timeout,
             pin_memory=state.device.type == "cuda",
         )
         dataset = self.datasets.train if training else self.datasets.valid

@@ -200,15 +200,16 @@ def test_warm_up_and_cool_down_in_epochs() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_table_says_what_state_an_optimizer_keeps(optimizer: str) -> None:
-    for momentum in (0.9, 0.0):
-        config = OptimizerConfig(optimizer, sgd_momentum=momentum)
-        tensors = build(_layers(BuildContext(dtype=torch.float64)), {})
-        trained = [entry.tensor for entry in tensors if entry.is_parameter]
-        built = build_optimizer(tensors, config)
-        for parameter in trained:
-            parameter.grad = torch.ones_like(parameter)
-        built.step()
-        kept = {kind for state in built.state.values() for kind, value in state.items() if value is not None}
-        assert kept == set(config.state_kinds())
-        assert held_state_bytes(built) == state_bytes(trained, config)
-        build_optimizer([], config).step()  # a stage without layers
+    config = OptimizerConfig(optimizer, weight_decay=0.3)
+    tensors = build(_layers(BuildContext(dtype=torch.float64)), {})
+    trained = [entry.tensor for entry in tensors if entry.is_parameter]
+    built = build_optimizer(tensors, config)
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    built.step()
+    kept = {kind for state in built.state.values() for kind, value in state.items() if value is not None}
+    assert kept == set(OPTIMIZERS[optimizer].state)
+    assert held_state_bytes(built) == state_bytes(trained, config)
+    decays = {id(each): group["weight_decay"] for group in built.param_groups for each in group["params"]}
+    assert decays == {id(each): 0.3 if each.dim() > 1 else 0.0 for each in trained}
+    build_optimizer([], config).step()  # a stage without layers

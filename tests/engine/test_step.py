@@ -345,6 +345,16 @@ def left() -> Model:
     return between(lambda: [layer("left", Left()), layer("next", ConvNormNeuron(4, 4))])
 
 
+def frozen() -> Model:
+    return between(lambda: [layer("left", Left().requires_grad_(False)), layer("next", frozen_weight())])
+
+
+def frozen_weight() -> nn.Module:
+    unit = ConvNormNeuron(4, 4)
+    unit.conv.weight.requires_grad_(False)
+    return unit
+
+
 def step() -> Model:
     return between(lambda: [layer("step", Step()), layer("next", ConvNormNeuron(4, 4))])
 
@@ -366,6 +376,8 @@ def steps_of(make: Callable[[], Model], flags: dict[str, Any]) -> tuple[list[flo
     [
         (left, STAGES),
         (left, SCATTERED),
+        (frozen, STAGES),
+        (frozen, {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True}),
         (step, {"tensor_model_parallel_size": 2}),
         (step, {"recompute": "always", "use_distributed_optimizer": True}),
         (step, STAGES),

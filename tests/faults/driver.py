@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain_spikformer
 from megasnn.checkpoint import save
-from megasnn.checkpoint.writer import SyncWriter
+from megasnn.checkpoint.writer import Writer
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.engine import mesh as program
@@ -208,7 +208,7 @@ def leave_before_joining() -> None:
 
 def raise_in_save() -> None:
     """At the first save."""
-    mock.patch.object(SyncWriter, "save", side_effect=RuntimeError("injected fault while saving")).start()
+    mock.patch.object(Writer, "save", side_effect=RuntimeError("injected fault while saving")).start()
 
 
 def raise_at_the_end() -> None:

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from megasnn.checkpoint.job import LOCK
+from megasnn.checkpoint.job import LOCK, NOTE
 from tests.faults.launch import PP2, TINY, TP2, Ended, Ranks
 from tests.faults.test_bad_data import SECONDS, refused
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Files and their hashes, without the lock: a refused run held it, too."""
+    """Files and their hashes, without the lock and its note: a refused run held it, too."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != LOCK
+        if path.is_file() and path.name not in (LOCK, NOTE)
     }
 
 

@@ -29,7 +29,7 @@ LAYOUTS = [
     Layout(1, 1, 4, "gpipe"),
     Layout(2, 2, 2, "zbv"),
 ]
-SGD = OptimizerConfig("sgd", lr=0.05, sgd_momentum=0.9, weight_decay=0.0)
+SGD = OptimizerConfig("sgd", lr=0.05, weight_decay=0.0)
 
 
 def images(model: Model, scale: float = 1.0) -> tuple[Tensor, Tensor]:

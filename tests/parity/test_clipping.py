@@ -41,7 +41,7 @@ class PlainLamb:
     @torch.no_grad()
     def step(self) -> None:
         self.steps += 1
-        first, second = self.options.adam_beta1, self.options.adam_beta2
+        first, second = 0.9, 0.999
         for group in self.groups:
             for p in group["params"]:
                 m, v = self.moments[p]
@@ -62,8 +62,8 @@ def theirs(model: torch.nn.Module, options: OptimizerConfig):
     if options.optimizer == "lamb":
         return PlainLamb(groups, options)
     if options.optimizer == "sgd":
-        return torch.optim.SGD(groups, options.lr, options.sgd_momentum)
-    return torch.optim.AdamW(groups, options.lr, (options.adam_beta1, options.adam_beta2))
+        return torch.optim.SGD(groups, options.lr, 0.9)
+    return torch.optim.AdamW(groups, options.lr)
 
 
 @cache

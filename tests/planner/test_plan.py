@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megasnn import MeanLinear, Model, layer
-from megasnn.commands.plan import main
+from megasnn.commands.plan import make_plan
 from megasnn.config import ConfigError
 from megasnn.config.validate import validate
 from megasnn.files import DescriptionError
@@ -234,12 +234,12 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     write(analysis(), costs)
     sizes = "--global-batch-size 16 --gpus 4 --device-name cpu-core".split()
     files = ["--costs", str(costs), "--output", str(flags), "--json", str(tmp_path / "plan.json")]
-    main([*MODEL_FLAGS, *sizes, *files, "--memory=2GB", "--micro-batch-size", "4"])
+    make_plan([*MODEL_FLAGS, *sizes, *files, "--memory=2GB", "--micro-batch-size", "4"])
     said = capsys.readouterr().out
     assert "plan for 4 x cpu-core" in said and "of 2.00 GB" in said and f"--config {flags}" in said
     known = json.loads((tmp_path / "plan.json").read_text())
     assert known["candidates"][0]["reason"] == "" and known["micro_batch_size"] == 4
-    main([*MODEL_FLAGS, *sizes, *files])
+    make_plan([*MODEL_FLAGS, *sizes, *files])
     assert (
         len({each["micro_batch_size"] for each in json.loads((tmp_path / "plan.json").read_text())["candidates"]}) > 3
     )
@@ -254,15 +254,11 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--weight-gradients", "scattered"], "--weight-gradients scattered"),
         (["--cuda-graphs", "auto"], "--cuda-graphs auto"),
         (["--tau", "-1"], "--tau -1"),
-        (["--output", "."], r"--output \."),
         (["--memory", "80"], "--memory '80'"),
         (["--memory", "1MB"], "--memory 1MB"),
         (["--device-name", "cpu-core", "--precision", "bf16"], "--precision bf16"),
-        (["--device-name", "h100", "--measure"], "--device-name h100"),
         (["--gpus", "8", "--tensor-model-parallel-size", "3"], "size 3"),
         (["--micro-batch-size", "8", "--global-batch-size", "4"], "--micro-batch-size 8"),
-        (["--output", "a.json", "--json", "./a.json"], "--output, --json"),
-        (["--json", "/none/a.json"], "--json /none/a.json"),
         (["--costs", "log.jsonl"], "log.jsonl"),
     ],
 )
@@ -273,6 +269,6 @@ def test_refused_before_anything_is_analysed(
     monkeypatch.setattr(analyze, "analyze", None)
     (tmp_path / "log.jsonl").write_text('{"kind": "iteration", "laye')
     with pytest.raises(ValueError, match=named):
-        main(["spikformer", *flags])
+        make_plan(["spikformer", *flags])
     with pytest.raises(ValueError, match="spikformer"):
-        main(flags[:0])
+        make_plan(flags[:0])

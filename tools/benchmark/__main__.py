@@ -28,7 +28,7 @@ CASES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0; 1 where a rank failed, 2 where flags do not go together, after saying so on stderr."""
-    from megasnn.config.cli import command_line
+    from megasnn.config.tool_flags import command_line
     from tools.benchmark.harness import run
     from tools.benchmark.ranks import RankError
 

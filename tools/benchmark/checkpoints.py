@@ -25,7 +25,7 @@ from megasnn.checkpoint.folder import step_folder
 from megasnn.checkpoint.format import Progress
 from megasnn.checkpoint.load import load_checkpoint
 from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.checkpoint.writer import AsyncWriter, SyncWriter
+from megasnn.checkpoint.writer import Writer
 from megasnn.config import TrainingConfig
 from megasnn.config.checks import at_least
 from megasnn.config.training import Length
@@ -125,9 +125,9 @@ class _Run:
         self._state = LocalState(engine.distributed.tensors, engine.step.optimizer)
         self._identity = {"model": to_dict(case.model())}
         self._step()
-        self._writers: dict[str, SyncWriter] = {
-            "at_once": SyncWriter(folder / "at_once", process_group=None, report=lambda text: None),
-            "aside": AsyncWriter(folder / "aside", process_group=None, report=lambda text: None),
+        self._writers: dict[str, Writer] = {
+            "at_once": Writer(folder / "at_once", process_group=None, report=lambda text: None),
+            "aside": Writer(folder / "aside", process_group=None, background=True, report=lambda text: None),
         }
 
     def round(self, number: int) -> dict[str, float]:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from megasnn.augment import AUGMENTATIONS
 from megasnn.config import DataConfig
 from megasnn.config.checks import at_least
-from megasnn.config.fields import name_in
+from megasnn.config.tool_flags import name_in
 from megasnn.data import BatchLoader, LoaderOptions, ShardDataset, Share, open_datasets
 from megasnn.preprocess.sample import shards_of_sample
 from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, summary

@@ -11,9 +11,8 @@ from statistics import median
 from typing import Annotated, Any, ClassVar, Literal
 
 from megasnn.config import ParallelConfig, TrainingConfig
-from megasnn.config.checks import above, at_least, refusal
-from megasnn.config.fields import name_in
-from megasnn.config.parallel import ScheduleName
+from megasnn.config.checks import at_least, refusal
+from megasnn.config.tool_flags import ScheduleName, name_in
 from megasnn.kernels import BACKENDS
 from megasnn.models.build import building_problems
 from megasnn.models.spikformer.model import Spikformer
@@ -159,7 +158,7 @@ calls, MB moved: of the busiest rank in a step: received in collectives, sent in
 
     def problems(self) -> list[str]:
         sizes = ("rounds", "steps", "global_batch_size", "micro_batches")
-        wrong = at_least(self, 1, *sizes) + above(self, 0, "timeout")
+        wrong = at_least(self, 1, *sizes, "timeout")
         wrong += refusal(self.dimensions_of_model) + refusal(self.parsed)
         return wrong or [problem for row in self.parsed() for problem in self._row_problems(row)]
 
