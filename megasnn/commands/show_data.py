@@ -20,6 +20,7 @@ import tyro
 from numpy.typing import NDArray
 from PIL import Image
 
+from megasnn.augment import Key
 from megasnn.config.tool_flags import command_line
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.datasets import open_shards
@@ -42,7 +43,7 @@ class AsStored(SampleFormat):
     limit: int = SAMPLE_MB << 20
     kind, suffixes, axes = "samples", (), ()
 
-    def decode(self, data: bytes) -> NDArray[Any]:
+    def decode(self, data: bytes, key: Key | None = None) -> NDArray[Any]:
         """uint8 `[H, W, C]` or frames `[T, 2, H, W]`. Raises ValueError for damaged bytes."""
         if data.startswith(_ZIP):
             sample = decode_events(data, self.limit)
@@ -61,7 +62,7 @@ def read_samples(
 
     Args:
         data_path: as for training.
-        count: the first ones, at most so many.
+        count: at most so many, spread over all of them.
         time_steps: frames of a recording where the shards hold events.
         max_sample_mb: a sample that takes more, in its file or decoded, is refused.
     Raises:
@@ -72,7 +73,7 @@ def read_samples(
             raise ValueError(f"--{flag} must be at least 1, got {value}")
     shards = open_shards(expand_shards(data_path, "SHARDS"))
     dataset = ShardDataset(shards, AsStored(time_steps, max_sample_mb << 20), _ANY_CLASS)
-    chosen = range(min(count, len(dataset)))
+    chosen = range(0, len(dataset), -(-len(dataset) // count))  # of all classes, which follow each other
     captions = [f"{dataset.key(sample)}   class {int(dataset.labels[sample])}" for sample in chosen]
     return [dataset.sample(sample) for sample in chosen], captions
 
@@ -92,7 +93,7 @@ def show(
     """Draws samples.
 
     Args:
-        shards: What --data-path takes: a shard, a folder of them, braces or a glob.
+        shards: What --data-path takes: a shard, braces or a glob.
         output: The picture to write.
         samples: How many are drawn.
         time_steps: Frames that are made of a recording where the shards hold events.

@@ -39,9 +39,8 @@ class DataConfig:
     """Validation shards; with --data-path sample, its held-out part by default."""
     shuffle: bool = True
     """Shuffle every epoch; --no-shuffle keeps the order of the files."""
-    last_batch: Literal["continue", "drop", "keep"] = "continue"
-    """Last samples of an epoch that fill no global batch: continue into the next epoch, drop, or keep as a smaller
-    batch."""
+    last_batch: Literal["continue", "drop"] = "continue"
+    """Last samples of an epoch that fill no global batch: continue into the next epoch, or drop."""
     num_workers: Count = 1
     """Processes of a rank that read ahead; 0 reads in the training process."""
     augment: Annotated[str, AUGMENTATIONS] = "none"

@@ -86,8 +86,6 @@ def _grid_problems(config: PretrainConfig, world_size: int) -> Iterator[str]:
         asked = f"--weight-parallel-size {weight} needs equally many micro-batches on all data parallel replicas"
         if count % replicas:
             yield f"{asked}, and {count} are on {replicas}; change --global-batch-size or --micro-batch-size"
-        if config.data.last_batch == "keep":
-            yield f"{asked}: not --last-batch keep, but drop"
     # By rows, layers with too few of them are found where they are built.
     if context > 1 and parallel.context_cut(size) == "samples":
         asked = f"--context-parallel-size {context} by samples"

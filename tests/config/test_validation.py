@@ -60,7 +60,7 @@ REFUSED = [
     ("--surrogate-alpha 0", 1, "--surrogate-alpha", "0"),
     ("--neuron-backend fused --surrogate erf", 1, "--neuron-backend fused", "--surrogate erf"),
     ("--rand-augment rand-w0", 1, "--rand-augment rand-w0", "rand-m9"),
-    ("--rand-augment rand:rotate,spin", 1, "--rand-augment", "spin"),
+    ("--rand-augment rand-m9-inc1:rotate,spin", 1, "--rand-augment", "spin"),
     ("--data-path x.tar --eval-interval 5", 1, "--eval-interval 5", "--valid-data-path"),
     ("--data-path x.tar --eval-iters 3", 1, "--eval-iters 3", "--valid-data-path"),
     ("--time-steps 3 --bptt-steps 2", 1, "--time-steps 3", "--bptt-steps 2"),

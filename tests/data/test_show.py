@@ -19,11 +19,11 @@ def test_events_frames_and_images_are_drawn(tmp_path) -> None:
     assert show_data.main([str(shard), "--output", str(output), "--samples", "3", "--time-steps", "4"]) == 0
     picture = np.asarray(Image.open(output))
     assert picture.shape[1:] == (1200, 3) and (picture[..., 0] != picture[..., 2]).any(), "colours of events"
-    assert np.array_equal(read_samples(str(shard), 3, time_steps=4)[0][1], make_frames(recording(1), FrameOptions(4)))
+    assert np.array_equal(read_samples(str(shard), 3, time_steps=4)[0][1], make_frames(recording(2), FrameOptions(4)))
 
     frames = write_shard(tmp_path / "f.tar", as_frames(range(5), FrameOptions(3)))
     arrays, captions = read_samples(str(frames), 3)
-    assert captions == ["r0   class 0", "r1   class 1", "r2   class 2"]
+    assert captions == ["r0   class 0", "r2   class 2", "r4   class 1"], "spread over all"
     assert arrays[0].shape == (3, 2, 12, 16), "finished frames are shown as they are"
 
     images = "::".join(map(str, write_shards(tmp_path, samples=20, per_shard=10)))

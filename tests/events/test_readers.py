@@ -72,7 +72,7 @@ def test_written_events_are_read_within_a_bound_and_cuts_and_places_outside_refu
     recording = read(tmp_path, name, data, limit=max(len(data), 13 * 40) + 2000)
     assert equal(recording.events, SMALL)
     assert recording.sensor == ((128, 128) if name.endswith(".aedat") else (34, 34))
-    for size in (0, 1, 21, -3, -1):
+    for size in (0, 1, 21) if name.endswith((".raw", ".dat")) else (0, 1, 21, -3, -1):  # these end at a whole event
         refusal(tmp_path, name, data[:size])
     for limit in (100, len(data) - 1, 13 * 40 - 1 if name not in ("dvs128.aedat", "gesture.aedat", "a.bin") else 50):
         assert "--max-sample-mb" in refusal(tmp_path, name, data, limit=limit)
@@ -161,11 +161,6 @@ def test_numpy_files_and_sizes_of_sensors(tmp_path) -> None:
         assert equal(read_recording(tmp_path / "a.npz", sensor_size=(128, 128)).events, events)
     with pytest.raises(RecordingError, match="--sensor-size"):
         read_recording(tmp_path / "a.npz")
-    table = np.empty(40, [("timestamp", "i8"), ("x", "u2"), ("y", "u2"), ("polarity", "?")])
-    for name, field in zip(("timestamp", "x", "y", "polarity"), "txyp", strict=True):
-        table[name] = getattr(SMALL, field)
-    np.save(tmp_path / "a.npy", table)
-    assert equal(read_recording(tmp_path / "a.npy", sensor_size=(34, 34)).events, SMALL)
     for name in ("a.npz", "a.dat", "evt3.raw", "a.aedat4"):
         assert read(tmp_path, name, WRITERS[name](SMALL), sensor_size=(99, 99)).sensor == (34, 34)
     assert "--sensor-size" in refusal(tmp_path, "b.dat", files.dat2(SMALL, None))
@@ -216,7 +211,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, data, named) -> Non
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"t": None}, "timestamp"),
+        ({"t": None}, "array t"),
         ({"t": SMALL.t / 1e6}, "float64"),
         ({"x": SMALL.x[:-1]}, "as many as t"),
         ({"x": SMALL.x.astype(int) - 100}, "event 0"),

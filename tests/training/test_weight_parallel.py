@@ -224,7 +224,6 @@ def test_a_flipped_bit_is_found_where_weights_are_held_twice(ranks, cache) -> No
         ("--weight-parallel-size 3", "--weight-parallel-size 3"),
         ("--weight-parallel-size 8", "--weight-parallel-size 8"),
         ("--weight-parallel-size 2 --global-batch-size 12", "and 6 are on 4"),
-        ("--weight-parallel-size 2 --last-batch keep", "--last-batch keep"),
         ("--weight-parallel-size 2 --cuda-graphs on", "with --weight-parallel-size above 1 weights do not stay"),
         ("--weight-gradients scattered", "--weight-gradients scattered needs --weight-parallel-size 2 or more"),
     ],
