@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from megasnn.layers import TemporalEffectiveBatchNorm as TemporalEffectiveBatchNorm
     from megasnn.layers import TokenAttention as TokenAttention
     from megasnn.layers import WholeImages as WholeImages
+    from megasnn.layers.shape_inference import mark_spikes as mark_spikes
     from megasnn.models.convert_module import shard as shard
     from megasnn.models.description import LayerDescription as LayerDescription
     from megasnn.models.description import ModelDescription as ModelDescription
@@ -77,6 +78,7 @@ _NAMES = {
         "ParallelNeuron ParallelPLIF SpikeDrivenAttention SpikingNeuron SpikingSelfAttention "
         "TemporalEffectiveBatchNorm TokenAttention WholeImages"
     ),
+    "megasnn.layers.shape_inference": "mark_spikes",
     "megasnn.models.convert_module": "shard",
     "megasnn.models.description": "LayerDescription ModelDescription",
     "megasnn.models.layer": "layer",

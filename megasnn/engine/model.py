@@ -18,7 +18,6 @@ from megasnn.grid import Place
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.shape_inference import calls_of
 from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
-from megasnn.models.compare_cut import compare_with_whole
 from megasnn.models.description import ModelDescription
 from megasnn.optim import GradientNorm
 from megasnn.parallel.agreement import gather
@@ -124,8 +123,6 @@ class DistributedModel:
         }
         self.takes_images, self.gives_logits = 0 in self.chunks, len(plan.placement) - 1 in self.chunks
         self._reports = self.gives_logits and state.tp.rank == 0 and context.counts_logits
-        mine = (number for index in self.chunks for number in bounds[index])
-        compare_with_whole(model, context, mine, state.device, seed)
         kept = (lambda entry: entry) if self._weights is None else self._weights.kept
         self.tensors: list[ShardedTensor] = [kept(t) for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
         self.copies = [kept(t) for chunk in self.chunks.values() for t in chunk.copied_tensors()]

@@ -64,7 +64,7 @@ def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:
     with explained(
         lambda text: (
             f"{text}; what the layers before gave was said to hold {content.value}: a neuron of one's own "
-            "that gives other values says so, SpikingNeuron(..., largest=...), a layer by holds="
+            "that gives other values says so, SpikingNeuron(..., largest=...), a forward mark_spikes(..., largest)"
         )
     ):
         return pack(flat, check)

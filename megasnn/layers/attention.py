@@ -21,7 +21,6 @@ from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import make_neuron
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.row_context import count_type, rows_of, sum_counts, sum_for_each
-from megasnn.layers.shape_inference import untracked
 from megasnn.parallel.collectives import from_rows, start_all_reduce_sum, to_rows
 from megasnn.parallel.sharding import Initialiser
 from megasnn.parallel_state import Group
@@ -116,8 +115,7 @@ class TokenAttention(_HeadAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         qk = self.qk(x)
-        with untracked():  # each half is cut by itself
-            q, k = qk.unflatten(2, (2, self.local_heads, -1)).unbind(2)  # each [T, N, heads, d, H, W]
+        q, k = qk.unflatten(2, (2, self.local_heads, -1)).unbind(2)  # each [T, N, heads, d, H, W], cut by itself
         mask = self.neuron(q.sum(3, keepdim=True, dtype=sums_type(q.dtype)).to(q.dtype))
         return self.projection((mask * k).flatten(2, 3))
 

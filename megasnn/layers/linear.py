@@ -13,7 +13,7 @@ from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import Convolve, ConvPlan
 from megasnn.layers.init import uniform
 from megasnn.layers.row_context import MeanOverSpace
-from megasnn.layers.shape_inference import content_of, count_call, join_content, mark_replicated
+from megasnn.layers.shape_inference import content_of, count_call, join_content
 from megasnn.parallel.collectives import own_channels
 from megasnn.parallel.sharding import Initialiser, declare_parameter
 
@@ -107,8 +107,7 @@ class ParallelLinear(nn.Module):
             products=Products(self._sparse and may_be_sparse(content)),
         )
         features = self.out_features if is_row else self.out_features // size
-        y = x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
-        return mark_replicated(y) if is_row else y
+        return x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.style}, {self.plan}"

@@ -94,7 +94,6 @@ class Boundaries:
     """
 
     def __init__(self, model: ModelDescription, context: BuildContext) -> None:
-        assert model.dry_run is not None
         self._model, self._context = model, context
         self._specs: dict[tuple[int, Key], tuple[TensorSpec | None, TensorSpec | None]] = {}
         learns, by_rows = {INPUT: False}, {INPUT: True}
