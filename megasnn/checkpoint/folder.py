@@ -223,11 +223,9 @@ def superfluous(folder: Path, retention: Retention) -> list[Path]:
     sound = [path for path in newest_first if not found[path].skipped_steps]
     stay = {*newest_first[: retention.last], *sound[: retention.last]}
 
-    def goes(path: Path) -> bool:
-        step = found[path].iteration
-        return path not in stay and step != best and (retention.every is None or step % retention.every != 0)
-
-    return [path for path in found if goes(path)]
+    stay |= {path for path, metadata in found.items() if metadata.iteration == best}
+    stay |= {path for path in found if retention.every and found[path].iteration % retention.every == 0}
+    return [path for path in found if path not in stay]
 
 
 def remove(paths: Iterable[Path]) -> Iterator[Path]:

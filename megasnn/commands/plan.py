@@ -97,7 +97,10 @@ def _machine(options: Options, config: PretrainConfig, analysis: Analysis | None
         machine = analysis.machine
     else:
         name = "h100" if options.device_name == AUTO else options.device_name
-        machine = DEVICES[name].machine(name, config.training.precision)
+        machine, precision = DEVICES[name], config.training.precision
+        if precision not in machine.operations:
+            known = ", ".join(machine.operations)
+            raise ValueError(f"--precision {precision}: {name} is known for {known}; take another --device-name")
     if options.memory is None:
         return machine
     if (memory := _bytes(options.memory)) <= machine.program:

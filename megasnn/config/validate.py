@@ -108,15 +108,13 @@ def _partition_problems(config: PretrainConfig, units_of: Callable[[], Sequence[
 def _window_problems(config: PretrainConfig) -> Iterator[str]:
     """Windows of time steps go on from the one before, which recomputation does not know."""
     parallel, steps = config.parallel, config.training.bptt_steps
-    for name, is_given in (
-        ("recompute", parallel.recompute != NEVER),
-        ("memory_budget", parallel.memory_budget is not None),
-    ):
-        if steps is not None and is_given:
-            yield (
-                f"{flag(name)} {getattr(parallel, name)} with --bptt-steps {steps}: a window goes on from potentials "
-                "that are not there any more; leave it out, windows keep little"
-            )
+    again = f"--recompute {parallel.recompute}" if parallel.recompute != NEVER else ""
+    again = again if parallel.memory_budget is None else f"--memory-budget {parallel.memory_budget}"
+    if steps is not None and again:
+        yield (
+            f"{again} with --bptt-steps {steps}: a window goes on from potentials that are not there any more; leave "
+            "it out, windows keep little"
+        )
     if steps is not None and config.model.time_steps % steps:
         yield f"--time-steps {config.model.time_steps} does not divide by --bptt-steps {steps}"
 

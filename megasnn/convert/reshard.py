@@ -115,17 +115,14 @@ def saved_model(source: Source) -> tuple[str, ModelDescription]:
     """Name and description of the model of a checkpoint.
 
     Raises:
-        CheckpointError: it is none of the registry of models, there is no configuration of it (weights from
-            elsewhere), or one that cannot be.
+        CheckpointError: it is none of the registry of models, its configuration is not there, or cannot be.
     """
     config, model = source.metadata.config, model_of(source.metadata.model, source.tensors)
-    if config is None:
+    if config is None or model is None:
         raise CheckpointError(
-            f"{source.path} holds weights without a model configuration, so how its tensors are cut is not known; "
-            "start a run from it with --load ... --finetune: what that run saves can be laid out"
+            f"{source.path} holds weights without the configuration of a model known here ({', '.join(MODELS)}): lay "
+            "out what a run saves that starts from it with --load ... --finetune"
         )
-    if model is None:
-        raise CheckpointError(f"{source.path} is of a model that is unknown here; known: {', '.join(MODELS)}")
     title = f"{source.path}: there is no model {model.name} like this:"
     try:
         run: PretrainConfig = from_dict(run_config(model), {part: config[part] for part in ("model", "neuron")})

@@ -24,7 +24,7 @@ from megasnn.pipeline.profile_layers import profile_layers, profile_pipeline
 from megasnn.planner.analyze import context_of, one_rank
 from megasnn.planner.cost_file import Analysis, LayerSeconds, Timed
 from megasnn.planner.machines import DEVICES, Machine
-from megasnn.telemetry.memory import held_memory_mb, processor_name
+from megasnn.telemetry.memory import held_memory_mb
 
 STEPS = 5  # of the optimizer
 Size = tuple[int, int, ContextCut]
@@ -72,11 +72,11 @@ def _machine(device: torch.device, link: LinkCost | None, update: float, ranks: 
         update: seconds that the optimizer takes for each byte of parameters.
     """
     is_cpu = device.type == "cpu"
-    name = processor_name() if is_cpu else torch.cuda.get_device_name(device)
-    base = DEVICES["cpu-core" if is_cpu else "h100"].machine(name, "fp32")
+    base = DEVICES["cpu-core" if is_cpu else "h100"]
     release_free_memory()
     return replace(
         base,
+        name=device_name(device),
         least=0.0,
         start=0.0,
         alone=1.0,  # seconds are there of one rank, and of all at the same time
@@ -92,13 +92,11 @@ def _sizes(known: Analysis | None, config: PretrainConfig, ranks: int) -> list[S
     """Those that all ranks together have: one by one first, then sharing."""
     assert known is not None, "the first rank knows it"
     samples = config.training.micro_batch_size
-    return [
-        (each.tensor, each.context, each.cut)
-        for each in known.counted
-        if each.refused is None
-        and ranks % (each.tensor * each.context) == 0
-        and (each.cut == "rows" or each.context <= samples)
-    ]
+    able = {axis: [size for size, why in sizes.items() if why is None] for axis, sizes in known.possible.items()}
+    found: list[Size] = [ONE, *((size, 1, "samples") for size in able["tensor"] if size > 1)]
+    found += [(1, size, "samples") for size in able["samples"] if size <= samples]
+    found += [(1, size, "rows") for size in able["rows"]]
+    return [each for each in found if ranks % (each[0] * each[1]) == 0]
 
 
 def _together(

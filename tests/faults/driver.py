@@ -32,7 +32,6 @@ from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.schedule import Action
 from megasnn.telemetry.records import StepResult
 from megasnn.telemetry.timers import DeviceClock
-from megasnn.training.loop import TrainingRun
 from tests.sums import form_sums_where_few
 
 MICRO_BATCHES = 2  # of a step, on every rank
@@ -86,18 +85,6 @@ def _lose_the_gpu() -> None:
 def lose_the_gpu() -> None:
     """As torch tells of a kernel's error, at the first thing that asks the GPU for something."""
     _at_second_forward_of_second_step(_lose_the_gpu)
-
-
-def lose_the_gpu_in_evaluation() -> None:
-    """At the first forward without gradients."""
-    forward = PipelineChunk.forward
-
-    def counted(self: PipelineChunk, *arguments: Any) -> Any:
-        if not torch.is_grad_enabled():
-            _lose_the_gpu()
-        return forward(self, *arguments)
-
-    mock.patch.object(PipelineChunk, "forward", counted).start()
 
 
 def slow_evaluation() -> None:
@@ -195,12 +182,6 @@ def _fail_saves(which: range) -> None:
     mock.patch.object(save, "write_safetensors", partial(limited, save.write_safetensors)).start()
 
 
-def raise_before_the_grid() -> None:
-    """Right after the ranks have joined."""
-    error = OSError("injected fault before the grid")
-    mock.patch.object(program, "initialize_model_parallel", side_effect=error).start()
-
-
 def leave_before_joining() -> None:
     """As a rank does whose program does not even start."""
     mock.patch.object(program, "start_process_group", side_effect=SystemExit(0)).start()
@@ -209,11 +190,6 @@ def leave_before_joining() -> None:
 def raise_in_save() -> None:
     """At the first save."""
     mock.patch.object(Writer, "save", side_effect=RuntimeError("injected fault while saving")).start()
-
-
-def raise_at_the_end() -> None:
-    """When the other ranks have finished and wait."""
-    mock.patch.object(TrainingRun, "close", side_effect=OSError("injected fault at the end")).start()
 
 
 def nan_in_the_weights() -> None:
@@ -249,7 +225,6 @@ FAULTS = {
         raise_in_step,
         raise_while_saving,
         lose_the_gpu,
-        lose_the_gpu_in_evaluation,
         slow_evaluation,
         stall_in_step,
         raise_in_weight_gradient,
@@ -257,10 +232,8 @@ FAULTS = {
         stall_the_first_time,
         full_disk,
         disk_of_its_own,
-        raise_before_the_grid,
         leave_before_joining,
         raise_in_save,
-        raise_at_the_end,
         nan_in_the_weights,
         flip_in_a_weight,
     )

@@ -41,7 +41,7 @@ def resume(saved: Path, tmp_path: Path, *flags: str) -> Ended:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (("--embed-dim", "64", "--depth", "2"), ("embed_dim", "32", "64", "depth")),
+        (("--embed-dim", "64", "--tau", "3.0"), ("embed_dim", "32", "64", "tau")),
         (("--seed", "7"), ("seed", "1234", "7", "--finetune")),
         (("--ckpt-step", "3"), ("3", "2, 4", "--ckpt-step")),
     ],

@@ -27,8 +27,6 @@ ROUNDING = 1e-14
 CHOSEN = [
     Layout(),
     Layout(tensor=2),
-    Layout(pipeline=2),
-    Layout(2, 2, 1),
     Layout(1, 1, 4, "1f1b"),
     Layout(2, 2, 2, "zbv"),
 ]

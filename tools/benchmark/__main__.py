@@ -5,7 +5,6 @@
     python -m tools.benchmark --plans          # layouts, beside what the planner foresees of them
     python -m tools.benchmark --data           # the loader, beside a plain PyTorch DataLoader
     python -m tools.benchmark --kernels        # norm and neuron, in copies of their input
-    python -m tools.benchmark --checkpoints    # saving and loading, beside cp; what a save costs training
 
 Prints a table, and appends a JSON line per row to `--output`.
 """
@@ -22,7 +21,6 @@ CASES = {
     "--plans": ("plans", "Plans"),
     "--data": ("data", "Loading"),
     "--kernels": ("kernels", "Kernels"),
-    "--checkpoints": ("checkpoints", "Checkpoints"),
 }
 
 
