@@ -20,7 +20,7 @@ from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import Group, content_of, kind_of, write_checkpoint
 from megasnn.checkpoint.tensor_io import Content
 from megasnn.files import CheckpointError
-from megasnn.parallel.agreement import is_first
+from megasnn.parallel.agreement import rank_in
 
 # Ranks wait for each other as long as the slowest disk takes. megasnn.engine.faults ends them when one is lost.
 _PATIENCE = datetime.timedelta(days=7)
@@ -133,7 +133,7 @@ class Writer:
             return
         self.failed, self.saved = False, progress.iteration
         self._tell(f"saved {path} in {time.monotonic() - began:.1f} s")
-        if is_first(self._group):
+        if rank_in(self._group) == 0:
             self._complete(progress.iteration, path)
             self._prune()
 
@@ -145,7 +145,7 @@ class Writer:
             self._tell(f"WARNING: cannot remove checkpoints that are no longer kept: {error}")
 
     def _tell(self, text: str) -> None:
-        if is_first(self._group):
+        if rank_in(self._group) == 0:
             self._report(text)
 
 

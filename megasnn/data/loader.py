@@ -88,7 +88,7 @@ class Share:
         may be none: at the end of a validation pass there are too few for everybody."""
         sizes = micro_batch_sizes(samples, min(self.micro_batch_size, samples))
         for index in micro_batches_of(len(sizes), self.dp_size, self.dp_rank, may_be_none=True):
-            if rows := own_rows(sizes[index], self.cp_size, self.cp_rank):
+            if rows := own_rows(sizes[index], [self.cp_size], self.cp_rank):
                 yield index, index * sizes[0] + rows.start, len(rows)
 
 

@@ -34,7 +34,7 @@ from megasnn.engine.mesh import join_ranks
 from megasnn.engine.step import TrainStep
 from megasnn.host_memory import keep_free_memory
 from megasnn.models.model import Model
-from megasnn.optim import learning_rate, require_schedule
+from megasnn.optim.rates import learning_rate, require_schedule
 from megasnn.parallel_state import (
     ParallelState,
     abandon_model_parallel,

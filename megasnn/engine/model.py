@@ -14,12 +14,11 @@ from torch import Tensor
 
 from megasnn.bundle import Bundle, bundle_of, entries_of, logits_of
 from megasnn.device_checks import DeviceChecks
-from megasnn.grid import Place
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.shape_inference import calls_of
 from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
 from megasnn.models.description import ModelDescription
-from megasnn.optim import GradientNorm
+from megasnn.optim.norms import GradientNorm
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.fsdp import GatheredWeights
@@ -114,7 +113,7 @@ class DistributedModel:
         units = plan.unit_bounds(bounds)
         self._weights: GatheredWeights | None = None
         if state.dp_shard.size > 1:
-            self._weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights)
+            self._weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
         build = partial(build_chunk, model, bounds, context=context, device=state.device, seed=seed)
         if self._weights is not None:
             build = partial(build, parts=units, keep=self._weights.shard)
@@ -156,7 +155,7 @@ class DistributedModel:
         trained = (e for e in self.described if e.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)
         names = [entry.name for entry in self.described if entry.is_parameter]
-        self.gradient_norm = GradientNorm(names, self.owned, state.device, Place(state.grid, state.coordinates))
+        self.gradient_norm = GradientNorm(names, self.owned, state.device)
         self.mean_loss = self.correct = self.norm = self.stop_votes = 0.0
         self.is_finite = True
         self._global_batch_size = 1

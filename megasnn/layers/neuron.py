@@ -17,7 +17,7 @@ from megasnn.kernels.torch_backend import REDUCED, surrogate_function
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import constant
 from megasnn.layers.shape_inference import mark_max, refuse_second_call
-from megasnn.parallel.sharding import Initialiser, declare_parameter
+from megasnn.parallel.sharding import Initialiser, declare
 
 SpikeObserver = Callable[[Tensor], None]
 
@@ -106,7 +106,7 @@ class ParallelNeuron(NeuronLayer):
         self.register_parameter("w", None)
         if NEURONS[spec.kind].learns:
             start = constant(-math.log(spec.tau - 1.0))
-            declare_parameter(self, "w", context.shard((), partial_gradient=True, initialise=start), context.dtype)
+            declare(self, "w", context.shard((), partial_gradient=True, initialise=start), context.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         spikes, v = neuron_multi_step(self.at_every_step(x), self.spec, self.v, self.w, self.backend)
@@ -205,7 +205,7 @@ class SpikingNeuron(NeuronLayer):
         """Declares a learned parameter with a value for each channel."""
         initialise = initial if callable(initial) else constant(initial)
         shard = self._context.shard((self.channels,), 0, initialise=initialise)
-        declare_parameter(self, name, shard, self._context.dtype)
+        declare(self, name, shard, self._context.dtype)
 
     def of(self, name: str, like: Tensor) -> Tensor:
         """A parameter with a value for each channel, shaped to meet `like`, `[N, C_local, *space]`."""

@@ -34,7 +34,7 @@ class Lamb(torch.optim.Optimizer):
 
     Args:
         groups: each with its `weight_decay`.
-        norms: of whole tensors, by parameter (megasnn.optim.ShardedNorms).
+        norms: of whole tensors, by parameter (megasnn.optim.norms.ShardedNorms).
     """
 
     def __init__(

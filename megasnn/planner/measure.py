@@ -14,7 +14,7 @@ from megasnn.config import PretrainConfig
 from megasnn.grid import ContextCut
 from megasnn.host_memory import keep_free_memory, release_free_memory
 from megasnn.models.description import ModelDescription
-from megasnn.optim import build_optimizer
+from megasnn.optim.build import build_optimizer
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.process_group import start_process_group
 from megasnn.parallel.sharding import materialise, sharded_tensors

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import tyro
 
@@ -140,7 +140,7 @@ class ImageFolder(ShardOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyImageNet(ImageFolder):
+class TinyImagenet(ImageFolder):
     """Tiny-ImageNet as it unpacks: train/WNID/images, and val with val_annotations.txt."""
 
     listing = staticmethod(list_tiny_imagenet)
@@ -163,13 +163,4 @@ class Cifar100(Cifar10):
     listing = staticmethod(partial(list_cifar, classes=100))
 
 
-Command = (
-    Annotated[Cifar10Dvs, tyro.conf.subcommand("cifar10-dvs")]
-    | Annotated[NMnist, tyro.conf.subcommand("n-mnist")]
-    | Annotated[Dvs128Gesture, tyro.conf.subcommand("dvs128-gesture")]
-    | Annotated[EventFolder, tyro.conf.subcommand("event-folder")]
-    | Annotated[Cifar10, tyro.conf.subcommand("cifar10")]
-    | Annotated[Cifar100, tyro.conf.subcommand("cifar100")]
-    | Annotated[TinyImageNet, tyro.conf.subcommand("tiny-imagenet")]
-    | Annotated[ImageFolder, tyro.conf.subcommand("image-folder")]
-)
+Command = Cifar10Dvs | NMnist | Dvs128Gesture | EventFolder | Cifar10 | Cifar100 | TinyImagenet | ImageFolder

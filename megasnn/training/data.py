@@ -9,7 +9,7 @@ from megasnn.data import BatchLoader, Datasets, open_datasets
 from megasnn.data.loader import epoch_samples, order_identity
 from megasnn.engine import Engine
 from megasnn.engine.faults import placed
-from megasnn.parallel.agreement import broadcast_object
+from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel_state import ParallelState
 from megasnn.preprocess.sample import shards_of_sample
 
@@ -33,7 +33,7 @@ class RunData:
         self._config = config
         self._loaders: dict[bool, BatchLoader] = {}
         data, training, model = config.data, config.training, config.model
-        shape, decide = model.input_shape, partial(broadcast_object, state.world)
+        shape, decide = model.input_shape, partial(broadcast_result, state.world.handle)
         self.datasets: Datasets = open_datasets(
             data, shape, model.num_classes, shards_of_sample, decide, training.evaluate_only
         )

@@ -22,7 +22,7 @@ from megasnn.layers import ConvNormNeuron, ParallelBatchNorm, ParallelConv, Spik
 from megasnn.layers.neuron import State
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.optim import build_optimizer, takes_found_inf
+from megasnn.optim.build import build_optimizer, takes_found_inf
 from megasnn.parallel.sharding import Shard, ShardedTensor
 from megasnn.pipeline.executor import PipelineError, PipelineExecutor
 from tests.host_waits import host_waits, waits_of_steps

@@ -26,7 +26,8 @@ from megasnn.checkpoint.writer import Writer
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.engine import mesh as program
-from megasnn.parallel.replica_check import ReplicaCheck, in_memory_order
+from megasnn.kernels.layout import flat_in_memory
+from megasnn.parallel.replica_check import ReplicaCheck
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.schedule import Action
@@ -213,7 +214,7 @@ def flip_in_a_weight() -> None:
     def flipped(self: ReplicaCheck, iteration: int) -> None:
         if iteration == 2:
             (entry,) = [entry for entry in self._entries() if entry.name == "blocks.0.mlp.fc1.conv.weight"]
-            in_memory_order(entry.tensor).view(torch.int32)[-1] ^= 1
+            flat_in_memory(entry.tensor).view(torch.int32)[-1] ^= 1
         compare(self, iteration)
 
     mock.patch.object(ReplicaCheck, "__call__", flipped).start()

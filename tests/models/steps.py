@@ -14,7 +14,7 @@ from megasnn.engine.model import DistributedModel
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.build import describe
 from megasnn.models.model import Model
-from megasnn.optim import build_optimizer
+from megasnn.optim.build import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds

@@ -241,11 +241,12 @@ def test_an_output_that_differs_from_the_dry_runs_is_refused_at_the_first_step(c
 
 
 def test_what_does_not_fit_its_boundary_names_the_entry() -> None:
-    pair, model, bounds = Group("pp", (0, 1)), describe(Bundles()), [range(2), range(2, 6)]
-    state = SimpleNamespace(pipeline=pair, downward=pair, device=CPU, wire=CPU)
+    pair, model, bounds = Group("pp", (0, 1), made=mock.Mock()), describe(Bundles()), [range(2), range(2, 6)]
+    state = SimpleNamespace(pp=pair, pp_down=pair, device=CPU, wire=CPU)
     chunks = {0: build_chunk(model, bounds, 0, BuildContext(), CPU, 0)}
     boundaries, checks = Boundaries(model, BuildContext()), DeviceChecks(CPU)
-    transfers = Transfers(chunks, (0, 1), state, boundaries)  # type: ignore[arg-type]
+    with mock.patch.object(p2p, "start_messages"):
+        transfers = Transfers(chunks, (0, 1), state, boundaries)  # type: ignore[arg-type]
     transfers.begin(Schedule("nothing", (0, 1), 1, ((), ())), [2])
     values = [torch.ones(boundaries.spec(each, 2).shape) / 2 for each in model.carried(2)]
     with mock.patch.object(p2p.dist, "isend"), checks.collecting():

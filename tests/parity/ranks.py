@@ -218,7 +218,7 @@ def record_step(
 def own_samples(engine: DistributedModel, size: int) -> range:
     """Those of a micro-batch of so many samples that this rank has."""
     group = engine.context.sharing_samples
-    return own_rows(size, group.size, group.rank)
+    return own_rows(size, group.sizes, group.rank)
 
 
 def weights_of(engine: DistributedModel) -> dict[str, tuple[Shard, Tensor]]:

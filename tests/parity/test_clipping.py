@@ -13,7 +13,7 @@ from torch import Tensor
 from megasnn.checkpoint.load import load_globals_into
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import HOLDING_AXES
-from megasnn.optim import build_optimizer
+from megasnn.optim.build import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, RankStep, assemble, build_engine, join, record_step, weights_of

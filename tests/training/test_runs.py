@@ -14,7 +14,7 @@ from megasnn.checkpoint.load import load_global_tensors
 from megasnn.config import OptimizerConfig
 from megasnn.engine import model as distributed_model
 from megasnn.losses.sums import count_correct
-from megasnn.optim import learning_rate
+from megasnn.optim.rates import learning_rate
 from tests.data.shard_files import write_shards
 from tests.data.shard_server import serving
 from tests.parity.spikingjelly_reference import from_spikingjelly

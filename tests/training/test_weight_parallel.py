@@ -19,7 +19,7 @@ from megasnn.layers import ConvNormNeuron, ParallelConv, ParallelLinear
 from megasnn.models.layer import layer
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
-from megasnn.optim import held_state_bytes
+from megasnn.optim.build import held_state_bytes
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.traffic import statistics
 from megasnn.schedule import Kind
