@@ -312,8 +312,7 @@ class _GatherRows(torch.autograd.Function):
 
 class WholeImages(nn.Module):
     """`[T, N, C_local, own rows, W]` -> `[T, N, C_local, H, W]` on every rank that shares the rows, for a layer that
-    takes each pixel by itself; elsewhere images are whole already.
-    """
+    takes each pixel by itself; elsewhere images are whole already."""
 
     def __init__(self, context: BuildContext | None = None) -> None:
         super().__init__()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from megasnn.checkpoint.folder import Retention
 from megasnn.checkpoint.writer import Writer
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import SAMPLES, samples
@@ -43,7 +42,8 @@ class Saves:
                 claim.folder,
                 process_group=engine.state.world.handle,
                 background=options.async_save,
-                retention=Retention(options.keep_last, options.keep_every),
+                keep_last=options.keep_last,
+                keep_every=options.keep_every,
                 report=reporter.line,
                 complete=reporter.saved,
                 saved=engine.iteration if begin.saved else None,
