@@ -177,7 +177,7 @@ def test_runs_are_saved_resumed_on_another_layout_and_converted(ranks, tmp_path,
 
     ranks(3, _train, *_flags(run, Layout(pipeline=3)), "--exit-interval", "2")
     monkeypatch.setitem(MODELS, Tied.name, Tied)
-    layers = len(saved_model(source := open_source(run)).description.layers)
+    layers = len(saved_model(source := open_source(run))[1].layers)
     reshard(source, new, Target(2, 2, layout=f"2|{layers - 2}"))
     converted, before = (load_global_tensors(folder, with_optimizer=True) for folder in (new, run))
     assert converted.keys() == before.keys() and all(torch.equal(converted[name], before[name]) for name in before)
