@@ -228,17 +228,13 @@ class PipelineExecutor:
 
     def _whole_backward(self, run: StepState, action: Action) -> None:
         self._begin_gradients(action)
-        self._backward(run, action)
+        run.backward(_key(action))
         self._chunks[action.chunk].finished(_key(action)[1])
-
-    def _backward(self, run: StepState, action: Action) -> None:
-        with self._chunks[action.chunk].weight_gradients.ranges.around():
-            run.backward(_key(action))
 
     def _input_gradient(self, run: StepState, action: Action) -> None:
         self._begin_gradients(action, first_part=True)
         with self._chunks[action.chunk].weight_gradients.deferred() as tasks:
-            self._backward(run, action)
+            run.backward(_key(action))
         tasks.reverse()
         run.weight_gradients[_key(action)] = tasks
 

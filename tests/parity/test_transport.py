@@ -157,7 +157,7 @@ def _owning_rows() -> list[float]:
         for _ in range(STEPS):
             losses.append(record_step(engine, state, images, labels, MICRO_BATCH).loss)
             optimizer.step()
-            engine.all_gather_params()
+            engine.data_parallel.all_gather_params()
         assert device.communicators == started, "something in a step was a first use"
         destroy_model_parallel()
         return losses
@@ -178,7 +178,7 @@ def _finer(layout: Layout) -> list[float]:
         started, losses = list(device.communicators), list[float]()
         for _ in range(STEPS):
             losses.append(record_step(engine, state, images, labels, MICRO_BATCH).loss)
-            engine.all_gather_params()
+            engine.data_parallel.all_gather_params()
         assert device.communicators == started, "something in a step was a first use"
         destroy_model_parallel()
         return losses

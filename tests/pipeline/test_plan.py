@@ -28,7 +28,10 @@ def _plan(micro_batches: int, searches: bool, predicts: bool, flags: dict[str, A
     state = initialize_model_parallel(pp=2, cp=parallel.context_parallel_size)
     training = TrainingConfig(micro_batch_size=2, global_batch_size=2 * micro_batches, train_iters=1)
     config = run_config(type(model_config()))(
-        model=model_config(), training=training, parallel=parallel, logging=LoggingConfig(profile_pipeline=predicts)
+        model=model_config(),
+        training=training,
+        parallel=parallel,
+        logging=LoggingConfig(profile_steps="1" if predicts else None),
     )
     profile = profile_layers.profile_layers
 
