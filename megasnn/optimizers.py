@@ -22,7 +22,7 @@ class OptimizerRecipe:
         build: (groups of parameters with their weight decay, lr=...) -> the optimizer.
         state: kinds of state that it keeps of each parameter after a step, by the names that they have in its `state`.
             `step` is a single number, all others are like the parameter.
-        takes_norms: whether `build` also gets `norms`, of whole tensors (megasnn.optim.ShardedNorms).
+        takes_norms: whether `build` also gets `norms`, of whole tensors (megasnn.optim.norms.ShardedNorms).
         takes_found_inf: whether `step`, where the groups are `fused`, leaves everything as it is if the optimizer's
             attribute `found_inf`, a float on the device, is 1, as torch's GradScaler asks of optimizers. A GPU then
             need not wait for the host.

@@ -27,7 +27,7 @@ from megasnn.checkpoint.optimizer_state import LocalState, States, allocate, des
 from megasnn.checkpoint.save import Group, PathLike, kind_of
 from megasnn.checkpoint.tensor_io import dtype_name, read_boxes, require_intact
 from megasnn.files import CheckpointError, DamagedError, raise_problems
-from megasnn.parallel.agreement import broadcast_result, gather, rank_in, run_on_all_ranks, size_of
+from megasnn.parallel.agreement import broadcast_result, gather, run_on_all_ranks
 from megasnn.parallel.sharding import Shard, ShardedTensor
 from megasnn.precisions import PRECISIONS
 
@@ -102,7 +102,7 @@ def load_checkpoint(
         taken |= {f"{OPTIMIZER}{kind}.{name}" for kind, name in state_names(saved) if name in frozen}  # left aside
         aside = (OPTIMIZER,) * (state.optimizer is None) + (AVERAGE,) * (state.averages is None)
         _require_fit(saved, wanted, taken, aside, process_group, title)
-        share = rank_in(process_group), size_of(process_group)
+        share = (0, 1) if process_group is None else (process_group.rank(), process_group.size())
         run_on_all_ranks(process_group, lambda: require_intact(path, metadata, *share), f"cannot load {path}:")
         run_on_all_ranks(process_group, lambda: read_boxes(path, saved, wanted), f"cannot load {path}:")
         if state.optimizer is not None:

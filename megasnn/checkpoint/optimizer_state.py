@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megasnn.checkpoint.format import OPTIMIZER, SavedTensor
 from megasnn.files import CheckpointError
-from megasnn.parallel.sharding import ShardedTensor
+from megasnn.parallel.sharding import Shard, ShardedTensor
 
 States = dict[Tensor, dict[str, Tensor]]
 
@@ -68,7 +68,7 @@ def describe(tensors: Iterable[ShardedTensor], states: Mapping[Tensor, Mapping[s
                     f"{repr(value) if shape is None else list(shape)}"
                 )
             if value is not None:
-                shard = entry.shard if shape == entry.tensor.shape else entry.shard.whole()
+                shard = entry.shard if shape == entry.tensor.shape else Shard((), place=entry.shard.place)
                 found.append(ShardedTensor(f"{OPTIMIZER}{kind}.{entry.name}", value, shard, is_parameter=False))
     return found
 

@@ -25,7 +25,7 @@ from megasnn.checkpoint.format import Metadata, Progress, SavedFile, SavedTensor
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.tensor_io import Content, boxes_of, write_safetensors
 from megasnn.files import CheckpointError, raise_problems
-from megasnn.parallel.agreement import broadcast_result, first_gathers, is_first, rank_in, run_on_all_ranks
+from megasnn.parallel.agreement import broadcast_result, gather, rank_in, run_on_all_ranks
 from megasnn.parallel.sharding import Shard, ShardedTensor
 
 PathLike = str | os.PathLike[str]
@@ -94,12 +94,11 @@ def write_checkpoint(
             raise CheckpointError(f"rank {rank}: {type(error).__name__}: {error}") from None
 
     try:
-        written = first_gathers(
-            process_group, run_on_all_ranks(process_group, write, f"cannot write the checkpoint {aside}:")
-        )
+        mine = run_on_all_ranks(process_group, write, f"cannot write the checkpoint {aside}:")
+        written = gather(process_group, mine)
         return broadcast_result(process_group, lambda: commit(root, metadata, list(filter(None, written)), best))
     except CheckpointError:
-        if is_first(process_group):
+        if rank == 0:
             folders.discard(root, progress.iteration)
         raise
 

@@ -14,7 +14,7 @@ from megasnn.checkpoint.format import AVERAGE, BESIDE
 from megasnn.checkpoint.save import save_global_tensors
 from megasnn.convert.source import Source, derived, in_our_names
 from megasnn.files import CheckpointError, sync
-from megasnn.models.registry import all_dialects, dialect_for, dialect_of, is_ours, model_of
+from megasnn.models.registry import all_dialects, dialect_for, dialect_of, model_of
 from megasnn.models.weight_names import renamed
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def import_weights(source: Source, save: Path) -> tuple[Path, str]:
         CheckpointError: they are of no model and program known here, or `save` holds checkpoints already.
     """
     require_empty(save)
-    title = "MegaSNN" if is_ours(source.tensors) else dialect_of(source.tensors).title
+    title = "MegaSNN" if model_of(None, source.tensors) else dialect_of(source.tensors).title
     weights = weights_as(source, "megasnn")
     model, extra = model_of(source.metadata.model, weights.tensors), {"source": source.path.name}
     name = None if model is None else model.name

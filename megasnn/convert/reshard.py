@@ -25,7 +25,7 @@ from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS, model_of
-from megasnn.parallel.sharding import ShardedTensor, sharded_tensors
+from megasnn.parallel.sharding import Shard, ShardedTensor, sharded_tensors
 from megasnn.parallel_state import Group
 from megasnn.schedule.partition import PLACEMENTS, layout_to_bounds, parse_layout
 
@@ -170,5 +170,5 @@ def _as_saved(entry: ShardedTensor, tensors: Mapping[str, Tensor]) -> Iterator[S
     for name in (entry.name, *(f"{prefix}{entry.name}" for prefix in (AVERAGE, *kinds))):
         if name in tensors:
             shape = tuple(tensors[name].shape)
-            shard = entry.shard if shape == entry.shard.global_shape else entry.shard.whole(shape)
+            shard = entry.shard if shape == entry.shard.global_shape else Shard(shape, place=entry.shard.place)
             yield ShardedTensor(name, tensors[name].new_empty(shard.local_shape), shard, False)

@@ -15,7 +15,7 @@ from megasnn.checkpoint.format import METADATA, Metadata, read_metadata
 from megasnn.checkpoint.state_dict import read_state_dict
 from megasnn.checkpoint.tensor_io import read_boxes, require_intact
 from megasnn.files import CheckpointError
-from megasnn.models.registry import dialect_of, is_ours
+from megasnn.models.registry import dialect_of, model_of
 from megasnn.models.weight_names import Recipe
 from megasnn.parallel.sharding import Shard, ShardedTensor
 
@@ -55,7 +55,7 @@ def open_source(path: Path, values: bool = True) -> Source:
         if not path.is_file():
             raise CheckpointError(f"{path} is not there: name a file of weights or a folder of checkpoints")
         return Source(path, read_state_dict(path))
-    path = path if (path / METADATA).is_file() else find_checkpoint(path, None)
+    path = path if (path / METADATA).is_file() else find_checkpoint(path)
     metadata, device = read_metadata(path), "cpu" if values else "meta"
     tensors = {
         name: torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device=device)
@@ -70,7 +70,7 @@ def open_source(path: Path, values: bool = True) -> Source:
 
 def in_our_names(source: Source) -> Source:
     """The same tensors under our global names. Raises CheckpointError for names of no program known here."""
-    if source.metadata.model or source.metadata.config is not None or is_ours(source.tensors):
+    if source.metadata.model or source.metadata.config is not None or model_of(None, source.tensors):
         return source
     return derived(source, dialect_of(source.tensors).to_ours(source.tensors))
 

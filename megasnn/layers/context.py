@@ -100,7 +100,7 @@ class BuildContext:
             partial_gradient: each tensor-parallel rank sees only its own channels' share of the gradient.
         """
         cuts: tuple[tuple[Axis, Cut], ...] = () if dim is None else (("tp", Cut(dim, blocks)),)
-        partial: tuple[Axis, ...] = ("tp",) if partial_gradient and self.tp.size > 1 else ()
+        partial = partial_gradient and self.tp.size > 1
         return Shard(global_shape, cuts, self.place, partial, initialise)
 
 

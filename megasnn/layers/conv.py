@@ -43,7 +43,7 @@ from megasnn.parallel.collectives import (
     sum_and_scatter_columns,
     to_rows,
 )
-from megasnn.parallel.sharding import Initialiser, declare_parameter
+from megasnn.parallel.sharding import Initialiser, declare
 from megasnn.parallel_state import Group
 from megasnn.recompute import cached_collective
 
@@ -122,11 +122,11 @@ class ParallelConv(nn.Module):
         cut = 1 if style == "row" and groups == 1 else 0
         default = uniform(torch.Size(shape[1:]).numel())
         weight = context.shard(shape, cut, blocks if cut == 0 else 1, initialise=initialise or default)
-        declare_parameter(self, "weight", weight, context.dtype)
+        declare(self, "weight", weight, context.dtype)
         self.register_parameter("bias", None)
         if bias:
             shard = context.shard((out_channels,), 0, blocks, initialise=initialise_bias or default)
-            declare_parameter(self, "bias", shard, context.dtype)
+            declare(self, "bias", shard, context.dtype)
         self.in_channels, self.out_channels, self.dims, self.pointwise = in_channels, out_channels, dims, pointwise
         self._kernel, self._move = kernel, None
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients

@@ -22,7 +22,7 @@ from megasnn.layers.init import ModuleInitialiser, initializer_from_module, own_
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import ParallelNeuron
 from megasnn.layers.norm import ParallelBatchNorm, TemporalEffectiveBatchNorm
-from megasnn.parallel.sharding import declare_parameter
+from megasnn.parallel.sharding import declare
 from megasnn.registry import Registry
 
 
@@ -145,7 +145,7 @@ class ConvertedNeuron(ParallelNeuron):
         super().__init__(spec_of(node), context)
         if self.w is not None:
             shard = context.shard((), partial_gradient=True, initialise=initializer_from_module(node, initialise, "w"))
-            declare_parameter(self, "w", shard, context.dtype)
+            declare(self, "w", shard, context.dtype)
 
 
 _KINDS = {"IFNode": "if", "LIFNode": "lif", "ParametricLIFNode": "plif"}

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megasnn.bundle import Key, entries_of
 from megasnn.device_checks import explained
+from megasnn.host_memory import without_waiting
 from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, bits_of, decode_into, encode, encoded_like
 from megasnn.layers.context import BuildContext
@@ -35,7 +36,6 @@ from megasnn.models.description import DRY_SAMPLES, INPUT, Carried, ModelDescrip
 from megasnn.parallel.sharding import own_rows
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, ParallelState, start_messages
-from megasnn.pinned import without_waiting
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.receives import known_arrivals, posted_ahead, receives_from, sent_by_then
@@ -125,7 +125,7 @@ class Boundaries:
             return tuple(entry.shape)
         if not by_rows or entry.ndim != frames:
             return None
-        return (*entry.shape[:3], len(own_rows(entry.shape[3], rows.size, rows.rank)), *entry.shape[4:])
+        return (*entry.shape[:3], len(own_rows(entry.shape[3], rows.sizes, rows.rank)), *entry.shape[4:])
 
     def _spec(self, carried: Carried, samples: int) -> TensorSpec:
         """Tensor of a micro-batch of so many samples. Raises ValueError where its shape is not known."""

@@ -26,7 +26,8 @@ from megasnn.checkpoint.writer import Writer
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.engine import mesh as program
-from megasnn.parallel.replica_check import ReplicaCheck, in_memory_order
+from megasnn.kernels.layout import flat_in_memory
+from megasnn.parallel.replica_check import ReplicaCheck
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.schedule import Action
@@ -67,7 +68,7 @@ class _LostGpu(TorchDispatchMode):
         raise torch.AcceleratorError(ASKED_AGAIN)
 
 
-def _lose_the_gpu(kind: type[Exception] = torch.AcceleratorError, text: str = LOST) -> None:
+def _lose_the_gpu() -> None:
     """The GPU of this rank fails, and so does what asks it for anything from then on. Writes down when."""
 
     def asked(*args: Any, **options: Any) -> Any:
@@ -79,18 +80,12 @@ def _lose_the_gpu(kind: type[Exception] = torch.AcceleratorError, text: str = LO
         mock.patch.object(torch.cuda, name, asked).start()
     Path(os.environ[PID_FILE]).with_suffix(".lost").write_text(str(time.monotonic()))
     _LostGpu().__enter__()
-    raise kind(text)
+    raise torch.AcceleratorError(LOST)
 
 
 def lose_the_gpu() -> None:
     """As torch tells of a kernel's error, at the first thing that asks the GPU for something."""
     _at_second_forward_of_second_step(_lose_the_gpu)
-
-
-def run_out_of_gpu_memory() -> None:
-    _at_second_forward_of_second_step(
-        partial(_lose_the_gpu, torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB")
-    )
 
 
 def slow_evaluation() -> None:
@@ -219,7 +214,7 @@ def flip_in_a_weight() -> None:
     def flipped(self: ReplicaCheck, iteration: int) -> None:
         if iteration == 2:
             (entry,) = [entry for entry in self._entries() if entry.name == "blocks.0.mlp.fc1.conv.weight"]
-            in_memory_order(entry.tensor).view(torch.int32)[-1] ^= 1
+            flat_in_memory(entry.tensor).view(torch.int32)[-1] ^= 1
         compare(self, iteration)
 
     mock.patch.object(ReplicaCheck, "__call__", flipped).start()
@@ -231,7 +226,6 @@ FAULTS = {
         raise_in_step,
         raise_while_saving,
         lose_the_gpu,
-        run_out_of_gpu_memory,
         slow_evaluation,
         stall_in_step,
         raise_in_weight_gradient,

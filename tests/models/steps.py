@@ -14,7 +14,7 @@ from megasnn.engine.model import DistributedModel
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.build import describe
 from megasnn.models.model import Model
-from megasnn.optim import build_optimizer
+from megasnn.optim.build import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
@@ -73,7 +73,7 @@ def take_steps(
             steps.append(record_step(engine, state, *batch, micro_batch_size))
             if count > 1:
                 optimizer.step()
-                engine.refresh_copies()
+                engine.ties.refresh()
                 steps[-1].weights = weights_of(engine)
         return steps
     finally:

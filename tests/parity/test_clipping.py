@@ -13,7 +13,7 @@ from torch import Tensor
 from megasnn.checkpoint.load import load_globals_into
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import HOLDING_AXES
-from megasnn.optim import build_optimizer
+from megasnn.optim.build import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, RankStep, assemble, build_engine, join, record_step, weights_of
@@ -99,7 +99,7 @@ def train(
             steps.append(record_step(engine, state, images, labels, SIZES[0]))
             engine.gradient_norm.clip(steps[-1].norm, CLIP)
             optimizer.step()
-            engine.all_gather_params()
+            engine.data_parallel.all_gather_params()
             steps[-1].gradients = weights_of(engine)
         return steps
     finally:

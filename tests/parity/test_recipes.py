@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from megasnn.optim import learning_rate
+from megasnn.optim.rates import learning_rate
 from tests.parity import recipes, zoo
 from tests.parity.recipes import PUBLISHED, SMALL
 from tests.parity.test_layouts import TOLERANCE, error

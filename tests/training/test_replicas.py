@@ -10,7 +10,8 @@ import torch
 from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
-from megasnn.parallel.replica_check import ReplicaCheck, ReplicaError, in_memory_order
+from megasnn.kernels.layout import flat_in_memory
+from megasnn.parallel.replica_check import ReplicaCheck, ReplicaError
 from megasnn.telemetry.records import StepResult
 from tests.training.runs import train
 
@@ -30,7 +31,7 @@ def train_with_flip(faulty: int, name: str, cache: str, *flags: str) -> str:
     def flipped(self: Engine, batch: GlobalBatch) -> StepResult:
         if self.iteration == 3 and here:
             (entry,) = [entry for entry in holds[0]._entries() if entry.name == name]
-            in_memory_order(entry.tensor).view(torch.int32)[-1] ^= 1 << 22
+            flat_in_memory(entry.tensor).view(torch.int32)[-1] ^= 1 << 22
         return step(self, batch)
 
     def kept(self: ReplicaCheck, iteration: int) -> None:

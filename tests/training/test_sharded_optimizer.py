@@ -15,7 +15,7 @@ from megasnn.config.training import Length
 from megasnn.engine import Engine
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
-from megasnn.optim import held_state_bytes
+from megasnn.optim.build import held_state_bytes
 from megasnn.optimizers import OPTIMIZERS, OptimizerRecipe
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel.traffic import statistics
