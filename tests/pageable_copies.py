@@ -2,8 +2,8 @@
 makes in the host's memory.
 
 On a GPU a tensor is on the host where it was made of values, made without a device, or computed from such tensors. It
-reaches the device by `megasnn.pinned` only. A tensor without dimensions may meet the device's: torch passes it as a
-number.
+reaches the device by `megasnn.host_memory` only. A tensor without dimensions may meet the device's: torch passes it as
+a number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from megasnn import pinned
+from megasnn import host_memory
 from megasnn.config import parse
 from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
@@ -35,7 +35,7 @@ MAKERS = {
     *("tensor", "as_tensor", "arange", "linspace", "eye", "empty", "empty_strided", "zeros", "ones", "full"),
     *("rand", "randn", "randint", "randperm", "scalar_tensor"),
 }
-BY_PINNED_MEMORY = {pinned.without_waiting.__code__, pinned.copy_without_waiting.__code__}
+BY_PINNED_MEMORY = {host_memory.without_waiting.__code__, host_memory.copy_without_waiting.__code__}
 
 
 class _Followed(TorchFunctionMode):

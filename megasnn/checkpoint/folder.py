@@ -17,9 +17,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -171,9 +170,9 @@ def resolve(folder: Path, step: int | None) -> tuple[list[Path], list[str]]:
     return [found[each] for each in order], [f"{folder / LATEST} {names}; taking the newest that is intact"]
 
 
-def find_checkpoint(folder: Path, step: int | None) -> Path:
+def find_checkpoint(folder: Path) -> Path:
     """The first that `resolve` finds. Warns when `latest` is not right."""
-    paths, remarks = resolve(folder, step)
+    paths, remarks = resolve(folder, None)
     for remark in remarks:
         warnings.warn(remark, stacklevel=2)
     return paths[0]
@@ -191,27 +190,16 @@ def first_legible(folder: Path, step: int | None) -> Metadata | None:
 # --- retention
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Rule for the checkpoints of a folder that stay.
+def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[Path]:
+    """Removes checkpoints, the oldest first, and yields each that is gone.
 
-    Attributes:
-        last: how many of the latest stay; None keeps all.
-        every: those of iterations divisible by this stay as well.
-    """
-
-    last: int | None = None
-    every: int | None = None
-
-
-def superfluous(folder: Path, retention: Retention) -> list[Path]:
-    """Checkpoints that may go, the oldest first. The best by validation stays, and those after the latest.
-
+    The last so many stay (all: None), those of iterations divisible by `every`, the best by validation, and those after
+    the latest.
     One with missing or cut files neither goes nor counts. One that followed skipped steps does not push out one that
     did not: the weights may have gone bad before the first step that was not finite.
     """
-    if retention.last is None:
-        return []
+    if last is None:
+        return
     best, latest, found = named(folder, BEST), named(folder, LATEST), dict[Path, Metadata]()
     for step, path in checkpoints(folder).items():
         with suppress(CheckpointError):
@@ -221,18 +209,13 @@ def superfluous(folder: Path, retention: Retention) -> list[Path]:
                 found[path] = metadata
     newest_first = [*reversed(found)]
     sound = [path for path in newest_first if not found[path].skipped_steps]
-    stay = {*newest_first[: retention.last], *sound[: retention.last]}
-
+    stay = {*newest_first[:last], *sound[:last]}
     stay |= {path for path, metadata in found.items() if metadata.iteration == best}
-    stay |= {path for path in found if retention.every and found[path].iteration % retention.every == 0}
-    return [path for path in found if path not in stay]
-
-
-def remove(paths: Iterable[Path]) -> Iterator[Path]:
-    """Removes checkpoints. Yields each that is gone."""
-    for path in paths:
-        aside = path.with_name(f"{path.name}.removed.tmp")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
-        yield path
+    stay |= {path for path in found if every and found[path].iteration % every == 0}
+    for path in found:
+        if path not in stay:
+            aside = path.with_name(f"{path.name}.removed.tmp")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+            yield path

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.checkpoint.folder import Retention, remove, superfluous
+from megasnn.checkpoint.folder import prune
 from megasnn.checkpoint.format import Progress
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import Group, content_of, kind_of, write_checkpoint
@@ -32,6 +32,7 @@ class Writer:
     Args:
         process_group: as for `save_checkpoint`.
         background: copies the tensors into memory of the CPU, and lets a thread write the copy while training goes on.
+        keep_last, keep_every: which checkpoints stay; see `prune`.
         report: takes lines for the user; may be called from another thread. Only the first rank calls it.
         complete: the same for iteration and path of each checkpoint that is complete.
         saved: an iteration that is in the folder already, as it would be saved now.
@@ -46,7 +47,8 @@ class Writer:
         *,
         process_group: Group,
         background: bool = False,
-        retention: Retention = Retention(),  # noqa: B008  (frozen)
+        keep_last: int | None = None,
+        keep_every: int | None = None,
         report: Callable[[str], None] = print,
         complete: Callable[[int, Path], None] = lambda iteration, path: None,
         saved: int | None = None,
@@ -55,7 +57,8 @@ class Writer:
             ranks = dist.get_process_group_ranks(process_group)
             process_group = dist.new_group(ranks, _PATIENCE, backend="gloo")
             dist.barrier(process_group)  # making a group does not wait for its members
-        self._folder, self._group, self._background, self._retention = folder, process_group, background, retention
+        self._folder, self._group, self._background = folder, process_group, background
+        self._keep_last, self._keep_every = keep_last, keep_every
         self._report, self._complete = report, complete
         self.saved, self.failed = saved, False
         self._thread, self._copies = threading.Thread(), list[Tensor]()
@@ -139,8 +142,8 @@ class Writer:
 
     def _prune(self) -> None:
         try:
-            for path in remove(superfluous(self._folder, self._retention)):
-                self._tell(f"removed {path} (--keep-last {self._retention.last})")
+            for path in prune(self._folder, self._keep_last, self._keep_every):
+                self._tell(f"removed {path} (--keep-last {self._keep_last})")
         except OSError as error:
             self._tell(f"WARNING: cannot remove checkpoints that are no longer kept: {error}")
 

@@ -23,7 +23,7 @@ from typing import Annotated
 import tyro
 
 from megasnn.checkpoint.tensor_io import verify_checkpoint
-from megasnn.config.tool_flags import name_in, subcommands
+from megasnn.config.tool_flags import name_in
 from megasnn.convert.exchange import Names, export_weights, import_weights
 from megasnn.convert.report import as_text, differences, size_text
 from megasnn.convert.reshard import Target, reshard
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand. Returns 0; 1 for a difference or damage that was found; 2 when it could not be done."""
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
-        return int(subcommands(COMMANDS, arguments, description=str(__doc__)))
+        return int(tyro.extras.subcommand_cli_from_dict(COMMANDS, description=__doc__, args=arguments))
     except (CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -11,17 +11,10 @@ from megasnn.registry import Registry
 from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.passes import RECOMPUTE
 
-Result = TypeVar("Result")
-
 
 def command_line(of: Any, argv: Sequence[str] | None, **options: Any) -> Any:
     """Reads the flags of a tool. Raises SystemExit as tyro does."""
     return tyro.cli(of, args=argv, **options)
-
-
-def subcommands(commands: dict[str, Callable[..., Result]], argv: Sequence[str] | None, description: str) -> Result:
-    """Runs one of the functions, by its name on the command line. Raises SystemExit as tyro does."""
-    return tyro.extras.subcommand_cli_from_dict(commands, description=description, args=argv)
 
 
 def name_in(registry: Registry[Any]) -> Any:

@@ -55,7 +55,7 @@ def open_source(path: Path, values: bool = True) -> Source:
         if not path.is_file():
             raise CheckpointError(f"{path} is not there: name a file of weights or a folder of checkpoints")
         return Source(path, read_state_dict(path))
-    path = path if (path / METADATA).is_file() else find_checkpoint(path, None)
+    path = path if (path / METADATA).is_file() else find_checkpoint(path)
     metadata, device = read_metadata(path), "cpu" if values else "meta"
     tensors = {
         name: torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device=device)

@@ -11,11 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from megasnn.host_memory import copy_without_waiting, without_waiting
 from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.row_context import rows_of, shared_rows
 from megasnn.layers.shape_inference import refuse_second_call
-from megasnn.pinned import copy_without_waiting, without_waiting
 from megasnn.random import philox_key
 
 KeysOf = Callable[[range], Tensor]

@@ -25,7 +25,7 @@ from megasnn.layers.weight_grad import WeightGradients
 from megasnn.models.description import INPUT, Carried, LayerDescription, ModelDescription, frames_of
 from megasnn.parallel.sharding import ShardedTensor, copied_tensors, materialise, sharded_tensors
 from megasnn.pipeline.graphs import ChunkGraphs, GraphOptions
-from megasnn.telemetry.ranges import is_traced, named
+from megasnn.telemetry.ranges import named
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,6 @@ class PipelineChunk(nn.Module):
                     y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
             _require_described(step.description, y)
             y = map_entries(to_channels_last, y)
-            if is_traced():
-                given = [entry for each in inputs for entry in entries_of(each).values()]
-                self.weight_gradients.ranges.watch(name, given, list(entries_of(y).values()))
             outputs[step.number] = y if self._model.is_chain else _with_edges_of_their_own(y, inputs)
         if self.is_last:
             (output,) = outputs.values()

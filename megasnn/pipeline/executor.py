@@ -81,7 +81,6 @@ class PipelineExecutor:
         self.clock = DeviceClock(state.device)
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
         self._consume: OutputConsumer | None = None
-        self._current: Action | None = None
         modules = [module for chunk in chunks.values() for module in chunk.modules()]
         self._neurons = [module for module in modules if isinstance(module, NeuronLayer)]
         self._observes = False
@@ -140,7 +139,6 @@ class PipelineExecutor:
         with nullcontext() if trains else torch.no_grad():
             self._begin(schedule, tuple(micro.size for micro in micro_batches), trains)
             for action in actions:
-                self._current = action
                 start = None if self.observer is None else self.clock.mark()
                 try:
                     with at(partial(self._place, action)):
@@ -152,7 +150,6 @@ class PipelineExecutor:
         self._transfers.wait()
         if self._sync is not None and trains:
             self._sync.wait()
-        self._current = None
         return run
 
     def observe_spikes(self, observes: bool) -> None:
@@ -190,11 +187,6 @@ class PipelineExecutor:
         message = named(self._message(action)) if action.kind in SENDS | RECEIVES else nullcontext()
         with named(str(action)), message:
             self._methods[action.kind](run, action)
-
-    def place(self) -> str | None:
-        """Rank, stage, action and micro-batch of now, or of what failed; None between steps. For another thread."""
-        action = self._current
-        return None if action is None else self._place(action)
 
     def _place(self, action: Action) -> str:
         state = self._state
@@ -269,17 +261,13 @@ class PipelineExecutor:
 
     def _whole_backward(self, run: StepState, action: Action) -> None:
         self._begin_gradients(action)
-        self._backward(run, action)
+        run.backward(_key(action))
         self._chunks[action.chunk].finished(_key(action)[1])
-
-    def _backward(self, run: StepState, action: Action) -> None:
-        with self._chunks[action.chunk].weight_gradients.ranges.around():
-            run.backward(_key(action))
 
     def _input_gradient(self, run: StepState, action: Action) -> None:
         self._begin_gradients(action, first_part=True)
         with self._chunks[action.chunk].weight_gradients.deferred() as tasks:
-            self._backward(run, action)
+            run.backward(_key(action))
         tasks.reverse()
         run.weight_gradients[_key(action)] = tasks
 

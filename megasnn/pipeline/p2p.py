@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megasnn.bundle import Key, entries_of
 from megasnn.device_checks import explained
+from megasnn.host_memory import without_waiting
 from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, bits_of, decode_into, encode, encoded_like
 from megasnn.layers.context import BuildContext
@@ -35,7 +36,6 @@ from megasnn.models.description import DRY_SAMPLES, INPUT, Carried, ModelDescrip
 from megasnn.parallel.sharding import own_rows
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, ParallelState, start_messages
-from megasnn.pinned import without_waiting
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.receives import known_arrivals, posted_ahead, receives_from, sent_by_then

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megasnn.host_memory import without_waiting
 from megasnn.layers import ParallelBatchNorm
 from megasnn.layers.shape_inference import calls_of
 from megasnn.models.description import ModelDescription
@@ -21,7 +22,6 @@ from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel.sync_batch_norm import StepStatistics
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, start_messages
-from megasnn.pinned import without_waiting
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.p2p import on_wire
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megasnn.config import PretrainConfig
-from megasnn.free_memory import keep_free_memory, release_free_memory
 from megasnn.grid import ContextCut
+from megasnn.host_memory import keep_free_memory, release_free_memory
 from megasnn.models.description import ModelDescription
 from megasnn.optim.build import build_optimizer
 from megasnn.parallel.agreement import broadcast_result
@@ -24,7 +24,7 @@ from megasnn.pipeline.profile_layers import profile_layers, profile_pipeline
 from megasnn.planner.analyze import context_of, one_rank
 from megasnn.planner.cost_file import Analysis, LayerSeconds, Timed
 from megasnn.planner.machines import DEVICES, Machine
-from megasnn.telemetry.memory import device_name, held_memory_mb
+from megasnn.telemetry.memory import held_memory_mb, processor_name
 
 STEPS = 5  # of the optimizer
 Size = tuple[int, int, ContextCut]
@@ -76,7 +76,7 @@ def _machine(device: torch.device, link: LinkCost | None, update: float, ranks: 
     release_free_memory()
     return replace(
         base,
-        name=device_name(device),
+        name=processor_name() if is_cpu else torch.cuda.get_device_name(device),
         least=0.0,
         start=0.0,
         alone=1.0,  # seconds are there of one rank, and of all at the same time

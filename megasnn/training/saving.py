@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from megasnn.checkpoint.folder import Retention
 from megasnn.checkpoint.writer import Writer
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import SAMPLES, samples
@@ -43,10 +42,11 @@ class Saves:
                 claim.folder,
                 process_group=engine.state.world.handle,
                 background=options.async_save,
-                retention=Retention(options.keep_last, options.keep_every),
+                keep_last=options.keep_last,
+                keep_every=options.keep_every,
                 report=reporter.line,
                 complete=reporter.saved,
-                saved=begin.iteration if begin.saved else None,
+                saved=engine.iteration if begin.saved else None,
             )
 
     def save(self, skipped_steps: int) -> None:

@@ -89,7 +89,7 @@ def everything(folder: Path, step: int | None = None) -> tuple[float, str]:
 def test_without_damage_nothing_is_said(folder):
     loaded, said = everything(folder)
     assert loaded == 300 and "iter_" not in said
-    path = find_checkpoint(folder, None)
+    path = find_checkpoint(folder)
     assert {problem for _, problem in verify_checkpoint(path)} == {None}
     for name, told in read_metadata(path).files.items():  # checksums are those that other tools compute
         content = (path / name).read_bytes()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megasnn.checkpoint import save
-from megasnn.checkpoint.folder import BEST, LATEST, Retention, list_checkpoints
+from megasnn.checkpoint.folder import BEST, LATEST, list_checkpoints
 from megasnn.checkpoint.format import Progress
 from megasnn.checkpoint.load import load_global_tensors
 from megasnn.checkpoint.optimizer_state import LocalState
@@ -140,7 +140,7 @@ def test_a_second_save_waits_for_the_first_and_other_shapes_are_staged_anew(tmp_
 
 @BOTH
 def test_the_best_is_named_and_old_ones_go(tmp_path, background):
-    session = Session(tmp_path, Layout(), background, retention=Retention(last=1))
+    session = Session(tmp_path, Layout(), background, keep_last=1)
     assert session.saved(1)
     session.save(1, best=True)
     assert session.saved(2) and session.saved(3)

@@ -54,7 +54,7 @@ def test_what_a_checkpoint_is_of_is_said_and_kept(tmp_path, capsys, kind):
     assert answers(capsys, "reshard", "--load", path, "--save", tmp_path / "new")[0] == 0
     assert answers(capsys, "export", "--load", tmp_path / "new", "--output", tmp_path / "w.pt")[0] == 0
     assert answers(capsys, "import", "--input", tmp_path / "w.pt", "--save", tmp_path / "start")[0] == 0
-    assert {read_metadata(find_checkpoint(tmp_path / each, None)).model for each in ("new", "start")} == {name}
+    assert {read_metadata(find_checkpoint(tmp_path / each)).model for each in ("new", "start")} == {name}
 
 
 def test_diff_across_formats(run, tmp_path, capsys):

@@ -99,9 +99,9 @@ def test_nothing_is_lost_and_nothing_is_wrong(ranks, straight, tmp_path, layout,
     )
     kill(Ranks(tmp_path, 2, *TINY, *flags), draw)
     if kept := list_checkpoints(folder):
-        newest = read_metadata(find_checkpoint(folder, None)).iteration
+        newest = read_metadata(find_checkpoint(folder)).iteration
         assert same(saved(folder), expected[newest]) and newest >= kept[-1] - 1
-        assert {problem for _, problem in verify_checkpoint(find_checkpoint(folder, kept[-1]))} == {None}
+        assert {problem for _, problem in verify_checkpoint(folder / f"iter_{kept[-1]:07d}")} == {None}
     outcomes = ranks(2, train, os.environ["MEGASNN_CACHE"], *flags)
     assert {outcome.iteration for outcome in outcomes} == {LAST}
     assert same(saved(folder, LAST), expected[LAST])

@@ -73,7 +73,7 @@ def take_steps(
             steps.append(record_step(engine, state, *batch, micro_batch_size))
             if count > 1:
                 optimizer.step()
-                engine.refresh_copies()
+                engine.ties.refresh()
                 steps[-1].weights = weights_of(engine)
         return steps
     finally:

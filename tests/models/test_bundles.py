@@ -33,6 +33,7 @@ from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.p2p import Boundaries, Transfers
 from megasnn.pipeline.profile_layers import count_memory, profile_layers
 from megasnn.schedule import Action, Kind, Schedule, plan_schedule
+from tests.gradients import evaluated, forward_backward, merge_statistics
 from tests.models.networks import CLASSES, Bundles, Random, Sum, UNet, Up, between
 from tests.models.steps import assert_equal, images, one_step
 from tests.parity.ranks import Layout, assemble
@@ -102,8 +103,8 @@ def _random_step(seed: int, chunks: int) -> tuple[float, dict[str, Tensor]]:
         engine = DistributedModel(model, state, BuildContext(), bounds, plan)
         x, labels = images(Random())
         batches = [MicroBatchInput(x[i : i + 2].float(), labels[i : i + 2], 2, range(i, i + 2)) for i in (0, 2)]
-        loss = engine.forward_backward(batches, 4)
-        engine.merge_statistics(2)
+        loss = forward_backward(engine, batches, 4)
+        merge_statistics(engine, 2)
         return loss, {e.name: e.tensor if e.tensor.grad is None else e.tensor.grad for e in engine.tensors}
     finally:
         destroy_model_parallel()
@@ -124,14 +125,14 @@ def _traffic() -> dict[str, tuple[int, int]]:
     statistics.reset()
     try:
         model = describe(Bundles())
-        engine = DistributedModel(model, state, BuildContext(), [range(2), range(2, 6)], "1f1b")
+        engine = DistributedModel(model, state, BuildContext(), [range(2), range(2, 6)], plan_schedule("1f1b", 2))
         x, labels = images(Bundles())
         first, last = engine.takes_images, engine.gives_logits
         micro = MicroBatchInput(x[:2].float() if first else None, labels[:2] if last else None, 2, range(2))
         with statistics.counting():
-            engine.forward_backward([micro], 2)
+            forward_backward(engine, [micro], 2)
             engine.evaluate([micro, micro])
-            engine.forward_backward([micro], 2)
+            forward_backward(engine, [micro], 2)
         return {group: (t.bytes, t.dense_bytes) for (group, _, _), t in statistics.read().items()}
     finally:
         statistics.reset()
@@ -167,10 +168,11 @@ def _step_with_a_loss_of_its_own(layout: Layout) -> tuple[float, list[float]]:
     try:
         context = BuildContext(state.tp, torch.float64, torch.float64)
         bounds = [range(6)] if layout.pipeline == 1 else [range(4), range(4, 6)]
-        engine = DistributedModel(describe(Bundles()), state, context, bounds, "1f1b", loss=_bounded)
+        plan = plan_schedule("1f1b", len(bounds))
+        engine = DistributedModel(describe(Bundles()), state, context, bounds, plan, loss=_bounded)
         x, labels = images(Bundles())
         micro = MicroBatchInput(x, labels, len(x), range(len(x)))
-        return engine.forward_backward([micro], len(x)), engine.total(engine.evaluate([micro]))
+        return forward_backward(engine, [micro], len(x)), evaluated(engine, [micro])
     finally:
         destroy_model_parallel()
 

@@ -26,6 +26,7 @@ from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.plan import shared_weights
 from megasnn.schedule import SchedulePlan, plan_schedule
 from megasnn.schedule.partition import balanced_bounds
+from tests.gradients import forward_backward, merge_statistics
 from tests.parity.spikingjelly_reference import DIMS, IMAGE_SIZE, from_spikingjelly
 
 
@@ -195,11 +196,11 @@ def record_step(
 
     engine.loss = keeping
     most = max(len(micro_batches_of(len(sizes), state.dp.size, r)) for r in range(state.dp.size))
-    loss = engine.forward_backward(batches, len(labels))
+    loss = forward_backward(engine, batches, len(labels))
     engine.loss = inner
     for hook in hooks:
         hook.remove()
-    engine.merge_statistics(most)
+    merge_statistics(engine, most)
     place = state.coordinates
     replica = state.dp.rank, place.cp
     result = RankStep((place.pp, *replica, place.tp), loss, engine.norm, logits, sum(fired))

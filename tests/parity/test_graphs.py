@@ -26,6 +26,7 @@ from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from megasnn.telemetry.spikes import LayerSpikes
 from megasnn.training.metrics import Metrics
+from tests.gradients import forward_backward, merge_statistics
 from tests.host_waits import MODEL_FLAGS
 from tests.models.networks import CLASSES, Random
 from tests.recorded_graphs import Pool, RecordedGraphs, recorded_graphs
@@ -96,8 +97,8 @@ def random_steps(seed: int, chunks: int, graphs: RecordedGraphs | None) -> list[
             labels = torch.randint(CLASSES, (4,), generator=random)
             samples = [range(4 * step + i, 4 * step + i + 2) for i in (0, 2)]
             batches = [MicroBatchInput(images[i : i + 2], labels[i : i + 2], 2, samples[i // 2]) for i in (0, 2)]
-            loss = engine.forward_backward(batches, 4)
-            engine.merge_statistics(2)
+            loss = forward_backward(engine, batches, 4)
+            merge_statistics(engine, 2)
             tensors = [e.tensor if e.tensor.grad is None else e.tensor.grad for e in engine.tensors]
             found.append((loss, [each.clone() for each in tensors]))
         return found

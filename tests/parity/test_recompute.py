@@ -28,6 +28,7 @@ from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
 from megasnn.schedule.passes import RECOMPUTE
+from tests.gradients import evaluated, forward_backward, merge_statistics
 from tests.models.networks import Bundles, Tied, UNet
 from tests.parity.networks import CalledAgain
 from tests.parity.ranks import Layout, model_config
@@ -76,13 +77,13 @@ def _step(name: str, layout: Layout, recompute: str | None, state: ParallelState
     batches = _micro_batches(engine, state)
     with statistics.counting():
         statistics.reset()
-        loss = engine.forward_backward(batches, SAMPLES)
+        loss = forward_backward(engine, batches, SAMPLES)
         traffic = {key: each for key, each in statistics.read().items() if key[0] == "tp"}
-    engine.merge_statistics(len(batches))
+    merge_statistics(engine, len(batches))
     tensors = [(e.name, e.tensor if e.tensor.grad is None else e.tensor.grad) for e in engine.tensors]
     correct, seen = engine.correct, sorted(spikes)
-    evaluated = engine.total(engine.evaluate(batches))
-    return Step(loss, engine.norm, correct, evaluated, seen, {name: _digest(value) for name, value in tensors}, traffic)
+    sums = evaluated(engine, batches)
+    return Step(loss, engine.norm, correct, sums, seen, {name: _digest(value) for name, value in tensors}, traffic)
 
 
 def _micro_batches(engine: DistributedModel, state: ParallelState) -> list[MicroBatchInput]:

@@ -29,6 +29,7 @@ from megasnn.pipeline.p2p import Transfers
 from megasnn.schedule import Action, plan_schedule
 from megasnn.schedule.actions import COMPUTE
 from megasnn.telemetry.timers import DeviceClock
+from tests.gradients import forward_backward
 from tests.nccl_like import nccl_like
 from tests.pairwise import Pair, pairs_of, pairwise
 from tests.parity import spikingjelly_reference as reference
@@ -174,7 +175,7 @@ def _owning_rows() -> list[float]:
         for _ in range(STEPS):
             losses.append(record_step(engine, state, images, labels, MICRO_BATCH).loss)
             optimizer.step()
-            engine.all_gather_params()
+            engine.data_parallel.all_gather_params()
         assert device.communicators == started, "something in a step was a first use"
         destroy_model_parallel()
         return losses
@@ -195,7 +196,7 @@ def _finer(layout: Layout) -> list[float]:
         started, losses = list(device.communicators), list[float]()
         for _ in range(STEPS):
             losses.append(record_step(engine, state, images, labels, MICRO_BATCH).loss)
-            engine.all_gather_params()
+            engine.data_parallel.all_gather_params()
         assert device.communicators == started, "something in a step was a first use"
         destroy_model_parallel()
         return losses
@@ -293,7 +294,7 @@ def _observed_later(schedules: list[tuple[str, int]]) -> list[list[float]]:
                 engine.executor.observe_spikes(observed is not None)
                 for _, neuron in engine.neurons():
                     neuron.observer = observed and (lambda spikes, observed=observed: observed())
-                found.append(engine.forward_backward(batches, SAMPLES))
+                found.append(forward_backward(engine, batches, SAMPLES))
             losses.append(found)
             destroy_model_parallel()
         return losses

@@ -16,6 +16,7 @@ from megasnn.pipeline.chunk import build_chunk
 from megasnn.pipeline.cost_model import LayerCost, PipelineCosts
 from megasnn.pipeline.profile_layers import profile_pipeline
 from megasnn.schedule.partition import balanced_bounds
+from tests.gradients import forward_backward, merge_statistics
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, assemble, model_config, one_step
 from tests.parity.test_layouts import SIZES, error, run_step
@@ -143,8 +144,8 @@ def _statistics_before_and_after_evaluation() -> bool:
         engine = build_engine(state, "1f1b", torch.float64)
         images, labels = reference.data(6)
         batches = [MicroBatchInput(x, y, 3) for x, y in zip(images.split(3), labels.split(3), strict=True)]
-        engine.forward_backward(batches, 6)
-        engine.merge_statistics(2)
+        forward_backward(engine, batches, 6)
+        merge_statistics(engine, 2)
         before = [e.tensor.clone() for e in engine.tensors]
         engine.evaluate(batches)
         engine.run_again(batches)

@@ -24,7 +24,7 @@ def ranges(path) -> set[str]:
 
 def annotations(path) -> list[dict]:
     events = json.loads(path.read_text())["traceEvents"]
-    of_torch = ("gloo:", "Optimizer.")
+    of_torch = ("gloo:", "Optimizer.", "ProfilerStep")
     return [
         event for event in events if event.get("cat") == "user_annotation" and not event["name"].startswith(of_torch)
     ]
