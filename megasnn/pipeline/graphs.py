@@ -268,8 +268,6 @@ def why_not(layer: nn.Module) -> str | None:
         hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
         if any(hooks) or any(each._backward_hooks for each in module.parameters(recurse=False)):
             return f"{what} has hooks, and no replay calls them"
-        if module._compiled_call_impl is not None:
-            return f"{what} is compiled by torch.compile"
         if kind.__module__.split(".")[0] not in KNOWN:
             return f"{what} is no module of MegaSNN's or torch's: what it decides in Python would be decided once"
     return None
