@@ -72,7 +72,7 @@ class PipelineChunk(nn.Module):
         context: BuildContext,
     ) -> None:
         super().__init__()
-        self._model, self._span = model, bounds[index]
+        self._model, self._span, self._is_chain = model, bounds[index], model.is_chain
         span = self._span
         self.index = index
         self.is_first, self.is_last = index == 0, index == len(bounds) - 1
@@ -131,7 +131,7 @@ class PipelineChunk(nn.Module):
                     y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
             _require_described(step.description, y)
             y = map_entries(to_channels_last, y)
-            outputs[step.number] = y if self._model.is_chain else _with_edges_of_their_own(y, inputs)
+            outputs[step.number] = y if self._is_chain else _with_edges_of_their_own(y, inputs)
         if self.is_last:
             (output,) = outputs.values()
             return output
