@@ -36,17 +36,15 @@ if TYPE_CHECKING:
     from megasnn.layers import ParallelBatchNorm as ParallelBatchNorm
     from megasnn.layers import ParallelConv as ParallelConv
     from megasnn.layers import ParallelDropout as ParallelDropout
-    from megasnn.layers import ParallelIF as ParallelIF
-    from megasnn.layers import ParallelLIF as ParallelLIF
     from megasnn.layers import ParallelLinear as ParallelLinear
     from megasnn.layers import ParallelNeuron as ParallelNeuron
-    from megasnn.layers import ParallelPLIF as ParallelPLIF
     from megasnn.layers import SpikeDrivenAttention as SpikeDrivenAttention
     from megasnn.layers import SpikingNeuron as SpikingNeuron
     from megasnn.layers import SpikingSelfAttention as SpikingSelfAttention
     from megasnn.layers import TemporalEffectiveBatchNorm as TemporalEffectiveBatchNorm
     from megasnn.layers import TokenAttention as TokenAttention
     from megasnn.layers import WholeImages as WholeImages
+    from megasnn.layers.shape_inference import mark_spikes as mark_spikes
     from megasnn.models.convert_module import shard as shard
     from megasnn.models.description import LayerDescription as LayerDescription
     from megasnn.models.description import ModelDescription as ModelDescription
@@ -73,10 +71,11 @@ _NAMES = {
     "megasnn.kernels.spike_codec": "COUNTS DENSE SPIKES Content",
     "megasnn.layers": (
         "BuildContext ConvNormNeuron DropPath KeyedLayer MaxPool MeanLinear MeanOverSpace NeuronConvNorm "
-        "ParallelBatchNorm ParallelConv ParallelDropout ParallelIF ParallelLIF ParallelLinear "
-        "ParallelNeuron ParallelPLIF SpikeDrivenAttention SpikingNeuron SpikingSelfAttention "
+        "ParallelBatchNorm ParallelConv ParallelDropout ParallelLinear "
+        "ParallelNeuron SpikeDrivenAttention SpikingNeuron SpikingSelfAttention "
         "TemporalEffectiveBatchNorm TokenAttention WholeImages"
     ),
+    "megasnn.layers.shape_inference": "mark_spikes",
     "megasnn.models.convert_module": "shard",
     "megasnn.models.description": "LayerDescription ModelDescription",
     "megasnn.models.layer": "layer",

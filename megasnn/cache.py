@@ -12,11 +12,13 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from megasnn.files import sync
+
 FOLDER = "MEGASNN_CACHE"
 """Environment variable: the cache folder, instead of megasnn in XDG_CACHE_HOME or ~/.cache."""
 MACHINE_CODE = "numba"
 """Folder of the kernels' machine code."""
-_PATIENCE_SECONDS = 1800.0
+_PATIENCE_SECONDS = 86400.0  # for another process, which gives up by itself or releases the lock as it ends
 _ADVICE = f"set the environment variable {FOLDER} to a folder with space that you alone can write to"
 
 
@@ -57,13 +59,11 @@ def name_in_cache(readable: str, suffix: str, *version: str) -> str:
     return f"{beginning}-{hashlib.blake2b(os.fsencode(chr(0).join(version)), digest_size=8).hexdigest()}{suffix}"
 
 
-def build_once(target: Path, build: Callable[[Path], object], patience: float = _PATIENCE_SECONDS) -> Path:
+def build_once(target: Path, build: Callable[[Path], object]) -> Path:
     """Returns `target`; where it does not exist yet, `build(temporary path)` makes it, in one process of a host.
 
     It appears complete or not at all: it is written beside its place, synced and renamed.
 
-    Args:
-        patience: seconds to wait for another process that makes it.
     Raises:
         CacheError: it cannot be written, or another process has been making it for too long; and what `build` raises.
     """
@@ -72,16 +72,13 @@ def build_once(target: Path, build: Callable[[Path], object], patience: float = 
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with FileLock(target.with_name(f".{target.name}.lock"), timeout=patience):
+        with FileLock(target.with_name(f".{target.name}.lock"), timeout=_PATIENCE_SECONDS):
             if not target.exists():
                 build(temporary)
-                with open(temporary, "rb") as file:
-                    os.fsync(file.fileno())  # lest a power cut leave an empty file in its place
+                sync(temporary)  # lest a power cut leave an empty file in its place
                 os.replace(temporary, target)
     except Timeout as error:
-        raise CacheError(
-            f"another process has held {error.lock_file} for {patience:g} s: end it, or start again later"
-        ) from None
+        raise CacheError(f"another process has held {error.lock_file} for too long: end it, or start later") from None
     except OSError as error:
         raise CacheError(f"cannot make {target}: {error}; {_ADVICE}") from error
     finally:

@@ -113,21 +113,18 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_arrays(data: bytes, limit: int = SAMPLE_BYTES) -> dict[str, NDArray]:
-    """Arrays of an .npz by name, or fields of an .npy of one structured array. Python objects are refused.
+    """Arrays of an .npz by name. Python objects are refused.
 
     Args:
         data: the whole file.
         limit: bytes that the arrays may have together.
     Raises:
-        ValueError: it is neither, cut, damaged, or too large, or an array is not of numbers.
+        ValueError: it is none, cut, damaged, or too large, or an array is not of numbers.
     """
     try:
-        if zipfile.is_zipfile(io.BytesIO(data)):
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                require_size("its arrays", sum(member.file_size for member in archive.infolist()), limit)
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            require_size("its arrays", sum(member.file_size for member in archive.infolist()), limit)
         loaded = np.load(io.BytesIO(data), allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return {name: loaded[name] for name in loaded.dtype.names or ()}
         return {name: loaded[name] for name in loaded.files}
     except _ZIP_ERRORS as error:
         raise ValueError(f"not a sound NumPy file of {len(data)} bytes: {error}") from error

@@ -40,7 +40,8 @@ class Group:
         made: dist.ProcessGroup | None = None,
         sizes: tuple[int, ...] = (),
     ) -> None:
-        self.name, self.ranks, self.rank, self.sizes, self._made = name, ranks, rank, sizes, made
+        self.name, self.ranks, self.rank, self._made = name, ranks, rank, made
+        self.sizes = sizes or (len(ranks),)
 
     @property
     def handle(self) -> dist.ProcessGroup | None:

@@ -57,10 +57,6 @@ def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callbac
         refuse_unbuildable(config)
         refuse_other_samples(config)
         refuse_other_device(config, world_size)
-    except SystemExit as end:  # after the help, or what the parser has told
-        if not end.code:
-            raise
-        return 2
     except ConfigError as error:
         if speaks:
             sys.stderr.write(f"[rank {rank}] {error}\n")
@@ -133,7 +129,7 @@ def configuration(model: type[Model], argv: Sequence[str], console_outputs: bool
     if not saved:
         return given
     config = parse(run_config(model), argv, console_outputs, model.recipes(), saved)
-    taken = flags_between(given, config)
+    taken = [each for of_part in flags_between(given, config).values() for each in of_part]
     if taken and os.environ.get("RANK", "0") == "0":
         print(f"--load {in_message(given.checkpoint.load)} gives {' '.join(map(in_message, taken))}")
     return config
@@ -153,11 +149,6 @@ def _saved_values(model: type[Model], given: PretrainConfig) -> Values:
     if found is None or found.config is None or found.model not in (None, model.name):
         return {}
     values: dict[str, Any] = {part: found.config.get(part) for part in ("model", "neuron")}
-    try:
-        built = from_dict(run_config(model), values)
-    except ConfigError:
-        return {}
-    if not (given.training.evaluate_only or options.finetune):
-        return values
-    samples = {"data": samples_from(found.extra, replace(given, model=built.model))}
-    return values if refusal(from_dict, run_config(model), samples) else values | samples
+    if given.training.evaluate_only or options.finetune:
+        values["data"] = samples_from(found.extra, given.training.evaluate_only)
+    return {} if refusal(from_dict, run_config(model), values) else values

@@ -117,8 +117,7 @@ def test_a_wheel_holds_every_file_of_the_package(source, tmp_path) -> None:
 
 def test_every_program_is_installed() -> None:
     programs = {file.stem for file in (ROOT / "megasnn" / "commands").glob("*.py")} - {"__init__"}
-    installed = {f"megasnn-{program.replace('_', '-')}": f"megasnn.commands.{program}:program" for program in programs}
-    assert SCRIPTS == {"megasnn": "megasnn.__main__:main", **installed}
+    assert SCRIPTS.keys() == {"megasnn", *(f"megasnn-{program.replace('_', '-')}" for program in programs)}
     for place in SCRIPTS.values():
         module, _, function = place.partition(":")
         assert callable(getattr(import_module(module), function))

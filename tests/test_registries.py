@@ -83,7 +83,7 @@ def one_of_each() -> Iterator[None]:
         (NEURONS, Neuron("halves", half, leaks=False)),
         (LOSSES, Loss("as mse", loss)),
         (AUGMENTATIONS, Augmentation("as cifar", change, (IMAGES,))),
-        (OPTIMIZERS, OptimizerRecipe("as adamw", adam, lambda: ("step", "exp_avg", "exp_avg_sq"))),
+        (OPTIMIZERS, OptimizerRecipe("as adamw", adam, ("step", "exp_avg", "exp_avg_sq"))),
         (PRECISIONS, Precision("as fp32", "float32", "float32")),
     ]
     with ExitStack() as stack:

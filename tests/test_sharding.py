@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasnn.grid import AXES, HOLDING_AXES, Coordinates, Grid, Place
-from megasnn.parallel.sharding import Cut, Shard, row_bounds
+from megasnn.parallel.sharding import Cut, Shard, own_rows
 
 
 @st.composite
@@ -59,9 +59,9 @@ def test_rows_that_replicas_own_are_written_once(replicas, tensor, blocks, rows,
         local = owned.cut(full)
         assert tuple(local.shape) == owned.local_shape and (replicas > 1 or owned == held)
         assert owned.is_cut("dp_replicate") == (replicas > 1)
-        bounds, own = row_bounds(1 if is_number else rows * blocks, replicas), place.index("dp_replicate")
+        own = own_rows(1 if is_number else rows * blocks, [replicas], place.index("dp_replicate"))
         whole_here = held.cut(full).reshape(-1, 1 if is_number else 2)
-        assert torch.equal(local.reshape(-1), whole_here[bounds[own] : bounds[own + 1]].reshape(-1))
+        assert torch.equal(local.reshape(-1), whole_here[own.start : own.stop].reshape(-1))
         if owned.is_primary():
             sizes.append(local.numel())
             for piece in owned.pieces():
@@ -90,7 +90,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ValueError, match=r"6, cannot be cut into 4 equal parts; choose a --tensor-model-parallel-size"):
         Shard((18,), (("tp", Cut(0, 3)),), Place(Grid(tp=4)))
     with pytest.raises(ValueError, match="partial_gradient"):
-        Shard((4,), (("tp", Cut(0)),), Place(Grid(tp=2)), ("tp",))
+        Shard((4,), (("tp", Cut(0)),), Place(Grid(tp=2)), True)
 
 
 def test_a_description_does_not_grow_with_the_ranks() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megasnn.commands.show_data import program
+from megasnn.commands.show_data import main
 
 if __name__ == "__main__":
-    sys.exit(program())
+    sys.exit(main())

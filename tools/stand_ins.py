@@ -6,30 +6,18 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import MagicMock
 
 from torch import Tensor
 
-READERS = ("pydantic", "pydantic_core", "tyro", "safetensors", "PIL", "tqdm", "webdataset")
-"""Libraries of command lines and files, which training steps do not need."""
-
-
-class _Anything:
-    """Stands for what a missing library has: its attributes, calls and items are such objects again."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Anything()
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return arguments[0] if arguments and callable(arguments[0]) else _Anything()  # a decorator gives its function
-
-    def __getitem__(self, key: object) -> Any:
-        return self
+READERS = (
+    *("pydantic", "pydantic.dataclasses", "pydantic_core", "tyro", "tyro.conf", "safetensors", "safetensors.torch"),
+    *("PIL", "tqdm", "tqdm.contrib", "tqdm.contrib.concurrent", "webdataset", "webdataset.gopen"),
+    *("webdataset.shardlists", "webdataset.tariterators", "webdataset.writer"),
+)
+"""Libraries of command lines and files with their modules, which training steps do not need."""
 
 
 class _TypeAdapter:
@@ -45,42 +33,17 @@ class _TypeAdapter:
         return self._kind(**json.loads(text))
 
 
-STAND_INS: dict[str, Any] = {
-    "dataclass": lambda config=None, **options: dataclasses.dataclass(**options),
-    "TypeAdapter": _TypeAdapter,
-    "ValidationError": type("ValidationError", (ValueError,), {}),
-    "tqdm": lambda items, **_: items,
-}
-
-
-def _stand_in(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return STAND_INS.get(name, _Anything())
-
-
-class _Missing:
-    """Finds stand-ins for libraries that are missing."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        loader: Any = self
-        return ModuleSpec(name, loader, is_package=True) if name.partition(".")[0] in self._names else None
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
-    def exec_module(self, module: Any) -> None:
-        module.__getattr__ = _stand_in
-
-
 def do_without_libraries() -> None:
     """Puts stand-ins into the place of libraries that are missing."""
-    missing = [name for name in READERS if not _is_there(name)]
-    finder: Any = _Missing(missing)
-    sys.meta_path.insert(0, finder)
+    for name in READERS:
+        if not _is_there(name.partition(".")[0]):
+            sys.modules[name] = MagicMock(__path__=[])
+    if isinstance(sys.modules.get("pydantic"), MagicMock):
+        pydantic: Any = sys.modules["pydantic"]
+        pydantic.TypeAdapter, pydantic.ValidationError = _TypeAdapter, type("ValidationError", (ValueError,), {})
+        pydantic.with_config = lambda *_, **__: lambda kind: kind
+        decorator: Any = sys.modules["pydantic.dataclasses"]
+        decorator.dataclass = lambda config=None, **options: dataclasses.dataclass(**options)
     if not _is_there("spikingjelly"):
         from megasnn.kernels import SURROGATES
 
@@ -91,7 +54,7 @@ def do_without_libraries() -> None:
 
 def _is_there(name: str) -> bool:
     try:
-        return find_spec(name) is not None
+        return not isinstance(sys.modules.get(name), MagicMock) and find_spec(name) is not None
     except ImportError:
         return False
 

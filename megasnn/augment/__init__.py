@@ -8,26 +8,27 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from megasnn.augment.event_frames import flip_and_one_more, flip_and_roll, roll
+from megasnn.augment.event_frames import flip_and_one_more, flip_and_roll
 from megasnn.augment.images import crop_and_flip, flip
 from megasnn.registry import Registry
 
 __all__ = ["AUGMENTATIONS", "FRAMES", "IMAGES", "Augmentation", "crop_and_flip", "flip_and_one_more", "flip_and_roll"]
 
 IMAGES, FRAMES = "images", "event frames"  # kinds of samples
+Key = tuple[int, int, int]
+"""Key of a random change: seed, epoch, number of the sample."""
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """
+    """Random change of decoded samples.
+
     Attributes:
         summary: for --help.
         change: (sample, seed, epoch, number of the sample) -> another one of the same shape.
         samples: the kinds that it is for.
         normalisation: the name of the constants by which RGB images are normalised with it.
         crops: a random part of the image as its file has it is scaled to the model's size, not its middle.
-        decoder: (seed, epoch, number of the sample) -> what makes of its file's content the sample that `change` takes;
-            None where that is as in evaluation.
     """
 
     summary: str
@@ -35,10 +36,6 @@ class Augmentation:
     samples: tuple[str, ...]
     normalisation: str = "generic"
     crops: bool = False
-    decoder: Callable[[int, int, int], Callable[[bytes], NDArray[Any]]] | None = None
-
-    def __call__(self, sample: NDArray[Any], seed: int, epoch: int, number: int) -> NDArray[Any]:
-        return self.change(sample, seed, epoch, number)
 
 
 def unchanged(sample: NDArray[Any], seed: int, epoch: int, number: int) -> NDArray[Any]:
@@ -62,6 +59,5 @@ AUGMENTATIONS: Registry[Augmentation] = Registry(
         "nda": Augmentation(
             "flip them, then roll, rotate, shear or cut out (Li et al. 2022)", flip_and_one_more, (FRAMES,)
         ),
-        "roll": Augmentation("roll them by up to 2 pixels", roll, (FRAMES,)),
     },
 )

@@ -23,11 +23,6 @@ def flip_and_roll(frames: NDArray[Any], seed: int, epoch: int, sample: int) -> N
     return _roll(_flip(frames, draws), draws)
 
 
-def roll(frames: NDArray[Any], seed: int, epoch: int, sample: int) -> NDArray[Any]:
-    """Rolls `[T, 2, H, W]` by up to 2 pixels each way: for digits and others that a mirror makes something else of."""
-    return _roll(frames, Draws(seed, "roll", epoch, sample), most=2)
-
-
 def flip_and_one_more(frames: NDArray[Any], seed: int, epoch: int, sample: int) -> NDArray[Any]:
     """Neuromorphic data augmentation on `[T, 2, H, W]`: mirror half of them, then one change of four, equally likely.
 
@@ -52,8 +47,8 @@ def _flip(frames: NDArray[Any], draws: Draws) -> NDArray[Any]:
     return frames[..., ::-1] if draws.coin() else frames
 
 
-def _roll(frames: NDArray[Any], draws: Draws, most: int = _ROLL) -> NDArray[Any]:
-    return np.roll(frames, [draws.below(2 * most + 1) - most for _ in range(2)], (-2, -1))
+def _roll(frames: NDArray[Any], draws: Draws) -> NDArray[Any]:
+    return np.roll(frames, [draws.below(2 * _ROLL + 1) - _ROLL for _ in range(2)], (-2, -1))
 
 
 def _cut_out(frames: NDArray[Any], draws: Draws) -> NDArray[Any]:

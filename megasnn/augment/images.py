@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from megasnn.augment.rand_augment import RandAugment
 from megasnn.random import Draws
@@ -17,7 +16,7 @@ from megasnn.random import Draws
 _MARGIN = 4
 _ATTEMPTS = 10  # to find a part of the wanted size and shape that fits
 _ERASED = (0.02, 1 / 3)  # shares of the image
-_CROP_SHAPE = 4 / 3  # a crop's longer side by its shorter one, at most
+CROP_SHAPE = 4 / 3  # a crop's longer side by its shorter one, at most
 _ERASED_SHAPE = 0.3  # the flattest rectangle's height by its width, and the steepest one's width by its height
 
 Box = tuple[int, int, int, int]
@@ -37,34 +36,6 @@ class ImageRecipe:
     crop_scale: float = 0.08
     rand_augment: RandAugment | None = None
     erasing: float = 0.0
-
-    def box(self, size: tuple[int, int], seed: int, epoch: int, sample: int) -> Box:
-        """The part of an image of this width and height that a random crop keeps."""
-        return random_box(size, self.crop_scale, _CROP_SHAPE, Draws(seed, "crop", epoch, sample))
-
-
-@dataclass(frozen=True)
-class ImageChange:
-    """An augmentation of images, and behind it what a recipe has besides.
-
-    Attributes:
-        mean: of pixel values from 0 to 255, for each channel.
-    """
-
-    first: Callable[[NDArray[Any], int, int, int], NDArray[Any]]
-    recipe: ImageRecipe
-    mean: tuple[float, ...]
-
-    def __call__(self, image: NDArray[Any], seed: int, epoch: int, sample: int) -> NDArray[Any]:
-        """Changes an image: uint8, or float32 where a rectangle was erased, since means are no whole numbers."""
-        recipe, image = self.recipe, self.first(image, seed, epoch, sample)
-        if recipe.rand_augment:
-            fill = tuple(min(255, round(value)) for value in self.mean)
-            draws = Draws(seed, "rand-augment", epoch, sample)
-            image = np.asarray(recipe.rand_augment(Image.fromarray(image), draws, fill))
-        if recipe.erasing:
-            image = erase(image, recipe.erasing, self.mean, Draws(seed, "erasing", epoch, sample))
-        return image
 
 
 def crop_and_flip(image: NDArray[Any], seed: int, epoch: int, sample: int) -> NDArray[Any]:
@@ -112,7 +83,8 @@ def random_box(size: tuple[int, int], scale: float, ratio: float, draws: Draws) 
 def erase(image: NDArray[Any], probability: float, mean: Sequence[float], draws: Draws) -> NDArray[Any]:
     """Replaces a rectangle of 2 to 33 percent of the area by the mean (Zhong et al. 2017, arXiv 1708.04896).
 
-    As timm does it in mode "const": zero once the image is normalised.
+    As timm does it in mode "const": zero once the image is normalised. An erased image is float32, since means are no
+    whole numbers.
     """
     if draws.unit() >= probability:
         return image

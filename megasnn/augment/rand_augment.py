@@ -17,9 +17,8 @@ NAMES = (
 """Operations, in the order in which numbers choose them."""
 _ENHANCERS = {name: getattr(ImageEnhance, name.title()) for name in ("color", "contrast", "brightness", "sharpness")}
 _STRONGEST = 10.0  # the magnitude that stands for the end of each operation's range
-_MOST = 15
-_UNIFORM = 100  # a deviation above it stands for a uniform distribution
-_FORM = "rand-m9-mstd0.5-inc1: rand, then any of m, n, mstd, mmax, p and inc, each with a number"
+_NUMBER = r"(\d{1,9}(?:\.\d{1,9})?)"
+_FORM = rf"rand-m{_NUMBER}(?:-n([1-9]))?(?:-mstd{_NUMBER})?-inc1"
 
 
 @dataclass(frozen=True)
@@ -29,36 +28,25 @@ class RandAugment:
     Attributes:
         magnitude: how strong, of 10 (m).
         count: how many operations are chosen (n).
-        deviation: of the magnitude, which is normal about its mean; above 100 it is uniform below it (mstd).
-        highest: what magnitudes are cut to (mmax).
-        probability: that a chosen operation is applied (p).
-        increasing: all operations become stronger with the magnitude (inc).
+        deviation: of the magnitude, which is normal about its mean and cut to 0 and 10 (mstd).
         names: of the operations there are.
     """
 
-    magnitude: float = _STRONGEST
+    magnitude: float
     count: int = 2
     deviation: float = 0.0
-    highest: float = _STRONGEST
-    probability: float = 0.5
-    increasing: bool = False
     names: tuple[str, ...] = NAMES
 
     def __call__(self, image: Image.Image, draws: Draws, fill: Fill) -> Image.Image:
         """Args: fill: what moves in from outside the image."""
         for chosen in [draws.below(len(self.names)) for _ in range(self.count)]:
-            if draws.unit() < self.probability:
-                strength = self._magnitude(draws) / _STRONGEST
-                image = operate(self.names[chosen], image, strength, self.increasing, draws, fill)
+            if draws.unit() < 0.5:
+                magnitude = self.magnitude
+                if self.deviation:
+                    magnitude += self.deviation * float(draws.normals(1)[0])
+                strength = max(0.0, min(magnitude, _STRONGEST)) / _STRONGEST
+                image = operate(self.names[chosen], image, strength, draws, fill)
         return image
-
-    def _magnitude(self, draws: Draws) -> float:
-        magnitude = self.magnitude
-        if self.deviation > _UNIFORM:
-            magnitude = draws.between(0, magnitude)
-        elif self.deviation:
-            magnitude += self.deviation * float(draws.normals(1)[0])
-        return max(0.0, min(magnitude, self.highest))
 
 
 def parse_rand_augment(text: str, only: str | None = None) -> RandAugment:
@@ -67,32 +55,17 @@ def parse_rand_augment(text: str, only: str | None = None) -> RandAugment:
     Args:
         only: names of operations with commas between them; None for all.
     """
-    first, *sections = text[:200].split("-")
-    values: dict[str, float] = {}
-    for section in sections:
-        found = re.fullmatch(r"(m|n|mstd|mmax|p|inc)([0-9]{1,9}(?:\.[0-9]{1,9})?)", section)
-        if not found or found[1] in values:
-            raise ValueError(f"--rand-augment {text[:80]}: it is written like {_FORM}")
-        values[found[1]] = float(found[2])
-    if first != "rand":
-        raise ValueError(f"--rand-augment {text[:80]}: it is written like {_FORM}")
-    count, increasing, probability = values.get("n", 2.0), values.get("inc", 0.0), values.get("p", 0.5)
-    if count not in range(1, _MOST + 1) or increasing not in (0, 1) or probability > 1:
-        raise ValueError(f"--rand-augment {text}: n is one of 1 to {_MOST}, inc is 0 or 1, and p at most 1")
-    magnitude, highest = values.get("m", _STRONGEST), values.get("mmax", _STRONGEST)
+    found = re.fullmatch(_FORM, text[:80])
+    if not found:
+        raise ValueError(f"--rand-augment {text[:80]}: it is written like rand-m9-n2-mstd0.5-inc1; n and mstd may lack")
     names = NAMES if only is None else tuple(name.strip() for name in only.split(","))
     if unknown := [name for name in names if name not in NAMES]:
         raise ValueError(f"--rand-augment: there is no operation {unknown[0][:80]!r}; there are {', '.join(NAMES)}")
-    return RandAugment(magnitude, int(count), values.get("mstd", 0.0), highest, probability, increasing == 1, names)
+    return RandAugment(float(found[1]), int(found[2] or 2), float(found[3] or 0), names)
 
 
-def operate(name: str, image: Image.Image, strength: float, increasing: bool, draws: Draws, fill: Fill) -> Image.Image:
-    """Applies one operation.
-
-    Args:
-        strength: from 0 to 1, the end of the operation's range.
-        increasing: the operation becomes stronger with it; originally some become weaker.
-    """
+def operate(name: str, image: Image.Image, strength: float, draws: Draws, fill: Fill) -> Image.Image:
+    """Applies one operation, the stronger the larger `strength` is, from 0 to 1 (timm's increasing variants)."""
     match name:
         case "auto-contrast":
             return ImageOps.autocontrast(image)
@@ -103,11 +76,10 @@ def operate(name: str, image: Image.Image, strength: float, increasing: bool, dr
         case "rotate":
             return image.rotate(_sign(draws) * 30 * strength, Image.Resampling.BICUBIC, fillcolor=fill)
         case "posterize":  # keeps the upper bits of each value; none of them is black
-            bits = max(0, 4 - int(4 * strength)) if increasing else int(4 * strength)
+            bits = max(0, 4 - int(4 * strength))
             return _by_value(image, [value >> 8 - bits << 8 - bits for value in range(256)])
         case "solarize":
-            threshold = int(256 * strength)
-            return ImageOps.solarize(image, 256 - threshold if increasing else threshold)
+            return ImageOps.solarize(image, 256 - int(256 * strength))
         case "solarize-add":
             added = int(110 * strength)
             return _by_value(image, [min(255, value + added) if value < 128 else value for value in range(256)])
@@ -120,8 +92,7 @@ def operate(name: str, image: Image.Image, strength: float, increasing: bool, dr
         case "translate-y":
             return _affine(image, (1, 0, 0, 0, 1, 0.45 * _sign(draws) * strength * image.height), fill)
         case _:
-            factor = max(0.1, 1 + _sign(draws) * 0.9 * strength) if increasing else 0.1 + 1.8 * strength
-            return _ENHANCERS[name](image).enhance(factor)
+            return _ENHANCERS[name](image).enhance(max(0.1, 1 + _sign(draws) * 0.9 * strength))
 
 
 def _sign(draws: Draws) -> int:

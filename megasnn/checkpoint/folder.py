@@ -17,13 +17,13 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
-from megasnn.checkpoint.format import METADATA, Metadata, read_metadata, serial_of, size_problem, to_text
-from megasnn.files import CheckpointError, DamagedError, NoCheckpointError, sync, write_whole
+from megasnn.checkpoint.format import METADATA, Metadata, read_metadata, size_problem, to_text
+from megasnn.files import CheckpointError, NoCheckpointError, sync, write_whole
 
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
@@ -63,6 +63,12 @@ def named(folder: Path, file: str) -> int | None:
 # --- writing
 
 
+def require_empty(folder: Path) -> None:
+    """Raises CheckpointError for a folder that holds checkpoints."""
+    if there := list_checkpoints(folder):
+        raise CheckpointError(f"{folder} holds checkpoints up to iteration {there[-1]}; give another --save")
+
+
 def begin(folder: Path, step: int) -> Path:
     """Makes an empty folder to write the checkpoint of this iteration into, until `commit`. Raises CheckpointError
     where the folder around it cannot be made."""
@@ -81,12 +87,21 @@ def _aside(folder: Path, step: int) -> Path:
 
 
 def commit(folder: Path, metadata: Metadata, best: bool = False) -> Path:
-    """Makes the files written since `begin` the checkpoint of their iteration and the latest (and `best`), on disk."""
+    """Makes the files written since `begin` the checkpoint of their iteration and the latest (and `best`), on disk.
+
+    Where a run went back to an older checkpoint, those in between are of the course that was given up: they get another
+    name, and are not taken for this run's.
+    """
     step = metadata.iteration
     aside, final = _aside(folder, step), step_folder(folder, step)
-    write_whole(aside / METADATA, to_text(replace(metadata, serial=1 + last_serial(folder))))
+    write_whole(aside / METADATA, to_text(metadata))
     sync(aside)
     replaced = folder / f"{final.name}.replaced.tmp"
+    latest = named(folder, LATEST)
+    for other, path in checkpoints(folder).items():
+        if latest is not None and latest < other < step:
+            names = (path.with_name(f"{path.name}.given_up{number or ''}") for number in count())
+            path.rename(next(name for name in names if not name.exists()))
     # A run that went back to an older checkpoint comes by here again; its own save counts now.
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
@@ -100,9 +115,10 @@ def commit(folder: Path, metadata: Metadata, best: bool = False) -> Path:
     return final
 
 
-def last_serial(folder: Path) -> int:
-    """`serial` of the checkpoint that was saved last; 0 when there is none."""
-    return max((serial_of(path) or 0 for path in checkpoints(folder).values()), default=0)
+def go_back(folder: Path, step: int) -> None:
+    """Makes the checkpoint of this iteration the latest: a run goes on from it, and gives up those after it."""
+    write_whole(folder / LATEST, f"{step}\n")
+    sync(folder)
 
 
 def discard(folder: Path, step: int) -> None:
@@ -125,10 +141,7 @@ def resolve(folder: Path, step: int | None) -> tuple[list[Path], list[str]]:
     """Checkpoints to try, in this order, and remarks on that order for the user.
 
     That is the checkpoint of iteration `step` alone, or of a folder that is one itself ("checkpoints/iter_0000100");
-    or the latest, and after it the others from the newest on.
-
-    Newest is the one that was saved last. Where a run had gone back to an older checkpoint, those of a later iteration
-    that were saved before are of a course that was given up: they are left out.
+    or the latest, and after it those before it. Those of later iterations are of a course that was given up.
 
     Raises:
         NoCheckpointError: there is none at all.
@@ -149,40 +162,17 @@ def resolve(folder: Path, step: int | None) -> tuple[list[Path], list[str]]:
     if not found:
         kind = CheckpointError if (folder / LATEST).exists() else NoCheckpointError
         raise kind(f"{folder} holds no complete checkpoint; check its path (--load)")
-    order, remarks = _latest_first(folder, found)
-    return [found[each] for each in order], remarks
+    latest, descending = named(folder, LATEST), [*reversed(found)]
+    order = [each for each in descending if latest is None or each <= latest] or descending
+    if latest in found:
+        return [found[each] for each in order], []
+    names = "names no iteration" if latest is None else f"names iteration {latest}, which is not there"
+    return [found[each] for each in order], [f"{folder / LATEST} {names}; taking the newest that is intact"]
 
 
-def _latest_first(folder: Path, found: dict[int, Path]) -> tuple[list[int], list[str]]:
-    serials = {step: serial_of(path) for step, path in found.items()}
-    remarks = [f"{found[step] / METADATA} is not legible" for step, serial in serials.items() if serial is None]
-    newest = _not_given_up({step: serial for step, serial in serials.items() if serial is not None})
-    latest = named(folder, LATEST)
-    if latest not in found:
-        names = "names no iteration" if latest is None else f"names iteration {latest}, which is not there"
-        return newest, [*remarks, f"{folder / LATEST} {names}; taking the newest that is intact"]
-    if newest and latest != newest[0] and serials[latest] is not None:
-        remarks.append(
-            f"{folder / LATEST} names iteration {latest}, though iteration {newest[0]} was saved later (--ckpt-step "
-            f"{newest[0]} takes that one)"
-        )
-    return [latest, *(step for step in newest if step != latest)], remarks
-
-
-def _not_given_up(serials: dict[int, int]) -> list[int]:
-    """Iterations from the newest on, each before the one that was saved after it."""
-    kept: list[int] = []
-    for step in sorted(serials, key=lambda step: (serials[step], step), reverse=True):
-        if not kept or step < kept[-1]:
-            kept.append(step)
-    return kept
-
-
-def find_checkpoint(folder: Path, step: int | None) -> Path:
-    """The first that `resolve` finds. Warns when `latest` is not right; raises DamagedError when none is legible."""
-    paths, remarks = resolve(folder, step)
-    if not paths:
-        raise DamagedError(*remarks)
+def find_checkpoint(folder: Path) -> Path:
+    """The first that `resolve` finds. Warns when `latest` is not right."""
+    paths, remarks = resolve(folder, None)
     for remark in remarks:
         warnings.warn(remark, stacklevel=2)
     return paths[0]
@@ -200,52 +190,32 @@ def first_legible(folder: Path, step: int | None) -> Metadata | None:
 # --- retention
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Rule for the checkpoints of a folder that stay.
+def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[Path]:
+    """Removes checkpoints, the oldest first, and yields each that is gone.
 
-    Attributes:
-        last: how many of those saved last stay; None keeps all.
-        every: those of iterations divisible by this stay as well.
-        others: checkpoints up to this serial are of another run, and stay.
-    """
-
-    last: int | None = None
-    every: int | None = None
-    others: int = 0
-
-
-def superfluous(folder: Path, retention: Retention) -> list[Path]:
-    """Checkpoints that may go, the oldest first. The best by validation stays.
-
+    The last so many stay (all: None), those of iterations divisible by `every`, the best by validation, and those after
+    the latest.
     One with missing or cut files neither goes nor counts. One that followed skipped steps does not push out one that
     did not: the weights may have gone bad before the first step that was not finite.
     """
-    if retention.last is None:
-        return []
-    best, found = named(folder, BEST), dict[Path, Metadata]()
-    for path in checkpoints(folder).values():
+    if last is None:
+        return
+    best, latest, found = named(folder, BEST), named(folder, LATEST), dict[Path, Metadata]()
+    for step, path in checkpoints(folder).items():
         with suppress(CheckpointError):
             metadata = read_metadata(path)
             damaged = any(size_problem(path / name, saved) for name, saved in metadata.files.items())
-            if metadata.serial > retention.others and not damaged:
+            if latest is not None and step <= latest and not damaged:
                 found[path] = metadata
-    newest_first = sorted(found, key=lambda path: (found[path].serial, found[path].iteration), reverse=True)
+    newest_first = [*reversed(found)]
     sound = [path for path in newest_first if not found[path].skipped_steps]
-    stay = {*newest_first[: retention.last], *sound[: retention.last]}
-
-    def goes(path: Path) -> bool:
-        step = found[path].iteration
-        return path not in stay and step != best and (retention.every is None or step % retention.every != 0)
-
-    return list(filter(goes, reversed(newest_first)))
-
-
-def remove(paths: Iterable[Path]) -> Iterator[Path]:
-    """Removes checkpoints. Yields each that is gone."""
-    for path in paths:
-        aside = path.with_name(f"{path.name}.removed.tmp")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
-        yield path
+    stay = {*newest_first[:last], *sound[:last]}
+    stay |= {path for path, metadata in found.items() if metadata.iteration == best}
+    stay |= {path for path in found if every and found[path].iteration % every == 0}
+    for path in found:
+        if path not in stay:
+            aside = path.with_name(f"{path.name}.removed.tmp")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+            yield path

@@ -24,7 +24,7 @@ from pydantic import Field, TypeAdapter, ValidationError, with_config
 from megasnn.files import STRICT, CheckpointError, Count, DamagedError, raise_problems
 
 METADATA = "metadata.json"
-FORMAT = 4
+FORMAT = 5
 OPTIMIZER = "optimizer."
 """Names of an optimizer's state begin so; the kind of state and the parameter's name follow."""
 AVERAGE = "ema."
@@ -118,14 +118,12 @@ class Metadata(Progress):
     Attributes:
         optimizer: class name of the optimizer whose state is inside; None without one.
         versions: of the programs that wrote it.
-        serial: counts the checkpoints saved in a folder: their order is known even where a run went back.
         tensors: by global name; an optimizer's are called `optimizer.<state>.<name of the parameter>`.
         files: by name.
     """
 
     optimizer: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
-    serial: Count = 0
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
     files: dict[FileName, SavedFile] = field(default_factory=dict)
 
@@ -135,7 +133,7 @@ _READER = TypeAdapter(Metadata)
 
 def to_text(metadata: Metadata) -> str:
     """Text of `metadata.json`: a line for each field, tensor and file, and the checksum as the last."""
-    values = {"format": FORMAT, "serial": 0, **vars(metadata)}  # `serial_of` reads no further than these two
+    values = {"format": FORMAT, **vars(metadata)}
     tables = {name: values.pop(name) for name in ("tensors", "files")}
     lines = [f'  "{name}": {_dumped(value)}' for name, value in values.items()]
     for name, table in tables.items():
@@ -182,16 +180,6 @@ def read_metadata(path: Path) -> Metadata:
     return metadata
 
 
-def serial_of(path: Path) -> int | None:
-    """Reads `serial` of the checkpoint in this folder from its first bytes, unchecked; None when not legible."""
-    try:
-        with open(path / METADATA, "rb") as stream:
-            found = re.search(rb'\n  "serial": (\d{1,18}),', stream.read(100))
-    except OSError:
-        return None
-    return int(found[1]) if found else None
-
-
 def size_problem(path: Path, saved: SavedFile) -> str | None:
     """Names a file that is missing or of another size than it was written with; its content is not read."""
     try:
@@ -203,7 +191,7 @@ def size_problem(path: Path, saved: SavedFile) -> str | None:
 
 def _problems(metadata: Metadata) -> Iterator[str]:
     """Boxes that are in no file, or do not make up their tensor; files that are too small for their boxes."""
-    needed: dict[str, int] = defaultdict(int)
+    needed = defaultdict[str, int](int)
     for name, tensor in metadata.tensors.items():
         for box in tensor.boxes:
             needed[box.file] += prod(box.sizes) * DTYPES[tensor.dtype][1]

@@ -1,104 +1,93 @@
 """Lock of the folder that a run saves in. It knows whether a restarted job finds checkpoints of its own there.
 
-The first rank's process holds a lock of the kernel's (flock), which is gone when that process is, however it ended.
 torchrun starts all ranks anew when one is lost (--max-restarts) or when nodes come and go, with the same command line:
 the job then goes on from its own checkpoints, not from the one that it was first started from.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from pydantic import with_config
 
-from megasnn.checkpoint.folder import clean, last_serial
-from megasnn.files import STRICT, CheckpointError, Count, DescriptionError, described
+from megasnn.checkpoint.folder import clean, list_checkpoints
+from megasnn.files import STRICT, CheckpointError, DescriptionError, described, write_whole
 
 LOCK = ".lock"
+NOTE = ".job"
 _PATIENCE_SECONDS = 20.0  # a restarted run may be faster than the end of the one before
 
 
 @with_config(STRICT)
 @dataclass(frozen=True)
 class _Note:
-    """Content of the lock file: its holder; torchrun's name of the job, and the last serial when that first started."""
+    """Content of the note beside the lock: the last holder, and torchrun's name of its job; "" where it was refused."""
 
     holder: str = "unknown"
-    job: str | None = None
-    last_serial: Count = 0
+    job: str = ""
 
 
 class FolderLock:
-    """Lock of a folder of checkpoints, from the moment it is made until `release`, or the end of the process.
+    """Lock of a folder of checkpoints by the first rank of a run, until `release` or the end of the process.
 
     Args:
-        is_job: this process is the first rank of a run, and not a converter.
+        continues: the run goes on from what it finds.
     Attributes:
-        resumes: this is a restart, and the job has saved something since it was first started.
-        found: the last serial that was there when the job was first started.
+        resumes: the job was here before, and there are checkpoints: they are its own.
         notice: for the user; "" when there is nothing to say.
     Raises:
-        CheckpointError: another run holds it (names its process), or the folder cannot be written.
+        CheckpointError: another run holds it (names its process), the folder cannot be written, or it holds checkpoints
+            that this run does not continue.
     """
 
-    def __init__(self, folder: Path, is_job: bool = False) -> None:
-        count, job = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), os.environ.get("TORCHELASTIC_RUN_ID")
+    def __init__(self, folder: Path, continues: bool = True) -> None:
+        restarts, job = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), os.environ.get("TORCHELASTIC_RUN_ID")
+        self._lock = FileLock(folder / LOCK, timeout=_PATIENCE_SECONDS * (restarts > 0), thread_local=False)
+        self.notice = ""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            has_locks = self._acquire(time.monotonic() + _PATIENCE_SECONDS * (is_job and count > 0))
-        except BlockingIOError:
-            holder = self._read().holder
-            self.release()
-            raise CheckpointError(
-                f"another run ({holder}) saves its checkpoints in {folder}: end it, or choose another --save"
-            ) from None
+            (folder / LOCK).touch()
         except OSError as error:
             raise CheckpointError(f"cannot write into the folder {folder}, check --save: {error}") from None
-        before, last = self._read(), last_serial(folder)
-        # With a rendezvous of fixed addresses torchrun calls every job "none".
-        restarted = is_job and (count > 0 or (job not in (None, "none") and before.job == job))
-        self.found = before.last_serial if restarted or not is_job else last
-        self._write(
-            _Note(f"process {os.getpid()} on {socket.gethostname()}", job if is_job else before.job, self.found)
-        )
-        self.resumes = restarted and last > self.found
-        notices = [f"the job was here before: it goes on from its own latest checkpoint in {folder}"] * self.resumes
-        if has_locks:
-            clean(folder)
-        else:
-            notices.append(f"WARNING: no locks on the file system of {folder}: use it for one run")
-        self.notice = "\n".join(notices)
-
-    def _acquire(self, deadline: float) -> bool:
-        """Takes the lock; False where the file system has none. Raises BlockingIOError after the deadline."""
-        while True:
-            try:
-                fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(0.05)
-            except OSError:
-                return False
-
-    def _read(self) -> _Note:
+        note = _read(folder / NOTE)
         try:
-            return described(_Note, os.pread(self._handle, 65536, 0), LOCK)
-        except DescriptionError:  # its writer was killed meanwhile
-            return _Note()
-
-    def _write(self, note: _Note) -> None:
-        text = json.dumps(vars(note)).encode()
-        os.pwrite(self._handle, text, 0)
-        os.ftruncate(self._handle, len(text))
+            self._lock.acquire()
+            clean(folder)
+        except Timeout:
+            raise CheckpointError(
+                f"another run ({note.holder}) saves its checkpoints in {folder}: end it, or choose another --save"
+            ) from None
+        except (OSError, NotImplementedError):
+            self.notice = f"WARNING: no locks on the file system of {folder}: use it for one run"
+        # With a rendezvous of fixed addresses torchrun calls every job "none".
+        own = job is not None and note.job == job and (job != "none" or restarts > 0)
+        there = list_checkpoints(folder)
+        self.resumes = own and bool(there)
+        accepted = self.resumes or continues or not there
+        # A job that was refused is started once more by torchrun: it finds by this that nothing here is its own.
+        holder = f"process {os.getpid()} on {socket.gethostname()}"
+        write_whole(folder / NOTE, json.dumps({"holder": holder, "job": (job or "") if accepted else ""}))
+        if not accepted:
+            self.release()
+            raise CheckpointError(
+                f"{folder} holds checkpoints up to iteration {there[-1]} that this run does not continue: give --load "
+                f"{folder}, or another folder to --save"
+            )
+        if self.resumes:
+            resumed = f"the job was here before: it goes on from its own latest checkpoint in {folder}"
+            self.notice = "\n".join(filter(None, (resumed, self.notice)))
 
     def release(self) -> None:
-        os.close(self._handle)
+        self._lock.release()
+
+
+def _read(file: Path) -> _Note:
+    try:
+        return described(_Note, file.read_bytes(), file)
+    except (OSError, DescriptionError):  # there is none, or its writer was killed meanwhile
+        return _Note()

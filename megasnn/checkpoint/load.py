@@ -27,7 +27,7 @@ from megasnn.checkpoint.optimizer_state import LocalState, States, allocate, des
 from megasnn.checkpoint.save import Group, PathLike, kind_of
 from megasnn.checkpoint.tensor_io import dtype_name, read_boxes, require_intact
 from megasnn.files import CheckpointError, DamagedError, raise_problems
-from megasnn.parallel.agreement import broadcast_result, gather, rank_in, run_on_all_ranks, size_of
+from megasnn.parallel.agreement import broadcast_result, gather, run_on_all_ranks
 from megasnn.parallel.sharding import Shard, ShardedTensor
 from megasnn.precisions import PRECISIONS
 
@@ -42,8 +42,6 @@ class LoadedState:
         path: the checkpoint that was loaded.
         remarks: why it is not the one that was to be expected; the user must see them.
         averaged: True when averages were loaded.
-        initial: names of those optional tensors that the checkpoint lacks, which stay as they are.
-        replaced: True when the replaceable layer stays as it is.
     """
 
     iteration: int
@@ -52,8 +50,6 @@ class LoadedState:
     path: Path
     remarks: tuple[str, ...] = ()
     averaged: bool = False
-    initial: tuple[str, ...] = ()
-    replaced: bool = False
 
 
 def load_checkpoint(
@@ -63,8 +59,7 @@ def load_checkpoint(
     step: int | None = None,
     process_group: Group = None,
     check: Callable[[Metadata], Iterable[str]] = lambda metadata: (),
-    replaceable: str | None = None,
-    optional: Collection[str] = (),
+    leave: Callable[[Metadata], Collection[str]] = lambda metadata: (),
 ) -> LoadedState:
     """Loads the checkpoint of iteration `step`, or the latest that is intact, into this rank's tensors and optimizer.
 
@@ -75,8 +70,7 @@ def load_checkpoint(
         state: without an optimizer or averages, those of the checkpoint are left aside (--finetune);
             averages are loaded where the checkpoint has them.
         check: problems that the caller sees with a checkpoint, like `model_differences`.
-        replaceable: a layer whose tensors stay as they are where the checkpoint has them in other shapes.
-        optional: tensors that stay as they are where the checkpoint has none of this name.
+        leave: tensors that stay as they are, whatever the checkpoint has of their names; the same on every rank.
 
     Raises:
         NoCheckpointError: on every rank, when there is no checkpoint at all.
@@ -90,41 +84,30 @@ def load_checkpoint(
     def load(path: Path) -> LoadedState:
         metadata = broadcast_result(process_group, lambda: read_metadata(path))
         title = f"the checkpoint {path} does not fit this run:"
-        layer = [entry for entry in state.tensors if entry.name.startswith(f"{replaceable}.")]
-        differs = [_differs(entry, metadata.tensors.get(entry.name)) for entry in layer]
-        replaced = any(chain(*gather(process_group, differs)))
-
-        def stays(name: str) -> bool:
-            return replaced and name.startswith(f"{replaceable}.")
-
-        saved = {name: told for name, told in metadata.tensors.items() if not stays(name)}
+        left = leave(metadata)
+        saved = {name: told for name, told in metadata.tensors.items() if name not in left}
         averaged = state.averages is not None and any(name.startswith(AVERAGE) for name in saved)
 
         def prepare() -> tuple[list[ShardedTensor], States]:
             if wrong := [*check(metadata), *_optimizer_difference(metadata, kind_of(state.optimizer))]:
                 raise CheckpointError(*wrong)
-            stepped = [entry for entry in state.stepped if not stays(entry.name)]
-            states = allocate(stepped, state.optimizer, saved) if state.optimizer is not None else {}
+            states = allocate(state.stepped, state.optimizer, saved) if state.optimizer is not None else {}
             averages = (state.averages or ()) if averaged else ()
-            return [*state.tensors, *averages, *describe(stepped, states)], states
+            return [*state.tensors, *averages, *describe(state.stepped, states)], states
 
         entries, states = run_on_all_ranks(process_group, prepare, title)
-        initial = [entry.name for entry in entries if entry.name in optional and entry.name not in saved]
-        wanted = [entry for entry in entries if entry.name not in initial and not stays(entry.name)]
+        wanted = [entry for entry in entries if entry.name not in left]
         frozen = {entry.name for entry in state.tensors if entry.is_parameter and not entry.tensor.requires_grad}
         taken = {entry.name for entry in wanted}
         taken |= {f"{OPTIMIZER}{kind}.{name}" for kind, name in state_names(saved) if name in frozen}  # left aside
         aside = (OPTIMIZER,) * (state.optimizer is None) + (AVERAGE,) * (state.averages is None)
         _require_fit(saved, wanted, taken, aside, process_group, title)
-        share = rank_in(process_group), size_of(process_group)
+        share = (0, 1) if process_group is None else (process_group.rank(), process_group.size())
         run_on_all_ranks(process_group, lambda: require_intact(path, metadata, *share), f"cannot load {path}:")
         run_on_all_ranks(process_group, lambda: read_boxes(path, saved, wanted), f"cannot load {path}:")
         if state.optimizer is not None:
             state.optimizer.state.update(states)
-        missing = tuple(sorted(set(chain(*gather(process_group, initial)))))
-        return LoadedState(
-            metadata.iteration, metadata.consumed_samples, metadata.extra, path, (), averaged, missing, replaced
-        )
+        return LoadedState(metadata.iteration, metadata.consumed_samples, metadata.extra, path, (), averaged)
 
     loaded, remarks = _first_intact(folder, step, process_group, load)
     return replace(loaded, remarks=remarks)
@@ -164,7 +147,7 @@ def _require_fit(
         told = saved.get(entry.name)
         if told is None:
             problems.append(f"{entry.name}: missing")
-        elif _differs(entry, told):
+        elif told.shape != entry.shard.global_shape:
             problems.append(f"{entry.name}: saved with shape {list(told.shape)}, now {list(entry.shard.global_shape)}")
         elif not _keeps_values(getattr(torch, told.dtype), entry.tensor.dtype, rounds):
             able = [name for name, precision in PRECISIONS.items() if precision.weights == told.dtype]
@@ -179,10 +162,6 @@ def _require_fit(
         if not anywhere >> bit & 1 and not name.startswith(aside)
     ]
     raise_problems(title, [*chain(*(found for _, found in reports)), *unused])
-
-
-def _differs(entry: ShardedTensor, saved: SavedTensor | None) -> bool:
-    return saved is not None and saved.shape != entry.shard.global_shape
 
 
 def _keeps_values(source: torch.dtype, target: torch.dtype, rounds: bool) -> bool:

@@ -6,6 +6,7 @@ The state `exp_avg` of the parameter `head.weight` becomes `optimizer.exp_avg.he
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megasnn.checkpoint.format import OPTIMIZER, SavedTensor
 from megasnn.files import CheckpointError
-from megasnn.parallel.sharding import ShardedTensor
+from megasnn.parallel.sharding import Shard, ShardedTensor
 
 States = dict[Tensor, dict[str, Tensor]]
 
@@ -53,34 +54,23 @@ def describe(tensors: Iterable[ShardedTensor], states: Mapping[Tensor, Mapping[s
     A state of None (SGD without momentum has that) is nothing to store.
 
     Raises:
-        CheckpointError: a parameter that `tensors` lacks, or a value that is neither a tensor of the parameter's
-            local shape nor a single-number tensor.
+        CheckpointError: a value that is neither a tensor of the parameter's local shape nor a single-number tensor.
     """
-    entry_of = {id(entry.tensor): entry for entry in tensors}
-    return [
-        _describe_value(_entry(entry_of, parameter), kind, value)
-        for parameter, state in states.items()
-        for kind, value in state.items()
-        if value is not None
-    ]
-
-
-def _describe_value(entry: ShardedTensor, kind: str, value: Any) -> ShardedTensor:
-    name = f"{OPTIMIZER}{kind}.{entry.name}"
-    if isinstance(value, Tensor) and value.shape == entry.tensor.shape:
-        return ShardedTensor(name, value, entry.shard, is_parameter=False)
-    if isinstance(value, Tensor) and value.dim() == 0:
-        return ShardedTensor(name, value, entry.shard.whole(), is_parameter=False)
-    raise CheckpointError(
-        f"{name}: only tensors of the parameter's shape {list(entry.tensor.shape)} and single-number tensors "
-        f"can be saved, found {list(value.shape) if isinstance(value, Tensor) else repr(value)}"
-    )
-
-
-def _entry(entry_of: Mapping[int, ShardedTensor], parameter: Tensor) -> ShardedTensor:
-    if id(parameter) not in entry_of:
-        raise CheckpointError(f"the optimizer holds a parameter of shape {list(parameter.shape)} without a name")
-    return entry_of[id(parameter)]
+    entry_of, found = {id(entry.tensor): entry for entry in tensors}, []
+    for parameter, state in states.items():
+        entry = entry_of[id(parameter)]
+        for kind, value in state.items():
+            shape = value.shape if isinstance(value, Tensor) else None
+            if value is not None and shape not in (entry.tensor.shape, ()):
+                raise CheckpointError(
+                    f"{OPTIMIZER}{kind}.{entry.name}: only tensors of the parameter's shape "
+                    f"{list(entry.tensor.shape)} and single-number tensors can be saved, found "
+                    f"{repr(value) if shape is None else list(shape)}"
+                )
+            if value is not None:
+                shard = entry.shard if shape == entry.tensor.shape else Shard((), place=entry.shard.place)
+                found.append(ShardedTensor(f"{OPTIMIZER}{kind}.{entry.name}", value, shard, is_parameter=False))
+    return found
 
 
 def state_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -97,28 +87,25 @@ def allocate(
     """Allocates memory, without values, for the saved state of this rank's parameters; the optimizer is not touched.
 
     A parameter without saved state (it was frozen, or nothing had been stepped yet) gets an empty one.
-
-    Raises:
-        CheckpointError: the optimizer has a parameter that `tensors` lacks.
     """
-    kinds_of: dict[str, list[str]] = {}
-    for kind, parameter_name in state_names(saved):
-        kinds_of.setdefault(parameter_name, []).append(kind)
+    kinds_of = defaultdict[str, list[str]](list)
+    for kind, name in state_names(saved):
+        kinds_of[name].append(kind)
     entry_of = {id(entry.tensor): entry for entry in tensors}
     states: States = {}
     for group in optimizer.param_groups:
         # These two variants of torch's optimizers keep `step` beside the parameter, all others on the CPU.
         beside = bool(group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:
-            entry = _entry(entry_of, parameter)
-            kinds = kinds_of.get(entry.name, [])
-            states[parameter] = {kind: _memory(entry, kind, saved, beside or kind != "step") for kind in kinds}
+            entry = entry_of[id(parameter)]
+            states[parameter] = {kind: _memory(entry, kind, saved, beside) for kind in kinds_of[entry.name]}
     return states
 
 
-def _memory(entry: ShardedTensor, kind: str, saved: Mapping[str, SavedTensor], beside_parameter: bool) -> Tensor:
+def _memory(entry: ShardedTensor, kind: str, saved: Mapping[str, SavedTensor], step_beside: bool) -> Tensor:
     state = saved[f"{OPTIMIZER}{kind}.{entry.name}"]
-    dtype, device = getattr(torch, state.dtype), entry.tensor.device if beside_parameter else torch.device("cpu")
+    dtype = getattr(torch, state.dtype)
+    device = entry.tensor.device if step_beside or kind != "step" else torch.device("cpu")
     if kind == "step" or state.shape != entry.shard.global_shape:
         return torch.empty((), dtype=dtype, device=device)
     if state.dtype == saved.get(entry.name, state).dtype:  # moments that had their parameter's precision keep doing so

@@ -11,7 +11,6 @@ import os
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,27 +21,17 @@ from torch import Tensor
 
 import megasnn
 from megasnn.checkpoint import folder as folders
-from megasnn.checkpoint.format import Box, Metadata, Progress, SavedFile, SavedTensor, covers_once
+from megasnn.checkpoint.format import Metadata, Progress, SavedFile, SavedTensor, covers_once
 from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.checkpoint.tensor_io import LocalBox, boxes_of, write_safetensors
+from megasnn.checkpoint.tensor_io import Content, boxes_of, write_safetensors
 from megasnn.files import CheckpointError, raise_problems
-from megasnn.parallel.agreement import broadcast_result, first_gathers, is_first, rank_in, run_on_all_ranks
+from megasnn.parallel.agreement import broadcast_result, gather, rank_in, run_on_all_ranks
 from megasnn.parallel.sharding import Shard, ShardedTensor
 
 PathLike = str | os.PathLike[str]
 Group = dist.ProcessGroup | None
-Content = tuple[Sequence[LocalBox], Iterable[Tensor]]
-"""Boxes of one file, and their values in the same order."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """A file that was written: its boxes, and the boxes that are copies of those in another file."""
-
-    file: str
-    facts: SavedFile
-    boxes: Sequence[LocalBox]
-    copies: Sequence[LocalBox] = ()
+Written = tuple[str, SavedFile, list[tuple[str, SavedTensor]]]
+"""A file that was written, and the boxes in it, each with its tensor's name."""
 
 
 def save_checkpoint(
@@ -55,10 +44,12 @@ def save_checkpoint(
         best: name it as the folder's best checkpoint by validation, too.
     Raises:
         CheckpointError: on every rank, when a tensor cannot be described, the ranks together do not hold each
-            element of a tensor exactly once, or writing fails (names rank and cause). Earlier ones stay.
+            element of a tensor, or writing fails (names rank and cause). Earlier ones stay.
     """
     kind = kind_of(state.optimizer)
-    return write_checkpoint(folder, progress, kind, lambda: content_of(state.entries()), process_group, best)
+    return write_checkpoint(
+        folder, progress, kind, lambda: content_of(state.entries(), process_group), process_group, best
+    )
 
 
 def save_global_tensors(
@@ -73,11 +64,10 @@ def save_global_tensors(
     return save_checkpoint(folder, Progress(iteration, **progress), LocalState(full))
 
 
-def content_of(entries: Iterable[ShardedTensor]) -> Content:
+def content_of(entries: Iterable[ShardedTensor], process_group: Group) -> Content:
     """Content of this rank's file. Of the ranks that hold the same, one writes it."""
     mine = [entry for entry in entries if entry.shard.is_primary() and entry.shard.pieces()]
-    boxes = boxes_of(mine)
-    return [box for box, _, _ in boxes], [piece.of_local(entry.tensor.detach()) for _, entry, piece in boxes]
+    return boxes_of(mine, file_name(rank_in(process_group)))
 
 
 def write_checkpoint(
@@ -94,23 +84,21 @@ def write_checkpoint(
     def prepared() -> tuple[Metadata, Content]:
         return new_metadata(progress, optimizer), prepare()
 
-    metadata, (boxes, values) = run_on_all_ranks(process_group, prepared, "this run cannot be saved:")
+    metadata, content = run_on_all_ranks(process_group, prepared, "this run cannot be saved:")
     aside = broadcast_result(process_group, lambda: folders.begin(root, progress.iteration))
 
     def write() -> Written | None:
         try:
-            file = file_name(rank)
-            return Written(file, write_safetensors(aside / file, boxes, values), boxes) if boxes else None
+            return write_file(aside, rank, content) if content else None
         except Exception as error:
             raise CheckpointError(f"rank {rank}: {type(error).__name__}: {error}") from None
 
     try:
-        written = first_gathers(
-            process_group, run_on_all_ranks(process_group, write, f"cannot write the checkpoint {aside}:")
-        )
+        mine = run_on_all_ranks(process_group, write, f"cannot write the checkpoint {aside}:")
+        written = gather(process_group, mine)
         return broadcast_result(process_group, lambda: commit(root, metadata, list(filter(None, written)), best))
     except CheckpointError:
-        if is_first(process_group):
+        if rank == 0:
             folders.discard(root, progress.iteration)
         raise
 
@@ -126,30 +114,34 @@ def new_metadata(progress: Progress, optimizer: str | None) -> Metadata:
     return Metadata(**vars(progress), optimizer=optimizer, versions=versions)
 
 
+def write_file(aside: Path, rank: int, content: Content) -> Written:
+    """Writes the file of a rank. Raises OSError."""
+    file = file_name(rank)
+    return file, write_safetensors(aside / file, content), [(name, saved) for name, saved, _ in content]
+
+
 def commit(root: Path, metadata: Metadata, written: Sequence[Written], best: bool = False) -> Path:
     """Makes a checkpoint of the files that the ranks have written; `metadata` comes without tensors and files.
 
-    Raises CheckpointError for a tensor that is written in part, twice, or with different descriptions.
+    A box that lies in several files is a copy. Raises CheckpointError for a tensor that is written in part, or with
+    different descriptions.
     """
-    owned: dict[str, list[LocalBox]] = defaultdict(list)
-    saved: dict[str, list[Box]] = defaultdict(list)
-    for each in written:
-        for box in each.boxes:
-            owned[box.tensor].append(box)
-        for box in (*each.boxes, *each.copies):
-            saved[box.tensor].append(box.in_file(each.file))
-    problems = []
-    for name, boxes in owned.items():
-        if len(described := {(box.shape, box.dtype) for box in boxes}) > 1:
+    parts = defaultdict[str, list[SavedTensor]](list)
+    for _, _, boxes in written:
+        for name, saved in boxes:
+            parts[name].append(saved)
+    tensors, problems = {}, []
+    for name in sorted(parts):
+        described = {(each.shape, each.dtype) for each in parts[name]}
+        shape, dtype = next(iter(described))
+        tensors[name] = saved = SavedTensor(shape, dtype, tuple(box for each in parts[name] for box in each.boxes))
+        if len(described) > 1:
             problems.append(f"{name}: ranks describe it as {' and as '.join(map(str, sorted(described)))}")
-        elif not covers_once(boxes[0].shape, [(box.offsets, box.sizes) for box in boxes]):
-            elements = sum(prod(box.sizes) for box in boxes)
-            problems.append(f"{name}: ranks would write {elements} elements of {prod(boxes[0].shape)}, or some twice")
+        elif not covers_once(shape, held := {(box.offsets, box.sizes) for box in saved.boxes}):
+            elements = sum(prod(sizes) for _, sizes in held)
+            problems.append(f"{name}: ranks would write {elements} elements of {prod(shape)}, or some twice")
     raise_problems(f"cannot write the checkpoint of iteration {metadata.iteration}:", problems)
-    tensors = {
-        name: SavedTensor(owned[name][0].shape, owned[name][0].dtype, tuple(saved[name])) for name in sorted(owned)
-    }
-    files = {each.file: each.facts for each in written}
+    files = {file: facts for file, facts, _ in written}
     return folders.commit(root, Metadata(**{**vars(metadata), "tensors": tensors, "files": files}), best)
 
 

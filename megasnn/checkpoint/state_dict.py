@@ -21,15 +21,13 @@ _PREFIXES = ("module.", "_orig_mod.")
 """Put in front of every name by DistributedDataParallel and torch.compile."""
 
 
-def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> dict[str, Tensor]:
+def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Reads a state_dict; nothing in the file is run. Values stay in the file until they are used.
 
     Norms whose `num_batches_tracked` is missing, as torch wrote them before 0.4.1, get a 0.
 
-    Args:
-        key: its place in the file, like "model" or "student.state_dict"; None looks for it.
     Raises:
-        CheckpointError: no such file, it cannot be read or was altered, or holds no state_dict, or several.
+        CheckpointError: no such file, it cannot be read, or holds no state_dict, or several.
     """
     path = Path(path)
     if not path.is_file():
@@ -41,13 +39,14 @@ def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> dic
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
         raise CheckpointError(f"cannot read weights from {path}: {reason.splitlines()[0][:300]}") from None
     found = dict(_state_dicts(content))
-    usual = [name for name in (_USUAL if key is None else (key,)) if name in found]
-    if not usual and key is None and len(found) > 1:
-        raise CheckpointError(f"{path} holds several state_dicts, choose one with --key: {', '.join(sorted(found))}")
-    if not usual and (key is not None or not found):
+    usual = [name for name in _USUAL if name in found]
+    if not found:
         others = ", ".join(sorted(map(str, content))[:5]) if isinstance(content, Mapping) else type(content).__name__
+        raise CheckpointError(f"{path} holds no state_dict: expected names with tensors, found {others}")
+    if not usual and len(found) > 1:
+        several = ", ".join(sorted(found))
         raise CheckpointError(
-            f"{path} holds no state_dict{f' under {key}' if key else ''}: expected names with tensors, found {others}"
+            f"{path} holds several state_dicts ({several}): save the one to take in a file of its own"
         )
     values = dict(found[usual[0]] if usual else next(iter(found.values())))
     for prefix in _PREFIXES:
@@ -60,10 +59,6 @@ def read_state_dict(path: str | os.PathLike[str], key: str | None = None) -> dic
 
 def _load(path: Path) -> Any:
     is_zip = zipfile.is_zipfile(path)  # not from before torch 1.6
-    if is_zip:
-        with zipfile.ZipFile(path) as archive:
-            if altered := archive.testzip():  # torch does not look at the checksums
-                raise ValueError(f"it was altered: the checksum of {altered} differs")
     with torch.serialization.safe_globals([argparse.Namespace]):  # the flags of the run, beside the weights
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
 

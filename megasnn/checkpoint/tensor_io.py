@@ -6,10 +6,9 @@ import json
 import os
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -24,71 +23,51 @@ from megasnn.parallel.sharding import Piece, ShardedTensor
 _BLOCK = 4 << 20
 _HASHING_THREADS = 4
 
-
-@dataclass(frozen=True)
-class LocalBox:
-    """A box that a rank writes, without its values.
-
-    Attributes:
-        tensor, shape, dtype: global name and shape, and the type by its name in torch.
-        offsets, sizes: the box in the global tensor.
-    """
-
-    tensor: str
-    shape: tuple[int, ...]
-    dtype: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """Name in a file: that of a complete tensor is its own, so that other programs find it by it."""
-        return self.tensor if self.sizes == self.shape else f"{self.tensor}@{','.join(map(str, self.offsets))}"
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.sizes) * DTYPES[self.dtype][1]
-
-    def in_file(self, file: str) -> Box:
-        return Box(file, self.name, self.offsets, self.sizes)
+Content = list[tuple[str, SavedTensor, Tensor]]
+"""Content of a file: for each box of a tensor the tensor's name, its description with this box alone, and values."""
 
 
 def dtype_name(value: Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
-def boxes_of(entries: Iterable[ShardedTensor]) -> list[tuple[LocalBox, ShardedTensor, Piece]]:
-    """Boxes of a rank's tensors, the largest type first: so all values in a file are aligned."""
-    found = []
+def boxes_of(entries: Iterable[ShardedTensor], file: str) -> Content:
+    """Boxes of a rank's tensors for its file, the largest type first: so all values in it are aligned.
+
+    The name of a box that is a complete tensor is the tensor's own, so that other programs find it by it.
+    """
+    found: Content = []
     for entry in entries:
         if (dtype := dtype_name(entry.tensor)) not in DTYPES:
             raise CheckpointError(f"{entry.name}: {entry.tensor.dtype} cannot be saved; known: {', '.join(DTYPES)}")
         shape = entry.shard.global_shape
         is_whole = entry.shard.local_shape == shape  # even where it consists of blocks
         for piece in [Piece((0,) * len(shape), (0,) * len(shape), shape)] if is_whole else entry.shard.pieces():
-            found.append((LocalBox(entry.name, shape, dtype, piece.global_offset, piece.sizes), entry, piece))
-    return sorted(found, key=lambda each: -DTYPES[each[0].dtype][1])
+            offsets, sizes = piece.global_offset, piece.sizes
+            name = entry.name if sizes == shape else f"{entry.name}@{','.join(map(str, offsets))}"
+            saved = SavedTensor(shape, dtype, (Box(file, name, offsets, sizes),))
+            found.append((entry.name, saved, piece.of_local(entry.tensor.detach())))
+    return sorted(found, key=lambda each: -DTYPES[each[1].dtype][1])
 
 
-def write_safetensors(path: Path, boxes: Sequence[LocalBox], values: Iterable[Tensor]) -> SavedFile:
-    """Writes a file one tensor after the other, safely on disk: `save_file` wants all of them in memory at once.
+def write_safetensors(path: Path, content: Content) -> SavedFile:
+    """Writes a file one tensor after the other, safely on disk: `save_file` wants copies of all of them in memory.
 
     The format is the length of the header (8 bytes, little endian), the header of JSON, and the values in its order.
 
-    Args:
-        values: of the boxes, in their order; each is asked for when it is due.
     Raises:
         OSError: it cannot be written.
     """
     header, end = {}, 0
-    for box in boxes:
-        offsets = [end, end := end + box.nbytes]
-        header[box.name] = {"dtype": DTYPES[box.dtype][0], "shape": box.sizes, "data_offsets": offsets}
+    for _, saved, _ in content:
+        (box,) = saved.boxes
+        offsets = [end, end := end + prod(box.sizes) * DTYPES[saved.dtype][1]]
+        header[box.name] = {"dtype": DTYPES[saved.dtype][0], "shape": box.sizes, "data_offsets": offsets}
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb", buffering=0) as stream:
         _write_all(stream.fileno(), memoryview(len(text).to_bytes(8, "little") + text))
-        for value in values:
+        for _, _, value in content:
             flat = value.cpu().contiguous().view(-1)
             if flat.numel():
                 _write_all(stream.fileno(), flat.view(torch.uint8).numpy().data)
@@ -154,19 +133,19 @@ def read_boxes(path: Path, saved: Mapping[str, SavedTensor], entries: Iterable[S
     Raises:
         DamagedError: a file cannot be read, or does not hold what the description says.
     """
-    wanted: dict[str, list[_Overlap]] = defaultdict(list)
+    wanted = defaultdict[str, list[_Overlap]](list)
     needed: Counter[str] = Counter()
     # Boxes with copies come last: the copy is read that lies in the file from which most is read anyway.
     for overlaps in sorted(_overlaps(saved, entries), key=len):
         file = max(overlaps, key=lambda file: needed[file])
         wanted[file].append(overlaps[file])
-        needed[file] += overlaps[file].target.numel()
+        needed[file] += overlaps[file][2].numel()
     with _utf8_name(path) as openable:
         for file, parts in sorted(wanted.items()):
             try:
                 with safe_open(openable / file, framework="pt") as content:
-                    for part in parts:
-                        part.target.copy_(content.get_slice(part.name)[part.slices])
+                    for name, slices, target in parts:
+                        target.copy_(content.get_slice(name)[slices])
             except (OSError, SafetensorError, ValueError, RuntimeError) as error:
                 raise DamagedError(f"cannot read {path / file}: {error}") from None
 
@@ -184,36 +163,22 @@ def _utf8_name(folder: Path) -> Iterator[Path]:
         os.close(handle)
 
 
-@dataclass(frozen=True)
-class _Overlap:
-    """Part of a saved box, and the memory that it goes to."""
-
-    name: str
-    slices: tuple[slice, ...]
-    target: Tensor
+_Overlap = tuple[str, tuple[slice, ...], Tensor]  # name of a saved box, part of it, and the memory that this goes to
 
 
 def _overlaps(saved: Mapping[str, SavedTensor], entries: Iterable[ShardedTensor]) -> Iterator[dict[str, _Overlap]]:
     """Everything that entries have in common with saved boxes: for each such part, by file, its overlap."""
     for entry in entries:
-        boxes = saved[entry.name].boxes
         for piece in entry.shard.pieces():
-            found: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[str, _Overlap]] = defaultdict(dict)
-            for box in boxes:
-                if (overlap := _overlap(box, piece, entry.tensor.detach())) is not None:
-                    found[box.offsets, box.sizes][box.file] = overlap
+            found = defaultdict[tuple[tuple[int, ...], tuple[int, ...]], dict[str, _Overlap]](dict)
+            for box in saved[entry.name].boxes:
+                own = zip(box.offsets, box.sizes, piece.global_offset, piece.sizes, strict=True)
+                spans = [(max(a, b), min(a + length, b + size)) for a, length, b, size in own]
+                if any(first >= last for first, last in spans):
+                    continue
+                target = piece.of_local(entry.tensor.detach())
+                for dim, (first, last) in enumerate(spans):
+                    target = target.narrow(dim, first - piece.global_offset[dim], last - first)
+                slices = (slice(a - start, b - start) for (a, b), start in zip(spans, box.offsets, strict=True))
+                found[box.offsets, box.sizes][box.file] = box.name, tuple(slices), target
             yield from found.values()
-
-
-def _overlap(box: Box, piece: Piece, local: Tensor) -> _Overlap | None:
-    spans = [
-        (max(saved, own), min(saved + length, own + size))
-        for saved, length, own, size in zip(box.offsets, box.sizes, piece.global_offset, piece.sizes, strict=True)
-    ]
-    if any(first >= last for first, last in spans):
-        return None
-    target = piece.of_local(local)
-    for dim, (first, last) in enumerate(spans):
-        target = target.narrow(dim, first - piece.global_offset[dim], last - first)
-    slices = (slice(first - saved, last - saved) for (first, last), saved in zip(spans, box.offsets, strict=True))
-    return _Overlap(box.name, tuple(slices), target)

@@ -1,4 +1,4 @@
-"""Saves of a run, at once or by a thread from a staged copy. A failed one does not end the run."""
+"""Saves of a run, at once or by a thread from a copy. A failed one does not end the run."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.checkpoint.folder import Retention, remove, superfluous
+from megasnn.checkpoint.folder import prune
 from megasnn.checkpoint.format import Progress
 from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.checkpoint.save import Content, Group, content_of, kind_of, save_checkpoint, write_checkpoint
-from megasnn.checkpoint.tensor_io import LocalBox
+from megasnn.checkpoint.save import Group, content_of, kind_of, write_checkpoint
+from megasnn.checkpoint.tensor_io import Content
 from megasnn.files import CheckpointError
-from megasnn.parallel.agreement import is_first
-from megasnn.parallel.sharding import ShardedTensor
+from megasnn.parallel.agreement import rank_in
 
 # Ranks wait for each other as long as the slowest disk takes. megasnn.engine.faults ends them when one is lost.
 _PATIENCE = datetime.timedelta(days=7)
 
 
-class SyncWriter:
+class Writer:
     """One rank's part in saving a run's checkpoints. Making one, `save` and `finish` are collective.
 
     Args:
         process_group: as for `save_checkpoint`.
+        background: copies the tensors into memory of the CPU, and lets a thread write the copy while training goes on.
+        keep_last, keep_every: which checkpoints stay; see `prune`.
         report: takes lines for the user; may be called from another thread. Only the first rank calls it.
         complete: the same for iteration and path of each checkpoint that is complete.
         saved: an iteration that is in the folder already, as it would be saved now.
@@ -46,38 +46,86 @@ class SyncWriter:
         folder: Path,
         *,
         process_group: Group,
-        retention: Retention | None = None,
+        background: bool = False,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
         report: Callable[[str], None] = print,
         complete: Callable[[int, Path], None] = lambda iteration, path: None,
         saved: int | None = None,
     ) -> None:
-        self._folder, self._retention, self._group = folder, retention or Retention(), process_group
+        if background and process_group is not None:  # a group of its own: the thread's collectives run beside training
+            ranks = dist.get_process_group_ranks(process_group)
+            process_group = dist.new_group(ranks, _PATIENCE, backend="gloo")
+            dist.barrier(process_group)  # making a group does not wait for its members
+        self._folder, self._group, self._background = folder, process_group, background
+        self._keep_last, self._keep_every = keep_last, keep_every
         self._report, self._complete = report, complete
         self.saved, self.failed = saved, False
+        self._thread, self._copies = threading.Thread(), list[Tensor]()
 
     def save(self, progress: Progress, state: LocalState, best: bool = False) -> None:
         """Saves, unless this iteration is saved already and has not become the best since.
 
         When it returns, tensors may be changed. A failure is told and remembered; the next save tries again.
         """
-        if self.saved != progress.iteration or best:
-            self._attempt(progress, lambda: save_checkpoint(self._folder, progress, state, self._group, best))
+        if self.busy:
+            self._tell("the checkpoint before is still being written: waiting for it")
+        self.finish()
+        if self.saved == progress.iteration and not best:
+            return
+        kind = kind_of(state.optimizer)
+        if not self._background:
+            self._attempt(progress, kind, lambda: content_of(state.entries(), self._group), best)
+            return
+        copied: Content | Exception
+        try:
+            copied = self._copied(content_of(state.entries(), self._group))
+        except Exception as error:  # fails the save on all ranks
+            copied = error
 
-    def finish(self, seconds: float | None = None) -> None:
-        """Waits for a save in the background; no longer than so many seconds."""
+        def prepare() -> Content:
+            if isinstance(copied, Exception):
+                raise copied
+            return copied
 
-    def close(self) -> None:
-        """Ends the work beside training. A save that is being written is lost."""
+        def write() -> None:
+            _lower_priority()
+            self._attempt(progress, kind, prepare, best)
+
+        self._thread = threading.Thread(target=write, name="megasnn-save", daemon=True)
+        self._thread.start()
 
     @property
     def busy(self) -> bool:
         """True while a save is being written in the background."""
-        return False
+        return self._thread.is_alive()
 
-    def _attempt(self, progress: Progress, save: Callable[[], Path]) -> None:
+    def finish(self, seconds: float | None = None) -> None:
+        """Waits for a save in the background; no longer than so many seconds."""
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+
+    def close(self) -> None:
+        """Ends the work beside training. A save that is being written is lost."""
+        if self._background and self._group is not None and not self.busy:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _copied(self, content: Content) -> Content:
+        """Copies values into memory of the CPU, pinned for those of a GPU, which is kept for the next save."""
+        values = [value for _, _, value in content]
+        if [(each.shape, each.dtype) for each in self._copies] != [(each.shape, each.dtype) for each in values]:
+            self._copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=each.is_cuda) for each in values]
+        if values:  # in one call
+            torch._foreach_copy_(self._copies, values, non_blocking=True)
+        if any(each.is_cuda for each in values):
+            torch.cuda.current_stream().synchronize()
+        return [(name, saved, copy) for (name, saved, _), copy in zip(content, self._copies, strict=True)]
+
+    def _attempt(self, progress: Progress, kind: str | None, prepare: Callable[[], Content], best: bool) -> None:
         began = time.monotonic()
         try:
-            path = save()
+            path = write_checkpoint(self._folder, progress, kind, prepare, self._group, best)
         except Exception as error:
             self.failed = True
             reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -88,102 +136,20 @@ class SyncWriter:
             return
         self.failed, self.saved = False, progress.iteration
         self._tell(f"saved {path} in {time.monotonic() - began:.1f} s")
-        if is_first(self._group):
+        if rank_in(self._group) == 0:
             self._complete(progress.iteration, path)
             self._prune()
 
     def _prune(self) -> None:
         try:
-            for path in remove(superfluous(self._folder, self._retention)):
-                self._tell(f"removed {path} (--keep-last {self._retention.last})")
+            for path in prune(self._folder, self._keep_last, self._keep_every):
+                self._tell(f"removed {path} (--keep-last {self._keep_last})")
         except OSError as error:
             self._tell(f"WARNING: cannot remove checkpoints that are no longer kept: {error}")
 
     def _tell(self, text: str) -> None:
-        if is_first(self._group):
+        if rank_in(self._group) == 0:
             self._report(text)
-
-
-class AsyncWriter(SyncWriter):
-    """Copies the tensors into memory of the CPU, and lets a thread write the copy while training goes on.
-
-    Arguments and attributes as `SyncWriter`.
-    """
-
-    def __init__(self, folder: Path, *, process_group: Group, **options: Any) -> None:
-        group = process_group
-        if group is not None:  # a group of its own, since the thread's collectives run beside those of training
-            group = dist.new_group(dist.get_process_group_ranks(group), _PATIENCE, backend="gloo")
-            dist.barrier(group)  # making a group does not wait for its members
-        super().__init__(folder, process_group=group, **options)
-        self._staging, self._thread = StagingBuffer(), threading.Thread()
-
-    def save(self, progress: Progress, state: LocalState, best: bool = False) -> None:
-        if self.busy:
-            self._tell("the checkpoint before is still being written: waiting for it")
-        self.finish()
-        if self.saved == progress.iteration and not best:
-            return
-        problem: Exception | None = None
-        try:
-            self._staging.copy(state.entries())
-        except Exception as error:  # fails the save on all ranks
-            problem = error
-
-        def staged() -> Content:
-            if problem is not None:
-                raise problem
-            return self._staging.content()
-
-        def write() -> None:
-            _lower_priority()
-            kind = kind_of(state.optimizer)
-            self._attempt(progress, lambda: write_checkpoint(self._folder, progress, kind, staged, self._group, best))
-
-        self._thread = threading.Thread(target=write, name="megasnn-save", daemon=True)
-        self._thread.start()
-
-    @property
-    def busy(self) -> bool:
-        return self._thread.is_alive()
-
-    def finish(self, seconds: float | None = None) -> None:
-        if self._thread.ident is not None:
-            self._thread.join(seconds)
-
-    def close(self) -> None:
-        if self._group is not None and not self.busy:
-            dist.destroy_process_group(self._group)
-            self._group = None
-
-
-class StagingBuffer:
-    """Copies of this rank's boxes in memory of the CPU, pinned for those of a GPU; kept for the next save.
-
-    On a GPU, copies are put into the queue in front of whatever changes the tensors later; nothing waits for them.
-    """
-
-    def __init__(self) -> None:
-        self._boxes: Sequence[LocalBox] = []
-        self._copies: list[Tensor] = []
-        self._events: list[torch.cuda.Event] = []
-
-    def copy(self, entries: Sequence[ShardedTensor]) -> None:
-        boxes, values = content_of(entries)
-        values = list(values)
-        if self._boxes != boxes:
-            self._boxes = boxes
-            self._copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=each.is_cuda) for each in values]
-        if values:  # in one call
-            torch._foreach_copy_(self._copies, values, non_blocking=True)
-        devices = {each.device for each in values if each.is_cuda}
-        self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
-
-    def content(self) -> Content:
-        """Boxes and copies, once these have come from the GPU."""
-        for event in self._events:
-            event.synchronize()
-        return self._boxes, self._copies
 
 
 def _lower_priority() -> None:

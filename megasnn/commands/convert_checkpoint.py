@@ -3,13 +3,13 @@
     megasnn-convert-checkpoint inspect checkpoints/run
     megasnn-convert-checkpoint verify checkpoints/run
     megasnn-convert-checkpoint reshard --load checkpoints/run --save checkpoints/tp2_pp2 \\
-        --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
     megasnn-convert-checkpoint export --load checkpoints/run --output spikformer.pt
     megasnn-convert-checkpoint import --input spikformer.pt --save checkpoints/start
-    megasnn-convert-checkpoint diff checkpoints/run spikformer.pt --model-only
+    megasnn-convert-checkpoint diff checkpoints/run/iter_0000100 spikformer.pt --model-only
 
-A path may lead to a run's folder of checkpoints, to one checkpoint in it,
-or to a file of torch.save or safetensors. Tensors pass one at a time. Nothing that exists is overwritten.
+A path may lead to a run's folder of checkpoints, which stands for its latest, to one checkpoint in it, or to a file of
+torch.save or safetensors. Nothing that exists is overwritten.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from typing import Annotated
 import tyro
 
 from megasnn.checkpoint.tensor_io import verify_checkpoint
-from megasnn.config.cli import subcommands
-from megasnn.config.fields import name_in
+from megasnn.config.tool_flags import name_in
 from megasnn.convert.exchange import Names, export_weights, import_weights
 from megasnn.convert.report import as_text, differences, size_text
-from megasnn.convert.reshard import Target, reshard, saved_model, target_ranks
+from megasnn.convert.reshard import Target, reshard
 from megasnn.convert.source import Source, in_our_names, open_source
 from megasnn.files import CheckpointError
 from megasnn.schedule.partition import PLACEMENTS
@@ -36,37 +35,27 @@ Place = Annotated[Path, tyro.conf.Positional]
 Differs = bool  # what a command returns: whether to end with status 1
 
 
-def _inspect(path: Place, ckpt_step: int | None = None, key: str | None = None) -> Differs:
+def _inspect(path: Place) -> Differs:
     """Print what a checkpoint or file holds: progress, layout, and every tensor with type, size, shape and file.
 
     Args:
         path: what to look into.
-        ckpt_step: iteration; the latest when not given.
-        key: where in a file of torch.save the state_dict is; looked for when not given.
     """
-    print(as_text(open_source(path, ckpt_step, key)))
+    print(as_text(open_source(path, values=False)))
     return False
 
 
-def _verify(path: Place, ckpt_step: int | None = None) -> Differs:
-    """Read every byte of a checkpoint and check it, and that it is of the model that it says. Status 1 when something
-    is wrong.
+def _verify(path: Place) -> Differs:
+    """Read every byte of a checkpoint and check it. Status 1 when something is wrong.
 
     Args:
         path: a run's folder, or one checkpoint in it.
-        ckpt_step: iteration; the latest when not given.
     """
-    source = open_source(path, ckpt_step)
+    source = open_source(path, values=False)
     if not source.is_checkpoint:
         raise CheckpointError(f"{path} is no checkpoint: a file of weights has no checksums to verify")
     checked = list(verify_checkpoint(source.path))
     problems = [problem for _, problem in checked if problem]
-    if source.metadata.config is not None:
-        try:
-            model = saved_model(source)
-            target_ranks(model, source.tensors, Target(), [range(len(model.description.layers))])
-        except CheckpointError as error:
-            problems += error.args
     name = source.metadata.model
     title = f"{source.path}, of the model {name}" if name else str(source.path)
     total = size_text(sum(count for count, _ in checked))
@@ -77,12 +66,11 @@ def _verify(path: Place, ckpt_step: int | None = None) -> Differs:
 def _reshard(
     load: Path,
     save: Path,
-    target_tensor_parallel_size: int = 1,
-    target_pipeline_parallel_size: int = 1,
-    target_virtual_stages: int = 1,
-    target_placement: Annotated[str, name_in(PLACEMENTS)] = "loop",
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    num_virtual_stages_per_pipeline_rank: int = 1,
+    placement: Annotated[str, name_in(PLACEMENTS)] = "loop",
     pipeline_model_parallel_layout: str | None = None,
-    ckpt_step: int | None = None,
 ) -> Differs:
     """Write a checkpoint again with a file for each rank of another grid, optimizer state included.
 
@@ -90,32 +78,29 @@ def _reshard(
 
     Args:
         load: checkpoint to read.
-        save: folder to write to, under the same iteration.
-        target_tensor_parallel_size: tensor-parallel ranks of the target.
-        target_pipeline_parallel_size: pipeline-parallel ranks of the target.
-        target_virtual_stages: chunks of layers on each pipeline rank.
-        target_placement: of these chunks: round and round, or a v (two chunks, schedule zbv).
+        save: folder without checkpoints to write to, under the same iteration.
+        tensor_model_parallel_size: of the target, as all that follow.
+        pipeline_model_parallel_size: of the target.
+        num_virtual_stages_per_pipeline_rank: chunks of layers on each pipeline rank.
+        placement: of these chunks: round and round, or a v (two chunks, schedule zbv).
         pipeline_model_parallel_layout: units or layers in each chunk, like "1|2|2|1", as the run on the target will
             have it; by default as it was saved.
-        ckpt_step: iteration; the latest when not given.
     """
     target = Target(
-        target_tensor_parallel_size,
-        target_pipeline_parallel_size,
-        target_virtual_stages,
+        tensor_model_parallel_size,
+        pipeline_model_parallel_size,
+        num_virtual_stages_per_pipeline_rank,
         pipeline_model_parallel_layout,
-        target_placement,
+        placement,
     )
-    path, layout = reshard(open_source(load, ckpt_step), save, target)
+    path, layout = reshard(open_source(load, values=False), save, target)
     print(f"{path}: a file for each of {target.tensor * target.pipeline} ranks")
     if len(target.placement) > 1:
         print(f'each rank opens its own file only with --pipeline-model-parallel-layout "{layout}"')
     return False
 
 
-def _export(
-    load: Path, output: Path, names: Names = "spikingjelly", ema: bool = False, ckpt_step: int | None = None
-) -> Differs:
+def _export(load: Path, output: Path, names: Names = "spikingjelly", ema: bool = False) -> Differs:
     """Write a model's weights to a file for another program: safetensors where the file's name ends so, otherwise a
     state_dict of torch.save.
 
@@ -124,34 +109,25 @@ def _export(
         output: file to write.
         names: whose names the tensors get.
         ema: write the running average of the weights (--ema-decay) in their place.
-        ckpt_step: iteration; the latest when not given.
     """
-    written = export_weights(open_source(load, ckpt_step), output, names, ema)
-    print(f"{output}: {_counts(written)}")
+    print(f"{output}: {_counts(export_weights(open_source(load), output, names, ema))}")
     return False
 
 
-def _import(input: Path, save: Path, key: str | None = None) -> Differs:
+def _import(input: Path, save: Path) -> Differs:
     """Make a checkpoint of weights only from another program's file; its names tell which program it is.
 
     Args:
         input: state_dict of torch.save, or safetensors.
-        save: checkpoint folder to write into, as iteration 0 and its latest.
-        key: where in a file of torch.save the state_dict is, like "net"; looked for when not given.
+        save: folder without checkpoints to write into, as iteration 0.
     """
-    path, title = import_weights(open_source(input, key=key), save)
-    print(f"{path}: {_counts(open_source(path))}, from {title}; start from it with --load {save} --finetune")
+    path, title = import_weights(open_source(input), save)
+    counts = _counts(open_source(path, values=False))
+    print(f"{path}: {counts}, from {title}; start from it with --load {save} --finetune")
     return False
 
 
-def _diff(
-    first: Place,
-    second: Place,
-    tolerance: float = 0.0,
-    model_only: bool = False,
-    ckpt_step: int | None = None,
-    second_ckpt_step: int | None = None,
-) -> Differs:
+def _diff(first: Place, second: Place, tolerance: float = 0.0, model_only: bool = False) -> Differs:
     """Print for each tensor how far two checkpoints are apart, whatever their formats. Status 1 beyond the tolerance.
 
     Args:
@@ -159,19 +135,16 @@ def _diff(
         second: checkpoint or file.
         tolerance: largest difference that still counts as equal, relative to the tensor's largest value.
         model_only: leave optimizer state aside.
-        ckpt_step: iteration of the first; its latest when not given.
-        second_ckpt_step: iteration of the second; its latest when not given.
     """
-    sources = [in_our_names(open_source(first, ckpt_step)), in_our_names(open_source(second, second_ckpt_step))]
-    found = list(differences(sources[0], sources[1], model_only))
+    found = list(differences(in_our_names(open_source(first)), in_our_names(open_source(second)), model_only))
     if not found:
         raise CheckpointError(f"{first} and {second} hold no tensor to compare")
     width = max(len(entry.name) for entry in found)
     for entry in found:
-        figures = f"{entry.absolute:<10.4g} relative {entry.relative:<10.4g}" if entry.is_comparable else ""
-        mark = "differs" if entry.exceeds(tolerance) else "equal" if entry.absolute == 0 else "close"
+        mark = "differs" if entry.relative > tolerance else "equal" if entry.absolute == 0 else "close"
+        figures = f"{entry.absolute:<10.4g} relative {entry.relative:<10.4g}"
         print(f"{entry.name:<{width}}  {mark:<7}  {figures}{entry.note}".rstrip())
-    differing = sum(entry.exceeds(tolerance) for entry in found)
+    differing = sum(entry.relative > tolerance for entry in found)
     print(f"{differing} of {len(found)} tensors differ by more than {tolerance:g}")
     return differing > 0
 
@@ -193,18 +166,13 @@ COMMANDS: dict[str, Callable[..., Differs]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand. Returns 0; 1 for a difference or damage that was found; 2 when it could not be done."""
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
-        return int(subcommands(COMMANDS, arguments, description=str(__doc__)))
+        return int(tyro.extras.subcommand_cli_from_dict(COMMANDS, description=__doc__, args=arguments))
     except (CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def program() -> int:
-    """The program megasnn-convert-checkpoint."""
-    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
-    return main()
-
-
 if __name__ == "__main__":
-    sys.exit(program())
+    sys.exit(main())

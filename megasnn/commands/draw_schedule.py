@@ -18,8 +18,7 @@ from typing import Annotated
 
 import tyro
 
-from megasnn.config.cli import command_line
-from megasnn.config.parallel import RecomputeName, ScheduleName
+from megasnn.config.tool_flags import RecomputeName, ScheduleName, command_line
 from megasnn.schedule import (
     AUTO,
     SCHEDULES,

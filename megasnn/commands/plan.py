@@ -13,14 +13,13 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 from megasnn.config import PretrainConfig
-from megasnn.config.checks import ConfigError, at_least, flag
-from megasnn.config.cli import command_line
-from megasnn.config.fields import name_in
+from megasnn.config.checks import ConfigError, at_least
+from megasnn.config.tool_flags import command_line, name_in
 from megasnn.files import write_whole
 from megasnn.models.registry import MODELS
 from megasnn.planner.candidates import Prefer
@@ -58,11 +57,10 @@ class Options:
     """Write all of the plan here, for programs."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def make_plan(arguments: Sequence[str] | None = None) -> None:
     """Raises ValueError for what cannot be planned."""
-    mine, theirs = _split(list(sys.argv[1:] if arguments is None else arguments))
-    options = command_line(Options, mine)
-    if wrong := _problems(options):
+    options, theirs = command_line(Options, arguments, return_unknown_args=True)
+    if wrong := at_least(options, 1, "gpus", "gpus_per_node"):
         raise ConfigError(wrong)
     if not theirs or theirs[0].startswith("-"):
         raise ValueError(f"name a model first: {', '.join(MODELS)}")
@@ -93,45 +91,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_whole(options.json, json.dumps(as_json(found)))
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The flags of `Options`, and all else."""
-    kinds = {flag(each.name): each.type for each in fields(Options)}
-    kinds |= {flag(f"no_{each.name}"): each.type for each in fields(Options) if each.type == "bool"}
-    mine, theirs, words = list[str](), list[str](), list(argv)
-    while words:
-        word = words.pop(0)
-        name, equals, _ = word.partition("=")
-        if name not in kinds and (len(argv) > 1 or name not in ("-h", "--help")):
-            theirs.append(word)
-            continue
-        mine.append(word)
-        if words and not equals and kinds.get(name, "bool") != "bool":
-            mine.append(words.pop(0))
-    return mine, theirs
-
-
-def _problems(options: Options) -> list[str]:
-    wrong = at_least(options, 1, "gpus", "gpus_per_node")
-    if options.measure and options.device_name != AUTO:
-        wrong.append(f"--measure is of the device that is here: leave it, or --device-name {options.device_name}, out")
-    paths = {name: path for name in ("costs", "output", "json") if (path := getattr(options, name)) is not None}
-    if len({path.resolve() for path in paths.values()}) < len(paths):
-        wrong.append(f"{', '.join(map(flag, paths))}: name a file for each")
-    wrong += [
-        f"{flag(name)} {path}: no file can be written there"
-        for name, path in paths.items()
-        if path.is_dir() or not os.access(path.absolute().parent, os.W_OK)
-    ]
-    return wrong
-
-
 def _machine(options: Options, config: PretrainConfig, analysis: Analysis | None) -> Machine:
     """Raises ValueError for a precision that the device has not, or a memory that programs alone take."""
     if options.device_name == AUTO and analysis is not None and analysis.machine is not None:
         machine = analysis.machine
     else:
         name = "h100" if options.device_name == AUTO else options.device_name
-        machine = DEVICES[name].machine(name, config.training.precision)
+        machine, precision = DEVICES[name], config.training.precision
+        if precision not in machine.operations:
+            known = ", ".join(machine.operations)
+            raise ValueError(f"--precision {precision}: {name} is known for {known}; take another --device-name")
     if options.memory is None:
         return machine
     if (memory := _bytes(options.memory)) <= machine.program:
@@ -142,9 +111,8 @@ def _machine(options: Options, config: PretrainConfig, analysis: Analysis | None
 
 def _bytes(text: str) -> float:
     """Raises ValueError for what is no size."""
-    number = text.upper().rstrip("BKMGT")
     try:
-        return float(number) * UNITS[text.upper()[len(number) :]]
+        return float(text[:-2]) * UNITS[text[-2:].upper()]
     except (ValueError, KeyError):
         raise ValueError(f"--memory {text!r} is no size with a unit; it looks like 80GB or 500MB") from None
 
@@ -160,10 +128,10 @@ def _analysis(options: Options, config: PretrainConfig) -> Analysis:
     return analysis
 
 
-def program() -> int:
-    """The program megasnn-plan."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0; 1 for what cannot be planned, after saying why on stderr."""
     try:
-        main()
+        make_plan(arguments)
     except ValueError as error:
         print(f"plan: {error}", file=sys.stderr)
         return 1
@@ -171,4 +139,4 @@ def program() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(program())
+    sys.exit(main())

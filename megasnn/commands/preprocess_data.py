@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megasnn.config.cli import command_line
+from megasnn.config.tool_flags import command_line
 from megasnn.preprocess.options import Command
 
 
@@ -31,10 +31,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def program() -> int:
-    """The program megasnn-preprocess-data."""
-    return main()
-
-
 if __name__ == "__main__":
-    sys.exit(program())
+    sys.exit(main())

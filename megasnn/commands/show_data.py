@@ -20,13 +20,12 @@ import tyro
 from numpy.typing import NDArray
 from PIL import Image
 
-from megasnn.config.cli import command_line
+from megasnn.augment import Key
+from megasnn.config.tool_flags import command_line
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.datasets import open_shards
 from megasnn.data.formats import SampleFormat, decode_events
 from megasnn.data.images import open_image
-from megasnn.data.index import read_index
-from megasnn.data.order import SampleOrder
 from megasnn.data.paths import expand_shards
 from megasnn.events import FrameOptions, make_frames
 from megasnn.files import SAMPLE_MB
@@ -44,7 +43,7 @@ class AsStored(SampleFormat):
     limit: int = SAMPLE_MB << 20
     kind, suffixes, axes = "samples", (), ()
 
-    def decode(self, data: bytes) -> NDArray[Any]:
+    def decode(self, data: bytes, key: Key | None = None) -> NDArray[Any]:
         """uint8 `[H, W, C]` or frames `[T, 2, H, W]`. Raises ValueError for damaged bytes."""
         if data.startswith(_ZIP):
             sample = decode_events(data, self.limit)
@@ -57,14 +56,13 @@ class AsStored(SampleFormat):
 
 
 def read_samples(
-    data_path: str, count: int, seed: int | None = None, time_steps: int = 10, max_sample_mb: int = SAMPLE_MB
+    data_path: str, count: int, time_steps: int = 10, max_sample_mb: int = SAMPLE_MB
 ) -> tuple[list[NDArray[Any]], list[str]]:
     """Samples of shards, and a caption for each: its key and class.
 
     Args:
         data_path: as for training.
-        count: at most so many.
-        seed: takes them at random; None takes the first ones.
+        count: at most so many, spread over all of them.
         time_steps: frames of a recording where the shards hold events.
         max_sample_mb: a sample that takes more, in its file or decoded, is refused.
     Raises:
@@ -73,20 +71,10 @@ def read_samples(
     for flag, value in (("samples", count), ("time-steps", time_steps), ("max-sample-mb", max_sample_mb)):
         if value < 1:
             raise ValueError(f"--{flag} must be at least 1, got {value}")
-    addresses = expand_shards(data_path, "SHARDS")
-    shards = open_shards(addresses, fetch_timeout=60.0)
+    shards = open_shards(expand_shards(data_path, "SHARDS"))
     dataset = ShardDataset(shards, AsStored(time_steps, max_sample_mb << 20), _ANY_CLASS)
-    index = read_index(addresses[0].parent) if isinstance(addresses[0], Path) else None
-    names = dict(enumerate(index.classes if index else ()))
-    samples = len(dataset)
-    order = SampleOrder(samples, seed or 0, seed is not None, samples)
-    chosen = [position.sample for position in order.positions(0, min(count, samples))]
-    labels = [int(dataset.labels[sample]) for sample in chosen]
-    captions = [
-        f"{dataset.key(sample)}   class {label}"
-        + (f" ({names[label]})" if names.get(label, str(label)) != str(label) else "")
-        for sample, label in zip(chosen, labels, strict=True)
-    ]
+    chosen = range(0, len(dataset), -(-len(dataset) // count))  # of all classes, which follow each other
+    captions = [f"{dataset.key(sample)}   class {int(dataset.labels[sample])}" for sample in chosen]
     return [dataset.sample(sample) for sample in chosen], captions
 
 
@@ -99,24 +87,22 @@ def show(
     shards: tyro.conf.Positional[str],
     output: Annotated[Path, tyro.conf.arg(metavar="PNG")],
     samples: int = 8,
-    seed: int | None = None,
     time_steps: int = 10,
     max_sample_mb: int = SAMPLE_MB,
 ) -> int:
     """Draws samples.
 
     Args:
-        shards: What --data-path takes: a shard, a folder of them, braces or a glob.
+        shards: What --data-path takes: a shard, braces or a glob.
         output: The picture to write.
         samples: How many are drawn.
-        seed: Draw random ones; by default the first ones.
         time_steps: Frames that are made of a recording where the shards hold events.
         max_sample_mb: Refuse a sample that takes more megabytes, in its file or decoded.
     """
     try:
         if output.suffix.lower() != ".png":
             raise ValueError(f"--output {output} must end in .png")
-        arrays, captions = read_samples(shards, samples, seed, time_steps, max_sample_mb)
+        arrays, captions = read_samples(shards, samples, time_steps, max_sample_mb)
         Image.fromarray(sample_sheet(arrays, captions)).save(output)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -125,10 +111,5 @@ def show(
     return 0
 
 
-def program() -> int:
-    """The program megasnn-show-data."""
-    return main()
-
-
 if __name__ == "__main__":
-    sys.exit(program())
+    sys.exit(main())

@@ -13,7 +13,6 @@ from megasnn.config.pretrain import PretrainConfig as PretrainConfig
 from megasnn.config.training import TrainingConfig as TrainingConfig
 from megasnn.config.validate import validate as validate
 from megasnn.config.values import changed_flags as changed_flags
-from megasnn.config.values import comparable_flags as comparable_flags
 from megasnn.config.values import flags_between as flags_between
 from megasnn.config.values import from_dict as from_dict
 from megasnn.config.values import to_dict as to_dict

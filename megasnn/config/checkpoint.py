@@ -9,7 +9,7 @@ from pydantic import PlainValidator
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from megasnn.config.checks import flag, needs
+from megasnn.config.checks import needs
 from megasnn.config.fields import Count, Size
 from megasnn.files import STRICT
 
@@ -37,7 +37,7 @@ class CheckpointConfig:
     async_save: bool = False
     """Write checkpoints by a thread, from a copy in memory of the CPU, while training goes on."""
     keep_last: Size | None = None
-    """Keep only so many checkpoints, those saved last."""
+    """Keep only so many checkpoints, the latest ones."""
     keep_every: Size | None = None
     """With --keep-last: also keep those of iterations divisible by this."""
     keep_best: bool = False
@@ -68,11 +68,4 @@ class CheckpointConfig:
     def problems(self) -> list[str]:
         """Contradictions, with values and flags."""
         wrong = needs(self, "save", "save_interval", "async_save", "keep_last", "keep_best")
-        wrong += needs(self, "keep_last", "keep_every") + needs(self, "load", "ckpt_step", "finetune")
-        if self.loads_weights:
-            wrong += [
-                f"--load {self.load} is a file of weights: leave {flag(name)} out"
-                for name in ("ckpt_step", "finetune")
-                if getattr(self, name)
-            ]
-        return wrong
+        return wrong + needs(self, "keep_last", "keep_every") + needs(self, "load", "ckpt_step", "finetune")

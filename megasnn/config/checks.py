@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
-
-from megasnn.registry import Registry
+from collections.abc import Callable, Iterable
 
 
 class ConfigError(ValueError):
@@ -49,30 +45,6 @@ def needs(config: object, needed: str, *names: str) -> list[str]:
 
 
 def at_least(config: object, minimum: float, *names: str) -> list[str]:
-    """Fields that are smaller, or not finite; None passes."""
-    found = _numbers(config, names)
-    return [f"{flag(name)} must be at least {minimum}, got {value}" for name, value in found if not value >= minimum]
-
-
-def above(config: object, bound: float, *names: str) -> list[str]:
-    """Fields that are not greater than `bound`, or not finite; None passes."""
-    found = _numbers(config, names)
-    return [f"{flag(name)} must be greater than {bound}, got {value}" for name, value in found if not value > bound]
-
-
-def _numbers(config: object, names: Iterable[str]) -> Iterator[tuple[str, float]]:
-    """Values that are given; one that is not finite compares with nothing."""
-    for name in names:
-        if (value := getattr(config, name)) is not None:
-            yield name, value if math.isfinite(value) else math.nan
-
-
-def flags_of_others(part: Any, field: str, registry: Registry[Any]) -> list[str]:
-    """Flags that were given although they belong to other names of a registry than the one that `field` has."""
-    chosen, wrong = getattr(part, field), []
-    for name in dict.fromkeys(name for entry in registry.values() for name in entry.flags):
-        value = getattr(part, name)
-        if name not in registry[chosen].flags and value != getattr(type(part), name):
-            those = " or ".join(other for other, entry in registry.items() if name in entry.flags)
-            wrong.append(f"{flag(name)} {value} is for {flag(field)} {those}, not {chosen}")
-    return wrong
+    """Fields that are smaller; None passes."""
+    found = {name: value for name in names if (value := getattr(config, name)) is not None}
+    return [f"{flag(name)} must be at least {minimum}, got {value}" for name, value in found.items() if value < minimum]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
-from dataclasses import field, fields, make_dataclass
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
-
-import tyro
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from megasnn.config.checks import ConfigError, flag
 from megasnn.config.data import PATHS
@@ -21,7 +18,6 @@ from megasnn.config.sources import Values, values_of
 from megasnn.config.values import from_dict, shown
 
 Config = TypeVar("Config")
-Result = TypeVar("Result")
 ORDER = ("model", "data", "training", "optimizer", "parallel", "checkpoint", "logging", "neuron")
 """Parts as --help shows them."""
 
@@ -40,40 +36,33 @@ def parse(
     Args:
         config_class: composes the parts; every field is a dataclass.
         argv: without the program's name.
-        console_outputs: False keeps all ranks but one from printing the help or the error.
+        console_outputs: False keeps all ranks but one from printing the help.
         recipes: files that `--config` takes by a name.
         saved: values that count where neither a flag nor the file of `--config` gives one.
     Raises:
-        SystemExit: 0 after the help, 2 for flags that lack a value.
+        SystemExit: after the help.
         ConfigError: unknown flags, wrong values, a file that cannot be read or is none of this configuration, paths of
             which the shell has made several words.
     """
-    defaults = from_dict(config_class, values_of(config_class, argv, recipes, saved))
+    plain: Any = config_class()
+    given, unknown = _parser(plain, recipes).parse_known_args([_dashed(word) for word in argv])
+    values = values_of(config_class, given, recipes, saved)
+    if given.help:
+        if console_outputs:
+            _parser(from_dict(config_class, values), recipes).print_help()
+        raise SystemExit(0)
+    if unknown:
+        raise ConfigError(_unknown_flags(config_class, unknown))
     for name in map(flag, PATHS):  # as a shell makes them of braces; the last one would win
         if any(first.startswith(f"{name}=") and second.startswith(f"{name}=") for first, second in pairwise(argv)):
             raise ConfigError(
                 [f'{name} takes one value, and there are several: put it in quotes, {name} "a-{{0..9}}.tar"']
             )
-    with ExitStack() as stack:
-        if not console_outputs:  # tyro's own option lets some errors through
-            silence = io.StringIO()
-            stack.enter_context(redirect_stdout(silence))
-            stack.enter_context(redirect_stderr(silence))
-        options: dict[str, Any] = {"config": (tyro.conf.OmitArgPrefixes,), "return_unknown_args": True}
-        given, unknown = command_line(_groups(defaults, recipes), argv, **options)
-    values = {}
-    for name in ORDER:
-        hints = get_type_hints(type(getattr(defaults, name)), include_extras=True)
-        values[name] = {entry: _read(hints[entry], value) for entry, value in vars(getattr(given, name)).items()}
-    if unknown:
-        known = [flag(name) for part in values.values() for name in part]
-        flags = []
-        for word in unknown:
-            if word.startswith("--"):
-                near = get_close_matches(word := word.partition("=")[0].replace("_", "-"), known, 1, 0.75)
-                flags.append(f"unknown flag {word}" + "".join(f"; is it {each}?" for each in near))
-        stray = f"{unknown[0]!r} belongs to no flag; a path with braces or stars stands in quotes"
-        raise ConfigError(flags or [stray])
+    for part in ORDER:
+        kind = type(getattr(plain, part))
+        hints, names = get_type_hints(kind, include_extras=True), [each.name for each in fields(kind)]
+        flags = {name: _read(hints[name], getattr(given, name)) for name in names if hasattr(given, name)}
+        values[part] = {**values.get(part, {}), **flags}
     return from_dict(config_class, values, texts=True)
 
 
@@ -83,54 +72,50 @@ def flag_names(config_class: type[Any]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(each.name for each in fields(getattr(plain, name))) for name in ORDER}
 
 
-def command_line(of: Any, argv: Sequence[str] | None, **options: Any) -> Any:
-    """Reads the flags of a tool, a dataclass or the arguments of a function. Raises SystemExit as tyro does."""
-    return tyro.cli(of, args=argv, **options)
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([message.removeprefix("argument ")])
 
 
-def subcommands(commands: dict[str, Callable[..., Result]], argv: Sequence[str] | None, description: str) -> Result:
-    """Runs one of the functions, by its name on the command line. Raises SystemExit as tyro does."""
-    return tyro.extras.subcommand_cli_from_dict(commands, description=description, args=argv)
-
-
-def _groups(defaults: Any, recipes: Iterable[str]) -> type:
-    """A dataclass with a field for each part, whose fields are texts: pydantic reads them as it reads files."""
-    text = "File to take values from: config.json of a run, or some of what stands in one"
+def _parser(defaults: Any, recipes: Iterable[str]) -> _Parser:
+    """A reader of flags, which gives those that stand in the command line, as texts."""
+    parser = _Parser(usage="%(prog)s [flags]", description=type(defaults).__doc__, add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true", help="Show this text and end.")
+    text = "File to take values from, over which flags win: config.json of a run, or some of what stands in one"
     if names := ", ".join(recipes):
         text += f"; or the name of a recipe: {names}"
-    config = ("config", Annotated[str, tyro.conf.arg(help=f"{text}.", metavar="FILE")], "none")
-    groups = [_group("configuration", [config], "Values from a file; flags win over them.")]
-    for name in ORDER:
-        part = getattr(defaults, name)
-        groups.append(_group(name, _flags(part), type(part).__doc__))
-    made = make_dataclass("Flags", groups)
-    made.__doc__ = type(defaults).__doc__
-    return made
+    parser.add_argument("--config", metavar="FILE", help=f"{text}.")
+    for part in ORDER:
+        values = getattr(defaults, part)
+        kind: Any = type(values)
+        group = parser.add_argument_group(f"{part} options", kind.__doc__)
+        texts, hints = help_texts(kind), get_type_hints(kind, include_extras=True)
+        for entry in fields(values):
+            hint, value = hints[entry.name], shown(getattr(values, entry.name))
+            text = f"{texts.get(entry.name, '')}{_summaries(hint)} (default: {value})".replace("%", "%%")
+            options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
+            if _members(hint) == (bool,):
+                group.add_argument(flag(entry.name), action=argparse.BooleanOptionalAction, **options)
+            else:
+                group.add_argument(flag(entry.name), metavar=_metavar(hint), **options)
+    return parser
 
 
-def _group(name: str, flags: list[tuple[str, Any, Any]], text: str | None) -> tuple[str, Any, Any]:
-    """A field for a group. Where no help is given tyro looks for the source of the class, and there is none."""
-    group = make_dataclass(name, flags)
-    group.__doc__ = text
-    return name, Annotated[group, tyro.conf.arg(help=text or "")], field(default_factory=group)
+def _dashed(word: str) -> str:
+    """A flag with dashes for underscores; other words stay."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
-def _flags(part: Any) -> list[tuple[str, Any, Any]]:
-    """Name, type with help, and default of each field."""
-    of: Any = type(part)
-    texts, hints = help_texts(of), get_type_hints(of, include_extras=True)
-    flags: list[tuple[str, Any, Any]] = []
-    for entry in fields(part):
-        hint, value, text = hints[entry.name], getattr(part, entry.name), texts.get(entry.name, "")
-        if not all(each in (int, float, str, NoneType) or get_origin(each) is Literal for each in _members(hint)):
-            flags.append((entry.name, Annotated[hint, tyro.conf.arg(help=text)], value))  # tyro reads it
-            continue
-        if (registry := registry_of(hint)) is not None:
-            summaries = ((name, getattr(each, "summary", "")) for name, each in registry.items())
-            text = " ".join([text, *(f"{name}: {summary}." for name, summary in summaries if summary)])
-        argument = tyro.conf.arg(help=text, metavar=_metavar(hint))
-        flags.append((entry.name, Annotated[str, argument], shown(value)))
-    return flags
+def _unknown_flags(config_class: type[Any], unknown: Sequence[str]) -> list[str]:
+    """Sentences on words that no flag has taken."""
+    known = [flag(name) for names in flag_names(config_class).values() for name in names]
+    flags = []
+    for word in unknown:
+        if word.startswith("--"):
+            near = get_close_matches(word := word.partition("=")[0], known, 1, 0.75)
+            flags.append(f"unknown flag {word}" + "".join(f"; is it {each}?" for each in near))
+    return flags or [f"{unknown[0]!r} belongs to no flag; a path with braces or stars stands in quotes"]
 
 
 def _read(hint: Any, text: Any) -> Any:
@@ -159,3 +144,9 @@ def _metavar(hint: Any) -> str:
     member = next(each for each in _members(hint) if each is not NoneType)
     choices = [str(choice) for choice in get_args(member)]
     return "{" + ",".join(choices) + "}" if choices else member.__name__.upper()
+
+
+def _summaries(hint: Any) -> str:
+    """What a registry says of its names."""
+    entries = (registry_of(hint) or {}).items()
+    return "".join(f" {name}: {each.summary}." for name, each in entries if getattr(each, "summary", ""))

@@ -12,7 +12,7 @@ from megasnn.augment import AUGMENTATIONS
 from megasnn.augment.images import ImageRecipe
 from megasnn.augment.rand_augment import parse_rand_augment
 from megasnn.config.checks import flag, refusal
-from megasnn.config.fields import Count, NonNegative, Positive, Share, Size
+from megasnn.config.fields import Count, NonNegative, Share, Size
 from megasnn.files import SAMPLE_MB, STRICT
 
 SAMPLE = "sample"
@@ -39,9 +39,8 @@ class DataConfig:
     """Validation shards; with --data-path sample, its held-out part by default."""
     shuffle: bool = True
     """Shuffle every epoch; --no-shuffle keeps the order of the files."""
-    last_batch: Literal["continue", "drop", "keep"] = "continue"
-    """Last samples of an epoch that fill no global batch: continue into the next epoch, drop, or keep as a smaller
-    batch."""
+    last_batch: Literal["continue", "drop"] = "continue"
+    """Last samples of an epoch that fill no global batch: continue into the next epoch, or drop."""
     num_workers: Count = 1
     """Processes of a rank that read ahead; 0 reads in the training process."""
     augment: Annotated[str, AUGMENTATIONS] = "none"
@@ -68,8 +67,6 @@ class DataConfig:
     """Count samples that cannot be read and go on, instead of stopping."""
     max_sample_mb: Size = SAMPLE_MB
     """A sample that takes more megabytes, in its file or decoded, cannot be read."""
-    fetch_timeout: Positive = 60.0
-    """Seconds of silence after which a source of shards, or the processes that read, are given up."""
 
     @property
     def mixes(self) -> bool:
@@ -112,9 +109,4 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         """Contradictions, with values and flags."""
-        wrong = refusal(lambda: self.image_recipe)
-        if not AUGMENTATIONS[self.augment].crops and self.changed("crop_scale"):
-            wrong.append(f"--crop-scale {self.crop_scale} is for --augment crop, not {self.augment}")
-        if self.mixup_off_epoch and not self.mixes:
-            wrong.append(f"--mixup-off-epoch {self.mixup_off_epoch} needs --mixup-alpha or --cutmix-alpha")
-        return wrong
+        return refusal(lambda: self.image_recipe)

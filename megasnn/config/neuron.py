@@ -6,7 +6,6 @@ from typing import Annotated
 
 from pydantic.dataclasses import dataclass
 
-from megasnn.config.checks import above
 from megasnn.config.fields import NonNegative, Positive
 from megasnn.files import STRICT
 from megasnn.kernels import BACKENDS, NEURONS, SURROGATES, NeuronSpec
@@ -56,13 +55,8 @@ class NeuronConfig:
         wrong = []
         if self.v_reset is not None and self.v_reset >= self.v_threshold:
             wrong.append(f"--v-reset {self.v_reset} must be below --v-threshold {self.v_threshold}, or none")
-        if SURROGATES[self.surrogate].alpha > 0:
-            wrong += above(self, 0, "surrogate_alpha")
-        if NEURONS[self.neuron].leaks:
-            return wrong + above(self, 1, "tau")
-        if self.tau != type(self).tau:
-            wrong.append(f"--tau {self.tau} has no meaning for --neuron {self.neuron}, which does not leak")
-        if self.decay_input != type(self).decay_input:
-            name = "--decay-input" if self.decay_input else "--no-decay-input"
-            wrong.append(f"{name} has no meaning for --neuron {self.neuron}, which does not leak")
+        if SURROGATES[self.surrogate].alpha > 0 and self.surrogate_alpha == 0:
+            wrong.append(f"--surrogate-alpha 0 must be greater than 0 for --surrogate {self.surrogate}")
+        if NEURONS[self.neuron].leaks and self.tau <= 1:
+            wrong.append(f"--tau {self.tau} must be greater than 1 for --neuron {self.neuron}")
         return wrong

@@ -8,16 +8,13 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from megasnn.config.checks import refusal
-from megasnn.config.fields import Count, Positive, Size, name_in
+from megasnn.config.fields import Count, Positive, Size
 from megasnn.files import STRICT
 from megasnn.grid import ContextCut
 from megasnn.schedule.named import AUTO, SCHEDULES
 from megasnn.schedule.partition import parse_layout
 from megasnn.schedule.passes import NEVER, RECOMPUTE
 from megasnn.schedule.plan import chunks_of_schedule
-
-RecomputeName = Annotated[str, RECOMPUTE, name_in(RECOMPUTE)]
-ScheduleName = Annotated[str, SCHEDULES, name_in(SCHEDULES)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -37,9 +34,9 @@ class ParallelConfig:
     """Chunks of layers on each pipeline rank; by default those of the schedule."""
     pipeline_model_parallel_layout: str | None = None
     """Units or single layers in each chunk, as "1|2|2|1"; by default measured costs are balanced."""
-    pipeline_schedule: ScheduleName = AUTO
+    pipeline_schedule: Annotated[str, SCHEDULES] = AUTO
     """Order of forwards and backwards; auto is the fastest found for the measured costs of the layers."""
-    recompute: RecomputeName = NEVER
+    recompute: Annotated[str, RECOMPUTE] = NEVER
     """Forwards that are computed again for their backward; the bits of the result stay the same."""
     memory_budget: Positive | None = None
     """MB (10^6 bytes) of activations that a step may need on a rank; forwards are computed again to keep it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass as plain_dataclass
 from fractions import Fraction
 from typing import Annotated, Literal
@@ -75,16 +74,13 @@ class TrainingConfig:
     label_smoothing: ShareBelowOne = 0.0
     """Share of the target spread evenly over all classes."""
 
-    def length(self, epoch_samples: int, keeps_last_batch: bool = False) -> Length:
+    def length(self, epoch_samples: int) -> Length:
         """Length of a training on data with so many samples in an epoch; 0 iterations with --evaluate-only.
 
-        Args:
-            keeps_last_batch: an epoch ends with a smaller batch rather than in the midst of one.
         Raises:
             ValueError: it is less than one iteration.
         """
         epoch = Fraction(epoch_samples, self.global_batch_size)
-        epoch = Fraction(math.ceil(epoch)) if keeps_last_batch else epoch
         if self.evaluate_only:
             return Length(0, epoch, epoch_samples)
         iterations = self.train_iters if self.train_epochs is None else int(self.train_epochs * epoch)

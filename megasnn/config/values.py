@@ -19,12 +19,6 @@ from megasnn.files import in_message
 Config = TypeVar("Config")
 ABOUT = "about"
 """Beside the parts in a file: of which model the values are. A file need not say it."""
-_FOR_RUNS = {
-    *("train_epochs", "evaluate_only", "exit_interval", "exit_duration_in_mins", "check_replicas_interval"),
-    *("lr_warmup_epochs", "lr_cooldown_epochs", "lr_interval"),
-}
-_FOR_ENGINES = {"mixup_alpha", "cutmix_alpha"}
-_COMPARED = {"micro_batch_size", "global_batch_size", "seed", "precision", "loss", "lr", "weight_decay", "tau"}
 
 
 def from_dict(config_class: type[Config], values: Mapping[str, Any], texts: bool = False) -> Config:
@@ -57,10 +51,9 @@ def build_part(part: type[Config], values: Any, name: str, texts: bool = False) 
     values = {each: value for each, value in values.items() if each in known}
     try:
         adapter = _adapter(part)  # type: ignore[arg-type]  # hashable
-        if texts:
-            built: Config = adapter.validate_python(values, strict=False)
-        else:  # JSON has lists where a field has a tuple
-            built = adapter.validate_json(json.dumps(values), strict=True)
+        if not texts:  # JSON has lists where a field has a tuple; its reader refuses file names that are not UTF-8
+            adapter.validate_json(json.dumps(values, ensure_ascii=False).encode(errors="replace"), strict=True)
+        built: Config = adapter.validate_python(values, strict=False)
     except ValidationError as error:
         for each in error.errors(include_url=False):
             field, text = str(each["loc"][0]) if each["loc"] else "", each["msg"].partition(", unable")[0]
@@ -94,7 +87,7 @@ def with_keywords(config: Config, given: Mapping[str, Any]) -> Config:
             wrong.append(f"unknown name {name!r}" + "".join(f"; is it {each!r}?" for each in near))
         elif part == "model":
             wrong.append(f"{name} is a dimension of the model: {type(config.model).__name__}({name}=...)")  # type: ignore[attr-defined]
-        elif name in _FOR_RUNS or (part in ("data", "checkpoint", "logging") and name not in _FOR_ENGINES):
+        elif part in ("data", "checkpoint", "logging") and name not in ("mixup_alpha", "cutmix_alpha"):
             wrong.append(f"{name} is for whole runs, which megasnn.pretrain starts; an Engine has no use for it")
         else:
             changed.setdefault(part, {})[name] = value
@@ -124,30 +117,21 @@ def to_json(config: Any) -> str:
 
 
 def changed_flags(config: Any) -> dict[str, list[str]]:
-    """Flags by part that differ from their defaults, as a command line gives them."""
+    """Flags by part that differ from their defaults; a model's defaults are those of its variant."""
+    defaults: dict[str, Any] = {}
+    for part in fields(config):
+        variant, kind = getattr(getattr(config, part.name), "variant", None), type(getattr(config, part.name))
+        defaults[part.name] = kind(variant=variant) if variant else kind()
+    return flags_between(type(config)(**defaults), config)
+
+
+def flags_between(before: Any, after: Any) -> dict[str, list[str]]:
+    """Flags by part that make one configuration of another of the same class, as a command line gives them."""
     changed: dict[str, list[str]] = {}
-    defaults = _defaults(config)
-    for part, name, value in _entries(config):
-        if value != defaults[part][name]:
+    for (part, name, old), (_, _, value) in zip(_entries(before), _entries(after), strict=True):
+        if value != old:
             changed.setdefault(part, []).append(as_flag(name, value))
     return changed
-
-
-def flags_between(before: Any, after: Any) -> list[str]:
-    """Flags that make one configuration of another of the same class."""
-    old = {(part, name): value for part, name, value in _entries(before)}
-    return [as_flag(name, value) for part, name, value in _entries(after) if value != old[part, name]]
-
-
-def comparable_flags(config: Any) -> dict[str, bool | int | float | str]:
-    """Values that runs are compared by: the model, `_COMPARED`, and others that differ from the default."""
-    defaults = _defaults(config)
-    return {
-        name: "none" if value is None else value
-        for part, name, value in _entries(config)
-        if part not in ("checkpoint", "logging")
-        and (part == "model" or name in _COMPARED or value != defaults[part][name])
-    }
 
 
 def as_flag(name: str, value: Any) -> str:
@@ -167,13 +151,3 @@ def _entries(config: Any) -> Iterator[tuple[str, str, Any]]:
     for part in fields(config):
         for entry in fields(getattr(config, part.name)):
             yield part.name, entry.name, getattr(getattr(config, part.name), entry.name)
-
-
-def _defaults(config: Any) -> dict[str, dict[str, Any]]:
-    """Values of each part without arguments; a model's defaults are those of its variant."""
-    made = {}
-    for part in fields(config):
-        values = getattr(config, part.name)
-        variant = getattr(values, "variant", None)
-        made[part.name] = vars(type(values)(variant=variant) if variant else type(values)())
-    return made

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,6 @@ from torch import Tensor
 from megasnn.checkpoint.format import AVERAGE, BESIDE, OPTIMIZER
 from megasnn.checkpoint.tensor_io import dtype_name
 from megasnn.convert.source import Source
-
-PIECE = 1 << 20  # elements compared at a time, in float64
 
 
 def as_text(source: Source) -> str:
@@ -54,53 +52,42 @@ def size_text(count: float) -> str:
     return f"{count:.4g} GiB"
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Distance between a tensor of two sources.
+class Difference(NamedTuple):
+    """Distance between a tensor of two sources: infinite where they cannot be compared, for which `note` says why.
 
     Attributes:
-        absolute: largest difference of two elements; infinite where one side has a nan and the other a number.
+        absolute: largest difference of two elements.
         relative: that divided by the largest value of the tensor on either side.
-        note: why it could not be compared, or how the types differ.
-        is_comparable: it is on both sides, with one shape.
     """
 
     name: str
-    absolute: float = 0.0
-    relative: float = 0.0
-    note: str = ""
-    is_comparable: bool = True
-
-    def exceeds(self, tolerance: float) -> bool:
-        return not self.is_comparable or self.relative > tolerance
+    absolute: float
+    relative: float
+    note: str
 
 
 def differences(first: Source, second: Source, model_only: bool) -> Iterator[Difference]:
-    """Compares every tensor of either source, in both under the same names; reads one of them at a time."""
+    """Compares every tensor of either source, in both under the same names."""
     for name in sorted({*first.tensors, *second.tensors}):
         if model_only and _beginning(name):
             continue
         one, other = first.tensors.get(name), second.tensors.get(name)
         if one is None or other is None:
-            lacks = first if one is None else second
-            yield Difference(name, note=f"missing in {lacks.path}", is_comparable=False)
+            yield Difference(name, math.inf, math.inf, f"missing in {(first if one is None else second).path}")
         elif one.shape != other.shape:
-            yield Difference(name, note=f"shapes {list(one.shape)} and {list(other.shape)}", is_comparable=False)
+            yield Difference(name, math.inf, math.inf, f"shapes {list(one.shape)} and {list(other.shape)}")
         else:
-            absolute, largest = largest_difference(first.read(name), second.read(name))
+            absolute, largest = largest_difference(one, other)
             note = f"{dtype_name(one)} and {dtype_name(other)}" if one.dtype != other.dtype else ""
             yield Difference(name, absolute, absolute / largest if largest else absolute, note)
 
 
 def largest_difference(one: Tensor, other: Tensor) -> tuple[float, float]:
-    """(largest difference of two elements, largest finite value on either side). Two nans are equal."""
-    absolute = largest = 0.0
-    for a, b in zip(one.flatten().split(PIECE), other.flatten().split(PIECE), strict=True):
-        if not a.numel():
-            continue
-        a, b = a.double(), b.double()
-        same = (a == b) | (a.isnan() & b.isnan())
-        gap = (a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
-        absolute = max(absolute, gap.max().item())
-        largest = max(largest, *(each.abs().nan_to_num(0.0, 0.0, 0.0).max().item() for each in (a, b)))
-    return absolute, largest
+    """(largest difference of two elements, largest finite value on either side). Two nans are equal; the difference of
+    a nan and a number is infinite."""
+    if not one.numel():
+        return 0.0, 0.0
+    a, b = one.double(), other.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    gap = (a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return gap.max().item(), max(each.abs().nan_to_num(0.0, 0.0, 0.0).max().item() for each in (a, b))

@@ -9,13 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.format import AVERAGE, OPTIMIZER
 from megasnn.checkpoint.optimizer_state import state_names
-from megasnn.checkpoint.tensor_io import require_intact
-from megasnn.config import ModelConfig, PretrainConfig, from_dict
-from megasnn.convert.rank_files import write_rank_files
+from megasnn.checkpoint.save import Written, commit, file_name, write_file
+from megasnn.checkpoint.tensor_io import boxes_of, read_boxes, require_intact
+from megasnn.config import PretrainConfig, from_dict
 from megasnn.convert.source import Source
 from megasnn.files import CheckpointError, raise_problems
 from megasnn.layers import BuildContext
@@ -23,22 +25,9 @@ from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS, model_of
-from megasnn.parallel.sharding import ShardedTensor, sharded_tensors
+from megasnn.parallel.sharding import Shard, ShardedTensor, sharded_tensors
 from megasnn.parallel_state import Group
 from megasnn.schedule.partition import PLACEMENTS, layout_to_bounds, parse_layout
-
-TENSOR_FLAG, PIPELINE_FLAG = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
-VIRTUAL_FLAG, PLACEMENT_FLAG = "--target-virtual-stages", "--target-placement"
-LAYOUT_FLAG = "--pipeline-model-parallel-layout"
-
-
-@dataclass(frozen=True)
-class SavedModel:
-    """Model of a checkpoint: its name, dimensions and layers."""
-
-    name: str
-    config: ModelConfig
-    description: ModelDescription
 
 
 @dataclass(frozen=True)
@@ -61,86 +50,90 @@ class Target:
     @property
     def placement(self) -> tuple[int, ...]:
         """Pipeline rank of each chunk. Raises CheckpointError for chunks that a placement does not have."""
-        for flag, size in ((TENSOR_FLAG, self.tensor), (PIPELINE_FLAG, self.pipeline), (VIRTUAL_FLAG, self.virtual)):
-            if size < 1:
-                raise CheckpointError(f"{flag} must be at least 1, got {size}")
+        if min(self.tensor, self.pipeline, self.virtual) < 1:
+            sizes = f"tensor {self.tensor}, pipeline {self.pipeline}, virtual stages {self.virtual}"
+            raise CheckpointError(f"every size of the target must be at least 1, got {sizes}")
         try:
             return PLACEMENTS[self.shape](self.pipeline, self.virtual)
         except ValueError as error:
-            raise CheckpointError(f"{PLACEMENT_FLAG} {self.shape}: {error}; {VIRTUAL_FLAG} is {self.virtual}") from None
+            raise CheckpointError(f"--placement {self.shape}: {error}") from None
 
-    def bounds(self, model: SavedModel, saved: str | None) -> list[range]:
+    def bounds(self, model: ModelDescription, saved: str) -> list[range]:
         """Layers of each chunk. Raises CheckpointError for a layout that does not fit, and where none is known.
 
         Args:
             saved: layers in each chunk of the run that wrote the checkpoint.
         """
-        layers, chunks = model.description.layers, len(self.placement)
+        chunks, layout, units = len(self.placement), self.layout, [layer.unit for layer in model.layers]
+        if layout is None:
+            layout, units = saved if chunks > 1 else str(len(units)), [layer.name for layer in model.layers]
         try:
-            if self.layout is not None:
-                return layout_to_bounds(parse_layout(self.layout), [layer.unit for layer in layers], chunks)
-            if chunks == 1:
-                return [range(len(layers))]
-            if saved and len(parse_layout(saved)) == chunks:
-                return layout_to_bounds(parse_layout(saved), [layer.name for layer in layers], chunks)
+            return layout_to_bounds(parse_layout(layout), units, chunks)
         except ValueError as error:
-            raise CheckpointError(str(error)) from None
-        raise CheckpointError(
-            f"{PIPELINE_FLAG} {self.pipeline} with {VIRTUAL_FLAG} {self.virtual} makes {chunks} chunks, and the "
-            f"checkpoint was cut as {saved!r}: give {LAYOUT_FLAG} the cut of the run, which its log names"
-        )
+            raise CheckpointError(
+                f"{error}; give --pipeline-model-parallel-layout the cut of the run on the target, which its log names"
+            ) from None
 
 
 def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
     """Writes the source's checkpoint to `<save>/iter_<iteration>` with a file for each rank of the target.
 
-    Iteration, place in the data and optimizer state stay: a run goes on from it as from the source.
+    Iteration, place in the data and optimizer state stay: a run goes on from it as from the source. A rank's file also
+    holds copies of the tensors that another rank of its tensor-parallel group answers for.
 
+    Args:
+        source: without values.
     Returns:
         the new checkpoint, and the layers of each chunk as `--pipeline-model-parallel-layout` takes them.
     Raises:
-        CheckpointError: the source is of no model known here, the model cannot be cut like this, there is a
-            checkpoint of this iteration in `save`, or the source is damaged.
+        CheckpointError: the source is of no model known here, the model cannot be cut like this, `save` holds
+            checkpoints already, or the source is damaged.
+        OSError: writing fails; nothing is left behind then.
     """
-    if save.resolve() in (source.path.resolve(), source.path.resolve().parent):
-        raise CheckpointError(f"--save {save} is where the checkpoint is read from; give another folder")
-    model, saved = saved_model(source), source.metadata
+    folders.require_empty(save)
+    saved = source.metadata
+    name, model = saved_model(source)
     bounds = target.bounds(model, str((saved.layout or {}).get("bounds", "")))
     ranks = target_ranks(model, source.tensors, target, bounds)
     require_intact(source.path, saved)
     layout = "|".join(str(len(span)) for span in bounds)
     sizes = {"tp": target.tensor, "pp": target.pipeline, "dp": 1, "virtual": target.virtual}
-    metadata = replace(saved, model=model.name, layout={**sizes, "bounds": layout}, tensors={}, files={})
-    path = write_rank_files(save, metadata, ranks, lambda entry: source.read_shard(entry.name, entry.shard))
-    return path, layout
+    metadata = replace(saved, model=name, layout={**sizes, "bounds": layout}, tensors={}, files={})
+    aside, written = folders.begin(save, saved.iteration), list[Written]()
+    try:
+        for rank, entries in enumerate(ranks):
+            held = [replace(entry, tensor=torch.empty_like(entry.tensor, device="cpu")) for entry in entries]
+            read_boxes(source.path, saved.tensors, held)
+            written.append(write_file(aside, rank, boxes_of(held, file_name(rank))))
+        return commit(save, metadata, written), layout
+    except BaseException:
+        folders.discard(save, saved.iteration)
+        raise
 
 
-def saved_model(source: Source) -> SavedModel:
-    """Describes the model of a checkpoint.
+def saved_model(source: Source) -> tuple[str, ModelDescription]:
+    """Name and description of the model of a checkpoint.
 
     Raises:
-        CheckpointError: it is none of the registry of models, there is no configuration of it (weights from
-            elsewhere), or one that cannot be.
+        CheckpointError: it is none of the registry of models, its configuration is not there, or cannot be.
     """
     config, model = source.metadata.config, model_of(source.metadata.model, source.tensors)
-    if config is None:
+    if config is None or model is None:
         raise CheckpointError(
-            f"{source.path} holds weights without a model configuration, so how its tensors are cut is not known; "
-            "start a run from it with --load ... --finetune: what that run saves can be laid out"
+            f"{source.path} holds weights without the configuration of a model known here ({', '.join(MODELS)}): lay "
+            "out what a run saves that starts from it with --load ... --finetune"
         )
-    if model is None:
-        raise CheckpointError(f"{source.path} is of a model that is unknown here; known: {', '.join(MODELS)}")
     title = f"{source.path}: there is no model {model.name} like this:"
     try:
         run: PretrainConfig = from_dict(run_config(model), {part: config[part] for part in ("model", "neuron")})
         raise_problems(title, run.model.problems(tensor_parallel=1))
-        return SavedModel(model.name, run.model, describe(run.model, run.neuron.spec))
+        return model.name, describe(run.model, run.neuron.spec)
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{title} {error}") from None
 
 
 def target_ranks(
-    model: SavedModel, tensors: Mapping[str, Tensor], target: Target, bounds: Sequence[range]
+    model: ModelDescription, tensors: Mapping[str, Tensor], target: Target, bounds: Sequence[range]
 ) -> list[list[ShardedTensor]]:
     """Tensors of each rank of the target, without memory, pipeline stage by pipeline stage.
 
@@ -150,32 +143,25 @@ def target_ranks(
     Raises:
         CheckpointError: the model cannot be cut like this, or the checkpoint does not hold exactly its tensors.
     """
-    if problems := model.config.problems(target.tensor):
-        raise CheckpointError(*(text.replace("--tensor-model-parallel-size", TENSOR_FLAG) for text in problems))
     ranks, wrong = [], list[str]()
     for stage in range(target.pipeline):
         mine = [index for span, home in zip(bounds, target.placement, strict=True) if home == stage for index in span]
         for rank in range(target.tensor):
             group = Group("tp", tuple(range(target.tensor)), rank)
             try:
-                layers = model.description.named_layers(BuildContext(group))
+                layers = model.named_layers(BuildContext(group))
             except ValueError as error:
-                raise CheckpointError(str(error).replace("--tensor-model-parallel-size", TENSOR_FLAG)) from None
+                raise CheckpointError(str(error)) from None
             entries = list(sharded_tensors([layers[index] for index in mine]))
-            wrong += [problem for entry in entries if (problem := _shape_problem(entry, tensors))]
+            for entry in entries:
+                found = list(tensors[entry.name].shape) if entry.name in tensors else "missing"
+                if found != (needed := list(entry.shard.global_shape)):
+                    wrong.append(f"{entry.name}: {found}, the model needs {needed}")
             ranks.append([saved for entry in entries for saved in _as_saved(entry, tensors)])
     known = {entry.name for rank in ranks for entry in rank}
     wrong += [f"{name}: saved, but its model has no such tensor" for name in tensors if name not in known]
     raise_problems("the checkpoint is not of the model that it describes:", wrong)
     return ranks
-
-
-def _shape_problem(entry: ShardedTensor, tensors: Mapping[str, Tensor]) -> str | None:
-    needed, saved = list(entry.shard.global_shape), tensors.get(entry.name)
-    if saved is not None and list(saved.shape) == needed:
-        return None
-    found = "missing" if saved is None else f"saved with shape {list(saved.shape)}"
-    return f"{entry.name}: {found}, the model needs {needed}"
 
 
 def _as_saved(entry: ShardedTensor, tensors: Mapping[str, Tensor]) -> Iterator[ShardedTensor]:
@@ -184,5 +170,5 @@ def _as_saved(entry: ShardedTensor, tensors: Mapping[str, Tensor]) -> Iterator[S
     for name in (entry.name, *(f"{prefix}{entry.name}" for prefix in (AVERAGE, *kinds))):
         if name in tensors:
             shape = tuple(tensors[name].shape)
-            shard = entry.shard if shape == entry.shard.global_shape else entry.shard.whole(shape)
+            shard = entry.shard if shape == entry.shard.global_shape else Shard(shape, place=entry.shard.place)
             yield ShardedTensor(name, tensors[name].new_empty(shard.local_shape), shard, False)

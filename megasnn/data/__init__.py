@@ -5,6 +5,5 @@ from megasnn.data.datasets import Datasets as Datasets
 from megasnn.data.datasets import open_datasets as open_datasets
 from megasnn.data.loader import BatchLoader as BatchLoader
 from megasnn.data.loader import GlobalBatch as GlobalBatch
-from megasnn.data.loader import LoaderOptions as LoaderOptions
 from megasnn.data.loader import MicroBatch as MicroBatch
 from megasnn.data.loader import Share as Share

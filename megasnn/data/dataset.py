@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from megasnn.augment import Key
 from megasnn.data.formats import FormatMismatch, SampleFormat
 from megasnn.data.shards import Shard
 from megasnn.files import require_size
@@ -31,9 +32,13 @@ class ShardDataset:
 
     def __init__(self, shards: Sequence[Shard], format: SampleFormat, num_classes: int) -> None:
         self.format = format
-        self._shards = list(shards)
-        self._first = np.cumsum([0] + [len(shard) for shard in shards])
-        self.labels = np.concatenate([shard.labels for shard in shards])
+        self._shards = [(shard.name, shard.tar, shard.state) for shard in shards]
+        self._first = np.cumsum([0] + [len(shard.members.keys) for shard in shards])
+        members = [shard.members for shard in shards]  # as arrays: lists would take several times the memory
+        self._keys = np.array([key.encode() for each in members for key in each.keys])
+        self.labels = np.array([label for each in members for label in each.labels], np.int64)
+        self._offsets = np.array([offset for each in members for offset in each.offsets], np.int64)
+        self._sizes = np.array([size for each in members for size in each.sizes], np.int64)
         wrong = np.flatnonzero((self.labels < 0) | (self.labels >= num_classes))
         if len(wrong):
             raise ValueError(
@@ -47,26 +52,23 @@ class ShardDataset:
 
     def key(self, index: int) -> str:
         """Name of a sample inside its shard."""
-        shard, place = self._locate(index)
-        return shard.keys[place].decode()
+        return self._keys[index].decode()
 
     def describe(self, index: int) -> str:
         """Name of a sample and its shard, for messages."""
-        return f"sample {self.key(index)!r} of shard {self._locate(index)[0].name}"
+        return f"sample {self.key(index)!r} of shard {self._shard(index)[0]}"
 
-    def sample(self, index: int, decode: Callable[[bytes], NDArray[Any]] | None = None) -> NDArray[Any]:
-        """Decodes a sample: an image as uint8 `[H, W, C]`, event frames `[T, 2, H, W]`.
+    def sample(self, index: int, key: Key | None = None) -> NDArray[Any]:
+        """Decodes a sample: an image `[H, W, C]`, event frames `[T, 2, H, W]`; with a key it is changed at random.
 
-        Args:
-            decode: instead of the format's.
         Raises:
             BrokenSample: it cannot be decoded, or is too large.
             ValueError: it does not fit the model, or the shard was changed, cut or removed after it was indexed.
         """
-        shard, place = self._locate(index)
+        size, offset = int(self._sizes[index]), int(self._offsets[index])
         try:
-            require_size("its file", int(shard.sizes[place]), self.format.limit)
-            return (decode or self.format.decode)(_read(shard, place))
+            require_size("its file", size, self.format.limit)
+            return self.format.decode(_read(*self._shard(index)[1:], size, offset), key)
         except FormatMismatch as error:
             raise ValueError(f"{self.describe(index)} {error}") from error
         except OSError as error:
@@ -80,27 +82,24 @@ class ShardDataset:
     def fingerprint(self) -> str:
         """Hash of the samples' names, classes and data sizes in file order.
 
-        It tells data sets apart without reading them, and is the same wherever they lie, packed or unpacked.
+        It tells data sets apart without reading them, and is the same wherever they lie.
         """
         digest = hashlib.blake2b(digest_size=16)
-        for shard in self._shards:
-            digest.update(b"".join(key + b"\0" for key in shard.keys.tolist()))
-        digest.update(self.labels.tobytes())
-        digest.update(np.concatenate([shard.sizes for shard in self._shards]).tobytes())
+        digest.update(b"".join(key + b"\0" for key in self._keys.tolist()))
+        digest.update(self.labels.tobytes() + self._sizes.tobytes())
         return f"{len(self)}-{digest.hexdigest()}"
 
-    def _locate(self, index: int) -> tuple[Shard, int]:
-        shard = bisect_right(self._first, index) - 1  # for one number several times faster than NumPy's
-        return self._shards[shard], index - int(self._first[shard])
+    def _shard(self, index: int) -> tuple[str, Path, tuple[int, int]]:
+        return self._shards[bisect_right(self._first, index) - 1]  # for one number several times faster than NumPy's
 
 
-def _read(shard: Shard, place: int) -> bytes:
+def _read(tar: Path, state: tuple[int, int], size: int, offset: int) -> bytes:
     """Raises OSError where the shard is not the file that was indexed."""
-    file = _opened(shard.tar, shard.state).fileno()
+    file = _opened(tar, state).fileno()
     status = os.fstat(file)
-    if (status.st_size, status.st_mtime_ns) != shard.state:
-        raise OSError(f"{shard.tar} was changed while in use")
-    return os.pread(file, int(shard.sizes[place]), int(shard.offsets[place]))
+    if (status.st_size, status.st_mtime_ns) != state:
+        raise OSError(f"{tar} was changed while in use")
+    return os.pread(file, size, offset)
 
 
 @lru_cache(maxsize=16)  # files that a process keeps open

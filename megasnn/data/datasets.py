@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasnn.augment import AUGMENTATIONS
 from megasnn.config.data import CHANGES, SAMPLE
 from megasnn.data.dataset import BrokenSample, ShardDataset
 from megasnn.data.formats import FRAMES, EventFormat
@@ -69,24 +69,19 @@ def open_datasets(
     splits: list[Sequence[Address]] = [
         [made[split]] if path == SAMPLE else expand_shards(path, flag) for split, (path, flag) in enumerate(paths)
     ]
-    found = [
-        _dataset(config, format, num_classes, open_shards(addresses, config.fetch_timeout, decide))
-        for addresses in splits
-    ]
+    found = [_dataset(config, format, num_classes, open_shards(addresses, decide)) for addresses in splits]
     return Datasets(found[0], found[1] if valid_path else None)
 
 
-def open_shards(
-    addresses: Sequence[Address], fetch_timeout: float, decide: Decide = lambda read: read()
-) -> list[Shard]:
+def open_shards(addresses: Sequence[Address], decide: Decide = lambda read: read()) -> list[Shard]:
     """Shards of a data path, those behind URLs fetched into the cache.
 
     Raises:
         ValueError: as `open_shard`, `describe_remote` and `open_remote`.
     """
     urls = [each for each in addresses if isinstance(each, str)]
-    remote = decide(lambda: describe_remote(urls, fetch_timeout)) if urls else []
-    fetched = dict(zip(urls, open_remote(remote, fetch_timeout), strict=True))
+    remote = decide(lambda: describe_remote(urls)) if urls else []
+    fetched = dict(zip(urls, open_remote(remote), strict=True))
     return [fetched[each] if isinstance(each, str) else open_shard(each) for each in addresses]
 
 
@@ -103,37 +98,34 @@ def sample_format(config: DataConfig, input_shape: Sequence[int], evaluates: boo
             f"shards hold images and recordings, and the model takes samples of the shape {list(input_shape)}: train "
             "it with a megasnn.Engine, on batches of your own"
         )
-    make = partial(_image_format, evaluates=evaluates) if len(input_shape) == 3 else _event_format
-    format: EventFormat | ImageFormat = make(config, input_shape)
-    format.augmentation(config.augment)
-    return format
+    takes_images = len(input_shape) == 3
+    kind = ImageFormat.kind if takes_images else EventFormat.kind
+    if kind not in AUGMENTATIONS[config.augment].samples:
+        fitting = [name for name, each in AUGMENTATIONS.items() if kind in each.samples]
+        raise ValueError(f"--augment {config.augment} is not for {kind}; choose one of {', '.join(fitting)}")
+    return _image_format(config, input_shape, evaluates) if takes_images else _event_format(config, input_shape)
 
 
 def _dataset(
     config: DataConfig, format: EventFormat | ImageFormat, num_classes: int, shards: Sequence[Shard]
 ) -> ShardDataset:
     for shard in shards:
-        _check_kind(config, shard, format)
+        if wrong := [suffix for suffix in shard.members.suffixes if suffix not in format.suffixes]:
+            hint = "" if isinstance(format, EventFormat) else "; Spikformer takes events with --event-frames"
+            raise ValueError(
+                f"shard {shard.name} holds .{wrong[0]} files, and the model takes {format.kind} "
+                f"(.{', .'.join(format.suffixes)}){hint}"
+            )
+        if FRAMES in shard.members.suffixes and config.split_by is not None:
+            raise ValueError(
+                f"--split-by: shard {shard.name} holds finished frames; leave it out (where a checkpoint gives it, "
+                "--split-by none takes it back), or preprocess again with it, or with --keep-events"
+            )
     dataset = ShardDataset(shards, format, num_classes)
-    if FRAMES in shards[0].suffixes:
+    if FRAMES in shards[0].members.suffixes:
         with suppress(BrokenSample):
             dataset.sample(0)  # frames for another number of time steps are refused before the model is built
     return dataset
-
-
-def _check_kind(config: DataConfig, shard: Shard, format: EventFormat | ImageFormat) -> None:
-    """Raises ValueError unless the shard holds the model's kind of samples, and the options go with that."""
-    if wrong := [suffix for suffix in shard.suffixes if suffix not in format.suffixes]:
-        hint = "" if isinstance(format, EventFormat) else "; Spikformer takes events with --event-frames"
-        raise ValueError(
-            f"shard {shard.name} holds .{wrong[0]} files, and the model takes {format.kind} "
-            f"(.{', .'.join(format.suffixes)}){hint}"
-        )
-    if FRAMES in shard.suffixes and config.split_by is not None:
-        raise ValueError(
-            f"--split-by: shard {shard.name} holds finished frames; leave it out (where a checkpoint gives it, "
-            "--split-by none takes it back), or preprocess again with it, or with --keep-events"
-        )
 
 
 def _event_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat:
@@ -144,8 +136,8 @@ def _event_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat
         raise ValueError(
             f"event frames have 2 channels and are square, not {channels} x {height} x {width}; set --in-channels to 2"
         )
-    options = FrameOptions(time_steps, config.split_by or "number", size=height)
-    return EventFormat(options, config.max_sample_mb << 20)
+    options = FrameOptions(time_steps, config.split_by or "number", height)
+    return EventFormat(options, config.max_sample_mb << 20, AUGMENTATIONS[config.augment])
 
 
 def _image_format(config: DataConfig, input_shape: Sequence[int], evaluates: bool) -> ImageFormat:
@@ -160,4 +152,5 @@ def _image_format(config: DataConfig, input_shape: Sequence[int], evaluates: boo
     if channels != 3 and in_colour:
         raise ValueError(f"{', '.join(in_colour)}: for images in colour; set --in-channels 3, or leave it out")
     limit, center = config.max_sample_mb << 20, config.center_crop
-    return ImageFormat(size, channels, normalisation, limit, config.image_recipe, center)
+    augment = AUGMENTATIONS[config.augment]
+    return ImageFormat(size, channels, normalisation, limit, config.image_recipe, center, augment)

@@ -8,22 +8,27 @@ program may choose the number of frames later.
 from __future__ import annotations
 
 import io
-import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn import augment
-from megasnn.augment import AUGMENTATIONS, Augmentation
-from megasnn.events import LARGEST_SIDE, FrameOptions, Recording, make_frames, recording_of_arrays, resize_frames
+from megasnn.augment import AUGMENTATIONS, Augmentation, Key
+from megasnn.augment import FRAMES as EVENT_FRAMES
+from megasnn.events import (
+    LARGEST_SIDE,
+    FrameOptions,
+    Recording,
+    check_recording,
+    make_frames,
+    recording_of_arrays,
+    resize_frames,
+)
 from megasnn.files import SAMPLE_BYTES, read_arrays
 
 FRAMES, EVENTS = "frames.npz", "events.npz"
-# Levels of zlib. Higher ones save a few per cent of space for several times the time.
-_FRAMES_LEVEL, _EVENTS_LEVEL = 4, 1
 
 
 class FormatMismatch(ValueError):
@@ -47,20 +52,16 @@ class SampleFormat(Protocol):
     @property
     def limit(self) -> int: ...
 
-    def decode(self, data: bytes) -> NDArray[Any]:
-        """Decodes a sample. Raises ValueError for damaged bytes, FormatMismatch for those that do not fit."""
+    def decode(self, data: bytes, key: Key | None = None) -> NDArray[Any]:
+        """Decodes a sample, changed at random where a key is given.
+
+        Raises:
+            ValueError: damaged bytes. FormatMismatch: sound ones that do not fit the model.
+        """
 
     def fill(self, values: NDArray[np.float32], sample: NDArray[Any]) -> None:
         """Writes a decoded sample to `values`, of its shape, as the numbers that the model takes."""
         values[...] = sample
-
-    def augmentation(self, name: str) -> Augmentation:
-        """A random change by its name. Raises ValueError for an unknown one, or one for other samples."""
-        found = AUGMENTATIONS[name]
-        if self.kind not in found.samples:
-            fitting = [other for other, each in AUGMENTATIONS.items() if self.kind in each.samples]
-            raise ValueError(f"--augment {name} is not for {self.kind}; choose one of {', '.join(fitting)}")
-        return found
 
     def batch(self, samples: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
         """Joins decoded samples to the model's input, float32, the samples first."""
@@ -79,31 +80,34 @@ class EventFormat(SampleFormat):
     Attributes:
         settings: time steps, size and, for kept events, how frames are made of them.
         limit: bytes that a sample may take, packed or decoded.
+        augment: change of the frames.
     """
 
     settings: FrameOptions
     limit: int = SAMPLE_BYTES
+    augment: Augmentation = AUGMENTATIONS["none"]
     suffixes = (FRAMES, EVENTS)
-    kind = augment.FRAMES
+    kind = EVENT_FRAMES
     axes = (0, 1, 2, 3, 4)
 
-    def decode(self, data: bytes) -> NDArray[Any]:
-        """Content of a frames.npz or events.npz as `[T, 2, size, size]`, counts or float32.
+    def decode(self, data: bytes, key: Key | None = None) -> NDArray[Any]:
+        """Content of a frames.npz or events.npz as `[T, 2, size, size]`, counts or float32; changed with a key.
 
         Raises:
             ValueError: damaged, or a recording too short for the frames.
             FormatMismatch: made for another number of time steps.
         """
-        sample = decode_events(data, self.limit)
+        sample, size = decode_events(data, self.limit), self.settings.size
         if isinstance(sample, Recording):
-            return make_frames(sample, self.settings, self.limit)
-        if len(sample) != self.settings.time_steps:
+            sample = make_frames(sample, self.settings, self.limit)
+        elif len(sample) != self.settings.time_steps:
             raise FormatMismatch(
                 f"has {len(sample)} frames, and the model takes --time-steps {self.settings.time_steps}; set "
                 f"--time-steps {len(sample)}, or preprocess again (with --keep-events, any number goes)"
             )
-        size = self.settings.size
-        return sample if size is None or sample.shape[2:] == (size, size) else resize_frames(sample, size)
+        elif size is not None and sample.shape[2:] != (size, size):
+            sample = resize_frames(sample, size)
+        return self.augment.change(sample, *key) if key else sample
 
 
 def decode_events(data: bytes, limit: int = SAMPLE_BYTES) -> Recording | NDArray[Any]:
@@ -115,7 +119,7 @@ def decode_events(data: bytes, limit: int = SAMPLE_BYTES) -> Recording | NDArray
     """
     arrays = read_arrays(data, limit)
     if "frames" not in arrays:
-        return recording_of_arrays(arrays, limit)
+        return check_recording(recording_of_arrays(arrays, limit=limit))
     frames = arrays["frames"]
     if frames.ndim != 4 or frames.shape[1] != 2 or frames.dtype.kind not in "iuf":
         raise ValueError(f"frames are numbers [T, 2, H, W], not {frames.dtype} {list(frames.shape)}")
@@ -131,7 +135,7 @@ def encode_frames(frames: NDArray[Any]) -> bytes:
     """Makes a frames.npz of `[T, 2, H, W]`; integer counts become the smallest type that holds them."""
     if frames.dtype.kind in "iu":
         frames = frames.astype(np.min_scalar_type(int(frames.max(initial=0))))
-    return _npz({"frames": frames}, _FRAMES_LEVEL)
+    return _npz(frames=frames)
 
 
 def encode_events(recording: Recording) -> bytes:
@@ -139,24 +143,18 @@ def encode_events(recording: Recording) -> bytes:
     events, sensor = recording.events, recording.sensor
     t = events.t - events.t[0]
     place = np.uint8 if max(sensor) <= 256 else np.uint16
-    arrays = {
-        "t": t.astype(np.uint32) if t[-1] < 2**32 else t,
-        "x": events.x.astype(place),
-        "y": events.y.astype(place),
-        "p": events.p,
-        "height": np.array(sensor.height),
-        "width": np.array(sensor.width),
-    }
-    return _npz(arrays, _EVENTS_LEVEL)
+    return _npz(
+        t=t.astype(np.uint32) if t[-1] < 2**32 else t,
+        x=events.x.astype(place),
+        y=events.y.astype(place),
+        p=events.p,
+        height=np.array(sensor.height),
+        width=np.array(sensor.width),
+    )
 
 
-def _npz(arrays: Mapping[str, NDArray[Any]], level: int) -> bytes:
-    """NumPy's .npz, always with the same bytes: no times of writing in it."""
+def _npz(**arrays: NDArray[Any]) -> bytes:
+    """NumPy's .npz, always with the same bytes: NumPy dates its parts 1980."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for name, array in arrays.items():
-            content = io.BytesIO()
-            np.lib.format.write_array(content, np.asarray(array, order="C"), allow_pickle=False)
-            info = zipfile.ZipInfo(f"{name}.npy")  # dated 1980
-            archive.writestr(info, content.getvalue(), zipfile.ZIP_DEFLATED, level)
+    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
     return buffer.getvalue()

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 import io
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
-from megasnn.augment import IMAGES, Augmentation
-from megasnn.augment.images import Box, ImageChange, ImageRecipe
+from megasnn.augment import AUGMENTATIONS, IMAGES, Augmentation, Key
+from megasnn.augment.images import CROP_SHAPE, ImageRecipe, erase, random_box
 from megasnn.data.formats import SampleFormat
 from megasnn.files import SAMPLE_BYTES, require_size
+from megasnn.random import Draws
 
 # Mean and standard deviation of a channel, of pixel values in [0, 1]. "generic" brings any photograph to
 # about zero mean and unit variance; the first batch norm takes care of the rest.
@@ -65,8 +63,9 @@ class ImageFormat(SampleFormat):
         channels: 1 (grey) or 3 (RGB).
         normalisation: a name in NORMALISATIONS.
         limit: bytes that a sample may take, in its file or decoded.
-        recipe: random changes in training beside those of `--augment`.
+        recipe: random changes in training beside `augment`.
         center: share of the shorter side that the middle of an image keeps.
+        augment: random change in training.
     """
 
     size: int
@@ -75,6 +74,7 @@ class ImageFormat(SampleFormat):
     limit: int = SAMPLE_BYTES
     recipe: ImageRecipe = ImageRecipe()
     center: float = 1.0
+    augment: Augmentation = AUGMENTATIONS["none"]
     suffixes = IMAGE_SUFFIXES
     kind = IMAGES
     axes = (0, 3, 1, 2)  # the channels lie last in memory, as convolutions like it
@@ -83,57 +83,54 @@ class ImageFormat(SampleFormat):
         if self.channels not in _MODES:
             raise ValueError(f"images have 1 or 3 channels, not {self.channels}; set --in-channels to 1 or 3")
 
-    def augmentation(self, name: str) -> Augmentation:
-        """A random change by its name, and behind it those of the recipe. Raises ValueError as for other samples."""
-        found = super().augmentation(name)
-        mean = np.broadcast_to(NORMALISATIONS[self.normalisation][0], self.channels).tolist()
-        change = ImageChange(found.change, self.recipe, tuple(255 * value for value in mean))
-        return replace(found, change=change, decoder=self.part_decoder if found.crops else None)
+    def decode(self, data: bytes, key: Key | None = None) -> NDArray[Any]:
+        """Decodes an image file to `[size, size, channels]`; with a key it is changed at random.
 
-    def part_decoder(self, seed: int, epoch: int, sample: int) -> Callable[[bytes], np.ndarray]:
-        """Like `decode`, for a random part of the image instead of the middle (bicubic)."""
-        return partial(self._decode, part=partial(self.recipe.box, seed=seed, epoch=epoch, sample=sample))
-
-    def decode(self, data: bytes) -> np.ndarray:
-        """Decodes an image file to uint8 `[size, size, channels]`.
-
-        An image of exactly this size is not touched, unless `center` is below 1. Otherwise the middle is cut out and
-        scaled to `size` (bilinear, with averaging when it shrinks). Grey becomes RGB by repetition,
-        RGB grey by luminance.
+        A square in the middle is scaled to `size` (bilinear, with averaging when it shrinks), or a random part where
+        `augment` crops (bicubic). Grey becomes RGB by repetition, RGB grey by luminance. The result is uint8, or
+        float32 where a rectangle was erased.
 
         Raises:
             ValueError: damaged bytes, or an image that is too large or of more than 8 bits a channel.
         """
-        return self._decode(data)
-
-    def _decode(self, data: bytes, part: Callable[[tuple[int, int]], Box] | None = None) -> np.ndarray:
-        """Args: part: of an image of this width and height, instead of the middle."""
         file = open_image(data, self.limit)
         try:
-            image = self._middle(file) if part is None else self._part(file, part(file.size))
+            image = self._scaled(file, key)
         except MemoryError:
             raise
         except Exception as error:  # see `open_image`
             raise ValueError(str(error)) from error
-        return np.asarray(image, dtype=np.uint8).reshape(self.size, self.size, self.channels)
+        pixels = np.asarray(image, dtype=np.uint8).reshape(self.size, self.size, self.channels)
+        return self._changed(pixels, key) if key else pixels
 
-    def _middle(self, file: Image.Image) -> Image.Image:
-        shorter = math.ceil(self.size / self.center)
-        if min(file.size) >= 2 * shorter:
-            file.draft(_MODES[self.channels], (shorter, shorter))  # JPEG: decode at 1/2, 1/4 or 1/8
-        image = file.convert(_MODES[self.channels])
-        if image.size == (self.size, self.size) and self.center == 1:
-            return image
-        return ImageOps.fit(image, (self.size, self.size), Image.Resampling.BILINEAR, bleed=(1 - self.center) / 2)
-
-    def _part(self, file: Image.Image, box: Box) -> Image.Image:
-        (width, height), shorter = file.size, min(box[2] - box[0], box[3] - box[1])
-        if shorter >= 2 * self.size:
-            file.draft(_MODES[self.channels], (width * self.size // shorter, height * self.size // shorter))
+    def _scaled(self, file: Image.Image, key: Key | None) -> Image.Image:
+        width, height = file.size
+        side = self.center * min(width, height)
+        left, top = (width - side) / 2, (height - side) / 2
+        right, bottom, resample = left + side, top + side, Image.Resampling.BILINEAR
+        if key and self.augment.crops:
+            seed, epoch, sample = key
+            draws, resample = Draws(seed, "crop", epoch, sample), Image.Resampling.BICUBIC
+            left, top, right, bottom = random_box(file.size, self.recipe.crop_scale, CROP_SHAPE, draws)
+        shorter = min(right - left, bottom - top)
+        if shorter >= 2 * self.size:  # JPEG: decode at 1/2, 1/4 or 1/8
+            file.draft(_MODES[self.channels], (int(width * self.size / shorter), int(height * self.size / shorter)))
         image = file.convert(_MODES[self.channels])
         x, y = image.width / width, image.height / height  # below 1 where a JPEG was decoded smaller
-        scaled = box[0] * x, box[1] * y, box[2] * x, box[3] * y
-        return image.resize((self.size, self.size), Image.Resampling.BICUBIC, box=scaled)
+        return image.resize((self.size, self.size), resample, box=(left * x, top * y, right * x, bottom * y))
+
+    def _changed(self, image: NDArray[Any], key: Key) -> NDArray[Any]:
+        seed, epoch, sample = key
+        mean = NORMALISATIONS[self.normalisation][0]
+        mean = tuple(255 * value for value in mean * (self.channels // len(mean)))
+        image = self.augment.change(image, *key)
+        if self.recipe.rand_augment:
+            fill = tuple(min(255, round(value)) for value in mean)
+            draws = Draws(seed, "rand-augment", epoch, sample)
+            image = np.asarray(self.recipe.rand_augment(Image.fromarray(image), draws, fill))
+        if self.recipe.erasing:
+            image = erase(image, self.recipe.erasing, mean, Draws(seed, "erasing", epoch, sample))
+        return image
 
     def fill(self, values: NDArray[np.float32], sample: NDArray[Any]) -> None:
         """Normalises an image `[size, size, channels]` with values from 0 to 255."""

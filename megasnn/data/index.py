@@ -30,10 +30,6 @@ class Members:
     sizes: list[Count]
     suffixes: list[str]
 
-    def __post_init__(self) -> None:
-        if len({len(self.keys), len(self.labels), len(self.offsets), len(self.sizes)}) > 1:
-            raise ValueError("keys, labels, offsets and sizes should have one entry for each sample")
-
 
 @with_config(STRICT)
 @dataclass(frozen=True)

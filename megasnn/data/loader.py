@@ -8,18 +8,19 @@ the sample. A `torch.utils.data.DataLoader` reads micro-batches in order, so the
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
-from itertools import count, tee
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.config.data import DataConfig
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.order import Position, SampleOrder
-from megasnn.data.reading import PositionDataset
-from megasnn.data.workers import STEP_SECONDS, WorkerWatch, start_worker, worker_context
+from megasnn.data.reading import Item, PositionDataset
+from megasnn.data.workers import STEP_SECONDS, WorkerWatch, start_worker
 from megasnn.parallel.sharding import own_rows
 
 
@@ -35,7 +36,7 @@ class MicroBatch:
         images: float32: images `[size, C, H, W]`, normalised, channels last in memory, or event frames
             `[size, T, 2, H, W]`.
         labels: int64 `[size]`.
-        skipped: the broken samples that were replaced, as messages name them; empty on ranks that read nothing.
+        skipped: number of broken samples that were replaced; 0 on ranks that read nothing.
     """
 
     first: int
@@ -44,7 +45,7 @@ class MicroBatch:
     sample_ids: torch.Tensor
     images: torch.Tensor | None
     labels: torch.Tensor | None
-    skipped: tuple[str, ...] = ()
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,57 +88,47 @@ class Share:
         may be none: at the end of a validation pass there are too few for everybody."""
         sizes = micro_batch_sizes(samples, min(self.micro_batch_size, samples))
         for index in micro_batches_of(len(sizes), self.dp_size, self.dp_rank, may_be_none=True):
-            if rows := own_rows(sizes[index], self.cp_size, self.cp_rank):
+            if rows := own_rows(sizes[index], [self.cp_size], self.cp_rank):
                 yield index, index * sizes[0] + rows.start, len(rows)
-
-
-@dataclass(frozen=True)
-class LoaderOptions:
-    """Order, augmentation and reading of samples.
-
-    Attributes:
-        last_batch: the samples at the end of an epoch that fill no batch: "continue" fills it up with the beginning of
-            the next epoch, "drop" leaves them out (others in each epoch), "keep" makes a smaller batch.
-        skip_broken: put the next sample of the epoch's order that decodes in the place of one that does not, so that
-            sizes and the places of all others stay.
-        num_workers: processes that read ahead, a global batch or more; with 0 a batch is read when it is asked for.
-        timeout: seconds after which a worker that gives nothing ends the run.
-        pin_memory: hand over images in pinned memory, from which a GPU copies them without the host waiting.
-    """
-
-    seed: int
-    shuffle: bool = True
-    augment: str = "none"
-    last_batch: str = "continue"
-    skip_broken: bool = False
-    num_workers: int = 0
-    timeout: float = 60.0
-    pin_memory: bool = False
 
 
 class BatchLoader:
     """Cuts the sequence of samples into global batches and loads this rank's share of them.
 
-    In training the sequence is endless, shuffled by `seed` and augmented as asked. Otherwise it is one pass in file
-    order, every sample once, the last batch as small as the rest is; `shuffle`, `augment` and `last_batch` are then
-    without effect.
+    In training the sequence is endless, shuffled by `seed` and augmented. Otherwise it is one pass in file order, every
+    sample once, the last batch as small as the rest is; `shuffle` and `last_batch` are then without effect.
 
+    Args:
+        config: `last_batch`: "continue" fills the last batch of an epoch with the beginning of the next one, "drop"
+            leaves its samples out (others in each epoch). `skip_broken_samples`: the next sample of the epoch's order
+            that decodes takes the place of one that does not, so that sizes and the places of all others stay.
+            `num_workers`: processes that read ahead, a global batch or more; with 0 a batch is read when it is asked
+            for.
+        pin_memory: hand over images in pinned memory, from which a GPU copies them without the host waiting.
+        timeout: seconds after which workers that give nothing end the run.
     Attributes:
         skipped: number of broken samples that were replaced on this rank in the last `batches`.
     Raises:
-        ValueError: an epoch would have no batch, or the augmentation is for other samples.
+        ValueError: an epoch would have no batch.
     """
 
-    def __init__(self, dataset: ShardDataset, share: Share, options: LoaderOptions, training: bool = True) -> None:
+    def __init__(
+        self,
+        dataset: ShardDataset,
+        share: Share,
+        config: DataConfig,
+        seed: int,
+        training: bool = True,
+        pin_memory: bool = False,
+        timeout: float = 60.0,
+    ) -> None:
         self.dataset, self.skipped = dataset, 0
-        self._share, self._options, self._training = share, options, training
-        change, samples = dataset.format.augmentation(options.augment), len(dataset)
-        epoch = epoch_samples(samples, share.global_batch_size, options.last_batch) if training else samples
-        self._order = SampleOrder(samples, options.seed, options.shuffle and training, epoch)
-        self._reads = share.images or (share.labels and options.skip_broken)
-        self._reader = PositionDataset(
-            dataset, self._order, change if training else None, share.images, options.skip_broken
-        )
+        self._share, self._workers, self._training = share, config.num_workers, training
+        self._pin_memory, self._timeout, samples = pin_memory, timeout, len(dataset)
+        epoch = epoch_samples(samples, share.global_batch_size, config.last_batch) if training else samples
+        self._order = SampleOrder(samples, seed, config.shuffle and training, epoch)
+        self._reads = share.images or (share.labels and config.skip_broken_samples)
+        self._reader = PositionDataset(dataset, self._order, training, share.images, config.skip_broken_samples)
         self._sampler = UpcomingBatches()
         self._watch: WorkerWatch | None = None
         self._loader: DataLoader[Any] | None = None
@@ -153,14 +144,13 @@ class BatchLoader:
                 sample can be decoded.
             ChildProcessError: a worker has ended, or gives nothing for too long.
         """
-        plans, ahead = tee(self._plans(consumed_samples, limit))
-        read = self._read(part.positions for plan in ahead for part in plan.micro_batches)
+        read = self._read(consumed_samples, limit) if self._reads else None
         self.skipped = 0
         try:
-            for plan in plans:
-                parts = [self._micro_batch(part, *next(read)) for part in plan.micro_batches]
-                self.skipped += sum(len(part.skipped) for part in parts)
-                yield GlobalBatch(parts, plan.size, plan.consumed_samples)
+            for plan in self._plans(consumed_samples, limit):
+                parts = [self._filled(part, *(next(read) if read else (None, None))) for part in plan.micro_batches]
+                self.skipped += sum(part.skipped for part in parts)
+                yield replace(plan, micro_batches=parts)
         except BaseException:
             self.close()
             raise
@@ -171,13 +161,37 @@ class BatchLoader:
             self._watch.end()
         self._watch = self._loader = None
 
-    def _read(self, upcoming: Iterator[list[Position]]) -> Iterator[tuple[list[int], torch.Tensor | None]]:
-        """Samples that are used in each of the upcoming micro-batches, and their images."""
-        if not self._reads:
-            for positions in upcoming:
-                yield [position.sample for position in positions], None
-            return
-        self._sampler.positions = upcoming
+    def _plans(self, position: int, limit: int | None) -> Iterator[GlobalBatch]:
+        """Batches without images and labels."""
+        for _ in count() if limit is None else range(limit):
+            size = self._share.global_batch_size
+            if not self._training:
+                size = min(size, len(self.dataset) - position)
+            if size <= 0:
+                return
+            yield GlobalBatch(self._own_micro_batches(position, size), size, position + size)
+            position += size
+
+    def _own_micro_batches(self, position: int, size: int) -> list[MicroBatch]:
+        parts = []
+        for index, start, number in self._share.spans(size):
+            samples = [each.sample for each in self._order.positions(position + start, number)]
+            parts.append(MicroBatch(index, start, number, torch.tensor(samples), None, None))
+        return parts
+
+    def _filled(self, part: MicroBatch, used: list[int] | None, images: torch.Tensor | None) -> MicroBatch:
+        """Args: used: samples that were read for it; None where none was."""
+        samples = part.sample_ids if used is None else torch.tensor(used)
+        labels = torch.from_numpy(self.dataset.labels[samples.numpy()]) if self._share.labels else None
+        return replace(part, images=images, labels=labels, skipped=int((samples != part.sample_ids).sum()))
+
+    def _read(self, position: int, limit: int | None) -> Iterator[Item]:
+        """Samples and images of each of the upcoming micro-batches."""
+        self._sampler.positions = (
+            self._order.positions(plan.consumed_samples - plan.size + part.start, part.size)
+            for plan in self._plans(position, limit)
+            for part in plan.micro_batches
+        )
         if self._loader is None:
             self._loader = self._start()
         for found in self._watch.iterate(self._loader) if self._watch else self._loader:
@@ -186,55 +200,31 @@ class BatchLoader:
             yield found
 
     def _start(self) -> DataLoader[Any]:
-        options, workers = self._options, dict[str, Any]()
-        if options.num_workers:
-            self._watch = WorkerWatch(options.timeout)
+        workers = dict[str, Any]()
+        if self._workers:
+            self._watch = WorkerWatch(self._timeout)
             micro_batches = -(-self._share.global_batch_size // self._share.micro_batch_size)
             own = -(-micro_batches // self._share.dp_size)
             workers = {
-                "num_workers": options.num_workers,
-                "multiprocessing_context": worker_context(),
+                "num_workers": self._workers,
+                "multiprocessing_context": "forkserver",
                 "persistent_workers": True,
-                "prefetch_factor": max(2, -(-own // options.num_workers)),  # the next global batch, while one computes
+                "prefetch_factor": max(2, -(-own // self._workers)),  # the next global batch, while one computes
                 "worker_init_fn": start_worker,
-                "timeout": STEP_SECONDS,
+                "timeout": min(STEP_SECONDS, self._timeout),
             }
         return DataLoader(
             self._reader,
-            batch_sampler=self._sampler,
-            collate_fn=self._reader.collate,
-            pin_memory=options.pin_memory,
+            sampler=self._sampler,
+            batch_size=None,
+            pin_memory=self._pin_memory,
             generator=torch.Generator(),  # otherwise torch's global one would move on by a number
             **workers,
         )
 
-    def _plans(self, position: int, limit: int | None) -> Iterator[_BatchPlan]:
-        for _ in count() if limit is None else range(limit):
-            size, left = self._share.global_batch_size, len(self.dataset) - position
-            if not self._training:
-                size = min(size, left)
-                if size <= 0:
-                    return
-            elif self._options.last_batch == "keep":
-                size = min(size, len(self.dataset) - position % len(self.dataset))
-            plans = [
-                _MicroBatchPlan(index, start, self._order.positions(position + start, number))
-                for index, start, number in self._share.spans(size)
-            ]
-            yield _BatchPlan(plans, size, position + size)
-            position += size
-
-    def _micro_batch(self, plan: _MicroBatchPlan, used: list[int], images: torch.Tensor | None) -> MicroBatch:
-        """Args: used: samples that were read for the positions."""
-        due = [position.sample for position in plan.positions]
-        labels = torch.from_numpy(self.dataset.labels[used]) if self._share.labels else None
-        replaced = [sample for sample, other in zip(due, used, strict=True) if sample != other]
-        skipped = tuple(map(self.dataset.describe, replaced))
-        return MicroBatch(plan.first, plan.start, len(due), torch.tensor(due), images, labels, skipped)
-
 
 class UpcomingBatches:
-    """Batch sampler of a DataLoader: positions of each micro-batch that is to be read.
+    """Sampler of a DataLoader: positions of each micro-batch that is to be read.
 
     Attributes:
         positions: set before each pass.
@@ -244,18 +234,6 @@ class UpcomingBatches:
 
     def __iter__(self) -> Iterator[list[Position]]:
         return self.positions
-
-
-class _MicroBatchPlan(NamedTuple):
-    first: int
-    start: int
-    positions: list[Position]
-
-
-class _BatchPlan(NamedTuple):
-    micro_batches: list[_MicroBatchPlan]
-    size: int
-    consumed_samples: int
 
 
 def epoch_samples(samples: int, global_batch_size: int, last_batch: str) -> int:
@@ -282,25 +260,3 @@ def order_identity(dataset: ShardDataset, global_batch_size: int, last_batch: st
     """
     epoch = epoch_samples(len(dataset), global_batch_size, last_batch)
     return dataset.fingerprint() + (f" in epochs of {epoch}" if epoch < len(dataset) else "")
-
-
-def check_shares(samples: int, share: Share, last_batch: str) -> None:
-    """Raises ValueError when some batch has fewer micro-batches than there are data parallel ranks, or a micro-batch
-    fewer samples than ranks that share it."""
-    full = share.global_batch_size
-    sizes = {full} if last_batch != "keep" else {min(full, samples), samples % full or full}
-    for size in sizes:
-        each = micro_batch_sizes(size, min(share.micro_batch_size, size))
-        if len(each) < share.dp_size and size < full:
-            raise ValueError(
-                f"--last-batch keep makes a batch of {size} samples, {len(each)} micro-batch(es), at the end of an "
-                f"epoch: too few for {share.dp_size} data parallel replicas; lower --micro-batch-size, or take another "
-                "--last-batch"
-            )
-        if each[-1] < share.cp_size:
-            raise ValueError(
-                f"a batch of {size} samples (--global-batch-size {full}, --last-batch {last_batch}) has a micro-batch "
-                f"of {each[-1]}: too few for --context-parallel-size {share.cp_size} by samples; change "
-                "--micro-batch-size, or with keep take another --last-batch"
-            )
-        micro_batches_of(len(each), share.dp_size, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,17 +20,17 @@ from urllib.parse import urlsplit
 
 import fsspec
 import requests
+from tqdm.contrib.concurrent import thread_map
 
 from megasnn.cache import build_once, cache_folder, name_in_cache
 from megasnn.data.paths import PIPE, shown
 from megasnn.data.shards import Shard, open_shard
-from megasnn.telemetry.log import byte_bar
 
 _HTTP = ("http://", "https://")
 _AT_A_TIME = 4
 _TRIES, _PAUSE_SECONDS = 3, 1.0
-_PATIENCE_SECONDS = 86400.0  # for another process of this host that fetches the shard: it gives up by itself
-_FINAL = (FileNotFoundError, PermissionError, ImportError, ValueError)  # not tried again
+_SILENCE_SECONDS = 60.0  # of an http server
+_FINAL = (FileNotFoundError, ImportError, ValueError)  # not tried again
 T = TypeVar("T")
 
 
@@ -50,37 +51,27 @@ class RemoteShard(NamedTuple):
         return cache_folder("shards") / name_in_cache(name, ".tar", self.url, str(self.size))
 
 
-def describe_remote(urls: Sequence[str], seconds: float) -> list[RemoteShard]:
-    """Asks for the sizes of shards.
-
-    Args:
-        seconds: of silence after which an http server is given up.
-    Raises:
-        FetchError: one is not there, or its source does not answer.
-    """
+def describe_remote(urls: Sequence[str]) -> list[RemoteShard]:
+    """Asks for the sizes of shards. Raises FetchError: one is not there, or its source does not answer."""
     with ThreadPoolExecutor(4 * _AT_A_TIME) as pool:
-        sizes = pool.map(lambda url: _persist(url, partial(_size, url, seconds)), urls)
+        sizes = pool.map(lambda url: _persist(url, partial(_size, url)), urls)
         return list(map(RemoteShard, urls, sizes))
 
 
-def open_remote(shards: Sequence[RemoteShard], seconds: float) -> list[Shard]:
+def open_remote(shards: Sequence[RemoteShard]) -> list[Shard]:
     """Fetches the shards that the cache lacks, a few at a time, and opens all.
 
-    Args:
-        seconds: as for `describe_remote`.
     Raises:
         FetchError: one cannot be fetched. ValueError: as `open_shard`.
         CacheError: it cannot be written.
     """
     missing = [each for each in shards if not each.target.exists()]
-    total = sum(each.size or 0 for each in missing) if all(each.size for each in missing) else None
-    quiet = not missing or os.environ.get("LOCAL_RANK", "0") != "0"
-    with byte_bar("fetching shards", total, quiet=quiet) as bar, ThreadPoolExecutor(_AT_A_TIME) as pool:
 
-        def fetch(remote: RemoteShard, path: Path) -> None:
-            _persist(remote.url, partial(_download, remote, path, seconds, bar.update))
+    def fetch(remote: RemoteShard) -> None:
+        build_once(remote.target, lambda path: _persist(remote.url, lambda: _download(remote, path)))
 
-        list(pool.map(lambda each: build_once(each.target, partial(fetch, each), _PATIENCE_SECONDS), missing))
+    quiet = True if not missing or os.environ.get("LOCAL_RANK", "0") != "0" else None  # None: where no terminal is
+    thread_map(fetch, missing, max_workers=_AT_A_TIME, desc="fetching shards", unit=" shards", disable=quiet)
     return [_opened(each) for each in shards]
 
 
@@ -106,31 +97,29 @@ def _persist(url: str, action: Callable[[], T]) -> T:
     raise AssertionError
 
 
-def _download(remote: RemoteShard, path: Path, seconds: float, arrived: Callable[[int], object]) -> None:
-    with closing(_open(remote.url, seconds)) as stream, open(path, "wb") as file:
-        while block := stream.read(1 << 20):
-            file.write(block)
-            arrived(len(block))
+def _download(remote: RemoteShard, path: Path) -> None:
+    with closing(_open(remote.url)) as stream, open(path, "wb") as file:
+        shutil.copyfileobj(stream, file, 1 << 20)
     if remote.size is not None and (found := path.stat().st_size) != remote.size:
         raise OSError(f"{found} bytes have come, and there should be {remote.size}: it was cut or changed")
 
 
-def _open(url: str, seconds: float) -> Any:
+def _open(url: str) -> Any:
     """Stream of the bytes behind a URL."""
     if url.startswith(PIPE):
         from webdataset.gopen import gopen  # imports torch
 
         return gopen(url, "rb")
     if url.startswith(_HTTP):
-        return _http(url, seconds).raw  # ends with an error where less comes than the server has announced
+        return _http(url).raw  # ends with an error where less comes than the server has announced
     return fsspec.open(url, "rb").open()
 
 
-def _size(url: str, seconds: float) -> int | None:
+def _size(url: str) -> int | None:
     if url.startswith(PIPE):
         return None
     if url.startswith(_HTTP):
-        with closing(_http(url, seconds)) as response:
+        with closing(_http(url)) as response:
             length = response.headers.get("Content-Length")
             return None if length is None else int(length)
     system, path = fsspec.core.url_to_fs(url)
@@ -138,20 +127,15 @@ def _size(url: str, seconds: float) -> int | None:
     return size
 
 
-def _http(url: str, seconds: float) -> requests.Response:
+def _http(url: str) -> requests.Response:
     """An answer of http(s) whose content has not been read; redirects are followed to http(s) only.
 
     Raises:
-        FileNotFoundError, PermissionError: the server has no such file, or none for this user.
-        OSError: another answer than the file, or none within so many seconds (--fetch-timeout).
+        FileNotFoundError: the server refuses. OSError: it has an error, or is silent for too long.
     """
-    response = requests.get(url, stream=True, timeout=seconds, headers={"Accept-Encoding": "identity"})
-    if response.status_code >= 400:
+    response = requests.get(url, stream=True, timeout=_SILENCE_SECONDS, headers={"Accept-Encoding": "identity"})
+    if 400 <= response.status_code < 500:
         response.close()
-        said = f"the server answers {response.status_code} ({response.reason})"
-        if response.status_code in (404, 410):
-            raise FileNotFoundError(f"{said}; correct the address, braces and numbers too")
-        if response.status_code in (400, 401, 403):
-            raise PermissionError(f"{said}; see that it may be read")
-        raise OSError(said)
+        raise FileNotFoundError(f"the server answers {response.status_code} ({response.reason})")
+    response.raise_for_status()
     return response

@@ -3,23 +3,18 @@
 A sample is the files that share a name up to the first dot, here an image (``<key>.jpg``) or events
 (``<key>.frames.npz`` or ``<key>.events.npz``) and its class (``<key>.cls``, an integer as text). Offsets come from the
 index.json beside the shard; where there is none, from the tar's headers, read once and kept in the cache.
-A ``.tar.gz`` has no random access: it is unpacked into the cache, once a host.
 """
 
 from __future__ import annotations
 
-import gzip
 import os
-import shutil
 import tarfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic_core import to_json
 
 from megasnn.cache import build_once, cache_folder, cached_name
@@ -38,63 +33,37 @@ _AGAIN = "copy or download it again"
 
 @dataclass(frozen=True)
 class Shard:
-    """Offsets of the samples of one shard, in file order.
+    """A shard that can be read.
 
     Attributes:
-        name: the shard as the user named it, for messages.
-        tar: the uncompressed file that is read.
+        name: as the user named it, for messages.
+        tar: its file.
         state: size in bytes and time of change (ns) of `tar` when it was indexed.
-        keys: bytes `[n]`.
-        labels: int64 `[n]`.
-        offsets, sizes: int64 `[n]`, of the samples' data in `tar`, in bytes.
-        suffixes: endings of the samples' data that occur.
+        members: its samples, in file order.
     """
 
     name: str
     tar: Path
     state: tuple[int, int]
-    keys: NDArray[np.bytes_]
-    labels: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    suffixes: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.labels)
+    members: Members
 
 
-def open_shard(source: Path, name: str | None = None) -> Shard:
+def open_shard(tar: Path, name: str | None = None) -> Shard:
     """Opens a shard.
 
     Args:
-        source: a tar, or one packed by gzip.
         name: for messages, by default its path.
     Raises:
         ValueError: it is cut, empty or no tar, a sample is incomplete, or it is not the one that index.json lists;
             the message names the shard, and the sample.
     """
-    name, tar, members = name or str(source), source, _members_beside(source)
-    if _is_packed(source):
-        tar, members = cache_folder("unpacked") / cached_name(source, ".tar"), None
-        build_once(tar, lambda path: _unpack(source, path, name))
+    name, members = name or str(tar), _members_beside(tar)
     if members is None:
         target = cache_folder("index") / cached_name(tar, ".json", _INDEX_VERSION)
         build_once(target, lambda path: path.write_bytes(to_json(asdict(scan(tar, name)))))
         members = described(Members, target.read_bytes(), target)
     status = tar.stat()
-    offsets, sizes = np.array(members.offsets, np.int64), np.array(members.sizes, np.int64)
-    if int((offsets + sizes).max(initial=0)) > status.st_size:
-        raise ValueError(f"shard {name} has {status.st_size} bytes, fewer than its index says: it was cut; {_AGAIN}")
-    return Shard(
-        name=name,
-        tar=tar,
-        state=(status.st_size, status.st_mtime_ns),
-        keys=np.array([key.encode() for key in members.keys]),
-        labels=np.array(members.labels, np.int64),
-        offsets=offsets,
-        sizes=sizes,
-        suffixes=tuple(members.suffixes),
-    )
+    return Shard(name, tar, (status.st_size, status.st_mtime_ns), members)
 
 
 def scan(tar: Path, name: str) -> Members:
@@ -146,7 +115,7 @@ def _members(tar: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]
                 yield member, key, suffix.lower()
             end = archive.offset
     except (tarfile.TarError, OverflowError, UnicodeError) as error:
-        raise ValueError(f"shard {name} is cut, or is no tar file ({error}); {_AGAIN}") from error
+        raise ValueError(f"shard {name} is cut, packed, or no tar file ({error}); {_AGAIN}, or gunzip it") from error
     # A tar that is cut between two members looks whole to tarfile, and so does the first of two that were joined.
     with open(tar, "rb") as file:
         file.seek(end)
@@ -158,25 +127,9 @@ def _members(tar: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]
 def _label(file: int, member: tarfile.TarInfo, name: str) -> int:
     text = os.pread(file, min(member.size, _LABEL_BYTES), member.offset_data)
     try:
-        label = int(text)
-        if abs(label) < 2**31:
-            return label
-    except ValueError:
-        pass
-    raise ValueError(f"{member.name} in shard {name} holds {text!r}; it must hold a class number")
-
-
-def _is_packed(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(2) == b"\x1f\x8b"  # gzip
-
-
-def _unpack(packed: Path, target: Path, name: str) -> None:
-    try:
-        with gzip.open(packed) as content, open(target, "wb") as plain:
-            shutil.copyfileobj(content, plain, 1 << 20)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"shard {name} is cut or damaged ({error}); {_AGAIN}") from error
+        return int(np.int32(int(text)))
+    except (ValueError, OverflowError):
+        raise ValueError(f"{member.name} in shard {name} holds {text!r}; it must hold a class number") from None
 
 
 def _members_beside(source: Path) -> Members | None:

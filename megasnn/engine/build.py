@@ -27,10 +27,8 @@ from megasnn.losses import LOSSES
 from megasnn.models.build import building_problems, describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model, run_config
-from megasnn.optim import is_frozen
 from megasnn.parallel.agreement import gather
 from megasnn.parallel_state import Group, ParallelState
-from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.graphs import Capture, CudaCapture, GraphOptions
 from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
 from megasnn.precisions import PRECISIONS
@@ -138,11 +136,6 @@ def describe_windows(config: PretrainConfig) -> ModelDescription:
     return of_window
 
 
-def parameter_names(model: ModelDescription) -> list[str]:
-    """Global names of a model's parameters, in order; nothing is built for that."""
-    return [entry.name for entry in describe_tensors(model, BuildContext()) if entry.is_parameter]
-
-
 def sample_loss(config: PretrainConfig) -> SampleLoss:
     """Returns (logits, labels) -> the sum of the samples' losses."""
     training = config.training
@@ -238,7 +231,6 @@ def build_model(
         carries=windows > 1,
         cast_weights=CastWeights(stay=graphs is not None),
         sparse_products=training.sparse_products == "auto" and can_be_sparse(state.device, products),
-        is_frozen=partial(is_frozen, config.optimizer),
     )
     with placed("while planning the pipeline"):
         plan = plan_of(config, model, context, state)

@@ -23,7 +23,6 @@ from megasnn.engine.build import (
     build_model,
     describe_windows,
     mixing_of,
-    parameter_names,
     require_alike,
     require_kernels,
     run_configuration,
@@ -35,7 +34,7 @@ from megasnn.engine.mesh import join_ranks
 from megasnn.engine.step import TrainStep
 from megasnn.host_memory import keep_free_memory
 from megasnn.models.model import Model
-from megasnn.optim import learning_rate, require_matches, require_schedule
+from megasnn.optim.rates import learning_rate, require_schedule
 from megasnn.parallel_state import (
     ParallelState,
     abandon_model_parallel,
@@ -98,7 +97,6 @@ class Engine:
         self.config = config = run_configuration(model, flags, lr_schedule is not None)
         self.length = length or Length(config.training.train_iters or 0)
         described, self.windows = describe_windows(config), sample_windows(config)
-        require_matches(config.optimizer, parameter_names(described))
         if not config.training.evaluate_only and lr_schedule is None:
             require_schedule(config.optimizer, self.length.iterations, self.length.epoch)
         # Others may have freed its grid.

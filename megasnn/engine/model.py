@@ -14,13 +14,11 @@ from torch import Tensor
 
 from megasnn.bundle import Bundle, bundle_of, entries_of, logits_of
 from megasnn.device_checks import DeviceChecks
-from megasnn.grid import Place
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.shape_inference import calls_of
 from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
-from megasnn.models.compare_cut import compare_with_whole
 from megasnn.models.description import ModelDescription
-from megasnn.optim import GradientNorm
+from megasnn.optim.norms import GradientNorm
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.fsdp import GatheredWeights
@@ -115,7 +113,7 @@ class DistributedModel:
         units = plan.unit_bounds(bounds)
         self._weights: GatheredWeights | None = None
         if state.dp_shard.size > 1:
-            self._weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights)
+            self._weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
         build = partial(build_chunk, model, bounds, context=context, device=state.device, seed=seed)
         if self._weights is not None:
             build = partial(build, parts=units, keep=self._weights.shard)
@@ -124,8 +122,6 @@ class DistributedModel:
         }
         self.takes_images, self.gives_logits = 0 in self.chunks, len(plan.placement) - 1 in self.chunks
         self._reports = self.gives_logits and state.tp.rank == 0 and context.counts_logits
-        mine = (number for index in self.chunks for number in bounds[index])
-        compare_with_whole(model, context, mine, state.device, seed)
         kept = (lambda entry: entry) if self._weights is None else self._weights.kept
         self.tensors: list[ShardedTensor] = [kept(t) for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
         self.copies = [kept(t) for chunk in self.chunks.values() for t in chunk.copied_tensors()]
@@ -156,10 +152,10 @@ class DistributedModel:
                 chunk.capture_graphs(options.graphs)
         self.described = describe_tensors(model, BuildContext(dtype=context.dtype))
         self.parameters = parameter_count(self.described)
-        trained = (e for e in self.described if not context.is_frozen(e.name) and e.tensor.requires_grad)
+        trained = (e for e in self.described if e.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)
         names = [entry.name for entry in self.described if entry.is_parameter]
-        self.gradient_norm = GradientNorm(names, self.owned, state.device, Place(state.grid, state.coordinates))
+        self.gradient_norm = GradientNorm(names, self.owned, state.device)
         self.mean_loss = self.correct = self.norm = self.stop_votes = 0.0
         self.is_finite = True
         self._global_batch_size = 1

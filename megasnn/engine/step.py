@@ -13,7 +13,8 @@ from megasnn.data import GlobalBatch
 from megasnn.engine.debug import first_place
 from megasnn.engine.model import DistributedModel
 from megasnn.grid import HOLDING_AXES
-from megasnn.optim import WeightAverage, build_optimizer, takes_found_inf
+from megasnn.optim.average import WeightAverage
+from megasnn.optim.build import build_optimizer, takes_found_inf
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.telemetry.records import StepResult

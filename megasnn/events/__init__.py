@@ -11,7 +11,7 @@ from megasnn.events.recording import Events as Events
 from megasnn.events.recording import Recording as Recording
 from megasnn.events.recording import RecordingError as RecordingError
 from megasnn.events.recording import SensorSize as SensorSize
-from megasnn.events.simulate import CLOSED_LOOP as CLOSED_LOOP
+from megasnn.events.recording import check_recording as check_recording
 from megasnn.events.simulate import SACCADES as SACCADES
 from megasnn.events.simulate import SimulatedSensor as SimulatedSensor
 from megasnn.events.simulate import simulate_recording as simulate_recording

@@ -15,48 +15,37 @@ from megasnn.files import SAMPLE_BYTES, require_size
 
 @dataclass(frozen=True)
 class FrameOptions:
-    """Options of frames of a recording. Unscaled and not normalised they are counts, bit for bit SpikingJelly's.
-
-    Attributes:
-        time_steps: Frames of a sample, T.
-        split_by: What frames have equal shares of: a recording's events (number) or its time.
-        frame_duration: Microseconds of a frame, instead of equal shares: what comes after T frames is left out, what is
-            missing is empty.
-        size: Height and width to scale frames to (48 is usual for CIFAR10-DVS); by default the sensor's.
-        normalize: frame-max divides each frame by its largest count, before scaling; none leaves counts.
+    """Options of frames of a recording. Unscaled they are counts, bit for bit SpikingJelly's.
 
     Raises:
-        ValueError: values below 1, another name, or `split_by` beside `frame_duration`.
+        ValueError: values below 1, or another name.
     """
 
     time_steps: int = 10
+    """Frames of a sample, T."""
     split_by: Literal["number", "time"] = "number"
-    frame_duration: int | None = None
+    """Equal shares of a recording's events (number) or of its time for all frames."""
     size: int | None = None
-    normalize: Literal["none", "frame-max"] = "none"
+    """Height and width to scale frames to (48 is usual for CIFAR10-DVS); by default the sensor's."""
 
     def __post_init__(self) -> None:
-        for name in ("time_steps", "frame_duration", "size"):
+        for name in ("time_steps", "size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if self.split_by not in ("number", "time"):
             raise ValueError(f"--split-by must be number or time, got {self.split_by!r}")
-        if self.normalize not in ("none", "frame-max"):
-            raise ValueError(f"--normalize-frames must be none or frame-max, got {self.normalize!r}")
-        if self.frame_duration is not None and self.split_by == "time":
-            raise ValueError(f"--split-by time and --frame-duration {self.frame_duration} exclude each other")
 
 
 def make_frames(recording: Recording, options: FrameOptions, limit: int = SAMPLE_BYTES) -> NDArray[Any]:
-    """Counts the events of each frame, then normalises and scales as the options say.
+    """Counts the events of each frame, and scales as the options say.
 
     Args:
         recording: checked, as readers give it.
         limit: bytes that the frames may take, before scaling and after.
 
     Returns:
-        [T, 2, H, W], polarity 0 before polarity 1: int32 counts, or float32 where they are scaled or normalised.
+        [T, 2, H, W], polarity 0 before polarity 1: int32 counts, or float32 where they are scaled.
 
     Raises:
         ValueError: a recording too short for the number of frames by time, or frames that are too large.
@@ -65,8 +54,6 @@ def make_frames(recording: Recording, options: FrameOptions, limit: int = SAMPLE
     pixels = max(sensor.height * sensor.width, (size or 0) ** 2)
     require_size(f"{count} frames of {pixels} pixels", 8 * count * pixels, limit)  # two polarities, four bytes each
     frames: NDArray[Any] = _count(recording.events, sensor, _bounds(recording.events.t, options))
-    if options.normalize == "frame-max":
-        frames = frames.astype(np.float32) / np.maximum(frames.max(axis=(1, 2, 3), keepdims=True), 1)
     if size is not None and sensor != (size, size):
         frames = resize_frames(frames, size)
     return frames
@@ -78,8 +65,6 @@ def _bounds(t: NDArray[np.int64], options: FrameOptions) -> NDArray[np.int64]:
     The last frame takes the remainder too, as in SpikingJelly's `integrate_events_by_fixed_frames_number`.
     """
     count = options.time_steps
-    if options.frame_duration is not None:
-        return np.searchsorted(t, t[0] + options.frame_duration * np.arange(count + 1))
     if options.split_by == "number":
         return np.append(len(t) // count * np.arange(count), len(t))
     step = int(t[-1] - t[0]) // count

@@ -19,19 +19,16 @@ from megasnn.events.aedat import decode_aedat2, decode_aedat3
 from megasnn.events.recording import LARGEST_SIDE, Events, Recording, RecordingError, SensorSize, check_recording
 from megasnn.files import SAMPLE_BYTES, read_arrays, read_file, require_size
 
-SUFFIXES = (".aedat", ".aedat4", ".bin", ".bs2", ".npz", ".npy", ".dat", ".raw")
+SUFFIXES = (".aedat", ".aedat4", ".bin", ".bs2", ".npz", ".dat", ".raw")
 """Endings of the files that `read_recording` recognises."""
 
 N_MNIST = SensorSize(34, 34)
 _OVERFLOW_ROW = 240  # a row that no such sensor has
 _OVERFLOW_TIME = 1 << 13
 
-_ARRAY_NAMES = {"t": ("t", "ts", "timestamp"), "x": ("x",), "y": ("y",), "p": ("p", "on", "polarity")}
 _RANGES = {"t": (-(1 << 61), 1 << 61), "x": (0, LARGEST_SIDE - 1), "y": (0, LARGEST_SIDE - 1), "p": (-1, 1)}
 _EVENT_BYTES = 13  # in memory, see `Events`
 
-# Bytes of a word in files of Prophesee's cameras. A file that ends inside one is cut, which faery does not say.
-_WORD_BYTES = {"dat1": 8, "dat2": 8, "evt2": 4, "evt2.1": 8, "evt3": 2}
 _NO_SIZE = "does not say the size of its sensor; pass it (--sensor-size HEIGHT WIDTH)"
 _AEDAT4 = b"#!AER-DAT4.0\r\n"
 
@@ -69,15 +66,6 @@ def read_recording(
         raise RecordingError(f"{name}: {error}") from error
 
 
-def recording_of_arrays(arrays: Mapping[str, NDArray], limit: int = SAMPLE_BYTES) -> Recording:
-    """Recording of arrays t, x, y, p, height and width, as an events.npz in a shard holds them.
-
-    Raises:
-        ValueError: as above.
-    """
-    return check_recording(_of_arrays(arrays, None, limit))
-
-
 def _decode(data: bytes, name: str, sensor: SensorSize | None, limit: int) -> Recording:
     if data.startswith(b"#!AER-DAT2.0"):
         return decode_aedat2(data, sensor)
@@ -85,16 +73,16 @@ def _decode(data: bytes, name: str, sensor: SensorSize | None, limit: int) -> Re
         return decode_aedat3(data, sensor)
     if data.startswith(_AEDAT4):
         return _read_aedat4(data, name, limit)
-    if data.startswith((b"PK\x03\x04", b"\x93NUMPY")):
-        return _of_arrays(read_arrays(data, limit), sensor, limit)
+    if data.startswith(b"PK\x03\x04"):
+        return recording_of_arrays(read_arrays(data, limit), sensor, limit)
     suffix = Path(name).suffix.lower()
     if data and suffix in (".bin", ".bs2"):
         return _decode_n_mnist(data, sensor)
     if data and suffix in (".dat", ".raw"):
-        return _read_prophesee(data, name, sensor, limit)
+        return _read_prophesee(name, sensor, limit)
     raise ValueError(
         f"is no recording of a known format (begins with {data[:12]!r}); AEDAT 2.0, 3.1 and 4, DAT, EVT, N-MNIST and "
-        "NumPy files are read"
+        ".npz files are read"
     )
 
 
@@ -113,25 +101,28 @@ def _decode_n_mnist(data: bytes, sensor: SensorSize | None) -> Recording:
     return Recording(events, sensor or N_MNIST)
 
 
-def _of_arrays(arrays: Mapping[str, NDArray], sensor: SensorSize | None, limit: int) -> Recording:
-    """Arrays t (or ts, timestamp), x, y, p (or on, polarity; 0 and 1, or -1 and 1), and perhaps height and width."""
-    fields: dict[str, NDArray] = {}
-    for field, aliases in _ARRAY_NAMES.items():
-        found = next((arrays[alias] for alias in aliases if alias in arrays), None)
-        if found is None:
-            raise ValueError(f"has no array {' or '.join(aliases)}; it has {', '.join(arrays) or 'none'}")
-        if found.dtype.kind not in "iub" or found.ndim != 1 or len(found) != len(fields.get("t", found)):
+def recording_of_arrays(
+    arrays: Mapping[str, NDArray], sensor: SensorSize | None = None, limit: int = SAMPLE_BYTES
+) -> Recording:
+    """Recording of arrays t, x, y, p (0 and 1, or -1 and 1), and perhaps height and width. Its order is not checked.
+
+    Raises:
+        ValueError: an array is missing, or holds what is no event.
+    """
+    if missing := [name for name in _RANGES if name not in arrays]:
+        raise ValueError(f"has no array {missing[0]}; it has {', '.join(arrays) or 'none'}")
+    require_size("its events", _EVENT_BYTES * arrays["t"].size, limit)
+    for name, (least, most) in _RANGES.items():
+        values = arrays[name]
+        if values.dtype.kind not in "iub" or values.ndim != 1 or len(values) != len(arrays["t"]):
             raise ValueError(
-                f"{field} must be integers (time in microseconds) of one dimension and as many as t, not "
-                f"{found.dtype} {list(found.shape)}"
+                f"{name} must be integers (time in microseconds) of one dimension and as many as t, not "
+                f"{values.dtype} {list(values.shape)}"
             )
-        fields[field] = found
-    require_size("its events", _EVENT_BYTES * len(fields["t"]), limit)
-    for field, (least, most) in _RANGES.items():
-        wrong = (fields[field] < least) | (fields[field] > most)
+        wrong = (values < least) | (values > most)
         if wrong.any():
             index = int(wrong.argmax())
-            raise ValueError(f"{field} = {fields[field][index]} at event {index} is not in {least}..{most}")
+            raise ValueError(f"{name} = {values[index]} at event {index} is not in {least}..{most}")
     if "height" in arrays and "width" in arrays:
         sides = [arrays[side].item() if arrays[side].size == 1 else 0 for side in ("height", "width")]
         if any(not isinstance(side, int) or not 0 < side <= LARGEST_SIDE for side in sides):
@@ -139,7 +130,7 @@ def _of_arrays(arrays: Mapping[str, NDArray], sensor: SensorSize | None, limit: 
         sensor = SensorSize(*sides)
     if sensor is None:
         raise ValueError(_NO_SIZE)
-    return Recording(Events.make(fields["t"], fields["x"], fields["y"], fields["p"] > 0), sensor)
+    return Recording(Events.make(arrays["t"], arrays["x"], arrays["y"], arrays["p"] > 0), sensor)
 
 
 def _read_aedat4(data: bytes, path: str, limit: int) -> Recording:
@@ -156,17 +147,11 @@ def _read_aedat4(data: bytes, path: str, limit: int) -> Recording:
         return _recording_of_packets(packets, "on", SensorSize(height, width), limit)
 
 
-def _read_prophesee(data: bytes, path: str, sensor: SensorSize | None, limit: int) -> Recording:
-    """DAT (.dat) and EVT 2, 2.1 and 3 (.raw) files: lines that begin with '%', then words."""
-    start = 0
-    while data.startswith(b"%", start):
-        start = data.find(b"\n", start) + 1 or len(data)
+def _read_prophesee(path: str, sensor: SensorSize | None, limit: int) -> Recording:
+    """DAT (.dat) and EVT 2, 2.1 and 3 (.raw) files; one that was cut ends at its last whole event."""
     is_dat = path.lower().endswith(".dat")
     fallback = (0, 0) if sensor is None else (sensor.width, sensor.height)
     with _faery(path) as faery, (faery.dat if is_dat else faery.evt).Decoder(path, fallback, None) as decoder:
-        word = _WORD_BYTES[decoder.version]
-        if (len(data) - start - 2 * is_dat) % word:  # DAT has two more bytes: type and size of events
-            raise ValueError(f"is cut: it ends inside a word of {word} bytes, at byte {len(data)}")
         if is_dat and decoder.event_type != "cd":
             raise ValueError(f"holds events of type {decoder.event_type!r}; only cd (contrast) is read")
         width, height = decoder.dimensions

@@ -25,9 +25,6 @@ Path = tuple[tuple[float, float], ...]
 SACCADES: Path = ((-0.5, -0.5), (0.0, 0.5), (0.5, -0.5), (-0.5, -0.5))
 """N-MNIST: three saccades along the sides of a triangle (Orchard et al. 2015)."""
 
-CLOSED_LOOP: Path = ((0.0, 0.0), (0.5, 0.5), (1.0, 0.0), (0.5, -0.5), (0.0, 0.0))
-"""CIFAR10-DVS: a smooth closed loop with four directions (Li et al. 2017)."""
-
 
 @dataclass(frozen=True)
 class SimulatedSensor:
@@ -44,7 +41,6 @@ class SimulatedSensor:
         mismatch: standard deviation of the threshold between pixels, as a share of it.
         background: light where the image is 0; where it is 1 the light is 1.
         noise_rate: events per second and pixel that nothing causes.
-        seed: of the pixels' thresholds: equal for all recordings of one camera.
     """
 
     size: SensorSize = SensorSize(34, 34)
@@ -57,13 +53,6 @@ class SimulatedSensor:
     mismatch: float = 0.03
     background: float = 0.1
     noise_rate: float = 1.0
-    seed: int = 0
-
-    def thresholds(self) -> NDArray:
-        """Threshold of each pixel [height * width]; at least a tenth of the mean: no pixel fires without end."""
-        random = np.random.default_rng(keyed_seed("thresholds of a simulated sensor", self.seed))
-        spread = 1 + self.mismatch * random.standard_normal(self.size.height * self.size.width)
-        return self.threshold * np.maximum(spread, 0.1)
 
 
 def simulate_recording(image: NDArray, *key: int | str, sensor: SimulatedSensor | None = None) -> Recording:
@@ -115,7 +104,9 @@ def _threshold_crossings(
     light: NDArray, times: NDArray, sensor: SimulatedSensor, random: np.random.Generator
 ) -> tuple[NDArray, NDArray, NDArray, NDArray]:
     """t, x, y, p of the events that the light causes, pixel by pixel within each time step."""
-    threshold = sensor.thresholds()
+    of_pixels = np.random.default_rng(keyed_seed("thresholds of a simulated sensor", 0))  # equal in all recordings
+    spread = 1 + sensor.mismatch * of_pixels.standard_normal(light.shape[1])
+    threshold = sensor.threshold * np.maximum(spread, 0.1)  # no pixel fires without end
     # What came before the recording left each pixel somewhere between two of its levels.
     reference = light[0] + threshold * random.uniform(-1, 1, light.shape[1])
     start = np.empty_like(light[1:])

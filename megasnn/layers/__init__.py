@@ -8,10 +8,7 @@ from megasnn.layers.dropout import DropPath, KeyedLayer, ParallelDropout
 from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.layers.neuron import (
     NeuronLayer,
-    ParallelIF,
-    ParallelLIF,
     ParallelNeuron,
-    ParallelPLIF,
     SpikingNeuron,
 )
 from megasnn.layers.norm import (
@@ -34,11 +31,8 @@ __all__ = [
     "ParallelBatchNorm",
     "ParallelConv",
     "ParallelDropout",
-    "ParallelIF",
-    "ParallelLIF",
     "ParallelLinear",
     "ParallelNeuron",
-    "ParallelPLIF",
     "Residual",
     "ResidualMLP",
     "SpikeDrivenAttention",

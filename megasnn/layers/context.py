@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -36,7 +36,6 @@ class BuildContext:
         sparse_products: True to sum over spikes in products with few of them.
         replicated: paths of modules, in networks that are given to `megasnn.shard`, that every tensor-parallel rank has
             whole because they mix channels.
-        is_frozen: whether the parameter of a global name is not trained: it has no gradient.
     """
 
     tp: Group = field(default_factory=lambda: alone("tp"))
@@ -55,7 +54,6 @@ class BuildContext:
     cast_weights: CastWeights = field(default_factory=CastWeights)
     sparse_products: bool = False
     replicated: frozenset[str] = frozenset()
-    is_frozen: Callable[[str], bool] = lambda name: False
 
     @property
     def sharing_samples(self) -> Group:
@@ -102,7 +100,7 @@ class BuildContext:
             partial_gradient: each tensor-parallel rank sees only its own channels' share of the gradient.
         """
         cuts: tuple[tuple[Axis, Cut], ...] = () if dim is None else (("tp", Cut(dim, blocks)),)
-        partial: tuple[Axis, ...] = ("tp",) if partial_gradient and self.tp.size > 1 else ()
+        partial = partial_gradient and self.tp.size > 1
         return Shard(global_shape, cuts, self.place, partial, initialise)
 
 

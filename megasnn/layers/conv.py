@@ -14,7 +14,6 @@ is cheaper unless the input is more than twice as wide as the output (`cheaper_s
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,20 +37,18 @@ from megasnn.layers.shape_inference import content_of, count_call, join_content
 from megasnn.layers.weight_grad import Leave
 from megasnn.parallel.collectives import (
     all_reduce_sum,
-    exchange_bytes,
     from_rows,
     gather_columns,
     join_columns,
     sum_and_scatter_columns,
     to_rows,
 )
-from megasnn.parallel.sharding import Initialiser, declare_parameter
+from megasnn.parallel.sharding import Initialiser, declare
 from megasnn.parallel_state import Group
 from megasnn.recompute import cached_collective
 
 Style = Literal["column", "row"]
 Size = int | Sequence[int]
-SLICE_BYTES = 4 * 1024 * 1024  # on a CPU
 
 
 def cheaper_style(in_channels: int, out_channels: int) -> Style:
@@ -125,11 +122,11 @@ class ParallelConv(nn.Module):
         cut = 1 if style == "row" and groups == 1 else 0
         default = uniform(torch.Size(shape[1:]).numel())
         weight = context.shard(shape, cut, blocks if cut == 0 else 1, initialise=initialise or default)
-        declare_parameter(self, "weight", weight, context.dtype)
+        declare(self, "weight", weight, context.dtype)
         self.register_parameter("bias", None)
         if bias:
             shard = context.shard((out_channels,), 0, blocks, initialise=initialise_bias or default)
-            declare_parameter(self, "bias", shard, context.dtype)
+            declare(self, "bias", shard, context.dtype)
         self.in_channels, self.out_channels, self.dims, self.pointwise = in_channels, out_channels, dims, pointwise
         self._kernel, self._move = kernel, None
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
@@ -363,7 +360,7 @@ def _bits_of_images(payloads: list[Tensor], plan: ConvPlan) -> Tensor | None:
 
 def _images_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Two-dimensional, in the type that is computed in."""
-    return weight.view(*weight.shape, *(1,) * (4 - weight.ndim)).to(dtype)
+    return weight[(..., *[None] * (4 - weight.ndim))].to(dtype)  # a view would give a single channel other strides
 
 
 def _unpooled(rows: Tensor, shape: torch.Size, pool: int) -> Tensor:
@@ -375,33 +372,10 @@ def _unpooled(rows: Tensor, shape: torch.Size, pool: int) -> Tensor:
 
 
 def _start_input_gradient(grad: Tensor, weight: Tensor, plan: ConvPlan, space: torch.Size) -> Callable[[], Tensor]:
-    """Computes the input gradient and, where the input was gathered, starts summing it over the ranks.
-
-    The returned function waits and gives this rank's rows. The exchange goes slice by slice of frames: each travels
-    while the next one is computed, and what is in transit stays small.
-    """
-    if not plan.gather or plan.group.size == 1:
-        whole = _image_rows(plan.products.input_gradient(grad, weight, space))
-        return lambda: whole
-    channels = weight.shape[1]
-    frames, pixels = grad.shape[0], space.numel()
-    slice_bytes = exchange_bytes(plan.group, grad.device, SLICE_BYTES)
-    step = max(1, slice_bytes // (pixels * channels * grad.element_size()))
-    result = grad.new_empty(frames * pixels, channels // plan.group.size)
-    in_transit: deque[tuple[Tensor, Callable[[], Tensor]]] = deque()
-
-    def finish(most: int = 0) -> Tensor:
-        while len(in_transit) > most:
-            place, arrived = in_transit.popleft()
-            place.copy_(arrived())
-        return result
-
-    for start in range(0, frames, step):
-        part = _image_rows(plan.products.input_gradient(grad[start : start + step], weight, space))
-        place = result[start * pixels : start * pixels + len(part)]
-        in_transit.append((place, sum_and_scatter_columns(part, plan.group, "backward")))
-        finish(most=2)
-    return finish
+    """Computes the input gradient and, where the input was gathered, starts summing it over the ranks; the returned
+    function waits and gives this rank's rows."""
+    product = _image_rows(plan.products.input_gradient(grad, weight, space))
+    return sum_and_scatter_columns(product, plan.group, "backward") if plan.gather else lambda: product
 
 
 def _as_images(rows: Tensor, like: torch.Size) -> Tensor:

@@ -8,6 +8,7 @@ is given `[T, N, C, ...]`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,8 +22,7 @@ from megasnn.layers.init import ModuleInitialiser, initializer_from_module, own_
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import ParallelNeuron
 from megasnn.layers.norm import ParallelBatchNorm, TemporalEffectiveBatchNorm
-from megasnn.layers.shape_inference import UNMARKED, cut_of, mark_replicated
-from megasnn.parallel.sharding import declare_parameter
+from megasnn.parallel.sharding import declare
 from megasnn.registry import Registry
 
 
@@ -31,138 +31,109 @@ def _values(module: nn.Module, initialise: ModuleInitialiser | None) -> dict[str
     return {option: initializer_from_module(module, initialise, name) for option, name in names.items()}
 
 
-class _Steps(nn.Module):
-    """Calls the class behind it, which takes `[T, N, C, ...]`, as the plain layer was called."""
-
-    multi_step: bool
-    is_frozen = False
-    """Of a norm in evaluation mode, which uses and keeps its running statistics in training too."""
-
-    def train(self, mode: bool = True) -> _Steps:
-        return super().train(mode and not self.is_frozen)
-
-    def forward(self, x: Tensor, *args: Any) -> Tensor:
-        return super().forward(x, *args) if self.multi_step else super().forward(x.unsqueeze(0), *args).squeeze(0)
+def as_called(ours: nn.Module, module: nn.Module) -> nn.Module:
+    """A layer of ours, which takes `[T, N, C, ...]`, called as the plain one was."""
+    if not is_multi_step(module):
+        ours.forward = partial(_without_time, ours)
+    return ours
 
 
-class ConvertedConv(_Steps, ParallelConv):
+def _without_time(ours: nn.Module, x: Tensor, *args: Any) -> Tensor:
+    """Forward of a layer of ours on `[N, C, ...]`. A linear one takes any other dimensions as well."""
+    forward: Any = type(ours).forward
+    if isinstance(ours, ParallelLinear) and x.ndim > 2:
+        return forward(ours, x)
+    return forward(ours, x.unsqueeze(0), *args).squeeze(0)
+
+
+def convolution(conv: nn.Conv1d | nn.Conv2d, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
     """Stands for a Conv1d or Conv2d."""
-
-    def __init__(
-        self, conv: nn.Conv1d | nn.Conv2d, context: BuildContext, initialise: ModuleInitialiser | None
-    ) -> None:
-        super().__init__(
-            conv.in_channels,
-            conv.out_channels,
-            conv.kernel_size,
-            context,
-            dims=len(conv.kernel_size),
-            stride=conv.stride,
-            padding=conv._reversed_padding_repeated_twice[::-2],  # in numbers, of which torch has names too
-            dilation=conv.dilation,
-            groups=conv.groups,
-            bias=conv.bias is not None,
-            **_values(conv, initialise),
-        )
-        self.multi_step = is_multi_step(conv)
+    ours = ParallelConv(
+        conv.in_channels,
+        conv.out_channels,
+        conv.kernel_size,
+        context,
+        dims=len(conv.kernel_size),
+        stride=conv.stride,
+        padding=conv._reversed_padding_repeated_twice[::-2],  # in numbers, of which torch has names too
+        dilation=conv.dilation,
+        groups=conv.groups,
+        bias=conv.bias is not None,
+        **_values(conv, initialise),
+    )
+    return as_called(ours, conv)
 
 
-class ConvertedLinear(ParallelLinear):
+def linear(module: nn.Linear, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
     """Stands for a Linear. Its output is cut, or, where it does not divide by the ranks, whole on each of them."""
-
-    def __init__(self, linear: nn.Linear, context: BuildContext, initialise: ModuleInitialiser | None) -> None:
-        super().__init__(
-            linear.in_features,
-            linear.out_features,
-            context,
-            style="row" if linear.out_features % context.tp.size else "column",
-            bias=linear.bias is not None,
-            **_values(linear, initialise),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x) if x.ndim > 2 else super().forward(x.unsqueeze(0)).squeeze(0)
-        return mark_replicated(y) if self.style == "row" else y
+    ours = ParallelLinear(
+        module.in_features,
+        module.out_features,
+        context,
+        style="row" if module.out_features % context.tp.size else "column",
+        bias=module.bias is not None,
+        **_values(module, initialise),
+    )
+    return as_called(ours, module)
 
 
-class ConvertedBatchNorm(_Steps, ParallelBatchNorm):
-    """Stands for a batch norm: running statistics are merged once per step.
+def batch_norm(
+    norm: _BatchNorm, context: BuildContext, initialise: ModuleInitialiser | None, whole: bool = False, **options: Any
+) -> nn.Module:
+    """Stands for a batch norm: running statistics are merged once per step. One in evaluation mode uses and keeps its
+    running statistics in training too.
 
     Args:
         whole: every rank has all channels.
+        options: of a temporal one, which has scales.
     """
-
-    def __init__(
-        self, norm: _BatchNorm, context: BuildContext, initialise: ModuleInitialiser | None, whole: bool = False
-    ) -> None:
-        super().__init__(norm.num_features, context, **_options(norm, initialise, whole))
-        _as_called(self, norm)
-
-
-class ConvertedTemporalBatchNorm(_Steps, TemporalEffectiveBatchNorm):
-    """Stands for SpikingJelly's TemporalEffectiveBatchNorm. Raises ValueError for another number of time steps."""
-
-    def __init__(
-        self, norm: Any, context: BuildContext, initialise: ModuleInitialiser | None, whole: bool = False
-    ) -> None:
-        if len(norm.scale) != context.time_steps:
-            raise ValueError(f"it has {len(norm.scale)} time steps, the model {context.time_steps}; set --time-steps")
-        scale = initializer_from_module(norm, initialise, "scale")
-        super().__init__(norm.num_features, context, initialise_scale=scale, **_options(norm, initialise, whole))
-        _as_called(self, norm)
-
-
-def _options(norm: _BatchNorm, initialise: ModuleInitialiser | None, whole: bool) -> dict[str, Any]:
-    return dict(
+    ours = (TemporalEffectiveBatchNorm if options else ParallelBatchNorm)(
+        norm.num_features,
+        context,
         eps=norm.eps,
         momentum=norm.momentum,
         affine=norm.affine,
         track_running_stats=norm.track_running_stats,
         whole=whole,
         **_values(norm, initialise),
+        **options,
     )
-
-
-def _as_called(ours: Any, norm: _BatchNorm) -> None:
-    ours.is_frozen = not norm.training
     ours.time_steps = 1  # the input has all time steps
-    ours.multi_step = is_multi_step(norm)
     if norm.affine and norm.bias is None:  # in SpikingJelly's BatchNormThroughTime
         drop_tensor(ours, "bias")
+    if not norm.training:
+        vars(ours)["train"] = lambda mode=True: ours
+    return as_called(ours, norm)
+
+
+def temporal_batch_norm(
+    norm: Any, context: BuildContext, initialise: ModuleInitialiser | None, whole: bool = False
+) -> nn.Module:
+    """Stands for SpikingJelly's TemporalEffectiveBatchNorm. Raises ValueError for another number of time steps."""
+    if len(norm.scale) != context.time_steps:
+        raise ValueError(f"it has {len(norm.scale)} time steps, the model {context.time_steps}; set --time-steps")
+    scale = initializer_from_module(norm, initialise, "scale")
+    return batch_norm(norm, context, initialise, whole, initialise_scale=scale)
 
 
 class ConvertedDropout(ParallelDropout):
     """Stands for a Dropout; drawn by sample.
 
     Attributes:
-        samples: the positions of the micro-batch's samples, set before each forward of the layer it is in.
+        samples, frames: positions of the micro-batch's samples, and how many time steps and samples there are; set
+            before each forward of the layer it is in.
     """
 
     def __init__(self, dropout: Any, context: BuildContext, initialise: ModuleInitialiser | None) -> None:
         of_spikingjelly = not isinstance(dropout, nn.Dropout)
         super().__init__(dropout.p, "", context, same_at_all_steps=of_spikingjelly)
         self.samples: range | None = None
-        self._folds = False  # the dry run shows whether it is given [T * N, C, ...]
+        self.frames: tuple[int, ...] = ()
 
     def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
-        if x.is_meta:
-            self._learn_shape(x)
-        if self.samples is None or not self._folds:
+        if x.shape[:2] == self.frames:
             return super().forward(x, self.samples)
-        return super().forward(x.unflatten(0, (-1, len(self.samples))), self.samples).flatten(0, 1)
-
-    def _learn_shape(self, x: Tensor) -> None:
-        """Raises ValueError for channels that are not cut or elsewhere, so that ranks would draw them alike."""
-        cut = cut_of(x) if self.group.size > 1 else UNMARKED
-        if cut is None or cut is not UNMARKED and (cut.blocks > 1 or cut.dim not in (1, 2)):
-            where = "whole on every rank" if cut is None else f"cut in dimension {cut.dim}"
-            size = self.group.size
-            raise ValueError(
-                f"a dropout is given {list(x.shape)}, {where}: with --tensor-model-parallel-size {size} it "
-                "takes channels that are cut"
-            )
-        samples = x.shape[1] if self.samples is None else len(self.samples)
-        self._folds = cut.dim == 1 if cut is not UNMARKED else x.shape[1] != samples and len(x) % samples == 0
+        return super().forward(x.unflatten(0, self.frames), self.samples).flatten(0, 1)
 
 
 class ConvertedNeuron(ParallelNeuron):
@@ -174,7 +145,7 @@ class ConvertedNeuron(ParallelNeuron):
         super().__init__(spec_of(node), context)
         if self.w is not None:
             shard = context.shard((), partial_gradient=True, initialise=initializer_from_module(node, initialise, "w"))
-            declare_parameter(self, "w", shard, context.dtype)
+            declare(self, "w", shard, context.dtype)
 
 
 _KINDS = {"IFNode": "if", "LIFNode": "lif", "ParametricLIFNode": "plif"}
@@ -209,16 +180,15 @@ Conversion = Callable[[Any, BuildContext, ModuleInitialiser | None], nn.Module]
 CONVERSIONS: Registry[Conversion] = Registry(
     "megasnn.shard",
     {
-        **dict.fromkeys(("Conv1d", "Conv2d"), ConvertedConv),
-        "Linear": ConvertedLinear,
-        **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"), ConvertedBatchNorm),
-        **dict.fromkeys((f"ThresholdDependentBatchNorm{dims}d" for dims in (1, 2, 3)), ConvertedBatchNorm),
-        **dict.fromkeys((f"TemporalEffectiveBatchNorm{dims}d" for dims in (1, 2, 3)), ConvertedTemporalBatchNorm),
+        **dict.fromkeys(("Conv1d", "Conv2d"), convolution),
+        "Linear": linear,
+        **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"), batch_norm),
+        **dict.fromkeys((f"ThresholdDependentBatchNorm{dims}d" for dims in (1, 2, 3)), batch_norm),
+        **dict.fromkeys((f"TemporalEffectiveBatchNorm{dims}d" for dims in (1, 2, 3)), temporal_batch_norm),
         "Dropout": ConvertedDropout,
         **dict.fromkeys(_KINDS, ConvertedNeuron),
     },
 )
-BATCH_NORMS = (ConvertedBatchNorm, ConvertedTemporalBatchNorm)
 
 
 def class_name(module: nn.Module) -> str | None:
@@ -228,9 +198,9 @@ def class_name(module: nn.Module) -> str | None:
 
 
 def our_batch_norm(norm: _BatchNorm) -> Callable[..., nn.Module] | None:
-    """The class of ours that a batch norm is converted to; None where it has a forward of its own."""
+    """Conversion of a batch norm; None where it has a forward of its own."""
     conversion = CONVERSIONS.get(class_name(norm) or "")
-    return conversion if conversion in BATCH_NORMS else None
+    return conversion if conversion in (batch_norm, temporal_batch_norm) else None
 
 
 def is_multi_step(module: nn.Module) -> bool:

@@ -13,9 +13,9 @@ from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import Convolve, ConvPlan
 from megasnn.layers.init import uniform
 from megasnn.layers.row_context import MeanOverSpace
-from megasnn.layers.shape_inference import content_of, count_call, join_content, mark_replicated
+from megasnn.layers.shape_inference import content_of, count_call, join_content
 from megasnn.parallel.collectives import own_channels
-from megasnn.parallel.sharding import Initialiser, declare_parameter
+from megasnn.parallel.sharding import Initialiser, declare
 
 
 class ParallelLinear(nn.Module):
@@ -70,12 +70,12 @@ class ParallelLinear(nn.Module):
         self._cast_weights = context.cast_weights
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         shard = context.shard((out_features, in_features), 1 if style == "row" else 0, initialise=initialise or default)
-        declare_parameter(self, "weight", shard, context.dtype)
+        declare(self, "weight", shard, context.dtype)
         self.register_parameter("bias", None)
         if bias:
             dim = None if style == "row" else 0
             shard = context.shard((out_features,), dim, initialise=initialise_bias or default)
-            declare_parameter(self, "bias", shard, context.dtype)
+            declare(self, "bias", shard, context.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta:
@@ -107,8 +107,7 @@ class ParallelLinear(nn.Module):
             products=Products(self._sparse and may_be_sparse(content)),
         )
         features = self.out_features if is_row else self.out_features // size
-        y = x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
-        return mark_replicated(y) if is_row else y
+        return x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.style}, {self.plan}"

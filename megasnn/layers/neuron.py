@@ -17,7 +17,7 @@ from megasnn.kernels.torch_backend import REDUCED, surrogate_function
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import constant
 from megasnn.layers.shape_inference import mark_max, refuse_second_call
-from megasnn.parallel.sharding import Initialiser, declare_parameter
+from megasnn.parallel.sharding import Initialiser, declare
 
 SpikeObserver = Callable[[Tensor], None]
 
@@ -87,26 +87,20 @@ class ParallelNeuron(NeuronLayer):
         spec: the same.
         w: parameter of a neuron that learns its time constant; otherwise None.
         v: the potential `[N, C_local, *space]` that the last call left, where neurons carry; otherwise None.
-    Raises:
-        ValueError: the description is of another kind than that of the class.
     """
 
-    kind: str | None = None  # of all neurons that a class makes; None where the description decides
     w: Tensor | None
 
     def __init__(self, spec: NeuronSpec | None = None, context: BuildContext | None = None) -> None:
         context = context_for(context)
         super().__init__(context)
         spec = spec or context.neuron
-        if self.kind not in (None, spec.kind):
-            name = type(self).__name__
-            raise ValueError(f"{name} is a neuron of kind {self.kind!r}, the description says {spec.kind!r}")
         self.spec, self.backend = spec, context.neuron_backend
         self.v: Tensor | None = None
         self.register_parameter("w", None)
         if NEURONS[spec.kind].learns:
             start = constant(-math.log(spec.tau - 1.0))
-            declare_parameter(self, "w", context.shard((), partial_gradient=True, initialise=start), context.dtype)
+            declare(self, "w", context.shard((), partial_gradient=True, initialise=start), context.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         spikes, v = neuron_multi_step(self.at_every_step(x), self.spec, self.v, self.w, self.backend)
@@ -121,32 +115,9 @@ class ParallelNeuron(NeuronLayer):
         return f"{self.spec}, time_steps={self.time_steps}"
 
 
-class ParallelLIF(ParallelNeuron):
-    """Leaky integrate-and-fire (SpikingJelly's LIFNode)."""
-
-    kind = "lif"
-
-
-class ParallelIF(ParallelNeuron):
-    """Integrate-and-fire without leak (SpikingJelly's IFNode)."""
-
-    kind = "if"
-
-
-class ParallelPLIF(ParallelNeuron):
-    """LIF with a learned time constant (arXiv 2007.05785; SpikingJelly's ParametricLIFNode)."""
-
-    kind = "plif"
-
-
 def make_neuron(neuron: NeuronSpec | NeuronLayer | None = None, context: BuildContext | None = None) -> NeuronLayer:
-    """A layer of neurons by its description: ParallelLIF, ParallelIF, ParallelPLIF, or of a kind that was added to
-    `megasnn.kernels.NEURONS`, ParallelNeuron. A layer of neurons is given back; None is the neuron of the context."""
-    if isinstance(neuron, NeuronLayer):
-        return neuron
-    context = context_for(context)
-    spec = neuron or context.neuron
-    return {"lif": ParallelLIF, "if": ParallelIF, "plif": ParallelPLIF}.get(spec.kind, ParallelNeuron)(spec, context)
+    """A layer of neurons by its description; None is the neuron of the context. A layer of neurons is given back."""
+    return neuron if isinstance(neuron, NeuronLayer) else ParallelNeuron(neuron, context)
 
 
 State = dict[str, Tensor]
@@ -205,7 +176,7 @@ class SpikingNeuron(NeuronLayer):
         """Declares a learned parameter with a value for each channel."""
         initialise = initial if callable(initial) else constant(initial)
         shard = self._context.shard((self.channels,), 0, initialise=initialise)
-        declare_parameter(self, name, shard, self._context.dtype)
+        declare(self, name, shard, self._context.dtype)
 
     def of(self, name: str, like: Tensor) -> Tensor:
         """A parameter with a value for each channel, shaped to meet `like`, `[N, C_local, *space]`."""

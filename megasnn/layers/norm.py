@@ -14,7 +14,7 @@ from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import ones, zeros
 from megasnn.layers.row_context import sum_for_each
 from megasnn.layers.shape_inference import calls_of, count_call
-from megasnn.parallel.sharding import Initialiser, declare_buffer, declare_parameter
+from megasnn.parallel.sharding import Initialiser, declare
 from megasnn.parallel.sync_batch_norm import shared_over
 from megasnn.parallel_state import Group
 
@@ -71,12 +71,12 @@ class ParallelBatchNorm(nn.Module):
         for name in ("running_mean", "running_var"):
             self.register_buffer(name, None)
         if affine:
-            declare_parameter(self, "weight", shard(initialise=initialise), context.dtype)
-            declare_parameter(self, "bias", shard(initialise=initialise_bias), context.dtype)
+            declare(self, "weight", shard(initialise=initialise), context.dtype)
+            declare(self, "bias", shard(initialise=initialise_bias), context.dtype)
         if track_running_stats:
-            declare_buffer(self, "running_mean", shard(initialise=zeros), context.dtype)
-            declare_buffer(self, "running_var", shard(initialise=ones), context.dtype)
-            declare_buffer(self, "num_batches_tracked", context.shard((), initialise=zeros), torch.int64)
+            declare(self, "running_mean", shard(initialise=zeros), context.dtype, is_parameter=False)
+            declare(self, "running_var", shard(initialise=ones), context.dtype, is_parameter=False)
+            declare(self, "num_batches_tracked", context.shard((), initialise=zeros), torch.int64, is_parameter=False)
 
     @property
     def uses_batch_statistics(self) -> bool:
@@ -173,7 +173,7 @@ class TemporalEffectiveBatchNorm(ParallelBatchNorm):
         context = context_for(context)
         super().__init__(channels, context, whole=whole, **options)
         shard = context.shard((context.time_steps,), partial_gradient=not whole, initialise=initialise_scale)
-        declare_parameter(self, "scale", shard, context.dtype)
+        declare(self, "scale", shard, context.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) not in (1, len(self.scale)):

@@ -20,7 +20,7 @@ from megasnn.layers.converted import our_batch_norm
 from megasnn.layers.dropout import KeyedLayer
 from megasnn.layers.init import own_tensors, where_values_are
 from megasnn.layers.linear import ParallelLinear
-from megasnn.layers.neuron import NeuronLayer, SpikingNeuron
+from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.parallel.sharding import is_described
 
@@ -32,16 +32,7 @@ _ACTIVATIONS = (
 )
 
 
-CHANNELWISE = (
-    *(nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
-    *(nn.AvgPool2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
-    *_ACTIVATIONS,
-    *(nn.Upsample, nn.ZeroPad1d, nn.ZeroPad2d, nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReplicationPad2d),
-)
-"""What treats every channel by itself; and Flatten of all but the samples."""
-
-
-_SEQUENCES = (
+SEQUENCES = (
     *(nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer),
     *(nn.TransformerDecoder, nn.TransformerDecoderLayer, nn.RNNBase, nn.RNNCellBase),
 )
@@ -61,17 +52,15 @@ def fold_time(module: nn.Module) -> bool:
     modules, and none of them works along the first dimension, as attention and recurrent layers do."""
     return all(
         type(each).__module__.startswith("torch.nn.")
-        and not isinstance(each, _SEQUENCES)
+        and not isinstance(each, SEQUENCES)
         and getattr(each, "dim", None) != 0
         and getattr(each, "start_dim", None) != 0
         for each in module.modules()
     )
 
 
-def is_channelwise(module: nn.Module) -> bool:
-    """Tells whether it treats every channel by itself; of containers, whether what is in them may."""
-    flattens = isinstance(module, nn.Flatten) and module.start_dim > 0
-    return isinstance(module, (*CHANNELWISE, nn.Sequential)) or flattens
+def is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def is_stateful(module: nn.Module) -> bool:
@@ -90,6 +79,8 @@ def forget_state(layer: nn.Module) -> None:
 
 def refuse_what_differs(module: nn.Module) -> None:
     """Raises ValueError for what cannot be computed alike on every layout."""
+    if any(map(is_compiled, module.modules())):
+        raise ValueError(f"{type(module).__name__} is compiled: give the module itself")
     if where := where_values_are(module):
         raise ValueError(where)
     inside = stepped_inside(module)
@@ -110,8 +101,8 @@ def stepped_inside(module: nn.Module) -> set[nn.Module]:
 
 def refuse_alone(what: str, module: nn.Module, may_draw: bool = False) -> None:
     """Raises ValueError for what is wrong with one module, without those in it."""
-    if not may_draw and (instead := _instead_of_drawing(module)):
-        raise ValueError(f"{what} draws random numbers that depend on the layout: {instead}")
+    if not may_draw and _draws(module):
+        raise ValueError(f"{what} draws random numbers that depend on the layout: use megasnn.ParallelDropout(p, name)")
     if isinstance(module, _BatchNorm) and our_batch_norm(module) is None:
         raise ValueError(f"{what} is a batch norm with a forward of its own, which ours would not have")
     if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
@@ -150,35 +141,20 @@ def refuse_plain_parts(module: nn.Module) -> None:
         for name, _ in own_tensors(each):
             if not is_described(each, name):
                 place = f"{path}.{name}" if path else name
-                raise ValueError(f"{place} of {kind}{_instead_of_own(each, name)}")
+                raise ValueError(
+                    f"{place} of {kind} does not say how ranks share it: move it, with what is computed from it, to a "
+                    f"layer of its own; neurons of one's own declare it with self.per_channel({name!r}, initial value)"
+                )
 
 
-def _instead_of_own(module: nn.Module, name: str) -> str:
-    """Says what is wrong with a tensor that nothing describes, in a module inside a layer of MegaSNN's layers, and
-    what to do instead."""
-    if isinstance(module, SpikingNeuron):
-        return f" is not cut by channel with its neurons: declare it with self.per_channel({name!r}, its initial value)"
-    if is_plain(module):
-        return (
-            ": a plain module with parameters inside a layer of MegaSNN's layers cannot be cut: use ParallelConv, "
-            "ParallelLinear or ParallelBatchNorm, or make it a layer of its own"
-        )
-    return (
-        " stands beside layers that are cut by channel, and does not say how ranks share it: move it, with what is "
-        "computed from it, to a module without them, and yield that as a layer of its own (`takes` names its inputs)"
-    )
-
-
-def _instead_of_drawing(module: nn.Module) -> str | None:
-    """Advice: what to do in place of a plain module that draws random numbers; None where it draws none."""
+def _draws(module: nn.Module) -> bool:
+    """Tells whether a plain module draws random numbers."""
+    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+        return bool(module.dropout)
     named = type(module).__name__ in ("Dropout", "Dropout2d", "DropConnectLinear")
-    if (isinstance(module, _DropoutNd) or named) and module.p:
-        return "use megasnn.ParallelDropout(p, name)"
-    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and module.dropout:
-        return "give it dropout=0"
-    if isinstance(module, nn.RReLU):
-        return "use LeakyReLU"
-    return "use MaxPool" if isinstance(module, (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)) else None
+    if isinstance(module, _DropoutNd) or named:
+        return bool(module.p)
+    return isinstance(module, (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d))
 
 
 # --- layers that ranks share a micro-batch of

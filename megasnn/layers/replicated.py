@@ -2,19 +2,20 @@
 
 Between layers activations are cut by channel. A plain module's input is gathered, every rank computes the same, and
 each keeps its own channels of the output. So its weights have the same gradients on every rank, and nothing is summed.
-What treats every channel by itself (pooling, activation functions) stays cut.
+A layer without tensors that computes the same with a rank's channels (`megasnn.models.cut_check`) is not gathered.
 
 A module whose class is one of torch.nn, or a Sequential of such, knows no time: it is given `[T * N, C, ...]`. Any
 other module is given `[T, N, C, ...]`. Those of SpikingJelly must be in step mode "m", and forget their state before
 each micro-batch, or detach it before one that is a later window of the same samples. A plain module may also stand
-inside a layer whose other parts are cut, its inputs gathered, and may have been compiled by its author.
+inside a layer whose other parts are cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -24,65 +25,90 @@ from torch.utils._pytree import tree_map_only
 
 from megasnn.bundle import Bundle, entries_of, map_entries, plain_bundle
 from megasnn.layers.context import BuildContext
-from megasnn.layers.conv import ParallelConv
-from megasnn.layers.converted import ConvertedDropout, convert, our_batch_norm
+from megasnn.layers.converted import ConvertedDropout, convert, our_batch_norm, spec_of
 from megasnn.layers.dropout import KeyedLayer
 from megasnn.layers.init import ModuleInitialiser, initializer_from_module, note_paths, own_tensors, to_meta
-from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.norm import ParallelBatchNorm
-from megasnn.layers.plain import fold_time, is_channelwise, is_stateful, refuse_attached, refuse_what_differs
-from megasnn.layers.shape_inference import (
-    UNMARKED,
-    Cut,
-    MixedChannels,
-    cut_of,
-    is_replicated,
-    mark_cut,
-    mark_replicated,
-    untracked,
-)
+from megasnn.layers.plain import fold_time, is_stateful, refuse_attached, refuse_what_differs
+from megasnn.layers.shape_inference import mark_spikes
 from megasnn.parallel.collectives import gather_alike, own_channels
-from megasnn.parallel.sharding import describe_tensor
+from megasnn.parallel.sharding import Cut, describe_tensor
 from megasnn.parallel_state import Group
 
 
-def replicate(
-    module: nn.Module, context: BuildContext, *, first: bool, last: bool, initialise: ModuleInitialiser | None = None
-) -> nn.Module:
-    """Makes a layer of a plain module on the meta device: describes its tensors, and swaps its batch norms for ours.
+class Gathered:
+    """Forward of a module that every rank has whole: its inputs are gathered, and a rank keeps its part of the output.
+
+    An output that does not divide by the ranks stays whole.
 
     Args:
-        first: whether its input is whole on every rank already. last: whether its output is to stay whole.
+        dim: in which the output is cut; None for that of the first input that is cut.
+        keeps_whole: whether the output is whole.
+    Attributes:
+        cuts: of the input's tensors, in their order, which the check of cut layers finds; those that are missing are
+            whole.
+    """
+
+    def __init__(
+        self, inner: Callable[..., Any], context: BuildContext, dim: int | None = None, keeps_whole: bool = False
+    ) -> None:
+        self._inner, self._group, self._dtype = inner, context.tp, context.dtype
+        self._dim, self._keeps_whole = dim, keeps_whole
+        self.cuts: Sequence[Cut | None] = ()
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        cuts = chain(self.cuts, repeat(None))
+        given, named = tree_map_only(Tensor, lambda x: self._whole(x, next(cuts)), (inputs, options))
+        output = self._inner(*given, **named)
+        dim = next((cut.dim for cut in self.cuts if cut is not None), None) if self._dim is None else self._dim
+        if dim is None or self._keeps_whole or self._group.size == 1:
+            return output
+        return tree_map_only(Tensor, partial(self._own, dim), output)
+
+    def _whole(self, x: Tensor, cut: Cut | None) -> Tensor:
+        x = x.to(self._dtype) if x.is_floating_point() else x
+        return x if cut is None else _along(gather_alike, x, cut, self._group)
+
+    def _own(self, dim: int, y: Tensor) -> Tensor:
+        if y.ndim <= dim or y.shape[dim] % self._group.size:
+            return y
+        return _along(own_channels, y, Cut(dim), self._group)
+
+
+def _along(move: Callable[[Tensor, Group], Tensor], x: Tensor, cut: Cut, group: Group) -> Tensor:
+    """`gather_alike` or `own_channels` along any dimension, each block of it by itself."""
+    blocks = x.unflatten(cut.dim, (cut.blocks, -1)).movedim(cut.dim, 0)
+    moved = move(blocks.reshape(cut.blocks, -1, *blocks.shape[cut.dim + 1 :]), group)  # [blocks, others, C, space]
+    return (
+        moved.reshape(*blocks.shape[: cut.dim + 1], *moved.shape[2:]).movedim(0, cut.dim).flatten(cut.dim, cut.dim + 1)
+    )
+
+
+def is_whole(module: nn.Module) -> bool:
+    """Tells whether every rank has a module whole where it stands."""
+    return isinstance(vars(module).get("forward"), Gathered)
+
+
+def replicate(
+    module: nn.Module,
+    context: BuildContext,
+    initialise: ModuleInitialiser | None,
+    dim: int | None = None,
+    keeps_whole: bool = False,
+) -> nn.Module:
+    """Makes a plain module on the meta device whole on every rank: describes its tensors, and swaps its batch norms for
+    ours.
+
+    Args:
         initialise: called with each of its modules, after their own `reset_parameters`, to set initial values.
+        dim, keeps_whole: as of `Gathered`.
     Returns:
-        the layer: the module itself, or what it is swapped for.
+        the module itself, or what it is swapped for.
     Raises:
         ValueError: what cannot be computed alike on every layout: dropout, which draws without a key,
             lazy modules, buffers that are not saved, SpikingJelly's single-step mode; a module with values.
     """
-    module = compiling_itself(module)
-    note_paths(module)
     refuse_what_differs(module)
-    if context.carries:
-        refuse_attached(module)
-    knows_no_time = fold_time(module)
-    stays_cut = knows_no_time and not (first or last) and all(is_channelwise(each) for each in module.modules())
-    module = _describe_replicated(module, context, initialise)
-    call = CallSpec(
-        context.tp,
-        context.time_steps,
-        fold_time=knows_no_time,
-        dtype=context.dtype,
-        gathers=not first and not stays_cut,
-        cuts=not last and not stays_cut,
-        follows=stays_cut,
-    )
-    vars(module)["_call"] = call
-    return module
-
-
-def _describe_replicated(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Swaps the batch norms in a plain module for ours, and describes its tensors as whole on every rank."""
     module = _with_our_norms(module, context, initialise)
     for each in module.modules():
         if isinstance(each, ParallelBatchNorm):
@@ -93,152 +119,8 @@ def _describe_replicated(module: nn.Module, context: BuildContext, initialise: M
             shard = context.shard(tuple(tensor.shape), initialise=initializer_from_module(each, initialise, name))
             describe_tensor(each, name, shard)
         to_meta(each)
+    module.forward = Gathered(module.forward, context, dim, keeps_whole)
     return module
-
-
-def call_as_sharded(module: nn.Module, context: BuildContext, *, folded: bool) -> nn.Module:
-    """Makes a layer of a module whose parts are sharded layers, or treat every channel by themselves.
-
-    Args:
-        folded: whether it is given `[T * N, C, ...]`.
-    """
-    if context.carries:
-        refuse_attached(module)
-    vars(module)["_call"] = CallSpec(context.tp, context.time_steps, fold_time=folded, sharded=True, follows=True)
-    return module
-
-
-def placed(module: nn.Module, name: str, *, first: bool, last: bool, classes: int) -> nn.Module:
-    """A layer of `call_as_sharded`, told its global name and where it stands in the model.
-
-    Args:
-        first: its input is whole on every rank. last: its output has to be, and has so many `classes`.
-    """
-    call: CallSpec = vars(module)["_call"]
-    cuts_input = first and not _begins_with_weights(module)
-    vars(module)["_call"] = replace(call, cuts_input=cuts_input, classes=classes if last else None)
-    for path, each in module.named_modules(prefix=name):
-        if isinstance(each, ConvertedDropout):
-            each.name = path
-    return module
-
-
-def is_called_as_sharded(module: nn.Module) -> bool:
-    """Tells whether `call_as_sharded` made this layer."""
-    return "_call" in vars(module) and vars(module)["_call"].sharded
-
-
-def call_plain(layer: nn.Module, samples: range | None, *inputs: Bundle, goes_on: bool = False) -> Bundle:
-    """Calls a layer that `replicate` or `call_as_sharded` made on a micro-batch.
-
-    Args:
-        goes_on: see `apply_layer`.
-    """
-    call: CallSpec = vars(layer)["_call"]
-    for each in layer.modules():
-        if is_stateful(each):
-            each.detach() if goes_on else each.reset()  # type: ignore[operator]
-        if isinstance(each, ConvertedDropout):
-            each.samples = samples
-    first = next(iter(entries_of(inputs[0]).values()))
-    if call.gathers and is_replicated(first):  # of a linear layer whose features do not divide
-        vars(layer)["_call"] = call = replace(call, gathers=False)
-    taken = [call.taken(x) if isinstance(x, Tensor) else map_entries(call.taken_entry, x) for x in inputs]
-    with nullcontext() if call.follows else untracked(), uncompiled_in_dry_runs(layer, first):
-        if call.fold_time:
-            frames = (call.time_steps if len(first) == 1 else len(first), first.shape[1])
-            y = layer(*(map_entries(lambda x: x.flatten(0, 1), x) for x in taken))
-            y = map_entries(lambda y: y.unflatten(0, frames), y)
-        else:
-            y = layer(*taken)
-    if call.cuts or call.classes is not None:
-        with untracked():
-            return map_entries(call.given, y)
-    return y if call.follows else map_entries(mark_replicated, y)
-
-
-def is_replicated_layer(layer: nn.Module) -> bool:
-    """Tells whether a layer is a plain one that every tensor parallel rank has whole."""
-    return "_call" in vars(layer) and not vars(layer)["_call"].follows
-
-
-def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundle, goes_on: bool = False) -> Bundle:
-    """Calls any layer of a model on a micro-batch `[T, N, ...]` of these samples.
-
-    Args:
-        x, more: the outputs that it takes.
-        goes_on: whether it is a later window of the samples that the last call was on; then state is kept.
-    """
-    if "_call" in vars(layer):
-        output = call_plain(layer, samples, x, *more, goes_on=goes_on)
-    else:
-        output = layer(x, *more, samples) if isinstance(layer, KeyedLayer) else layer(x, *more)
-    plain: Bundle = plain_bundle(output)
-    return plain
-
-
-@dataclass(frozen=True)
-class CallSpec:
-    """Way in which a layer that knows nothing of ranks is called.
-
-    Attributes:
-        fold_time: whether it is given all time steps as one batch.
-        dtype: of its input; None for what comes.
-        gathers: whether the input is cut by channel, and made whole. cuts: the same of the output.
-        sharded: whether its parts are cut; otherwise it is whole.
-        cuts_input: of a sharded one, whose input every rank has whole: whether it is cut first.
-        follows: whether functions in its forward are followed (`megasnn.layers.cut_tracking`).
-        classes: of a sharded one: how many channels the output has when it is whole, where it has to be.
-    """
-
-    group: Group
-    time_steps: int
-    fold_time: bool
-    dtype: torch.dtype | None = None
-    gathers: bool = False
-    cuts: bool = False
-    sharded: bool = False
-    follows: bool = False
-    cuts_input: bool = False
-    classes: int | None = None
-
-    def taken(self, x: Tensor) -> Tensor:
-        """Makes of a tensor what the module is given: all time steps, and the channels that it works on."""
-        if len(x) == 1 < self.time_steps:
-            x = x.expand(self.time_steps, *x.shape[1:])
-        x = x if self.dtype is None else x.to(self.dtype)
-        if self.gathers:
-            return gather_alike(x, self.group)
-        if self.cuts_input and not x.shape[2] % self.group.size:
-            with untracked():
-                return mark_cut(own_channels(x, self.group), Cut(2) if self.group.size > 1 else None)
-        return x
-
-    def taken_entry(self, x: Tensor) -> Tensor:
-        """The same for an entry of a bundle: without channels it stays as it is, and whole numbers keep their type."""
-        if x.ndim < 3:
-            return x
-        return self.taken(x) if x.is_floating_point() else replace(self, dtype=x.dtype).taken(x)
-
-    def given(self, y: Tensor) -> Tensor:
-        """An output as the next layer, or the loss, wants it: whole where its channels do not divide by the ranks."""
-        if self.classes is not None:
-            is_cut = y.ndim > 2 and y.shape[2] < self.classes == y.shape[2] * self.group.size
-            return mark_replicated(gather_alike(y, self.group)) if is_cut else y
-        if self.group.size == 1 or y.ndim < 3 or y.shape[2] % self.group.size:
-            return mark_replicated(y)
-        return mark_cut(own_channels(y, self.group), Cut(2))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CallSpec:
-        return self  # a process group cannot be copied
-
-
-def _begins_with_weights(module: nn.Module) -> bool:
-    """Tells whether the first thing that is done to the input is a product with weights, which take it whole as
-    well."""
-    while isinstance(module, nn.Sequential) and len(module):
-        module = next((each for each in module if not isinstance(each, nn.Flatten)), module[0])
-    return isinstance(module, (ParallelConv, ParallelLinear))
 
 
 def _with_our_norms(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
@@ -250,90 +132,107 @@ def _with_our_norms(module: nn.Module, context: BuildContext, initialise: Module
     return module
 
 
-# --- plain modules inside of layers whose other parts are cut
+# --- layers
 
 
-def gather_inside(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Makes a plain module whole where it is, inside a layer whose other parts are cut: what it is given is gathered,
-    and of what it gives every rank keeps its part of the dimension in which the first input was cut.
+@dataclass(frozen=True)
+class LayerCall:
+    """Way in which a layer that knows nothing of ranks is called.
 
-    Raises ValueError as `replicate`.
+    Attributes:
+        time_steps: that an input of a single one stands for.
+        fold_time: whether it is given all time steps as one batch.
+        dtype: of its input; None for what comes.
+        classes: of the last layer, whose output is gathered to so many channels.
     """
+
+    group: Group
+    time_steps: int
+    fold_time: bool
+    dtype: torch.dtype | None = None
+    classes: int = 0
+
+    def given(self, x: Tensor) -> Tensor:
+        """Input of the layer."""
+        if x.ndim < 3:
+            return x
+        if len(x) == 1 < self.time_steps:
+            x = x.expand(self.time_steps, *x.shape[1:])
+        x = x.to(self.dtype) if self.dtype is not None and x.is_floating_point() else x
+        return x.flatten(0, 1) if self.fold_time else x
+
+    def taken(self, y: Tensor, frames: tuple[int, ...]) -> Tensor:
+        """Output of the layer, of so many time steps and samples."""
+        y = y.unflatten(0, frames) if self.fold_time else y
+        is_cut = y.ndim > 2 and y.shape[2] < self.classes == y.shape[2] * self.group.size
+        return gather_alike(y, self.group) if is_cut else y
+
+
+def plain_layer(
+    module: nn.Module,
+    context: BuildContext,
+    initialise: ModuleInitialiser | None = None,
+    *,
+    whole: bool = True,
+    keeps_whole: bool = False,
+) -> nn.Module:
+    """Makes a layer of a plain module: `whole` on every rank, or on a rank's channels.
+
+    Args and raises: as of `replicate`.
+    """
+    note_paths(module)
     refuse_what_differs(module)
-    module = _describe_replicated(module, context, initialise)
-    module.forward = _Gathered(module.forward, context.tp, context.dtype)
-    vars(module)["_is_replicated"] = True
+    folded = fold_time(module)
+    if whole:
+        module = replicate(module, context, initialise, 1 if folded else 2, keeps_whole)
+    return as_layer(module, context, folded, context.dtype)
+
+
+def as_layer(module: nn.Module, context: BuildContext, fold_time: bool, dtype: torch.dtype | None = None) -> nn.Module:
+    """Makes a layer of a module that knows nothing of ranks. Raises ValueError for state that cannot be detached."""
+    if context.carries:
+        refuse_attached(module)
+    for each in module.modules():
+        if hasattr(each, "surrogate_function") and spec_of(each) is not None:
+            each.register_forward_hook(lambda node, inputs, spikes: mark_spikes(spikes))
+    vars(module)["_call"] = LayerCall(context.tp, context.time_steps, fold_time, dtype)
     return module
 
 
-class _Gathered:
-    """The forward of a whole module on a rank's parts of its inputs. The dry run shows how they are cut."""
-
-    def __init__(self, inner: Callable[..., Any], group: Group, dtype: torch.dtype) -> None:
-        self._inner, self._group, self._dtype = inner, group, dtype
-        self._cuts: list[Cut | None] = []
-        self._cut: Cut | None = None
-
-    def __call__(self, *inputs: Any, **options: Any) -> Tensor:
-        tensors = [x for x in (*inputs, *options.values()) if isinstance(x, Tensor)]
-        if tensors and tensors[0].is_meta:
-            self._cuts = [None if self._group.size == 1 or cut_of(x) is UNMARKED else cut_of(x) for x in tensors]
-            self._cut = next(filter(None, self._cuts), None)
-        cuts = iter(self._cuts)
-        with untracked():
-            given, named = tree_map_only(Tensor, lambda x: self._gathered(x, cuts), (inputs, options))
-            y = self._inner(*given, **named)
-            if not isinstance(y, Tensor):
-                raise MixedChannels(f"it gives a {type(y).__name__}; what is whole inside a cut layer gives one tensor")
-            if self._cut is None:
-                return mark_replicated(y)
-            cut = Cut(self._cut.dim)
-            if y.ndim <= cut.dim:
-                raise MixedChannels(f"it gives {list(y.shape)}, without the dimension {cut.dim} that is cut")
-            if y.shape[cut.dim] % self._group.size:
-                return mark_replicated(y)
-            return mark_cut(_along(own_channels, y, cut, self._group), cut)
-
-    def _gathered(self, x: Tensor, cuts: Any) -> Tensor:
-        cut = next(cuts)
-        x = x.to(self._dtype) if x.is_floating_point() else x
-        return x if cut is None else _along(gather_alike, x, cut, self._group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Gathered:
-        return self  # a process group cannot be copied
+def knows_no_ranks(layer: nn.Module) -> bool:
+    """Tells whether a layer is plain, or made of a plain one."""
+    return "_call" in vars(layer)
 
 
-def _along(move: Callable[[Tensor, Group], Tensor], x: Tensor, cut: Cut, group: Group) -> Tensor:
-    """`gather_alike` or `own_channels` along another dimension than the third, each block of it by itself."""
-    first = x.movedim(cut.dim, 0)
-    moved = move(first.reshape(cut.blocks, 1, len(first) // cut.blocks, -1), group)  # [blocks, 1, C, others]
-    return moved.reshape(-1, *first.shape[1:]).movedim(0, cut.dim)
-
-
-# --- torch.compile
-
-
-def compiling_itself(module: nn.Module) -> nn.Module:
-    """The modules that torch.compile wrapped, which then compile their own call: names stay as they were."""
-    inner: Any = getattr(module, "_orig_mod", None)
-    if inner is not None:
-        compiler: Any = module.dynamo_ctx
-        inner._compiled_call_impl = compiler(inner._call_impl)
-        return compiling_itself(inner)
-    for name, child in module.named_children():
-        setattr(module, name, compiling_itself(child))
+def placed(module: nn.Module, name: str, classes: int) -> nn.Module:
+    """A layer, told its global name and, where it is to gather them, the number of classes."""
+    if knows_no_ranks(module):
+        vars(module)["_call"] = replace(vars(module)["_call"], classes=classes)
+    for path, each in module.named_modules(prefix=name):
+        if isinstance(each, ConvertedDropout):
+            each.name = path
     return module
 
 
-@contextmanager
-def uncompiled_in_dry_runs(layer: nn.Module, x: Tensor) -> Iterator[None]:
-    """Keeps a dry run from compiling anything."""
-    compiled = [each for each in layer.modules() if each._compiled_call_impl is not None] if x.is_meta else []
-    kept = [each._compiled_call_impl for each in compiled]
-    for each in compiled:
-        each._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for each, call in zip(compiled, kept, strict=True):
-            each._compiled_call_impl = call
+def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundle, goes_on: bool = False) -> Bundle:
+    """Calls any layer of a model on a micro-batch `[T, N, ...]` of these samples.
+
+    Args:
+        x, more: the outputs that it takes.
+        goes_on: whether it is a later window of the samples that the last call was on; then state is kept.
+    """
+    call: LayerCall | None = vars(layer).get("_call")
+    if call is None:
+        output = layer(x, *more, samples) if isinstance(layer, KeyedLayer) else layer(x, *more)
+        plain: Bundle = plain_bundle(output)
+        return plain
+    first = next(iter(entries_of(x).values()))
+    frames = (call.time_steps if len(first) == 1 else len(first), *first.shape[1:2])
+    for each in layer.modules():
+        if is_stateful(each):
+            each.detach() if goes_on else each.reset()  # type: ignore[operator]
+        if isinstance(each, ConvertedDropout):
+            each.samples, each.frames = samples, frames
+    return map_entries(
+        lambda y: call.taken(y, frames), plain_bundle(layer(*(map_entries(call.given, each) for each in (x, *more))))
+    )

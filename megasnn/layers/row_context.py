@@ -42,7 +42,7 @@ def shared_rows(height: int, ranks: int) -> tuple[range, ...]:
             f"there are {height} row(s) for {ranks} ranks: with --context-parallel-cut rows, --context-parallel-size "
             f"may be {height} at most here"
         )
-    return tuple(own_rows(height, ranks, rank) for rank in range(ranks))
+    return tuple(own_rows(height, [ranks], rank) for rank in range(ranks))
 
 
 def rows_of(context: BuildContext) -> Group | None:
@@ -154,7 +154,7 @@ class _MoveRows(torch.autograd.Function):
         taken = images.new_empty(shape) if is_inside else images.new_zeros(shape)
         own = move.given(group.rank, group.rank)
         _rows(taken, own, needed).copy_(_rows(images, own, move.owned[group.rank]))  # while others' travel
-        parts = cached_collective(lambda: [] if exchange is None else exchange.wait())
+        parts = cached_collective(lambda: [] if exchange is None else exchange())
         for owner in _others(group):
             if given := move.given(owner, group.rank):
                 rows = taken.new_empty((*shape[:2], len(given), *shape[3:]))
@@ -171,7 +171,7 @@ class _MoveRows(torch.autograd.Function):
         total = images.new_zeros((*images.shape[:2], len(owned), *images.shape[3:]))
         own = move.given(group.rank, group.rank)
         _rows(total, own, owned).copy_(_rows(images, own, needed))
-        parts = exchange.wait()
+        parts = exchange()
         for rank in _others(group):
             rows = _rows(total, move.given(group.rank, rank), owned)
             rows.add_(parts[rank].view(rows.shape))
@@ -312,8 +312,7 @@ class _GatherRows(torch.autograd.Function):
 
 class WholeImages(nn.Module):
     """`[T, N, C_local, own rows, W]` -> `[T, N, C_local, H, W]` on every rank that shares the rows, for a layer that
-    takes each pixel by itself; elsewhere images are whole already.
-    """
+    takes each pixel by itself; elsewhere images are whole already."""
 
     def __init__(self, context: BuildContext | None = None) -> None:
         super().__init__()

@@ -3,15 +3,15 @@
 Neurons give spikes, 0 or 1. What is computed from spikes without leaving the whole numbers (a sum of two branches, a
 product, max pooling, another view) has a largest value that is known: such tensors travel and are kept as bits or
 bytes. Of everything else nothing is known, and it is dense. That the largest value is right is checked wherever a
-tensor is packed. Tensors also say in which dimension tensor-parallel ranks cut them, and whether they are the model's
-input; layers, how often they are called and how often they exchange.
+tensor is packed. Tensors also say whether they are the model's input; layers, how often they are called and how often
+they exchange.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,12 @@ def mark_max(tensor: Tensor, largest: int) -> Tensor:
     if tensor.is_meta:
         tensor._largest = largest  # type: ignore[attr-defined]
     return tensor
+
+
+def mark_spikes(tensor: Tensor, largest: int = 1) -> Tensor:
+    """Says in a forward of one's own that a tensor holds spikes, or whole numbers up to `largest`: as such it travels
+    and is kept. Checked wherever it is packed."""
+    return mark_max(tensor, largest)
 
 
 def max_of(value: Any) -> int | None:
@@ -186,7 +192,7 @@ def _requiring_grad(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> 
         return None
     sources = [*module.parameters(), *(each for each in inputs if isinstance(each, Tensor))]
     # A product, since what is no leaf may be changed in place.
-    return mark_cut(output.requires_grad_() * 1, cut_of(output)) if any(x.requires_grad for x in sources) else None
+    return output.requires_grad_() * 1 if any(x.requires_grad for x in sources) else None
 
 
 def is_ours(module: nn.Module) -> bool:
@@ -218,71 +224,3 @@ def channels_last(x: Tensor) -> Tensor:
         return x.contiguous()
     pixels = x.movedim(2, -1)
     return x if pixels.is_contiguous() else pixels.contiguous().movedim(-1, 2)
-
-
-# --- marks of tensors that tensor-parallel ranks cut
-
-
-_untracked = 0
-
-
-class Cut(NamedTuple):
-    """The dimension that is cut; it consists of so many equal blocks, and each is cut by itself."""
-
-    dim: int
-    blocks: int = 1
-
-
-UNMARKED = Cut(-2)
-
-
-class MixedChannels(ValueError):
-    """A forward that would compute something else where a rank has some of the channels.
-
-    Attributes:
-        path: of the module whose forward it is, with the layer's name; None where it cannot be replicated by itself.
-    """
-
-    def __init__(self, message: str, path: str | None = None) -> None:
-        super().__init__(message)
-        self.path = path
-
-
-def mark_cut(tensor: Tensor, cut: Cut | None) -> Tensor:
-    """Marks a tensor of the dry run as cut, or as replicated (None)."""
-    if tensor.is_meta:
-        tensor._cut = cut  # type: ignore[attr-defined]
-    return tensor
-
-
-def mark_replicated(tensor: Tensor) -> Tensor:
-    """Marks a tensor of the dry run as one that every rank has whole."""
-    return mark_cut(tensor, None)
-
-
-def cut_of(tensor: Tensor) -> Cut | None:
-    """The mark of a tensor of the dry run; UNMARKED where there is none."""
-    found: Cut | None = getattr(tensor, "_cut", UNMARKED)
-    return found
-
-
-def is_replicated(tensor: object) -> bool:
-    """Tells whether a tensor of the dry run is marked as one that every rank has whole."""
-    return isinstance(tensor, Tensor) and cut_of(tensor) is None
-
-
-@contextmanager
-def untracked() -> Iterator[None]:
-    """Marks a part of a forward: what is done to tensors is right for any number of ranks: results are marked, and not
-    followed."""
-    global _untracked
-    _untracked += 1
-    try:
-        yield
-    finally:
-        _untracked -= 1
-
-
-def is_tracked() -> bool:
-    """Tells whether functions of torch are followed here."""
-    return not _untracked

@@ -24,21 +24,13 @@ class Loss:
     mixes: bool = False
 
 
+_SUMS = "megasnn.losses.sums"
+
 LOSSES: Registry[Loss] = Registry(
     "--loss",
     {
-        "cross-entropy": Loss(
-            "of the logits' mean over time", later("megasnn.losses.sums:cross_entropy_sum"), mixes=True
-        ),
-        "tet": Loss(
-            "cross-entropy of each time step (Deng et al. 2022)",
-            later("megasnn.losses.sums:tet_sum"),
-            mixes=True,
-        ),
-        "mse": Loss(
-            "squared distance of the mean over time from the label as 0 and 1",
-            later("megasnn.losses.sums:mse_sum"),
-            mixes=True,
-        ),
+        "cross-entropy": Loss("of the logits' mean over time", later(f"{_SUMS}:cross_entropy_sum"), mixes=True),
+        "tet": Loss("cross-entropy of each time step (Deng et al. 2022)", later(f"{_SUMS}:tet_sum"), mixes=True),
+        "mse": Loss("squared distance of the mean over time from 0 and 1", later(f"{_SUMS}:mse_sum"), mixes=True),
     },
 )

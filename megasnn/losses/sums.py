@@ -36,8 +36,6 @@ def tet_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0, share:
     target = _target(raised[0], labels)
     repeated = target.repeat(steps, *[1] * (target.ndim - 1))
     entropy = F.cross_entropy(raised.flatten(0, 1), repeated, reduction="sum", label_smoothing=label_smoothing) / steps
-    if share == 0:
-        return entropy
     distance = (raised - 1).square().mean(dim=(0, 2)).sum()
     return (1 - share) * entropy + share * distance
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from functools import lru_cache, partial
@@ -22,20 +21,18 @@ from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers.context import BuildContext, building
-from megasnn.layers.cut_tracking import CutTracker, is_opaque
-from megasnn.layers.init import initialise_sharded, without_memory
+from megasnn.layers.init import initialise_sharded, tensors_of, without_memory
 from megasnn.layers.plain import SHARDED, forget_state, is_plain, refuse_plain_parts, refuse_unshareable
-from megasnn.layers.replicated import apply_layer, is_called_as_sharded, is_replicated_layer, placed, replicate
+from megasnn.layers.replicated import Gathered, apply_layer, is_whole, knows_no_ranks, placed, plain_layer
 from megasnn.layers.row_context import one_height
 from megasnn.layers.shape_inference import (
     MaxInference,
-    MixedChannels,
     content_of,
     inferring_requires_grad,
     is_ours,
-    mark_replicated,
     note_never_called,
 )
+from megasnn.models.cut_check import Cuts, MixedChannels, check_cut, is_known
 from megasnn.models.description import (
     DRY_SAMPLES,
     INPUT,
@@ -49,11 +46,9 @@ from megasnn.models.description import (
 from megasnn.models.layer import Layer
 from megasnn.models.summary import OperationCounter
 from megasnn.models.ties import refuse_other_calls, separate, tie_all
-from megasnn.parallel.sharding import copied_tensors, freeze, parameter_count, sharded_tensors
+from megasnn.parallel.sharding import copied_tensors, parameter_count, sharded_tensors
 from megasnn.parallel_state import Group
 
-MOST_LAYERS = 4_000
-"""A depth beyond that is a mistake, or a checkpoint's that is meant to take all memory."""
 _LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 
 
@@ -66,15 +61,11 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
         ValueError: two layers have the same name, a layer cannot take what it is given or gives something else than it
             says, nothing takes what it gives, or the last one gives no logits.
     """
-    neuron = neuron or model.neuron().spec
-    try:
-        hash(model)
-    except TypeError:  # of a field, such as a list
-        return _describe(type(model), model, neuron)
-    return _described_once(type(model), cast(Any, model), neuron)
+    return _described(type(model), cast(Any, model), neuron or model.neuron().spec)
 
 
-def _describe(kind: type, model: ModelConfig, neuron: NeuronSpec) -> ModelDescription:
+@lru_cache(maxsize=8)
+def _described(kind: type, model: ModelConfig, neuron: NeuronSpec) -> ModelDescription:
     layers = built(model, BuildContext(), neuron)
     names = [each.name for each in layers]
     twice = [name for name in names if names.count(name) > 1]
@@ -89,7 +80,7 @@ def _describe(kind: type, model: ModelConfig, neuron: NeuronSpec) -> ModelDescri
         LayerDescription(
             each.name,
             each.unit,
-            _output_of(each, y),
+            _output_of(y),
             each.takes or (),
             tuple(tuple(entry.shape) for entry in entries_of(y).values()),
             parameter_count(list(sharded_tensors([(each.name, each.module)]))),
@@ -97,7 +88,9 @@ def _describe(kind: type, model: ModelConfig, neuron: NeuronSpec) -> ModelDescri
         )
         for each, y in zip(layers, outputs, strict=True)
     ]
-    run = partial(_built_and_run, model, neuron, layers)
+    run = partial(
+        _built_and_run, model, neuron, layers, lru_cache(maxsize=None)(partial(_check, model, neuron, layers))
+    )
     return ModelDescription(
         tuple(described),
         lambda context: [module for module, _ in run(context, DRY_SAMPLES)],
@@ -107,11 +100,8 @@ def _describe(kind: type, model: ModelConfig, neuron: NeuronSpec) -> ModelDescri
         tuple(_ties(named)),
         run,
         tuple(sharded_tensors(named)),
-        getattr(model, "example_input", None),
+        cast(Any, model).example_input,
     )
-
-
-_described_once = lru_cache(maxsize=8)(_describe)
 
 
 def building_problems(
@@ -164,27 +154,9 @@ def _require_logits(model: ModelConfig, name: str, output: Bundle, samples: int 
         )
 
 
-def _output_of(each: Layer, output: Bundle) -> Content | Mapping[Key, EntryDescription]:
-    """Content of a layer's output. Raises ValueError where the dry run shows something else."""
-    entries = entries_of(output)
-    said: dict[Key, Content | None] = dict.fromkeys(entries)
-    if isinstance(each.holds, Content):
-        said = {None: each.holds}
-    elif each.holds is not None:
-        said = {}
-        said.update(each.holds if isinstance(each.holds, Mapping) else enumerate(each.holds))
-    if said.keys() != entries.keys():
-        raise ValueError(
-            f"{each.name}: holds= tells of the entries {list(said)}, and the dry run shows {list(entries)} (None is a "
-            "single tensor)"
-        )
-    found: dict[Key, EntryDescription] = {}
-    for key, entry in entries.items():
-        content = content_of(entry)
-        if said[key] is Content.SPIKES and content is Content.COUNTS:
-            place = "its output" if key is None else f"entry {key!r} of its output"
-            raise ValueError(f"{each.name}: holds=SPIKES, but {place} can be larger than 1; say COUNTS, or nothing")
-        found[key] = EntryDescription(said[key] or content, tuple(entry.shape))
+def _output_of(output: Bundle) -> Content | Mapping[Key, EntryDescription]:
+    """Content of a layer's output."""
+    found = {key: EntryDescription(content_of(x), tuple(x.shape)) for key, x in entries_of(output).items()}
     return found[None].content if None in found else found
 
 
@@ -202,8 +174,6 @@ def built(model: ModelConfig, context: BuildContext | None = None, neuron: Neuro
                     kind = type(each).__name__
                     raise ValueError(f'`layers` yields a {kind}; yield megasnn.layer("a name", module)')
                 layers.append(each)
-                if len(layers) > MOST_LAYERS:
-                    raise ValueError(f"a model has up to {MOST_LAYERS} layers")
         except (ValueError, RuntimeError, ArithmeticError) as error:  # torch's own of sizes beyond all bounds
             place = f"the layer behind {layers[-1].name}" if layers else "the first layer"
             values = [f"{flag(each.name)} {getattr(model, each.name)}" for each in fields(cast(Any, model))]
@@ -225,14 +195,16 @@ def built(model: ModelConfig, context: BuildContext | None = None, neuron: Neuro
 
 
 def _as_layer(each: Layer, context: BuildContext, first: bool, last: bool, classes: int) -> nn.Module:
-    """The module of a layer; of a plain one, made one that is whole on every tensor parallel rank."""
+    """The module of a layer; a plain one is whole on every tensor parallel rank, or mixes no channels."""
     for module in each.module.modules():
         if getattr(module, "inplace", False) is True:  # would change what other stages, and a second forward, take
             module.inplace = False  # type: ignore[assignment]
-    if is_called_as_sharded(each.module):
-        return placed(each.module, each.name, first=first, last=last, classes=classes)
+    if knows_no_ranks(each.module):
+        return placed(each.module, each.name, classes if last else 0)
     if is_plain(each.module):
-        return replicate(each.module, context, first=first, last=last, initialise=each.initialise)
+        has_tensors = next(tensors_of(each.module), None) is not None
+        whole = first or last or has_tensors or each.name in context.replicated
+        return plain_layer(each.module, context, each.initialise, whole=whole, keeps_whole=last)
     refuse_plain_parts(each.module)
     if each.initialise is not None:
         initialise_sharded(each.module, each.initialise)
@@ -251,63 +223,73 @@ def _refuse_made_before(layers: Sequence[Layer], again: Sequence[Layer]) -> None
 
 
 def _built_and_run(
-    model: ModelConfig, neuron: NeuronSpec, before: Sequence[Layer], context: BuildContext, samples: int
+    model: ModelConfig,
+    neuron: NeuronSpec,
+    before: Sequence[Layer],
+    check: Callable[[int], Checked],
+    context: BuildContext,
+    samples: int,
 ) -> Sequence[tuple[nn.Module, Bundle]]:
     """All layers for a rank, and what each of them gives in a dry run of so many samples.
 
     Args:
         before: the layers of one rank, which none of these may be.
+        check: finds what mixes channels, for a number of tensor parallel ranks.
     """
-    while True:
-        layers = built(model, context, neuron)
-        _refuse_made_before(before, layers)
-        named = [(each.name, each.module) for each in layers]
-        freeze(named, context.is_frozen)
-        trackers = _trackers(model, neuron, named, context.tp.size, samples)
+    replicated, cuts = check(context.tp.size)
+    layers = built(model, replace(context, replicated=replicated), neuron)
+    _refuse_made_before(before, layers)
+    named = [(each.name, each.module) for each in layers]
+    for name, layer in named:
+        for path, each in layer.named_modules(prefix=name):
+            if is_whole(each):
+                cast(Gathered, each.forward).cuts = cuts.get(path, ())
+    outputs = dry_run(
+        named,
+        _inputs_of(layers),
+        model.input_shape,
+        context.compute_dtype,
+        samples,
+        learns=True,
+        replicated=context.dp.size * context.cp.size > 1,
+    )
+    _require_logits(model, layers[-1].name, outputs[-1], samples)
+    return [(each.module, output) for each, output in zip(layers, outputs, strict=True)]
+
+
+Checked = tuple[frozenset[str], Mapping[str, Cuts]]
+"""Paths of modules that are whole because they mix channels; how the inputs of all that are whole are cut."""
+
+
+def _check(model: ModelConfig, neuron: NeuronSpec, before: Sequence[Layer], size: int) -> Checked:
+    """Finds modules that mix channels, for so many tensor parallel ranks.
+
+    Raises MixedChannels for one that cannot be whole.
+    """
+    replicated, checked, mixed = frozenset[str](), dict[Any, Any](), None
+    while size > 1:
+        context = BuildContext(
+            dtype=torch.float64, compute_dtype=torch.float64, neuron_backend="torch", replicated=replicated
+        )
         try:
-            outputs = dry_run(
-                named,
-                _inputs_of(layers),
-                model.input_shape,
-                context.compute_dtype,
-                samples,
-                learns=True,
-                trackers=trackers,
-                replicated=context.dp.size * context.cp.size > 1,
-            )
+            layers = built(model, replace(context, tp=Group("tp", tuple(range(size)))), neuron)
+        except ValueError as error:
+            raise mixed or error from error
+        _refuse_made_before(before, layers)
+        if all(is_known(each.module) and not is_whole(each.module) for each in layers):
+            break
+        whole, cut = ([(each.name, each.module) for each in made] for made in (built(model, context, neuron), layers))
+        try:
+            example = cast(Any, model).example_input(DRY_SAMPLES, torch.Generator().manual_seed(0))
+            frames = frames_of(example.double(), model.input_shape)
+            return replicated, check_cut(whole, cut, _inputs_of(layers), frames, size, checked)
         except MixedChannels as error:
-            # A module of a network given to `megasnn.shard` is made whole; of others nobody knows how.
-            if error.path is None or error.path in context.replicated:
+            layer = dict(cut)[error.layer]
+            path = error.layer if is_plain(layer) else error.path
+            if not knows_no_ranks(layer) or path in replicated:
                 raise
-            context = replace(context, replicated=context.replicated | {error.path})
-            continue
-        _require_logits(model, layers[-1].name, outputs[-1], samples)
-        return [(each.module, output) for each, output in zip(layers, outputs, strict=True)]
-
-
-def _trackers(
-    model: ModelConfig, neuron: NeuronSpec, cut: Sequence[tuple[str, nn.Module]], size: int, samples: int
-) -> dict[str, CutTracker]:
-    """Trackers of the cut dimension in layers of which a rank has its channels.
-
-    Layers that are not MegaSNN's, or called with time and samples as one, are run on one rank first, to be compared
-    with.
-    """
-    if size == 1:
-        return {}
-    followed = {name: layer for name, layer in cut if not is_replicated_layer(layer)}
-    recorders = dict[str, CutTracker]()
-    if not all(is_opaque(layer) and "_call" not in vars(layer) for layer in followed.values()):
-        layers = built(model, neuron=neuron)
-        for each in layers:
-            if each.name in followed:
-                parts = followed[each.name].named_modules()
-                whole = [path for path, part in parts if "_is_replicated" in vars(part)]
-                recorders[each.name] = CutTracker(each.module, opaque=whole)
-        one = [(each.name, each.module) for each in layers]
-        dry_run(one, _inputs_of(layers), model.input_shape, samples=samples, learns=True, trackers=recorders)
-    events = {name: each.events for name, each in recorders.items()}
-    return {name: CutTracker(layer, events.get(name, ()), size) for name, layer in followed.items()}
+            replicated, mixed = replicated | {path}, error
+    return replicated, {}
 
 
 # --- the dry run
@@ -332,12 +314,10 @@ def dry_run(
         trackers: by a layer's name, what is entered around its forward, and sees the functions in it.
         replicated: whether other ranks run the same layers on other samples.
     Raises:
-        MixedChannels: a layer would compute something else with a rank's channels.
         ValueError: a layer cannot take what it is given, changes what another one takes too, or gives no tensors; names
             the layer.
     """
     frames = frames_of(torch.empty((samples, *input_shape), dtype=dtype, device="meta"), input_shape)
-    mark_replicated(frames)
     outputs: list[Bundle] = []
     with inferring_requires_grad() if learns else torch.no_grad(), MaxInference():
         for (name, layer), numbers in zip(named_layers, taken, strict=True):
@@ -359,11 +339,8 @@ def dry_run(
                         "own samples: let it keep no state, or train with one replica"
                     )
             except Exception as error:
-                path, text = _explained(error, layer, len(inputs))
-                text = f"{name}, given {shapes_text(*inputs)}: {text}"
-                if isinstance(error, MixedChannels) and is_called_as_sharded(layer):
-                    raise MixedChannels(text, ".".join(filter(None, (name, path)))) from error
-                raise ValueError(text) from error
+                text = _explained(error, layer, len(inputs))
+                raise ValueError(f"{name}, given {shapes_text(*inputs)}: {text}") from error
             forget_state(layer)
             note_never_called(layer)
             outputs.append(output)
@@ -383,22 +360,19 @@ def _versions(outputs: Iterable[Bundle]) -> list[int]:
     return [entry._version for output in outputs for entry in entries_of(output).values()]
 
 
-def _explained(error: Exception, layer: nn.Module, inputs: int) -> tuple[str, str]:
-    """The path of the innermost module whose forward raised an error in the dry run of a layer, and the error's text
-    with that path and the last line of code that is neither MegaSNN's nor torch's."""
+def _explained(error: Exception, layer: nn.Module, inputs: int) -> str:
+    """Text of an error in the dry run of a layer, with the path of the innermost module whose forward raised it, and
+    the last line of code that is neither MegaSNN's nor torch's."""
     called = list(walk_tb(error.__traceback__))
-    is_mixed = isinstance(error, MixedChannels)  # by the module around what is not looked into
-    paths = {id(each): path for path, each in layer.named_modules() if not (is_mixed and is_opaque(each))}
+    paths = {id(each): path for path, each in layer.named_modules()}
     path = next((paths[me] for frame, _ in reversed(called) if (me := id(frame.f_locals.get("self"))) in paths), "")
-    text = f"KeyError: {error}" if isinstance(error, KeyError) else str(error)  # whose text is the key alone
     lines = [
         f" ({frame.f_code.co_filename}, line {number})"
         for frame, number in called
         if not any(Path(frame.f_code.co_filename).is_relative_to(folder) for folder in _LIBRARIES)
     ]
+    text = f"KeyError: {error}" if isinstance(error, KeyError) else str(error)  # whose text is the key alone
     told = f"{f'in {path}: ' if path else ''}{text}{''.join(lines[-1:])}"
-    if re.search(r"\bmeta\b", text, re.IGNORECASE):
-        told += "; layers run once on the meta device, where tensors have shapes and no values"
-    if isinstance(error, TypeError) and "positional argument" in text:
+    if isinstance(error, TypeError):
         told += f"; it is called with {inputs} input(s), which `takes` of the layer names"
-    return path, told
+    return f"{told}; layers run once on the meta device, without values" if "meta" in text.split() else told

@@ -106,9 +106,9 @@ class ModelDescription:
         num_classes: size of the logits `[T, N, num_classes]`.
         ties: copies of tensors, in the order of the layers that have them.
         dry_run: gives a rank's layers, built anew, and what each of them gives for a micro-batch of so many samples,
-            all without values; None where that is not known before it is computed.
-        example_input: makes samples that layers are measured on; None for normal numbers.
-        tensors: parameters and buffers, as one rank has them; None where they are found by building.
+            all without values.
+        example_input: makes samples that layers are measured on.
+        tensors: parameters and buffers, as one rank has them.
     """
 
     layers: tuple[LayerDescription, ...]
@@ -116,10 +116,10 @@ class ModelDescription:
     time_steps: int
     input_shape: tuple[int, ...]
     num_classes: int
-    ties: tuple[Tie, ...] = ()
-    dry_run: Callable[[BuildContext, int], Sequence[tuple[nn.Module, Bundle]]] | None = None
-    tensors: tuple[ShardedTensor, ...] | None = None
-    example_input: Callable[[int, torch.Generator], Tensor] | None = None
+    ties: tuple[Tie, ...]
+    dry_run: Callable[[BuildContext, int], Sequence[tuple[nn.Module, Bundle]]]
+    tensors: tuple[ShardedTensor, ...]
+    example_input: Callable[[int, torch.Generator], Tensor]
 
     def named_layers(self, context: BuildContext) -> list[tuple[str, nn.Module]]:
         """All layers for a rank with their names, without memory."""

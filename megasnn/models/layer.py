@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from megasnn.kernels.spike_codec import Content
 from megasnn.layers.init import ModuleInitialiser
 from megasnn.layers.plain import ELEMENTWISE
 
 if TYPE_CHECKING:
     from megasnn.models.convert_module import Sharded
-
-Holds = Content | tuple[Content | None, ...] | Mapping[str, Content | None] | None
 
 
 @dataclass(frozen=True)
@@ -27,8 +24,6 @@ class Layer:
         name: global name, the prefix of its parameters' names; unlike that of any other layer.
         module: takes the outputs of `takes`, and returns a tensor, or a tuple or dict of tensors.
         unit: the coarser part that it belongs to ("patch_embed", "blocks.0"), for explicit layouts.
-        holds: what the output holds, where that does not follow from the layer: for a bundle a tuple or dict like it;
-            None: what the dry run shows.
         initialise: of a plain module: sets initial values of each module in it, after their `reset_parameters`.
         takes: names of the earlier layers whose outputs are its inputs; None: the layer before it.
     """
@@ -36,7 +31,6 @@ class Layer:
     name: str
     module: nn.Module
     unit: str
-    holds: Holds = None
     initialise: ModuleInitialiser | None = None
     takes: tuple[str, ...] | None = None
 
@@ -93,7 +87,6 @@ def layer(
     module: nn.Module | Sharded | Callable[..., Any],
     *,
     unit: str | None = None,
-    holds: Holds = None,
     initialise: ModuleInitialiser | None = None,
     takes: Sequence[str] | None = None,
 ) -> Layer:
@@ -116,4 +109,4 @@ def layer(
         raise ValueError(f"{name}: {error}") from error
     made = require_module(f"layer {name!r}", given)
     names = (takes,) if isinstance(takes, str) else takes
-    return Layer(name, made, unit or name, holds, initialise, None if names is None else tuple(names))
+    return Layer(name, made, unit or name, initialise, None if names is None else tuple(names))

@@ -3,7 +3,7 @@ file and an entry here."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from megasnn.files import CheckpointError
 from megasnn.models.model import Model
@@ -20,19 +20,9 @@ MODELS: Registry[type[Model]] = Registry(
 )
 
 
-def guess_model(tensors: Collection[str]) -> type[Model] | None:
-    """The model whose tensors have these global names; None when it is none in the table."""
-    return next((model for model in MODELS.values() if model.marker in tensors), None)
-
-
 def all_dialects() -> list[Dialect]:
     """Dialects of every model in the registry."""
     return [dialect for entry in MODELS.values() for dialect in entry.dialects()]
-
-
-def is_ours(names: Collection[str]) -> bool:
-    """Tells whether these are our own global names of some model."""
-    return guess_model(names) is not None
 
 
 def model_of(model: str | None, ours: Collection[str]) -> type[Model] | None:
@@ -45,7 +35,7 @@ def model_of(model: str | None, ours: Collection[str]) -> type[Model] | None:
         CheckpointError: the table does not know the name.
     """
     if model is None:
-        return guess_model(ours)
+        return next((each for each in MODELS.values() if each.marker in ours), None)
     try:
         return MODELS[model]
     except ValueError as error:
@@ -58,7 +48,7 @@ def dialect_of(names: Collection[str]) -> Dialect:
     for dialect in dialects:
         if dialect.marker in names:
             return dialect
-    known = _listed(f"{dialect.marker} ({dialect.title})" for dialect in dialects)
+    known = ", ".join(f"{dialect.marker} ({dialect.title})" for dialect in dialects)
     raise CheckpointError(
         f"names like {', '.join(sorted(names)[:3]) or '(none)'} belong to no program known here; looked for {known}"
     )
@@ -78,9 +68,5 @@ def dialect_for(program: str, ours: Collection[str], model: str | None = None) -
         if dialect.name == program:
             return dialect
     what = f"tensors like {sorted(ours)[0]}" if entry is None else f"the tensors of {entry.name}"
-    known = _listed(f"{dialect.name} ({dialect.title})" for dialect in all_dialects())
+    known = ", ".join(f"{dialect.name} ({dialect.title})" for dialect in all_dialects())
     raise CheckpointError(f"there is no model of {program} with {what}; known: {known}")
-
-
-def _listed(texts: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(texts))

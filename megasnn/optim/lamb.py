@@ -34,7 +34,7 @@ class Lamb(torch.optim.Optimizer):
 
     Args:
         groups: each with its `weight_decay`.
-        norms: of whole tensors, by parameter (megasnn.optim.ShardedNorms).
+        norms: of whole tensors, by parameter (megasnn.optim.norms.ShardedNorms).
     """
 
     def __init__(
@@ -97,6 +97,6 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_mul_(flat, factors.split(counts))
 
 
-def build(groups: Sequence[dict[str, Any]], lr: float, adam_beta1: float, adam_beta2: float, norms: Norms) -> Lamb:
+def build(groups: Sequence[dict[str, Any]], lr: float, norms: Norms) -> Lamb:
     """Builds the optimizer for the registry."""
-    return Lamb(groups, lr, (adam_beta1, adam_beta2), EPS, norms)
+    return Lamb(groups, lr, (0.9, 0.999), EPS, norms)

@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megasnn.grid import HOLDING_AXES, SUMMED_AXES, Axis, Place
+from megasnn.grid import HOLDING_AXES, Axis
 from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import Group
-
-_MODEL_AXES = tuple(axis for axis in HOLDING_AXES if axis not in SUMMED_AXES)
 
 
 def sums_of_squares(values: Sequence[Tensor | None], device: torch.device) -> Tensor:
@@ -32,38 +30,27 @@ def sums_of_squares(values: Sequence[Tensor | None], device: torch.device) -> Te
 class GradientNorm:
     """Global L2 norm of all gradients, every parameter counted once, on any layout.
 
-    Each global parameter has a slot; a rank has the squares of what it holds (of an uncut parameter only one
-    tensor-parallel rank does). The slots are summed over the ranks that together hold one model, then in the order of
-    the model. Splitting the model over more pipeline stages therefore changes no bit of the norm.
+    Each global parameter has a slot; a rank has the squares of what it holds (of an uncut parameter only one rank
+    does). The slots are summed over the ranks, then in the order of the model. Splitting the model over more pipeline
+    stages therefore changes no bit of the norm.
 
     Args:
         names: the parameters of the whole model, in order.
         tensors: those of this rank, of which it may own some rows only.
         device: of the tensors, also where this rank has none.
-        place: of this rank among those that hold the same layers.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        tensors: Sequence[ShardedTensor],
-        device: torch.device,
-        place: Place = Place(),  # noqa: B008  (frozen)
-    ) -> None:
+    def __init__(self, names: Sequence[str], tensors: Sequence[ShardedTensor], device: torch.device) -> None:
         held = [entry for entry in tensors if entry.is_parameter]
         self._parameters = [entry.tensor for entry in held]
-        counted = [entry for entry in held if entry.shard.is_primary(_MODEL_AXES) and entry.tensor.requires_grad]
+        counted = [entry for entry in held if entry.shard.is_primary() and entry.tensor.requires_grad]
         self._counted = [entry.tensor for entry in counted]
-        whole = [axis for axis in SUMMED_AXES if not any(entry.shard.is_cut(axis) for entry in counted)]
-        self._counts = all(place.index(axis) == 0 for axis in whole)  # one of the ranks that hold the same
         slot_of = {name: slot for slot, name in enumerate(names)}
         self._slots = torch.tensor([slot_of[entry.name] for entry in counted], dtype=torch.int64, device=device)
         self._nothing = torch.zeros(len(names), dtype=torch.float64, device=device)
 
     def squares(self) -> Tensor:
         """Returns this rank's part of each slot, to be summed over all ranks: float64 on the device."""
-        if not self._counts:
-            return self._nothing
         found = sums_of_squares([each.grad for each in self._counted], self._nothing.device)
         return self._nothing.index_copy(0, self._slots, found)
 
@@ -106,7 +93,7 @@ class ShardedNorms:
     def __init__(self, tensors: Sequence[ShardedTensor], groups: Mapping[Axis, Group]) -> None:
         self._tensors = [entry.tensor for entry in tensors]
         self._device = tensors[0].tensor.device if tensors else torch.device("cpu")
-        cut = {axis: [entry.shard.is_cut(axis) for entry in tensors] for axis in (*SUMMED_AXES, *_MODEL_AXES)}
+        cut = {axis: [entry.shard.is_cut(axis) for entry in tensors] for axis in HOLDING_AXES}
         self._sums = [
             (groups[axis], torch.tensor(mask, device=self._device)) for axis, mask in cut.items() if any(mask)
         ]

@@ -18,33 +18,16 @@ T = TypeVar("T")
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else dist.get_rank(group)
-
-
-def size_of(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else dist.get_world_size(group)
-
-
-def is_first(group: dist.ProcessGroup | None) -> bool:
-    return rank_in(group) == 0
+    return 0 if group is None else group.rank()
 
 
 def gather(group: dist.ProcessGroup | None, value: T) -> list[T]:
     """Gathers every rank's value, in rank order, on every rank."""
     if group is None:
         return [value]
-    values: list[T | None] = [None] * size_of(group)
+    values: list[T | None] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values  # type: ignore[return-value]
-
-
-def first_gathers(group: dist.ProcessGroup | None, value: T) -> list[T]:
-    """Gathers every rank's value, in rank order, on the first rank; nothing on the others."""
-    if group is None:
-        return [value]
-    values: list[T] | None = [value] * size_of(group) if is_first(group) else None
-    dist.gather_object(value, values, group=group, group_dst=0)
-    return values or []
 
 
 def clock_offsets(group: Group) -> list[float]:
@@ -58,19 +41,13 @@ def clock_offsets(group: Group) -> list[float]:
 
 def broadcast_result(group: dist.ProcessGroup | None, decide: Callable[[], T]) -> T:
     """Runs `decide` on the group's first rank; its result, or the error it raised, reaches every rank."""
-    return _from_first(group, lambda: _attempt(decide))
-
-
-def broadcast_object(group: Group, decide: Callable[[], T]) -> T:
-    """Runs `decide` on the first rank alone. Raises its ValueError on every rank."""
-
-    def attempt() -> tuple[T | None, ValueError | None]:
-        try:
-            return decide(), None
-        except ValueError as error:
-            return None, ValueError(str(error))  # not every kind can be sent
-
-    return _from_first(group.handle, attempt)
+    box = [_attempt(decide) if rank_in(group) == 0 else (None, None)]
+    if group is not None:
+        dist.broadcast_object_list(box, group_src=0, group=group)
+    value, error = box[0]
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]
 
 
 def run_on_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], T], title: str) -> T:
@@ -86,20 +63,12 @@ def run_on_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], T], tit
     return value  # type: ignore[return-value]
 
 
-def _from_first(group: dist.ProcessGroup | None, attempt: Callable[[], tuple[T | None, Exception | None]]) -> T:
-    box = [attempt()] if is_first(group) else [(None, None)]
-    if group is not None:
-        dist.broadcast_object_list(box, group_src=0, group=group)
-    value, error = box[0]
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]
-
-
 def _attempt(work: Callable[[], T]) -> tuple[T | None, CheckpointError | None]:
     try:
         return work(), None
     except CheckpointError as error:
         return None, error
-    except Exception as error:
-        return None, CheckpointError(f"{type(error).__name__}: {error}")
+    except Exception as error:  # not every kind can be sent
+        sent = CheckpointError(f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+        sent.__cause__ = error
+        return None, sent

@@ -11,7 +11,6 @@ Gradients are summed over replicas by the backend's all-reduce, which gives the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +23,10 @@ from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group
 from megasnn.recompute import cached_collective
 from megasnn.telemetry.allocations import let_others_go
+
+EXCHANGE_BYTES = 32 << 20
+"""What should travel together of what is cut into several exchanges on GPUs, whose links come to their speed with
+messages of some megabytes (PyTorch's DDP: 25 MiB)."""
 
 _ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 
@@ -93,18 +96,6 @@ def all_gather_into(into: Tensor, mine: Tensor, group: Group) -> list[Tensor]:
     return parts
 
 
-def exchange_bytes(group: Group, device: torch.device, on_cpu: int) -> int:
-    """Bytes that should travel together, of what is cut into several exchanges over a group.
-
-    A GPU's link comes to its speed with messages of some megabytes, and each rank gets a part of what travels: 4 MiB of
-    it (a million gradients of float32, as in Megatron-LM), 32 MiB at least (PyTorch's DDP: 25).
-
-    Args:
-        on_cpu: where caches are to hold it.
-    """
-    return on_cpu if device.type == "cpu" else max(32 << 20, group.size * (4 << 20))
-
-
 def join_columns(
     payloads: list[Tensor], content: Content, shape: tuple[int, int] | torch.Size, dtype: torch.dtype
 ) -> Tensor:
@@ -162,24 +153,7 @@ def start_all_reduce_sum(tensor: Tensor, group: Group, direction: str) -> Callab
     return dist.all_reduce(tensor, group=group.handle, async_op=True).wait
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """Values on their way between all ranks of a group."""
-
-    _work: dist.Work
-    _incoming: Tensor
-    _counts: list[int]
-
-    @property
-    def is_complete(self) -> bool:
-        """True when all values are here; nothing waits for that."""
-        return bool(self._work.is_completed())
-
-    def wait(self) -> list[Tensor]:
-        """Waits for what each rank has sent, in rank order; nothing from this one."""
-        self._work.wait()
-        let_others_go()
-        return list(self._incoming.split(self._counts))
+Exchange = Callable[[], list[Tensor]]
 
 
 def start_exchange(
@@ -190,7 +164,8 @@ def start_exchange(
     direction: str,
     incoming: Tensor | None = None,
 ) -> Exchange:
-    """Starts sending each other rank of a group its part of a tensor `[n]`.
+    """Starts sending each other rank of a group its part of a tensor `[n]`. The returned function waits for what each
+    rank has sent, in rank order; nothing from this one.
 
     Args:
         to_ranks, from_ranks: how many values go to each rank, and come from it; those for this rank are not looked at.
@@ -200,46 +175,46 @@ def start_exchange(
     incoming = outgoing.new_empty(sum(received)) if incoming is None else incoming
     statistics.record(group.name, "all_to_all", direction, incoming.nbytes)
     work = dist.all_to_all_single(incoming, outgoing, received, sent, group=group.handle, async_op=True)
-    return Exchange(work, incoming, received)
+
+    def wait() -> list[Tensor]:
+        work.wait()
+        let_others_go()
+        return list(incoming.split(received))
+
+    return wait
 
 
-class _GatherAlike(torch.autograd.Function):
-    """Forward: channels of all ranks side by side. Backward: the gradient is whole on every rank, each keeps its part.
+class _Channels(torch.autograd.Function):
+    """Channels of all ranks side by side, or a rank's own part of what all of them have whole; backward does the other.
 
-    For what all ranks go on with in the same way (a loss).
+    Gradients of what was gathered are whole on every rank: it is for what all go on with in the same way (a loss).
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.channels = group, x.shape[2]
-        if x.is_meta:
-            return x.new_empty((*x.shape[:2], group.size * x.shape[2], *x.shape[3:]))
-        full, _ = gather_columns(to_rows(x), group, Content.DENSE)
-        return from_rows(full, x.shape)
+    def forward(ctx: Any, x: Tensor, group: Group, gathers: bool) -> Tensor:
+        ctx.group, ctx.gathers = group, gathers
+        return _side_by_side(x, group, "forward") if gathers else _own_part(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.narrow(2, ctx.group.rank * ctx.channels, ctx.channels), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _own_part(grad, ctx.group) if ctx.gathers else _side_by_side(grad, ctx.group, "backward"), None, None
 
 
-class _OwnChannels(torch.autograd.Function):
-    """Forward: each rank keeps its part of what all of them have whole. Backward: the parts' gradients side by side."""
+def _side_by_side(x: Tensor, group: Group, direction: str) -> Tensor:
+    if x.is_meta:
+        return x.new_empty((*x.shape[:2], group.size * x.shape[2], *x.shape[3:]))
+    full, _ = gather_columns(to_rows(x), group, Content.DENSE, direction)
+    return from_rows(full, x.shape)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        channels = x.shape[2] // group.size
-        return x.narrow(2, group.rank * channels, channels).clone()
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        full, _ = gather_columns(to_rows(grad), ctx.group, Content.DENSE, "backward")
-        return from_rows(full, grad.shape), None
+def _own_part(x: Tensor, group: Group) -> Tensor:
+    channels = x.shape[2] // group.size
+    return x.narrow(2, group.rank * channels, channels).clone()
 
 
 def gather_alike(x: Tensor, group: Group) -> Tensor:
     """[T, N, C/size, *space] -> [T, N, C, *space], for a result that every rank uses in the same way."""
-    return x if group.size == 1 else _GatherAlike.apply(x, group)
+    return x if group.size == 1 else _Channels.apply(x, group, True)
 
 
 def own_channels(x: Tensor, group: Group) -> Tensor:
@@ -255,4 +230,4 @@ def own_channels(x: Tensor, group: Group) -> Tensor:
         raise ValueError(
             f"{what} the output {list(x.shape)} do not divide by --tensor-model-parallel-size {group.size}"
         )
-    return _OwnChannels.apply(x, group)
+    return _Channels.apply(x, group, False)

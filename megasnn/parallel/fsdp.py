@@ -11,28 +11,20 @@ one needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megasnn.parallel.collectives import Exchange, start_exchange
 from megasnn.parallel.sharding import ShardedTensor
-from megasnn.parallel.zero import by_owner, joined, rows_of
+from megasnn.parallel.zero import by_owner, joined, rows_of, side_by_side
 from megasnn.parallel_state import Group
 from megasnn.schedule.fsdp_passes import AT_ONCE
 
 ALIGNMENT = 64  # bytes, as of torch's own tensors on the CPU: a product may sum in another order at another alignment
-
-
-class WeightCache(Protocol):
-    """The layers' `CastWeights`."""
-
-    def give(self, weight: Tensor, values: Tensor) -> None:
-        """Sets the values, of the type that is computed in, that are multiplied by from now on."""
 
 
 class GatheredWeights:
@@ -42,18 +34,18 @@ class GatheredWeights:
 
     Args:
         group: the replicas that share one copy of the weights. scatter: the same, for gradients.
-        cast_weights: gives the layers what they multiply by.
+        give: gives the layers the values that a weight is multiplied by from now on, of the type that is computed in.
 
     Attributes:
         scatter: as it was given.
         multiplied: the weights of convolutions and linear layers, whose gradients are the second part of a backward.
     """
 
-    def __init__(self, group: Group, scatter: Group, cast_weights: WeightCache) -> None:
-        self.scatter, self._group, self._cast_weights = scatter, group, cast_weights
+    def __init__(self, group: Group, scatter: Group, give: Callable[[Tensor, Tensor], None]) -> None:
+        self.scatter, self._group, self._give = scatter, group, give
         self.multiplied: set[Tensor] = set()
         self._units: dict[int, list[FlatParameter]] = {}
-        self._on_their_way: dict[int, _Gather] = {}
+        self._on_their_way: dict[int, tuple[list[Exchange], Tensor]] = {}  # with their buffer
         self._buffers: list[Tensor] = []  # that nothing is on its way in
         self._live: set[int] = set()
         self._rows: dict[Tensor, nn.Parameter] = {}
@@ -73,7 +65,7 @@ class GatheredWeights:
             self._rows |= zip(parameters, flat.rows, strict=True)
             for parameter, values in zip(parameters, flat.values, strict=True):
                 if parameter in multiplied:
-                    self._cast_weights.give(parameter, values)
+                    self._give(parameter, values)
 
     def rows(self, parameter: Tensor) -> nn.Parameter:
         """This rank's rows of a parameter, of which there may be none; a number is a row of one."""
@@ -100,7 +92,7 @@ class GatheredWeights:
         for flat in self._units[unit]:
             exchanges.append(flat.start(buffer[start : start + flat.buffer_bytes]))
             start += flat.buffer_bytes
-        self._on_their_way[unit] = _Gather(exchanges, buffer)
+        self._on_their_way[unit] = exchanges, buffer
 
     def wait_unshard(self, unit: int) -> None:
         """Waits until a unit's weights are here, where they are on their way.
@@ -109,9 +101,9 @@ class GatheredWeights:
             ValueError: nobody has gathered them.
         """
         if (gather := self._on_their_way.pop(unit, None)) is not None:
-            for flat, exchange in zip(self._units[unit], gather.exchanges, strict=True):
+            for flat, exchange in zip(self._units[unit], gather[0], strict=True):
                 flat.finish(exchange)
-            self._buffers.append(gather.buffer)
+            self._buffers.append(gather[1])
             self._live.add(unit)
         elif unit not in self._live and self._units.get(unit):
             raise ValueError(f"the weights of unit {unit} are used, and were not gathered")
@@ -122,13 +114,6 @@ class GatheredWeights:
         self._live.discard(unit)
         for flat in self._units[unit]:
             flat.free()
-
-
-class _Gather(NamedTuple):
-    """A unit's weights on their way."""
-
-    exchanges: list[Exchange]
-    buffer: Tensor
 
 
 class FlatParameter:
@@ -142,20 +127,19 @@ class FlatParameter:
 
     def __init__(self, parameters: Sequence[nn.Parameter], travels_in: torch.dtype, group: Group) -> None:
         self._group = group
-        step = ALIGNMENT // travels_in.itemsize
-        sizes = [-(-each.numel() // step) * step for each in parameters]
+        sizes = [aligned(each.numel() * travels_in.itemsize) // travels_in.itemsize for each in parameters]
         flat = torch.empty(sum(sizes), dtype=travels_in, device=parameters[0].device)
         self._storage, self._bytes = flat.untyped_storage(), flat.nbytes
         # Tensors that autograd saves are to know nothing of what is written here: `data` has a version of its own.
-        self.values = _side_by_side(parameters, flat.data, sizes)
-        self._of_ranks = by_owner(_side_by_side(parameters, flat, sizes), group)
+        places = side_by_side(parameters, flat, sizes)
+        self.values, self._of_ranks = [each.data for each in places], by_owner(places, group)
         self._counts = [sum(part.numel() for part in parts) for parts in self._of_ranks]
         self.buffer_bytes = _buffer_bytes(parameters, travels_in, group)
         mine = by_owner(parameters, group)[group.rank]
         with torch.no_grad():
             self._mine = joined([part.detach() for part in mine], parameters[0].detach()).clone()
         own = [rows_of(each, group) for each in parameters]
-        rows = _side_by_side(own, self._mine, [each.numel() for each in own])
+        rows = side_by_side(own, self._mine, [each.numel() for each in own])
         self.rows = [
             nn.Parameter(each, requires_grad=parameter.requires_grad)
             for each, parameter in zip(rows, parameters, strict=True)
@@ -170,14 +154,14 @@ class FlatParameter:
         coming = sum(self._counts) - own
         outgoing, incoming = self._mine, buffer[: coming * dtype.itemsize].view(dtype)
         if copies := _copies(self._mine.dtype, dtype, self._group.size):
-            start = _aligned(coming * dtype.itemsize)
+            start = aligned(coming * dtype.itemsize)
             outgoing = buffer[start : start + copies * own * dtype.itemsize].view(dtype)
             outgoing.view(copies, own).copy_(self._mine)
         return start_exchange(outgoing, [own] * self._group.size, self._counts, self._group, "step", incoming)
 
     def finish(self, exchange: Exchange) -> None:
         """Waits for the rows, and copies them to their places."""
-        parts = exchange.wait()
+        parts = exchange()
         parts[self._group.rank] = self._mine
         self._storage.resize_(self._bytes)
         with torch.no_grad():
@@ -193,12 +177,6 @@ class FlatParameter:
                 "(weight.numpy()); let it take a copy, or leave --weight-parallel-size out"
             )
         self._storage.resize_(0)
-
-
-def _side_by_side(tensors: Sequence[Tensor], flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Places in `flat`, in the memory order of the tensors, each of which takes a size."""
-    starts = accumulate(sizes, initial=0)
-    return [flat.as_strided(each.shape, each.stride(), start) for each, start in zip(tensors, starts, strict=False)]
 
 
 def _without_memory(parameter: Tensor) -> Tensor:
@@ -241,23 +219,16 @@ def _buffer_bytes(parameters: Sequence[Tensor], travels_in: torch.dtype, group: 
     """Bytes on their way to and from the rank where these are most."""
     counts = [sum(part.numel() for part in parts) for parts in by_owner(parameters, group)]
     copies = _copies(parameters[0].dtype, travels_in, group.size)
-    return max(
-        _aligned((sum(counts) - own) * travels_in.itemsize) + _aligned(copies * own * travels_in.itemsize)
-        for own in counts
-    )
+    size = travels_in.itemsize
+    return max(aligned((sum(counts) - own) * size) + aligned(copies * own * size) for own in counts)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def gathered_bytes(layers: Sequence[nn.Module]) -> int:
-    """Bytes of the gathered weights of a unit. Its layers may be on the meta device."""
+def unit_bytes(layers: Sequence[nn.Module], group: Group) -> tuple[int, int]:
+    """Bytes of the gathered weights of a unit, and of a buffer for them. Its layers may be on the meta device."""
     by_type = _by_type(layers, _multiplied(layers))
-    return sum(_aligned(each.numel() * to.itemsize) for (_, to), parameters in by_type.items() for each in parameters)
-
-
-def travelling_bytes(layers: Sequence[nn.Module], group: Group) -> int:
-    """Bytes of a buffer that the weights of a unit can be gathered in. Its layers may be on the meta device."""
-    by_type = _by_type(layers, _multiplied(layers))
-    return sum(_buffer_bytes(parameters, travels_in, group) for (_, travels_in), parameters in by_type.items())
+    gathered = (aligned(each.numel() * to.itemsize) for (_, to), parameters in by_type.items() for each in parameters)
+    return sum(gathered), sum(_buffer_bytes(parameters, to, group) for (_, to), parameters in by_type.items())

@@ -7,40 +7,32 @@ sum too and uneven shares need no weights.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from itertools import accumulate, chain
 from weakref import WeakMethod
 
 from torch import Tensor
 
-from megasnn.parallel.collectives import all_reduce_sum, exchange_bytes, start_all_reduce_sum
-from megasnn.parallel.fsdp import ALIGNMENT, GatheredWeights
+from megasnn.parallel.collectives import EXCHANGE_BYTES, all_reduce_sum, start_all_reduce_sum
+from megasnn.parallel.fsdp import GatheredWeights, aligned
 from megasnn.parallel.sharding import ShardedTensor
-from megasnn.parallel.zero import RowShards
+from megasnn.parallel.zero import RowShards, side_by_side
 from megasnn.parallel_state import Group
 
 BUCKET_BYTES = 8 * 1024 * 1024  # on a CPU
 
 
-def _never() -> bool:
-    return False
-
-
 class Bucket:
-    """Some parameters' gradients side by side in one tensor; `param.grad` are views of it.
+    """Some parameters' gradients side by side in one piece of memory; `param.grad` are views of it.
 
     Args:
-        parts: the parameters; those of each part lie in one piece of memory.
         partial: True where they are summed over the tensor parallel group, too.
         owners: ranks that own rows, of those that hold the same of the weights; None where rows have no owners.
         weights: where parameters are kept by rows.
 
     Attributes:
-        flats: the memory of each part.
         pending: how many gradients are still to be added to each parameter that is not complete.
         finish: waits for the sum over the replicas; None where none is on its way.
-        is_complete: True where that would end at once.
         shard: the rows that this rank keeps, with `--weight-parallel-size`; None otherwise.
         reduced: the gradients of this rank, and then the sum over the ranks.
         owned: the rows that this rank owns; None where every replica is to have the whole sum.
@@ -49,43 +41,41 @@ class Bucket:
     def __init__(
         self,
         chunk: int,
-        parts: Sequence[list[Tensor]],
+        parameters: list[Tensor],
         partial: bool,
         owners: Group | None,
         weights: GatheredWeights | None,
     ) -> None:
-        self.chunk, self.parameters, self.partial = chunk, [*chain(*parts)], partial
-        placed = [_side_by_side(part) for part in parts]
-        self.flats = [flat for flat, _ in placed]
-        self.views = [view for _, views in placed for view in views]
+        self.chunk, self.parameters, self.partial = chunk, parameters, partial
+        # A product of matrices may sum in another order at another alignment, and neighbours depend on the layout.
+        sizes = [aligned(each.nbytes) // each.itemsize for each in parameters]
+        self.flat = parameters[0].new_zeros(sum(sizes))
+        self.views = side_by_side(parameters, self.flat, sizes)
         self.pending: dict[Tensor, int] = {}
         self.finish: Callable[[], object] | None = None
-        self.is_complete: Callable[[], bool] = _never
-        self.shard, self.reduced = None, self.flats[0]
-        held, gradients = self.parameters, self.views
+        self.shard, self.reduced = None, self.flat
+        held, gradients = parameters, self.views
         if weights is not None:
-            rows = [weights.rows(each) for each in self.parameters]
-            self.shard = RowShards(self.parameters, self.views, weights.scatter, rows)
+            rows = [weights.rows(each) for each in parameters]
+            self.shard = RowShards(parameters, self.views, weights.scatter, rows)
             held, gradients, self.reduced = [*rows], self.shard.sums, self.shard.sum
         self.owned = None if owners is None else RowShards(held, gradients, owners)
 
     def zero(self) -> None:
         """Clears the gradients before a step."""
-        for flat in self.flats:
-            flat.zero_()
-        self.attach()
-
-    def attach(self) -> None:
+        if self.flat.untyped_storage().nbytes():
+            self.flat.zero_()
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
         for rows in self.row_shards:
+            rows.sum.zero_()
             rows.attach()
 
     def end(self) -> None:
         """Waits for the sum over the replicas, where one is on its way."""
         if self.finish is not None:
             self.finish()
-            self.finish, self.is_complete = None, _never  # which hold what has been sent and received
+            self.finish = None  # it holds what has been sent and received
 
     @property
     def row_shards(self) -> list[RowShards]:
@@ -105,24 +95,16 @@ class Bucket:
 class ScatteredBucket(Bucket):
     """A bucket with memory only while a backward adds to it: then gradients go to those who keep the rows.
 
-    Where backwards are split, the weights of convolutions and linear layers get their gradients in the second part. All
-    other parameters get them in the first, and are a part of the bucket, which has memory from then on: few bytes.
-
-    Attributes:
-        early_bytes, late_bytes: of the gradients that the first and the second part of a backward give.
+    Where backwards are split, the weights of convolutions and linear layers get their gradients in the second part, and
+    have buckets of their own. All other parameters get them in the first: few bytes.
     """
 
     def __init__(
         self, chunk: int, parameters: list[Tensor], partial: bool, owners: Group | None, weights: GatheredWeights
     ) -> None:
-        early = [each for each in parameters if each not in weights.multiplied]
-        late = [each for each in parameters if each in weights.multiplied]
-        super().__init__(chunk, [part for part in (early, late) if part], partial, owners, weights)
-        self._early = self.flats[: 1 if early else 0]
-        self.early_bytes = sum(flat.nbytes for flat in self._early)
-        self.late_bytes = sum(flat.nbytes for flat in self.flats) - self.early_bytes
-        for flat in self.flats:
-            flat.untyped_storage().resize_(0)
+        super().__init__(chunk, parameters, partial, owners, weights)
+        self.is_late = parameters[0] in weights.multiplied
+        self.free()
         # A module of one's own may use such a weight by itself: then autograd adds to it in the first part.
         begin = WeakMethod(self.begin)
 
@@ -130,42 +112,18 @@ class ScatteredBucket(Bucket):
             if (begin_here := begin()) is not None:
                 begin_here()
 
-        for parameter in late:
+        for parameter in parameters if self.is_late else ():
             parameter.register_hook(before_adding)
 
-    def zero(self) -> None:
-        self.reduced.zero_()
-        self.attach()
+    def begin(self) -> None:
+        """Makes memory of zeros, where there is none."""
+        storage = self.flat.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.flat.nbytes)
+            self.flat.zero_()
 
-    def begin(self, first_part: bool = False) -> None:
-        """Makes memory of zeros before a backward, or only its first part, where there is none."""
-        for flat in self._early if first_part else self.flats:
-            storage = flat.untyped_storage()
-            if not storage.nbytes():
-                storage.resize_(flat.nbytes)
-                flat.zero_()
-
-    def scatter(self) -> None:
-        """Starts sending what there is to those who keep the rows. Collective over them."""
-        assert self.shard is not None
-        self.end()
-        self.finish = self.shard.start_adding("backward")
-        for flat in self.flats:
-            flat.untyped_storage().resize_(0)
-
-
-def _side_by_side(parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Zeros, and the place of each parameter in them, in its memory order, as the optimizer wants it.
-
-    A product of matrices may sum in another order at another alignment, and a parameter's neighbours depend on the
-    layout: each begins at a multiple of ALIGNMENT.
-    """
-    steps = [ALIGNMENT // each.itemsize for each in parameters]
-    sizes = [-(-each.numel() // step) * step for each, step in zip(parameters, steps, strict=True)]
-    flat = parameters[0].new_zeros(sum(sizes))
-    starts = accumulate(sizes, initial=0)
-    views = [flat.as_strided(each.shape, each.stride(), start) for each, start in zip(parameters, starts, strict=False)]
-    return flat, views
+    def free(self) -> None:
+        self.flat.untyped_storage().resize_(0)
 
 
 class GradientBuckets:
@@ -208,26 +166,24 @@ class GradientBuckets:
         self._buckets: list[Bucket] = []
         self._next = 0
         self._scattered: dict[int, list[ScatteredBucket]] = {}
-        self._on_their_way = deque[ScatteredBucket]()
+        self._on_their_way = deque[Bucket]()
 
-        def add(chunk: int, parameters: list[Tensor], partial: bool) -> None:
+        def add(chunk: int, parameters: list[Tensor], partial: bool = False) -> None:
             if weights is None or not scattered:
-                self._buckets.append(Bucket(chunk, [parameters], partial, owners, weights))
+                self._buckets.append(Bucket(chunk, parameters, partial, owners, weights))
                 return
             bucket = ScatteredBucket(chunk, parameters, partial, owners, weights)
             self._buckets.append(bucket)
             self._scattered.setdefault(chunk, []).append(bucket)
 
+        late = weights.multiplied if weights is not None and scattered else set[Tensor]()
         for chunk, entries in sorted(tensors, key=lambda pair: -pair[0]):
             trained = [e for e in reversed(entries) if e.is_parameter and e.tensor.requires_grad]
-            complete = [e.tensor for e in trained if "tp" not in e.shard.partial_gradient]
-            partial = [e.tensor for e in trained if "tp" in e.shard.partial_gradient]
-            if complete:
-                over = data if weights is None else weights.scatter
-                most = bucket_bytes or exchange_bytes(over, complete[0].device, BUCKET_BYTES)
-                for parameters in _packed(complete, most):
-                    add(chunk, parameters, False)
-            if partial:  # a handful of scalars, in a bucket of their own
+            complete = [e.tensor for e in trained if not e.shard.partial_gradient]
+            for parameters in ([t for t in complete if t not in late], [t for t in complete if t in late]):
+                for packed in _packed(parameters, bucket_bytes):
+                    add(chunk, packed)
+            if partial := [e.tensor for e in trained if e.shard.partial_gradient]:  # a handful of scalars
                 add(chunk, partial, True)
         self._rows = {parameter: rows for each in self._buckets for parameter, rows in each.rows().items()}
         self._bucket_of = {parameter: each for each in self._buckets for parameter in each.parameters}
@@ -279,16 +235,16 @@ class GradientBuckets:
     def begin(self, chunk: int, first_part: bool = False) -> None:
         """Prepares for a backward of the chunk, or the first part of one, whose gradients are scattered."""
         for bucket in self._scattered.get(chunk, ()):
-            bucket.begin(first_part)
+            if not (first_part and bucket.is_late):
+                bucket.begin()
 
     def scatter(self, chunk: int) -> None:
         """Starts sending the gradients that backwards have left for the chunk to those who keep the rows, and add them
         up in rank order. Collective over them."""
         for bucket in self._scattered.get(chunk, ()):
-            if len(self._on_their_way) > 1:  # two at a time, which bounds the memory
-                self._on_their_way.popleft().end()
-            bucket.scatter()
-            self._on_their_way.append(bucket)
+            assert bucket.shard is not None
+            self._start_sum(bucket, bucket.shard)
+            bucket.free()
 
     def finish(self, chunk: int) -> None:
         """Ends the chunk's gradients; a parameter that took no part in backward keeps a zero gradient."""
@@ -346,26 +302,16 @@ class GradientBuckets:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of gradients and of the sums of rows, at most: of what is scattered, those of the two largest chunks,
-        and of all others what the first parts of backwards have added."""
+        """Bytes of gradients and of the sums of rows, at most: of what the second parts of backwards add and is then
+        scattered, those of the two largest chunks."""
+        late = [sum(each.flat.nbytes * each.is_late for each in buckets) for buckets in self._scattered.values()]
         sums = sum(rows.sum.nbytes for each in self._buckets for rows in each.row_shards)
-        if not self._scattered:
-            return sums + sum(flat.nbytes for each in self._buckets for flat in each.flats)
-        scattered = self._scattered.values()
-        early = sum(each.early_bytes for buckets in scattered for each in buckets)
-        late = [sum(each.late_bytes for each in buckets) for buckets in scattered]
-        return sums + early + sum(sorted(late)[-2:])
+        return sums + sum(each.flat.nbytes for each in self._buckets) - sum(sorted(late)[:-2])
 
     @property
     def exchanged_bytes(self) -> int:
-        """Bytes that exchanges with those who own or keep rows take at most, behind all backwards or behind the step:
-        the end of one, while the next is on its way."""
-        rows = [each for bucket in self._buckets for each in bucket.row_shards]
-        nexts = [*(each.travelling_bytes for each in rows[1:]), 0]
-        return max(
-            (each.travelling_bytes + each.arrived_bytes + later for each, later in zip(rows, nexts, strict=False)),
-            default=0,
-        )
+        """Bytes that exchanges with those who own or keep rows take at most: two at a time."""
+        return sum(sorted(rows.exchange_bytes for each in self._buckets for rows in each.row_shards)[-2:])
 
     def _reduce_complete(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].pending:
@@ -374,31 +320,34 @@ class GradientBuckets:
 
     def _reduce(self, bucket: Bucket) -> None:
         if bucket.partial:
-            all_reduce_sum(bucket.flats[0], self._tensor, "backward")
+            all_reduce_sum(bucket.flat, self._tensor, "backward")
         if bucket.shard is not None:  # over the data axis when all of these are done, in one order on all ranks
-            self._sum_rows(bucket, bucket.shard)
+            self._start_sum(bucket, bucket.shard)
         else:
             self._reduce_over_data(bucket)
 
     def _reduce_over_data(self, bucket: Bucket) -> None:
         if bucket.owned is not None:
-            self._sum_rows(bucket, bucket.owned)
+            self._start_sum(bucket, bucket.owned)
         elif self._data.size > 1 and bucket.reduced.numel():
             bucket.finish = start_all_reduce_sum(bucket.reduced, self._data, "backward")
 
-    def _sum_rows(self, bucket: Bucket, rows: RowShards) -> None:
-        for each in self._buckets:  # frees the memory of what has come already
-            if each.is_complete():
-                each.end()
-        exchange, bucket.finish = rows.start_sum("backward")
-        bucket.is_complete = lambda: exchange.is_complete
+    def _start_sum(self, bucket: Bucket, rows: RowShards) -> None:
+        """Starts sending gradients to those who keep or own the rows: two at a time, which bounds the memory."""
+        bucket.end()
+        if len(self._on_their_way) > 1:
+            self._on_their_way.popleft().end()
+        bucket.finish = rows.start_sum("backward")
+        self._on_their_way.append(bucket)
 
 
-def _packed(parameters: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
+def _packed(parameters: list[Tensor], bucket_bytes: int | None) -> list[list[Tensor]]:
+    """Parameters in groups of one type, each closed when it holds so many bytes, or what suits the device."""
     groups: list[list[Tensor]] = []
-    size = bucket_bytes
+    size = 0
     for parameter in parameters:
-        if size >= bucket_bytes or groups[-1][0].dtype != parameter.dtype:
+        most = bucket_bytes or (BUCKET_BYTES if parameter.device.type == "cpu" else EXCHANGE_BYTES)
+        if not groups or size >= most or groups[-1][0].dtype != parameter.dtype:
             groups.append([])
             size = 0
         groups[-1].append(parameter)

@@ -139,7 +139,8 @@ def choose_device(backend: str, asked: str) -> tuple[torch.device, str]:
     elif gpus < sharing and not shares:
         why = f"{sharing} ranks see the same {gpus} GPU(s), which they share with --backend gloo --device cuda only"
     if why and (asked == "cuda" or backend == "nccl"):
-        raise ValueError(f"--device cuda: {why}; or use --device cpu")
+        given = "--device cuda" if asked == "cuda" else f"--backend {backend}"
+        raise ValueError(f"{given}: {why}; or use --device cpu")
     if not why and asked != "cpu":
         return torch.device("cuda", place % gpus), ""
     expected = asked != "cpu" and (cuda is not None or torch.version.hip is not None)

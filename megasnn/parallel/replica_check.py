@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megasnn.grid import Axis
+from megasnn.kernels.layout import flat_in_memory
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import Group
@@ -111,47 +112,21 @@ ROWS_ON_GPU = 64
 def checksum(tensor: Tensor) -> Tensor:
     """The sum over a tensor of any shape and type, as an int64 number (shape []) on its device.
 
-    The bits are read as 32-bit words, in the order in which they lie in memory. Each is multiplied by an odd random
-    64-bit number that belongs to its place, and the products are added up modulo 2^64. An odd number has an inverse
-    there, so that every single flipped bit changes the sum. Any other change, such as two swapped elements, goes unseen
-    with a probability of about 2^-32 at most.
-
-    Raises:
-        ValueError: the tensor's elements do not lie side by side in memory.
+    The bits are read as 32-bit words, in the order in which they lie in memory, in rows. Each word is multiplied by an
+    odd random 64-bit number that belongs to its place in the row, and each row's sum by one that belongs to the row;
+    all is added up modulo 2^64. An odd number has an inverse there, so that every single flipped bit changes the sum.
+    Any other change, such as two swapped elements, goes unseen with a probability of about 2^-32 at most.
     """
-    data = in_memory_order(tensor).view(torch.uint8)
-    if data.numel() % 4 or data.storage_offset() % 4:  # a copy, of types narrower than a word
-        data = torch.nn.functional.pad(data, (0, -data.numel() % 4)).clone()
-    return _keyed_sum(data.view(torch.int32), level=0)
+    data = flat_in_memory(tensor.detach()).view(torch.uint8)
+    words = min(ROW, max(1, -(-data.numel() // 4)))
+    if data.numel() % (4 * words) or data.storage_offset() % 4:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % (4 * words))).clone()
+    rows, keys = data.view(torch.int32).view(-1, words), _keys(0, data.device)[:words]
+    sums = torch.cat([(part * keys).sum(1) for part in rows.split(ROWS_ON_GPU if data.is_cuda else 1)])
+    return (sums * _keys(1, data.device)[: len(sums)]).sum()
 
 
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """The elements in one dimension, as a view, in the order of memory: of channels-last kernels too.
-
-    Raises:
-        ValueError: they do not lie side by side.
-    """
-    tensor = tensor.detach()
-    ordered = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
-    if not ordered.is_contiguous():
-        raise ValueError(f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} has gaps")
-    return ordered.view(-1)
-
-
-def _keyed_sum(values: Tensor, level: int) -> Tensor:
-    """Sums rows of the integers `values` [n], and then the rows' sums, with other keys on each level."""
-    keys = _keys(level, values.device)
-    if len(values) <= ROW:
-        return (values * keys[: len(values)]).sum()
-    whole = len(values) // ROW * ROW
-    at_once = ROWS_ON_GPU if values.is_cuda else 1
-    sums = [(part * keys).sum(1) for part in values[:whole].view(-1, ROW).split(at_once)]
-    if whole < len(values):
-        sums.append(_keyed_sum(values[whole:], level).reshape(1))
-    return _keyed_sum(torch.cat(sums), level + 1)
-
-
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)
 def _keys(level: int, device: torch.device) -> Tensor:
     """Odd numbers over the whole range of int64, [ROW]."""
     generator = keyed_generator("replica checksum", level)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -54,38 +54,34 @@ class Cut:
     Attributes:
         dim: the dimension that is cut into parts.
         blocks: that dimension consists of so many equal blocks, and each is cut by itself (3 for fused q, k, v).
-        even: whether the parts must be equal; otherwise they are as `row_bounds` says.
+        even: whether the parts must be equal; otherwise they are as `own_rows` says.
     """
 
     dim: int
     blocks: int = 1
     even: bool = True
 
-    def span(self, length: int, place: Place, axis: Axis) -> tuple[int, int]:
-        """Start and length of a rank's part in each block of a dimension of this length."""
-        own = own_rows(length // self.blocks, place.size(axis), place.index(axis))
-        return own.start, len(own)
+    def span(self, length: int, place: Place, axis: Axis) -> range:
+        """A rank's part in each block of a dimension of this length."""
+        return own_rows(length // self.blocks, [place.size(axis)], place.index(axis))
 
 
-def row_bounds(rows: int, ranks: int) -> list[int]:
-    """First row of each rank's part of so many, and behind them the end. Parts differ by one row at most; the only
-    row of all is the first rank's."""
-    return [-(-rows * rank // ranks) for rank in range(ranks + 1)]
+def own_rows(rows: int, sizes: Sequence[int], index: int) -> range:
+    """A rank's part of so many rows, in a time that does not grow with the ranks. Parts differ by one row at most; the
+    only row of all is the first rank's.
 
-
-def own_rows(rows: int, ranks: int, rank: int) -> range:
-    """A rank's part of so many rows, in a time that does not grow with the ranks."""
-    return range(-(-rows * rank // ranks), -(-rows * (rank + 1) // ranks))
-
-
-def nested_bounds(rows: int, sizes: Sequence[int]) -> list[int]:
-    """`row_bounds` for ranks that lie along several axes of these sizes, the slowest first: those along an axis share
-    out what the axes before it leave, as `Shard.by_rows` does, axis by axis."""
-    bounds = [0, rows]
+    Args:
+        sizes: of the axes that the ranks lie along, the slowest first: those along an axis share out what the axes
+            before it leave, as `Shard.by_rows` does.
+        index: of the rank among all of them.
+    """
+    start, ranks = 0, prod(sizes)
     for size in sizes:
-        starts = [first + each for first, last in pairwise(bounds) for each in row_bounds(last - first, size)[:-1]]
-        bounds = [*starts, rows]
-    return bounds
+        ranks //= size
+        own, index = divmod(index, ranks)
+        first, last = -(-rows * own // size), -(-rows * (own + 1) // size)
+        start, rows = start + first, last - first
+    return range(start, start + rows)
 
 
 @dataclass(frozen=True)
@@ -97,18 +93,18 @@ class Shard:
         cuts: by axis of the grid; along an axis without a cut all ranks hold the same. A later cut divides what the
             ones before it leave.
         place: the rank in the grid.
-        partial_gradient: axes along which a rank's gradient covers only a share of a parameter that all hold, so that
-            gradients must be summed over them (the time constant of a PLIF neuron, whose channels are cut).
+        partial_gradient: True where the gradient of a tensor parallel rank covers only a share of a parameter that all
+            hold, so that they must be summed (the time constant of a PLIF neuron, whose channels are cut).
         initialise: fills the *global* tensor from a generator keyed by the parameter's name.
 
     Raises:
-        ValueError: a dimension does not divide into equal parts, or is cut along an axis of `partial_gradient`.
+        ValueError: a dimension does not divide into equal parts, or is cut and has a `partial_gradient`.
     """
 
     global_shape: tuple[int, ...]
     cuts: tuple[tuple[Axis, Cut], ...] = ()
     place: Place = Place()
-    partial_gradient: tuple[Axis, ...] = ()
+    partial_gradient: bool = False
     initialise: Initialiser | None = None
 
     def __post_init__(self) -> None:
@@ -121,8 +117,8 @@ class Shard:
                     f"{length // cut.blocks}, cannot be cut into {size} equal parts; "
                     f"choose a {FLAG_OF_AXIS[axis]} that divides it"
                 )
-            if axis in self.partial_gradient:
-                raise ValueError("partial_gradient is for parameters that every rank along the axis holds whole")
+            if self.partial_gradient and axis == "tp":
+                raise ValueError("partial_gradient is for parameters that every tensor parallel rank holds whole")
             shape = self._shape_behind(shape, axis, cut)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
@@ -135,8 +131,7 @@ class Shard:
 
     def _shape_behind(self, shape: tuple[int, ...], axis: Axis, cut: Cut) -> tuple[int, ...]:
         """Shape that a cut leaves of another on this rank."""
-        _, length = cut.span(shape[cut.dim], self.place, axis)
-        return _replaced(shape, cut.dim, cut.blocks * length)
+        return _replaced(shape, cut.dim, cut.blocks * len(cut.span(shape[cut.dim], self.place, axis)))
 
     def is_cut(self, axis: Axis) -> bool:
         """True where the ranks along an axis hold different parts."""
@@ -173,15 +168,14 @@ class Shard:
         zeros = (0,) * len(self.global_shape)
         pieces, shape = [Piece(zeros, zeros, self.global_shape)], self.global_shape
         for axis, cut in self.cuts:
-            start, length = cut.span(shape[cut.dim], self.place, axis)
-            block = shape[cut.dim] // cut.blocks
+            own, block = cut.span(shape[cut.dim], self.place, axis), shape[cut.dim] // cut.blocks
             pieces = [
                 box
                 for number in range(cut.blocks)
                 for piece in pieces
-                for box in _within(piece, cut.dim, number * block + start, length, number * length)
+                for box in _within(piece, cut.dim, number * block + own.start, len(own), number * len(own))
             ]
-            shape = _replaced(shape, cut.dim, cut.blocks * length)
+            shape = self._shape_behind(shape, axis, cut)
         return pieces
 
     def by_rows(self, axis: Axis) -> Shard:
@@ -190,10 +184,6 @@ class Shard:
         if self.place.size(axis) == 1:
             return self  # nothing is shared out
         return replace(self, cuts=(*self.cuts, (axis, Cut(0, even=False))))
-
-    def whole(self, global_shape: tuple[int, ...] = ()) -> Shard:
-        """The shard of another tensor at the same place, which every rank holds whole."""
-        return Shard(global_shape, place=self.place)
 
     def cut(self, full: Tensor) -> Tensor:
         """This rank's part of a global tensor, as a copy of its own. Raises ValueError on another global shape."""
@@ -234,16 +224,14 @@ class ShardedTensor:
     is_parameter: bool
 
 
-def declare_parameter(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype) -> None:
-    """Registers a parameter of the shard's local shape on the meta device; `materialise` gives it memory and values."""
-    module.register_parameter(name, nn.Parameter(torch.empty(shard.local_shape, dtype=dtype, device="meta")))
-    _shards(module)[name] = shard
-
-
-def declare_buffer(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype) -> None:
-    """The same for a buffer."""
-    module.register_buffer(name, torch.empty(shard.local_shape, dtype=dtype, device="meta"))
-    _shards(module)[name] = shard
+def declare(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype, is_parameter: bool = True) -> None:
+    """Registers a tensor of the shard's local shape on the meta device; `materialise` gives it memory and values."""
+    tensor = torch.empty(shard.local_shape, dtype=dtype, device="meta")
+    if is_parameter:
+        module.register_parameter(name, nn.Parameter(tensor))
+    else:
+        module.register_buffer(name, tensor)
+    describe_tensor(module, name, shard)
 
 
 def describe_tensor(module: nn.Module, name: str, shard: Shard) -> None:
@@ -311,17 +299,10 @@ def _described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterato
                 if name in module._non_persistent_buffers_set:
                     continue
                 if name not in shards:
-                    raise ValueError(f"{path}.{name} has no shard description; make it with declare_parameter/_buffer")
+                    raise ValueError(f"{path}.{name} has no shard description; make it with `declare`")
                 called = owner_name(module, name, path)
                 entry = ShardedTensor(called, tensor, shards[name], name in module._parameters)
                 yield entry, called != f"{path}.{name}"
-
-
-def freeze(named_layers: Iterable[tuple[str, nn.Module]], is_frozen: Callable[[str], bool]) -> None:
-    """Ends the training of those parameters of these layers whose global names are frozen, and of their copies."""
-    for entry, _ in _described_tensors(named_layers):
-        if entry.is_parameter and is_frozen(entry.name):
-            entry.tensor.requires_grad_(False)
 
 
 def parameter_count(tensors: Iterable[ShardedTensor]) -> int:

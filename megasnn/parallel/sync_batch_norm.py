@@ -7,10 +7,10 @@ those of one rank. A norm that a forward of the model calls several times has on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import repeat, zip_longest
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -175,47 +175,30 @@ def _added_up(rows: Tensor) -> Tensor:
     return total
 
 
-class _Call(NamedTuple):
-    """Statistics of all inputs of a step for one call of a norm: mean and variance `[C_local]`."""
-
-    norm: RunningNorm
-    mean: Tensor
-    variance: Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the running statistics."""
-        assert self.norm.running_mean is not None
-        return self.norm.running_mean.dtype
-
-
 def _update(found: Sequence[StepStatistics]) -> None:
-    """Gives running statistics those of a step, call by call; norms that are updated alike at once."""
-    calls: dict[RunningNorm, list[_Call]] = {}
+    """Gives running statistics those of a step, call by call."""
+    calls: dict[RunningNorm, list[tuple[Tensor, Tensor]]] = {}
     for norm, means, variances in found:
-        calls.setdefault(norm, []).extend(map(_Call, repeat(norm), means, variances))
-    for of_all in zip_longest(*calls.values()):
-        alike: dict[tuple[torch.dtype, float | None], list[_Call]] = {}
-        for call in of_all:
-            if call is not None:
-                alike.setdefault((call.dtype, call.norm.momentum), []).append(call)
-        for (dtype, momentum), several in alike.items():
-            _update_alike(several, dtype, momentum)
+        calls.setdefault(norm, []).extend(zip(means, variances, strict=True))
+    for number in range(max(map(len, calls.values()), default=0)):
+        here = {norm: of_norm[number] for norm, of_norm in calls.items() if number < len(of_norm)}
+        _update_all([*here], torch.cat([value for kind in zip(*here.values(), strict=True) for value in kind]))
 
 
-def _update_alike(calls: Sequence[_Call], dtype: torch.dtype, momentum: float | None) -> None:
-    """running = (1 - weight) running + weight new, where the weight is the momentum, or 1 / batches."""
-    counts = [each.norm.num_batches_tracked for each in calls]
+def _update_all(norms: Sequence[RunningNorm], new: Tensor) -> None:
+    """running = (1 - weight) running + weight new, where the weight is the momentum, or 1 / batches.
+
+    Args:
+        new: the means of all these norms, and behind them the variances.
+    """
+    counts = [norm.num_batches_tracked for norm in norms]
     torch._foreach_add_(counts, 1)
-    running = [buffer for kind in ("running_mean", "running_var") for buffer in (getattr(c.norm, kind) for c in calls)]
-    sizes = [buffer.numel() for buffer in running]
-    new = torch.cat([each.mean for each in calls] + [each.variance for each in calls]).to(dtype)
-    if momentum is not None:
-        torch._foreach_mul_(running, 1 - momentum)
-        torch._foreach_add_(running, (new * momentum).split(sizes))
-        return
-    weights = torch.stack(counts).double().reciprocal().repeat(2)
-    repeats = without_waiting(torch.tensor(sizes), new.device)
-    old, weights = (w.to(dtype).repeat_interleave(repeats, output_size=sum(sizes)) for w in (1 - weights, weights))
-    torch._foreach_mul_(running, old.split(sizes))
-    torch._foreach_add_(running, (new * weights).split(sizes))
+    running: list[Tensor] = [getattr(norm, kind) for kind in ("running_mean", "running_var") for norm in norms]
+    sizes, old = [buffer.numel() for buffer in running], torch.cat(running)
+    given = [math.nan if norm.momentum is None else norm.momentum for norm in norms]
+    momentums = without_waiting(torch.tensor(given, dtype=torch.float64), old.device)
+    of_norms = torch.where(momentums.isnan(), torch.stack(counts).double().reciprocal(), momentums).repeat(2)
+    repeats = without_waiting(torch.tensor(sizes), old.device)
+    weights = of_norms.repeat_interleave(repeats, output_size=sum(sizes))
+    updated = old * (1 - weights).to(old.dtype) + new.to(old.dtype) * weights.to(old.dtype)
+    torch._foreach_copy_(running, updated.split(sizes))

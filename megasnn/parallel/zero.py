@@ -7,14 +7,14 @@ that share a micro-batch hold the same weights, and own rows as replicas do.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor, nn
 
-from megasnn.parallel.collectives import Exchange, start_exchange, sum_in_rank_order
-from megasnn.parallel.replica_check import in_memory_order
-from megasnn.parallel.sharding import nested_bounds
+from megasnn.kernels.layout import flat_in_memory
+from megasnn.parallel.collectives import start_exchange, sum_in_rank_order
+from megasnn.parallel.sharding import own_rows
 from megasnn.parallel_state import Group
 
 
@@ -29,7 +29,7 @@ class RowShards:
     Attributes:
         rows: for each parameter those of its rows that this rank owns, which share its memory; there may be none. A
             number is a row of one. Their gradients are `sums`.
-        sum: what `start_sum` has summed last; sums: the same for each parameter.
+        sum: what `start_sum` has summed up since it was last zeroed; sums: the same for each parameter.
     """
 
     def __init__(
@@ -46,44 +46,26 @@ class RowShards:
         self._values_of_others = self._of_others(self._values)
         self.sum = gradients[0].new_zeros(self._counts[data.rank])
         self.rows = list(kept) if kept is not None else [nn.Parameter(rows_of(each, data)) for each in parameters]
-        starts = accumulate((rows.numel() for rows in self.rows), initial=0)
-        # Like the rows, as the optimizer wants it.
-        self.sums = [
-            self.sum.as_strided(rows.shape, rows.stride(), start)
-            for rows, start in zip(self.rows, starts, strict=False)
-        ]
+        self.sums = side_by_side(self.rows, self.sum, [rows.numel() for rows in self.rows])
 
     def attach(self) -> None:
         for rows, total in zip(self.rows, self.sums, strict=True):
             rows.grad = total
 
-    def start_sum(self, direction: str) -> tuple[Exchange, Callable[[], None]]:
-        """Starts sending gradients to their owners; the returned function waits for those of this rank's rows, and sums
-        them up in rank order."""
-        rank, exchange = self._data.rank, self._start(direction)
+    def start_sum(self, direction: str) -> Callable[[], None]:
+        """Starts sending gradients to their owners, from copies of them. The returned function waits for those of this
+        rank's rows, and adds their sum in rank order to `sum`."""
+        rank, own = self._data.rank, joined(self._gradients[self._data.rank], self.sum)
+        outgoing = joined(self._of_others(self._gradients), self.sum)
+        mine = [self._counts[rank]] * self._data.size
+        exchange = start_exchange(outgoing, self._counts, mine, self._data, direction)
 
         def finish() -> None:
-            parts = exchange.wait()
-            parts[rank] = joined(self._gradients[rank], self.sum)
-            self.sum.copy_(sum_in_rank_order(parts))
-
-        return exchange, finish
-
-    def start_adding(self, direction: str) -> Callable[[], None]:
-        """`start_sum` of gradients whose memory may go at once; the returned function adds the sum to the last one."""
-        exchange, own = self._start(direction), joined(self._gradients[self._data.rank], self.sum)
-
-        def finish() -> None:
-            parts = exchange.wait()
-            parts[self._data.rank] = own
+            parts = exchange()
+            parts[rank] = own
             self.sum.add_(sum_in_rank_order(parts))
 
         return finish
-
-    def _start(self, direction: str) -> Exchange:
-        outgoing = joined(self._of_others(self._gradients), self.sum)
-        mine = [self._counts[self._data.rank]] * self._data.size
-        return start_exchange(outgoing, self._counts, mine, self._data, direction)
 
     def start_all_gather(self) -> Callable[[], None]:
         """Starts sending the values of this rank's rows to all others; the returned function waits for theirs."""
@@ -92,22 +74,17 @@ class RowShards:
         exchange = start_exchange(outgoing, [self._counts[rank]] * size, self._counts, self._data, "step")
 
         def finish() -> None:
-            arrived = torch.cat(exchange.wait()).split([part.numel() for part in self._values_of_others])
+            arrived = torch.cat(exchange()).split([part.numel() for part in self._values_of_others])
             if self._values_of_others:
                 torch._foreach_copy_(self._values_of_others, arrived)
 
         return finish
 
     @property
-    def travelling_bytes(self) -> int:
-        """Bytes that are sent and that come, while gradients travel, or rows."""
+    def exchange_bytes(self) -> int:
+        """Bytes that an exchange takes at most: what is sent and what comes, and as much again where it ends."""
         mine = self._counts[self._data.rank]
-        return self.sum.itemsize * (sum(self._counts) - mine + (self._data.size - 1) * mine)
-
-    @property
-    def arrived_bytes(self) -> int:
-        """Bytes that the end of that takes beside: this rank's own part and the sum, or the rows of all others."""
-        return max(2 * self.sum.nbytes, sum(part.nbytes for part in self._values_of_others))
+        return 2 * self.sum.itemsize * (sum(self._counts) - mine + (self._data.size - 1) * mine)
 
     def _of_others(self, parts: Sequence[list[Tensor]]) -> list[Tensor]:
         return [*chain(*(part for rank, part in enumerate(parts) if rank != self._data.rank))]
@@ -121,16 +98,17 @@ def by_owner(tensors: Sequence[Tensor], data: Group) -> list[list[Tensor]]:
     """
     parts: list[list[Tensor]] = [[] for _ in range(data.size)]
     for tensor in tensors:
-        flat, rows = in_memory_order(tensor), tensor.shape[0] if tensor.ndim else 1
+        flat, rows = flat_in_memory(tensor.detach()), tensor.shape[0] if tensor.ndim else 1
         length = flat.numel() // max(rows, 1)
         if rows > 1 and tensor.stride(0) != length:
             raise ValueError(
                 f"a parameter of shape {list(tensor.shape)} and strides {list(tensor.stride())}: its rows do not "
                 "follow each other in memory; leave --use-distributed-optimizer and --weight-parallel-size out"
             )
-        for part, (first, last) in zip(parts, pairwise(_bounds(rows, data)), strict=True):
-            if first < last and length:
-                part.append(flat[first * length : last * length])
+        for rank, part in enumerate(parts):
+            own = own_rows(rows, data.sizes, rank)
+            if own and length:
+                part.append(flat[own.start * length : own.stop * length])
     return parts
 
 
@@ -138,15 +116,16 @@ def rows_of(parameter: Tensor, data: Group) -> Tensor:
     """This rank's rows, in the parameter's memory."""
     values = parameter.detach()
     values = values if values.ndim else values.view(1)
-    bounds = _bounds(len(values), data)
-    return values[bounds[data.rank] : bounds[data.rank + 1]]
-
-
-def _bounds(rows: int, data: Group) -> list[int]:
-    """Row at which each rank's part begins, and behind them the end."""
-    return nested_bounds(rows, data.sizes or (data.size,))
+    own = own_rows(len(values), data.sizes, data.rank)
+    return values[own.start : own.stop]
 
 
 def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """Copies parts side by side, `[n]`; of the type of `like` where there are none."""
     return torch.cat(list(parts)) if parts else like.new_empty(0)
+
+
+def side_by_side(tensors: Sequence[Tensor], flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Places in `flat`, in the memory order of the tensors, each of which takes a size."""
+    starts = accumulate(sizes, initial=0)
+    return [flat.as_strided(each.shape, each.stride(), start) for each, start in zip(tensors, starts, strict=False)]

@@ -254,7 +254,7 @@ def build_chunk(
 
 def describe_tensors(model: ModelDescription, context: BuildContext) -> list[ShardedTensor]:
     """Describes every tensor of the whole model, on the meta device: nothing is allocated."""
-    if model.tensors is None or context.place != BuildContext().place:
+    if context.place != BuildContext().place:
         return list(sharded_tensors(model.named_layers(context)))
 
     def typed(like: Tensor) -> Tensor:

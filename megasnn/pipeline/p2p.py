@@ -94,7 +94,6 @@ class Boundaries:
     """
 
     def __init__(self, model: ModelDescription, context: BuildContext) -> None:
-        assert model.dry_run is not None
         self._model, self._context = model, context
         self._specs: dict[tuple[int, Key], tuple[TensorSpec | None, TensorSpec | None]] = {}
         learns, by_rows = {INPUT: False}, {INPUT: True}
@@ -126,7 +125,7 @@ class Boundaries:
             return tuple(entry.shape)
         if not by_rows or entry.ndim != frames:
             return None
-        return (*entry.shape[:3], len(own_rows(entry.shape[3], rows.size, rows.rank)), *entry.shape[4:])
+        return (*entry.shape[:3], len(own_rows(entry.shape[3], rows.sizes, rows.rank)), *entry.shape[4:])
 
     def _spec(self, carried: Carried, samples: int) -> TensorSpec:
         """Tensor of a micro-batch of so many samples. Raises ValueError where its shape is not known."""

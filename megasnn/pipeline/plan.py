@@ -8,8 +8,8 @@ from functools import lru_cache, partial
 
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
-from megasnn.parallel.agreement import broadcast_object
-from megasnn.parallel.fsdp import gathered_bytes, travelling_bytes
+from megasnn.parallel.agreement import broadcast_result
+from megasnn.parallel.fsdp import unit_bytes
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts, with_recompute_in_backward
 from megasnn.pipeline.peak_memory import peak_moments, unit_memory
@@ -192,7 +192,7 @@ def plan_pipeline(
     choice = ScheduleChoice(
         replace(request, bounds=bounds), stages, len(model.layers), costs, None if ranks == 1 else weights_of, ranks
     )
-    return broadcast_object(state.world, choice.make)
+    return broadcast_result(state.world.handle, choice.make)
 
 
 def executed_costs(
@@ -344,7 +344,7 @@ def shared_weights(
         scatters: gradients are scattered after every micro-batch.
     """
     layers = model.build(context)
-    unit_bytes = tuple(gathered_bytes([layers[number] for number in unit]) for unit in units)
-    travelling = tuple(travelling_bytes([layers[number] for number in unit], context.dp_shard) for unit in units)
-    scattered = frozenset(unit for unit, size in enumerate(unit_bytes) if size) if scatters else frozenset()
-    return SharedWeights(unit_bytes, limit, scattered=scattered, travelling=travelling)
+    found = [unit_bytes([layers[number] for number in unit], context.dp_shard) for unit in units]
+    gathered, travelling = tuple(size for size, _ in found), tuple(buffer for _, buffer in found)
+    scattered = frozenset(unit for unit, size in enumerate(gathered) if size) if scatters else frozenset()
+    return SharedWeights(gathered, limit, scattered=scattered, travelling=travelling)

@@ -102,8 +102,7 @@ def profile_layers(
         rounds: runs by the clock; 0: bytes only.
         repeats: also measures forwards that are computed again.
     """
-    generator, draw = torch.Generator().manual_seed(0), model.example_input
-    x = torch.randn((samples, *model.input_shape), generator=generator) if draw is None else draw(samples, generator)
+    x = model.example_input(samples, torch.Generator().manual_seed(0))
     images = own_rows_of(frames_of(x.to(device, context.dtype), model.input_shape), context)
     outputs: dict[int, Bundle] = {INPUT: images}
     casts, tasks = CastWeights(), WeightGradients()
@@ -138,7 +137,7 @@ def _structure(layer: nn.Module) -> Hashable:
     for path, module in layer.named_modules():
         found.append((path, type(module)))
         for name, value in sorted(vars(module).items()):
-            if not name.startswith("_"):
+            if not name.startswith("_") and name != "forward":  # which calls that of the class
                 found.append((name, value if isinstance(value, Hashable) else repr(value)))
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             found.append((name, tensor.shape, tensor.dtype, tensor.requires_grad))

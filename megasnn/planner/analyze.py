@@ -22,23 +22,19 @@ from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError
 from megasnn.grid import ContextCut
 from megasnn.kernels.products import can_be_sparse
-from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
 from megasnn.models.build import building_problems, describe
-from megasnn.models.description import INPUT, ModelDescription
+from megasnn.models.description import LayerDescription, ModelDescription
 from megasnn.parallel.process_group import choose_device
 from megasnn.parallel.sharding import sharded_tensors
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.cost_model import LayerCost
 from megasnn.pipeline.profile_layers import COUNTED_AS_THEY_ARE, TRIAL_SAMPLES, count_memory
-from megasnn.planner.cost_file import FORMAT, Analysis, Counted, HeldTensor, LayerFacts, identity
+from megasnn.planner.cost_file import FORMAT, Analysis, Counted, CutAxis, HeldTensor, LayerFacts, identity
 from megasnn.precisions import PRECISIONS
 
 TENSOR_SIZES = 1, 2, 3, 4, 6, 8, 12, 16
 CONTEXT_SIZES = 2, 3, 4, 6, 8, 12, 16, 24, 32
 CPU = torch.device("cpu")
-WHOLE = "held", "message", "gradient", "parameters", "found", "cast"
-OPTIONAL = "working_again", "deferred", "output"
 
 
 def analyze(
@@ -84,47 +80,27 @@ def counted_sizes(
     Args:
         on_cpu: bytes are those of a run on a CPU, which may form sums over spikes; otherwise of dense products.
     """
-    layers = tuple(_facts(model, number) for number in range(len(model.layers)))
-    alone, *others = [counted(model, config, tensor, on_cpu=on_cpu) for tensor in tensor_sizes[:2]]
-    pair, by_rows = (counted(model, config, 1, 2, cut, on_cpu) for cut in ("samples", "rows"))
-    sizes = [alone, *others, *_more(model, config, alone, others, tensor_sizes[2:], on_cpu)]
-    # Whether samples can be shared does not depend on the number of ranks, and what is exchanged is proportional to it.
-    sizes += [pair if size == 2 else Counted(1, size, "samples", pair.refused) for size in context_sizes]
-    rows = [size for size in context_sizes if size != 2]
-    sizes += [by_rows, *_more(model, config, alone, [by_rows], rows, on_cpu)]
-    return Analysis(FORMAT, config.model.name, identity(config), layers, trial_sizes(config), tuple(sizes))
+    layers = tuple(map(_facts, model.layers))
+    samples = _refusal(config, 1, 2, "samples")  # whether they can be shared does not depend on the number of ranks
+    possible: dict[CutAxis, dict[int, str | None]] = {
+        "tensor": {size: _refusal(config, size, 1, "samples") for size in tensor_sizes},
+        "samples": dict.fromkeys(context_sizes, samples),
+        "rows": {size: _refusal(config, 1, size, "rows") for size in context_sizes},
+    }
+    shared: dict[CutAxis, Counted] = {}
+    for axis, sizes in possible.items():
+        size = next((size for size, refused in sizes.items() if size > 1 and refused is None), None)
+        if size is not None:
+            tensor, context = (size, 1) if axis == "tensor" else (1, size)
+            shared[axis] = counted(model, config, tensor, context, "rows" if axis == "rows" else "samples", on_cpu)
+    alone = counted(model, config, 1, on_cpu=on_cpu)
+    about = identity(config)
+    return Analysis(FORMAT, config.model.name, about, layers, trial_sizes(config), alone, shared, possible)
 
 
-def _more(
-    model: ModelDescription,
-    config: PretrainConfig,
-    alone: Counted,
-    others: Sequence[Counted],
-    sizes: Sequence[int],
-    on_cpu: bool,
-) -> list[Counted]:
-    """Computes further sizes of an axis from one that could be counted; counts each where none could."""
-    found: list[Counted] = []
-    for size in sizes:
-        some = next((each for each in (*others, *found) if each.refused is None), None)
-        if some is not None:
-            found.append(extrapolated(model, config, alone, some, size))
-        elif others and others[0].context > 1:
-            found.append(counted(model, config, 1, size, "rows", on_cpu))
-        else:
-            found.append(counted(model, config, size, on_cpu=on_cpu))
-    return found
-
-
-def _facts(model: ModelDescription, number: int) -> LayerFacts:
-    told = model.layers[number]
-    takes = [model.layers[source] for source in model.inputs[number] if source != INPUT]
-    contents = [entry.content for layer in takes for entry in layer.entries.values()]
-    spikes = bool(contents) and Content.DENSE not in contents
+def _facts(told: LayerDescription) -> LayerFacts:
     rows = max((shape[3] for shape in told.shapes if len(shape) == 5), default=1)
-    return LayerFacts(
-        told.name, told.unit, told.parameters, told.operations, told.output_bytes(1, torch.float32), spikes, rows
-    )
+    return LayerFacts(told.name, told.unit, told.parameters, told.operations, rows)
 
 
 def counted(
@@ -135,53 +111,11 @@ def counted(
     cut: ContextCut = "samples",
     on_cpu: bool = False,
 ) -> Counted:
-    """Counts in trial steps what the first of so many ranks keeps, or says why it cannot be."""
-    if refused := _refusal(config, tensor, context, cut):
-        return Counted(tensor, context, cut, refused)
+    """Counts in trial steps what the first of so many ranks keeps."""
     with fake_ranks(tensor, context) as state:
         built_for = context_of(state, config, cut, on_cpu)
         costs = tuple(count_memory(model, size, built_for, CPU, repeats=True).layers for size in trial_sizes(config))
-        return Counted(tensor, context, cut, None, costs, _tensors(model, built_for))
-
-
-def extrapolated(model: ModelDescription, config: PretrainConfig, alone: Counted, some: Counted, size: int) -> Counted:
-    """Computes what one of `size` ranks keeps, from one rank and from some ranks that were counted.
-
-    A share of channels takes whole + cut / n bytes; a share of rows cut / n, and the rows of its neighbours. Trial
-    steps of 224 x 224 pixels take seconds for each size, and this none.
-    """
-    is_rows = some.context > 1
-    tensor, context = (1, size) if is_rows else (size, 1)
-    if refused := _refusal(config, tensor, context, some.cut):
-        return Counted(tensor, context, some.cut, refused)
-    counted_at = some.context if is_rows else some.tensor
-    costs = tuple(
-        tuple(_share(one, part, counted_at, size, is_rows) for one, part in zip(ones, parts, strict=True))
-        for ones, parts in zip(alone.costs, some.costs, strict=True)
-    )
-    tensors = alone.tensors
-    if not is_rows:
-        with fake_ranks(size, 1) as state:
-            tensors = _tensors(model, context_of(state, config, "samples", False))
-    return Counted(tensor, context, some.cut, None, costs, tensors)
-
-
-def _share(alone: LayerCost, part: LayerCost, counted_at: int, size: int, is_rows: bool) -> LayerCost:
-    def bytes_of(one: int, some: int) -> int:
-        if is_rows:
-            return round(max(some - one / counted_at, 0) + one / size)
-        cut = (one - some) / (1 - 1 / counted_at)
-        return max(0, round(one - cut + cut / size))
-
-    def optional(one: int | None, some: int | None) -> int | None:
-        return some if one is None or some is None else bytes_of(one, some)
-
-    received = (1 - 1 / size) / (1 - 1 / counted_at)  # of what all ranks have, a rank receives the others' part
-    forward, inputs, weights = map(bytes_of, alone.working, part.working)
-    counts: dict[str, Any] = {name: bytes_of(getattr(alone, name), getattr(part, name)) for name in WHOLE}
-    counts |= {name: optional(getattr(alone, name), getattr(part, name)) for name in OPTIONAL}
-    exchanged = part.exchanged if is_rows else round(part.exchanged * received)
-    return replace(part, working=(forward, inputs, weights), exchanged=exchanged, **counts)
+        return Counted(tensor, context, cut, costs, _tensors(model, built_for))
 
 
 def trial_sizes(config: PretrainConfig) -> tuple[int, ...]:

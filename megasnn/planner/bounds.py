@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import chain
 
 from megasnn.config import PretrainConfig
@@ -14,7 +14,7 @@ from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.peak_memory import unit_memory
 from megasnn.planner.candidates import Layout
 from megasnn.planner.cost_file import Analysis, HeldTensor
-from megasnn.planner.costs import Links, Share, layer_costs
+from megasnn.planner.costs import Links, Share, held_tensors, layer_costs
 from megasnn.planner.machines import Cluster
 from megasnn.planner.memory import States, sample_bytes, states_of
 from megasnn.precisions import PRECISIONS
@@ -115,6 +115,7 @@ class Bounds:
     ) -> None:
         self._analysis, self._config, self._cluster = analysis, config, cluster
         self._on_gpu = cluster.machine.kind == "cuda"
+        self._held = lru_cache(maxsize=None)(partial(held_tensors, analysis))
         self._sized_on = lru_cache(maxsize=None)(self._sized_of)
         self._layers = lru_cache(maxsize=None)(self._layers_of)
         self._states: Callable[..., States] = other._states if other else lru_cache(maxsize=None)(self._states_of)
@@ -206,9 +207,7 @@ class Bounds:
 
     def tensors(self, layout: Layout) -> Sequence[Sequence[HeldTensor]]:
         """Tensors of each layer."""
-        found = self._analysis.of(layout.grid.tp, 1, "samples")
-        assert found is not None, "costs were asked for before"
-        return found.tensors
+        return self._held(layout.grid.tp)
 
     def _sized_of(self, grid: Grid, cut: ContextCut) -> SizedLayers:
         cluster, layout = self._cluster, Layout(grid, cut)

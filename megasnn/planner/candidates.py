@@ -143,7 +143,7 @@ def layouts(
         counts: numbers of devices.
         may_be_best: asked of a grid's plain layout (1F1B); the others of the grid are left out where it says no.
     """
-    tensors, contexts = analysis.possible("tensor"), sorted({1, *analysis.possible("samples")})
+    tensors, contexts = analysis.possible["tensor"], sorted({1, *analysis.possible["samples"]})
     for count in reversed(counts):
         for grid in _grids(count, list(tensors), contexts, len(analysis.layers)):
             cuts: tuple[ContextCut, ...] = ("samples", "rows") if grid.cp > 1 else ("samples",)
@@ -168,16 +168,16 @@ def _of_grid(
     grid = plain.grid
     if not _is_asked(config, plain, whole=False):
         return
-    refused = analysis.possible("tensor")[grid.tp]
+    refused = analysis.possible["tensor"][grid.tp]
     if refused is None and grid.cp > 1:
-        refused = analysis.possible(plain.cut).get(grid.cp, "was not asked for by analyze")
+        refused = analysis.possible[plain.cut].get(grid.cp, "was not asked for by analyze")
     if refused is None and (problems := layout_problems(with_layout(config, plain), grid.world_size, None)):
         refused = problems[0]
     if refused is not None or not may_be_best(plain):
         yield plain, refused or ""
         return
     count, first_of = plain.micro_batches(config.training.micro_batches), dict[Hashable, str]()
-    for name, chunks in _schedules(grid.pp):
+    for name, chunks in _schedules(grid.pp, len(analysis.layers)):
         for recompute in (NEVER, "always"):
             for shards in (False, True)[: 1 + (plain.copies > 1)]:
                 layout = Layout(grid, plain.cut, name, chunks, recompute, shards)
@@ -191,13 +191,13 @@ def _of_grid(
                 yield layout, problems[0] if problems else ""
 
 
-def _schedules(stages: int) -> Iterator[tuple[str, int]]:
-    """Names of schedules with the numbers of chunks that each may have on a rank."""
+def _schedules(stages: int, layers: int) -> Iterator[tuple[str, int]]:
+    """Names of schedules with the numbers of chunks that each may have on a rank, each of which has a layer."""
     if stages == 1:
         yield "1f1b", 1
         return
     for name, named in SCHEDULES.items():
-        most = MOST_CHUNKS if named.any_chunks else named.chunks
+        most = min(MOST_CHUNKS if named.any_chunks else named.chunks, layers // stages)
         yield from ((name, count) for count in range(named.chunks, most + 1) if named.can_place(count))
 
 

@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import with_config
 
@@ -49,8 +49,7 @@ class LayerFacts:
     """
     Attributes:
         name, unit: as in `Layer`. parameters: number of their elements, of the whole layer.
-        operations: multiply-adds in a sample's forward. output: bytes of a sample's output, packed as it travels.
-        spikes: its input is spikes or counts, so that a multiply-add is a synaptic operation.
+        operations: multiply-adds in a sample's forward.
         rows: of the images that it gives; 1 where these are none.
     """
 
@@ -58,19 +57,16 @@ class LayerFacts:
     unit: str
     parameters: int
     operations: int
-    output: int
-    spikes: bool
     rows: int
 
 
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Counted:
-    """The layers as one of so many ranks has them, or why it cannot.
+    """The layers as one of so many ranks has them.
 
     Attributes:
         tensor, context: ranks that share the channels, and a micro-batch; cut: by what.
-        refused: what building them has answered; None where it can be.
         costs: bytes of each layer, for each number of samples in `Analysis.sizes`; seconds are 0.
         tensors: of each layer.
     """
@@ -78,9 +74,8 @@ class Counted:
     tensor: int
     context: int
     cut: ContextCut
-    refused: str | None = None
-    costs: tuple[tuple[LayerCost, ...], ...] = ()
-    tensors: tuple[tuple[HeldTensor, ...], ...] = ()
+    costs: tuple[tuple[LayerCost, ...], ...]
+    tensors: tuple[tuple[HeldTensor, ...], ...]
 
 
 @with_config(STRICT)
@@ -121,7 +116,8 @@ class Analysis:
     Attributes:
         model: its name. about: what the figures depend on; see `identity`.
         sizes: numbers of samples that bytes were counted for, in ascending order.
-        counted: every size that was asked for, those that cannot be too.
+        alone: one rank. shared: the smallest size of each axis that can be; larger ones follow from both.
+        possible: sizes of an axis that were asked for, and why each cannot be; None where it can.
         machine: where it was measured; None: nowhere.
     """
 
@@ -130,36 +126,22 @@ class Analysis:
     about: dict[str, FreeForm]
     layers: tuple[LayerFacts, ...]
     sizes: tuple[int, ...]
-    counted: tuple[Counted, ...]
+    alone: Counted
+    shared: dict[CutAxis, Counted]
+    possible: dict[CutAxis, dict[int, str | None]]
     timed: tuple[Timed, ...] = ()
     machine: Machine | None = None
+
+    @property
+    def precision(self) -> str:
+        """`--precision` that it was counted for."""
+        training: Any = self.about["training"]
+        return str(training["precision"])
 
     @cached_property
     def units(self) -> list[str]:
         """The unit of each layer."""
         return [each.unit for each in self.layers]
-
-    @cached_property
-    def _by_size(self) -> dict[tuple[int, int, ContextCut], Counted]:
-        return {(each.tensor, each.context, each.cut): each for each in self.counted}
-
-    @cached_property
-    def _possible(self) -> dict[CutAxis, dict[int, str | None]]:
-        return {
-            "tensor": {each.tensor: each.refused for each in self.counted if each.context == 1},
-            "samples": {
-                each.context: each.refused for each in self.counted if each.context > 1 and each.cut == "samples"
-            },
-            "rows": {each.context: each.refused for each in self.counted if each.context > 1 and each.cut == "rows"},
-        }
-
-    def of(self, tensor: int, context: int, cut: ContextCut) -> Counted | None:
-        """The layers at some sizes; None where they were not asked for."""
-        return self._by_size.get((tensor, context, cut))
-
-    def possible(self, axis: CutAxis) -> dict[int, str | None]:
-        """Sizes of an axis that were asked for, and why each cannot be; None where it can."""
-        return self._possible[axis]
 
 
 def identity(config: PretrainConfig) -> dict[str, FreeForm]:

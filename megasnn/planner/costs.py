@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from megasnn.grid import ContextCut
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, for_samples
-from megasnn.planner.cost_file import Analysis, LayerFacts, LayerSeconds, Timed
+from megasnn.planner.cost_file import Analysis, Counted, CutAxis, HeldTensor, LayerSeconds, Timed
 from megasnn.planner.machines import Machine
 
 
@@ -29,38 +29,80 @@ class Share:
     ranks: int
 
 
-class Work(NamedTuple):
-    """Multiply-adds, and bytes that all else moves."""
-
-    operations: float
-    moved: float
+WHOLE = "held", "message", "gradient", "parameters", "found", "cast"
+OPTIONAL = "working_again", "deferred", "output"
 
 
 def counted_costs(analysis: Analysis, share: Share) -> list[LayerCost]:
     """The bytes of each layer, and what ranks that share it exchange; seconds are 0.
 
-    Where channels and rows are shared at once, both were counted by themselves. Raises ValueError for a size that
-    cannot be.
+    Sizes that were not counted follow from one rank and from the size that was: a share of channels takes whole +
+    cut / n bytes; a share of rows cut / n, and the rows of its neighbours. Raises ValueError for a size that cannot be.
     """
-    costs = _at(analysis, share, share.tensor, 1)
+    alone = _at(analysis, share, analysis.alone)
+    costs = alone
+    if share.tensor > 1:
+        some = _counted(analysis, "tensor", share.tensor)
+        pairs = zip(alone, _at(analysis, share, some), strict=True)
+        costs = [_shrunk(*pair, some.tensor, share.tensor, False) for pair in pairs]
     if share.context == 1:
         return costs
-    alone = _at(analysis, share, 1, 1)
+    some = _counted(analysis, share.cut, share.context)
+    shared = _at(analysis, share, some)
     if share.cut == "rows":
-        by_rows = _at(analysis, share, 1, share.context, "rows")
+        by_rows = [_shrunk(*pair, some.context, share.context, True) for pair in zip(alone, shared, strict=True)]
         together = zip(costs, by_rows, alone, strict=True)
         return by_rows if share.tensor == 1 else [_of_both(*each, share) for each in together]
     # Beside its samples a rank has what norms keep and exchange, which does not depend on the number of samples.
-    pairs = zip(costs, _at(analysis, share, 1, 2), alone, strict=True)
-    return [_with_norms(*each, share.context - 1, share.tensor) for each in pairs]
+    return [_with_norms(*each, share.context - 1, share.tensor) for each in zip(costs, shared, alone, strict=True)]
 
 
-def _at(analysis: Analysis, share: Share, tensor: int, context: int, cut: ContextCut = "samples") -> list[LayerCost]:
-    found = analysis.of(tensor, context, cut)
-    if found is None or found.refused is not None:
-        what = f"tensor {tensor}" if context == 1 else f"context {context} by {cut}"
-        raise ValueError(f"{what}: {found.refused if found else 'was not asked for by analyze'}")
-    return [for_samples(of_sizes, share.samples, analysis.sizes) for of_sizes in zip(*found.costs, strict=True)]
+def held_tensors(analysis: Analysis, tensor: int) -> tuple[tuple[HeldTensor, ...], ...]:
+    """The tensors of each layer, as one of so many tensor-parallel ranks holds them."""
+    alone = analysis.alone.tensors
+    if tensor == 1:
+        return alone
+    some = _counted(analysis, "tensor", tensor).tensors
+    return tuple(
+        tuple(_part(whole, part, tensor) for whole, part in zip(wholes, parts, strict=True))
+        for wholes, parts in zip(alone, some, strict=True)
+    )
+
+
+def _part(whole: HeldTensor, part: HeldTensor, tensor: int) -> HeldTensor:
+    """Cut in the dimension in which the counted part is smaller."""
+    shape = [one if one == some else one // tensor for one, some in zip(whole.shape, part.shape, strict=True)]
+    return replace(part, shape=tuple(shape))
+
+
+def _counted(analysis: Analysis, axis: CutAxis, size: int) -> Counted:
+    """Layers of an axis at the size that was counted. Raises ValueError where another size cannot be."""
+    refused = analysis.possible[axis].get(size, "was not asked for by analyze")
+    if refused is not None:
+        raise ValueError(f"{axis if axis == 'tensor' else f'context by {axis}'} {size}: {refused}")
+    return analysis.shared[axis]
+
+
+def _at(analysis: Analysis, share: Share, counted: Counted) -> list[LayerCost]:
+    return [for_samples(of_sizes, share.samples, analysis.sizes) for of_sizes in zip(*counted.costs, strict=True)]
+
+
+def _shrunk(alone: LayerCost, part: LayerCost, counted_at: int, size: int, is_rows: bool) -> LayerCost:
+    def bytes_of(one: int, some: int) -> int:
+        if is_rows:
+            return round(max(some - one / counted_at, 0) + one / size)
+        cut = (one - some) / (1 - 1 / counted_at)
+        return max(0, round(one - cut + cut / size))
+
+    def optional(one: int | None, some: int | None) -> int | None:
+        return some if one is None or some is None else bytes_of(one, some)
+
+    received = (1 - 1 / size) / (1 - 1 / counted_at)  # of what all ranks have, a rank receives the others' part
+    forward, inputs, weights = map(bytes_of, alone.working, part.working)
+    counts: dict[str, Any] = {name: bytes_of(getattr(alone, name), getattr(part, name)) for name in WHOLE}
+    counts |= {name: optional(getattr(alone, name), getattr(part, name)) for name in OPTIONAL}
+    exchanged = part.exchanged if is_rows else round(part.exchanged * received)
+    return replace(part, working=(forward, inputs, weights), exchanged=exchanged, **counts)
 
 
 def _with_norms(cost: LayerCost, shared: LayerCost, alone: LayerCost, others: int, tensor: int) -> LayerCost:
@@ -98,18 +140,6 @@ def _of_both(of_tensor: LayerCost, by_rows: LayerCost, alone: LayerCost, share: 
 
 
 _CUT = "held", "message", "gradient", "found", "working_again", "deferred", "output"
-
-
-def work_of(layer: LayerFacts, cost: LayerCost, share: Share, first: bool) -> dict[str, Work]:
-    """Work that the three parts of a layer compute and move; the first layer needs no gradient of its input."""
-    rows = share.context if share.cut == "rows" and layer.rows > 1 else 1
-    operations = layer.operations * share.samples / share.tensor / rows
-    waiting = cost.waiting
-    return {
-        "forward": Work(operations, 3 * cost.held + waiting),
-        "input_gradient": Work(0 if first else operations, 3 * cost.held + waiting),
-        "weight_gradient": Work(operations, cost.held),
-    }
 
 
 def layer_costs(analysis: Analysis, machine: Machine, share: Share, links: Links) -> tuple[LayerCost, ...]:
@@ -157,13 +187,19 @@ def _nearest(timed: Sequence[Timed], share: Share) -> Timed | None:
 
 
 def _computed(analysis: Analysis, machine: Machine, costs: Sequence[LayerCost], share: Share) -> list[LayerSeconds]:
-    """By the machine's rates."""
+    """By the machine's rates; the first layer needs no gradient of its input."""
     found, faster = [], machine.alone if share.ranks == 1 else 1.0
+    rate = machine.operations.get(analysis.precision, machine.operations["fp32"])
     for number, (layer, cost) in enumerate(zip(analysis.layers, costs, strict=True)):
-        parts = {}
-        for name, work in work_of(layer, cost, share, number == 0).items():
-            seconds = work.operations / machine.operations + work.moved / machine.moved
-            parts[name] = (machine.start + max(machine.least, seconds)) / faster
+        rows = share.context if share.cut == "rows" and layer.rows > 1 else 1
+        product = layer.operations * share.samples / share.tensor / rows / rate
+        moved = (3 * cost.held + cost.waiting) / machine.moved
+        seconds = {
+            "forward": product + moved,
+            "input_gradient": (product if number else 0.0) + moved,
+            "weight_gradient": product + cost.held / machine.moved,
+        }
+        parts = {name: (machine.start + max(machine.least, each)) / faster for name, each in seconds.items()}
         pack = (cost.message + cost.waiting) / machine.moved
         found.append(LayerSeconds(**parts, again=parts["forward"], pack=pack, unpack=pack))
     return found

@@ -25,7 +25,8 @@ class Machine:
 
     Attributes:
         name, kind: of the device. memory: bytes.
-        operations: multiply-adds a second that products reach. moved: bytes a second that all else reaches.
+        operations: multiply-adds a second that products reach, by precision. moved: bytes a second that all else
+            reaches.
         least: seconds that each of the three parts of a layer takes at least, for what has to be started.
         start: seconds that each of these parts takes besides, for programs that are not compiled.
         alone: how many times as fast a rank computes with nobody beside it on its node, where cores share a clock.
@@ -39,7 +40,7 @@ class Machine:
     name: str
     kind: Literal["cpu", "cuda"]
     memory: float
-    operations: float
+    operations: dict[str, float]
     moved: float
     least: float
     update: float
@@ -50,66 +51,6 @@ class Machine:
     told: str
     start: float = 0.0
     alone: float = 1.0
-
-
-@dataclass(frozen=True)
-class Device:
-    """A device by its data sheet, and the shares of it that training is taken to reach.
-
-    Attributes:
-        summary: for --help.
-        peak: multiply-adds a second, by precision. bandwidth: bytes a second of its memory.
-        within, between: bytes a second of its links, in one direction. latency: seconds of a message within a node.
-        products, moved, links: shares of peak, bandwidth and links that are reached.
-        least, start, alone, program, rest: as in Machine.
-        told: where the shares are from.
-    """
-
-    summary: str
-    kind: Literal["cpu", "cuda"]
-    memory: float
-    peak: dict[str, float]
-    bandwidth: float
-    within: float
-    between: float
-    latency: float
-    products: float = 1.0
-    moved: float = 0.23
-    links: float = 0.7
-    # Eager steps are bound by their host: 1,125 launches of the 22 layers of Spikformer-8-512, at 33 us of Python each,
-    # are 17 for each of the three parts of a layer.
-    least: float = 5.6e-4
-    start: float = 0.0
-    alone: float = 1.0
-    program: float = 1.5e9
-    rest: float = 0.05
-    told: str = (
-        "fitted to figures that SpikingJelly publishes for an RTX 4090 and its own implementation (docs/planner.md); "
-        "MegaSNN was not measured on a GPU: compare with a run before you rely on it"
-    )
-
-    def machine(self, name: str, precision: str) -> Machine:
-        """Machine as it is taken to be with `--precision`. Raises ValueError for one that it has not."""
-        if precision not in self.peak:
-            known = ", ".join(self.peak)
-            raise ValueError(f"--precision {precision}: {self.summary} is known for {known}; take another device")
-        return Machine(
-            name=name,
-            kind=self.kind,
-            memory=self.memory,
-            operations=self.peak[precision] * self.products,
-            moved=self.bandwidth * self.moved,
-            least=self.least,
-            update=MOVED_IN_UPDATE / (UPDATE_REACHES * self.bandwidth),
-            within=LinkCost(self.latency, 1 / (self.links * self.within)),
-            between=LinkCost(2.5 * self.latency, 1 / (self.links * self.between)),
-            program=self.program,
-            rest=self.rest,
-            told=f"the table of devices; of its peak rates, products reach {self.products:.0%}, memory "
-            f"{self.moved:.0%} and links {self.links:.0%}: {self.told}",
-            start=self.start,
-            alone=self.alone,
-        )
 
 
 @dataclass(frozen=True)
@@ -151,76 +92,62 @@ class Cluster:
         ]
 
 
-def _tensor_cores(fp32: float, tf32: float, bf16: float) -> dict[str, float]:
-    """Tensor cores of so many teraflops."""
-    rates = {"fp32": fp32, "tf32": tf32, "bf16": bf16, "fp64": fp32 / 2}
-    return {name: 0.5e12 * rate for name, rate in rates.items()}
+PRODUCTS, MOVES, LINKS = 1.0, 0.23, 0.7
+"""Shares of a data sheet's rates that training is taken to reach: products, memory for all else, and links."""
 
 
-DEVICES: Registry[Device] = Registry(
+def _gpu(name: str, memory: float, teraflops: dict[str, float], bandwidth: float, links: tuple[float, float],
+         latency: float = 1e-5) -> Machine:  # fmt: skip
+    """A GPU by its data sheet. Args: links: bytes a second within a node and between nodes, in one direction."""
+    within, between = links
+    return Machine(
+        name=name,
+        kind="cuda",
+        memory=memory,
+        operations={precision: PRODUCTS * 0.5e12 * rate for precision, rate in teraflops.items()},
+        moved=MOVES * bandwidth,
+        # Eager steps are bound by their host: 1,125 launches of the 22 layers of Spikformer-8-512, at 33 us of Python
+        # each, are 17 for each of the three parts of a layer.
+        least=5.6e-4,
+        update=MOVED_IN_UPDATE / (UPDATE_REACHES * bandwidth),
+        within=LinkCost(latency, 1 / (LINKS * within)),
+        between=LinkCost(2.5 * latency, 1 / (LINKS * between)),
+        program=1.5e9,
+        rest=0.05,
+        told=f"the table of devices; of its peak rates, products reach {PRODUCTS:.0%}, memory {MOVES:.0%} and links "
+        f"{LINKS:.0%}: fitted to figures that SpikingJelly publishes for an RTX 4090 and its own implementation "
+        "(docs/planner.md); MegaSNN was not measured on a GPU: compare with a run before you rely on it",
+    )
+
+
+_HOPPER = {"fp32": 67.0, "tf32": 495.0, "bf16": 989.0, "fp64": 33.5}
+_AMPERE = {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp64": 9.75}
+_ADA = {"fp32": 82.6, "tf32": 82.6, "bf16": 165.0, "fp64": 41.3}
+DEVICES: Registry[Machine] = Registry(
     "--device-name",
     {
-        "h100": Device(
-            "H100 SXM, 80 GB",
-            "cuda",
-            80 * GB,
-            _tensor_cores(67, 495, 989),
-            bandwidth=3.35e12,
-            within=450 * GB,
-            between=50 * GB,
-            latency=1e-5,
-        ),
-        "h200": Device(
-            "H200 SXM, 141 GB",
-            "cuda",
-            141 * GB,
-            _tensor_cores(67, 495, 989),
-            bandwidth=4.8e12,
-            within=450 * GB,
-            between=50 * GB,
-            latency=1e-5,
-        ),
-        "a100": Device(
-            "A100 SXM, 80 GB",
-            "cuda",
-            80 * GB,
-            _tensor_cores(19.5, 156, 312),
-            bandwidth=2.04e12,
-            within=300 * GB,
-            between=25 * GB,
-            latency=1e-5,
-        ),
-        "4090": Device(
-            "GeForce RTX 4090, 24 GB, PCI Express 4",
-            "cuda",
-            24 * GB,
-            _tensor_cores(82.6, 82.6, 165),
-            bandwidth=1.01e12,
-            # PCI Express without access to a peer's memory: every byte goes up to the host's memory and down again.
-            within=12.5 * GB,
-            between=12.5 * GB,
-            latency=4e-5,
-        ),
-        "cpu-core": Device(
-            "one core of a server, with AVX-512",
-            "cpu",
-            4 * GB,
-            {"fp32": 96e9, "fp64": 48e9},  # two products of 512 bits a cycle, at 3 GHz
-            bandwidth=10e9,
-            within=4 * GB,
-            between=1.25 * GB,
-            latency=5e-5,
-            products=0.635,
-            moved=0.3,
-            links=0.129,
+        "h100": _gpu("h100", 80 * GB, _HOPPER, 3.35e12, (450 * GB, 50 * GB)),
+        "h200": _gpu("h200", 141 * GB, _HOPPER, 4.8e12, (450 * GB, 50 * GB)),
+        "a100": _gpu("a100", 80 * GB, _AMPERE, 2.04e12, (300 * GB, 25 * GB)),
+        # PCI Express without access to a peer's memory: every byte goes up to the host's memory and down again.
+        "4090": _gpu("4090", 24 * GB, _ADA, 1.01e12, (12.5 * GB, 12.5 * GB), latency=4e-5),
+        "cpu-core": Machine(
+            name="cpu-core",
+            kind="cpu",
+            memory=4 * GB,
+            operations={"fp32": 0.635 * 96e9, "fp64": 0.635 * 48e9},  # of two products of 512 bits a cycle, at 3 GHz
+            moved=3e9,
             least=2e-5,
-            start=1.18e-3,
-            alone=1.04,
+            update=MOVED_IN_UPDATE / (UPDATE_REACHES * 10e9),
+            within=LinkCost(5e-5, 1 / (0.129 * 4 * GB)),
+            between=LinkCost(1.25e-4, 1 / (0.129 * 1.25 * GB)),
             program=0.45e9,
             rest=0.0,
             told="fitted to ten layouts of one core and of two cores of an AMD EPYC, with --sparse-products off; ten "
             "others came out within 6 % (docs/planner.md). Sums over spikes take less time, the fewer they are: "
             "--measure takes them as they are",
+            start=1.18e-3,
+            alone=1.04,
         ),
     },
     also=(AUTO,),

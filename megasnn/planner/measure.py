@@ -14,7 +14,7 @@ from megasnn.config import PretrainConfig
 from megasnn.grid import ContextCut
 from megasnn.host_memory import keep_free_memory, release_free_memory
 from megasnn.models.description import ModelDescription
-from megasnn.optim import build_optimizer
+from megasnn.optim.build import build_optimizer
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.process_group import start_process_group
 from megasnn.parallel.sharding import materialise, sharded_tensors
@@ -72,11 +72,11 @@ def _machine(device: torch.device, link: LinkCost | None, update: float, ranks: 
         update: seconds that the optimizer takes for each byte of parameters.
     """
     is_cpu = device.type == "cpu"
-    name = processor_name() if is_cpu else torch.cuda.get_device_name(device)
-    base = DEVICES["cpu-core" if is_cpu else "h100"].machine(name, "fp32")
+    base = DEVICES["cpu-core" if is_cpu else "h100"]
     release_free_memory()
     return replace(
         base,
+        name=processor_name() if is_cpu else torch.cuda.get_device_name(device),
         least=0.0,
         start=0.0,
         alone=1.0,  # seconds are there of one rank, and of all at the same time
@@ -92,13 +92,11 @@ def _sizes(known: Analysis | None, config: PretrainConfig, ranks: int) -> list[S
     """Those that all ranks together have: one by one first, then sharing."""
     assert known is not None, "the first rank knows it"
     samples = config.training.micro_batch_size
-    return [
-        (each.tensor, each.context, each.cut)
-        for each in known.counted
-        if each.refused is None
-        and ranks % (each.tensor * each.context) == 0
-        and (each.cut == "rows" or each.context <= samples)
-    ]
+    able = {axis: [size for size, why in sizes.items() if why is None] for axis, sizes in known.possible.items()}
+    found: list[Size] = [ONE, *((size, 1, "samples") for size in able["tensor"] if size > 1)]
+    found += [(1, size, "samples") for size in able["samples"] if size <= samples]
+    found += [(1, size, "rows") for size in able["rows"]]
+    return [each for each in found if ranks % (each[0] * each[1]) == 0]
 
 
 def _together(

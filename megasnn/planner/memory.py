@@ -12,12 +12,13 @@ from math import prod
 
 from megasnn.config import PretrainConfig
 from megasnn.config.optimizer import OptimizerConfig
+from megasnn.optimizers import OPTIMIZERS
 from megasnn.planner.candidates import Layout
 from megasnn.planner.cost_file import HeldTensor
 
 ALIGNMENT = 64  # bytes: each gradient and each gathered weight begins at a multiple
 BUCKET_BYTES = 8 << 20  # on a CPU
-GPU_BUCKET_BYTES, GPU_SHARE_BYTES = 32 << 20, 4 << 20  # on a GPU: at least, and for each rank
+GPU_BUCKET_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -111,17 +112,17 @@ def states_of(
     weight, copies = layout.grid.dp_shard, (layout.grid.dp_replicate, layout.grid.cp)
     owners = copies if layout.shards_optimizer and layout.copies > 1 else (1,)
     tensors = [each for chunk in chunks for each in chunk]
-    trained = [each for each in tensors if each.is_parameter and optimizer.lr_scale(each.name)]
+    trained = [each for each in tensors if each.is_parameter]
     kept = {each.name: row_bytes([each], weight) for each in tensors if each.is_parameter}
     owned = {each.name: row_bytes([each], weight, *owners) for each in tensors if each.is_parameter}
     buffers = sum(_bytes(each) for each in tensors if not each.is_parameter)
     averages = 0 if not optimizer.ema_decay else sum(owned.values()) + buffers
     sums = sum(kept[each.name] for each in trained) * (weight > 1)
     sums += sum(owned[each.name] for each in trained) * (prod(owners) > 1)
-    kinds = optimizer.state_kinds()
+    kinds = OPTIMIZERS[optimizer.optimizer].state
     exchanged = 0
     if weight > 1 or prod(owners) > 1:
-        buckets = [bucket for chunk in chunks for bucket in buckets_of(chunk, layout, optimizer, on_gpu)]
+        buckets = [bucket for chunk in chunks for bucket in buckets_of(chunk, optimizer, on_gpu)]
         exchanged = _exchanged(buckets, weight, owners)
     return States(
         weights=sum(kept.values()) + buffers + averages,
@@ -130,20 +131,16 @@ def states_of(
         exchanged=exchanged,
         reduced=sum(kept[each.name] for each in trained),
         updated=sum(owned[each.name] for each in trained),
-        working=optimizer.working_bytes(sum(owned[each.name] for each in trained)),
+        working=int(OPTIMIZERS[optimizer.optimizer].working_copies * sum(owned[each.name] for each in trained)),
     )
 
 
-def buckets_of(
-    tensors: Iterable[HeldTensor], layout: Layout, optimizer: OptimizerConfig, on_gpu: bool
-) -> list[list[HeldTensor]]:
+def buckets_of(tensors: Iterable[HeldTensor], optimizer: OptimizerConfig, on_gpu: bool) -> list[list[HeldTensor]]:
     """Buckets of a chunk, filled from the last parameter on; each is closed when it holds so many bytes."""
-    grid = layout.grid
-    over = grid.dp_shard if grid.dp_shard > 1 else layout.copies
-    most = max(GPU_BUCKET_BYTES, over * GPU_SHARE_BYTES) if on_gpu else BUCKET_BYTES
+    most = GPU_BUCKET_BYTES if on_gpu else BUCKET_BYTES
     groups: list[list[HeldTensor]] = []
     size = most
-    for each in reversed([e for e in tensors if e.is_parameter and optimizer.lr_scale(e.name)]):
+    for each in reversed([e for e in tensors if e.is_parameter]):
         if size >= most or groups[-1][0].itemsize != each.itemsize:
             groups.append([])
             size = 0
@@ -165,19 +162,14 @@ def row_bytes(tensors: Iterable[HeldTensor], *sizes: int) -> int:
 
 
 def _exchanged(buckets: Sequence[Sequence[HeldTensor]], weight: int, owners: tuple[int, ...]) -> int:
-    """Most bytes of exchanges with those who keep or own rows: the end of one, while the next is on its way."""
-    travelling, arrived = list[int](), list[int]()
+    """Most bytes of exchanges with those who keep or own rows: two at a time, each with what is sent and comes, and as
+    much again where it ends."""
+    found, size = list[int](), prod(owners)
     for bucket in buckets:
-        whole, kept = sum(map(_bytes, bucket)), row_bytes(bucket, weight)
-        if weight > 1:
-            travelling.append(whole + (weight - 2) * kept)
-            arrived.append(2 * kept)
-        if prod(owners) > 1:
-            mine = row_bytes(bucket, weight, *owners)
-            travelling.append(kept + (prod(owners) - 2) * mine)
-            arrived.append(max(2 * mine, kept - mine))
-    later = [*travelling[1:], 0]
-    return max((sum(each) for each in zip(travelling, arrived, later, strict=True)), default=0)
+        kept, mine = row_bytes(bucket, weight), row_bytes(bucket, weight, *owners)
+        found += [sum(map(_bytes, bucket)) + (weight - 2) * kept] * (weight > 1)
+        found += [kept + (size - 2) * mine] * (size > 1)
+    return 2 * sum(sorted(found)[-2:])
 
 
 def gathered_bytes(tensors: Iterable[HeldTensor]) -> int:

@@ -27,14 +27,7 @@ from megasnn.planner.predict import Predicted
 from megasnn.planner.search import PlanError, Search
 
 SIMULATIONS, SECONDS = 20, 20.0
-FEW_SAMPLES = 8  # of which norms see little
 LARGEST, CHOICES = 64, 5  # samples of a micro-batch that is chosen, and of how many sizes
-SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "weight_parallel_size",
-)
 DECIDED = ("memory_budget", "pipeline_model_parallel_layout")
 
 
@@ -131,7 +124,7 @@ def sizes_to_choose(config: PretrainConfig, ranks: int) -> tuple[int, ...]:
 def problems(config: PretrainConfig, cluster: Cluster) -> list[str]:
     """Problems that no layout can mend, or that the planner does not plan for; needs no costs."""
     training, parallel, default = config.training, config.parallel, ParallelConfig()
-    wrong = cluster.problems() or _size_problems(parallel, cluster)
+    wrong = cluster.problems()
     wrong += [
         f"{flag(name)} is decided by the plan, or given to the run behind it: leave it out"
         for name in DECIDED
@@ -151,18 +144,6 @@ def problems(config: PretrainConfig, cluster: Cluster) -> list[str]:
     return wrong + [problem for part in parts for problem in part.problems()]
 
 
-def _size_problems(parallel: ParallelConfig, cluster: Cluster) -> list[str]:
-    """Sizes that are given and of which no number of devices is a multiple."""
-    given = {flag(name): getattr(parallel, name) for name in SIZES if getattr(parallel, name) != 1}
-    able = cluster.counts()
-    if any(count % math.prod(given.values()) == 0 for count in able):
-        return []
-    told = " x ".join(f"{name} {size}" for name, size in given.items())
-    return [
-        f"{told}: none of {', '.join(map(str, able))} device(s) is a multiple of it; change --gpus, or leave it out"
-    ]
-
-
 def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterator[str]:
     """Advice on what is not the planner's to change."""
     training, grid = config.training, layout.grid
@@ -177,12 +158,6 @@ def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterato
                 f"--micro-batch-size {able[-1]} would give them, and norms would see {able[-1]} samples and not "
                 f"{training.micro_batch_size}"
             )
-    if training.micro_batches % grid.replicas:
-        yield f"{training.micro_batches} micro-batches on {grid.replicas} replicas are uneven: some wait for others"
-    if training.micro_batch_size < FEW_SAMPLES:
-        yield (
-            f"norms see {training.micro_batch_size} sample(s): a larger --global-batch-size or fewer devices allow more"
-        )
     if layout.ranks < cluster.ranks:
         yield (
             f"{cluster.ranks - layout.ranks} of {cluster.ranks} devices are left out: with --global-batch-size "

@@ -94,7 +94,7 @@ class Predictor(Bounds):
             span = self.bounds(layout)[chunk]
             layer_of = {each.name: i for i in span for each in tensors[i]}
             held = [each for i in span for each in tensors[i]]
-            for bucket in buckets_of(held, layout, self._config.optimizer, self._on_gpu):
+            for bucket in buckets_of(held, self._config.optimizer, self._on_gpu):
                 rows = row_bytes(bucket, grid.dp_shard), row_bytes(bucket, grid.dp_shard, grid.dp_replicate, grid.cp)
                 sums = self.sums(layout, *rows)
                 ready = max(complete.get(layer_of[each.name], 0.0) for each in bucket)

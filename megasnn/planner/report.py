@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
-from megasnn.grid import AXES
 from megasnn.pipeline.cost_model import layers_per_chunk
-from megasnn.planner.candidates import Candidate, Layout
+from megasnn.planner.candidates import Candidate
 from megasnn.planner.cost_file import Analysis, CutAxis
 from megasnn.planner.plan import Plan
 
@@ -28,7 +27,7 @@ def cuts(analysis: Analysis) -> str:
              f"{sum(each.operations for each in analysis.layers):,} multiply-adds a sample"]  # fmt: skip
     lines.append(f"pipeline: up to {len(analysis.layers)} stages, a layer each")
     for axis, name in WAYS:
-        sizes = analysis.possible(axis)
+        sizes = analysis.possible[axis]
         able = [str(size) for size, refused in sizes.items() if refused is None]
         lines.append(f"{name}: {', '.join(able) or 'none'}")
         why = dict[str, list[str]]()
@@ -82,33 +81,14 @@ def _row(each: Candidate) -> tuple[str, str, str, str, str]:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """All of it, for programs; seconds and bytes."""
+    """All of it, for programs; seconds, bytes, and MB of memory."""
+    predicted = plan.predicted
     return {
-        "layout": _layout(plan.layout),
-        "micro_batch_size": plan.micro_batch_size,
-        "layers": [len(span) for span in plan.predicted.bounds],
-        "prefer": plan.prefer,
+        **{each.name: getattr(plan, each.name) for each in fields(plan)},
+        "layout": asdict(plan.layout),
+        "predicted": {"step": predicted.time.total, "idle": predicted.idle, "time": asdict(predicted.time),
+                      "memory": [asdict(each) for each in predicted.memory],
+                      "layers": [len(span) for span in predicted.bounds]},
         "cluster": asdict(plan.cluster),
-        "step": {**asdict(plan.predicted.time), "total": plan.predicted.time.total, "idle": plan.predicted.idle},
-        "bytes": plan.bytes,
-        "largest_micro_batch": plan.largest_micro_batch,
-        "memory_mb": [{**asdict(each), "total": each.total} for each in plan.predicted.memory],
-        "simulated": plan.simulated,
-        "planning_seconds": plan.seconds,
-        "advice": list(plan.advice),
-        "warnings": list(plan.warnings),
-        "candidates": [{**vars(each), "layout": _layout(each.layout)} for each in plan.candidates],
-    }
-
-
-def _layout(layout: Layout) -> dict[str, Any]:
-    sizes: dict[str, Any] = {axis: layout.grid.size(axis) for axis in AXES}
-    return {
-        "ranks": layout.ranks,
-        **sizes,
-        "cut": layout.cut,
-        "schedule": layout.schedule,
-        "chunks": layout.chunks,
-        "recompute": layout.recompute,
-        "sharded_optimizer": layout.shards_optimizer,
-    }
+        "candidates": [asdict(each) for each in plan.candidates],
+    }  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from megasnn.data.images import open_image
 from megasnn.events import FrameOptions, Recording, make_frames, read_recording
 from megasnn.files import SAMPLE_BYTES, read_file
 from megasnn.preprocess.sources import Item, cifar_rows
-
-_QUALITY = 95
 
 
 def encode_image(image: Image.Image, kind: str, **options: int) -> bytes:
@@ -33,65 +30,42 @@ def encode_cifar(item: Item) -> Mapping[str, bytes]:
     return {"png": encode_image(Image.fromarray(pixels), "PNG", compress_level=1)}
 
 
-@dataclass(frozen=True)
-class CopyImage:
-    """Takes an image file over as it is, or scaled; it is decoded, so that a damaged one is found now.
+def copy_image(item: Item, limit: int = SAMPLE_BYTES) -> Mapping[str, bytes]:
+    """Takes an image file over as it is; it is decoded, so that a damaged one is found now.
 
-    Attributes:
-        size: pixels that a longer shorter side is scaled to; the file is then written anew.
+    Args:
         limit: bytes that an image may take, in its file or decoded.
     """
-
-    size: int | None = None
-    limit: int = SAMPLE_BYTES
-
-    def __call__(self, item: Item) -> Mapping[str, bytes]:
-        suffix = item.source.suffix.lower().removeprefix(".")
-        try:
-            data = read_file(item.source, self.limit)
-            image = open_image(data, self.limit)
-            image.load()
-        except (ValueError, OSError, SyntaxError) as error:  # what damaged bytes make Pillow raise
-            raise ValueError(f"{item.source} cannot be decoded: {error}") from error
-        if self.size is None or min(image.size) <= self.size:
-            return {suffix: data}
-        scale = self.size / min(image.size)
-        width, height = (max(self.size, round(side * scale)) for side in image.size)
-        image = image if image.mode in ("L", "RGB") else image.convert("RGB")
-        image = image.resize((width, height), Image.Resampling.BILINEAR)
-        if suffix == "png":
-            return {"png": encode_image(image, "PNG")}
-        return {"jpg": encode_image(image, "JPEG", quality=_QUALITY)}
+    try:
+        data = read_file(item.source, limit)
+        open_image(data, limit).load()
+    except (ValueError, OSError, SyntaxError) as error:  # what damaged bytes make Pillow raise
+        raise ValueError(f"{item.source} cannot be decoded: {error}") from error
+    return {item.source.suffix.lower().removeprefix("."): data}
 
 
-@dataclass(frozen=True)
-class EncodeRecording:
+def encode_recording(
+    item: Item, frames: FrameOptions | None, sensor: tuple[int, int] | None, sort: bool, limit: int
+) -> Mapping[str, bytes]:
     """Reads an item's recording, cuts out its clip, if it is one, and makes the files of a sample.
 
-    Attributes:
+    Args:
         frames: how they are made; None keeps the events.
         sensor: height and width, for files that do not say them.
         sort: puts events in order of time.
         limit: bytes that a recording or its frames may take.
     """
-
-    frames: FrameOptions | None
-    sensor: tuple[int, int] | None = None
-    sort: bool = False
-    limit: int = SAMPLE_BYTES
-
-    def __call__(self, item: Item) -> Mapping[str, bytes]:
-        recording = _read(item.source, self.sensor, self.sort, self.limit)
-        if item.part:
-            recording = Recording(recording.events.between(*item.part), recording.sensor)
-            if not len(recording.events):
-                raise ValueError(f"{item.source}: no event in the clip from {item.part[0]} to {item.part[1]} us")
-        if self.frames is None:
-            return {EVENTS: encode_events(recording)}
-        try:
-            return {FRAMES: encode_frames(make_frames(recording, self.frames, self.limit))}
-        except ValueError as error:
-            raise ValueError(f"{item.source}: {error}") from error
+    recording = _read(item.source, sensor, sort, limit)
+    if item.part:
+        recording = Recording(recording.events.between(*item.part), recording.sensor)
+        if not len(recording.events):
+            raise ValueError(f"{item.source}: no event in the clip from {item.part[0]} to {item.part[1]} us")
+    if frames is None:
+        return {EVENTS: encode_events(recording)}
+    try:
+        return {FRAMES: encode_frames(make_frames(recording, frames, limit))}
+    except ValueError as error:
+        raise ValueError(f"{item.source}: {error}") from error
 
 
 @lru_cache(maxsize=1)  # the clips of a recording come one after another

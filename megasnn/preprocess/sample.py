@@ -21,7 +21,7 @@ from megasnn.events import simulate_recording
 from megasnn.preprocess.encoding import encode_image
 from megasnn.preprocess.writing import write_shard
 
-_IMAGES, _EVENTS = "digits-v2", "digits-events-v2"  # folders in the cache; change them when the bytes change
+_IMAGES, _EVENTS = "digits-v2", "digits-events-v3"  # folders in the cache; change them when the bytes change
 
 
 def shards_of_sample(events: bool) -> tuple[Path, Path]:

@@ -17,7 +17,6 @@ import numpy as np
 from megasnn.data.images import IMAGE_SUFFIXES
 from megasnn.events import SUFFIXES
 from megasnn.files import SAMPLE_BYTES, read_file
-from megasnn.random import keyed_seed
 
 GESTURES = (
     "hand_clapping,right_hand_wave,left_hand_wave,right_arm_clockwise,right_arm_counter_clockwise,left_arm_clockwise,"
@@ -59,32 +58,14 @@ class Item:
 
 @dataclass(frozen=True)
 class Listing:
-    """Items of each split, and the names of the classes by number. Raises ValueError for keys that occur twice."""
+    """Items of each split, and the names of the classes by number. Raises ValueError for an empty split."""
 
     splits: dict[str, list[Item]]
     classes: list[str]
 
     def __post_init__(self) -> None:
-        for split, items in self.splits.items():
-            if not items:
-                raise ValueError(f"there are no samples for the split {split!r}")
-            seen: dict[str, Item] = {}
-            for item in items:
-                if (other := seen.setdefault(item.key, item)) is not item:
-                    raise ValueError(
-                        f"two samples of the split {split!r} would be called {item.key!r}: {other.source} and "
-                        f"{item.source}; rename one"
-                    )
-
-
-def shuffled(items: list[Item], split: str) -> list[Item]:
-    """Items in an order that depends on nothing else; those of one source stay together, so that it is read once."""
-    groups: dict[Path, list[Item]] = {}
-    for item in items:
-        groups.setdefault(item.source, []).append(item)
-    words = np.random.Philox(key=keyed_seed("shards", split)).random_raw(len(groups))
-    members = list(groups.values())
-    return [item for place in np.argsort(words, kind="stable").tolist() for item in members[place]]
+        if empty := [split for split, items in self.splits.items() if not items]:
+            raise ValueError(f"there are no samples for the split {empty[0]!r}")
 
 
 # --- images
@@ -93,26 +74,20 @@ def shuffled(items: list[Item], split: str) -> list[Item]:
 def list_cifar(folder: Path, classes: Literal[10, 100]) -> Listing:
     """Rows of the binary version of CIFAR-10, or of CIFAR-100 with its fine classes.
 
-    A row has one byte for each label (CIFAR-100: coarse, fine) and 3 x 32 x 32 for the pixels. The Python version is
-    refused: it holds pickles.
+    A row has one byte for each label (CIFAR-100: coarse, fine) and 3 x 32 x 32 for the pixels. The Python version holds
+    pickles and is not read.
     """
     name, names, files, labels = _CIFAR[classes]
     folder = folder / name if (folder / name).is_dir() else folder
     if not (folder / names).is_file():
-        raise ValueError(
-            f"{folder} has no {names}: unpack the binary version of CIFAR-{classes} there ({name}); the Python version "
-            "holds pickles, which could run code, and is not read"
-        )
+        raise ValueError(f"{folder} has no {names}: unpack the binary version of CIFAR-{classes} there ({name})")
     class_names = _lines(folder / names)
     splits: dict[str, list[Item]] = {split: [] for split in files}
     for split, paths in files.items():
         for number, path in enumerate(folder / each for each in paths):
-            found = cifar_rows(path, labels)[:, labels - 1].tolist()
-            if max(found) >= len(class_names):
-                raise ValueError(f"{path} has a label {max(found)}, and {names} has {len(class_names)} lines")
             splits[split] += [
                 Item(f"{split}_{class_names[label]}_{number}_{row:05d}", label, path, (row, labels))
-                for row, label in enumerate(found)
+                for row, label in enumerate(cifar_rows(path, labels)[:, labels - 1].tolist())
             ]
     return Listing(splits, class_names)
 
@@ -142,7 +117,7 @@ def list_tiny_imagenet(folder: Path) -> Listing:
     val = []
     for line in _lines(folder / "val" / "val_annotations.txt"):
         name, wnid = (*line.split("\t"), "")[:2]
-        path = _inside(folder / "val" / "images", name)
+        path = folder / "val" / "images" / name
         if wnid not in classes or not path.is_file():
             raise ValueError(f"{folder}/val/val_annotations.txt: {line!r} is no file of val/images and class of train")
         val.append(Item(_key(path, wnid), classes.index(wnid), path))
@@ -177,8 +152,8 @@ def list_gestures(folder: Path) -> Listing:
         return list_event_folders(folder)
     splits = {}
     for split in ("train", "test"):
-        recordings = [_inside(folder, name) for name in _lines(folder / _TRIALS.format(split))]
-        splits[split] = [clip for recording in recordings for clip in _clips(recording)]
+        recordings = _lines(folder / _TRIALS.format(split))
+        splits[split] = [clip for name in recordings for clip in _clips(folder / name)]
     return Listing(splits, list(GESTURES))
 
 
@@ -229,7 +204,6 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _items(folder: Path, classes: Sequence[str], suffixes: Sequence[str]) -> list[list[Item]]:
-    """Items of each class, in numeric order of the names of the files in its folder."""
     return [
         [Item(_key(path, name), label, path) for path in _files(folder / name, suffixes)]
         for label, name in enumerate(classes)
@@ -264,15 +238,7 @@ def _numeric(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts if part]
 
 
-def _inside(folder: Path, name: str) -> Path:
-    """A file that a list names, refused where it leads out of the folder."""
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(f"{name!r} leads out of the folder {folder}, in which all should lie")
-    return folder / name
-
-
 def _lines(path: Path) -> list[str]:
-    """Lines of a text file, without empty ones."""
     try:
         lines = read_file(path, SAMPLE_BYTES).decode("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:

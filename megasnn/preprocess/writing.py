@@ -10,14 +10,14 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic_core import to_json
@@ -25,7 +25,9 @@ from tqdm import tqdm
 
 from megasnn.data.index import INDEX_NAME, Index, ShardRecord
 from megasnn.data.shards import scan
-from megasnn.preprocess.sources import Item, Listing, shuffled
+from megasnn.data.workers import end_with_parent
+from megasnn.files import sync
+from megasnn.preprocess.sources import Item, Listing
 
 Sample = tuple[str, Mapping[str, bytes]]
 """Key, and the contents of its files by suffix."""
@@ -33,30 +35,22 @@ Encode = Callable[[Item], Mapping[str, bytes]]
 """Reads an item and returns its files by suffix. Raises ValueError for one that cannot be used; can be pickled."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """Shards that are to be made of a data set.
-
-    Attributes:
-        listing: its samples.
-        encode: makes the files of a sample.
-        samples_per_shard: the last shard of a split has the rest.
-        skip_broken: leaves out and counts items that cannot be used.
-        options: for the index, as JSON values.
-    """
-
-    listing: Listing
-    encode: Encode
-    samples_per_shard: int = 500
-    skip_broken: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-def preprocess(job: Job, output: Path, workers: int = 1) -> Index:
-    """Writes the shards of a job and their index, which it returns. The bytes are the same for any number of workers.
+def preprocess(
+    listing: Listing,
+    encode: Encode,
+    output: Path,
+    samples_per_shard: int,
+    workers: int = 1,
+    skip_broken: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Index:
+    """Writes the shards of a data set and their index, which it returns; the same bytes for any number of workers.
 
     Args:
         output: folder for them, which must not exist, or be empty.
+        samples_per_shard: the last shard of a split has the rest.
+        skip_broken: leaves out and counts items that cannot be used.
+        options: for the index, as JSON values.
 
     Raises:
         ValueError: the folder exists, or cannot be written; an item cannot be used (without `skip_broken`); a worker
@@ -67,13 +61,18 @@ def preprocess(job: Job, output: Path, workers: int = 1) -> Index:
         raise ValueError(f"--output {output} exists, and is no empty folder; choose another one, or remove it")
     if aside.exists():
         raise ValueError(f"{aside} exists: another run is writing there, or was killed; wait for it, or remove it")
+    tasks = [
+        (aside / f"{split}-{number:05d}.tar", split, items[start : start + samples_per_shard])
+        for split, items in listing.splits.items()
+        for number, start in enumerate(range(0, len(items), samples_per_shard))
+    ]
     with _named(output):
         try:
             aside.mkdir(parents=True)
-            index = Index(job.options, job.listing.classes, _write_shards(job, aside, workers))
-            with open(aside / INDEX_NAME, "wb") as file:
-                file.write(to_json(asdict(index)))
-                os.fsync(file.fileno())
+            records = _write_shards(partial(_write_task, encode, skip_broken), tasks, workers)
+            index = Index(dict(options), listing.classes, records)
+            (aside / INDEX_NAME).write_bytes(to_json(asdict(index)))
+            sync(aside / INDEX_NAME)
             os.replace(aside, output)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
@@ -87,22 +86,16 @@ def write_shard(path: Path, samples: Iterable[Sample]) -> None:
 
     # Owner, rights and time of change are the same everywhere and always. GNU's tar has names of any length.
     attributes: dict[str, Any] = {"user": "", "group": "", "mode": 0o644, "mtime": 0, "format": "GNU_FORMAT"}
-    with open(path, "wb") as file:
-        with TarWriter(file, encoder=False, compress=False, **attributes) as archive:
-            for key, files in samples:
-                archive.write({"__key__": key, **files})
-        file.flush()
-        os.fsync(file.fileno())
+    with open(path, "wb") as file, TarWriter(file, encoder=False, compress=False, **attributes) as archive:
+        for key, files in samples:
+            archive.write({"__key__": key, **files})
+    sync(path)
 
 
-def _write_shards(job: Job, folder: Path, workers: int) -> list[ShardRecord]:
+def _write_shards(
+    write: Callable[..., ShardRecord], tasks: Sequence[tuple[Path, str, list[Item]]], workers: int
+) -> list[ShardRecord]:
     """Writes all shards; after the first error only those that are being written."""
-    tasks = []
-    for split, items in job.listing.splits.items():
-        ordered = shuffled(items, split)
-        for number, start in enumerate(range(0, len(ordered), job.samples_per_shard)):
-            tasks.append((folder / f"{split}-{number:05d}.tar", split, ordered[start : start + job.samples_per_shard]))
-    records = []
     with ExitStack() as stack:
         run: Callable[..., Iterator[ShardRecord]] = map
         if workers > 1:
@@ -110,14 +103,11 @@ def _write_shards(job: Job, folder: Path, workers: int) -> list[ShardRecord]:
             pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker)
             stack.callback(pool.shutdown, cancel_futures=True)
             run = pool.map
-        bar = stack.enter_context(tqdm(total=sum(len(task[2]) for task in tasks), unit=" samples", disable=None))
         try:
-            for record in run(partial(_write_task, job.encode, job.skip_broken), *zip(*tasks, strict=True)):
-                records.append(record)
-                bar.update(len(record.members.keys) + len(record.broken))
+            written = run(write, *zip(*tasks, strict=True))
+            return list(tqdm(written, total=len(tasks), unit=" shards", disable=None))
         except BrokenProcessPool as error:
             raise ValueError("a worker process was killed (out of memory?); try fewer --workers") from error
-    return records
 
 
 def _write_task(encode: Encode, skip_broken: bool, path: Path, split: str, items: list[Item]) -> ShardRecord:
@@ -142,15 +132,9 @@ def _write_task(encode: Encode, skip_broken: bool, path: Path, split: str, items
 
 
 def _start_worker() -> None:
-    """Leaves Ctrl-C to the parent process, and ends when that does, however it ended."""
+    """Leaves Ctrl-C to the parent process, and ends when that does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    if parent := multiprocessing.parent_process():
-        parent.join()
-    os._exit(1)
+    end_with_parent()
 
 
 @contextmanager

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from megasnn.config import PretrainConfig
-from megasnn.data import BatchLoader, Datasets, LoaderOptions, Share, open_datasets
-from megasnn.data.loader import check_shares, epoch_samples, order_identity
+from megasnn.data import BatchLoader, Datasets, open_datasets
+from megasnn.data.loader import epoch_samples, order_identity
 from megasnn.engine import Engine
 from megasnn.engine.faults import placed
-from megasnn.parallel.agreement import broadcast_object
+from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel_state import ParallelState
 from megasnn.preprocess.sample import shards_of_sample
 
@@ -33,18 +33,13 @@ class RunData:
         self._config = config
         self._loaders: dict[bool, BatchLoader] = {}
         data, training, model = config.data, config.training, config.model
-        shape, decide = model.input_shape, partial(broadcast_object, state.world)
+        shape, decide = model.input_shape, partial(broadcast_result, state.world.handle)
         self.datasets: Datasets = open_datasets(
             data, shape, model.num_classes, shards_of_sample, decide, training.evaluate_only
         )
         batch, last_batch = training.global_batch_size, data.last_batch
-        if not training.evaluate_only:
-            micro_batch, context = training.micro_batch_size, config.parallel.context_parallel_size
-            sharing = context if config.parallel.context_cut(micro_batch) == "samples" else 1
-            share = Share(batch, micro_batch, dp_size=state.dp.size, cp_size=sharing)
-            check_shares(len(self.datasets.train), share, last_batch)
         samples = epoch_samples(len(self.datasets.train), batch, last_batch)
-        self.length = training.length(samples, keeps_last_batch=last_batch == "keep")
+        self.length = training.length(samples)
         self.place: dict[str, object] = {
             "dataset": order_identity(self.datasets.train, batch, last_batch),
             **{"seed": training.seed, "shuffle": data.shuffle, "last_batch": last_batch},
@@ -80,18 +75,9 @@ class RunData:
         return self._loaders[training]
 
     def _loader(self, engine: Engine, training: bool) -> BatchLoader:
-        data, sizes, state = self._config.data, self._config.training, engine.state
         share = engine.batches.trained_share if training else engine.batches.evaluated_share
-        options = LoaderOptions(
-            seed=sizes.seed,
-            shuffle=data.shuffle,
-            augment=data.augment,
-            last_batch=data.last_batch,
-            skip_broken=data.skip_broken_samples,
-            num_workers=data.num_workers,
-            timeout=data.fetch_timeout,
-            pin_memory=state.device.type == "cuda",
-        )
         dataset = self.datasets.train if training else self.datasets.valid
         assert dataset is not None
-        return BatchLoader(dataset, share, options, training)
+        return BatchLoader(
+            dataset, share, self._config.data, self._config.training.seed, training, engine.state.device.type == "cuda"
+        )

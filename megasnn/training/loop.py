@@ -164,7 +164,7 @@ class TrainingRun:
         self.metrics.spikes.enabled = False
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         self._skipped_steps += result.skipped
-        self._skipped_samples += sum(len(micro.skipped) for micro in batch.micro_batches)
+        self._skipped_samples += sum(micro.skipped for micro in batch.micro_batches)
         if result.not_finite:
             self.reporter.line(f"iteration {number}: {result.not_finite}")
         self.reporter.step(result)

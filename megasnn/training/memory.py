@@ -11,7 +11,7 @@ from megasnn.engine.build import sample_windows
 from megasnn.engine.model import DistributedModel
 from megasnn.grid import SUMMED_AXES
 from megasnn.host_memory import release_free_memory
-from megasnn.optim import held_state_bytes, state_bytes, working_bytes
+from megasnn.optim.build import held_state_bytes, state_bytes, working_bytes
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import ParallelState

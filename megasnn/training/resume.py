@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
-from megasnn.checkpoint.folder import list_checkpoints, resolve
+from megasnn.checkpoint.folder import go_back, list_checkpoints, resolve
 from megasnn.checkpoint.format import Metadata
 from megasnn.checkpoint.job import FolderLock
 from megasnn.checkpoint.load import load_checkpoint, model_differences
@@ -24,7 +25,7 @@ from megasnn.engine import Engine
 from megasnn.engine.faults import placed
 from megasnn.files import CheckpointError, NoCheckpointError, in_message
 from megasnn.layers import ParallelNeuron
-from megasnn.parallel.agreement import broadcast_result, run_on_all_ranks
+from megasnn.parallel.agreement import broadcast_result, gather, run_on_all_ranks
 from megasnn.parallel.sharding import owner_name
 from megasnn.parallel_state import ParallelState
 
@@ -52,14 +53,12 @@ class Claim:
         folder: of the checkpoints.
         job: holds the lock; only on the first rank.
         resumes: this is a job that goes on after a restart.
-        others: the last serial of checkpoints there that this run does not continue, and does not remove.
         notice: for the user; "" when nothing.
     """
 
     folder: Path
     job: FolderLock | None
     resumes: bool
-    others: int
     notice: str
 
     def release(self) -> None:
@@ -70,28 +69,22 @@ class Claim:
 
 @placed("while claiming the folder of --save")
 def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
-    """Claims the folder of --save; None without one. Collective.
+    """Claims the folder of --save; None without one, and where nothing is saved. Collective.
 
     Raises:
-        CheckpointError: on every rank: another run saves there, nobody can, or hosts see other folders.
+        CheckpointError: on every rank: another run saves there, nobody can, it has checkpoints that this run does not
+            continue, or hosts see other folders.
     """
     options = config.checkpoint
-    if not options.save:
+    if not options.save or config.training.evaluate_only:
         return None
     folder, continues = Path(options.save), options.saves_where_it_loads and not options.finetune
     job: FolderLock | None = None
 
-    def by_first() -> tuple[bool, int, str]:
+    def by_first() -> tuple[bool, str]:
         nonlocal job
-        job = FolderLock(folder, is_job=True)
-        there = list_checkpoints(folder)
-        mixed = ""
-        if there and not job.resumes and not continues:
-            mixed = (
-                f"WARNING: {folder} holds checkpoints up to iteration {there[-1]} that this run does not continue "
-                f"(--load {folder} would); its own are saved among them"
-            )
-        return job.resumes, 0 if continues else job.found, "\n".join(filter(None, (job.notice, mixed)))
+        job = FolderLock(folder, continues)
+        return job.resumes, job.notice
 
     decided = broadcast_result(state.world.handle, by_first)
     claimed = Claim(folder, job, *decided)
@@ -208,6 +201,8 @@ def _continue(config: PretrainConfig, engine: Engine, place: Mapping[str, object
     engine.step.loaded((loaded.iteration, samples), loaded.averaged)
     if evaluates_only:
         return StartingPoint(_warnings((*loaded.remarks, *changed_samples(loaded.extra, config))))
+    if options.ckpt_step is not None and options.saves_where_it_loads and not restarted:
+        broadcast_result(engine.state.world.handle, lambda: go_back(Path(folder), loaded.iteration))
     return StartingPoint(
         _warnings((*loaded.remarks, *changed_recipe(loaded.extra, recipe(config)))),
         Best.read(loaded.extra.get("best")) if options.keep_best else None,
@@ -218,29 +213,39 @@ def _continue(config: PretrainConfig, engine: Engine, place: Mapping[str, object
 
 def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> StartingPoint:
     """Takes only the weights, of a model whose tensors fit; a last layer of another shape stays as initialised."""
-    model = engine.distributed
+    model, world = engine.distributed, engine.state.world.handle
+    head, shapes = model.model.layers[-1].name, {entry.name: entry.shard.global_shape for entry in model.described}
+    of_head = {name for name in shapes if name.startswith(f"{head}.")}
+    mine = [  # parameters by which neurons learn their time constants
+        owner_name(neuron, "w", path)
+        for path, neuron in model.neurons()
+        if isinstance(neuron, ParallelNeuron) and neuron.w is not None
+    ]
+    time_constants = set(chain(*gather(world, mine)))
+    other_head, initial = False, set[str]()
+
+    def leave(saved: Metadata) -> set[str]:
+        nonlocal other_head, initial
+        other_head = any(saved.tensors[n].shape != shapes[n] for n in of_head & saved.tensors.keys())
+        initial = time_constants - saved.tensors.keys()
+        return (of_head if other_head else set()) | initial
+
     loaded = load_checkpoint(
         folder,
         LocalState(model.tensors),
         step=config.checkpoint.ckpt_step,
-        process_group=engine.state.world.handle,
+        process_group=world,
         check=lambda saved: model_differences(saved, config.model.name, None),
-        replaceable=model.model.layers[-1].name,
-        optional=[  # parameters by which neurons learn their time constants
-            owner_name(neuron, "w", path)
-            for path, neuron in model.neurons()
-            if isinstance(neuron, ParallelNeuron) and neuron.w is not None
-        ],
+        leave=leave,
     )
     engine.step.loaded()
     remarks = [*loaded.remarks, *changed_samples(loaded.extra, config)]
-    if loaded.replaced:
-        head = model.model.layers[-1].name
+    if other_head:
         remarks.append(f"{head} is of another shape in the checkpoint: it stays as it is initialised")
-    if loaded.initial:
+    if initial:
         remarks.append(
-            f"the checkpoint holds no time constants of neurons ({', '.join(loaded.initial[:2])}, ...): they start "
-            f"from --tau {config.neuron.tau}"
+            f"the checkpoint holds no time constants of neurons ({min(initial)}, ...): they start from --tau "
+            f"{config.neuron.tau}"
         )
     return StartingPoint(_warnings(remarks))
 

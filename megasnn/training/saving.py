@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from megasnn.checkpoint.folder import Retention
-from megasnn.checkpoint.writer import AsyncWriter, SyncWriter
+from megasnn.checkpoint.writer import Writer
 from megasnn.config import PretrainConfig
-from megasnn.config.identity import NORMALISATION, normalisation
+from megasnn.config.identity import SAMPLES, samples
 from megasnn.engine import Engine
 from megasnn.telemetry.reporter import Reporter
 from megasnn.training.resume import Best, Claim, StartingPoint
@@ -34,17 +33,17 @@ class Saves:
     ) -> None:
         options = config.checkpoint
         self._keeps_best, self._engine, self._claim = options.keep_best, engine, claim
-        constants = normalisation(config)
-        self._extra = {**place, **({} if constants is None else {NORMALISATION: constants})}
+        self._extra = {**place, SAMPLES: samples(config)}
         self._best, self._saved_best = begin.best, begin.best if begin.saved else None
         self._saves_best = False
-        self._saver: SyncWriter | None = None
+        self._saver: Writer | None = None
         if claim is not None:
-            writer = AsyncWriter if options.async_save else SyncWriter
-            self._saver = writer(
+            self._saver = Writer(
                 claim.folder,
                 process_group=engine.state.world.handle,
-                retention=Retention(options.keep_last, options.keep_every, claim.others),
+                background=options.async_save,
+                keep_last=options.keep_last,
+                keep_every=options.keep_every,
                 report=reporter.line,
                 complete=reporter.saved,
                 saved=engine.iteration if begin.saved else None,

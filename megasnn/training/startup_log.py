@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megasnn.config import PretrainConfig, changed_flags, comparable_flags, to_json, with_model_name
+from megasnn.config import PretrainConfig, changed_flags, to_dict, to_json, with_model_name
 from megasnn.config.data import SAMPLE
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import Length
@@ -53,7 +53,8 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     reporter.text("model", table)
     reporter.text("configuration", textwrap.indent(to_json(config), "    "))
     grid = {"data_parallel_size": state.dp.size, "parameters": model.parameters}
-    reporter.flags({**comparable_flags(config), **grid})
+    flat = {name: value for of_part in to_dict(config).values() for name, value in of_part.items()}
+    reporter.flags({**{name: "none" if value is None else value for name, value in flat.items()}, **grid})
     costs = None
     if plan.costs is not None:
         costs = {layer.name: asdict(cost) for layer, cost in zip(model.model.layers, plan.costs.layers, strict=True)}

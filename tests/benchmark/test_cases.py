@@ -1,4 +1,4 @@
-"""Kernels, data and checkpoints: short runs, and flags without sense."""
+"""Kernels and data: short runs, and flags without sense."""
 
 from __future__ import annotations
 
@@ -55,16 +55,6 @@ def test_data(shard: Path, tmp_path: Path) -> None:
     assert all(each["ratio"]["median"] > 0 < each["samples_per_s"]["median"] for each in found)
 
 
-def test_checkpoints(tmp_path: Path) -> None:
-    folder, log = tmp_path / "folder", tmp_path / "log"
-    folder.mkdir()
-    small = "--embed-dim 32 --depth 1 --num-heads 2 --rounds 1 --steps 1".split()
-    assert main(["--checkpoints", *small, "--folder", str(folder), "--output", str(log)]) == 0
-    found = {each["row"].strip(): each for each in lines(log)}
-    assert found["save"]["x_cp"]["median"] > 0 < found["load"]["x_cp"]["median"] and len(found) == 7
-    assert found["training lost to a save in the background"]["x_save"] and not list(folder.iterdir())
-
-
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
@@ -73,8 +63,6 @@ def test_checkpoints(tmp_path: Path) -> None:
         (["--data", "--workers", "-1"], "--workers -1"),
         (["--data", "--kinds", "images", "--data-path", "nowhere.tar"], "nowhere.tar"),
         (["--data", "--data-path", "nowhere.tar"], "--kinds"),
-        (["--checkpoints", "--rounds", "0"], "--rounds"),
-        (["--checkpoints", "--folder", "/none"], "/none"),
     ],
 )
 def test_flags_without_sense(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,6 @@ def test_options_become_flags() -> None:
     assert (asked.context_parallel_size, asked.context_parallel_cut, asked.recompute) == (2, "rows", "always")
     assert parse_row("pp2-v-half", 4).parallel("auto").pipeline_schedule == "v-half"
     assert parse_row("dp2zero1", 4).parallel("auto").use_distributed_optimizer
-    assert parse_row("spikingjelly-triton", 4).neurons == "triton"
     assert layout_of(parse_row("pp2-zbv", 4)).chunks == 2 and layout_of(parse_row("wp2", 4)).grid.dp_shard == 2
 
 

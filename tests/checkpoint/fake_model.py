@@ -19,8 +19,7 @@ from megasnn.parallel.sharding import (
     Initialiser,
     Shard,
     ShardedTensor,
-    declare_buffer,
-    declare_parameter,
+    declare,
     materialise,
     sharded_tensors,
 )
@@ -58,26 +57,26 @@ def _cut(shape: tuple[int, ...], place: Place, dim: int, blocks: int = 1, *, ini
 class Stem(nn.Module):
     def __init__(self, place: Place, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        declare_parameter(self, "weight", _cut((8, 3, 3, 3), place, 0, initialise=_draw), dtype)
-        declare_buffer(self, "running_mean", _cut((8,), place, 0, initialise=_zero), dtype)
-        declare_buffer(self, "batches", Shard((), place=place, initialise=_zero), torch.int64)
+        declare(self, "weight", _cut((8, 3, 3, 3), place, 0, initialise=_draw), dtype)
+        declare(self, "running_mean", _cut((8,), place, 0, initialise=_zero), dtype, is_parameter=False)
+        declare(self, "batches", Shard((), place=place, initialise=_zero), torch.int64, is_parameter=False)
 
 
 class Attention(nn.Module):
     def __init__(self, place: Place, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         qkv = _cut((48, 16, 1), place, 0, 3, initialise=_draw)
-        declare_parameter(self, "qkv", qkv, dtype)
-        declare_parameter(self, "projection", _cut((16, 16, 1), place, 1, initialise=_draw), dtype)
-        w = Shard((), (), place, ("tp",), _zero)
-        declare_parameter(self, "w", w, dtype)
+        declare(self, "qkv", qkv, dtype)
+        declare(self, "projection", _cut((16, 16, 1), place, 1, initialise=_draw), dtype)
+        w = Shard((), (), place, True, _zero)
+        declare(self, "w", w, dtype)
 
 
 class Head(nn.Module):
     def __init__(self, place: Place, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        declare_parameter(self, "weight", _cut((5, 16), place, 1, initialise=_draw), dtype)
-        declare_parameter(self, "bias", Shard((5,), place=place, initialise=_zero), dtype)
+        declare(self, "weight", _cut((5, 16), place, 1, initialise=_draw), dtype)
+        declare(self, "bias", Shard((5,), place=place, initialise=_zero), dtype)
 
 
 LAYERS = {"stem": Stem, "blocks.0": Attention, "blocks.1": Attention, "head": Head}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint.folder import BEST, LATEST, Retention, list_checkpoints, remove, superfluous
+from megasnn.checkpoint.folder import BEST, LATEST, go_back, list_checkpoints, prune
 from megasnn.checkpoint.job import FolderLock
 from megasnn.checkpoint.load import load_global_tensors
 from megasnn.checkpoint.save import save_global_tensors
@@ -99,36 +99,39 @@ def _deadly(function: Callable[..., None], remaining: Iterator[int]) -> Callable
 # --- retention
 
 
-def kept(folder: Path, steps: Iterable[int], retention: Retention, bad: Iterable[int] = ()) -> list[int]:
+def kept(folder: Path, steps: Iterable[int], *retention: int | None, bad: Iterable[int] = ()) -> list[int]:
     """Iterations that stay when each save is followed by a removal; those of `bad` followed skipped steps."""
     for step in steps:
         save(folder, step, skipped_steps=int(step in bad))
-        list(remove(superfluous(folder, retention)))
+        list(prune(folder, *retention))
     return list_checkpoints(folder)
 
 
 def test_so_many_are_kept(tmp_path):
-    assert kept(tmp_path / "a", range(1, 8), Retention(2)) == [6, 7]
-    assert kept(tmp_path / "b", range(1, 8), Retention(2, 3)) == [3, 6, 7]
-    assert kept(tmp_path / "c", (10, 20, 30, 5, 6), Retention(2)) == [5, 6]  # went back: the last saved count
-    assert kept(tmp_path / "d", range(1, 4), Retention()) == [1, 2, 3]
+    assert kept(tmp_path / "a", range(1, 8), 2) == [6, 7]
+    assert kept(tmp_path / "b", range(1, 8), 2, 3) == [3, 6, 7]
+    assert kept(tmp_path / "c", (10, 20, 30, 5, 6), 2) == [5, 6, 20, 30]  # went back: the others stay
+    assert kept(tmp_path / "d", range(1, 4), None) == [1, 2, 3]
     assert not [path for path in tmp_path.glob("*/*") if path.name.endswith(".tmp")]
 
 
-def test_the_best_and_those_of_another_run_stay(tmp_path):
-    for step in (100, 200):
-        save(tmp_path, step)
-    assert kept(tmp_path, (1, 2, 3), Retention(1, others=2)) == [3, 100, 200]
-    (tmp_path / BEST).write_text("3\n")
-    assert kept(tmp_path, (4, 5), Retention(1, others=2)) == [3, 5, 100, 200]
+def test_the_best_stays_and_a_course_that_was_given_up_is_put_aside(tmp_path):
+    assert kept(tmp_path, (1, 2), 1) == [2]
+    (tmp_path / BEST).write_text("2\n")
+    assert kept(tmp_path, (3, 4), 1) == [2, 4]
+    save(tmp_path, 100, 1.0)
+    go_back(tmp_path, 4)
+    assert loaded(tmp_path) == 0.0 and loaded(tmp_path, 100) == 1.0
+    assert kept(tmp_path, (5, 200), 2) == [2, 5, 200]  # not 100, which was never before 200
+    assert (tmp_path / "iter_0000100.given_up").is_dir() and loaded(tmp_path) == 0.0
 
 
 def test_a_bad_or_damaged_one_pushes_out_no_good_one(tmp_path):
-    assert kept(tmp_path, range(1, 9), Retention(2), bad=range(4, 9)) == [2, 3, 7, 8]
-    assert kept(tmp_path, (9, 10), Retention(2)) == [9, 10]
+    assert kept(tmp_path, range(1, 9), 2, bad=range(4, 9)) == [2, 3, 7, 8]
+    assert kept(tmp_path, (9, 10), 2) == [9, 10]
     for file in (tmp_path / "iter_0000010").glob("*.safetensors"):
         file.write_bytes(b"")
-    assert kept(tmp_path, [11], Retention(2)) == [9, 10, 11]
+    assert kept(tmp_path, [11], 2) == [9, 10, 11]
 
 
 # --- the lock, and restarted jobs
@@ -154,31 +157,37 @@ def test_a_second_run_is_refused_until_the_first_has_ended_however(tmp_path):
         FolderLock(tmp_path / "file")
 
 
-def resumes(monkeypatch, folder: Path, name: str, restarts: int = 0) -> bool:
-    """Whether a job of this name, restarted so often, goes on with what it finds."""
+def claims(monkeypatch, folder: Path, name: str, restarts: int = 0, continues: bool = False) -> bool | None:
+    """Whether a job of this name, restarted so often, goes on with its own checkpoints; None where it is refused."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-    lock = FolderLock(folder, is_job=True)
+    try:
+        lock = FolderLock(folder, continues)
+    except CheckpointError as error:
+        assert "--load" in str(error) and "--save" in str(error)
+        return None
     lock.release()
     return lock.resumes
 
 
 def test_a_restarted_job_goes_on_with_its_own_checkpoints_only(tmp_path, monkeypatch):
-    save(tmp_path, 10)
-    assert not resumes(monkeypatch, tmp_path, "none")
-    assert not resumes(monkeypatch, tmp_path, "none", restarts=1)  # the one there was there before
+    assert claims(monkeypatch, tmp_path, "none") is False
+    assert claims(monkeypatch, tmp_path, "none", restarts=1) is False  # nothing is there
     save(tmp_path, 5)
-    assert resumes(monkeypatch, tmp_path, "none", restarts=2)
-    assert not resumes(monkeypatch, tmp_path, "none")
-    assert not resumes(monkeypatch, tmp_path, "a")
+    assert claims(monkeypatch, tmp_path, "none", restarts=2) is True
+    assert claims(monkeypatch, tmp_path, "none") is None
+    assert claims(monkeypatch, tmp_path, "none", restarts=1) is None  # torchrun starts the refused job again
+    assert claims(monkeypatch, tmp_path, "a") is None
+    assert claims(monkeypatch, tmp_path, "a", restarts=1) is None
+    assert claims(monkeypatch, tmp_path, "a", continues=True) is False  # by --load
     save(tmp_path, 6)
-    assert resumes(monkeypatch, tmp_path, "a")  # torchrun counts no restart where nodes come and go
-    assert not resumes(monkeypatch, tmp_path, "b")
+    assert claims(monkeypatch, tmp_path, "a") is True  # torchrun counts no restart where nodes come and go
+    assert claims(monkeypatch, tmp_path, "b") is None
 
 
 def test_a_restarted_run_waits_for_the_one_before(tmp_path, monkeypatch):
     before = FolderLock(tmp_path)
     threading.Timer(0.4, before.release).start()
     began = time.monotonic()
-    resumes(monkeypatch, tmp_path, "none", restarts=1)
+    claims(monkeypatch, tmp_path, "none", restarts=1)
     assert 0.3 < time.monotonic() - began < 15

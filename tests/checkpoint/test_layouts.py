@@ -111,11 +111,10 @@ def test_of_the_files_of_many_ranks_those_are_opened_that_a_rank_needs(tmp_path,
     for rank in range(ranks):
         entry = rows(rank, ranks)
         entry.tensor.copy_(entry.shard.cut(values))
-        boxes = boxes_of([entry])
-        path = tmp_path / file_name(rank)
-        write_safetensors(path, [box for box, _, _ in boxes], [piece.of_local(entry.tensor) for _, _, piece in boxes])
-        written.append((path.name, boxes))
-    saved = SavedTensor(ROWS, "float32", tuple(box.in_file(name) for name, boxes in written for box, _, _ in boxes))
+        content = boxes_of([entry], file_name(rank))
+        write_safetensors(tmp_path / file_name(rank), content)
+        written += [box for _, saved, _ in content for box in saved.boxes]
+    saved = SavedTensor(ROWS, "float32", tuple(written))
     opened: list[str] = []
     real = tensor_io.safe_open
     monkeypatch.setattr(tensor_io, "safe_open", lambda file, **how: (opened.append(file.name), real(file, **how))[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,24 +13,25 @@ import torch
 import torch.distributed as dist
 
 from megasnn.checkpoint import save
-from megasnn.checkpoint.folder import BEST, LATEST, Retention, list_checkpoints
+from megasnn.checkpoint.folder import BEST, LATEST, list_checkpoints
 from megasnn.checkpoint.format import Progress
 from megasnn.checkpoint.load import load_global_tensors
 from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.checkpoint.writer import AsyncWriter, SyncWriter
+from megasnn.checkpoint.writer import Writer
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known
 from tests.small_disk import fill, small_disk
 
-BOTH = pytest.mark.parametrize("kind", [SyncWriter, AsyncWriter])
+BOTH = pytest.mark.parametrize("background", [False, True])
 
 
 class Session:
     """A writer of a fake rank's tensors, and its lines."""
 
-    def __init__(self, kind: type[SyncWriter], folder: Path, layout: Layout, **options: object) -> None:
+    def __init__(self, folder: Path, layout: Layout, background: bool = True, **options: object) -> None:
         self.rank, self.said = Rank(layout), list[str]()
         self.rank.fill()
-        self.writer = kind(folder, process_group=self.rank.group, report=self.said.append, **options)
+        group, report = self.rank.group, self.said.append
+        self.writer = Writer(folder, process_group=group, background=background, report=report, **options)
 
     def save(self, iteration: int, best: bool = False) -> None:
         self.writer.save(Progress(iteration, 10 * iteration, config=CONFIG), self.rank.state, best)
@@ -67,7 +67,7 @@ def held_writes() -> Iterator[threading.Event]:
 
 
 def save_while_training(folder: Path) -> tuple[list[str], int | None, bool]:
-    session = Session(AsyncWriter, folder, Layout(tensor=2))
+    session = Session(folder, Layout(tensor=2))
     with held_writes() as go:
         session.save(1)
         session.spoil()  # training goes on
@@ -93,9 +93,9 @@ def test_a_save_in_the_background_has_the_values_of_its_moment(ranks, tmp_path):
     assert all(is_known(tmp_path, step) for step in (1, 2, 3))
 
 
-def fail_once(folder: Path, kind: type[SyncWriter], fault: str) -> tuple[list[str], list[bool]]:
+def fail_once(folder: Path, background: bool, fault: str) -> tuple[list[str], list[bool]]:
     """The first save meets a fault on one rank: a state that cannot be saved, or memory that runs out."""
-    session, outcomes = Session(kind, folder, Layout(tensor=2)), []
+    session, outcomes = Session(folder, Layout(tensor=2), background), []
     state = next(iter(session.rank.optimizer.state.values()))
     for step in (1, 2):
         fails = step == 1 and dist.get_rank() == 1
@@ -109,22 +109,22 @@ def fail_once(folder: Path, kind: type[SyncWriter], fault: str) -> tuple[list[st
 
 
 @pytest.mark.parametrize(
-    ("kind", "fault", "told"),
+    ("background", "fault", "told"),
     [
-        (SyncWriter, "state", "optimizer.odd"),
-        (AsyncWriter, "state", "optimizer.odd"),
-        (AsyncWriter, "memory", "inject"),
+        (False, "state", "optimizer.odd"),
+        (True, "state", "optimizer.odd"),
+        (True, "memory", "inject"),
     ],
 )
-def test_a_failure_on_one_rank_fails_the_save_on_all_and_no_run(ranks, tmp_path, kind, fault, told):
-    (said, outcomes), (_, other) = ranks(2, fail_once, tmp_path, kind, fault)
+def test_a_failure_on_one_rank_fails_the_save_on_all_and_no_run(ranks, tmp_path, background, fault, told):
+    (said, outcomes), (_, other) = ranks(2, fail_once, tmp_path, background, fault)
     assert outcomes == other == [False, True]
     assert "iteration 1 " in said[0] and "NOT SAVED" in said[0] and told in said[0]
     assert list_checkpoints(tmp_path) == [2] and is_known(tmp_path, 2)
 
 
 def test_a_second_save_waits_for_the_first_and_other_shapes_are_staged_anew(tmp_path):
-    session = Session(AsyncWriter, tmp_path, Layout())
+    session = Session(tmp_path, Layout())
     with held_writes() as go:
         session.save(1)
         threading.Timer(0.2, go.set).start()
@@ -139,8 +139,8 @@ def test_a_second_save_waits_for_the_first_and_other_shapes_are_staged_anew(tmp_
 
 
 @BOTH
-def test_the_best_is_named_and_old_ones_go(tmp_path, kind):
-    session = Session(kind, tmp_path, Layout(), retention=Retention(last=1))
+def test_the_best_is_named_and_old_ones_go(tmp_path, background):
+    session = Session(tmp_path, Layout(), background, keep_last=1)
     assert session.saved(1)
     session.save(1, best=True)
     assert session.saved(2) and session.saved(3)
@@ -148,8 +148,8 @@ def test_the_best_is_named_and_old_ones_go(tmp_path, kind):
     assert [line for line in session.said if "removed" in line and "iter_0000002" in line]
 
 
-def save_until_full(folder: Path, kind: type[SyncWriter], free: int) -> tuple[list[bool], list[str]]:
-    session, outcomes = Session(kind, folder, Layout(tensor=2)), []
+def save_until_full(folder: Path, background: bool, free: int) -> tuple[list[bool], list[str]]:
+    session, outcomes = Session(folder, Layout(tensor=2), background), []
     for step in (1, 2, 3):
         if dist.get_rank() == 0 and step == 2:
             fill(folder, free)
@@ -161,19 +161,10 @@ def save_until_full(folder: Path, kind: type[SyncWriter], free: int) -> tuple[li
 
 
 @BOTH
-def test_a_full_disk(ranks, tmp_path, kind):
+def test_a_full_disk(ranks, tmp_path, background):
     with small_disk(tmp_path / "disk", "512k") as disk:
-        (first, said), (second, _) = ranks(2, save_until_full, disk, kind, 20_000)
+        (first, said), (second, _) = ranks(2, save_until_full, disk, background, 20_000)
         assert first == second == [True, False, True]
         assert [line for line in said if "iteration 2 " in line and "No space left on device" in line]
         assert list_checkpoints(disk) == [1, 3] and is_known(disk, 3)
         assert sorted(path.name for path in disk.iterdir()) == ["iter_0000001", "iter_0000003", LATEST]
-
-
-def test_a_disk_that_becomes_read_only(tmp_path):
-    with small_disk(tmp_path / "disk", "512k") as disk:
-        session = Session(AsyncWriter, disk, Layout())
-        assert session.saved(1)
-        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        assert not session.saved(2) and "Read-only file system" in session.said[-1]
-        assert list_checkpoints(disk) == [1] and is_known(disk, 1)

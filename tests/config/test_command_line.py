@@ -62,9 +62,7 @@ def test_help_has_every_flag_with_its_text_and_default(capsys: pytest.CaptureFix
         parse(run_config(MODELS[model]), ["--help"])
     text = printed(capsys)
     assert stopped.value.code == 0 and "None}" not in text and "--no-no-" not in text
-    assert [text.index(f" {part} options ") for part in ORDER] == sorted(
-        text.index(f" {part} options ") for part in ORDER
-    )
+    assert (places := [text.index(f" {part} options: ") for part in ORDER]) == sorted(places)
     config = run_config(MODELS[model])()
     for part, names in flag_names(type(config)).items():
         texts = help_texts(type(getattr(config, part)))
@@ -98,7 +96,10 @@ MISTAKES = {
     "--v-reset no": ["--v-reset", "no"],
     "--precision fp16": ["--precision fp16", "loss scale", "bf16"],
     "--data-path=": ["--data-path"],
-    "--load a.pt --ckpt-step 3": ["--load a.pt", "--ckpt-step"],
+    "--lr": ["--lr"],
+    "--depth 0": ["--depth", "0"],
+    "--mlp-ratio 0": ["--mlp-ratio", "0"],
+    "--shuffle=3": ["--shuffle"],
     "--data-path a.tar b.tar c.tar": ["b.tar", "quotes"],
     "--data-path=a.tar --data-path=b.tar": ["--data-path", "quotes"],  # the last one would win
 }
@@ -111,12 +112,9 @@ def test_a_mistake_is_one_sentence_and_status_2(flags: str, capsys: pytest.Captu
     assert told.count("\n") == 1 and all(part in told for part in MISTAKES[flags]), told
 
 
-def test_a_flag_without_its_value_is_refused_and_other_ranks_can_keep_quiet(capsys) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        cli("--lr")
-    assert stopped.value.code == 2 and "--lr" in capsys.readouterr().err
+def test_other_ranks_keep_quiet(capsys) -> None:
     with pytest.raises(SystemExit):
-        parse(run_config(Spikformer), ["--lr"], console_outputs=False)
+        parse(run_config(Spikformer), ["--help"], console_outputs=False)
     assert capsys.readouterr() == ("", "")
 
 

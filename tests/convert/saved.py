@@ -13,9 +13,10 @@ from megasnn.checkpoint.format import Metadata, Progress
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import save_checkpoint
 from megasnn.config.neuron import NeuronConfig
-from megasnn.convert.reshard import SavedModel, saved_model
+from megasnn.convert.reshard import saved_model
 from megasnn.convert.source import Source
 from megasnn.layers import BuildContext
+from megasnn.models.description import ModelDescription
 from megasnn.models.registry import MODELS as TABLE
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
@@ -43,9 +44,9 @@ def identity(model: Spikformer | VggDvs, neuron: str = "plif") -> dict[str, Any]
     return {"model": dimensions, "neuron": neurons}
 
 
-def model_like(model: Spikformer | VggDvs, neuron: str = "plif") -> SavedModel:
+def model_like(model: Spikformer | VggDvs, neuron: str = "plif") -> ModelDescription:
     metadata = Metadata(model=ENTRIES[type(model)].name, config=identity(model, neuron))
-    return saved_model(Source(Path("a test"), {}, torch.zeros, metadata))
+    return saved_model(Source(Path("a test"), {}, metadata))[1]
 
 
 @dataclass
@@ -57,10 +58,10 @@ class Rank:
 
 
 def build(
-    model: SavedModel, seed: int = 0, tensor: int = 0, size: int = 1, layers: Sequence[int] | None = None
+    model: ModelDescription, seed: int = 0, tensor: int = 0, size: int = 1, layers: Sequence[int] | None = None
 ) -> Rank:
     context = BuildContext(Group("tp", tuple(range(size)), tensor))
-    built = model.description.named_layers(context)
+    built = model.named_layers(context)
     built = built if layers is None else [built[index] for index in layers]
     materialise(built, CPU, seed)
     tensors = list(sharded_tensors(built))
@@ -77,6 +78,6 @@ def save_whole(folder: Path, model: Spikformer | VggDvs, neuron: str = "plif") -
         elif entry.tensor.is_floating_point():
             entry.tensor.normal_(generator=keyed_generator(entry.name))
     rank.optimizer.step()
-    layout = {"tp": 1, "pp": 1, "dp": 1, "bounds": str(len(described.description.layers))}
-    progress = Progress(100, 6400, described.name, identity(model, neuron), layout, EXTRA)
+    layout = {"tp": 1, "pp": 1, "dp": 1, "bounds": str(len(described.layers))}
+    progress = Progress(100, 6400, ENTRIES[type(model)].name, identity(model, neuron), layout, EXTRA)
     return save_checkpoint(folder, progress, LocalState(rank.tensors, rank.optimizer))

@@ -38,7 +38,7 @@ def model_flags(command: str) -> list[str]:
 def as_the_page_says(cache: str, folder: Path, flags: list[str]) -> None:
     """A checkpoint of four ranks at iteration 200, of a run that did one iteration."""
     train(cache, *flags, "--mlp-ratio", "4", "--train-iters", "1", "--eval-iters", "0", "--save", str(folder / "one"))
-    source = open_source(folder / "one")
+    source = open_source(folder / "one", values=False)
     (folder / "one" / "iter_0000001").rename(folder / "one" / "iter_0000200")
     metadata = replace(source.metadata, iteration=200, consumed_samples=200 * 64)
     source = replace(source, path=folder / "one" / "iter_0000200", metadata=metadata)

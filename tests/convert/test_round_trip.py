@@ -63,8 +63,8 @@ def through_ranks(weights: Path, folder: Path, name: str) -> None:
     state = initialize_model_parallel(tp=2, pp=2)
     try:
         model = model_like(CONFIGS[name], neuron="lif")
-        half = len(model.description.layers) // 2
-        layers = range(half) if state.pp.rank == 0 else range(half, len(model.description.layers))
+        half = len(model.layers) // 2
+        layers = range(half) if state.pp.rank == 0 else range(half, len(model.layers))
         rank = build(model, 1, state.tp.rank, 2, layers)
         load_globals_into(rank.tensors, load_global_tensors(weights), state.world.handle)
         progress = Progress(1, config=identity(CONFIGS[name], neuron="lif"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 from functools import partial
 from pathlib import Path
@@ -12,10 +11,12 @@ from PIL import Image
 from webdataset import TarWriter
 
 from megasnn import data
+from megasnn.augment import AUGMENTATIONS
+from megasnn.config import DataConfig
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.formats import encode_events, encode_frames
 from megasnn.data.images import ImageFormat
-from megasnn.data.loader import BatchLoader, LoaderOptions, Share
+from megasnn.data.loader import BatchLoader, Share
 from megasnn.data.shards import open_shard
 from megasnn.events import Events, FrameOptions, Recording, SensorSize, make_frames
 from megasnn.preprocess.sample import shards_of_sample
@@ -32,13 +33,10 @@ def image_file(pixels: np.ndarray, kind: str = "PNG") -> bytes:
 
 
 def write_shard(path: Path, samples: Samples) -> Path:
-    """A `.tar`, or a `.tar.gz` by its name, of `{key: {suffix: bytes}}`."""
-    buffer = io.BytesIO()
-    with TarWriter(buffer, encoder=False, mtime=0, compress=False) as writer:
+    """A tar of `{key: {suffix: bytes}}`."""
+    with TarWriter(str(path), encoder=False, mtime=0, compress=False) as writer:
         for key, files in samples.items():
             writer.write({"__key__": key, **files})
-    data = buffer.getvalue()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     return path
 
 
@@ -83,14 +81,14 @@ def as_frames(numbers: range, settings: FrameOptions, **changes) -> Samples:
     return found
 
 
-def open_all(paths: list[Path], channels: int = 1, size: int = 8) -> ShardDataset:
-    return ShardDataset([open_shard(path) for path in paths], ImageFormat(size, channels), CLASSES)
+def open_all(paths: list[Path], channels: int = 1, size: int = 8, augment: str = "none") -> ShardDataset:
+    format = ImageFormat(size, channels, augment=AUGMENTATIONS[augment])
+    return ShardDataset([open_shard(path) for path in paths], format, CLASSES)
 
 
-def loader(dataset: ShardDataset, training: bool = True, **changes) -> BatchLoader:
-    """Batches of 10 samples in micro-batches of 3, with changes to `Share` and `LoaderOptions`."""
-    share = {"global_batch_size": 10, "micro_batch_size": 3}
-    options = {"seed": 7}
+def loader(dataset: ShardDataset, training: bool = True, seed: int = 7, timeout: float = 60, **changes) -> BatchLoader:
+    """Batches of 10 samples in micro-batches of 3, with changes to `Share` and `DataConfig`."""
+    share, config = {"global_batch_size": 10, "micro_batch_size": 3}, {"num_workers": 0}
     for name, value in changes.items():
-        (share if name in Share.__dataclass_fields__ else options)[name] = value
-    return BatchLoader(dataset, Share(**share), LoaderOptions(**options), training)
+        (share if name in Share.__dataclass_fields__ else config)[name] = value
+    return BatchLoader(dataset, Share(**share), DataConfig(**config), seed, training, timeout=timeout)

@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 
 from megasnn.augment import AUGMENTATIONS, crop_and_flip, flip_and_one_more, flip_and_roll
-from megasnn.augment.images import ImageRecipe, random_box
+from megasnn.augment.images import CROP_SHAPE, ImageRecipe, flip, random_box
 from megasnn.augment.mixing import Mixing
 from megasnn.augment.rand_augment import NAMES, RandAugment, operate, parse_rand_augment
 from megasnn.config import DataConfig
@@ -33,14 +33,12 @@ def rolls(frames: np.ndarray) -> dict[bytes, tuple[int, int]]:
     return {np.roll(frames, shift, (2, 3)).tobytes(): shift for shift in shifts}
 
 
-def test_events_are_flipped_and_rolled_by_up_to_five_or_rolled_by_up_to_two() -> None:
+def test_events_are_flipped_and_rolled_by_up_to_five() -> None:
     plain, mirrored = rolls(events), rolls(events[..., ::-1])
     drawn = [flip_and_roll(events, 1, epoch, 5).tobytes() for epoch in range(1200)]
     assert all(content in plain or content in mirrored for content in drawn)
     assert 0.45 < np.mean([content in mirrored for content in drawn]) < 0.55
     assert len(set(drawn)) > 225  # of 242
-    rolled = {plain[AUGMENTATIONS["roll"](events, 1, epoch, 5).tobytes()] for epoch in range(300)}
-    assert rolled == {(y, x) for y in range(-2, 3) for x in range(-2, 3)}
 
 
 def test_neuromorphic_augmentation_has_four_kinds_of_change() -> None:
@@ -77,9 +75,9 @@ def test_crops_shift_by_up_to_four_and_mirror_half():
     assert 0.45 < np.mean([flipped for _, _, flipped in drawn]) < 0.55
 
 
-@pytest.mark.parametrize("name", ["dvs", "nda", "roll", "cifar"])
+@pytest.mark.parametrize("name", ["dvs", "nda", "cifar"])
 def test_a_sample_is_changed_by_its_key_alone(name) -> None:
-    change, data = AUGMENTATIONS[name], noise if name == "cifar" else events
+    change, data = AUGMENTATIONS[name].change, noise if name == "cifar" else events
     before = data.copy()
     assert np.array_equal(change(data, 1, 2, 3), change(data, 1, 2, 3)) and np.array_equal(data, before)
     keys = (1, 2, 3), (2, 1, 3), (1, 3, 2), (3, 2, 1)
@@ -102,9 +100,9 @@ def test_a_part_is_cut_out_of_the_whole_image_and_scaled() -> None:
     ramp = np.zeros((400, 600, 3), np.uint8)
     ramp[..., 0], ramp[..., 1] = np.arange(600) // 3, np.arange(400)[:, None] // 2
     for kind, tolerance in (("PNG", 1), ("JPEG", 4)):  # a JPEG is decoded at half its size where that is enough
-        format = ImageFormat(50, 3, recipe=ImageRecipe(0.3))
-        image = format.augmentation("crop").decoder(1, 2, 3)(image_file(ramp, kind)).astype(int)
-        left, top, right, bottom = format.recipe.box((600, 400), 1, 2, 3)
+        format = ImageFormat(50, 3, recipe=ImageRecipe(0.3), augment=AUGMENTATIONS["crop"])
+        image = flip(format.decode(image_file(ramp, kind), (1, 2, 3)), 1, 2, 3).astype(int)
+        left, top, right, bottom = random_box((600, 400), 0.3, CROP_SHAPE, Draws(1, "crop", 2, 3))
         columns = left + (np.arange(50) + 0.5) / 50 * (right - left) - 0.5
         rows = top + (np.arange(50) + 0.5) / 50 * (bottom - top) - 0.5
         assert np.abs(image[..., 0] - columns / 3)[:, 2:-2].max() <= tolerance
@@ -121,13 +119,12 @@ class Signs:
         return self.sign < 0
 
 
-def expected_operations(level: float, sign: int, increasing: bool) -> list[Image.Image]:
+def expected_operations(level: float, sign: int) -> list[Image.Image]:
     """timm's `auto_augment.py`, level by level, for its magnitudes from 0 to 10."""
     width, height = picture.size
     options = {"resample": Image.Resampling.BICUBIC, "fillcolor": FILL}
-    factor = max(0.1, 1 + sign * level / 10 * 0.9) if increasing else level / 10 * 1.8 + 0.1
-    bits, thresh = int(level / 10 * 4), int(level / 10 * 256)
-    bits, thresh = (4 - bits, 256 - thresh) if increasing else (bits, thresh)
+    factor = max(0.1, 1 + sign * level / 10 * 0.9)
+    bits, thresh = 4 - int(level / 10 * 4), 256 - int(level / 10 * 256)
     lighter = [min(255, value + int(level / 10 * 110)) if value < 128 else value for value in range(256)]
     shear, shift = sign * level / 10 * 0.3, sign * level / 10 * 0.45
 
@@ -151,21 +148,18 @@ def expected_operations(level: float, sign: int, increasing: bool) -> list[Image
     ]
 
 
-@pytest.mark.parametrize("increasing", [False, True])
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_the_operations_are_those_of_timm(increasing: bool, sign: int) -> None:
+def test_the_operations_are_those_of_timm(sign: int) -> None:
     for level in (0.0, 2.5, 9.0, 10.0):
-        for name, expected in zip(NAMES, expected_operations(level, sign, increasing), strict=True):
-            changed = operate(name, picture, level / 10, increasing, Signs(sign), FILL)
+        for name, expected in zip(NAMES, expected_operations(level, sign), strict=True):
+            changed = operate(name, picture, level / 10, Signs(sign), FILL)
             assert np.abs(np.asarray(changed).astype(int) - np.asarray(expected)).max() <= 1, name
 
 
 def test_names_of_variants() -> None:
-    assert parse_rand_augment("rand-m9-mstd0.5-inc1") == RandAugment(9, 2, 0.5, increasing=True)
-    assert parse_rand_augment("rand-n3-p0.25-mmax12-m11") == RandAugment(11, 3, 0, 12, 0.25)
-    assert parse_rand_augment("rand") == RandAugment()
-    for wrong in ("", "m9", "rand-", "rand-w0", "rand-m9-m8", "rand-m-9", "rand-n0", "rand-n1.5", "rand-inc2",
-                  "rand-p1.5", "rand-m9_mstd1", "rand-m1e3"):  # fmt: skip
+    assert parse_rand_augment("rand-m9-mstd0.5-inc1") == RandAugment(9, 2, 0.5)
+    assert parse_rand_augment("rand-m9-n1-mstd0.4-inc1", "rotate, color") == RandAugment(9, 1, 0.4, ("rotate", "color"))
+    for wrong in ("", "m9", "rand-m9", "rand-m9-w0-inc1", "rand-m-9-inc1", "rand-m9-n0-inc1", "rand-m1e3-inc1"):
         with pytest.raises(ValueError, match="--rand-augment"):
             parse_rand_augment(wrong)
 
@@ -175,25 +169,25 @@ def test_choice_magnitude_and_chance_of_operations() -> None:
         return [variant(picture, Draws("ops", index), FILL) for index in range(count)]
 
     for name in ("invert", "translate-y", "sharpness"):
-        expected = np.asarray(operate(name, picture, 0.9, True, Signs(-1), FILL))
-        found = drawn(parse_rand_augment("rand-m9-n1-p1-inc1", name), 20)
+        expected = np.asarray(operate(name, picture, 0.9, Signs(-1), FILL))
+        found = drawn(parse_rand_augment("rand-m9-n1-inc1", name), 30)
         assert any(np.array_equal(np.asarray(each), expected) for each in found), name
-        assert len({each.tobytes() for each in found}) <= 2, name
-    chances = [parse_rand_augment(f"rand-m9-n1-p{p}-inc1") for p in (1, 0.5, 0)]
-    same = [sum(each is picture for each in drawn(variant, 200)) for variant in chances]
-    assert same[0] == 0 and 70 < same[1] < 130 and same[2] == 200
+        assert len({each.tobytes() for each in found}) <= 3, name
+    assert 70 < sum(each is picture for each in drawn(parse_rand_augment("rand-m9-n1-inc1"), 200)) < 130
     shifts = []
-    for each in drawn(parse_rand_augment("rand-m5-n1-mstd1-p1", "translate-y"), 400):
-        moved = (np.asarray(each) == FILL).all((1, 2))
-        shifts.append(moved.sum() / (0.45 * 48) * 10)
+    for each in drawn(parse_rand_augment("rand-m5-n1-mstd1-inc1", "translate-y"), 800):
+        if each is not picture:
+            moved = (np.asarray(each) == FILL).all((1, 2))
+            shifts.append(moved.sum() / (0.45 * 48) * 10)
     assert abs(np.mean(shifts) - 5) < 0.4 and 0.7 < np.std(shifts) < 1.3, "normal about m, of deviation mstd"
 
 
 def test_an_erased_rectangle_is_zero_once_normalised_and_drawn_by_a_key_of_its_own() -> None:
     format = ImageFormat(48, 3, "imagenet", recipe=ImageRecipe(erasing=0.6))
-    white, change = np.full((48, 48, 3), 255, np.uint8), format.augmentation("none")
-    results = [change(white, 1, 0, sample) for sample in range(300)]
-    erased = [each for each in results if each is not white]
+    white = np.full((48, 48, 3), 255, np.uint8)
+    file = image_file(white)
+    results = [format.decode(file, (1, 0, sample)) for sample in range(300)]
+    erased = [each for each in results if not np.array_equal(each, white)]
     assert 0.5 < len(erased) / 300 < 0.7
     plain, *tensors = format.batch([white, *erased]).transpose(0, 2, 3, 1)
     holes = [tensor[(tensor != plain).all(-1)] for tensor in tensors]
@@ -201,9 +195,9 @@ def test_an_erased_rectangle_is_zero_once_normalised_and_drawn_by_a_key_of_its_o
     assert 0.015 < shares.min() < 0.05 and 0.28 < shares.max() < 0.35
     assert max(np.abs(hole).max() for hole in holes) < 1e-5
     # Another change before it leaves it where it is: equalising leaves white as it is.
-    both = replace(format, recipe=replace(format.recipe, rand_augment=parse_rand_augment("rand", "equalize")))
+    both = replace(format, recipe=replace(format.recipe, rand_augment=parse_rand_augment("rand-m9-inc1", "equalize")))
     for sample in range(20):
-        assert np.array_equal(both.augmentation("none")(white, 1, 0, sample), results[sample])
+        assert np.array_equal(both.decode(file, (1, 0, sample)), results[sample])
 
 
 @pytest.mark.parametrize("changes", [EVERYTHING, {"augment": "nda"}])
@@ -217,7 +211,7 @@ def test_ranks_workers_and_resuming_do_not_alter_it(tmp_path, changes) -> None:
     assert pickle.dumps(pickle.loads(pickle.dumps(dataset.format))) == pickle.dumps(dataset.format)
 
     def batches(dp_size: int, consumed: int, limit: int, **options) -> torch.Tensor:
-        options = {"augment": changes["augment"], "dp_size": dp_size, **options}
+        options["dp_size"] = dp_size
         ranks = [loader(dataset, dp_rank=rank, **options).batches(consumed, limit) for rank in range(dp_size)]
         found = [batch for parts in zip(*ranks, strict=True) for batch in parts]
         return torch.cat([part.images for batch in found for part in batch.micro_batches])

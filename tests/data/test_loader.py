@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megasnn.data.dataset import BrokenSample
-from megasnn.data.loader import Share, check_shares, order_identity
+from megasnn.data.loader import order_identity
 from tests.data.shard_files import loader, numbered, open_all, write_shard, write_shards
 
 SAMPLES = 23
@@ -49,7 +49,7 @@ def flat(batches):
     return [number for batch in batches for _, _, samples, _ in batch for number in samples]
 
 
-@pytest.mark.parametrize("last_batch", ["continue", "drop", "keep"])
+@pytest.mark.parametrize("last_batch", ["continue", "drop"])
 def test_global_batches_depend_on_neither_ranks_nor_workers_nor_interruptions(dataset, last_batch):
     options = {"last_batch": last_batch, "global_batch_size": 8, "micro_batch_size": 2}
     expected = sequence(dataset, 1, 12, **options)
@@ -74,10 +74,6 @@ def test_every_sample_once_an_epoch_and_the_end_of_it_as_asked(dataset):
     everything = flat(sequence(dataset, 2, 23, **options))
     for epoch in range(10):
         assert sorted(everything[SAMPLES * epoch : SAMPLES * (epoch + 1)]) == list(range(SAMPLES))
-
-    kept = sequence(dataset, 1, 9, last_batch="keep", **options)
-    assert [len(flat([batch])) for batch in kept] == [10, 10, 3] * 3
-    assert flat(kept) == everything[:69], "the order is that of continue, cut otherwise"
 
     dropped, left_out = sequence(dataset, 2, 8, last_batch="drop", **options), set()
     for epoch in range(4):
@@ -126,9 +122,10 @@ def test_ranks_that_need_no_images_open_nothing_and_others_only_their_own(datase
     assert len(places) == batch.size == 10, "consumed samples are not read again"
 
 
-def test_a_validation_pass_has_every_sample_once_and_its_workers_stay(dataset):
+def test_a_validation_pass_has_every_sample_once_and_its_workers_stay(tmp_path):
+    dataset = open_all(write_shards(tmp_path, SAMPLES, per_shard=9), augment="cifar")  # which is for training alone
     for dp_size, num_workers in ((1, 0), (2, 2), (4, 0)):
-        passes = sequence(dataset, dp_size, None, training=False, augment="cifar", num_workers=num_workers)
+        passes = sequence(dataset, dp_size, None, training=False, num_workers=num_workers)
         assert [len(flat([batch])) for batch in passes] == [10, 10, 3] and flat(passes) == list(range(SAMPLES))
     last_rank = list(loader(dataset, training=False, dp_size=2, dp_rank=1).batches())
     assert [(len(batch.micro_batches), batch.size) for batch in last_rank] == [(2, 10), (2, 10), (0, 3)]
@@ -143,19 +140,11 @@ def test_a_validation_pass_has_every_sample_once_and_its_workers_stay(dataset):
             assert [number for part in found for number in part] == list(range(SAMPLES))
 
 
-def test_uneven_cuts_are_refused_and_orders_told_apart(dataset):
+def test_an_epoch_without_a_batch_is_refused_and_orders_are_told_apart(dataset):
     with pytest.raises(ValueError, match="--last-batch drop.*--global-batch-size"):
         loader(dataset, global_batch_size=31, last_batch="drop")
-    for samples, share, last_batch, named in (
-        (30, Share(8, 2, dp_size=4), "keep", "--last-batch keep"),
-        (SAMPLES, Share(10, 3, dp_size=5), "continue", "4 micro-batch"),
-        (30, Share(10, 3, cp_size=2), "continue", "--context-parallel-size 2"),
-        (3, Share(10, 2, cp_size=2), "keep", "--last-batch keep"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            check_shares(samples, share, last_batch)
     whole = order_identity(dataset, 8, "continue")
-    assert whole == order_identity(dataset, 16, "keep") == order_identity(dataset, 23, "drop")
+    assert whole == order_identity(dataset, 16, "continue") == order_identity(dataset, 23, "drop")
     assert len({whole, order_identity(dataset, 8, "drop"), order_identity(dataset, 10, "drop")}) == 3
 
 
@@ -170,24 +159,24 @@ def test_a_broken_image_is_named_when_its_batch_is_due(broken, num_workers):
 
 
 def test_the_next_sample_of_the_order_takes_the_place_and_no_other_moves(broken, dataset):
-    sound, replaced = sequence(dataset, 1, 7), sequence(open_all(broken), 1, 7, skip_broken=True)
+    sound, replaced = sequence(dataset, 1, 7), sequence(open_all(broken), 1, 7, skip_broken_samples=True)
     for batch, sound_batch in zip(replaced, sound, strict=True):
         for (*place, samples, labels), (*sound_place, due, _) in zip(batch, sound_batch, strict=True):
             assert place == sound_place and labels == [number % 3 for number in samples]
             for number, number_due in zip(samples, due, strict=True):
                 assert number not in BROKEN and (number == number_due or number_due in BROKEN)
-    in_file_order = {"shuffle": False, "skip_broken": True}
+    in_file_order = {"shuffle": False, "skip_broken_samples": True}
     assert flat(sequence(open_all(broken), 1, 1, **in_file_order)) == [0, 1, 2, 3, 6, 6, 6, 7, 8, 9]
     # Sample 6 stands in for two others: each time the augmentation makes something else of it.
-    batches = loader(open_all(broken), augment="cifar", micro_batch_size=10, **in_file_order).batches()
+    batches = loader(open_all(broken, augment="cifar"), micro_batch_size=10, **in_file_order).batches()
     assert len({image.numpy().tobytes() for image in next(batches).micro_batches[0].images[4:7]}) == 3
 
 
 @pytest.mark.parametrize(("dp_size", "num_workers"), [(1, 2), (4, 0)])
 def test_all_stages_come_to_the_same_choice(broken, dp_size, num_workers):
     """First stage, last stage and a rank with both agree on labels, on skipped samples, and on the ids."""
-    expected = sequence(open_all(broken), 1, 5, skip_broken=True)
-    options = {"skip_broken": True, "dp_size": dp_size, "num_workers": num_workers}
+    expected = sequence(open_all(broken), 1, 5, skip_broken_samples=True)
+    options = {"skip_broken_samples": True, "dp_size": dp_size, "num_workers": num_workers}
     assert sequence(open_all(broken), batches=5, **options) == expected
     needs = ((True, True), (True, False), (False, False), (False, True))
     stages = [loader(open_all(broken), images=images, labels=labels, **options) for images, labels in needs]
@@ -201,8 +190,8 @@ def test_all_stages_come_to_the_same_choice(broken, dp_size, num_workers):
 
 def test_skipped_samples_are_counted_as_they_are_handed_out(broken):
     for num_workers in (0, 2):
-        stage = loader(open_all(broken), skip_broken=True, shuffle=False, num_workers=num_workers)
+        stage = loader(open_all(broken), skip_broken_samples=True, shuffle=False, num_workers=num_workers)
         assert [(stage.skipped, batch.size) for batch in stage.batches(limit=3)] == [(2, 10), (3, 10), (5, 10)]
     none = open_all(write_shards(broken[0].parent, 5, per_shard=5, broken=tuple(range(5)))[:1])
     with pytest.raises(ValueError, match="none of the 5 samples"):
-        next(loader(none, skip_broken=True).batches())
+        next(loader(none, skip_broken_samples=True).batches())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import tarfile
@@ -19,14 +20,14 @@ def values(dataset) -> list[int]:
     return [int(np.unique(dataset.sample(index)).item()) for index in range(len(dataset))]
 
 
-def test_samples_are_found_across_many_shards_packed_or_not(tmp_path):
+def test_samples_are_found_across_many_shards(tmp_path):
     dataset = open_all(write_shards(tmp_path, samples=40, per_shard=1))
     before = len(os.listdir("/proc/self/fd"))
     assert [dataset.key(index) for index in range(40)] == [f"s{number:03d}" for number in range(40)]
     assert values(dataset) == list(range(40)) and dataset.labels.tolist()[:7] == [0, 1, 2, 0, 1, 2, 0]
     assert len(os.listdir("/proc/self/fd")) - before <= 16
-    packed = open_all([write_shard(tmp_path / "b.tar.gz", numbered(range(40)))])
-    assert values(packed) == list(range(40)) and packed.fingerprint() == dataset.fingerprint()
+    whole = open_all([write_shard(tmp_path / "b.tar", numbered(range(40)))])
+    assert values(whole) == list(range(40)) and whole.fingerprint() == dataset.fingerprint()
 
 
 def test_files_of_a_sample_need_not_be_neighbours_and_folders_are_part_of_the_key(tmp_path):
@@ -44,9 +45,9 @@ def test_a_shard_is_scanned_once_and_again_when_it_changes(tmp_path, monkeypatch
     scans = []
     monkeypatch.setattr(shards_, "scan", lambda *args: scans.append(args) or scan(*args))
     path = write_shard(tmp_path / "a.tar", numbered(range(2)))
-    assert len(open_shard(path)) == len(open_shard(path)) == 2 and len(scans) == 1
+    assert len(open_shard(path).members.keys) == len(open_shard(path).members.keys) == 2 and len(scans) == 1
     write_shard(path, numbered(range(30)))
-    assert len(open_shard(path)) == 30 and len(scans) == 2
+    assert len(open_shard(path).members.keys) == 30 and len(scans) == 2
 
 
 def test_offsets_in_index_json_spare_the_scan_and_are_checked(tmp_path, monkeypatch):
@@ -63,8 +64,6 @@ def test_offsets_in_index_json_spare_the_scan_and_are_checked(tmp_path, monkeypa
     monkeypatch.setattr(shards_, "scan", lambda *_: pytest.fail("it is scanned"))
     assert values(open_all([path])) == [0, 1, 2]
     for changes, named in (
-        ({"offsets": [0, 0, 1 << 40]}, str(path)),
-        ({"sizes": [1]}, "index.json"),
         ({"labels": ["cat"] * 3}, "index.json: .*labels"),
         ({"offsets": [-1] * 3}, "index.json: .*offsets"),
     ):
@@ -78,15 +77,11 @@ def test_offsets_in_index_json_spare_the_scan_and_are_checked(tmp_path, monkeypa
         open_shard(path)
 
 
-def test_every_cut_of_a_tar_packed_or_not_is_noticed_and_leaves_nothing(tmp_path, cache):
+def test_every_cut_of_a_tar_is_noticed_and_leaves_nothing(tmp_path, cache):
     whole = write_shard(tmp_path / "whole.tar", numbered(range(2))).read_bytes()
     end = len(whole.rstrip(b"\0")) // 512 * 512 + 512  # of the last file, rounded up to blocks
-    packed = write_shard(tmp_path / "whole.tar.gz", numbered(range(20))).read_bytes()
-    flipped = bytearray(packed)
-    flipped[len(packed) // 2] ^= 0xFF
     damaged = {f"{cut}.tar": whole[:cut] for cut in (*range(0, end + 1, 512), *range(100, end, 700), end + 100)}
-    damaged |= {f"{cut}.tar.gz": packed[:cut] for cut in (0, 5, len(packed) // 2, -9, -4)} | {"f.tar.gz": flipped}
-    for name, content in damaged.items():
+    for name, content in (damaged | {"whole.tar.gz": gzip.compress(whole)}).items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=str(tmp_path / name)):
             open_shard(tmp_path / name)
@@ -169,7 +164,7 @@ def test_labels_out_of_range_are_named_and_the_fingerprint_tells_data_sets_apart
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "shards").mkdir()
-    for name in ("train-00000.tar", "train-00001.tar", "train-00002.tar.gz", "notes.txt"):
+    for name in ("train-00000.tar", "train-00001.tar", "train-00002.tgz"):
         (tmp_path / "shards" / name).write_bytes(b"x")
     return tmp_path / "shards"
 
@@ -178,10 +173,10 @@ def names(path: str) -> list[str]:
     return [shard if isinstance(shard, str) else shard.name for shard in expand_shards(path)]
 
 
-def test_braces_keep_their_order_globs_and_folders_are_sorted(folder):
+def test_braces_keep_their_order_and_globs_are_sorted(folder):
     assert names(f"{folder}/train-{{00001..00000}}.tar") == ["train-00001.tar", "train-00000.tar"]
-    everything = ["train-00000.tar", "train-00001.tar", "train-00002.tar.gz"]
-    assert names(f"{folder}/train-*") == names(str(folder)) == everything
+    everything = ["train-00000.tar", "train-00001.tar", "train-00002.tgz"]
+    assert names(f"{folder}/train-*") == everything
     assert names(f"{folder}/train-00001.tar::file://{folder}/train-00000.tar") == everything[1::-1]
     urls = ["https://host/a-0.tar?x=1", "https://host/a-1.tar?x=1", "pipe:cat 1.tar", "pipe:cat 0.tar"]
     assert names("https://host/a-{0..1}.tar?x=1::pipe:cat {1..0}.tar") == urls
@@ -194,16 +189,10 @@ def test_braces_keep_their_order_globs_and_folders_are_sorted(folder):
         ("{folder}/nothing-*.tar", "nothing"),
         ("{folder}/train-{{00000..00001.tar", "unbalanced"),
         ("{folder}/train-00000.tar::{folder}/train-00000.tar", "train-00000.tar"),
-        ("http://me:secret@host/1.tar::http://me:secret@host/1.tar", "http://host/1.tar$"),
-        ("{folder}/notes.txt", "notes.txt"),
-        ("{folder}/empty", "empty"),
-        ("{folder}/mixed", r"test, train"),
+        ("http://me:secret@host/1.tar::http://me:secret@host/1.tar", "--data-path http://host/1.tar"),
+        ("{folder}", "is a folder"),
     ],
 )
 def test_paths_that_cannot_be_meant_are_refused(folder, path, named):
-    (folder / "empty").mkdir()
-    (folder / "mixed").mkdir()
-    for name in ("mixed/train-0.tar", "mixed/test-0.tar"):
-        (folder / name).write_bytes(b"x")
     with pytest.raises(ValueError, match=named):
         expand_shards(path.format(folder=folder))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import numpy as np
@@ -20,19 +19,15 @@ def test_events_frames_and_images_are_drawn(tmp_path) -> None:
     assert show_data.main([str(shard), "--output", str(output), "--samples", "3", "--time-steps", "4"]) == 0
     picture = np.asarray(Image.open(output))
     assert picture.shape[1:] == (1200, 3) and (picture[..., 0] != picture[..., 2]).any(), "colours of events"
-    assert np.array_equal(read_samples(str(shard), 3, time_steps=4)[0][1], make_frames(recording(1), FrameOptions(4)))
+    assert np.array_equal(read_samples(str(shard), 3, time_steps=4)[0][1], make_frames(recording(2), FrameOptions(4)))
 
     frames = write_shard(tmp_path / "f.tar", as_frames(range(5), FrameOptions(3)))
-    index = {"version": 1, "options": {}, "classes": ["cat", "1", "dog"], "shards": []}
-    (tmp_path / "index.json").write_text(json.dumps(index))
     arrays, captions = read_samples(str(frames), 3)
-    assert captions == ["r0   class 0 (cat)", "r1   class 1", "r2   class 2 (dog)"]
+    assert captions == ["r0   class 0", "r2   class 2", "r4   class 1"], "spread over all"
     assert arrays[0].shape == (3, 2, 12, 16), "finished frames are shown as they are"
 
     images = "::".join(map(str, write_shards(tmp_path, samples=20, per_shard=10)))
     assert [int(array[0, 0]) for array in read_samples(images, 30)[0]] == list(range(20))
-    drawn = [read_samples(images, 5, seed)[1] for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2] and len(set(drawn[0])) == 5
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_a_lost_worker_is_named_and_all_end_with_the_iterator(tmp_path):
     assert len(workers) == 2 and all_end(workers, 2)
     batches, workers = begun(tmp_path, num_workers=2, **ONE_BY_ONE)
     os.kill(workers[0], signal.SIGKILL)
-    with pytest.raises(ChildProcessError, match=f"{workers[0]}: status -9"):
+    with pytest.raises(ChildProcessError, match=str(workers[0])):
         for _ in range(50):
             next(batches)
     assert all_end(workers)
@@ -56,7 +56,7 @@ def test_a_stopped_worker_ends_the_run(tmp_path):
     batches, workers = begun(tmp_path, num_workers=2, timeout=3.0, **ONE_BY_ONE)
     os.kill(workers[1], signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(ChildProcessError, match=f"{workers[1]}.*--fetch-timeout"):
+    with pytest.raises(ChildProcessError, match="for 3 s.*--num-workers"):
         for _ in range(50):
             next(batches)
     assert 2 < time.monotonic() - began < 15 and all_end(workers)

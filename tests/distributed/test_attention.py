@@ -117,7 +117,7 @@ def _on_own_tokens(tokens: int, plan: AttendPlan) -> tuple[Tensor, Tensor]:
     """What a rank makes of its tokens, where ranks share them out; and what it makes of all, by itself."""
     group = everybody("cp")
     rows = spikes(FRAMES, tokens, 3 * HEADS * WIDTH, dtype=torch.float32)
-    mine = own_rows(tokens, group.size, group.rank)
+    mine = own_rows(tokens, group.sizes, group.rank)
     own = rows[:, mine.start : mine.stop]
     whole = Attend.apply(rows.flatten(0, 1), None, plan)
     shared = Attend.apply(own.flatten(0, 1), None, replace(plan, shared=(group, tokens)))

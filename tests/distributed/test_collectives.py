@@ -90,17 +90,12 @@ def test_a_gpu_gathers_into_one_flat_tensor(monkeypatch) -> None:
     gather = Mock()
     monkeypatch.setattr(collectives, "_ALL_GATHER_SINGLE", gather)
     rows = torch.empty(6, 4, device="meta")
-    _, payloads = gather_columns(rows, Group("tp", (0, 1, 2)), Content.SPIKES)
+    _, payloads = gather_columns(rows, Group("tp", (0, 1, 2), made=Mock()), Content.SPIKES)
     (into, mine), _ = gather.call_args
     assert gather.call_count == gather.return_value.wait.call_count == 1
     assert into.shape == (9,) and mine.shape == (3,) and [each.shape for each in payloads] == [(3,)] * 3
     assert all(each.untyped_storage()._cdata == into.untyped_storage()._cdata for each in payloads)
-    all_gather_into(torch.empty(2, 1, 3, device="meta"), torch.empty(1, 3, device="meta"), Group("dp", (0, 1)))
+    all_gather_into(
+        torch.empty(2, 1, 3, device="meta"), torch.empty(1, 3, device="meta"), Group("dp", (0, 1), made=Mock())
+    )
     assert [each.shape for each in gather.call_args[0]] == [(6,), (3,)]
-
-
-def test_what_travels_together_is_sized_for_the_link() -> None:
-    few, many = Group("dp", (0, 1)), Group("dp", tuple(range(64)))
-    assert collectives.exchange_bytes(many, torch.device("cpu"), 5) == 5
-    assert collectives.exchange_bytes(few, torch.device("cuda"), 5) == 32 << 20
-    assert collectives.exchange_bytes(many, torch.device("cuda"), 5) == 64 * (4 << 20)

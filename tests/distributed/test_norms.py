@@ -12,7 +12,6 @@ from spikingjelly.activation_based import layer as sj
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.neuron import norm_pool_neuron
 from megasnn.layers import (
     BuildContext,
     ConvNormNeuron,
@@ -41,7 +40,6 @@ class Case:
     ours: Callable[[BuildContext], nn.Module]
     theirs: Callable[[], nn.Module]
     space: tuple[int, ...] = (3, 4)
-    frames: tuple[int, int] = (T, N)
     blocks: int = 1
 
 
@@ -61,25 +59,19 @@ def batch_norm(blocks: int = 1, signals: bool = False, **options: Any) -> Case:
 
 CASES: dict[str, Case] = {
     "batch": batch_norm(momentum=0.2),
-    "batch without weights": batch_norm(affine=False, momentum=None),
-    "batch of blocks": batch_norm(blocks=3),
+    "batch of blocks without weights": batch_norm(blocks=3, affine=False, momentum=None),
     "batch of signals without statistics": batch_norm(signals=True, track_running_stats=False),
     "tdbn": Case(
         lambda c: ParallelBatchNorm(C, c, momentum=0.2, initialise=constant(0.7 * 1.3)),
         lambda: sj.ThresholdDependentBatchNorm2d(0.7, 1.3, C, momentum=0.2),
     ),
     "tebn": Case(lambda c: TemporalEffectiveBatchNorm(C, c), lambda: sj.TemporalEffectiveBatchNorm2d(T, C)),
-    "tebn without weights": Case(
-        lambda c: TemporalEffectiveBatchNorm(C, c, affine=False, momentum=None),
-        lambda: sj.TemporalEffectiveBatchNorm1d(T, C, affine=False, momentum=None),
-        (6,),
-    ),
 }
 
 
 def input_of(one: Case, step: int = 0) -> Tensor:
     of_channels = torch.linspace(-2, 5, C).view(-1, *[1] * len(one.space))
-    return random(*one.frames, C, *one.space, seed=5 + step) * 3 + of_channels
+    return random(T, N, C, *one.space, seed=5 + step) * 3 + of_channels
 
 
 def values_of(norm: nn.Module) -> dict[str, Tensor]:
@@ -108,9 +100,8 @@ def _cut(one: Case) -> list:
         y = norm(x)
         (y * mine(random(*shape, seed=60), group, blocks=one.blocks)).sum().backward()
         keep(f"y{step}", y.detach()), keep(f"x{step}", x.grad)
-        if isinstance(norm, ParallelBatchNorm):
-            merge_running_statistics([norm], alone("dp"), 1)
-            assert not norm.pending
+        merge_running_statistics([norm], alone("dp"), 1)
+        assert not norm.pending
     for tensor in tensors:
         if tensor.shard.partial_gradient:
             all_reduce_sum(tensor.tensor.grad, group, "backward")
@@ -203,14 +194,13 @@ def test_statistics_of_bfloat16_are_float32_and_initial_weights_as_given() -> No
     torch.testing.assert_close(variance, flat.var((0, 2, 3), correction=0))
 
 
-@pytest.mark.parametrize("kind", ["tdbn", "tebn"])
-def test_a_unit_takes_another_norm(kind: str) -> None:
+def test_a_unit_takes_another_norm() -> None:
     """The same as the parts one after another; an image of a single time step comes at every step."""
     options = replace(context(alone("tp")), time_steps=T)
-    norm = CASES[kind].ours(options)
+    norm = CASES["tebn"].ours(options)
     unit = ConvNormNeuron(C, C, 3, options, norm=norm, neuron=NeuronSpec())
-    build({"unit": unit}, {f"unit.norm.{name}": value for name, value in values_of(CASES[kind].theirs()).items()})
-    x = input_of(CASES[kind])[:1]
+    build({"unit": unit}, {f"unit.norm.{name}": value for name, value in values_of(CASES["tebn"].theirs()).items()})
+    x = input_of(CASES["tebn"])[:1]
     spikes = unit(x)
     assert torch.equal(spikes, unit.neuron(norm(unit.conv(x.expand(T, *x.shape[1:]))))) and 0.05 < spikes.mean() < 0.95
 
@@ -255,87 +245,41 @@ def _run(kind: str, own: BuildContext, x: Tensor, weights: Tensor) -> dict[str, 
     return found | {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
 
 
-def _shared(kind: str, backend: str, shares: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    group = everybody("cp")
+def _shared(shares: tuple[int, ...]) -> list[tuple[dict[str, Tensor], dict[str, Tensor], int]]:
+    group, found = everybody("cp"), []
     own = slice(sum(shares[: group.rank]), sum(shares[: group.rank + 1]))
     x = random(4, N, C, 4, 4, seed=50) * 2 + 0.3
-    one = BuildContext(dtype=torch.float64, compute_dtype=torch.float64, neuron_backend=backend)
-    weights = random(*_run(kind, one, x, torch.ones(()))["y"].shape, seed=51)
-    whole = _run(kind, one, x, weights)
-    statistics.reset()
-    with statistics.counting():
-        cut = _run(kind, replace(one, cp=group), x[:, own], weights[:, own])
-    whole["y"], whole["x"] = whole["y"][:, own], whole["x"][:, own]
-    return whole, cut, statistics.total("cp").bytes
+    for kind, backend in SHARED:
+        one = BuildContext(dtype=torch.float64, compute_dtype=torch.float64, neuron_backend=backend)
+        weights = random(*_run(kind, one, x, torch.ones(()))["y"].shape, seed=51)
+        whole = _run(kind, one, x, weights)
+        statistics.reset()
+        with statistics.counting():
+            cut = _run(kind, replace(one, cp=group), x[:, own], weights[:, own])
+        whole["y"], whole["x"] = whole["y"][:, own], whole["x"][:, own]
+        found.append((whole, cut, statistics.total("cp").bytes))
+    return found
+
+
+SHARED = [("norm", "torch"), ("lif", "torch"), ("plif", "fused"), ("soft", "fused")]
 
 
 @pytest.mark.parametrize("shares", [(1, 4), (2, 1, 2)], ids=str)
-@pytest.mark.parametrize(
-    ("kind", "backend"), [("norm", "torch"), ("lif", "torch"), ("plif", "fused"), ("soft", "fused")]
-)
-def test_shared_samples_are_normalised_together(ranks, kind, backend, shares) -> None:
-    found = ranks(len(shares), _shared, kind, backend, shares)
-    told = ("y", "x", "mean", "variance", "count")
-    for whole, cut, moved in found:
-        for name in told:
-            torch.testing.assert_close(cut[name], whole[name].to(cut[name].dtype), **CLOSE)
-        assert kind == "norm" or torch.equal(cut["y"], whole["y"]) and 0 < cut["y"].mean() < 1
-        others = len(shares) - 1
-        if kind == "norm":  # sums and the count, squares, and the gradients of both, in double precision
-            assert moved == 2 * sum(2 * others * 8 * values // len(shares) for values in (C + 1, C))
-        else:  # forward mean, variance and the count, backward the sums, once each
-            assert moved == others * 8 * (2 * C + 1 + 3 * C)
-    parameters = found[0][0].keys() - set(told)
-    assert len(parameters) >= 2
-    for name in parameters:
-        torch.testing.assert_close(sum(cut[name] for _, cut, _ in found), found[0][0][name], **CLOSE)
-
-
-def _rows(backend: str, heights: tuple[int, ...], kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Pooled units on rows of images: what one rank computes of the whole ones, and this rank of its own rows."""
-    group, spec = everybody("cp"), NEURONS[kind]
-    first = sum(heights[: group.rank])
-    own = slice(first, first + heights[group.rank])
-    x = channels_last(random(4, 2, C, sum(heights), 5, seed=60) * 2 + 0.3)
-    options = {"spec": spec, "training": True, "pool": True, "backend": backend}
-
-    def run(x: Tensor, rows: slice, above: Tensor | None = None, shared: SharedStatistics | None = None) -> dict:
-        x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-        weight, bias = (random(C, seed=61) + 1).requires_grad_(), random(C, seed=62).requires_grad_()
-        leaves = {"x": x, "weight": weight, "bias": bias}
-        if above is not None:
-            leaves["above"] = above = above.detach().clone().requires_grad_()
-        if spec.kind == "plif":
-            leaves["w"] = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
-        y, mean, variance, count = norm_pool_neuron(
-            x, weight, bias, w=leaves.get("w"), shared=shared, above=above, **options
-        )
-        (y * random(4, 2, C, -(-sum(heights) // 2), 3, seed=63)[:, :, :, rows]).sum().backward()
-        found = {"y": y.detach(), "mean": mean, "variance": variance, "count": torch.as_tensor(count)}
-        return found | {name: each.grad for name, each in leaves.items()}
-
-    above = x[:, :, :, first - 1 : first] if first else None
-    rows = slice(first // 2, -(-own.stop // 2))
-    whole, cut = run(x, slice(None)), run(channels_last(x[:, :, :, own]), rows, above, SharedStatistics(group))
-    whole["y"] = whole["y"][:, :, :, rows]
-    return whole, cut
-
-
-@pytest.mark.parametrize("heights", [(2, 5), (4, 2, 3), (6, 1)], ids=str)
-@pytest.mark.parametrize(("backend", "kind"), [("torch", "lif"), ("fused", "plif"), ("fused", "soft")])
-def test_shared_rows_are_normalised_and_pooled_together(ranks, backend, kind, heights) -> None:
-    found = ranks(len(heights), _rows, backend, heights, kind)
-    whole = found[0][0]
-    for expected, cut in found:
-        for name in ("y", "mean", "variance", "count"):
-            torch.testing.assert_close(cut[name], expected[name].to(cut[name].dtype), **CLOSE)
-        assert torch.equal(cut["y"], expected["y"]) and 0 < cut["y"].mean() < 1
-    gradients = [cut["x"].clone() for _, cut in found]
-    for gradient, (_, below) in zip(gradients, found[1:], strict=False):
-        gradient[:, :, :, -1:] += below["above"]
-    torch.testing.assert_close(torch.cat(gradients, 3), whole["x"], **CLOSE)
-    for name in {"weight", "bias", "w"} & whole.keys():
-        torch.testing.assert_close(sum(cut[name] for _, cut in found), whole[name], **CLOSE)
+def test_shared_samples_are_normalised_together(ranks, shares: tuple[int, ...]) -> None:
+    told, others = ("y", "x", "mean", "variance", "count"), len(shares) - 1
+    for (kind, _), found in zip(SHARED, zip(*ranks(len(shares), _shared, shares), strict=True), strict=True):
+        for whole, cut, moved in found:
+            for name in told:
+                torch.testing.assert_close(cut[name], whole[name].to(cut[name].dtype), **CLOSE)
+            assert kind == "norm" or torch.equal(cut["y"], whole["y"]) and 0 < cut["y"].mean() < 1
+            if kind == "norm":  # sums and the count, squares, and the gradients of both, in double precision
+                assert moved == 2 * sum(2 * others * 8 * values // len(shares) for values in (C + 1, C))
+            else:  # forward mean, variance and the count, backward the sums, once each
+                assert moved == others * 8 * (2 * C + 1 + 3 * C)
+        parameters = found[0][0].keys() - set(told)
+        assert len(parameters) >= 2
+        for name in parameters:
+            torch.testing.assert_close(sum(cut[name] for _, cut, _ in found), found[0][0][name], **CLOSE)
 
 
 def _of_nobody() -> tuple[Tensor, Tensor, Tensor]:

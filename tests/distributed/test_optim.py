@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -11,17 +12,11 @@ from torch import Tensor, nn
 
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.training import TrainingConfig
-from megasnn.grid import Place
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelLinear
-from megasnn.optim import (
-    GradientNorm,
-    build_optimizer,
-    held_state_bytes,
-    learning_rate,
-    require_schedule,
-    state_bytes,
-)
+from megasnn.optim.build import build_optimizer, held_state_bytes, state_bytes
+from megasnn.optim.norms import GradientNorm
+from megasnn.optim.rates import learning_rate, require_schedule
 from megasnn.optimizers import OPTIMIZERS
 from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.sharding import ShardedTensor
@@ -57,13 +52,13 @@ def _norm_and_clip(tensor: int, pipeline: int) -> tuple:
     try:
         first, last = state.is_first_stage, state.is_last_stage
         home = {"stem": first, "block": first if pipeline < 3 else state.pp.rank == 1, "head": last}
-        layers = {name: layer for name, layer in _layers(context(state.tp)).items() if home[name]}
+        layers = {name: layer for name, layer in _layers(replace(context(state.tp), dp=state.dp)).items() if home[name]}
         tensors = build(layers, {})
         frozen = [e for e in tensors if e.name == "stem.conv.weight"]
         for entry in tensors:
             if entry.is_parameter and entry not in frozen:
                 entry.tensor.grad = entry.shard.cut(_gradient(entry.name, entry.shard.global_shape))
-        norm = GradientNorm(_all_names(), tensors, state.device, Place(state.grid, state.coordinates))
+        norm = GradientNorm(_all_names(), tensors, state.device)
 
         def of_all() -> float:
             return norm.of(all_reduce_sum(norm.squares(), state.world, "step").tolist())
@@ -71,7 +66,8 @@ def _norm_and_clip(tensor: int, pipeline: int) -> tuple:
         value = of_all()
         norm.clip(value, 0.0)
         norm.clip(value, value * 1.01)
-        assert of_all() == value  # neither clips
+        norm.clip(float("nan"), 1.0)
+        assert of_all() == value  # none clips
         norm.clip(value, 0.5)
         clipped = parts(tensors, gradients=True)
         after = of_all()
@@ -88,7 +84,7 @@ def _poison(tensors: list[ShardedTensor], rank: int) -> None:
             entry.tensor.grad.view(-1)[-1] = float("nan") if rank else float("inf")
 
 
-@pytest.mark.parametrize("tensor, pipeline, size", [(1, 1, 1), (4, 1, 4), (2, 1, 4), (1, 3, 3), (2, 2, 4), (2, 3, 6)])
+@pytest.mark.parametrize("tensor, pipeline, size", [(1, 1, 1), (2, 1, 4), (1, 3, 3), (2, 2, 4)])
 def test_every_parameter_counts_once(ranks, tensor, pipeline, size) -> None:
     trained = [name for name in _all_names() if name != "stem.conv.weight"]
     whole = {e.name: e.shard.global_shape for e in build(_layers(BuildContext(dtype=torch.float64)), {})}
@@ -104,16 +100,6 @@ def test_every_parameter_counts_once(ranks, tensor, pipeline, size) -> None:
     assert clipped.keys() == gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(clipped[name], gradient * scale, rtol=1e-12, atol=1e-14)
-
-
-def test_a_norm_that_is_not_finite_clips_nothing() -> None:
-    tensors = build(_layers(BuildContext(dtype=torch.float64)), {})
-    for entry in tensors:
-        if entry.is_parameter:
-            entry.tensor.grad = torch.ones_like(entry.tensor)
-    norm = GradientNorm(_all_names(), tensors, torch.device("cpu"))
-    norm.clip(float("nan"), 1.0)
-    assert all((e.tensor.grad == 1).all() for e in tensors if e.is_parameter)
 
 
 def test_only_kernels_and_matrices_decay() -> None:
@@ -174,19 +160,6 @@ def test_the_rates_of_spikformers_recipe(iterations_per_epoch: Fraction) -> None
         assert rate == pytest.approx(by_timm(epoch, 5e-4, 1e-5, 1e-5, 300, 20), rel=1e-12), epoch
 
 
-def test_the_rates_of_sew_resnets_recipe() -> None:
-    """torch's CosineAnnealingLR over 320 epochs, stepped once an epoch."""
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    course = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=320)
-    config = OptimizerConfig("sgd", lr=0.1, lr_interval="epoch")
-    for epoch in range(320):
-        for iteration in (5 * epoch, 5 * epoch + 4):
-            assert learning_rate(config, iteration, 1600, Fraction(5)) == pytest.approx(course.get_last_lr()[0])
-        optimizer.step()
-        course.step()
-
-
 def test_warm_up_and_cool_down_in_epochs() -> None:
     config = OptimizerConfig(lr=1.0, min_lr=0.2, lr_decay_style="linear", lr_warmup_epochs=1, lr_cooldown_epochs=2)
     found = [learning_rate(config, iteration, 10, Fraction(2)) for iteration in range(10)]
@@ -200,15 +173,16 @@ def test_warm_up_and_cool_down_in_epochs() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_table_says_what_state_an_optimizer_keeps(optimizer: str) -> None:
-    for momentum in (0.9, 0.0):
-        config = OptimizerConfig(optimizer, sgd_momentum=momentum)
-        tensors = build(_layers(BuildContext(dtype=torch.float64)), {})
-        trained = [entry.tensor for entry in tensors if entry.is_parameter]
-        built = build_optimizer(tensors, config)
-        for parameter in trained:
-            parameter.grad = torch.ones_like(parameter)
-        built.step()
-        kept = {kind for state in built.state.values() for kind, value in state.items() if value is not None}
-        assert kept == set(config.state_kinds())
-        assert held_state_bytes(built) == state_bytes(trained, config)
-        build_optimizer([], config).step()  # a stage without layers
+    config = OptimizerConfig(optimizer, weight_decay=0.3)
+    tensors = build(_layers(BuildContext(dtype=torch.float64)), {})
+    trained = [entry.tensor for entry in tensors if entry.is_parameter]
+    built = build_optimizer(tensors, config)
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    built.step()
+    kept = {kind for state in built.state.values() for kind, value in state.items() if value is not None}
+    assert kept == set(OPTIMIZERS[optimizer].state)
+    assert held_state_bytes(built) == state_bytes(trained, config)
+    decays = {id(each): group["weight_decay"] for group in built.param_groups for each in group["params"]}
+    assert decays == {id(each): 0.3 if each.dim() > 1 else 0.0 for each in trained}
+    build_optimizer([], config).step()  # a stage without layers

@@ -39,7 +39,7 @@ from megasnn.pipeline.p2p import Boundaries, Link, TensorSpec, linked
 from tests.distributed.whole import everybody, random, spikes
 from tests.models.networks import between
 
-CPU, PAIR = torch.device("cpu"), Group("pp", (0, 1))
+CPU, PAIR = torch.device("cpu"), Group("pp", (0, 1), made=mock.Mock())
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 SIZE = {Content.DENSE: lambda t: t.nbytes, Content.SPIKES: lambda t: -(-t.numel() // 8), Content.COUNTS: torch.numel}
 

@@ -17,7 +17,7 @@ import megasnn
 from megasnn import Engine
 from megasnn.checkpoint.load import load_global_tensors
 from megasnn.config import ConfigError, DataConfig
-from megasnn.data import BatchLoader, LoaderOptions, Share, open_datasets
+from megasnn.data import BatchLoader, Share, open_datasets
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.parallel_state import (
     destroy_model_parallel,
@@ -47,9 +47,10 @@ def images(samples: int = 10) -> Tensor:
 def batches(cache: str) -> Iterator[tuple[Tensor, Tensor]]:
     """The global batches that a run with the seed of the flags trains on."""
     os.environ["MEGASNN_CACHE"] = cache
-    data = open_datasets(DataConfig(), MODEL.input_shape, MODEL.num_classes, shards_of_sample)
+    config = DataConfig(num_workers=0)
+    data = open_datasets(config, MODEL.input_shape, MODEL.num_classes, shards_of_sample)
     size = SIZES["global_batch_size"]
-    loader = BatchLoader(data.train, Share(size, size), LoaderOptions(seed=1234))
+    loader = BatchLoader(data.train, Share(size, size), config, seed=1234)
     for batch in islice(loader.batches(), SIZES["train_iters"]):
         (whole,) = batch.micro_batches
         yield whole.images.contiguous(), whole.labels

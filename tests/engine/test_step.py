@@ -22,7 +22,7 @@ from megasnn.layers import ConvNormNeuron, ParallelBatchNorm, ParallelConv, Spik
 from megasnn.layers.neuron import State
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from megasnn.optim import build_optimizer, takes_found_inf
+from megasnn.optim.build import build_optimizer, takes_found_inf
 from megasnn.parallel.sharding import Shard, ShardedTensor
 from megasnn.pipeline.executor import PipelineError, PipelineExecutor
 from tests.host_waits import host_waits, waits_of_steps
@@ -345,6 +345,16 @@ def left() -> Model:
     return between(lambda: [layer("left", Left()), layer("next", ConvNormNeuron(4, 4))])
 
 
+def frozen() -> Model:
+    return between(lambda: [layer("left", Left().requires_grad_(False)), layer("next", frozen_weight())])
+
+
+def frozen_weight() -> nn.Module:
+    unit = ConvNormNeuron(4, 4)
+    unit.conv.weight.requires_grad_(False)
+    return unit
+
+
 def step() -> Model:
     return between(lambda: [layer("step", Step()), layer("next", ConvNormNeuron(4, 4))])
 
@@ -366,6 +376,8 @@ def steps_of(make: Callable[[], Model], flags: dict[str, Any]) -> tuple[list[flo
     [
         (left, STAGES),
         (left, SCATTERED),
+        (frozen, STAGES),
+        (frozen, {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True}),
         (step, {"tensor_model_parallel_size": 2}),
         (step, {"recompute": "always", "use_distributed_optimizer": True}),
         (step, STAGES),

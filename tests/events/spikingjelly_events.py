@@ -24,7 +24,6 @@ UTILS = (
     "integrate_events_segment_to_frame",
     "cal_fixed_frames_number_segment_index",
     "integrate_events_by_fixed_frames_number",
-    "integrate_events_by_fixed_duration",
 )
 CIFAR10_DVS = (
     "_read_bits",

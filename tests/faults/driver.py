@@ -22,17 +22,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain_spikformer
 from megasnn.checkpoint import save
-from megasnn.checkpoint.writer import SyncWriter
+from megasnn.checkpoint.writer import Writer
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.engine import mesh as program
-from megasnn.parallel.replica_check import ReplicaCheck, in_memory_order
+from megasnn.kernels.layout import flat_in_memory
+from megasnn.parallel.replica_check import ReplicaCheck
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.schedule import Action
 from megasnn.telemetry.records import StepResult
 from megasnn.telemetry.timers import DeviceClock
-from megasnn.training.loop import TrainingRun
 from tests.sums import form_sums_where_few
 
 MICRO_BATCHES = 2  # of a step, on every rank
@@ -86,18 +86,6 @@ def _lose_the_gpu() -> None:
 def lose_the_gpu() -> None:
     """As torch tells of a kernel's error, at the first thing that asks the GPU for something."""
     _at_second_forward_of_second_step(_lose_the_gpu)
-
-
-def lose_the_gpu_in_evaluation() -> None:
-    """At the first forward without gradients."""
-    forward = PipelineChunk.forward
-
-    def counted(self: PipelineChunk, *arguments: Any) -> Any:
-        if not torch.is_grad_enabled():
-            _lose_the_gpu()
-        return forward(self, *arguments)
-
-    mock.patch.object(PipelineChunk, "forward", counted).start()
 
 
 def slow_evaluation() -> None:
@@ -195,12 +183,6 @@ def _fail_saves(which: range) -> None:
     mock.patch.object(save, "write_safetensors", partial(limited, save.write_safetensors)).start()
 
 
-def raise_before_the_grid() -> None:
-    """Right after the ranks have joined."""
-    error = OSError("injected fault before the grid")
-    mock.patch.object(program, "initialize_model_parallel", side_effect=error).start()
-
-
 def leave_before_joining() -> None:
     """As a rank does whose program does not even start."""
     mock.patch.object(program, "start_process_group", side_effect=SystemExit(0)).start()
@@ -208,12 +190,7 @@ def leave_before_joining() -> None:
 
 def raise_in_save() -> None:
     """At the first save."""
-    mock.patch.object(SyncWriter, "save", side_effect=RuntimeError("injected fault while saving")).start()
-
-
-def raise_at_the_end() -> None:
-    """When the other ranks have finished and wait."""
-    mock.patch.object(TrainingRun, "close", side_effect=OSError("injected fault at the end")).start()
+    mock.patch.object(Writer, "save", side_effect=RuntimeError("injected fault while saving")).start()
 
 
 def nan_in_the_weights() -> None:
@@ -237,7 +214,7 @@ def flip_in_a_weight() -> None:
     def flipped(self: ReplicaCheck, iteration: int) -> None:
         if iteration == 2:
             (entry,) = [entry for entry in self._entries() if entry.name == "blocks.0.mlp.fc1.conv.weight"]
-            in_memory_order(entry.tensor).view(torch.int32)[-1] ^= 1
+            flat_in_memory(entry.tensor).view(torch.int32)[-1] ^= 1
         compare(self, iteration)
 
     mock.patch.object(ReplicaCheck, "__call__", flipped).start()
@@ -249,7 +226,6 @@ FAULTS = {
         raise_in_step,
         raise_while_saving,
         lose_the_gpu,
-        lose_the_gpu_in_evaluation,
         slow_evaluation,
         stall_in_step,
         raise_in_weight_gradient,
@@ -257,10 +233,8 @@ FAULTS = {
         stall_the_first_time,
         full_disk,
         disk_of_its_own,
-        raise_before_the_grid,
         leave_before_joining,
         raise_in_save,
-        raise_at_the_end,
         nan_in_the_weights,
         flip_in_a_weight,
     )

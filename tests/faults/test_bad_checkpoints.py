@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from megasnn.checkpoint.job import LOCK
+from megasnn.checkpoint.job import LOCK, NOTE
 from tests.faults.launch import PP2, TINY, TP2, Ended, Ranks
 from tests.faults.test_bad_data import SECONDS, refused
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Files and their hashes, without the lock: a refused run held it, too."""
+    """Files and their hashes, without the lock and its note: a refused run held it, too."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != LOCK
+        if path.is_file() and path.name not in (LOCK, NOTE)
     }
 
 
@@ -41,7 +41,7 @@ def resume(saved: Path, tmp_path: Path, *flags: str) -> Ended:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (("--embed-dim", "64", "--depth", "2"), ("embed_dim", "32", "64", "depth")),
+        (("--embed-dim", "64", "--tau", "3.0"), ("embed_dim", "32", "64", "tau")),
         (("--seed", "7"), ("seed", "1234", "7", "--finetune")),
         (("--ckpt-step", "3"), ("3", "2, 4", "--ckpt-step")),
     ],

@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -99,14 +98,11 @@ def test_nothing_is_lost_and_nothing_is_wrong(ranks, straight, tmp_path, layout,
         *(["--async-save"] if moment % 2 else []),
     )
     kill(Ranks(tmp_path, 2, *TINY, *flags), draw)
-    with warnings.catch_warnings():
-        # That `latest` was not moved yet is told, and fine.
-        warnings.filterwarnings("ignore", ".* was saved later", UserWarning)
-        if kept := list_checkpoints(folder):
-            newest = read_metadata(find_checkpoint(folder, None)).iteration
-            assert same(saved(folder), expected[newest]) and newest >= kept[-1] - 1
-            assert {problem for _, problem in verify_checkpoint(find_checkpoint(folder, kept[-1]))} == {None}
-        outcomes = ranks(2, train, os.environ["MEGASNN_CACHE"], *flags)
+    if kept := list_checkpoints(folder):
+        newest = read_metadata(find_checkpoint(folder)).iteration
+        assert same(saved(folder), expected[newest]) and newest >= kept[-1] - 1
+        assert {problem for _, problem in verify_checkpoint(folder / f"iter_{kept[-1]:07d}")} == {None}
+    outcomes = ranks(2, train, os.environ["MEGASNN_CACHE"], *flags)
     assert {outcome.iteration for outcome in outcomes} == {LAST}
     assert same(saved(folder, LAST), expected[LAST])
     assert not list(folder.glob("*.tmp"))

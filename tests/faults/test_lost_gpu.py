@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.faults.driver import ASKED_AGAIN, LOST
-from tests.faults.launch import PP2, TINY, Ended, Ranks
+from tests.faults.launch import TINY, Ended, Ranks
 
 SECONDS = 5.0  # until all have ended, from when the GPU was lost
 MODEL = (*TINY, "--neuron-backend", "torch")  # nothing has to be compiled
@@ -31,9 +31,3 @@ def test_beside_a_replica_with_a_trace_and_a_save(tmp_path) -> None:
     flags += ("--save", str(tmp_path / "run"), "--save-interval", "1", "--async-save")
     found = ended(tmp_path, "lose_the_gpu", 1, *flags)
     require_told_once(found, 1, "rank 1, pipeline stage 0, action 0F1, micro-batch 1")
-
-
-def test_in_an_evaluation_by_averaged_weights(tmp_path) -> None:
-    flags = ("--ema-decay", "0.9", "--eval-interval", "2", "--eval-iters", "1")
-    found = ended(tmp_path, "lose_the_gpu_in_evaluation", 1, *PP2, *flags, "--valid-data-path", "sample")
-    require_told_once(found, 1, "rank 1, pipeline stage 1, action 1F0, micro-batch 0")

@@ -23,10 +23,7 @@ SHARED = ("--context-parallel-size", "2", "--context-parallel-cut", "rows")
     [
         (PP3, 3, "raise_in_step", 2, "pipeline stage 2, action 2F1, micro-batch 1"),
         (("--pipeline-schedule", "zbv", *PP2[2:4]), 2, "raise_in_weight_gradient", 0, "pipeline stage 0, action 3W1"),
-        (SHARED, 2, "raise_in_step", 0, "pipeline stage 0, action 0F1, micro-batch 1"),
         (PP2, 2, "raise_in_save", 1, "while saving, on pipeline stage 1, after iteration 2"),
-        (PP2, 2, "raise_before_the_grid", 0, "while making the groups of ranks"),
-        (PP2, 2, "raise_at_the_end", 1, "on pipeline stage 1, after iteration 4"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.startswith("raise") else None,
 )
@@ -55,8 +52,8 @@ def test_a_worker_of_one_rank(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "size", "lost"),
-    [((*PP2, *TP2), 4, 2), (("--pipeline-schedule", "v-min", *PP3[2:4]), 3, 1), (SHARED, 2, 1)],
-    ids=["stages", "v-min", "rows"],
+    [((*PP2, *TP2), 4, 2), (SHARED, 2, 1)],
+    ids=["stages", "rows"],
 )
 def test_one_that_is_killed(tmp_path, layout, size, lost) -> None:
     ranks = Ranks(tmp_path, size, *QUICK, *layout, fault=("stall_in_step", lost))
@@ -80,7 +77,7 @@ def test_one_that_is_stopped_is_noticed_by_the_timeout(tmp_path) -> None:
 
 
 def test_a_slow_rank_is_waited_for(tmp_path) -> None:
-    ended = Ranks(tmp_path, 2, *TINY, "--pipeline-schedule", "zbv", *PP2[2:4], fault=("slow_rank", 1)).end(40)
+    ended = Ranks(tmp_path, 2, *QUICK, "--pipeline-schedule", "zbv", *PP2[2:4], fault=("slow_rank", 1)).end(40)
     assert ended.status == [0, 0] and "iteration 4/" in ended.output[0]
 
 
@@ -100,18 +97,13 @@ def test_a_port_that_another_program_holds_ends_all_ranks(tmp_path) -> None:
         assert lines_of(rank, output) and f"127.0.0.1:{port['MASTER_PORT']}" in output, output
 
 
-@pytest.mark.parametrize("fault", ["raise_in_step", "stall_in_step"])
-def test_under_torchrun(tmp_path, fault) -> None:
+def test_under_torchrun(tmp_path) -> None:
     """It prints what the rank has recorded, as the root cause."""
-    run = Torchrun(tmp_path, 4, "tests/faults/driver.py", fault, "2", *QUICK, *PP2, *TP2)
-    if fault == "stall_in_step":
-        run.kill_stalled()
-    else:
-        wait_for(run, "iteration 1/", 120)  # four ranks that import torch
-        run.started = time.monotonic()
+    run = Torchrun(tmp_path, 2, "tests/faults/driver.py", "raise_in_step", "1", *QUICK, *PP2)
+    wait_for(run, "iteration 1/", 120)  # ranks that import torch
+    run.started = time.monotonic()
     ended = run.end(10)
     (text,) = ended.output
     assert ended.status == [1] and len(re.findall(PLACE, text)) == 1, text
     root = text[text.index("Root Cause") :]
-    assert ": 2 (local_rank: 2)" in root
-    assert ("injected fault" if fault == "raise_in_step" else "SIGKILL") in root
+    assert ": 1 (local_rank: 1)" in root and "injected fault" in root

@@ -12,17 +12,16 @@ import pytest
 import torch
 
 from megasnn.checkpoint.folder import list_checkpoints
-from megasnn.checkpoint.job import LOCK, FolderLock
+from megasnn.checkpoint.job import LOCK, NOTE, FolderLock
 from megasnn.checkpoint.load import load_global_tensors
 from tests.faults.launch import PP2, PP3, TINY, Ranks, Torchrun
 from tests.faults.test_bad_data import refused
 from tests.faults.test_signals import ENDLESS, wait_for
 
 
-@pytest.mark.parametrize("more", [(), ("--async-save",)])
-def test_the_exit_status_tells_that_the_last_checkpoint_is_missing(tmp_path, more) -> None:
+def test_the_exit_status_tells_that_the_last_checkpoint_is_missing(tmp_path) -> None:
     folder = tmp_path / "run"
-    argv = [*TINY, *PP2, "--save", str(folder), "--save-interval", "1", *more]
+    argv = [*TINY, *PP2, "--save", str(folder), "--save-interval", "1", "--async-save"]
     ended = Ranks(tmp_path / "ranks", 2, *argv, fault=("full_disk", 1)).end(30)
     assert ended.status == [3, 3]
     told = re.findall(
@@ -45,7 +44,7 @@ def test_a_rank_on_a_disk_of_its_own_is_refused(tmp_path) -> None:
     save = os.path.relpath(folder)
     ended = Ranks(tmp_path / "ranks", 2, *TINY, *PP2, "--save", save, fault=("disk_of_its_own", 1)).end(30)
     refused(ended, f"--save {save} must be one folder that all hosts share", f"{platform.node()} (rank 1)")
-    assert {path.name for path in folder.iterdir()} == {LOCK}  # no mark is left, and another run may begin
+    assert {path.name for path in folder.iterdir()} == {LOCK, NOTE}  # no mark is left, and another run may begin
     FolderLock(folder).release()
 
 
@@ -100,11 +99,10 @@ def test_a_job_that_comes_back_with_another_number_of_ranks(straight, tmp_path) 
     assert (folder / "iter_0000004").stat() == done
 
 
-def test_what_another_run_left_is_told_and_not_continued(straight, tmp_path) -> None:
+def test_what_another_run_left_is_not_mixed_with(straight, tmp_path) -> None:
     folder = tmp_path / "run"
-    for name, more in ("first", ("--save-interval", "1")), ("second", ("--keep-last", "1")):
-        ended = Ranks(tmp_path / name, 1, *TINY, "--save", str(folder), *more).end(30)
-        assert ended.status == [0] and "continuing" not in ended.output[0]
-        assert list_checkpoints(folder) == [1, 2, 3, 4]
-    assert f"WARNING: {folder} holds checkpoints up to iteration 4 that this run does not continue" in ended.output[0]
+    argv = [*TINY, "--save", str(folder)]
+    assert Ranks(tmp_path / "first", 1, *argv).end(30).status == [0]
+    refused(Ranks(tmp_path / "second", 2, *argv, *PP2).end(30), f"{folder} holds checkpoints", "--load", "--save")
+    assert list_checkpoints(folder) == [4]
     assert same(folder, straight)

@@ -51,7 +51,7 @@ def test_the_run_is_saved_and_ends_well(tmp_path, number, rank, flags) -> None:
 def test_a_second_signal_ends_at_once(tmp_path) -> None:
     """In a step that does not end; a repetition within a second is the launcher's, and still the first one."""
     ranks = Ranks(tmp_path, 2, *TINY, *PP2, fault=("stall_in_step", 0))
-    ranks.kill_stalled(signal.SIGINT)
+    ranks.kill_stalled(signal.SIGTERM)
     wait_for(ranks, "once more ends it at once")
     os.kill(ranks.processes[0].pid, signal.SIGINT)
     time.sleep(1.2)

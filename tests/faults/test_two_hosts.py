@@ -81,7 +81,8 @@ def wait_until(is_so: Callable[[], bool], seconds: float, what: Callable[[], str
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("fault", ["raise_in_step", "kill", "stop"])
+# A stopped rank takes a minute: torchrun gives it 30 seconds before it kills it.
+@pytest.mark.parametrize("fault", ["raise_in_step", "kill", pytest.param("stop", marks=pytest.mark.matrix)])
 def test_all_ranks_of_both_hosts_end(network, tmp_path, fault) -> None:
     flags = ("--distributed-timeout-minutes", "0.2") if fault == "stop" else ()
     hosts = started(tmp_path, fault if fault == "raise_in_step" else "stall_in_step", *flags)
@@ -99,7 +100,6 @@ def test_all_ranks_of_both_hosts_end(network, tmp_path, fault) -> None:
             os.kill(stalled, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
         limit = 10 if fault != "stop" else 12 + 5
         wait_until(lambda: hosts["first"].poll() is not None, limit, told)
-        # torchrun gives a stopped rank 30 seconds before it kills it.
         wait_until(lambda: hosts["second"].poll() is not None, 10 if fault != "stop" else 40, told)
     finally:
         for each in hosts.values():

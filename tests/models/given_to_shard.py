@@ -120,7 +120,7 @@ def rest() -> nn.Sequential:
     """What no other network has: containers, neurons that are none of ours, and layers that mix channels."""
     parts = OrderedDict(
         stem=sj.SeqToANNContainer(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.MaxPool2d(2)),
-        steps=sj.MultiStepContainer(neuron.IFNode(), sj.Conv2d(8, 8, 1)),
+        steps=sj.MultiStepContainer(neuron.IFNode(), sj.Conv2d(8, 8, 1), sj.BatchNorm2d(8)),
         counts=neuron.ILIFNode(),
         conv=sj.Conv2d(8, 8, 3, padding=1),
         mixing=sj.SeqToANNContainer(nn.LocalResponseNorm(3, alpha=1.0), nn.InstanceNorm2d(8, affine=True), nn.PReLU(8)),

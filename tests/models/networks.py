@@ -12,7 +12,6 @@ from spikingjelly.activation_based import neuron
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.spike_codec import Content
 from megasnn.layers import ConvNormNeuron, KeyedLayer, MeanLinear, ParallelDropout
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
@@ -137,9 +136,8 @@ class Bundles(Model):
 
     def layers(self) -> Iterable[Layer]:
         yield layer("stem", ConvNormNeuron(3, self.width, 3))
-        holds = {"spikes": Content.SPIKES, "drive": None, "fired": None}
         for index in range(3):
-            yield layer(f"block.{index}", Split(self.width, f"block.{index}"), holds=holds)
+            yield layer(f"block.{index}", Split(self.width, f"block.{index}"))
         yield layer("meet", Meet())
         yield layer("head", Classify(self.width, self.num_classes))
 
@@ -224,7 +222,7 @@ class Plain(Model):
     def layers(self) -> Iterable[Layer]:
         yield layer("conv", nn.Conv2d(3, self.width, 3, padding=1))
         yield layer("norm", nn.BatchNorm2d(self.width))
-        yield layer("fire", neuron.LIFNode(step_mode="m"), holds=Content.SPIKES)
+        yield layer("fire", neuron.LIFNode(step_mode="m"))
         yield layer("pool", nn.MaxPool2d(2))
         if self.sharded:
             yield layer("unit", ConvNormNeuron(self.width, self.width, 3))

@@ -14,7 +14,7 @@ from megasnn.engine.model import DistributedModel
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.build import describe
 from megasnn.models.model import Model
-from megasnn.optim import build_optimizer
+from megasnn.optim.build import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
@@ -29,7 +29,7 @@ LAYOUTS = [
     Layout(1, 1, 4, "gpipe"),
     Layout(2, 2, 2, "zbv"),
 ]
-SGD = OptimizerConfig("sgd", lr=0.05, sgd_momentum=0.9, weight_decay=0.0)
+SGD = OptimizerConfig("sgd", lr=0.05, weight_decay=0.0)
 
 
 def images(model: Model, scale: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from megasnn.device_checks import DeviceChecks
 from megasnn.engine.model import DistributedModel
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
+from megasnn.layers.shape_inference import mark_spikes
 from megasnn.losses.sums import cross_entropy_sum
 from megasnn.models.build import describe
 from megasnn.models.layer import Layer, layer
@@ -240,11 +241,12 @@ def test_an_output_that_differs_from_the_dry_runs_is_refused_at_the_first_step(c
 
 
 def test_what_does_not_fit_its_boundary_names_the_entry() -> None:
-    pair, model, bounds = Group("pp", (0, 1)), describe(Bundles()), [range(2), range(2, 6)]
-    state = SimpleNamespace(pipeline=pair, downward=pair, device=CPU, wire=CPU)
+    pair, model, bounds = Group("pp", (0, 1), made=mock.Mock()), describe(Bundles()), [range(2), range(2, 6)]
+    state = SimpleNamespace(pp=pair, pp_down=pair, device=CPU, wire=CPU)
     chunks = {0: build_chunk(model, bounds, 0, BuildContext(), CPU, 0)}
     boundaries, checks = Boundaries(model, BuildContext()), DeviceChecks(CPU)
-    transfers = Transfers(chunks, (0, 1), state, boundaries)  # type: ignore[arg-type]
+    with mock.patch.object(p2p, "start_messages"):
+        transfers = Transfers(chunks, (0, 1), state, boundaries)  # type: ignore[arg-type]
     transfers.begin(Schedule("nothing", (0, 1), 1, ((), ())), [2])
     values = [torch.ones(boundaries.spec(each, 2).shape) / 2 for each in model.carried(2)]
     with mock.patch.object(p2p.dist, "isend"), checks.collecting():
@@ -279,8 +281,8 @@ def up(*takes: str) -> Callable[[], Layer]:
     return lambda: layer("a", Up(4, 4), takes=takes)
 
 
-def gives(make: Callable[[Tensor], object], **options: object) -> Callable[[], Layer]:
-    return lambda: layer("a", Gives(make), **options)
+def gives(make: Callable[[Tensor], object]) -> Callable[[], Layer]:
+    return lambda: layer("a", Gives(make))
 
 
 def unit(name: str, **options: object) -> Callable[[], Layer]:
@@ -308,10 +310,6 @@ def meet() -> Layer:
         ([gives(lambda y: {1: y})], "a, given .*dict"),
         ([gives(lambda y: ())], "a, given .*empty tuple"),
         ([gives(lambda y: (y, 1))], "entry 1 is of type int"),
-        ([gives(lambda y: y, holds=(Content.SPIKES,))], "a: holds="),
-        ([gives(lambda y: (y, y), holds=Content.SPIKES), meet], r"a: holds= .*\[0, 1\]"),
-        ([gives(lambda y: (y, y + y), holds=(None, Content.SPIKES)), meet], "a: holds=SPIKES, but entry 1"),
-        ([gives(lambda y: y + y, holds=Content.SPIKES)], "a: holds=SPIKES, but its output"),
         ([lambda: layer("a", Reads())], r"a, given .*: in inner: .*test_bundles.py, line \d+\)"),
         ([gives(ConvNormNeuron(5, 4))], "a, .*: in make.conv: .* 5 input channels is given 4"),
         ([unit("a", takes=("stem", "stem"))], r"2 input\(s\), which `takes`"),
@@ -341,6 +339,12 @@ def test_the_next_layer_gets_a_plain_tuple_or_dict_of_a_class_of_its_own(kind: C
     assert [entry.content.name for entry in model.layers[1].entries.values()] == ["SPIKES", "DENSE"]
     chunk = build_chunk(model, [range(4)], 0, BuildContext(), CPU, 0)
     assert chunk(torch.zeros(3, 3, 4, 4), range(3)).shape == (2, 3, CLASSES)
+
+
+@pytest.mark.parametrize(("says", "content"), [(mark_spikes, "SPIKES"), (lambda y: mark_spikes(y, 2), "COUNTS")])
+def test_a_forward_says_what_does_not_follow_from_it(says: Callable[[Tensor], Tensor], content: str) -> None:
+    described = describe(_model(gives(lambda y: says(2 * (0.5 * y)))))
+    assert described.layers[1].output.name == content
 
 
 def test_contents_are_found_for_each_entry() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import pytest
-import torch
 
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import ConvNormNeuron, MeanLinear
@@ -64,21 +63,6 @@ def test_what_ranks_cannot_share_is_refused(name: str) -> None:
     (problem,) = building_problems(model, NeuronSpec(), 1, most + 1, "rows")
     assert "--context-parallel-size" in problem and model.name in problem
     assert building_problems(model, NeuronSpec(), 1, most + 1, "samples") == []
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deep(Model):
-    depth: int = 10**12
-
-    def layers(self) -> Iterable[Layer]:
-        for number in range(self.depth):
-            yield layer(f"layer.{number}", torch.relu)
-
-
-def test_a_depth_that_would_take_all_memory_is_refused() -> None:
-    """As the configuration of a stranger's checkpoint may have it."""
-    (problem,) = building_problems(Deep(), NeuronSpec(), 1)
-    assert "layer.4000" in problem
 
 
 def test_a_model_is_described_once_and_layers_are_built_for_each_rank() -> None:

@@ -22,7 +22,7 @@ from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
 from megasnn.models.build import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
-from megasnn.models.registry import MODELS, dialect_for, dialect_of, guess_model
+from megasnn.models.registry import MODELS, dialect_for, dialect_of, model_of
 from megasnn.parallel.sharding import materialise, sharded_tensors
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pretraining import pretrain
@@ -115,7 +115,7 @@ def test_the_flags_of_a_new_model_are_explained_and_checked(line, capsys, monkey
 
 def test_a_new_model_is_known_to_the_converter(line, tmp_path):
     path = saved(tmp_path / "saved", line)
-    assert read_metadata(path).model == "line" and guess_model(open_source(path).tensors) is line
+    assert read_metadata(path).model == "line" and model_of(None, open_source(path).tensors) is line
     new, _ = reshard(open_source(path), tmp_path / "new", Target(2, 1))
     assert read_metadata(new).model == "line" and len(read_metadata(new).files) == 2
     with pytest.raises(CheckpointError, match="no model of spikingjelly with the tensors of line"):

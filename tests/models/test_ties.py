@@ -177,7 +177,7 @@ def test_runs_are_saved_resumed_on_another_layout_and_converted(ranks, tmp_path,
 
     ranks(3, _train, *_flags(run, Layout(pipeline=3)), "--exit-interval", "2")
     monkeypatch.setitem(MODELS, Tied.name, Tied)
-    layers = len(saved_model(source := open_source(run)).description.layers)
+    layers = len(saved_model(source := open_source(run))[1].layers)
     reshard(source, new, Target(2, 2, layout=f"2|{layers - 2}"))
     converted, before = (load_global_tensors(folder, with_optimizer=True) for folder in (new, run))
     assert converted.keys() == before.keys() and all(torch.equal(converted[name], before[name]) for name in before)
@@ -224,6 +224,8 @@ def _two_stages(frozen: tuple[str, ...], unused: bool) -> dict[str, Tensor]:
     def make() -> list[nn.Module]:
         first, second = ConvNormNeuron(4, 4), ConvNormNeuron(4, 4)
         second.conv.weight, second.norm.weight = first.conv.weight, first.norm.weight
+        for name in frozen:
+            first.get_parameter(name.removeprefix("made.0.")).requires_grad_(False)
         return [first, second]
 
     size = torch.distributed.get_world_size()
@@ -231,7 +233,7 @@ def _two_stages(frozen: tuple[str, ...], unused: bool) -> dict[str, Tensor]:
     try:
         bounds = [range(4)] if size == 1 else [range(2), range(2, 4)]
         model, double = describe(_model(make)), torch.float64
-        context = BuildContext(dtype=double, compute_dtype=double, is_frozen=frozen.__contains__)
+        context = BuildContext(dtype=double, compute_dtype=double)
         engine = DistributedModel(model, state, context, bounds, plan_schedule("1f1b", size), 5)
         x, labels = images(_model(make))
         lost = [e for e in engine.copies if unused and e.name == "made.0.conv.weight" and e.tensor.requires_grad]

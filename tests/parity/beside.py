@@ -27,8 +27,6 @@ ROUNDING = 1e-14
 CHOSEN = [
     Layout(),
     Layout(tensor=2),
-    Layout(pipeline=2),
-    Layout(2, 2, 1),
     Layout(1, 1, 4, "1f1b"),
     Layout(2, 2, 2, "zbv"),
 ]
@@ -82,7 +80,7 @@ def truth(case: Case) -> list[reference.ReferenceStep]:
     """Each step of the other one. The comparison means something: neurons fire, some do not, and every weight has a
     gradient."""
     net, (x, labels), steps = case.network(), images(case.model, case.scale), list[reference.ReferenceStep]()
-    optimizer = torch.optim.SGD(net.parameters(), SGD.lr, SGD.sgd_momentum)
+    optimizer = torch.optim.SGD(net.parameters(), SGD.lr, 0.9)
     while len(steps) < case.steps:
         steps.append(reference.step(net, x, labels, SIZES))
         net.load_state_dict(steps[-1].buffers)

@@ -16,7 +16,7 @@ from megasnn.engine.model import DistributedModel, ModelOptions
 from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.layers.replicated import is_called_as_sharded
+from megasnn.layers.replicated import is_whole
 from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.spikformer.model import Spikformer
@@ -182,7 +182,7 @@ def record_step(
         node.register_forward_hook(lambda _module, _inputs, spikes: fired.append(int(spikes.sum())))
         for chunk in engine.chunks.values()
         for layer in chunk
-        if is_called_as_sharded(layer) or state.tp.rank == 0  # others are whole on every rank
+        if not is_whole(layer) or state.tp.rank == 0
         for node in layer.modules()
         if isinstance(node, (neuron.BaseNode, neuron.SimpleBaseNode))
     ]
@@ -218,7 +218,7 @@ def record_step(
 def own_samples(engine: DistributedModel, size: int) -> range:
     """Those of a micro-batch of so many samples that this rank has."""
     group = engine.context.sharing_samples
-    return own_rows(size, group.size, group.rank)
+    return own_rows(size, group.sizes, group.rank)
 
 
 def weights_of(engine: DistributedModel) -> dict[str, tuple[Shard, Tensor]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megasnn.checkpoint.load import load_globals_into
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import HOLDING_AXES
-from megasnn.optim import build_optimizer
+from megasnn.optim.build import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, RankStep, assemble, build_engine, join, record_step, weights_of
@@ -41,7 +41,7 @@ class PlainLamb:
     @torch.no_grad()
     def step(self) -> None:
         self.steps += 1
-        first, second = self.options.adam_beta1, self.options.adam_beta2
+        first, second = 0.9, 0.999
         for group in self.groups:
             for p in group["params"]:
                 m, v = self.moments[p]
@@ -62,8 +62,8 @@ def theirs(model: torch.nn.Module, options: OptimizerConfig):
     if options.optimizer == "lamb":
         return PlainLamb(groups, options)
     if options.optimizer == "sgd":
-        return torch.optim.SGD(groups, options.lr, options.sgd_momentum)
-    return torch.optim.AdamW(groups, options.lr, (options.adam_beta1, options.adam_beta2))
+        return torch.optim.SGD(groups, options.lr, 0.9)
+    return torch.optim.AdamW(groups, options.lr)
 
 
 @cache

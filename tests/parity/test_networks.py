@@ -17,7 +17,7 @@ from tests.parity.networks import CASES
 from tests.parity.ranks import Layout
 
 FEW = [CHOSEN[1], CHOSEN[-1]]
-CHOSEN_OF = {"plain-beside-ours": FEW, "shard-residual": FEW, "shard-signals": FEW, "shard-rest": FEW, "gated": FEW}
+CHOSEN_OF = {name: FEW for name in CASES if name not in ("plain", "called-again")} | {"shard-maxformer": CHOSEN[1:2]}
 
 
 @pytest.mark.parametrize(("case", "layout"), list(on_layouts(CASES, CHOSEN_OF)))
@@ -25,10 +25,11 @@ def test_layout_equals_spikingjelly(ranks, case: Case, layout: Layout) -> None:
     assert_equal_to_truth(case, ranks, layout)
 
 
-RARE = [pytest.param(name, marks=pytest.mark.matrix) for name in CHOSEN_OF]
+OFTEN = ("plain", "called-again", "shard-maxformer", "shard-vgg", "adaptive")
+RARE = [pytest.param(name, marks=pytest.mark.matrix) for name in CASES if name not in OFTEN]
 
 
-@pytest.mark.parametrize("name", [*(name for name in CASES if name not in CHOSEN_OF), *RARE])
+@pytest.mark.parametrize("name", [*OFTEN, *RARE])
 @few_pipelines_or_all
 def test_schedules_agree_bit_for_bit(ranks, name: str, layouts: list[Layout]) -> None:
     assert_schedules_agree(ranks, CASES[name], layouts)

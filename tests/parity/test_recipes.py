@@ -8,14 +8,16 @@ from fractions import Fraction
 import pytest
 import torch
 
-from megasnn.optim import learning_rate
+from megasnn.optim.rates import learning_rate
 from tests.parity import recipes, zoo
 from tests.parity.recipes import PUBLISHED, SMALL
 from tests.parity.test_layouts import TOLERANCE, error
 from tests.training.runs import whole
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.matrix if "imagenet" in name else ()) for name in PUBLISHED]
+)
 def test_three_steps_equal_spikingjelly(ranks, tmp_path, name: str) -> None:
     published = PUBLISHED[name]
     reference = zoo.with_other_norms(published.reference)

@@ -21,7 +21,7 @@ import torch
 
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.engine.model import DistributedModel
-from megasnn.optim import build_optimizer
+from megasnn.optim.build import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.pipeline.microbatch_state import MicroBatchInput

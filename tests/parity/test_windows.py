@@ -64,7 +64,7 @@ class Small(megasnn.Model):
             yield layer("second", ConvNormNeuron(8, 8, kernel_size=3, max_pool=True))
         yield layer("conv", nn.Conv2d(8, 8, 3, padding=1, bias=False))
         yield layer("norm", nn.BatchNorm2d(8))
-        yield layer("fire", lif(), holds=megasnn.SPIKES)
+        yield layer("fire", lif())
         yield layer("head", MeanLinear(8, self.num_classes))
 
 

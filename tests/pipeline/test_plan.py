@@ -9,7 +9,7 @@ import pytest
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.build import describe
-from megasnn.parallel.agreement import broadcast_object
+from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import profile_layers
 from megasnn.pipeline.cost_model import LayerCost
@@ -107,7 +107,7 @@ def _decide(works: bool) -> str:
         return f"rank {group.rank} decided"
 
     try:
-        return broadcast_object(group, decide)
+        return broadcast_result(group.handle, decide)
     except ValueError as error:
         return str(error)
 

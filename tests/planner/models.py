@@ -36,5 +36,5 @@ def on_cpu() -> Analysis:
 
 def cluster(ranks: int = 8, gigabytes: float = 4.0, device: str = "cpu-core", **machine: object) -> Cluster:
     # As if nothing took time to start: on a core, sharing such a small model would not be worth it.
-    known = replace(DEVICES[device].machine(device, "fp32"), start=0.0, memory=1e9 * gigabytes)
+    known = replace(DEVICES[device], start=0.0, memory=1e9 * gigabytes)
     return Cluster(ranks, min(ranks, 8), replace(known, **machine))  # type: ignore[arg-type]

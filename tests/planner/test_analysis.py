@@ -22,9 +22,9 @@ SECONDS = LayerSeconds(2e-3, 3e-3, 1e-3, 2e-3, 0.0, 0.0)
 
 def test_refusals_are_those_of_a_run() -> None:
     known, run = analysis(), config()
-    assert known.possible("tensor") == {1: None, 2: None, 3: building_problems(run.model, run.neuron.spec, 3)[0]}
-    assert known.possible("samples") == {2: None, 8: None}
-    assert known.possible("rows")[8] == building_problems(run.model, run.neuron.spec, 1, 8, "rows")[0]
+    assert known.possible["tensor"] == {1: None, 2: None, 3: building_problems(run.model, run.neuron.spec, 3)[0]}
+    assert known.possible["samples"] == {2: None, 8: None}
+    assert known.possible["rows"][8] == building_problems(run.model, run.neuron.spec, 1, 8, "rows")[0]
     with pytest.raises(ConfigError, match="--embed-dim 33"):
         analyze(replace(run, model=replace(run.model, embed_dim=33)))
 
@@ -53,7 +53,7 @@ def test_measured_seconds_are_taken_and_scaled() -> None:
     alone, both = (Timed(1, 1, "samples", 4, ranks, (SECONDS,) * count) for ranks in (1, 2))
     slower = replace(both, seconds=(replace(SECONDS, forward=4e-3),) * count)
     timed = replace(known, timed=(alone, slower))
-    machine = replace(DEVICES["cpu-core"].machine("x", "fp32"), least=0.0, start=0.0, alone=1.0)
+    machine = replace(DEVICES["cpu-core"], least=0.0, start=0.0, alone=1.0)
     exact, crowded = (layer_costs(timed, machine, Share(1, 1, "samples", 4, ranks), FREE) for ranks in (1, 2))
     assert [cost.forward for cost in exact] == [2e-3] * count and [cost.forward for cost in crowded] == [4e-3] * count
     twice = layer_costs(timed, machine, Share(1, 1, "samples", 8, 1), FREE)

@@ -69,8 +69,8 @@ def test_no_bound_is_above_what_is_simulated(name: str) -> None:
 def least_need(name: str) -> float:
     """Bytes of the layout that needs least and is not slower than one device, where that fits."""
     memory = CLUSTERS[name].machine.memory
-    alone = simulated(name)[Layout(Grid())][2]
-    slowest = AS_FAST * alone.time.total if need(name, alone) <= memory else float("inf")
+    alone = [each for layout, (*_, each) in simulated(name).items() if layout.ranks == 1 and need(name, each) <= memory]
+    slowest = AS_FAST * min((each.time.total for each in alone), default=float("inf"))
     return min(need(name, each) for *_, each in simulated(name).values() if each.time.total <= slowest)
 
 

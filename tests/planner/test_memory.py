@@ -13,7 +13,7 @@ from megasnn.config import OptimizerConfig, PretrainConfig
 from megasnn.config.training import Length
 from megasnn.engine import Engine
 from megasnn.grid import Grid
-from megasnn.optim import state_bytes, working_bytes
+from megasnn.optim.build import state_bytes, working_bytes
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.planner.candidates import Layout, with_layout
 from megasnn.planner.cost_file import Analysis

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megasnn import MeanLinear, Model, layer
-from megasnn.commands.plan import main
+from megasnn.commands.plan import make_plan
 from megasnn.config import ConfigError
 from megasnn.config.validate import validate
 from megasnn.files import DescriptionError
@@ -22,7 +22,6 @@ from megasnn.models.registry import MODELS
 from megasnn.planner import analyze
 from megasnn.planner.candidates import Layout, Prefer, layouts
 from megasnn.planner.cost_file import LayerSeconds, Timed, read, write
-from megasnn.planner.machines import DEVICES
 from megasnn.planner.memory import states_of
 from megasnn.planner.plan import Plan, apply, command, plan, sizes_to_choose
 from megasnn.planner.predict import Predictor
@@ -51,7 +50,7 @@ from megasnn.planner.report import table
 from megasnn.pretraining import configuration
 flags = "--embed-dim 32 --depth 1 --num-heads 2 --image-size 16 --time-steps 2 --micro-batch-size 4".split()
 config = configuration(Spikformer, [*flags, "--global-batch-size", "16"])
-found = plan(read(Path(sys.argv[1])), config, Cluster(8, 8, DEVICES["h100"].machine("h100", "fp32")))
+found = plan(read(Path(sys.argv[1])), config, Cluster(8, 8, DEVICES["h100"]))
 print(table(found))
 print(apply(found, config, Path(sys.argv[2])))
 """
@@ -80,7 +79,7 @@ def test_every_candidate_has_a_reason() -> None:
     assert {each.layout.ranks for each in found.candidates} == {1, 2, 4, 6}
     assert found.simulated == sum(each.simulated for each in found.candidates) <= 20
     assert any("--tensor-model-parallel-size" in each.reason for each in others if each.seconds is None)
-    assert json.loads(json.dumps(as_json(found)))["layout"]["ranks"] == found.layout.ranks
+    assert json.loads(json.dumps(as_json(found)))["layout"]["grid"]["tp"] == found.layout.grid.tp
     assert str(found.layout) in table(found) and "tensor: 1, 2\n" in cuts(analysis())
 
 
@@ -166,7 +165,7 @@ def test_flags_that_are_given_are_kept() -> None:
     assert found.layout.grid.pp == 2 and found.layout.schedule == "zb1p"
     with pytest.raises(PlanError, match="--pipeline-model-parallel-size 64"):
         plan(analysis(), config(pipeline_model_parallel_size=64), cluster(64))
-    with pytest.raises(ConfigError, match="-parallel-size 64"):
+    with pytest.raises(PlanError, match="-parallel-size 64"):
         plan(analysis(), config(pipeline_model_parallel_size=64), cluster(8))
     with pytest.raises(PlanError, match="-parallel-size 4"):
         plan(analysis(), config(tensor_model_parallel_size=4), cluster(8))
@@ -189,8 +188,6 @@ def test_refusals(tmp_path: Path) -> None:
         plan(analysis(), other, cluster())
     with pytest.raises(ConfigError, match="--memory-budget"):
         plan(analysis(), config(memory_budget=10.0), cluster())
-    with pytest.raises(ValueError, match="--precision bf16"):
-        DEVICES["cpu-core"].machine("cpu-core", "bf16")
     file = tmp_path / "costs.json"
     file.write_text('{"format": 1}')
     with pytest.raises(DescriptionError, match="costs.json"):
@@ -234,12 +231,12 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     write(analysis(), costs)
     sizes = "--global-batch-size 16 --gpus 4 --device-name cpu-core".split()
     files = ["--costs", str(costs), "--output", str(flags), "--json", str(tmp_path / "plan.json")]
-    main([*MODEL_FLAGS, *sizes, *files, "--memory=2GB", "--micro-batch-size", "4"])
+    make_plan([*MODEL_FLAGS, *sizes, *files, "--memory=2GB", "--micro-batch-size", "4"])
     said = capsys.readouterr().out
     assert "plan for 4 x cpu-core" in said and "of 2.00 GB" in said and f"--config {flags}" in said
     known = json.loads((tmp_path / "plan.json").read_text())
     assert known["candidates"][0]["reason"] == "" and known["micro_batch_size"] == 4
-    main([*MODEL_FLAGS, *sizes, *files])
+    make_plan([*MODEL_FLAGS, *sizes, *files])
     assert (
         len({each["micro_batch_size"] for each in json.loads((tmp_path / "plan.json").read_text())["candidates"]}) > 3
     )
@@ -254,15 +251,10 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--weight-gradients", "scattered"], "--weight-gradients scattered"),
         (["--cuda-graphs", "auto"], "--cuda-graphs auto"),
         (["--tau", "-1"], "--tau -1"),
-        (["--output", "."], r"--output \."),
         (["--memory", "80"], "--memory '80'"),
         (["--memory", "1MB"], "--memory 1MB"),
         (["--device-name", "cpu-core", "--precision", "bf16"], "--precision bf16"),
-        (["--device-name", "h100", "--measure"], "--device-name h100"),
-        (["--gpus", "8", "--tensor-model-parallel-size", "3"], "size 3"),
         (["--micro-batch-size", "8", "--global-batch-size", "4"], "--micro-batch-size 8"),
-        (["--output", "a.json", "--json", "./a.json"], "--output, --json"),
-        (["--json", "/none/a.json"], "--json /none/a.json"),
         (["--costs", "log.jsonl"], "log.jsonl"),
     ],
 )
@@ -273,6 +265,6 @@ def test_refused_before_anything_is_analysed(
     monkeypatch.setattr(analyze, "analyze", None)
     (tmp_path / "log.jsonl").write_text('{"kind": "iteration", "laye')
     with pytest.raises(ValueError, match=named):
-        main(["spikformer", *flags])
+        make_plan(["spikformer", *flags])
     with pytest.raises(ValueError, match="spikformer"):
-        main(flags[:0])
+        make_plan(flags[:0])

@@ -7,7 +7,7 @@ from dataclasses import replace
 from megasnn.config import PretrainConfig
 from megasnn.config.training import Length
 from megasnn.engine import Engine
-from megasnn.optim import held_state_bytes
+from megasnn.optim.build import held_state_bytes
 from megasnn.planner.candidates import Layout, Prefer, with_layout
 from megasnn.planner.plan import Plan, plan
 from tests.planner.models import analysis, cluster, config

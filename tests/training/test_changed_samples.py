@@ -13,7 +13,6 @@ CHANGES = (
 ).split()
 LAYOUTS = {
     "data 2, 2 workers": (2, ("--num-workers", "2")),
-    "tensor 2": (2, ("--tensor-model-parallel-size", "2")),
     "pipeline 2": (2, ("--pipeline-model-parallel-size", "2")),
 }
 

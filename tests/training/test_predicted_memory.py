@@ -67,10 +67,7 @@ def predicted_and_counted(model: Model, parallel: dict[str, Any], options: dict[
             precision=options.get("precision", "fp32"),
             bptt_steps=options.get("bptt_steps"),
         )
-        frozen = OptimizerConfig(lr_scale_of=options.get("freeze"))
-        config: PretrainConfig = run_config(type(model))(
-            model=model, training=training, parallel=layout, optimizer=frozen
-        )
+        config: PretrainConfig = run_config(type(model))(model=model, training=training, parallel=layout)
         small = mock.patch.object(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
         with small, Engine(config, length=Length(9)) as engine:
             costs = layer_costs(config, engine.distributed, engine.plan)
@@ -100,7 +97,6 @@ def _counted(engine: Engine, samples: int) -> int:
 
 
 DEEP = VggDvs(channels="16,32,P,128,P,256,P", image_size=32, time_steps=5)
-FROZEN = {"spikformer": "patch_embed.*=0,blocks.1.attention*=0", "vgg": "features.0=0,features.1=0,features.3.conv=0"}
 BF16 = {"precision": "bf16"}
 ZERO1, PP2_ALWAYS = LAYOUTS["dp2-zero1"], LAYOUTS["pp2-always"]
 OTHERS: dict[str, tuple[Model, tuple[int, dict[str, Any]], dict[str, Any]]] = {
@@ -113,14 +109,6 @@ OTHERS: dict[str, tuple[Model, tuple[int, dict[str, Any]], dict[str, Any]]] = {
     "wide-zero1": (WIDE, ZERO1, {"micro_batch": 1}),
     # The first layers need most, while the bucket of the last ones is under way.
     "bucket": (DEEP, ZERO1, {"micro_batch": 1, "bucket_bytes": 2**17}),
-    # Layers in front of the first that learns keep nothing, and no gradient reaches them.
-    "frozen-always": (MODELS["spikformer"], LAYOUTS["always"], {"freeze": FROZEN["spikformer"]}),
-    "frozen": (MODELS["vgg"], LAYOUTS["never"], {"freeze": FROZEN["vgg"]}),
-    "frozen-zb1p": (  # measured times would cut it where they like
-        MODELS["vgg"],
-        (2, {**LAYOUTS["pp2-zb1p"][1], "pipeline_model_parallel_layout": "2|3"}),
-        {"freeze": FROZEN["vgg"]},
-    ),
     "spikformer-bf16": (MODELS["spikformer"], PP2_ALWAYS, BF16),
     "vgg-bf16": (MODELS["vgg"], PP2_ALWAYS, BF16),
 }

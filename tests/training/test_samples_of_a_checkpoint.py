@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megasnn.config import PretrainConfig
-from megasnn.config.identity import normalisation
+from megasnn.config.identity import samples
 from megasnn.models.registry import MODELS
 from megasnn.pretraining import configuration, pretrain
 from tests.data.shard_files import image_file, write_shard
@@ -78,13 +78,14 @@ def test_an_evaluation_makes_the_frames_of_the_training(tmp_path) -> None:
 def test_fine_tuning_takes_the_constants_and_says_it(trained, shard, tmp_path, capsys) -> None:
     start = ["--load", trained[0], "--finetune", "--data-path", shard, "--train-iters", "1"]
     found = read(*start)
-    assert normalisation(found) == "cifar10" and (found.data.augment, found.data.center_crop) == ("none", 1.0)
+    assert samples(found) == {"normalize_images": "cifar10", "center_crop": 1.0} and found.data.augment == "none"
     assert capsys.readouterr().out.rstrip().endswith(" --normalize-images cifar10")
     run(tmp_path / "as it was", *start)
     assert WARNING not in capsys.readouterr().out
-    run(tmp_path / "otherwise", *start, "--augment", "crop")
+    run(tmp_path / "otherwise", *start, "--normalize-images", "imagenet")
     assert f"{WARNING}--normalize-images from cifar10 to imagenet\n" in capsys.readouterr().out
 
 
 def test_a_run_that_goes_on_takes_none(trained, shard) -> None:
-    assert normalisation(read("--load", trained[0], "--data-path", shard, "--train-iters", "40")) == "generic"
+    found = read("--load", trained[0], "--data-path", shard, "--train-iters", "40")
+    assert samples(found)["normalize_images"] == "generic"

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megasnn.checkpoint.format import read_metadata
-from megasnn.config import ConfigError, parse
+from megasnn.config import parse
 from megasnn.config.training import Length
 from megasnn.engine import Engine
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
-from megasnn.optim import held_state_bytes
+from megasnn.optim.build import held_state_bytes
 from megasnn.optimizers import OPTIMIZERS, OptimizerRecipe
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel.traffic import statistics
@@ -35,10 +35,7 @@ def rmsprop(groups: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(groups, lr=lr)
 
 
-OWN = {
-    "own": OptimizerRecipe("element by element", rmsprop, lambda: ("step", "square_avg")),
-    "whole": OptimizerRecipe("by rows and columns", rmsprop, lambda: ("step", "square_avg"), elementwise=False),
-}
+OWN = {"own": OptimizerRecipe("element by element", rmsprop, ("step", "square_avg"))}
 
 
 def trained(cache: str, *flags: str) -> None:
@@ -54,7 +51,7 @@ def trained(cache: str, *flags: str) -> None:
         pytest.param(4, "--neuron plif", marks=pytest.mark.matrix),
         pytest.param(2, "--optimizer lamb --lr 1e-2 --weight-decay 0.05", marks=pytest.mark.matrix),
         pytest.param(4, "--optimizer lamb --lr 1e-2 --weight-decay 0.05", marks=pytest.mark.matrix),
-        pytest.param(4, "--optimizer sgd --lr-scale-of patch_embed=0,head=0.5", marks=pytest.mark.matrix),
+        pytest.param(4, "--optimizer sgd", marks=pytest.mark.matrix),
         pytest.param(2, "--optimizer own", marks=pytest.mark.matrix),
         pytest.param(2, "--recompute always", marks=pytest.mark.matrix),
         pytest.param(4, "--neuron plif --context-parallel-size 2", marks=pytest.mark.matrix),
@@ -136,17 +133,3 @@ def spoiled() -> tuple[list[bool], str, bool, bool]:
 def test_a_step_that_does_not_count_changes_nothing(ranks) -> None:
     for skipped, where, unchanged, same_end in ranks(2, spoiled):
         assert skipped == [True] and "gradient of head.weight" in where and unchanged and same_end
-
-
-def refusal(*flags: str) -> str:
-    with mock.patch.dict(OPTIMIZERS, OWN), pytest.raises(ConfigError) as caught:
-        train("", "--optimizer", "whole", *flags)
-    return str(caught.value)
-
-
-def test_an_optimizer_that_needs_whole_tensors_is_refused(ranks) -> None:
-    for text in ranks(2, refusal, SHARDED):
-        assert "--optimizer whole needs whole tensors, and with --use-distributed-optimizer a rank updates" in text
-        assert "or take another optimizer (adamw, sgd, lamb, own)" in text
-    for text in ranks(2, refusal, "--tensor-model-parallel-size", "2"):
-        assert "--optimizer whole needs whole tensors, and with --tensor-model-parallel-size 2 a rank" in text

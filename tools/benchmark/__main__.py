@@ -5,7 +5,6 @@
     python -m tools.benchmark --plans          # layouts, beside what the planner foresees of them
     python -m tools.benchmark --data           # the loader, beside a plain PyTorch DataLoader
     python -m tools.benchmark --kernels        # norm and neuron, in copies of their input
-    python -m tools.benchmark --checkpoints    # saving and loading, beside cp; what a save costs training
 
 Prints a table, and appends a JSON line per row to `--output`.
 """
@@ -22,13 +21,12 @@ CASES = {
     "--plans": ("plans", "Plans"),
     "--data": ("data", "Loading"),
     "--kernels": ("kernels", "Kernels"),
-    "--checkpoints": ("checkpoints", "Checkpoints"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0; 1 where a rank failed, 2 where flags do not go together, after saying so on stderr."""
-    from megasnn.config.cli import command_line
+    from megasnn.config.tool_flags import command_line
     from tools.benchmark.harness import run
     from tools.benchmark.ranks import RankError
 

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 from megasnn.augment import AUGMENTATIONS
 from megasnn.config import DataConfig
 from megasnn.config.checks import at_least
-from megasnn.config.fields import name_in
-from megasnn.data import BatchLoader, LoaderOptions, ShardDataset, Share, open_datasets
+from megasnn.config.tool_flags import name_in
+from megasnn.data import BatchLoader, ShardDataset, Share, open_datasets
 from megasnn.preprocess.sample import shards_of_sample
 from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, summary
 
@@ -115,16 +115,14 @@ class Loading(Case):
 class Samples(Dataset[tuple[Any, int]]):
     """A map-style data set over the shards, as one would write it for a DataLoader."""
 
-    def __init__(self, dataset: ShardDataset, augment: str = "none") -> None:
-        self._dataset, self._augment = dataset, dataset.format.augmentation(augment)
+    def __init__(self, dataset: ShardDataset) -> None:
+        self._dataset = dataset
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        change = self._augment
-        decode = change.decoder(1, 0, index) if change.decoder else None
-        return change(self._dataset.sample(index, decode), 1, 0, index), int(self._dataset.labels[index])
+        return self._dataset.sample(index, (1, 0, index)), int(self._dataset.labels[index])
 
     def collate(self, batch: list[tuple[Any, int]]) -> tuple[Tensor, Tensor]:
         images = torch.from_numpy(self._dataset.format.batch([sample for sample, _ in batch]))
@@ -132,14 +130,14 @@ class Samples(Dataset[tuple[Any, int]]):
 
 
 def our_batches(case: Loading, dataset: ShardDataset, workers: int) -> Batches:
-    options = LoaderOptions(seed=1, augment=case.augment, num_workers=workers)
-    with closing(BatchLoader(dataset, Share(case.batch_size, case.batch_size), options).batches()) as batches:
+    loader = BatchLoader(dataset, Share(case.batch_size, case.batch_size), DataConfig(num_workers=workers), seed=1)
+    with closing(loader.batches()) as batches:
         for batch in batches:
             yield batch.size
 
 
 def their_batches(case: Loading, dataset: ShardDataset, workers: int) -> Batches:
-    samples = Samples(dataset, case.augment)
+    samples = Samples(dataset)
     while True:
         for images, _labels in DataLoader(
             samples, case.batch_size, shuffle=True, num_workers=workers, collate_fn=samples.collate, drop_last=True

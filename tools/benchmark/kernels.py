@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megasnn.config.checks import at_least
-from megasnn.config.fields import name_in
+from megasnn.config.tool_flags import name_in
 from megasnn.host_memory import keep_free_memory
 from megasnn.kernels import BACKENDS, NeuronSpec
 from megasnn.kernels.neuron import norm_pool_neuron

@@ -11,9 +11,9 @@ from statistics import median
 from typing import Annotated, Any, ClassVar, Literal
 
 from megasnn.config import ParallelConfig, TrainingConfig
-from megasnn.config.checks import above, at_least, refusal
-from megasnn.config.fields import name_in
-from megasnn.config.parallel import ScheduleName
+from megasnn.config.checks import at_least, refusal
+from megasnn.config.tool_flags import ScheduleName, name_in
+from megasnn.config.validate import layout_problems
 from megasnn.kernels import BACKENDS
 from megasnn.models.build import building_problems
 from megasnn.models.spikformer.model import Spikformer
@@ -27,7 +27,6 @@ ModelName = Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10", "vgg_
 # Smaller images than those of the Spikformers for ImageNet: a step takes seconds on one core.
 IMAGE_SIZES = {"spikformer_ti": 64, "spikformer_s": 64, "spikformer_cifar10": 32}
 MEGASNN = "megasnn"
-SPIKINGJELLY_NEURONS = ("torch", "triton", "cuda")
 SIZES = {"dp": "", "tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "wp": "weight"}
 _NAME = re.compile(r"(?P<row>[^:@]+)(?::(?P<pieces>[1-9]\d*))?(?:@(?P<threads>all|[1-9]\d*))?")
 _SCHEDULES = sorted((AUTO, *SCHEDULES), key=len, reverse=True)
@@ -41,7 +40,6 @@ class Row:
 
     name: str
     library: str = MEGASNN
-    neurons: str | None = None
     compiled: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
     options: frozenset[str] = frozenset()
@@ -80,10 +78,8 @@ def parse_row(name: str, all_threads: int) -> Row:
     layout = whole["row"] if whole else ""
     pieces = int(whole["pieces"]) if whole and whole["pieces"] else None
     threads = all_threads if whole and whole["threads"] == "all" else int((whole and whole["threads"]) or 1)
-    library, _, neurons = layout.partition("-")
-    if library == SPIKINGJELLY and pieces is None and neurons in ("", "compiled", *SPIKINGJELLY_NEURONS):
-        own = neurons if neurons in SPIKINGJELLY_NEURONS else None
-        return Row(name, SPIKINGJELLY, own, neurons == "compiled", threads=threads)
+    if layout in (SPIKINGJELLY, f"{SPIKINGJELLY}-compiled") and pieces is None:
+        return Row(name, SPIKINGJELLY, layout != SPIKINGJELLY, threads=threads)
     parts, end = list[re.Match[str]](), len(MEGASNN) if layout.startswith(MEGASNN) else 0
     while match := _PART.match(layout, end):
         parts.append(match)
@@ -91,14 +87,14 @@ def parse_row(name: str, all_threads: int) -> Row:
     sizes = {each["axis"]: int(each["size"]) for each in parts if each["axis"]}
     schedules = [each["schedule"] for each in parts if each["schedule"]]
     options = frozenset(each["option"] for each in parts if each["option"])
-    row = Row(name, MEGASNN, None, False, sizes, options, schedules[0] if schedules else None, pieces, threads)
+    row = Row(name, MEGASNN, False, sizes, options, schedules[0] if schedules else None, pieces, threads)
     twice = len(sizes) + len(schedules[:1]) + len(options) < len(parts)
     lacks = ("rows" in options and "cp" not in sizes) or (schedules and "pp" not in sizes)
     lacks = lacks or ("zero1" in options and row.replicas * sizes.get("cp", 1) == 1)
     if not layout or end < len(layout) or twice or lacks:
         raise ValueError(
-            f"--rows: {name!r} is no row; rows are {SPIKINGJELLY} (also -compiled, -torch, -triton, -cuda), {MEGASNN} "
-            "(one rank), and sizes like dp2, tp2, pp2-zbv, cp2, cp2rows, wp2, dp2zero1, dp2tp2, megasnn-always, with "
+            f"--rows: {name!r} is no row; rows are {SPIKINGJELLY} (also -compiled), {MEGASNN} (one rank), "
+            "and sizes like dp2, tp2, pp2-zbv, cp2, cp2rows, wp2, dp2zero1, dp2tp2, megasnn-always, with "
             ":MICRO_BATCHES and then @THREADS or @all behind"
         )
     return row
@@ -133,9 +129,9 @@ calls, MB moved: of the busiest rank in a step: received in collectives, sent in
     dimensions: tuple[str, ...] = ()
     """Others, as image_size=224 depth=8."""
     rows: tuple[str, ...] = ()
-    """spikingjelly, spikingjelly-compiled (torch.compile), -torch, -triton or -cuda (with its neurons of that name),
-    megasnn (one rank), or layouts: dp2, tp2, pp2, cp2 (samples are shared), cp2rows, wp2 and products of them, behind
-    which zero1, always (recompute), a schedule, :MICRO_BATCHES of a replica and then @THREADS or @all may follow."""
+    """spikingjelly, spikingjelly-compiled (torch.compile), megasnn (one rank), or layouts: dp2, tp2, pp2, cp2 (samples
+    are shared), cp2rows, wp2 and products of them, behind which zero1, always (recompute), a schedule, :MICRO_BATCHES
+    of a replica and then @THREADS or @all may follow."""
     global_batch_size: int = 32
     """Samples of a step."""
     micro_batches: int = 8
@@ -159,7 +155,7 @@ calls, MB moved: of the busiest rank in a step: received in collectives, sent in
 
     def problems(self) -> list[str]:
         sizes = ("rounds", "steps", "global_batch_size", "micro_batches")
-        wrong = at_least(self, 1, *sizes) + above(self, 0, "timeout")
+        wrong = at_least(self, 1, *sizes, "timeout")
         wrong += refusal(self.dimensions_of_model) + refusal(self.parsed)
         return wrong or [problem for row in self.parsed() for problem in self._row_problems(row)]
 
@@ -168,12 +164,9 @@ calls, MB moved: of the busiest rank in a step: received in collectives, sent in
         if self.global_batch_size % pieces:
             return [f"row {row.name}: --global-batch-size {self.global_batch_size} is no multiple of its {pieces} "
                     "micro-batches"]  # fmt: skip
-        size, context = self.global_batch_size // pieces, row.sizes.get("cp", 1)
-        if context > size and "rows" not in row.options:
-            return [f"row {row.name}: {context} ranks cannot share micro-batches of {size} samples"]
-        model = self.dimensions_of_model()
-        tensor = row.sizes.get("tp", 1)
-        wrong = model.problems(tensor) or building_problems(model, model.neuron().spec, tensor)
+        model, tensor = self.dimensions_of_model(), row.sizes.get("tp", 1)
+        wrong = building_problems(model, model.neuron().spec, tensor)
+        wrong = wrong or layout_problems(self.work(row).configuration(), row.ranks, model.units)
         return [f"row {row.name}: {problem}" for problem in wrong]
 
     def parsed(self) -> list[Row]:
@@ -282,9 +275,7 @@ def _started(case: Layouts, works: Mapping[Row, Work]) -> Iterator[dict[Row, Ran
     with ExitStack() as stack:
         started = {}
         for row, work in works.items():
-            variables = {"SJ_LIF_CUDA_IMPLEMENTATION": row.neurons} if row.neurons else {}
-            ranks = stack.enter_context(start_ranks(row.name, StepRank, work, work.ranks, row.threads, variables))
-            started[row] = ranks
+            started[row] = stack.enter_context(start_ranks(row.name, StepRank, work, work.ranks, row.threads))
         for ranks in started.values():
             ranks.ready(case.timeout)
         yield started

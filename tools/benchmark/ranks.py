@@ -138,11 +138,9 @@ class RankProcesses:
 
 
 @contextmanager
-def start_ranks(
-    name: str, make: Callable[[Any], Any], work: Any, ranks: int, threads: int, variables: Mapping[str, str]
-) -> Iterator[RankProcesses]:
+def start_ranks(name: str, make: Callable[[Any], Any], work: Any, ranks: int, threads: int) -> Iterator[RankProcesses]:
     """Yields ranks made of (work, rank, path of the store by which they join); `ready` waits for them."""
-    environment = {**dict.fromkeys(THREAD_VARIABLES, str(threads)), **variables, "LOCAL_WORLD_SIZE": str(ranks)}
+    environment = {**dict.fromkeys(THREAD_VARIABLES, str(threads)), "LOCAL_WORLD_SIZE": str(ranks)}
     with tempfile.TemporaryDirectory(prefix="megasnn-benchmark-") as folder:
         tasks = [(work, rank, f"{folder}/store") for rank in range(ranks)]
         with closing(RankProcesses(f"row {name}", make, tasks, environment)) as processes:

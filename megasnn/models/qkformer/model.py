@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megasnn.config.checks import above, at_least, flag, refusal
+from megasnn.config.checks import flag, refusal
+from megasnn.config.fields import Positive, Size
 from megasnn.models.model import Model
 
 if TYPE_CHECKING:
@@ -27,20 +28,20 @@ class QKFormer(Model):
     name = "qkformer"
     marker = "stage1.0.attention.inner.qk.conv.weight"
 
-    embed_dim: int = 384
+    embed_dim: Size = 384
     """Channels of the last stage; the two before it have a quarter and a half of them."""
     depths: str = "1,2,7"
     """Blocks of each of the three stages."""
     num_heads: str = "6,6,6"
     """Attention heads of each stage, shared out over the tensor parallel ranks."""
-    mlp_ratio: float = 4.0
+    mlp_ratio: Positive = 4.0
     """Hidden channels of the MLP, in multiples of the stage's channels."""
     patch_embedding: Literal["imagenet", "cifar"] = "imagenet"
     """How stages begin. imagenet: each halves height and width, the first one twice (SpikingJelly's); cifar: the first
     keeps them, and the others halve them behind their last convolution (the authors', for images of 32 x 32)."""
-    image_size: int = 224
+    image_size: Size = 224
     """Height and width of the images."""
-    num_classes: int = 1000
+    num_classes: Size = 1000
     """Number of classes."""
 
     @property
@@ -57,7 +58,7 @@ class QKFormer(Model):
         return tuple(map(int, words))
 
     def problems(self, tensor_parallel: int) -> list[str]:
-        wrong = super().problems(tensor_parallel) + at_least(self, 1, "embed_dim") + above(self, 0, "mlp_ratio")
+        wrong = super().problems(tensor_parallel)
         wrong += refusal(self.of_stages, "depths") + refusal(self.of_stages, "num_heads")
         if not wrong and self.embed_dim % 8:
             wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of 8, for the first stage's first layer")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megasnn.config.checks import at_least
+from megasnn.config.fields import Size
 from megasnn.models.model import Model
 
 if TYPE_CHECKING:
@@ -26,15 +26,12 @@ class SewResNet(Model):
     """Number of layers with weights, as in ResNet-18 and ResNet-34."""
     connect: Literal["add", "and", "iand"] = "add"
     """How a block's spikes meet those of its shortcut: their sum, their product, or shortcut times (1 - spikes)."""
-    width: int = 64
+    width: Size = 64
     """Channels of the first stage; each stage has twice as many as the one before."""
-    image_size: int = 224
+    image_size: Size = 224
     """Height and width of the images."""
-    num_classes: int = 1000
+    num_classes: Size = 1000
     """Number of classes."""
-
-    def problems(self, tensor_parallel: int) -> list[str]:
-        return super().problems(tensor_parallel) + at_least(self, 1, "width")
 
     def layers(self) -> Iterable[Layer]:
         """The stem, every block, and the head."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megasnn.config.checks import above, at_least
+from megasnn.config.fields import Positive, Size
 from megasnn.models.model import Model
 
 if TYPE_CHECKING:
@@ -27,22 +27,21 @@ class SpikeDrivenTransformer(Model):
     name = "spike_driven"
     marker = "patch_embed.positional_encoding.inner.conv.weight"
 
-    embed_dim: int = 384
+    embed_dim: Size = 384
     """Channels of the blocks; the stages of the patch stem have 1/8, 1/4, 1/2 and all of them."""
-    depth: int = 8
+    depth: Size = 8
     """Number of blocks, each an attention and an MLP."""
-    mlp_ratio: float = 4.0
+    mlp_ratio: Positive = 4.0
     """Hidden channels of the MLP, in multiples of --embed-dim."""
     pooled_stages: str = "1111"
     """Which of the four stages of the patch stem halve height and width, a 1 or a 0 for each."""
-    image_size: int = 224
+    image_size: Size = 224
     """Height and width of the images."""
-    num_classes: int = 1000
+    num_classes: Size = 1000
     """Number of classes."""
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)
-        wrong += at_least(self, 1, "embed_dim", "depth") + above(self, 0, "mlp_ratio")
         if len(self.pooled_stages) != STEM_STAGES or set(self.pooled_stages) - set("01"):
             wrong.append(f'--pooled-stages "{self.pooled_stages}" must be four digits, each 0 or 1')
         if self.embed_dim % 2 ** (STEM_STAGES - 1):

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from megasnn.config.checks import above, at_least
+from megasnn.config.fields import Positive, Size
 from megasnn.config.pretrain import SAME_FUNCTION
 from megasnn.models.model import Model
 
@@ -39,21 +39,21 @@ class Spikformer(Model):
         default=None, metadata=SAME_FUNCTION
     )
     """A model of SpikingJelly 2.0.0 to take the dimensions from. Dimensions given as flags win over it."""
-    embed_dim: int = FROM_VARIANT
+    embed_dim: Size = FROM_VARIANT
     """Channels of the blocks; the four stages of the patch stem have 1/8, 1/4, 1/2 and all of them."""
-    depth: int = FROM_VARIANT
+    depth: Size = FROM_VARIANT
     """Number of blocks, each an attention and an MLP."""
-    num_heads: int = FROM_VARIANT
+    num_heads: Size = FROM_VARIANT
     """Attention heads, shared out over the tensor parallel ranks."""
-    mlp_ratio: float = 4.0
+    mlp_ratio: Positive = 4.0
     """Hidden channels of the MLP, in multiples of --embed-dim."""
     patch_size: Literal[4, 16] = FROM_VARIANT
     """Pixels per token and side: the stem pools twice (4) or four times (16)."""
-    image_size: int = FROM_VARIANT
+    image_size: Size = FROM_VARIANT
     """Height and width of the images."""
     event_frames: bool = False
     """The samples are recordings of event cameras and not images."""
-    num_classes: int = FROM_VARIANT
+    num_classes: Size = FROM_VARIANT
     """Number of classes."""
 
     def __post_init__(self) -> None:
@@ -78,7 +78,6 @@ class Spikformer(Model):
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)
-        wrong += at_least(self, 1, "embed_dim", "depth", "num_heads") + above(self, 0, "mlp_ratio")
         if wrong:
             return wrong
         if self.event_frames and self.in_channels != 2:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic.dataclasses import dataclass as config_dataclass
 
 from megasnn.config.checks import refusal
+from megasnn.config.fields import ShareBelowOne, Size
 from megasnn.config.neuron import NeuronConfig, Surrogate
 from megasnn.files import STRICT
 from megasnn.models.model import Model
@@ -66,13 +67,13 @@ class VggDvs(Model):
 
     channels: str = CIFAR10_DVS
     """Output channels of each convolution, with P where average pooling 2 x 2 comes between them."""
-    image_size: int = 48
+    image_size: Size = 48
     """Height and width of the frames."""
-    in_channels: int = 2
+    in_channels: Size = 2
     """Channels of the frames: one for each polarity."""
-    time_steps: int = 10
+    time_steps: Size = 10
     """Frames of a sample, T: one at each simulated time step."""
-    dropout: float = 0.25
+    dropout: ShareBelowOne = 0.25
     """Share of the classifier's inputs that are left out in training, drawn anew for each sample and time step."""
 
     @property
@@ -82,8 +83,6 @@ class VggDvs(Model):
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)
         wrong += refusal(parse_channels, self.channels)
-        if not 0 <= self.dropout < 1:
-            wrong.append(f"--dropout {self.dropout} must be at least 0 and below 1")
         if wrong:
             return wrong
         if self.in_channels != 2:

@@ -1,4 +1,4 @@
-"""The cut dimension followed through forwards: what is accepted computes the same with a rank's channels."""
+"""Check of cut layers on random numbers: what is accepted computes the same with a rank's channels."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor, nn
 
-from megasnn.layers import ConvNormNeuron, MeanLinear
-from megasnn.layers.cut_tracking import CutTracker
-from megasnn.layers.shape_inference import Cut, MixedChannels, cut_of, mark_cut
+from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelLinear
+from megasnn.models.build import describe
+from megasnn.models.cut_check import MixedChannels, Output, check_layer
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
-from tests.models.steps import one_step
-from tests.parity.ranks import Layout
-from tools.benchmark.ranks import RankError
+from megasnn.parallel.sharding import Cut
+from megasnn.parallel_state import Group
+from tests.models.networks import between
 
 SHAPE = (2, 3, 8, 4, 6)
 Function = Callable[[Tensor], Tensor]
@@ -39,14 +39,9 @@ class Block(nn.Module):
 
 def followed(block: nn.Module, shape: tuple[int, ...], ranks: int = 2) -> Cut | None:
     """How the block's output is cut where channels (dimension 2) are. Raises MixedChannels."""
-    recorder, full = CutTracker(block), torch.empty(shape, device="meta")
-    with torch.no_grad(), recorder:
-        block(full)
-    local = torch.empty(shape[0], shape[1], shape[2] // ranks, *shape[3:], device="meta")
-    mark_cut(local, Cut(2))
-    with torch.no_grad(), CutTracker(block, recorder.events, ranks):
-        y = block(local)
-    return cut_of(y)
+    given = torch.empty(shape, device="meta", requires_grad=True)
+    output, _ = check_layer("a", block, block, [Output(given, [Cut(2)])], ranks)
+    return output.cuts[0]
 
 
 def assert_same(block: nn.Module, cut: Cut | None, x: Tensor, ranks: int = 2) -> None:
@@ -90,7 +85,6 @@ MIXING: dict[str, Function] = {
     "first channel": lambda x: x * x[..., :1, :, :],
     "selected": lambda x: x - x.select(2, 0).unsqueeze(2),
     "index": lambda x: x[:, :, [0]] + x,
-    "every second": lambda x: x[:, :, ::2],
     "mean of all": lambda x: x - x.mean(),
     "mean": lambda x: x - x.mean(2, keepdim=True),
     "sum": lambda x: x.sum(2),
@@ -101,9 +95,6 @@ MIXING: dict[str, Function] = {
     "rolled flat": lambda x: x.roll(1),
     "padded": lambda x: F.pad(x, (0, 0, 0, 0, 1, 1)),
     "neighbours": lambda x: F.avg_pool1d(x.flatten(0, 1).flatten(2).transpose(1, 2), 3, 1, 1),
-    "interpolated": lambda x: F.interpolate(x.flatten(3).flatten(0, 1).transpose(1, 2), scale_factor=2),
-    "unfolded": lambda x: F.unfold(x.flatten(0, 1), 3, padding=1),
-    "pixel shuffle": lambda x: F.pixel_shuffle(x.flatten(0, 1), 2),
     "tokens of another size": lambda x: x.reshape(*x.shape[:2], -1, 4).softmax(2),
     "joined": lambda x: torch.cat((x, x), 2).softmax(3).sum(2),
     "outer product": lambda x: x.mean((3, 4)).unsqueeze(-1) * x.mean((3, 4)).unsqueeze(-2),
@@ -119,7 +110,7 @@ MIXING: dict[str, Function] = {
 @pytest.mark.parametrize("way", MIXING)
 def test_what_mixes_channels_is_refused(way: str) -> None:
     with pytest.raises(MixedChannels):
-        followed(Block(MIXING[way], torch.relu), SHAPE)
+        followed(Block(MIXING[way], torch.sin), SHAPE)
 
 
 # What is right for a rank's channels, wherever they have come to.
@@ -142,6 +133,10 @@ RIGHT: dict[str, Function] = {
     "flipped": lambda x: x.flip(3).roll(1, 0),
     "joined in space": lambda x: torch.cat((x, x), 3),
     "double": lambda x: x.to(torch.float64),
+    "every second": lambda x: x[:, :, ::2],
+    "unfolded": lambda x: F.unfold(x.flatten(0, 1), 3, padding=1),
+    "pixel unshuffle": lambda x: F.pixel_unshuffle(x.flatten(0, 1), 2),
+    "interpolated channels": lambda x: F.interpolate(x.flatten(3).flatten(0, 1).transpose(1, 2), scale_factor=2),
     "permuted": lambda x: x.permute(2, 0, 1, 4, 3).contiguous(),
 }
 
@@ -239,7 +234,35 @@ class Hidden(Model):
 
 
 @pytest.mark.parametrize("way", HIDDEN)
-def test_what_the_meta_device_does_not_show_is_found_on_random_numbers(ranks, way: str) -> None:
-    with pytest.raises(RankError, match="hiding: .* differ from those of one rank"):
-        ranks(2, one_step, Hidden(way=way), Layout(tensor=2))
-    ranks(1, one_step, Hidden(way=way), Layout())
+def test_what_the_meta_device_does_not_show_is_found_on_random_numbers(way: str) -> None:
+    described = describe(Hidden(way=way))
+    with pytest.raises(MixedChannels, match="^hiding: .*--tensor-model-parallel-size 2"):
+        described.build(BuildContext(Group("tp", (0, 1))))
+    described.build(BuildContext())
+
+
+class Gate(nn.Module):
+    """Its factor has the shape of one channel, and its gradient that of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = ParallelLinear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.linear(x.mean((3, 4)))[..., None, None]
+
+
+def test_what_all_ranks_have_whole_and_learn_from_meets_nothing_cut() -> None:
+    described = describe(between(lambda: [layer("gate", Gate())], width=8))
+    with pytest.raises(MixedChannels, match="^gate: gradients"):
+        described.build(BuildContext(Group("tp", (0, 1))))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_check_says_how_the_inputs_of_whole_modules_are_cut(size: int) -> None:
+    found = [
+        check_layer("a", block, block, [Output(torch.empty(SHAPE, device="meta"), [cut])], size)[0].cuts
+        for block in (nn.Sequential(nn.ReLU(), nn.Flatten(0, 1)), nn.Softmax(3))
+        for cut in (Cut(2), Cut(2, 2) if size == 2 else None)
+    ]
+    assert found == [[Cut(1)], [Cut(1, 2) if size == 2 else None], [Cut(2)], [Cut(2, 2) if size == 2 else None]]
