@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from megasnn.augment.mixing import Mixing
-from megasnn.batching import micro_batches_of
 from megasnn.config import ConfigError, PretrainConfig, validate
 from megasnn.config.validate import no_graphs
 from megasnn.config.values import build_part, to_dict, with_keywords
@@ -30,10 +29,8 @@ from megasnn.models.model import Model, run_config
 from megasnn.parallel.agreement import gather
 from megasnn.parallel_state import Group, ParallelState
 from megasnn.pipeline.graphs import Capture, CudaCapture, GraphOptions
-from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, plan_pipeline
+from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
 from megasnn.precisions import PRECISIONS
-from megasnn.schedule.partition import layout_to_bounds
-from megasnn.schedule.passes import NEVER
 
 _ENDLESS = 10**12  # steps of a training whose learning rate does not decay
 _RATE_FLAGS = ("lr", "min_lr", "lr_decay_style", "lr_interval", "lr_warmup_iters", "lr_warmup_epochs", "lr_warmup_init")
@@ -174,36 +171,6 @@ def capture_on(device: torch.device) -> Capture | None:
     return CudaCapture(device) if device.type == "cuda" else None
 
 
-def plan_of(
-    config: PretrainConfig, model: ModelDescription, context: BuildContext, state: ParallelState
-) -> PipelinePlan:
-    """Plans layers and placement of each chunk, and the schedules. Collective over the world.
-
-    Raises:
-        ValueError: on every rank, what the schedule cannot place or keep.
-    """
-    training, parallel = config.training, config.parallel
-    replicas = state.dp.size
-    shares = {len(micro_batches_of(training.micro_batches, replicas, each)) for each in (0, replicas - 1)}
-    counts = [sample_windows(config) * each for each in sorted(shares, reverse=True)]
-    if training.evaluate_only:  # no activation is kept, so none is recomputed; there are no other steps
-        parallel = replace(parallel, recompute=NEVER, memory_budget=None)
-        counts = counts[:1]
-    layout, units = parallel.layout, [layer.unit for layer in model.layers]
-    request = PipelineRequest(
-        schedule=parallel.pipeline_schedule,
-        chunks_per_rank=parallel.chunks_per_rank,
-        bounds=None if layout is None else tuple(layout_to_bounds(layout, units)),
-        micro_batch_size=context.largest_share(training.micro_batch_size),
-        micro_batches=tuple(counts),
-        predicts=config.logging.profile_steps is not None and state.pp.size > 1,
-        recompute=parallel.recompute,
-        memory_budget=None if parallel.memory_budget is None else 1e6 * parallel.memory_budget,
-        scatters=parallel.weight_gradients == "scattered",
-    )
-    return plan_pipeline(model, request, context, state)
-
-
 def build_model(
     config: PretrainConfig,
     model: ModelDescription,
@@ -233,7 +200,7 @@ def build_model(
         sparse_products=training.sparse_products == "auto" and can_be_sparse(state.device, products),
     )
     with placed("while planning the pipeline"):
-        plan = plan_of(config, model, context, state)
+        plan = plan_pipeline(config, model, context, state, sample_windows(config))
     options = ModelOptions(windows, wants_to_stop, parallel.use_distributed_optimizer, graphs)
     with placed("while building the model"):
         schedules, seed = plan.schedules, training.seed

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +16,7 @@ from megasnn.bundle import Bundle, bundle_of, entries_of, logits_of
 from megasnn.device_checks import DeviceChecks
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.shape_inference import calls_of
+from megasnn.layers.weight_grad import WeightGradients
 from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
 from megasnn.models.description import ModelDescription
 from megasnn.optim.norms import GradientNorm
@@ -25,7 +26,7 @@ from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel.sharding import ShardedTensor, parameter_count
 from megasnn.parallel_state import ParallelState
-from megasnn.pipeline.chunk import PipelineChunk, build_chunk, describe_tensors
+from megasnn.pipeline.chunk import build_chunks, describe_tensors
 from megasnn.pipeline.executor import OutputConsumer, PipelineError, PipelineExecutor
 from megasnn.pipeline.graphs import GraphOptions
 from megasnn.pipeline.microbatch_state import MicroBatchInput
@@ -107,19 +108,17 @@ class DistributedModel:
         loss: SampleLoss = cross_entropy_sum,
         options: ModelOptions = ModelOptions(),  # noqa: B008  (frozen)
     ) -> None:
-        self.model, self.state, self.context, self._options = model, state, context, options
+        self.context = context = replace(context, weight_gradients=WeightGradients())
+        self.model, self.state, self._options = model, state, options
         self.loss, self._outputs = loss, list[Any]()
         self.plan = plan = schedule
         units = plan.unit_bounds(bounds)
         self._weights: GatheredWeights | None = None
         if state.dp_shard.size > 1:
             self._weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
-        build = partial(build_chunk, model, bounds, context=context, device=state.device, seed=seed)
-        if self._weights is not None:
-            build = partial(build, parts=units, keep=self._weights.shard)
-        self.chunks: dict[int, PipelineChunk] = {
-            index: build(index) for index, home in enumerate(plan.placement) if home == state.pp.rank
-        }
+        here = [index for index, home in enumerate(plan.placement) if home == state.pp.rank]
+        kept_units = () if self._weights is None else (units, self._weights.shard)
+        self.chunks = build_chunks(model, bounds, here, context, state.device, seed, *kept_units)
         self.takes_images, self.gives_logits = 0 in self.chunks, len(plan.placement) - 1 in self.chunks
         self._reports = self.gives_logits and state.tp.rank == 0 and context.counts_logits
         kept = (lambda entry: entry) if self._weights is None else self._weights.kept
@@ -162,7 +161,7 @@ class DistributedModel:
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
         self.checks = DeviceChecks(state.device)
         known = Boundaries(model, context) if state.pp.size > 1 else None
-        transfers = Transfers(executed, plan.executed_placement, state, known, plan.wholes)
+        transfers = Transfers(executed, plan.executed_placement, state, known)
         self.executor = PipelineExecutor(
             executed, state, transfers, self._micro_batch_loss, self.data_parallel, self._count_correct, self._weights
         )

@@ -45,7 +45,7 @@ def measured(model: ModelDescription, config: PretrainConfig, known: Analysis | 
     timed, link = [], None
     if known is not None:
         alone, samples = one_rank(config, device.type == "cpu"), config.training.micro_batch_size
-        layers = profile_layers(model, samples, alone, device, repeats=True)
+        layers = profile_layers(model, samples, alone, device)
         timed.append(_timed(config, layers, ONE, 1))
     if ranks > 1:
         for size in broadcast_result(world, lambda: _sizes(known, config, ranks)):
@@ -109,7 +109,7 @@ def _together(
     try:
         built_for = context_of(state, config, cut, device.type == "cpu")
         samples = built_for.largest_share(config.training.micro_batch_size)
-        return profile_pipeline(model, samples, built_for, state, repeats=True)
+        return profile_pipeline(model, samples, built_for, state)
     finally:
         destroy_model_parallel()
 
@@ -118,17 +118,7 @@ def _timed(config: PretrainConfig, layers: Sequence[LayerCost], size: Size, rank
     tensor, context, cut = size
     samples = config.training.micro_batch_size
     samples = -(-samples // context) if cut == "samples" else samples
-    seconds = tuple(
-        LayerSeconds(
-            forward=each.forward,
-            input_gradient=each.input_gradient,
-            weight_gradient=each.weight_gradient,
-            again=each.forward if each.again is None else each.again,
-            pack=each.pack,
-            unpack=each.unpack,
-        )
-        for each in layers
-    )
+    seconds = tuple(LayerSeconds(each.forward, each.input_gradient, each.weight_gradient) for each in layers)
     return Timed(tensor, context, cut, samples, ranks, seconds)
 
 

@@ -37,7 +37,6 @@ class MemoryForecast:
         messages: between stages; or what sharded gradients and rows take between replicas, where that is more than all
         of a step's other moments. samples: the batch in use, and on a CPU the one read ahead.
         snapshot: the copy that --async-save writes from; on a GPU 0, it is in the host's memory.
-        graphs: what CUDA graphs keep beside all that (docs/gpu.md).
         update: what the optimizer's step computes with, as far as that is more than what forward and backward needed
             and have given back.
     """
@@ -52,7 +51,6 @@ class MemoryForecast:
     samples: float
     gathered: float = 0.0
     snapshot: float = 0.0
-    graphs: float = 0.0
     update: float = 0.0
 
     @property
@@ -64,7 +62,7 @@ class MemoryForecast:
     def told(self) -> str:
         """The parts, for people."""
         names = {"program": "program and libraries", "optimizer": "optimizer state", "kept": "kept for backward",
-                 "working": "working memory", "graphs": "CUDA graphs", "gathered": "gathered weights",
+                 "working": "working memory", "gathered": "gathered weights",
                  "update": "optimizer step"}  # fmt: skip
         values = {names.get(each.name, each.name): getattr(self, each.name) for each in fields(self)}
         return " + ".join(f"{name} {value:.0f}" for name, value in values.items() if value)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from megasnn.batching import micro_batches_of
-from megasnn.pipeline.cost_model import LayerCost, PipelineCosts, with_recompute_in_backward
+from megasnn.pipeline.cost_model import LayerCost, PipelineCosts
 from megasnn.pipeline.peak_memory import peak_moments
 from megasnn.planner.bounds import Bounds
 from megasnn.planner.candidates import Layout
-from megasnn.planner.memory import MemoryForecast, States, buckets_of, gathered_bytes, row_bytes, travelling_bytes
+from megasnn.planner.memory import MemoryForecast, buckets_of, gathered_bytes, row_bytes, travelling_bytes
 from megasnn.schedule import ChunkCost, Kind, Schedule, SchedulePlan, Simulation, plan_schedule, simulate
 from megasnn.schedule.actions import FINISHING
 from megasnn.schedule.fsdp_passes import SharedWeights
@@ -63,15 +63,15 @@ class Predictor(Bounds):
         schedule, executed = plan.training(count), plan.unit_bounds(bounds)
         of_units = costs.of_chunks(executed, plan.executed_placement)
         if plan.weights is not None:
-            of_units = costs.with_unshards(of_units, plan.weights.unit_bytes, layout.grid.dp_shard)
-        result = simulate(schedule, of_units, plan.wholes)
+            of_replicas = replace(costs, link=self._cluster.link(layout.grid, "dp_shard"))
+            of_units = of_replicas.with_unshards(of_units, plan.weights.unit_bytes, layout.grid.dp_shard)
+        result = simulate(schedule, of_units)
         states = self.states(layout)
         sums = [self.sums(layout, each.reduced, each.updated) for each in states]
         update = max(each.updated for each in states) * self._cluster.machine.update
         time = StepTime(
             pipeline=result.makespan,
-            reduction=max(self._exposed(layout, rank, result, executed, costs) for rank in range(layout.grid.pp))
-            + self._of_processor(layout, plan, schedule, states),
+            reduction=max(self._exposed(layout, rank, result, executed, costs) for rank in range(layout.grid.pp)),
             agreement=self.agreement(layout),
             update=update,
             sharing=max(each.sharing for each in sums),
@@ -106,8 +106,7 @@ class Predictor(Bounds):
         self, layout: Layout, bounds: tuple[range, ...], costs: PipelineCosts, count: int
     ) -> SchedulePlan:
         def costs_of(placement: tuple[int, ...]) -> Sequence[ChunkCost]:
-            found = costs.of_chunks(self.bounds(layout, placement), placement)
-            return found if layout.recompute == NEVER else with_recompute_in_backward(found)
+            return costs.of_chunks(self.bounds(layout, placement), placement, layout.recompute != NEVER)
 
         plan = plan_schedule(layout.schedule, layout.grid.pp, layout.chunks, count, costs_of)
         counts = [count]
@@ -123,23 +122,6 @@ class Predictor(Bounds):
             travelling = tuple(travelling_bytes(unit, ranks) for unit in units)
             plan = plan.sharing(SharedWeights(tuple(map(gathered_bytes, units)), travelling=travelling), counts)
         return plan
-
-    def _of_processor(self, layout: Layout, plan: SchedulePlan, schedule: Schedule, states: Sequence[States]) -> float:
-        """Seconds that the transport of sums takes from the computing where every core computes."""
-        copies, weight, ways = layout.copies, layout.grid.dp_shard, 1 if layout.shards_optimizer else 2
-        of_data, of_weight = (self._cluster.link(layout.grid, axis) for axis in ("dp_replicate", "dp_shard"))
-        size = max(each.reduced for each in states)
-        summed, shared = size * ways * (copies - 1) / copies, float(size * (weight - 1))
-        if plan.weights is not None:
-            unit_bytes = plan.weights.unit_bytes
-            shared += (1 - 1 / weight) * max(
-                sum(unit_bytes[action.chunk] for action in row if action.kind is Kind.UNSHARD)
-                for row in schedule.actions
-            )
-        return sum(
-            each * (link.sender_per_byte + link.receiver_per_byte)
-            for each, link in ((summed, of_data), (shared, of_weight))
-        )
 
     def _memory(
         self, layout: Layout, plan: SchedulePlan, schedule: Schedule, executed: Sequence[range], costs: PipelineCosts

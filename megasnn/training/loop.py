@@ -157,7 +157,6 @@ class TrainingRun:
         logs = self._logs(number)
         self.metrics.spikes.enabled = logs
         self.pictures.begin(batch, self.iteration)
-        self.engine.distributed.executor.observe_spikes(self.metrics.observes)
         with self.profiler.around(number, batch):
             result = self.engine.train_on(batch)
         trace.step()

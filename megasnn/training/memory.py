@@ -16,7 +16,7 @@ from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts
-from megasnn.pipeline.peak_memory import Moment, graphs_bytes, peak_moments
+from megasnn.pipeline.peak_memory import Moment, peak_moments
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.pipeline.profile_layers import count_memory
 from megasnn.planner.memory import MemoryForecast, sample_bytes
@@ -41,6 +41,8 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
     if costs is None or problems:
         reporter.line(f"memory is not predicted: {problems[0]}")
         return []
+    if any(chunk.graphs is not None for chunk in model.chunks.values()):
+        reporter.line("memory is predicted without CUDA graphs, which take more")
     mine = _forecast(config, engine, costs)
     return gather(state.world.handle, mine)
 
@@ -59,10 +61,6 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
     written = [entry for entry in owned if entry.shard.is_primary(SUMMED_AXES)]
     values = sum(entry.tensor.nbytes for entry in written)
     snapshot = values + values * (averages > 0) + _state_bytes(written, config)
-    graphs = 0
-    if any(chunk.graphs is not None for chunk in model.chunks.values()):
-        graphs = max(0, graphs_bytes(schedule, state.pp.rank, plan.executed_bounds, costs) - peak.kept)
-    given_back = peak.total - peak.kept * (graphs > 0)  # graphs keep what forwards leave
     samples = 0  # stages behind the first see none
     if model.takes_images:
         share = model.context.largest_share(config.training.micro_batch_size)
@@ -81,8 +79,7 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
         samples=1e-6 * samples,
         gathered=1e-6 * gathered,
         snapshot=1e-6 * snapshot * (on_host and config.checkpoint.async_save),
-        graphs=1e-6 * graphs,
-        update=1e-6 * max(0, working_bytes(owned, config.optimizer) - gathered - given_back),
+        update=1e-6 * max(0, working_bytes(owned, config.optimizer) - gathered - peak.total),
     )
 
 
@@ -93,7 +90,6 @@ def layer_costs(config: PretrainConfig, model: DistributedModel, plan: PipelineP
         model.context.largest_share(config.training.micro_batch_size),
         model.context,
         model.state.device,
-        plan.schedules.units is not None,
     )
 
 

@@ -51,11 +51,6 @@ class Metrics:
         self._groups = [name for name, group in groups.items() if group.size > 1]
         self._groups += ["pp", "backward"] if state.pp.size > 1 else []
 
-    @property
-    def observes(self) -> bool:
-        """True if spikes of the next step are wanted, on all ranks alike."""
-        return self.spikes.enabled or self.rasters.enabled
-
     def since_last(self, iteration: int) -> tuple[dict[str, float], list[LayerSpikes]]:
         """Returns scalars since the last call, and the spikes of each layer in the model's order. Collective.
 

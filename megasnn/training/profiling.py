@@ -17,12 +17,13 @@ from megasnn.engine import Engine
 from megasnn.parallel.agreement import clock_offsets, gather
 from megasnn.parallel_state import ParallelState
 from megasnn.schedule import Action, Schedule, Simulation
+from megasnn.schedule.draw import raster
 from megasnn.schedule.simulate import TimedAction, summarise
 from megasnn.telemetry.pictures import raster_sheet, sample_sheet
 from megasnn.telemetry.reporter import Reporter
 from megasnn.telemetry.spikes import RasterRecorder, place_in_model
 from megasnn.telemetry.timers import Mark
-from megasnn.training.startup_log import chart, log_folder
+from megasnn.training.startup_log import log_folder
 
 SAMPLES = 8
 
@@ -75,7 +76,7 @@ class PipelineProfiler:
         self._reporter.line(f"pipeline at iteration {number}, {schedule.name}: {', '.join(told)}")
         span = max(each.makespan for each in results.values())
         for what, result in results.items():
-            self._reporter.picture(f"pipeline/{what}", partial(chart, schedule, result, what, span), number)
+            self._reporter.picture(f"pipeline/{what}", partial(raster, schedule, result, what, span), number)
 
 
 def measured_simulation(

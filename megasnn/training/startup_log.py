@@ -7,9 +7,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megasnn.config import PretrainConfig, changed_flags, to_dict, to_json, with_model_name
 from megasnn.config.data import SAMPLE
@@ -26,8 +24,7 @@ from megasnn.models.summary import as_table, multiply_adds
 from megasnn.parallel.process_group import choose_device
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
-from megasnn.schedule import Schedule, Simulation
-from megasnn.schedule.draw import SECONDS, View, raster
+from megasnn.schedule.draw import raster
 from megasnn.telemetry.energy import LayerWork
 from megasnn.telemetry.reporter import Reporter
 
@@ -70,22 +67,13 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     simulation = plan.simulation(plan.micro_batches) if state.pp.size * plan.weight_ranks > 1 else None
     if simulation is not None:
         schedule = plan.schedules.training(plan.micro_batches)
-        draw = partial(chart, schedule, simulation, "simulated")
+        draw = partial(raster, schedule, simulation, "simulated")
         reporter.picture("pipeline/simulated", draw, engine.iteration)
     file = _config_file(config)
     if file is not None and state.rank == 0:
         with reporter.best_effort(f"writing {file}"):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, to_json(given))
-
-
-def chart(schedule: Schedule, result: Simulation, title: str, span: float | None = None) -> NDArray[np.uint8]:
-    """Draws the Gantt chart of times in seconds, uint8 `[height, width, 3]`.
-
-    Args:
-        span: seconds of the whole width, to compare charts; the makespan when not given.
-    """
-    return raster(schedule, result, View(span, *SECONDS, title))
 
 
 def _without_secrets(config: PretrainConfig) -> PretrainConfig:

@@ -91,7 +91,7 @@ def _held_after_actions(model: Model, recompute: str) -> tuple[list[tuple[Action
             forward_backward(engine, batches, 2 * SAMPLES)
     finally:
         destroy_model_parallel()
-    costs = count_memory(engine.model, SAMPLES, BuildContext(), CPU, repeats=True)
+    costs = count_memory(engine.model, SAMPLES, BuildContext(), CPU)
     units = unit_memory(costs, engine.plan.unit_bounds([range(len(engine.model.layers))]))
     schedule = engine.plan.training(2)
     assert [action for action, _ in live.after] == list(schedule.actions[0])

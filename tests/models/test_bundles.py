@@ -28,7 +28,7 @@ from megasnn.parallel.sharding import materialise
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import p2p
-from megasnn.pipeline.chunk import build_chunk
+from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.p2p import Boundaries, Transfers
 from megasnn.pipeline.profile_layers import count_memory, profile_layers
@@ -65,7 +65,7 @@ def test_one_rank_computes_what_autograd_computes() -> None:
     described = describe(UNet())
     context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64)
     bounds = [range(0, 3), range(3, 5), range(5, 8), range(8, 10)]
-    chunks = [build_chunk(described, bounds, index, context, CPU, 3) for index in range(4)]
+    chunks = [*build_chunks(described, bounds, range(4), context, CPU, 3).values()]
     layers = described.named_layers(context)
     materialise(layers, CPU, 3)
     x, labels = images(UNet())
@@ -235,7 +235,7 @@ NAMED = {
 
 @pytest.mark.parametrize("change", NAMED)
 def test_an_output_that_differs_from_the_dry_runs_is_refused_at_the_first_step(change: str) -> None:
-    chunk = build_chunk(describe(Changed(change=change)), [range(4)], 0, BuildContext(), CPU, 0)
+    chunk = build_chunks(describe(Changed(change=change)), [range(4)], [0], BuildContext(), CPU, 0)[0]
     with pytest.raises(ValueError, match=NAMED[change]):
         chunk(torch.zeros(3, 3, 4, 4), range(3))
 
@@ -243,7 +243,7 @@ def test_an_output_that_differs_from_the_dry_runs_is_refused_at_the_first_step(c
 def test_what_does_not_fit_its_boundary_names_the_entry() -> None:
     pair, model, bounds = Group("pp", (0, 1), made=mock.Mock()), describe(Bundles()), [range(2), range(2, 6)]
     state = SimpleNamespace(pp=pair, pp_down=pair, device=CPU, wire=CPU)
-    chunks = {0: build_chunk(model, bounds, 0, BuildContext(), CPU, 0)}
+    chunks = build_chunks(model, bounds, [0], BuildContext(), CPU, 0)
     boundaries, checks = Boundaries(model, BuildContext()), DeviceChecks(CPU)
     with mock.patch.object(p2p, "start_messages"):
         transfers = Transfers(chunks, (0, 1), state, boundaries)  # type: ignore[arg-type]
@@ -337,7 +337,7 @@ def test_the_next_layer_gets_a_plain_tuple_or_dict_of_a_class_of_its_own(kind: C
     makes = [lambda: layer("two", Gives(lambda y: kind(y, 0.5 * y))), lambda: layer("one", Takes())]
     model = describe(_model(*makes))
     assert [entry.content.name for entry in model.layers[1].entries.values()] == ["SPIKES", "DENSE"]
-    chunk = build_chunk(model, [range(4)], 0, BuildContext(), CPU, 0)
+    chunk = build_chunks(model, [range(4)], [0], BuildContext(), CPU, 0)[0]
     assert chunk(torch.zeros(3, 3, 4, 4), range(3)).shape == (2, 3, CLASSES)
 
 

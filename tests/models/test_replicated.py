@@ -33,7 +33,7 @@ from megasnn.models.layer import Computed, Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel_state import Group
-from megasnn.pipeline.chunk import PipelineChunk, build_chunk
+from megasnn.pipeline.chunk import PipelineChunk, build_chunks
 from megasnn.pipeline.profile_layers import profile_layers
 from tests.models.networks import CLASSES, Plain, between
 from tests.models.steps import assert_equal, one_step
@@ -185,7 +185,7 @@ def _ones(module: nn.Module) -> None:
 
 
 def chunk_of(model: Model) -> PipelineChunk:
-    return build_chunk(describe(model), [range(3)], 0, BuildContext(), CPU, 0)
+    return build_chunks(describe(model), [range(3)], [0], BuildContext(), CPU, 0)[0]
 
 
 def forward_backward(model: Model) -> PipelineChunk:
@@ -229,7 +229,7 @@ def test_attributes_and_hooks_of_modules_stay(cut: bool) -> None:
 
 def test_hooks_of_whole_parameters_see_the_gradient_and_cut_ones_refuse_them() -> None:
     chunk = forward_backward(Around(kind="hooked"))
-    assert KEPT == [float(chunk[1][0].weight.grad.abs().sum())] and KEPT[0] > 0
+    assert KEPT == [float(chunk.layers[1][0].weight.grad.abs().sum())] and KEPT[0] > 0
     with pytest.raises(ValueError, match=r"part: 0\.weight"):
         describe(Around(kind="hooked", cut=True))
 

@@ -26,12 +26,11 @@ from megasnn.parallel.traffic import Traffic, statistics
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
-from megasnn.schedule.partition import balanced_bounds
 from megasnn.schedule.passes import RECOMPUTE
 from tests.gradients import evaluated, forward_backward, merge_statistics
 from tests.models.networks import Bundles, Tied, UNet
 from tests.parity.networks import CalledAgain
-from tests.parity.ranks import Layout, model_config
+from tests.parity.ranks import Layout, even_bounds, model_config
 
 SAMPLES, MICRO_BATCH, SEED = 7, 2, 5
 MODELS: dict[str, Model] = {
@@ -67,7 +66,7 @@ def _step(name: str, layout: Layout, recompute: str | None, state: ParallelState
     """With `recompute`, layer by layer; without it, chunk by chunk."""
     model = _described(name)
     plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
-    bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
+    bounds = even_bounds(len(model.layers), len(plan.placement))
     if recompute is not None:
         plan = plan.in_units(bounds, recompute)
     engine = DistributedModel(model, state, BuildContext(state.tp, seed=SEED), bounds, plan, seed=SEED)

@@ -123,13 +123,9 @@ def test_every_schedule_gives_the_bits_of_one_rank(ranks, one_rank, size, number
 
 
 ZERO_BUBBLE_LAYOUTS = [
-    Layout(1, 1, 2, "zb1p"),
-    Layout(1, 1, 2, "zbv"),
     Layout(1, 1, 4, "v-min"),
-    Layout(1, 1, 4, "interleaved", 2),
     Layout(1, 2, 2, "zb2p"),
     Layout(2, 2, 2, "zbv"),
-    Layout(2, 2, 2, "zb1p"),
     Layout(2, 2, 2, "interleaved", 2),
 ]
 

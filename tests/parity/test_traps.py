@@ -12,7 +12,7 @@ from megasnn.losses.sums import cross_entropy_sum
 from megasnn.models.build import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import profile_layers
-from megasnn.pipeline.chunk import build_chunk
+from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.cost_model import LayerCost, PipelineCosts
 from megasnn.pipeline.profile_layers import profile_pipeline
 from megasnn.schedule.partition import balanced_bounds
@@ -50,7 +50,7 @@ def _initial_values(tensor: int, pipeline: int) -> list:
         model = describe(model_config(), NeuronSpec())
         bounds = balanced_bounds([1.0] * len(model.layers), pipeline)
         context = BuildContext(state.tp)
-        chunk = build_chunk(model, bounds, state.pp.rank, context, state.device, seed=5)
+        chunk = build_chunks(model, bounds, [state.pp.rank], context, state.device, seed=5)[state.pp.rank]
         return [
             (e.name, [(p.global_offset, p.of_local(e.tensor).detach().clone()) for p in e.shard.pieces()])
             for e in chunk.sharded_tensors()

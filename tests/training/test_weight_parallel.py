@@ -21,7 +21,7 @@ from megasnn.models.registry import MODELS
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.traffic import statistics
 from megasnn.schedule import Kind
-from megasnn.schedule.fsdp_passes import default_limit
+from megasnn.schedule.memory import weights_held
 from tests.models.networks import CLASSES, between
 from tests.training.runs import TINY, close, saved
 from tests.training.test_replicas import WEIGHT, train_with_flip
@@ -145,7 +145,7 @@ def accounts(*flags: str) -> dict[str, float]:
             ),
             live=max(live),
             left=sum(each.untyped_storage().nbytes() for each in of_layers),
-            limit=default_limit(schedule, weights.unit_bytes, weights.ahead),
+            limit=max(weights_held(schedule, made.state.pipeline.rank, weights.unit_bytes)),
         )
 
 
