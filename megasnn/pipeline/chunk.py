@@ -28,7 +28,7 @@ from megasnn.telemetry.ranges import named
 
 
 class PipelineChunk(nn.Module):
-    """Layers `start..end` of a model, in order. `len`, indexing and iteration go over the layers.
+    """Layers `start..end` of a model, in order.
 
     A chunk is given what layers before it have given and it or a chunk behind it needs, and hands on what chunks behind
     it need, of its own layers' outputs and of what it was given. One without layers (legal in an explicit layout) hands

@@ -50,7 +50,7 @@ def trained(model: str, flags: str, steps: int, watched: int | None = None) -> t
             images = torch.rand(samples, *config.model.input_shape, generator=random)
             result = engine.train_step(images, labels)
             engine.evaluate(images, labels)
-            found.append((result.loss, result.grad_norm, watch.since_last(step).layers))
+            found.append((result.loss, result.grad_norm, watch.since_last(step)[1]))
         return found, engine.state_dict()
 
 

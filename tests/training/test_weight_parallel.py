@@ -145,7 +145,7 @@ def accounts(*flags: str) -> dict[str, float]:
             ),
             live=max(live),
             left=sum(each.untyped_storage().nbytes() for each in of_layers),
-            limit=max(weights_held(schedule, made.state.pipeline.rank, weights.unit_bytes)),
+            limit=max(weights_held(schedule, made.state.pp.rank, weights.unit_bytes)),
         )
 
 
