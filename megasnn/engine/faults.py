@@ -81,6 +81,7 @@ class FaultWatch:
         self._rank, self._host = rank, socket.gethostname()
         self._is_over = threading.Event()
         self._is_first: bool | None = None
+        self._has_claimed = False
         threading.Thread(target=self._look, name="megasnn-faults", daemon=True).start()
 
     def stop(self) -> None:
@@ -96,6 +97,7 @@ class FaultWatch:
         error often is the broken connection to the rank that failed, and torchrun, which looks ten times a second,
         names the lowest of those that it finds ended."""
         self._is_over.set()
+        is_new, self._has_claimed = not self._has_claimed, True
         if self._is_first is None:
             cause, place = cause_and_place(error)
             fault = json.dumps({"rank": self._rank, "host": self._host, "place": place, "kind": type(cause).__name__})
@@ -103,6 +105,7 @@ class FaultWatch:
                 self._is_first = bool(self._store.compare_set(_KEY, "", fault) == fault.encode())
             except RuntimeError:  # the store is gone with its process
                 self._is_first = True
+        if is_new:
             time.sleep(2 * POLL_SECONDS if self._is_first else LAST_SECONDS)
         return self._is_first
 
@@ -114,6 +117,7 @@ class FaultWatch:
                 fault = json.loads(self._store.get(_KEY))
             except RuntimeError:  # the store is gone with its process: the ranks' connections break, too
                 return
+            self._is_first = False  # whatever breaks from now on, also the store
             if fault["host"] != self._host and os.environ.get("LOCAL_RANK", "0") == "0":
                 why = f"rank {fault['rank']} on {fault['host']}: {fault['kind']} {fault['place']}"
                 sys.stderr.write(f"[rank {self._rank}] stopping, because of {why}\n")
