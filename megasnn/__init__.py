@@ -36,8 +36,11 @@ if TYPE_CHECKING:
     from megasnn.layers import ParallelBatchNorm as ParallelBatchNorm
     from megasnn.layers import ParallelConv as ParallelConv
     from megasnn.layers import ParallelDropout as ParallelDropout
+    from megasnn.layers import ParallelIF as ParallelIF
+    from megasnn.layers import ParallelLIF as ParallelLIF
     from megasnn.layers import ParallelLinear as ParallelLinear
     from megasnn.layers import ParallelNeuron as ParallelNeuron
+    from megasnn.layers import ParallelPLIF as ParallelPLIF
     from megasnn.layers import SpikeDrivenAttention as SpikeDrivenAttention
     from megasnn.layers import SpikingNeuron as SpikingNeuron
     from megasnn.layers import SpikingSelfAttention as SpikingSelfAttention
@@ -72,7 +75,7 @@ _NAMES = {
     "megasnn.layers": (
         "BuildContext ConvNormNeuron DropPath KeyedLayer MaxPool MeanLinear MeanOverSpace NeuronConvNorm "
         "ParallelBatchNorm ParallelConv ParallelDropout ParallelLinear "
-        "ParallelNeuron SpikeDrivenAttention SpikingNeuron SpikingSelfAttention "
+        "ParallelIF ParallelLIF ParallelNeuron ParallelPLIF SpikeDrivenAttention SpikingNeuron SpikingSelfAttention "
         "TemporalEffectiveBatchNorm TokenAttention WholeImages"
     ),
     "megasnn.layers.shape_inference": "mark_spikes",
