@@ -6,6 +6,7 @@ The names below are loaded when they are first used, so that what needs no torch
 from __future__ import annotations
 
 import importlib
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,8 +36,11 @@ if TYPE_CHECKING:
     from megasnn.layers import ParallelBatchNorm as ParallelBatchNorm
     from megasnn.layers import ParallelConv as ParallelConv
     from megasnn.layers import ParallelDropout as ParallelDropout
+    from megasnn.layers import ParallelIF as ParallelIF
+    from megasnn.layers import ParallelLIF as ParallelLIF
     from megasnn.layers import ParallelLinear as ParallelLinear
     from megasnn.layers import ParallelNeuron as ParallelNeuron
+    from megasnn.layers import ParallelPLIF as ParallelPLIF
     from megasnn.layers import SpikeDrivenAttention as SpikeDrivenAttention
     from megasnn.layers import SpikingNeuron as SpikingNeuron
     from megasnn.layers import SpikingSelfAttention as SpikingSelfAttention
@@ -59,7 +63,6 @@ if TYPE_CHECKING:
     from megasnn.pipeline.chunk import PipelineChunk as PipelineChunk
     from megasnn.pretraining import pretrain as pretrain
     from megasnn.telemetry.callback import Callback as Callback
-    from megasnn.version import __version__ as __version__
 
 _NAMES = {
     "megasnn.checkpoint.load": "load_checkpoint load_global_tensors",
@@ -72,7 +75,7 @@ _NAMES = {
     "megasnn.layers": (
         "BuildContext ConvNormNeuron DropPath KeyedLayer MaxPool MeanLinear MeanOverSpace NeuronConvNorm "
         "ParallelBatchNorm ParallelConv ParallelDropout ParallelLinear "
-        "ParallelNeuron SpikeDrivenAttention SpikingNeuron SpikingSelfAttention "
+        "ParallelIF ParallelLIF ParallelNeuron ParallelPLIF SpikeDrivenAttention SpikingNeuron SpikingSelfAttention "
         "TemporalEffectiveBatchNorm TokenAttention WholeImages"
     ),
     "megasnn.layers.shape_inference": "mark_spikes",
@@ -86,10 +89,14 @@ _NAMES = {
     "megasnn.pipeline.chunk": "PipelineChunk",
     "megasnn.pretraining": "pretrain",
     "megasnn.telemetry.callback": "Callback",
-    "megasnn.version": "__version__",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = list(_MODULES)
+__all__ = [*_MODULES, "__version__"]
+
+try:
+    __version__ = metadata.version("megasnn")  # made by pip from the tag of the commit
+except metadata.PackageNotFoundError:
+    __version__ = "0.0"  # a checkout on PYTHONPATH
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megasnn.version import __version__
+import megasnn
 
 USAGE = (
     "usage: python -m megasnn {MODELS} [flags]; --help after it lists them, --version in its place "
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] in MODELS:
         return pretrain(argv[0], argv[1:])
     if argv in (["--help"], ["-h"], ["--version"]):
-        sys.stdout.write(f"megasnn {__version__}\n" if argv == ["--version"] else usage)
+        sys.stdout.write(f"megasnn {megasnn.__version__}\n" if argv == ["--version"] else usage)
         return 0
     given = f"unknown model {argv[0]!r}; " if argv and not argv[0].startswith("-") else ""
     sys.stderr.write(given + usage)

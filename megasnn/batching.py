@@ -7,37 +7,11 @@ cuts them anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 
 def micro_batch_sizes(global_batch_size: int, micro_batch_size: int) -> list[int]:
-    """Samples in each micro-batch, in order; the last one is smaller where the sizes do not divide.
-
-    Raises ValueError when a size is smaller than 1 or the micro-batch is larger than the global batch.
-    """
-    if global_batch_size < 1 or micro_batch_size < 1:
-        raise ValueError(
-            f"batch sizes must be at least 1: --global-batch-size {global_batch_size}, "
-            f"--micro-batch-size {micro_batch_size}"
-        )
-    if micro_batch_size > global_batch_size:
-        raise ValueError(
-            f"--micro-batch-size {micro_batch_size} is larger than --global-batch-size {global_batch_size}"
-        )
+    """Samples in each micro-batch, in order; the last one is smaller where the sizes do not divide."""
     whole, rest = divmod(global_batch_size, micro_batch_size)
     return [micro_batch_size] * whole + [rest] * (rest > 0)
-
-
-def advised_size(samples: int, stages: int) -> int:
-    """Largest size of micro-batches that divides a replica's samples and gives each stage four or more, if there are so
-    many samples."""
-    most = max(1, samples // (4 * stages))
-    return max(size for size in range(1, most + 1) if samples % size == 0)
-
-
-def first_sample(sizes: Sequence[int], index: int) -> int:
-    """Position in the global batch where a micro-batch begins, of `micro_batch_sizes`: only the last is smaller."""
-    return index * sizes[0]
 
 
 def micro_batches_of(micro_batches: int, dp_size: int, dp_rank: int, may_be_none: bool = False) -> range:
@@ -46,8 +20,6 @@ def micro_batches_of(micro_batches: int, dp_size: int, dp_rank: int, may_be_none
     The first replicas take one more where the number does not divide. Raises ValueError when a replica
     would get none, unless it may, in evaluation.
     """
-    if not 0 <= dp_rank < dp_size:
-        raise ValueError(f"data parallel rank {dp_rank} is outside 0..{dp_size - 1}")
     if micro_batches < dp_size and not may_be_none:
         raise ValueError(
             f"{micro_batches} micro-batch(es) cannot be shared by {dp_size} data parallel replicas; "

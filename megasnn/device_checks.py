@@ -8,7 +8,7 @@ anything that stays. Outside, a finding raises at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -40,19 +40,21 @@ class DeviceChecks:
 
     Args:
         device: where the step computes.
+    Attributes:
+        place, words: of what is found now; see `at` and `explained`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._place: Callable[[], str] = str
-        self._words: list[Words] = []  # the outermost first
+        self.place: Callable[[], str] = str
+        self.words: list[Words] = []  # the outermost first
         self._certain: list[Finding] = []
         self._open: list[tuple[Tensor, Finding]] = []  # found, where the tensor is not 0
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Collects within the block in place of raising; earlier findings are dropped."""
-        self._words, self._certain, self._open = [], [], []
+        self.words, self._certain, self._open = [], [], []
         token = _collecting.set(self)
         try:
             yield
@@ -73,9 +75,9 @@ class DeviceChecks:
 
     def note(self, wrong: Tensor | bool, complaint: str) -> None:
         """Keeps a finding, or of a tensor, what is one where the tensor is not 0."""
-        for words in reversed(self._words):
+        for words in reversed(self.words):
             complaint = words(complaint)
-        finding = Finding(complaint, self._place())
+        finding = Finding(complaint, self.place())
         if isinstance(wrong, Tensor):
             self._open.append((wrong.reshape(1), finding))
         elif wrong:
@@ -86,24 +88,6 @@ class DeviceChecks:
         if self._certain:
             raise ValueError(self._certain[0].text)
         return [(flag, finding.text) for flag, finding in self._open]
-
-    @contextmanager
-    def at(self, place: Callable[[], str]) -> Iterator[None]:
-        """Gives this place to all that is found within the block."""
-        before, self._place = self._place, place
-        try:
-            yield
-        finally:
-            self._place = before
-
-    @contextmanager
-    def explained(self, words: Words) -> Iterator[None]:
-        """See the function."""
-        self._words.append(words)
-        try:
-            yield
-        finally:
-            self._words.pop()
 
     def _flags(self) -> Tensor:
         return torch.cat([flag for flag, _ in self._open])
@@ -130,18 +114,30 @@ def refuse(wrong: Tensor | bool, complaint: str, seen: Callable[[], str] | None 
         checks.note(True, complaint)
 
 
-def at(place: Callable[[], str]) -> AbstractContextManager[None]:
+@contextmanager
+def at(place: Callable[[], str]) -> Iterator[None]:
     """Gives this place to all that is noted within the block for the end of the step."""
     checks = _collecting.get()
-    return nullcontext() if checks is None else checks.at(place)
+    if checks is None:
+        yield
+        return
+    before, checks.place = checks.place, place
+    try:
+        yield
+    finally:
+        checks.place = before
 
 
 @contextmanager
 def explained(words: Words) -> Iterator[None]:
     """Puts these words around errors within the block, raised or noted for the end of the step."""
     checks = _collecting.get()
+    if checks is not None:
+        checks.words.append(words)
     try:
-        with nullcontext() if checks is None else checks.explained(words):
-            yield
+        yield
     except ValueError as error:
         raise ValueError(words(str(error))) from error
+    finally:
+        if checks is not None:
+            checks.words.pop()

@@ -90,7 +90,7 @@ def refuse_other_samples(config: PretrainConfig) -> None:
     from megasnn.data.datasets import sample_format
 
     data, shape, evaluates = config.data, config.model.input_shape, config.training.evaluate_only
-    if not config.logging.model_summary and (wrong := refusal(sample_format, data, shape, evaluates)):
+    if wrong := refusal(sample_format, data, shape, evaluates):
         raise ConfigError(wrong)
 
 

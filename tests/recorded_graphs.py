@@ -10,7 +10,8 @@ As a CUDA graph it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -19,6 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from megasnn.kernels import layout
+from megasnn.kernels.philox import kept_by_tensors
 
 NONSENSE = 0xFF  # in each byte: not a number, in every floating-point type
 READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "lift_fresh"}
@@ -174,14 +178,21 @@ def _is_held(storage: torch.UntypedStorage) -> bool:
     return count > 1
 
 
+def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
 @contextmanager
 def recorded_graphs(graphs: RecordedGraphs | None = None) -> Iterator[RecordedGraphs]:
     """Inside, Engines whose flags ask for CUDA graphs get these, and operators are those of a device: no compiled loops
     of the CPU, nothing read before the end of a step, and spikes that leave the kernels as bits."""
     graphs = graphs or RecordedGraphs()
     with ExitStack() as stack:
-        for module in ("spike_codec", "philox", "numba.spike_sums", "numba.attention"):
-            stack.enter_context(mock.patch(f"megasnn.kernels.{module}._loops", lambda: None))
+        for module in [each for each in sys.modules.values() if getattr(each, "empty", None) is layout.empty]:
+            stack.enter_context(mock.patch.object(module, "empty", _empty))
+        stack.enter_context(mock.patch("megasnn.kernels.spike_codec._by_numpy", lambda x: False))
+        stack.enter_context(mock.patch("megasnn.kernels.philox._kept_by_loops", kept_by_tensors))
+        stack.enter_context(mock.patch("megasnn.engine.build.can_be_sparse", lambda *_: False))
         stack.enter_context(mock.patch("megasnn.device_checks.runs_ahead", lambda device: True))
         stack.enter_context(mock.patch("megasnn.engine.build.capture_on", lambda device: graphs))
         yield graphs

@@ -103,8 +103,8 @@ def test_machine_code_lies_in_the_cache_and_not_beside_the_source(cache):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("NUMBA_CACHE_DIR", None)
     code = (
-        "from megasnn.kernels.numba.jit import kernel; from megasnn.batching import first_sample; import numba\n"
-        "print(kernel(first_sample).stats.cache_path, repr(numba.config.CACHE_DIR))"
+        "from megasnn.kernels.numba.jit import kernel; from megasnn.batching import micro_batch_sizes; import numba\n"
+        "print(kernel(micro_batch_sizes).stats.cache_path, repr(numba.config.CACHE_DIR))"
     )
     run = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
     assert run.stdout.startswith(str(cache / "numba")) and run.stdout.endswith("''\n")

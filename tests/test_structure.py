@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 LAYERS = [
-    ["registry", "version", "free_memory", "device_checks", "recompute"],
+    ["registry", "device_checks", "recompute"],
     [
-        *("files", "grid", "batching", "random", "bundle", "losses", "optimizers", "pinned"),
+        *("files", "grid", "batching", "random", "bundle", "losses", "optimizers", "host_memory"),
         *("precisions", "telemetry"),
     ],
     ["schedule", "augment"],

@@ -91,7 +91,7 @@ class Mixing:
 def _chosen(values: Tensor, places: list[int]) -> Tensor:
     import torch
 
-    from megasnn.pinned import without_waiting
+    from megasnn.host_memory import without_waiting
 
     return values[without_waiting(torch.tensor(places), values.device)]
 

@@ -22,12 +22,9 @@ class LoggingConfig:
     """Iterations between two log lines; spikes are drawn at every tenth of them."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard; without it nothing is written."""
-    model_summary: bool = False
-    """Print a table of the model's layers and end. Every run writes it to model_summary.md beside config.json."""
-    profile_pipeline: bool = False
-    """At each log line, set a measured timeline of all ranks beside the simulated one."""
     profile_steps: str | None = None
-    """Iterations, "10-12", of which torch.profiler writes a trace for each rank of the first replica."""
+    """Iterations, "10-12", of which torch.profiler writes a trace for each rank of the first replica; of the one before
+    them a measured timeline of the pipeline is set beside the simulated one."""
     eval_interval: Size | None = None
     """Iterations between two evaluations; by default only one at the end."""
     eval_iters: Count | None = None

@@ -134,7 +134,7 @@ def _arithmetic_problems(config: PretrainConfig) -> Iterator[str]:
 def _length_problems(config: PretrainConfig) -> Iterator[str]:
     """A training without a length."""
     training = config.training
-    if training.evaluate_only or config.logging.model_summary:
+    if training.evaluate_only:
         return
     if training.train_iters is None and training.train_epochs is None:
         yield f"give {' or '.join(map(flag, LENGTHS))}; none was given"
@@ -154,8 +154,6 @@ def _evaluation_problems(config: PretrainConfig) -> Iterator[str]:
         for name, value in asked.items():
             if value or value == "":
                 yield f"{name} {value}".strip() + " needs --valid-data-path"
-    if logging.profile_pipeline and config.parallel.pipeline_model_parallel_size == 1:
-        yield "--profile-pipeline needs --pipeline-model-parallel-size 2 or more"
 
 
 def _training_problems(config: PretrainConfig) -> Iterator[str]:

@@ -120,10 +120,12 @@ class ImageFormat(SampleFormat):
         return image.resize((self.size, self.size), resample, box=(left * x, top * y, right * x, bottom * y))
 
     def _changed(self, image: NDArray[Any], key: Key) -> NDArray[Any]:
+        image = self.augment.change(image, *key)
+        if not (self.recipe.rand_augment or self.recipe.erasing):
+            return image
         seed, epoch, sample = key
         mean = NORMALISATIONS[self.normalisation][0]
         mean = tuple(255 * value for value in mean * (self.channels // len(mean)))
-        image = self.augment.change(image, *key)
         if self.recipe.rand_augment:
             fill = tuple(min(255, round(value)) for value in mean)
             draws = Draws(seed, "rand-augment", epoch, sample)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from megasnn.batching import first_sample, micro_batch_sizes, micro_batches_of
+from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.config.data import DataConfig
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.order import Position, SampleOrder
@@ -82,6 +82,14 @@ class Share:
     cp_rank: int = 0
     images: bool = True
     labels: bool = True
+
+    def spans(self, samples: int) -> Iterator[tuple[int, int, int]]:
+        """Yields of each of its micro-batches of a batch the index, the first sample, and the number of samples. There
+        may be none: at the end of a validation pass there are too few for everybody."""
+        sizes = micro_batch_sizes(samples, min(self.micro_batch_size, samples))
+        for index in micro_batches_of(len(sizes), self.dp_size, self.dp_rank, may_be_none=True):
+            if rows := own_rows(sizes[index], [self.cp_size], self.cp_rank):
+                yield index, index * sizes[0] + rows.start, len(rows)
 
 
 class BatchLoader:
@@ -165,16 +173,10 @@ class BatchLoader:
             position += size
 
     def _own_micro_batches(self, position: int, size: int) -> list[MicroBatch]:
-        share = self._share
-        sizes = micro_batch_sizes(size, min(share.micro_batch_size, size))
         parts = []
-        # At the end of a validation pass there may be too few for everybody.
-        for index in micro_batches_of(len(sizes), share.dp_size, share.dp_rank, may_be_none=True):
-            rows = own_rows(sizes[index], [share.cp_size], share.cp_rank)
-            if rows:
-                start = first_sample(sizes, index) + rows.start
-                samples = [each.sample for each in self._order.positions(position + start, len(rows))]
-                parts.append(MicroBatch(index, start, len(rows), torch.tensor(samples), None, None))
+        for index, start, number in self._share.spans(size):
+            samples = [each.sample for each in self._order.positions(position + start, number)]
+            parts.append(MicroBatch(index, start, number, torch.tensor(samples), None, None))
         return parts
 
     def _filled(self, part: MicroBatch, used: list[int] | None, images: torch.Tensor | None) -> MicroBatch:

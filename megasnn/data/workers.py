@@ -19,7 +19,7 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch.utils.data import DataLoader
 
-from megasnn.free_memory import keep_free_memory
+from megasnn.host_memory import keep_free_memory
 
 STEP_SECONDS = 5.0
 """Interval in which a waiting rank looks after its workers."""

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megasnn.augment.mixing import Mixing
-from megasnn.batching import first_sample, micro_batch_sizes, micro_batches_of
+from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.config import PretrainConfig
-from megasnn.data import GlobalBatch, MicroBatch
+from megasnn.data import GlobalBatch, MicroBatch, Share
 from megasnn.engine.model import DistributedModel
+from megasnn.host_memory import without_waiting
 from megasnn.losses import LOSSES
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import own_rows
-from megasnn.pinned import without_waiting
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 
 _INTEGERS = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 )
+
+
+class BatchError(ValueError):
+    """Refusal of a batch, on every rank alike: nothing has been changed."""
 
 
 class Batches:
@@ -35,24 +38,29 @@ class Batches:
 
     Args:
         mixing: of the samples of each micro-batch in training; None where they stay as they are.
+    Attributes:
+        trained_share, evaluated_share: this rank's part of every batch.
     """
 
     def __init__(self, config: PretrainConfig, model: DistributedModel, mixing: Mixing | None) -> None:
         self._config, self._mixing = config, mixing
         self._state, self._dtype = model.state, model.context.dtype
         self._takes_images, self._takes_labels = model.takes_images, model.gives_logits
-        self._samples = model.context.sharing_samples
+        self._samples = samples = model.context.sharing_samples
+        sizes, state, whole = config.training, model.state, mixing is not None
+        part = Share(
+            sizes.global_batch_size,
+            sizes.micro_batch_size,
+            dp_size=state.dp.size,
+            dp_rank=state.dp.rank,
+            cp_size=samples.size,
+            cp_rank=samples.rank,
+            images=model.takes_images,
+            labels=model.gives_logits,
+        )
+        self.evaluated_share, self.trained_share = part, replace(part, cp_size=1, cp_rank=0) if whole else part
         by_batch = sum(norm.running_mean is None for norm in model.norms)
-        self._evaluates_padding = self._samples.size == 1 or model.sum_over_ranks([by_batch])[0] == 0
-
-    @property
-    def mixes(self) -> bool:
-        """True where samples of a micro-batch are mixed with each other in training."""
-        return self._mixing is not None
-
-    def read_alike(self, training: bool) -> bool:
-        """Returns True where ranks that share a micro-batch all read the whole of it."""
-        return self._samples.size == 1 or (training and self.mixes)
+        self._evaluates_padding = samples.size == 1 or model.sum_over_ranks([by_batch])[0] == 0
 
     # --- checks
 
@@ -81,10 +89,10 @@ class Batches:
         elif problem is None and self._takes_images and not bool(images.isfinite().all()):  # type: ignore[attr-defined]
             # In training loss or gradient tell of it; here neurons would hide a nan.
             problem = "images hold values that are nan or infinite: no class follows from them"
-        self._agree(samples, problem)
+        self.agree(samples, problem)
         return samples
 
-    def _agree(self, samples: int, problem: str | None = None) -> None:
+    def agree(self, samples: int, problem: str | None = None) -> None:
         """Raises ValueError on every rank for a problem of one of them; alone, it would leave the others waiting.
 
         Args:
@@ -93,48 +101,39 @@ class Batches:
         found = gather(self._state.world.handle, (samples, problem))
         ended = [rank for rank, (given, wrong) in enumerate(found) if wrong is None and not given]
         if problems := list(dict.fromkeys(wrong for _, wrong in found if wrong is not None)):
-            raise ValueError("; ".join(problems))
+            raise BatchError("; ".join(problems))
         if 0 < len(ended) < len(found):
             ranks = ", ".join(map(str, ended))
-            raise ValueError(f"every rank is given as many batches, but rank {ranks} has no more of them")
+            raise BatchError(f"every rank is given as many batches, but rank {ranks} has no more of them")
         if len({given for given, _ in found}) > 1:
             sizes = ", ".join(f"{given} on rank {rank}" for rank, (given, _) in enumerate(found))
-            raise ValueError(f"every rank is given the whole batch, but there are {sizes} samples")
+            raise BatchError(f"every rank is given the whole batch, but there are {sizes} samples")
 
     def _image_problem(self, images: object) -> str | None:
         """Only the number of images counts on ranks without the first stage."""
-        if not _is_dense(images) or images.ndim == 0 or len(images) == 0:
+        if not isinstance(images, Tensor) or images.ndim == 0 or len(images) == 0:
             return f"images must be a tensor [N, ...] of one sample or more, got {_described(images)}"
-        if not self._takes_images:
-            return None
         wanted = self._config.model.input_shape
-        if tuple(images.shape[1:]) != wanted:
+        if self._takes_images and tuple(images.shape[1:]) != wanted:
             sizes = ", ".join(map(str, wanted))
             return f"images must be [N, {sizes}], as the model's input_shape says, got {list(images.shape)}"
-        if images.is_meta:
-            return "images have no values, on the meta device; this rank has the first stage"
-        if not images.is_floating_point():
+        if self._takes_images and not images.is_floating_point():
             return f"images must be floating-point values, got {_described(images)}: convert them, as by images.float()"
         return None
 
     def _label_problem(self, labels: object, samples: int, trains: bool) -> str | None:
         """Only the number of labels counts on ranks without the last stage."""
         classes, loss = self._config.model.num_classes, self._config.training.loss
-        if not _is_dense(labels) or labels.ndim == 0 or len(labels) != samples:
+        if not isinstance(labels, Tensor) or labels.ndim == 0 or len(labels) != samples:
             return (
                 f"labels must be a tensor with one for each of the {samples} images, got {_described(labels)}; "
                 "to evaluate, give images and labels, or an iterable of such pairs"
             )
         if not self._takes_labels:
             return None
-        if labels.is_meta:
-            return "labels have no values, on the meta device; this rank has the last stage"
         takes_soft = trains and LOSSES[loss].mixes and not self._config.data.mixes
-        if labels.is_floating_point() and labels.ndim > 1 and takes_soft:
-            if tuple(labels.shape) != (samples, classes):
-                return f"soft labels must be [{samples}, {classes}], got {list(labels.shape)}"
-            legal = bool(((labels >= 0) & (labels <= 1)).all())
-            return None if legal else "soft labels must be from 0 to 1, and not nan"
+        if takes_soft and labels.is_floating_point() and tuple(labels.shape) == (samples, classes):
+            return None
         if labels.shape != (samples,) or labels.dtype not in _INTEGERS:
             soft = f", or probabilities [{samples}, {classes}]" if takes_soft else ""
             return f"labels must be class indices [{samples}] of an integer type{soft}, got {_described(labels)}"
@@ -147,18 +146,18 @@ class Batches:
         if not torch.is_grad_enabled():
             return "a step needs gradients: call it outside of torch.no_grad() and torch.inference_mode()"
         size, replicas = self._config.training.micro_batch_size, self._state.dp.size
-        count = -(-samples // size)
-        cut = f"{samples} samples are {count} micro-batch(es) of micro_batch_size {size}"
-        if self._state.dp_shard.size > 1 and count % replicas:
-            shared = f"with weight_parallel_size {self._state.dp_shard.size} each needs as many"
-            return f"{cut} on {replicas} data parallel replicas, and {shared}"
-        if count < replicas:
-            return f"{cut}, for {replicas} data parallel replicas: give more samples, or lower micro_batch_size"
-        last = micro_batch_sizes(samples, min(size, samples))[-1]
-        if last < self._samples.size:
+        sizes = micro_batch_sizes(samples, min(size, samples))
+        cut = f"{samples} samples are {len(sizes)} micro-batch(es) of micro_batch_size {size}, the last of {sizes[-1]}"
+        weight = self._state.dp_shard.size
+        if len(sizes) < replicas or (weight > 1 and len(sizes) % replicas):
             return (
-                f"{cut}, the last of {last}, fewer than the ranks that share it (context_parallel_size "
-                f"{self._samples.size}, by samples): give another number of samples, or change micro_batch_size"
+                f"{cut}, for {replicas} data parallel replicas: each needs one, and with weight_parallel_size {weight} "
+                "as many as the others; give another number of samples, or change micro_batch_size"
+            )
+        if sizes[-1] < self._samples.size:
+            return (
+                f"{cut}, fewer than the ranks that share it (context_parallel_size {self._samples.size}, by samples): "
+                "give another number of samples, or change micro_batch_size"
             )
         return None
 
@@ -175,14 +174,8 @@ class Batches:
         """
         if self._takes_images and images.ndim == 4:
             images = images.contiguous(memory_format=torch.channels_last)  # as the loader of a run gives them
-        sizes = micro_batch_sizes(samples, min(self._config.training.micro_batch_size, samples))
-        data, micro_batches = self._state.dp, []
-        ranks, rank = (1, 0) if self.mixes and not evaluates else (self._samples.size, self._samples.rank)
-        for index in micro_batches_of(len(sizes), data.size, data.rank, may_be_none=evaluates):
-            own = own_rows(sizes[index], [ranks], rank)
-            start, size = first_sample(sizes, index) + own.start, len(own)
-            if not size:
-                continue
+        micro_batches = []
+        for index, start, size in (self.evaluated_share if evaluates else self.trained_share).spans(samples):
             span = slice(start, start + size)
             x, y = images[span] if self._takes_images else None, None
             if self._takes_labels:
@@ -199,63 +192,49 @@ class Batches:
             span = slice(start, start + size)
             yield self.share(images[span], labels[span], size, start, evaluates=True)
 
-    def evaluated_pairs(self, pairs: Iterable[object]) -> Iterator[GlobalBatch]:
-        """Yields `evaluated` of (images, labels), one after the other.
-
-        Raises:
-            ValueError: as `checked`; also where one rank has fewer pairs than another, or where another rank's iterable
-                raises, whose own error goes on there.
-        """
-        iterator = iter(pairs)
-        while True:
-            try:
-                pair = next(iterator)
-            except StopIteration:
-                break
-            except Exception as error:
-                with suppress(ValueError):
-                    self._agree(0, f"rank {self._state.rank} has no more batches: {type(error).__name__}: {error}")
-                raise
-            images: Any
-            labels: Any
+    def evaluated_pairs(self, pairs: Iterable[Any]) -> Iterator[GlobalBatch]:
+        """Yields `evaluated` of (images, labels), one after the other."""
+        images: Any
+        labels: Any
+        for pair in pairs:
             images, labels = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (pair, None)
             yield from self.evaluated(images, labels, self.checked(images, labels))
-        self._agree(0)
+        self.agree(0)
 
     # --- inputs of the pipeline
 
-    def inputs(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """Moves a batch to this rank's device, in the type that the model computes in."""
-        device, dtype = self._state.device, self._dtype
-        begin = batch.consumed_samples - batch.size
-        return [
-            MicroBatchInput(
-                None if micro.images is None else without_waiting(micro.images, device).to(dtype),
-                None if micro.labels is None else without_waiting(micro.labels, device),
-                micro.size,
-                range(begin + micro.start, begin + micro.start + micro.size),
-            )
-            for micro in batch.micro_batches
-        ]
-
-    def training_inputs(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """Returns what a training step takes: mixed where that is asked for, and cut into windows."""
-        return [window for micro in self.inputs(batch) for window in self._windows(self._mixed(micro))]
-
-    def evaluation_inputs(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """Returns what an evaluation takes, filled up with padding where ranks need equally many micro-batches.
+    def inputs(self, batch: GlobalBatch, trains: bool) -> list[MicroBatchInput]:
+        """Moves a batch to this rank's device, in the type that the model computes in: in training, samples are mixed
+        where that is asked for; in evaluation, it is filled up where ranks need equally many micro-batches.
 
         Raises:
             ValueError: on every rank, where one has no sample of a micro-batch whose statistics norms need.
         """
-        last = micro_batch_sizes(batch.size, min(self._config.training.micro_batch_size, batch.size))[-1]
-        if last < self._samples.size and not self._evaluates_padding:
-            raise ValueError(
-                f"of {batch.size} samples to evaluate the last micro-batch has {last}, fewer than the ranks that share "
-                f"it (--context-parallel-size {self._samples.size}, by samples), and a norm of this model normalises "
-                "by the batch in evaluation, too: evaluate another number of samples, or change --micro-batch-size"
-            )
-        return [window for micro in (*self.inputs(batch), *self._padding(batch)) for window in self._windows(micro)]
+        device, begin = self._state.device, batch.consumed_samples - batch.size
+        whole, padding = [], [] if trains else self._padding(batch)
+        for micro in batch.micro_batches:
+            images = None if micro.images is None else without_waiting(micro.images, device).to(self._dtype)
+            labels = None if micro.labels is None else without_waiting(micro.labels, device)
+            first, size = begin + micro.start, micro.size
+            if trains and self._mixing is not None:
+                own = own_rows(size, self._samples.sizes, self._samples.rank)
+                part = slice(own.start, own.stop)
+                images = None if images is None else self._mixing.images(images, first)[part]
+                labels = None if labels is None else self._mixing.labels(labels, first)[part]
+                first, size = first + own.start, len(own)
+            whole.append(MicroBatchInput(images, labels, size, range(first, first + size)))
+        model = self._config.model
+        count = self._config.training.windows(model.time_steps)
+        steps, has_frames = model.time_steps // count, len(model.input_shape) == 4
+
+        def window(micro: MicroBatchInput, number: int) -> MicroBatchInput:
+            """Images stand for all time steps, frames have theirs."""
+            images = micro.images
+            if images is not None and has_frames:
+                images = images[:, number * steps : (number + 1) * steps]
+            return replace(micro, images=images, goes_on=number > 0)
+
+        return [window(micro, number) for micro in whole + padding for number in range(count)]
 
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
         """Micro-batches without samples of the batch: all that share a micro-batch need equally many, and so do all
@@ -263,41 +242,20 @@ class Batches:
         weight, data = self._state.dp_shard, self._state.dp
         if weight.size == self._samples.size == 1:
             return []
-        count = len(micro_batch_sizes(batch.size, min(self._config.training.micro_batch_size, batch.size)))
+        sizes = micro_batch_sizes(batch.size, min(self._config.training.micro_batch_size, batch.size))
+        if sizes[-1] < self._samples.size and not self._evaluates_padding:
+            raise BatchError(
+                f"of {batch.size} samples to evaluate the last micro-batch has {sizes[-1]}, fewer than the ranks that "
+                f"share it (--context-parallel-size {self._samples.size}, by samples), and a norm of this model "
+                "normalises by the batch in evaluation, too: evaluate another number of samples, or change "
+                "--micro-batch-size"
+            )
         replica = 0 if weight.size > 1 else data.rank  # the first one has most
-        missing = len(micro_batches_of(count, data.size, replica, may_be_none=True)) - len(batch.micro_batches)
+        missing = len(micro_batches_of(len(sizes), data.size, replica, may_be_none=True)) - len(batch.micro_batches)
         images = torch.zeros(1, *self._config.model.input_shape, dtype=self._dtype, device=self._state.device)
         padding = MicroBatchInput(images if self._takes_images else None, None, 1, range(1), is_padding=True)
         return missing * [padding]
 
-    def _windows(self, micro: MicroBatchInput) -> Iterator[MicroBatchInput]:
-        """Yields a micro-batch for each window of the time steps: images stand for all of them, frames have theirs."""
-        model = self._config.model
-        count = self._config.training.windows(model.time_steps)
-        steps = model.time_steps // count
-        for number in range(count):
-            images = micro.images
-            if images is not None and len(model.input_shape) == 4:
-                images = images[:, number * steps : (number + 1) * steps]
-            yield replace(micro, images=images, goes_on=number > 0)
-
-    def _mixed(self, micro: MicroBatchInput) -> MicroBatchInput:
-        """Mixes a whole micro-batch, and takes this rank's samples of it."""
-        if self._mixing is None or micro.samples is None:
-            return micro
-        own, first = own_rows(micro.size, self._samples.sizes, self._samples.rank), micro.samples.start
-        part = slice(own.start, own.stop)
-        images = None if micro.images is None else self._mixing.images(micro.images, first)[part]
-        labels = None if micro.labels is None else self._mixing.labels(micro.labels, first)[part]
-        return replace(micro, images=images, labels=labels, size=len(own), samples=micro.samples[part])
-
-
-def _is_dense(value: object) -> TypeGuard[Tensor]:
-    """Returns True for a tensor with memory for each value: not a sparse, nested or mkldnn one."""
-    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
-
 
 def _described(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{list(value.shape) if not value.is_nested else 'nested'} of {value.dtype}, {value.layout}"
+    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

@@ -18,7 +18,6 @@ from megasnn.config.validate import no_graphs
 from megasnn.config.values import build_part, to_dict, with_keywords
 from megasnn.engine.faults import placed
 from megasnn.engine.model import DistributedModel, ModelOptions, SampleLoss
-from megasnn.engine.planning import plan_of
 from megasnn.kernels.backends import BACKENDS, backend_for
 from megasnn.kernels.products import can_be_sparse
 from megasnn.layers import BuildContext
@@ -27,12 +26,10 @@ from megasnn.losses import LOSSES
 from megasnn.models.build import building_problems, describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model, run_config
-from megasnn.models.registry import MODELS
 from megasnn.parallel.agreement import gather
 from megasnn.parallel_state import Group, ParallelState
-from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.graphs import Capture, CudaCapture, GraphOptions
-from megasnn.pipeline.plan import PipelinePlan
+from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
 from megasnn.precisions import PRECISIONS
 
 _ENDLESS = 10**12  # steps of a training whose learning rate does not decay
@@ -61,12 +58,7 @@ def run_configuration(
             raise ValueError(f"{', '.join(refused)} beside a whole configuration: give a model and flags")
         return model
     if not isinstance(model, Model):
-        advice = ""
-        if isinstance(model, type) and issubclass(model, Model):
-            advice = f": {model.__name__}(...)"
-        elif isinstance(model, str) and model in MODELS:
-            advice = f": megasnn.MODELS[{model!r}](...)"
-        raise ValueError(f"give an instance of a subclass of megasnn.Model, not {model!r}{advice}")
+        raise ValueError(f"give an instance of a subclass of megasnn.Model, such as MyModel(...), not {model!r}")
     build_part(type(model), to_dict(model), type(model).__name__)  # refuses values of other types
     config = with_keywords(run_config(type(model))(model=model), flags)
     if config.training.train_iters is None:
@@ -124,8 +116,7 @@ def describe_windows(config: PretrainConfig) -> ModelDescription:
     """Describes what is built: the model, with the time steps of one window.
 
     Raises:
-        ValueError: with --bptt-steps, a model that depends on the number of time steps otherwise, or has a module that
-            cannot keep its state.
+        ValueError: with --bptt-steps, a model that depends on the number of time steps otherwise.
     """
     spec, steps = config.neuron.spec, config.training.bptt_steps
     whole = describe(config.model, spec)
@@ -133,11 +124,7 @@ def describe_windows(config: PretrainConfig) -> ModelDescription:
         return whole
     model: Any = config.model
     of_window = describe(replace(model, time_steps=steps), spec)
-    of_window.build(BuildContext(carries=True))
-    shapes, expected = (
-        {entry.name: entry.shard.global_shape for entry in describe_tensors(each, BuildContext())}
-        for each in (of_window, whole)
-    )
+    shapes, expected = ({e.name: e.shard.global_shape for e in each.tensors or ()} for each in (of_window, whole))
     if different := [name for name, shape in expected.items() if shapes.get(name) != shape]:
         raise ValueError(
             f"{different[0]} depends on --time-steps {config.model.time_steps}: the model cannot be shown windows of "
@@ -188,10 +175,9 @@ def build_model(
     config: PretrainConfig,
     model: ModelDescription,
     state: ParallelState,
-    plan: PipelinePlan | None = None,
     wants_to_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[PipelinePlan, DistributedModel]:
-    """Plans the pipeline, unless a plan is given, and builds this rank's part of the model. Collective.
+    """Plans the pipeline, and builds this rank's part of the model. Collective.
 
     Args:
         wants_to_stop: see ModelOptions.
@@ -214,7 +200,7 @@ def build_model(
         sparse_products=training.sparse_products == "auto" and can_be_sparse(state.device, products),
     )
     with placed("while planning the pipeline"):
-        plan = plan or plan_of(config, model, context, state, windows)
+        plan = plan_pipeline(config, model, context, state, sample_windows(config))
     options = ModelOptions(windows, wants_to_stop, parallel.use_distributed_optimizer, graphs)
     with placed("while building the model"):
         schedules, seed = plan.schedules, training.seed

@@ -17,8 +17,7 @@ from megasnn.checkpoint.save import save_checkpoint
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import changed_recipe, identity, recipe
 from megasnn.engine.step import TrainStep
-from megasnn.files import CheckpointError
-from megasnn.parallel.agreement import broadcast_result, gather, run_on_all_ranks
+from megasnn.parallel.agreement import broadcast_result, gather
 from megasnn.parallel.sharding import Piece, ShardedTensor
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
@@ -62,14 +61,14 @@ class Checkpoints:
             skipped_steps,
         )
 
-    def save(self, folder: object) -> Path:
+    def save(self, folder: str | os.PathLike[str]) -> Path:
         """See `Engine.save`."""
-        path = broadcast_result(self._world.handle, partial(_folder, folder))
+        path = broadcast_result(self._world.handle, partial(Path, folder))
         return save_checkpoint(path, self.progress({}), self.state, self._world.handle)
 
-    def load(self, folder: object, step: object, weights_only: bool) -> list[str]:
+    def load(self, folder: str | os.PathLike[str], step: int | None, weights_only: bool) -> list[str]:
         """See `Engine.load`. Returns what the user should know about the checkpoint."""
-        path, iteration = broadcast_result(self._world.handle, lambda: (_folder(folder), _iteration(step)))
+        path, iteration = broadcast_result(self._world.handle, lambda: (Path(folder), step))
         model, config = self._config.model.name, None if weights_only else identity(self._config)
         loaded = load_checkpoint(
             path,
@@ -86,7 +85,6 @@ class Checkpoints:
 
     def load_full(self, values: Mapping[str, Tensor]) -> None:
         """See `Engine.load_state_dict`."""
-        run_on_all_ranks(self._world.handle, partial(_require_mapping, values), "load_state_dict:")
         load_globals_into(self._model.tensors, values, self._world.handle)
         self._step.loaded()
 
@@ -103,20 +101,3 @@ class Checkpoints:
                 piece.of_global(value).copy_(part)
             full[described.name] = value
         return full
-
-
-def _folder(given: object) -> Path:
-    if not isinstance(given, (str, Path)) or not str(given).strip():
-        raise CheckpointError(f"the folder of checkpoints must be a text or a pathlib.Path, got {given!r}")
-    return Path(os.fspath(given))
-
-
-def _iteration(step: object) -> int | None:
-    if step is None or (isinstance(step, int) and not isinstance(step, bool)):
-        return step
-    raise CheckpointError(f"step must be the iteration of a checkpoint, a whole number, got {step!r}")
-
-
-def _require_mapping(values: object) -> None:
-    if not isinstance(values, Mapping):
-        raise CheckpointError(f"it takes a dict of tensors by their names, got {type(values).__name__}")

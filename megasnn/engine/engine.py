@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +18,7 @@ from megasnn.bundle import Bundle, logits_of
 from megasnn.config import PretrainConfig
 from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
-from megasnn.engine.batch import Batches
+from megasnn.engine.batch import BatchError, Batches
 from megasnn.engine.build import (
     build_model,
     describe_windows,
@@ -28,16 +29,21 @@ from megasnn.engine.build import (
     sample_windows,
 )
 from megasnn.engine.checkpoint import Checkpoints
-from megasnn.engine.debug import notice_of
 from megasnn.engine.faults import claim_fault
 from megasnn.engine.mesh import join_ranks
 from megasnn.engine.step import TrainStep
-from megasnn.free_memory import keep_free_memory
+from megasnn.host_memory import keep_free_memory
 from megasnn.models.model import Model
 from megasnn.optim.rates import learning_rate, require_schedule
-from megasnn.parallel_state import abandon_model_parallel
-from megasnn.pipeline.plan import PipelinePlan
+from megasnn.parallel_state import (
+    ParallelState,
+    abandon_model_parallel,
+    get_parallel_state,
+    model_parallel_is_initialized,
+)
 from megasnn.telemetry.records import EvaluationRecord, StepResult
+
+_open: list[Engine] = []  # one at most
 
 
 class Engine:
@@ -49,33 +55,30 @@ class Engine:
             print(result.loss, engine.evaluate(test_images, test_labels).top1)
             engine.save("checkpoints")
 
-    Flags are those of the command line, with underscores. A step is bit for bit that of `megasnn.pretrain` with the
-    same flags.
+    Flags are those of the command line, with underscores. A step is bit for bit that of `megasnn.pretrain`.
 
-    All methods are collective: every rank calls them in the same order. Every rank is given the whole batch, and takes
-    its share. A rank without the first stage (`takes_images` is False) only looks at the number of images, and one
-    without the last stage (`takes_labels`) at that of the labels: there a tensor on the meta device will do. A wrong
-    argument on one rank is a ValueError on all of them, and changes nothing. Any other error within a step, an
-    evaluation or a prediction, Ctrl-C included, ends the Engine: whatever is asked of it then is a RuntimeError.
+    All methods are collective: every rank calls them in the same order, with the whole batch, and takes its share. A
+    rank without the first stage (`takes_images` is False) only looks at the number of images, and one without the last
+    stage (`takes_labels`) at that of the labels: there a tensor on the meta device will do. A wrong argument on one
+    rank is a ValueError on all of them, and changes nothing. Any other error within a step, an evaluation or a
+    prediction, Ctrl-C included, ends the Engine: whatever is asked of it then is a RuntimeError.
 
-    A process has one open Engine at a time. It sets torch's switches for precision and deterministic algorithms, which
-    stay. Process groups that nobody has made are made here, and freed by `close`, or at the end of a `with` block.
+    A process has one open Engine at a time. Process groups that nobody has made are made here, and freed by `close`, or
+    at the end of a `with` block. Torch's switches for precision and deterministic algorithms stay.
 
     Args:
-        model: an instance of one's own class or of one in `megasnn.MODELS`; or a whole configuration that
-            `megasnn.validate` has passed.
+        model: an instance of one's own class or of one in `megasnn.MODELS`; or a validated configuration.
         lr_schedule: (step, from 0 on) -> its learning rate, in the place of the flags of the rate.
         length: of the training; by default `train_iters` of the flags.
-        plan: of the pipeline; by default measured and balanced.
         wants_to_stop: asked on every rank in each step and each batch of an evaluation; `stop_votes` counts the ranks
             that have answered True.
         flags: values for all that the configuration leaves at its defaults.
 
     Attributes:
-        config: with the flags in it. state: the grid of ranks. length: of the training. plan: of the pipeline.
-        optimizer: of the parameters that this rank owns.
+        config: with the flags in it. state: the grid of ranks. plan: of the pipeline.
         distributed: the model's chunks on this rank. batches: cuts batches. step: takes micro-batches to new weights.
-        checkpoints: saves and loads.
+        optimizer: of the parameters that this rank owns. checkpoints: saves and loads.
+        takes_images, takes_labels: True where this rank needs their values.
     Raises:
         ConfigError: flags that do not go together, or a model that cannot be built; lists all of it.
         ValueError: patterns of flags that no parameter matches, a pipeline that cannot be planned, another Engine that
@@ -88,7 +91,6 @@ class Engine:
         *,
         lr_schedule: Callable[[int], float] | None = None,
         length: Length | None = None,
-        plan: PipelinePlan | None = None,
         wants_to_stop: Callable[[], bool] = lambda: False,
         **flags: Any,
     ) -> None:
@@ -97,33 +99,29 @@ class Engine:
         described, self.windows = describe_windows(config), sample_windows(config)
         if not config.training.evaluate_only and lr_schedule is None:
             require_schedule(config.optimizer, self.length.iterations, self.length.epoch)
+        # Others may have freed its grid.
+        if _open and model_parallel_is_initialized() and get_parallel_state() is _open[0].state:
+            raise ValueError("another Engine is open in this process: close it first (engine.close() or `with`)")
+        _open.clear()
         self._closed, self._failure = False, ""
+        self.state: ParallelState
         self.state, self._leave = join_ranks(config)
+        _open.append(self)
         with ExitStack() as undo:
-            undo.callback(self._leave)
+            undo.callback(self.close)
             require_alike(config, self.state.world)
             require_kernels(config, self.state.device)
             if self.state.device.type == "cpu":
                 keep_free_memory()
-            self.plan, self.distributed = build_model(config, described, self.state, plan, wants_to_stop)
+            self.plan, self.distributed = build_model(config, described, self.state, wants_to_stop)
             self.batches = Batches(config, self.distributed, mixing_of(config, described, self.length.epoch_samples))
-            self.step = TrainStep(config, self.distributed, lr_schedule or self._scheduled_rate)
+            steps, epoch = self.length.iterations, self.length.epoch
+            rate = partial(learning_rate, config.optimizer, iterations=steps, epoch=epoch)
+            self.step = TrainStep(config, self.distributed, lr_schedule or rate)
             self.optimizer = self.step.optimizer
+            self.takes_images, self.takes_labels = self.distributed.takes_images, self.distributed.gives_logits
             self.checkpoints = Checkpoints(config, self.step, self.plan)
             undo.pop_all()
-
-    def _scheduled_rate(self, step: int) -> float:
-        return learning_rate(self.config.optimizer, step, self.length.iterations, self.length.epoch)
-
-    @property
-    def takes_images(self) -> bool:
-        """True where this rank has the model's first stage, and needs the values of images."""
-        return self.distributed.takes_images
-
-    @property
-    def takes_labels(self) -> bool:
-        """True where this rank has the model's last stage, and needs the values of labels."""
-        return self.distributed.gives_logits
 
     @property
     def iteration(self) -> int:
@@ -143,8 +141,7 @@ class Engine:
     # --- training
 
     def train_step(self, images: Tensor, labels: Tensor) -> StepResult:
-        """Takes one optimizer step on a global batch, which is the same on every rank. The first one warns of
-        parameters that got no gradient.
+        """Takes one optimizer step on a global batch, which is the same on every rank.
 
         Args:
             images: `[N, C, H, W]`, or event frames `[N, T, C, H, W]`, floating-point.
@@ -158,24 +155,16 @@ class Engine:
                 are done, or when the optimizer's learning rates were changed from outside.
             RuntimeError: an earlier step has ended in an error.
         """
-        self._require_open()
-        samples = self.batches.checked(images, labels, trains=True, problem=self.step.problem())
-        is_first = self.step.without_gradient is None
-        result = self.train_on(self.batches.share(images, labels, samples, self.consumed_samples))
-        if is_first and self.step.without_gradient and self.state.rank == 0:
-            warnings.warn(notice_of(self.step.without_gradient), stacklevel=2)
-        return result
+        with self._running():
+            samples = self.batches.checked(images, labels, trains=True, problem=self.step.problem())
+            return self.train_on(self.batches.share(images, labels, samples, self.consumed_samples))
 
     def train_on(self, batch: GlobalBatch) -> StepResult:
         """`train_step` on this rank's share of a global batch, as `megasnn.data.BatchLoader` gives it."""
-        self._require_open()
-        if self.iteration >= self.length.iterations:
-            raise ValueError(
-                f"all {self.length.iterations} steps of the training are done (train_iters); make an Engine with more"
-            )
-        micro_batches = self.batches.training_inputs(batch)
-        with self._ends_with_error():
-            return self.step(micro_batches, batch)
+        with self._running():
+            if self.step.iteration >= self.length.iterations:
+                raise BatchError(f"all {self.length.iterations} steps are done (train_iters); make an Engine with more")
+            return self.step(self.batches.inputs(batch, trains=True), batch)
 
     # --- evaluation
 
@@ -190,21 +179,18 @@ class Engine:
         Raises:
             ValueError, RuntimeError: as `train_step`; ValueError also when there are no samples.
         """
-        self._require_open()
         by_itself = labels is not None or isinstance(images, Tensor) or not isinstance(images, Iterable)
         return self.evaluate_on(self.batches.evaluated_pairs([(images, labels)] if by_itself else images))
 
     def evaluate_on(self, batches: Iterable[GlobalBatch]) -> EvaluationRecord:
         """`evaluate` on this rank's shares of global batches, as `megasnn.data.BatchLoader` gives them."""
-        self._require_open()
         totals = [0.0, 0.0, 0.0, 0.0]
-        with self._averaged_weights():
-            for micro_batches in map(self.batches.evaluation_inputs, batches):
-                with self._ends_with_error():
-                    parts = self.distributed.evaluate(micro_batches)
+        with self._running(), self._averaged_weights():
+            for batch in batches:
+                parts = self.distributed.evaluate(self.batches.inputs(batch, trains=False))
                 totals = [a + b for a, b in zip(totals, parts, strict=True)]
-            with self._ends_with_error():
-                loss, samples, top1, top5 = self.distributed.total(totals)
+            sums = torch.tensor(totals, dtype=torch.float64, device=self.state.device)
+            loss, samples, top1, top5 = self.distributed.of_all_replicas(sums).tolist()
         if not samples:
             raise ValueError("there are no samples to evaluate")
         return EvaluationRecord(
@@ -214,20 +200,17 @@ class Engine:
     def predict(self, images: Tensor) -> Tensor:
         """Returns logits `[N, classes]` of any number of images, in their order: the mean over time, on the CPU of
         every rank. With `ema_decay` they are those of the averaged weights. Raises what `train_step` raises."""
-        self._require_open()
-        samples = self.batches.checked(images, predicts=True)
-        shape, dtype = (samples, self.config.model.num_classes), self.distributed.context.dtype
-        logits = torch.zeros(shape, dtype=dtype, device=self.state.device)
+        with self._running():
+            samples = self.batches.checked(images, predicts=True)
+            shape, dtype = (samples, self.config.model.num_classes), self.distributed.context.dtype
+            logits = torch.zeros(shape, dtype=dtype, device=self.state.device)
 
-        def keep(output: Bundle, places: Tensor) -> None:
-            logits[places] = logits_of(output).to(dtype).mean(0)
+            def keep(output: Bundle, places: Tensor) -> None:
+                logits[places] = logits_of(output).to(dtype).mean(0)
 
-        with self._averaged_weights():
-            for batch in self.batches.evaluated(images, torch.arange(samples), samples):  # places in the labels' stead
-                micro_batches = self.batches.evaluation_inputs(batch)
-                with self._ends_with_error():
-                    self.distributed.predict(micro_batches, keep)
-        with self._ends_with_error():
+            with self._averaged_weights():  # and places in the labels' stead
+                for batch in self.batches.evaluated(images, torch.arange(samples), samples):
+                    self.distributed.predict(self.batches.inputs(batch, trains=False), keep)
             return self.distributed.of_all_replicas(logits).cpu()
 
     @contextmanager
@@ -236,14 +219,15 @@ class Engine:
         if self.step.average is None:
             yield
             return
-        with self._ends_with_error():
-            self.step.exchange_average()
+        refused: BatchError | None = None
+        self.step.exchange_average()
         try:
             yield
-        finally:
-            if not self._failure:
-                with self._ends_with_error():
-                    self.step.exchange_average()
+        except BatchError as error:
+            refused = error
+        self.step.exchange_average()
+        if refused is not None:
+            raise refused
 
     # --- weights and checkpoints
 
@@ -293,11 +277,14 @@ class Engine:
     # --- the end
 
     @contextmanager
-    def _ends_with_error(self) -> Iterator[None]:
+    def _running(self) -> Iterator[None]:
         """Ends the Engine with an error in the block, since the ranks are no longer at the same action; the others are
-        told, so that they do not wait."""
+        told, so that they do not wait. A batch that all ranks have refused together ends nothing."""
+        self._require_open()
         try:
             yield
+        except BatchError:
+            raise
         except BaseException as error:
             if not self._failure:
                 text = (str(error).splitlines() or [""])[0]
@@ -311,6 +298,8 @@ class Engine:
         """Frees the process groups that were made for this Engine, which cannot be used any more."""
         if not self._closed:
             self._closed = True
+            if self in _open:
+                _open.remove(self)
             self._leave()
 
     def __enter__(self) -> Engine:

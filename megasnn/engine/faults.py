@@ -8,6 +8,7 @@ others to it break, and the first one to notice writes the key. A rank that is s
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -19,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -57,24 +57,11 @@ def cause_and_place(error: BaseException) -> tuple[BaseException, str]:
 def in_full(error: BaseException, with_traceback: bool) -> str:
     """Place, kind and message of an error in the last line; above it the traceback, if that is wanted."""
     cause, place = cause_and_place(error)
-    text = f"{place}{place and ': '}{type(cause).__name__}: {cause}{_LATE if _is_late(cause) else ''}"
+    text = f"{place}{place and ': '}{type(cause).__name__}: {cause}"
     if not with_traceback:
         return text
     others = [f"{note}\n" for note in _notes(cause) if not isinstance(note, _Place)]
     return "".join(["Traceback (most recent call last):\n", *traceback.format_tb(cause.__traceback__), *others, text])
-
-
-_LATE = (
-    "\nA GPU computes behind the program, and its error is noticed by whatever comes next: run it again with "
-    "CUDA_LAUNCH_BLOCKING=1 in the environment, where the place is that of the action in which the error arose."
-)
-_LATE_TEXTS = "CUDA error", "Triton Error [CUDA]", "cuDNN error"
-
-
-def _is_late(error: BaseException) -> bool:
-    """Returns True for an error of a GPU's work, which began earlier. Memory that is short is noticed at once."""
-    from_gpu = isinstance(error, torch.AcceleratorError) or any(text in str(error) for text in _LATE_TEXTS)
-    return isinstance(error, RuntimeError) and from_gpu and not isinstance(error, torch.OutOfMemoryError)
 
 
 def _notes(error: BaseException) -> list[str]:
@@ -94,31 +81,33 @@ class FaultWatch:
         self._rank, self._host = rank, socket.gethostname()
         self._is_over = threading.Event()
         self._is_first: bool | None = None
-        self.has_seen_fault = False
+        self._has_claimed = False
         threading.Thread(target=self._look, name="megasnn-faults", daemon=True).start()
 
     def stop(self) -> None:
+        """Ends the watch; another one can be started."""
+        global _watch
         self._is_over.set()
+        _watch = None
 
     def claim(self, error: BaseException) -> bool:
         """Tells the other ranks of the first error on this one; False where another rank has failed before.
 
-        Such a rank waits before it ends: its error often is the broken connection to the rank that failed, and
-        torchrun, which looks ten times a second, names the lowest of those that it finds ended."""
-        self.stop()
+        All ranks have to read the key before connections break. A rank that is not the first waits before it ends: its
+        error often is the broken connection to the rank that failed, and torchrun, which looks ten times a second,
+        names the lowest of those that it finds ended."""
+        self._is_over.set()
+        is_new, self._has_claimed = not self._has_claimed, True
         if self._is_first is None:
-            self._is_first = not self.has_seen_fault and self._write(error)
+            cause, place = cause_and_place(error)
+            fault = json.dumps({"rank": self._rank, "host": self._host, "place": place, "kind": type(cause).__name__})
+            try:
+                self._is_first = bool(self._store.compare_set(_KEY, "", fault) == fault.encode())
+            except RuntimeError:  # the store is gone with its process
+                self._is_first = True
+        if is_new:
             time.sleep(2 * POLL_SECONDS if self._is_first else LAST_SECONDS)
         return self._is_first
-
-    def _write(self, error: BaseException) -> bool:
-        """Writes the key, unless it is there. All ranks have to read it before connections break."""
-        cause, place = cause_and_place(error)
-        fault = json.dumps({"rank": self._rank, "host": self._host, "place": place, "kind": type(cause).__name__})
-        try:
-            return bool(self._store.compare_set(_KEY, "", fault) == fault.encode())
-        except RuntimeError:  # the store is gone with its process
-            return True
 
     def _look(self) -> None:
         while not self._is_over.wait(POLL_SECONDS):
@@ -128,7 +117,7 @@ class FaultWatch:
                 fault = json.loads(self._store.get(_KEY))
             except RuntimeError:  # the store is gone with its process: the ranks' connections break, too
                 return
-            self.has_seen_fault = True
+            self._is_first = False  # whatever breaks from now on, also the store
             if fault["host"] != self._host and os.environ.get("LOCAL_RANK", "0") == "0":
                 why = f"rank {fault['rank']} on {fault['host']}: {fault['kind']} {fault['place']}"
                 sys.stderr.write(f"[rank {self._rank}] stopping, because of {why}\n")
@@ -138,24 +127,18 @@ class FaultWatch:
 
 
 _watch: FaultWatch | None = None
-_started = 0
+_numbers = itertools.count()
 
 
-def watch_ranks() -> Callable[[], None]:
-    """Starts a FaultWatch over the ranks that have joined, and returns what stops it; collective. Nothing happens in a
-    world of one process, or where a watch has been started."""
-    global _watch, _started
+def watch_ranks() -> FaultWatch | None:
+    """Starts a watch over the ranks that have joined; collective. None in a world of one process, or where there is a
+    watch."""
+    global _watch
     if _watch is not None or not dist.is_initialized() or dist.get_world_size() == 1:
-        return lambda: None
-    _started += 1
-    mine = _watch = FaultWatch(dist.PrefixStore(f"megasnn/watch-{_started}", _get_default_store()), dist.get_rank())
-
-    def stop() -> None:
-        global _watch
-        mine.stop()
-        _watch = None
-
-    return stop
+        return None
+    store = dist.PrefixStore(f"megasnn/watch-{next(_numbers)}", _get_default_store())
+    _watch = FaultWatch(store, dist.get_rank())
+    return _watch
 
 
 def claim_fault(error: BaseException) -> bool:

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megasnn.bundle import Bundle, logits_of
+from megasnn.bundle import Bundle, bundle_of, entries_of, logits_of
 from megasnn.device_checks import DeviceChecks
-from megasnn.engine.parts import Windows, executed_parts, gathered_weights, plan_chunks, scatters
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.shape_inference import calls_of
+from megasnn.layers.weight_grad import WeightGradients
 from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
 from megasnn.models.description import ModelDescription
 from megasnn.optim.norms import GradientNorm
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.collectives import all_reduce_sum
+from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel.sharding import ShardedTensor, parameter_count
-from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.parallel_state import ParallelState
-from megasnn.pinned import without_waiting
-from megasnn.pipeline.chunk import PipelineChunk, build_chunk, describe_tensors
+from megasnn.pipeline.chunk import build_chunks, describe_tensors
 from megasnn.pipeline.executor import OutputConsumer, PipelineError, PipelineExecutor
 from megasnn.pipeline.graphs import GraphOptions
 from megasnn.pipeline.microbatch_state import MicroBatchInput
@@ -62,23 +62,14 @@ class StepSums:
     Attributes:
         values: float64 `[5 + parameters]`: loss, correct samples, votes to stop, findings of checks, statistics of
             norms that do not fit their type, and the slots that `GradientNorm` sums.
-        most: largest legal sum of the gradients' squares, so that optimizers can keep squares of them.
+        norm: of the gradient, without sizes.
+        is_void: True where the step must change nothing, without sizes: a check found something, or state that training
+            keeps would not be finite.
     """
 
     values: Tensor
-    most: float
-
-    @property
-    def norm(self) -> Tensor:
-        """Norm of the gradient, without sizes."""
-        return self.values[5:].sum().sqrt()
-
-    @property
-    def is_void(self) -> Tensor:
-        """True where the step must change nothing, without sizes: a check found something, or state that training keeps
-        would not be finite."""
-        loss, found, overflowing = self.values[0], self.values[3], self.values[4]
-        return (found != 0) | (overflowing != 0) | ~(loss.isfinite() & (self.values[5:].sum() <= self.most))
+    norm: Tensor
+    is_void: Tensor
 
 
 class DistributedModel:
@@ -87,11 +78,13 @@ class DistributedModel:
     Args:
         model: description of the whole model; only this rank's chunks are built.
         bounds: the layers of each chunk.
-        schedule: order of the actions and placement of the chunks; a name stands for equal costs.
+        schedule: order of the actions and placement of the chunks.
         seed: of the initial values.
 
     Attributes:
         chunks: this rank's chunks by index.
+        takes_images, gives_logits: True where micro-batches need images, on the first chunk's rank, and labels, on the
+            last one's, which computes the loss.
         tensors: parameters and buffers of this rank. copies: those that another layer of the model owns (ties).
         owned: the part of each of `tensors` that this rank updates and saves: with ZeRO-1 its rows, otherwise all.
         described: parameters and buffers of the whole model, without values.
@@ -100,7 +93,7 @@ class DistributedModel:
         mean_loss, correct, norm, is_finite, stop_votes: of the last step, the same on every rank: loss of the global
             batch, samples whose class had the highest logit, norm of the gradient, whether the step may change
             anything, ranks that want to stop.
-        checks: values that were wrong on this rank.
+        checks: values that were wrong on this rank. ties: tensors and layers that several chunks share.
         executor: works off the schedules; its `observer` sees every action.
     """
 
@@ -110,28 +103,36 @@ class DistributedModel:
         state: ParallelState,
         context: BuildContext,
         bounds: Sequence[range],
-        schedule: str | SchedulePlan = "auto",
+        schedule: SchedulePlan,
         seed: int = 0,
         loss: SampleLoss = cross_entropy_sum,
         options: ModelOptions = ModelOptions(),  # noqa: B008  (frozen)
     ) -> None:
-        self.model, self.state, self.context, self._options = model, state, context, options
-        self.loss, self._windows = loss, Windows(options.windows)
-        self.plan = plan = plan_chunks(schedule, state.pp.size, len(bounds))
+        self.context = context = replace(context, weight_gradients=WeightGradients())
+        self.model, self.state, self._options = model, state, options
+        self.loss, self._outputs = loss, list[Any]()
+        self.plan = plan = schedule
         units = plan.unit_bounds(bounds)
-        self._weights = gathered_weights(plan, state, context)
-        build = partial(build_chunk, model, bounds, context=context, device=state.device, seed=seed)
-        if self._weights is not None:
-            build = partial(build, parts=units, keep=self._weights.shard)
-        self.chunks: dict[int, PipelineChunk] = {
-            index: build(index) for index, home in enumerate(plan.placement) if home == state.pp.rank
-        }
+        self._weights: GatheredWeights | None = None
+        if state.dp_shard.size > 1:
+            self._weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
+        here = [index for index, home in enumerate(plan.placement) if home == state.pp.rank]
+        kept_units = () if self._weights is None else (units, self._weights.shard)
+        self.chunks = build_chunks(model, bounds, here, context, state.device, seed, *kept_units)
+        self.takes_images, self.gives_logits = 0 in self.chunks, len(plan.placement) - 1 in self.chunks
+        self._reports = self.gives_logits and state.tp.rank == 0 and context.counts_logits
         kept = (lambda entry: entry) if self._weights is None else self._weights.kept
         self.tensors: list[ShardedTensor] = [kept(t) for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
         self.copies = [kept(t) for chunk in self.chunks.values() for t in chunk.copied_tensors()]
         modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
         self.norms = [module for module in modules if isinstance(module, ParallelBatchNorm)]
-        executed, reduced = executed_parts(plan, self.chunks, units)
+        # Actions name chunks, or units of them. Gradients that are scattered after each micro-batch are reduced after
+        # each unit; otherwise a chunk's are complete when its first unit's are.
+        first, executed = [0, *accumulate(plan.units_of_chunks)], self.chunks
+        if plan.units is not None:
+            executed = {n: self.chunks[i].part(units, n) for i in self.chunks for n in range(first[i], first[i + 1])}
+        scatters = plan.weights is not None and bool(plan.weights.scattered)
+        reduced = executed if scatters else {first[index]: chunk for index, chunk in self.chunks.items()}
         self.data_parallel = GradientBuckets(
             [(index, part.sharded_tensors() + part.copied_tensors()) for index, part in reduced.items()],
             state.dp_replicate_cp,
@@ -139,11 +140,11 @@ class DistributedModel:
             additions={m.weight: calls_of(m) for m in modules if isinstance(m, (ParallelConv, ParallelLinear))},
             rows_have_owners=options.rows_have_owners,
             weights=self._weights,
-            scattered=scatters(plan),
+            scattered=scatters,
         )
         self.owned = [self.data_parallel.owned(entry) for entry in self.tensors]
         gradient = self.data_parallel.gradient
-        self._ties = Ties(model, bounds, plan.placement, self.chunks, state.pp, state.wire, gradient, kept)
+        self.ties = Ties(model, bounds, plan.placement, self.chunks, state.pp, state.wire, gradient, kept)
         for chunk in self.chunks.values():
             chunk.weight_gradients.observer = self.data_parallel.accumulated
             if options.graphs is not None:
@@ -160,22 +161,12 @@ class DistributedModel:
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
         self.checks = DeviceChecks(state.device)
         known = Boundaries(model, context) if state.pp.size > 1 else None
-        transfers = Transfers(executed, plan.executed_placement, state, known, plan.wholes)
+        transfers = Transfers(executed, plan.executed_placement, state, known)
         self.executor = PipelineExecutor(
             executed, state, transfers, self._micro_batch_loss, self.data_parallel, self._count_correct, self._weights
         )
         self._training_schedule = lru_cache(maxsize=None)(plan.training)
         self._evaluation_schedule = lru_cache(maxsize=None)(plan.evaluation)
-
-    @property
-    def takes_images(self) -> bool:
-        """True where micro-batches need images: this rank has the first chunk."""
-        return 0 in self.chunks
-
-    @property
-    def gives_logits(self) -> bool:
-        """True where micro-batches need labels: this rank has the last chunk, and computes the loss."""
-        return len(self.plan.placement) - 1 in self.chunks
 
     def neurons(self) -> list[tuple[str, NeuronLayer]]:
         """(global name, layer) of this rank's neurons, in the order of the model."""
@@ -189,27 +180,15 @@ class DistributedModel:
 
     # --- a training step
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatchInput], global_batch_size: int) -> float:
-        """Computes the loss and the reduced gradients of a step: `run`, `reduce` and `check` without an update.
+    def run(self, micro_batches: Sequence[MicroBatchInput], global_batch_size: int) -> StepSums:
+        """Zeroes the gradients, runs forward and backward by the schedule, which reduces them over the replicas, and
+        sums what the step came to over all ranks, in one all-reduce. The host does not wait for the device.
+
+        Gradients are of the mean over the global batch's samples. The norms' records wait to be merged.
 
         Args:
             micro_batches: this replica's share.
             global_batch_size: samples over all replicas.
-        Returns:
-            the global batch's loss, the same on every rank.
-        Raises:
-            PipelineError: as `run` and `check`.
-        """
-        self.check(self.reduce(self.run(micro_batches, global_batch_size)))
-        return self.mean_loss
-
-    def run(self, micro_batches: Sequence[MicroBatchInput], global_batch_size: int) -> Tensor:
-        """Zeroes the gradients, then runs forward and backward by the schedule, which reduces them over the replicas.
-
-        Gradients are of the mean over the global batch's samples. The norms' records wait for `merge_statistics`.
-
-        Returns:
-            this rank's sum of the micro-batches' losses, float64, without sizes; zero without the last chunk.
         Raises:
             PipelineError: an action failed.
         """
@@ -219,25 +198,17 @@ class DistributedModel:
             norm.pending.clear()
         self._correct_here.zero_()
         self._set_mode(training=True)
-        self._forget_windows()
         with self.checks.collecting(), self.context.cast_weights.kept():
             loss = self.executor.train_step(self._training_schedule(len(micro_batches)), micro_batches)
         self._forget_windows()
-        self._ties.sum_gradients()
-        return loss
-
-    def reduce(self, loss: Tensor) -> StepSums:
-        """Sums what a step came to over all ranks, in one all-reduce. The host does not wait for the device."""
-        mine = torch.cat(
-            [
-                self._where_logits_are(torch.stack([loss, self._correct_here])),
-                self._flags(self._options.wants_to_stop()),
-                self.checks.count(),
-                self._overflowing(),
-                self.gradient_norm.squares(),
-            ]
-        )
-        return StepSums(all_reduce_sum(mine, self.state.world, "step"), torch.finfo(self.context.dtype).max)
+        self.ties.sum_gradients()
+        here = torch.stack([loss, self._correct_here])
+        mine = [here if self._reports else torch.zeros_like(here), self._votes_and_findings()]
+        mine += [self._overflowing(), self.gradient_norm.squares()]
+        values = all_reduce_sum(torch.cat(mine), self.state.world, "step")
+        squares, most = values[5:].sum(), torch.finfo(self.context.dtype).max  # optimizers keep squares of gradients
+        is_void = (values[3] != 0) | (values[4] != 0) | ~(values[0].isfinite() & (squares <= most))
+        return StepSums(values, squares.sqrt(), is_void)
 
     def check(self, sums: StepSums) -> None:
         """Reads the sums: the one place in a step where the host waits for the device.
@@ -248,10 +219,10 @@ class DistributedModel:
         read = torch.cat([sums.is_void.to(sums.values.dtype).reshape(1), sums.values]).tolist()
         is_void, self.mean_loss, self.correct, self.stop_votes, found, _, *squares = read
         self.is_finite = not is_void
-        self._check_step(found)
+        self._refuse_findings(found)
         self.norm = self.gradient_norm.of(squares)
 
-    def _check_step(self, found: float) -> None:
+    def _refuse_findings(self, found: float) -> None:
         """Raises PipelineError on every rank, with the first finding, where there are findings on any."""
         if found:
             of_ranks = gather(self.state.world.handle, self.checks.findings())
@@ -259,30 +230,23 @@ class DistributedModel:
             cause = ValueError(f"{first.text}; and {len(others)} more" if others else first.text)
             raise PipelineError(first.place, cause) from cause
 
-    def merge_statistics(self, most_micro_batches: int) -> None:
-        """Merges the step's records into the norms' running statistics. Collective over the replicas.
-
-        Args:
-            most_micro_batches: of any replica.
-        """
-        merge_running_statistics(self.norms, self.state.dp, most_micro_batches, self._ties.statistics_of_owners)
-
-    def all_gather_params(self) -> None:
-        """Gathers the new values of `owned` rows on all replicas (ZeRO-1). Collective."""
-        self.data_parallel.all_gather_params()
-
-    def refresh_copies(self) -> None:
-        """Gives the copies of tied tensors the values of their owners. Collective."""
-        self._ties.refresh()
-
     def _micro_batch_loss(self, output: Bundle, labels: Tensor) -> Tensor:
-        loss = self.loss(output, labels) / (self._global_batch_size * self._windows.count)
+        loss = self.loss(output, labels) / (self._global_batch_size * self._options.windows)
         return loss if self.context.counts_logits else 0 * loss
 
     def _count_correct(self, output: Bundle, labels: Tensor) -> None:
-        joined = self._windows.join(output)
-        if joined is not None:
+        if (joined := self._joined(output)) is not None:
             self._correct_here += count_correct(logits_of(joined), labels)
+
+    def _joined(self, output: Bundle) -> Bundle | None:
+        """Returns the output for all time steps with the last window of the samples, None before."""
+        if self._options.windows == 1:
+            return output
+        self._outputs.append(entries_of(output))
+        if len(self._outputs) < self._options.windows:
+            return None
+        windows, self._outputs = self._outputs, []
+        return bundle_of({key: torch.cat([each[key] for each in windows]) for key in windows[0]})
 
     def _overflowing(self) -> Tensor:
         """Counts statistics of the step that the running ones cannot hold, `[1]`: an unbiased variance is at most twice
@@ -306,29 +270,31 @@ class DistributedModel:
             totals[2:] += correct_predictions(logits_of(output), labels)
 
         *values, self.stop_votes, found = torch.cat([totals, self._forward(micro_batches, consume)]).tolist()
-        self._check_step(found)
+        self._refuse_findings(found)
         return values
 
     def predict(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
         """Runs forward; `consume` gets outputs for all time steps, and labels, where the logits are."""
-        self._check_step(self._forward(micro_batches, consume)[1].item())
+        self._refuse_findings(self._forward(micro_batches, consume)[1].item())
 
     def _forward(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> Tensor:
         """Returns votes to stop and findings of all ranks, `[2]`."""
 
         def consume_joined(output: Bundle, labels: Tensor) -> None:
-            joined = self._windows.join(output)
-            if joined is not None:
+            if (joined := self._joined(output)) is not None:
                 consume(joined, labels)
 
         self._set_mode(training=False)
         if micro_batches:
-            self._forget_windows()
             with self.checks.collecting(), self.context.cast_weights.kept():
                 self.executor.evaluate(self._evaluation_schedule(len(micro_batches)), micro_batches, consume_joined)
             self._forget_windows()
-        mine = torch.cat([self._flags(self._options.wants_to_stop()), self.checks.count()])
-        return all_reduce_sum(mine, self.state.world, "step")
+        return all_reduce_sum(self._votes_and_findings(), self.state.world, "step")
+
+    def _votes_and_findings(self) -> Tensor:
+        """Returns this rank's vote to stop and its findings, `[2]`."""
+        vote = torch.full((1,), float(self._options.wants_to_stop()), dtype=torch.float64, device=self.state.device)
+        return torch.cat([vote, self.checks.count()])
 
     def run_again(self, micro_batches: Sequence[MicroBatchInput]) -> None:
         """Repeats the forward of the step before, for `debug`; changes nothing that training keeps. Collective."""
@@ -344,21 +310,9 @@ class DistributedModel:
         """Sums numbers of the hosts over all ranks; no device takes part."""
         return [math.fsum(each) for each in zip(*gather(self.state.world.handle, values), strict=True)]
 
-    def total(self, values: Sequence[float]) -> list[float]:
-        """Sums over all replicas the values where their logits are."""
-        return self.of_all_replicas(torch.tensor(values, dtype=torch.float64, device=self.state.device)).tolist()
-
     def of_all_replicas(self, values: Tensor) -> Tensor:
         """Sums over all replicas a tensor that is where their logits are. It may be changed in place."""
-        return all_reduce_sum(self._where_logits_are(values), self.state.world, "step")
-
-    def _where_logits_are(self, values: Tensor) -> Tensor:
-        """The values on one rank of those that compute the same, zeros on all others."""
-        counts = self.gives_logits and self.state.tp.rank == 0 and self.context.counts_logits
-        return values if counts else torch.zeros_like(values)
-
-    def _flags(self, *flags: bool) -> Tensor:
-        return without_waiting(torch.tensor(flags, dtype=torch.float64), self.state.device)
+        return all_reduce_sum(values if self._reports else torch.zeros_like(values), self.state.world, "step")
 
     def _set_mode(self, training: bool) -> None:
         for chunk in self.chunks.values():
@@ -368,6 +322,6 @@ class DistributedModel:
 
     def _forget_windows(self) -> None:
         """Drops the state that windows left for the next ones."""
-        self._windows.outputs.clear()
+        self._outputs.clear()
         for chunk in self.chunks.values():
             chunk.forget()

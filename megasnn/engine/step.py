@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from megasnn import device_checks
-from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
-from megasnn.engine.debug import first_place, names_without_gradient
+from megasnn.engine.debug import first_place
 from megasnn.engine.model import DistributedModel
 from megasnn.grid import HOLDING_AXES
 from megasnn.optim.average import WeightAverage
 from megasnn.optim.build import build_optimizer, takes_found_inf
+from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.telemetry.records import StepResult
 from megasnn.telemetry.timers import Timers
@@ -33,7 +33,6 @@ class TrainStep:
         optimizer: of the parameters that this rank owns. average: of what it owns; None without `ema_decay`.
         timers: of the phases of a step.
         iteration, consumed_samples: optimizer steps done, and training samples used.
-        without_gradient: names of the trained parameters that the first step gave no gradient; None before that.
     """
 
     def __init__(self, config: PretrainConfig, model: DistributedModel, rate: Callable[[int], float]) -> None:
@@ -45,9 +44,9 @@ class TrainStep:
         self.average = WeightAverage(model.owned, decay) if decay else None
         self.timers = Timers(state.device)
         self.iteration = self.consumed_samples = 0
-        self.without_gradient: list[str] | None = None
         self._groups_set = self._groups()
         self._masks = takes_found_inf(self.optimizer, config.optimizer)
+        self._windows = config.training.windows(config.model.time_steps)
 
     def __call__(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
         """Takes one step on this replica's micro-batches of a global batch. Collective.
@@ -56,56 +55,33 @@ class TrainStep:
 
         Raises:
             PipelineError: as `DistributedModel.run` and `check`.
+            ValueError: the learning rate is negative or not finite.
         """
-        model, rate = self.model, self.rate()
+        model, rate = self.model, self._rate(self.iteration)
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"the learning rate of step {self.iteration} is {rate}: lr_schedule must give 0 or more")
         # A GPU updates before the host has read the step, and leaves the weights as they are where it is void.
         updates_unread = self._masks and device_checks.runs_ahead(model.state.device)
         with self.timers("forward_backward"):
-            loss = model.run(micro_batches, batch.size)
-            sums = model.reduce(loss)
-        if self.without_gradient is None:
-            self.without_gradient = names_without_gradient(model)
+            sums = model.run(micro_batches, batch.size)  # zeroes gradients; forward, backward, reductions by schedule
         with self.timers("optimizer"):
             if updates_unread:
                 self._update(rate, sums.norm, sums.is_void)
-            model.check(sums)
+            model.check(sums)  # reads loss and norm; raises what was found on the device
             if model.is_finite:
-                self.finish(batch.size, rate, is_updated=updates_unread)
+                count = math.ceil(batch.size / self._config.training.micro_batch_size)
+                most = self._windows * math.ceil(count / model.state.dp.size)  # micro-batches of any replica
+                merge_running_statistics(model.norms, model.state.dp, most, model.ties.statistics_of_owners)
+                if not updates_unread:
+                    self._update(rate, model.norm)
+                model.data_parallel.all_gather_params()
+                model.ties.refresh()
+                if self.average is not None:
+                    self.average.update()
         where = None if model.is_finite else first_place(model, micro_batches) or _OVERFLOW
         self.iteration += 1
         self.consumed_samples = batch.consumed_samples
         return StepResult(model.mean_loss, model.correct, batch.size, model.norm, rate, not model.is_finite, where)
-
-    def finish(self, samples: int, rate: float, is_updated: bool = False) -> None:
-        """Takes a finite step on the gradients that `model` has: statistics, clipping, weights, average."""
-        model = self.model
-        model.merge_statistics(self._most_micro_batches(samples))
-        if not is_updated:
-            self._update(rate, model.norm)
-        model.all_gather_params()
-        model.refresh_copies()
-        if self.average is not None:
-            self.average.update()
-
-    def rate(self) -> float:
-        """Returns the learning rate of the next step. Raises ValueError for one that is negative or not finite."""
-        rate = self._rate(self.iteration)
-        if not 0 <= rate < math.inf:
-            raise ValueError(f"the learning rate of step {self.iteration} is {rate}: lr_schedule must give 0 or more")
-        return rate
-
-    def problem(self) -> str | None:
-        """Returns an error text where learning rates or parameters of the optimizer were changed from outside."""
-        if self._groups() == self._groups_set:
-            return None
-        return (
-            "lr or params in the optimizer's param_groups were changed, by hand or by a scheduler of torch, and each "
-            "step sets the rate itself: give Engine(..., lr_schedule=...), a function of the step; a group's own share "
-            "of the rate is its lr_scale"
-        )
-
-    def _groups(self) -> list[tuple[object, ...]]:
-        return [(group["lr"], *map(id, group["params"])) for group in self.optimizer.param_groups]
 
     def _update(self, rate: float, norm: float | Tensor, is_void: Tensor | None = None) -> None:
         """Clips the gradients and steps the optimizer.
@@ -121,12 +97,18 @@ class TrainStep:
             self.optimizer.found_inf = None if is_void is None else is_void.float()  # type: ignore[attr-defined]
         self.optimizer.step()
 
-    def _most_micro_batches(self, samples: int) -> int:
-        """Micro-batches of the replica that has most, windows counted."""
-        training = self._config.training
-        count = -(-samples // training.micro_batch_size)
-        replicas = self.model.state.dp.size
-        return training.windows(self._config.model.time_steps) * len(micro_batches_of(count, replicas, 0))
+    def problem(self) -> str | None:
+        """Returns an error text where learning rates or parameters of the optimizer were changed from outside."""
+        if self._groups() == self._groups_set:
+            return None
+        return (
+            "lr or params in the optimizer's param_groups were changed, by hand or by a scheduler of torch, and each "
+            "step sets the rate itself: give Engine(..., lr_schedule=...), a function of the step; a group's own share "
+            "of the rate is its lr_scale"
+        )
+
+    def _groups(self) -> list[tuple[object, ...]]:
+        return [(group["lr"], *map(id, group["params"])) for group in self.optimizer.param_groups]
 
     # --- other values
 
@@ -137,7 +119,7 @@ class TrainStep:
             position: (iteration, consumed samples) to go on from; None: these stay.
             averaged: True where the average was loaded too; otherwise it starts again.
         """
-        self.model.refresh_copies()
+        self.model.ties.refresh()
         if self.average is not None and not averaged:
             self.average.restart()
         if position is not None:
@@ -147,5 +129,5 @@ class TrainStep:
         """Exchanges the values of the weights and of their average. Collective."""
         assert self.average is not None
         self.average.exchange()
-        self.model.all_gather_params()
-        self.model.refresh_copies()
+        self.model.data_parallel.all_gather_params()
+        self.model.ties.refresh()

@@ -48,7 +48,6 @@ def decode_aedat2(data: bytes, sensor: SensorSize | None = None) -> Recording:
       10 triggers.
 
     Args:
-        data: the whole file.
         sensor: for files whose header has no AEChip line; by default a DVS128.
 
     Raises:
@@ -82,7 +81,6 @@ def decode_aedat3(data: bytes, sensor: SensorSize | None = None) -> Recording:
     bits 17-31 x; then 31 bits of the time in microseconds, which the packet's overflow continues.
 
     Args:
-        data: the whole file.
         sensor: for files whose Source line names no known one.
 
     Raises:

@@ -42,14 +42,10 @@ def read_recording(
     """Reads and checks a recording; its format follows from how it begins, for .bin, .bs2, .dat, .raw from its name.
 
     Args:
-        path: of the file.
         sensor_size: height and width, for files that do not say it. Without it .bin and .bs2 have N-MNIST's (34, 34),
             and AEDAT 2.0 without an AEChip line is a DVS128's.
         sort: puts events in order of time instead of refusing a recording that is not: some cameras send a few late.
         limit: bytes that the file, and its events in memory, may have.
-
-    Returns:
-        Recording with at least one event, in order of time, inside the sensor.
 
     Raises:
         RecordingError: the file is cut, empty, no regular file, too large, of another format or version, has no events,

@@ -28,31 +28,18 @@ SACCADES: Path = ((-0.5, -0.5), (0.0, 0.5), (0.5, -0.5), (-0.5, -0.5))
 
 @dataclass(frozen=True)
 class SimulatedSensor:
-    """A camera and the stage before it; by default N-MNIST's size, movement and duration.
+    """A camera and the stage before it; by default N-MNIST's size, movement and duration."""
 
-    Attributes:
-        size: pixels of the sensor.
-        image_size: pixels of the sensor that the image's longer side covers.
-        path: corners of the way that the image takes.
-        reach: pixels that a path's unit is long.
-        duration: of the recording in microseconds.
-        frame_time: microseconds between two rendered images.
-        threshold: change of the natural logarithm of the light that makes an event.
-        mismatch: standard deviation of the threshold between pixels, as a share of it.
-        background: light where the image is 0; where it is 1 the light is 1.
-        noise_rate: events per second and pixel that nothing causes.
-    """
-
-    size: SensorSize = SensorSize(34, 34)
-    image_size: int = 26
-    path: Path = SACCADES
-    reach: float = 6.0
-    duration: int = 300_000
-    frame_time: int = 5_000
-    threshold: float = 0.4
-    mismatch: float = 0.03
-    background: float = 0.1
-    noise_rate: float = 1.0
+    size: SensorSize = SensorSize(34, 34)  # pixels
+    image_size: int = 26  # pixels of the sensor that the image's longer side covers
+    path: Path = SACCADES  # corners of the way that the image takes
+    reach: float = 6.0  # pixels that a path's unit is long
+    duration: int = 300_000  # of the recording in microseconds
+    frame_time: int = 5_000  # microseconds between two rendered images
+    threshold: float = 0.4  # change of the natural logarithm of the light that makes an event
+    mismatch: float = 0.03  # standard deviation of the threshold between pixels, as a share of it
+    background: float = 0.1  # light where the image is 0; where it is 1 the light is 1
+    noise_rate: float = 1.0  # events per second and pixel that nothing causes
 
 
 def simulate_recording(image: NDArray, *key: int | str, sensor: SimulatedSensor | None = None) -> Recording:

@@ -94,11 +94,3 @@ def backend_for(name: str, x: Tensor, spec: NeuronSpec) -> NeuronBackend:
         others = [AUTO, *(other for other, each in BACKENDS.items() if each.unavailable(x, spec) is None)]
         raise ValueError(f"the {name} kernels cannot be used: {reason}; choose --neuron-backend {' or '.join(others)}")
     return backend
-
-
-def backend_told(name: str, x: Tensor, spec: NeuronSpec) -> str:
-    """For a log: the backend that `backend_for` takes, and why it takes not the next faster one."""
-    taken, entries = backend_for(name, x, spec), list(BACKENDS.items())
-    (own, _), *faster = entries[[each for _, each in entries].index(taken) :]
-    why = f" (not {faster[0][0]}: {faster[0][1].unavailable(x, spec)})" if name == AUTO and faster else ""
-    return f"{own}, {taken.summary}{why}"

@@ -8,7 +8,10 @@ from megasnn.layers.dropout import DropPath, KeyedLayer, ParallelDropout
 from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.layers.neuron import (
     NeuronLayer,
+    ParallelIF,
+    ParallelLIF,
     ParallelNeuron,
+    ParallelPLIF,
     SpikingNeuron,
 )
 from megasnn.layers.norm import (
@@ -32,7 +35,10 @@ __all__ = [
     "ParallelConv",
     "ParallelDropout",
     "ParallelLinear",
+    "ParallelIF",
+    "ParallelLIF",
     "ParallelNeuron",
+    "ParallelPLIF",
     "Residual",
     "ResidualMLP",
     "SpikeDrivenAttention",

@@ -239,13 +239,13 @@ class Attend(torch.autograd.Function):
         grad = rearrange(grad.to(dtype), "(f l) (h d) -> f h l d", f=plan.frames, h=plan.heads).contiguous()
         of_kv = (q.transpose(-2, -1) @ grad).mul_(SCALE)
         finish = None if plan.shared is None else start_all_reduce_sum(of_kv, plan.shared[0], "backward")
-        of_rows = empty(ctx.shape, ctx.dtype, grad.device)
+        of_part, of_rows = empty(q.shape, dtype, grad.device), empty(ctx.shape, ctx.dtype, grad.device)
         of_q, of_k, of_v = of_rows.view(plan.frames, -1, 3, plan.heads, q.shape[-1]).transpose(1, 3).unbind(2)
-        of_q.copy_(grad @ kv.transpose(-2, -1))
+        of_q.copy_(torch.matmul(grad, kv.transpose(-2, -1), out=of_part))
         if finish is not None:
             finish()
-        of_k.copy_(v @ of_kv.transpose(-2, -1))
-        of_v.copy_(k @ of_kv)
+        of_k.copy_(torch.matmul(v, of_kv.transpose(-2, -1), out=of_part))
+        of_v.copy_(torch.matmul(k, of_kv, out=of_part))
         return of_rows, None, None
 
 

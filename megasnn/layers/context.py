@@ -25,7 +25,7 @@ class BuildContext:
         compute_dtype: of activations and matrix products; bfloat16 with `--precision bf16`, otherwise `dtype`.
         neuron_backend: a name in megasnn.kernels.BACKENDS, or "auto".
         seed: of what layers draw in training (dropout).
-        weight_gradients: where the layers leave the second part of their backward; each chunk has its own.
+        weight_gradients: where the layers leave the second part of their backward.
         dp: the ranks that hold the same layers for other samples. dp_shard: those of them, neighbours, that share one
             copy of the weights by rows.
         cp: the ranks that share a micro-batch. cut: by what they do.

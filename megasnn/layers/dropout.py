@@ -11,11 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from megasnn.host_memory import copy_without_waiting, without_waiting
 from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.row_context import rows_of, shared_rows
 from megasnn.layers.shape_inference import refuse_second_call
-from megasnn.pinned import copy_without_waiting, without_waiting
 from megasnn.random import philox_key
 
 KeysOf = Callable[[range], Tensor]
@@ -160,13 +160,23 @@ def sample_keys(seed: int, purpose: str, name: str, samples: range, device: torc
         return torch.tensor(keys, dtype=torch.int64).view(-1, 2).t().contiguous()
 
     refilled = _entered.get()
-    return without_waiting(of(samples), device) if refilled is None else refilled.place(of, len(samples), device)
+    return without_waiting(of(samples), device) if refilled is None else refilled.place(of)
 
 
 class RefilledKeys:
-    """The keys of layers whose kernels are taken down and started again, for other samples each time."""
+    """The keys of layers whose kernels are taken down and started again, for other samples each time.
 
-    def __init__(self) -> None:
+    Their memory is taken before anything is taken down: written before kernels start, it must be none that they use for
+    something else first.
+
+    Args:
+        module: its layers draw. samples: None where they do not.
+    """
+
+    def __init__(self, module: nn.Module, samples: range | None, device: torch.device) -> None:
+        draws = sum(isinstance(each, _Drop) for _, each in module.named_modules(remove_duplicate=False))
+        count = 0 if samples is None else len(samples)
+        self._free = [torch.empty(2, count, dtype=torch.int64, device=device) for _ in range(draws)]
         self._places: list[tuple[Tensor, KeysOf]] = []
 
     @contextmanager
@@ -178,9 +188,9 @@ class RefilledKeys:
         finally:
             _entered.reset(token)
 
-    def place(self, of: KeysOf, samples: int, device: torch.device) -> Tensor:
-        """Place for the keys of so many samples."""
-        place = torch.empty(2, samples, dtype=torch.int64, device=device)
+    def place(self, of: KeysOf) -> Tensor:
+        """Place for the keys of the samples."""
+        place = self._free.pop()
         self._places.append((place, of))
         return place
 

@@ -87,14 +87,19 @@ class ParallelNeuron(NeuronLayer):
         spec: the same.
         w: parameter of a neuron that learns its time constant; otherwise None.
         v: the potential `[N, C_local, *space]` that the last call left, where neurons carry; otherwise None.
+    Raises:
+        ValueError: the description is of another kind than that of the class.
     """
 
+    kind: str | None = None  # of all neurons that a class makes; None where the description decides
     w: Tensor | None
 
     def __init__(self, spec: NeuronSpec | None = None, context: BuildContext | None = None) -> None:
         context = context_for(context)
         super().__init__(context)
         spec = spec or context.neuron
+        if self.kind not in (None, spec.kind):
+            raise ValueError(f"{type(self).__name__} is a neuron of kind {self.kind!r}, and is told {spec.kind!r}")
         self.spec, self.backend = spec, context.neuron_backend
         self.v: Tensor | None = None
         self.register_parameter("w", None)
@@ -115,9 +120,33 @@ class ParallelNeuron(NeuronLayer):
         return f"{self.spec}, time_steps={self.time_steps}"
 
 
+class ParallelLIF(ParallelNeuron):
+    """Leaky integrate-and-fire (SpikingJelly's LIFNode)."""
+
+    kind = "lif"
+
+
+class ParallelIF(ParallelNeuron):
+    """Integrate-and-fire without leak (SpikingJelly's IFNode)."""
+
+    kind = "if"
+
+
+class ParallelPLIF(ParallelNeuron):
+    """LIF with a learned time constant (arXiv 2007.05785; SpikingJelly's ParametricLIFNode)."""
+
+    kind = "plif"
+
+
+_CLASSES: dict[str, type[ParallelNeuron]] = {each.kind: each for each in (ParallelLIF, ParallelIF, ParallelPLIF)}
+
+
 def make_neuron(neuron: NeuronSpec | NeuronLayer | None = None, context: BuildContext | None = None) -> NeuronLayer:
     """A layer of neurons by its description; None is the neuron of the context. A layer of neurons is given back."""
-    return neuron if isinstance(neuron, NeuronLayer) else ParallelNeuron(neuron, context)
+    if isinstance(neuron, NeuronLayer):
+        return neuron
+    spec = neuron or context_for(context).neuron
+    return _CLASSES.get(spec.kind, ParallelNeuron)(spec, context)
 
 
 State = dict[str, Tensor]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels.tensor_cores import on_gpu
-from megasnn.telemetry.ranges import BackwardRanges
 
 AddGradient = Callable[[Tensor], None]  # adds to the tensor it is given, which is shaped and typed like the parameter
 Leave = Callable[[AddGradient], None]
@@ -32,12 +31,11 @@ class WeightGradients:
     Attributes:
         observer: called with a parameter each time a gradient was added to it; autograd's hooks do not see that.
         anchor: stands for all parameters in autograd's graphs; it has no gradient.
-        ranges: name what layers do in backward, and these tasks, in a trace.
     """
 
     def __init__(self) -> None:
         self.observer: Callable[[Tensor], None] | None = None
-        self.anchor, self.ranges = torch.zeros((), requires_grad=True), BackwardRanges()
+        self.anchor = torch.zeros((), requires_grad=True)
         self._parameters: set[Tensor] = set()
         self._deferred: list[Task] | None = None
         self._collected: list[tuple[Tensor, AddGradient]] | None = None
@@ -66,7 +64,6 @@ class WeightGradients:
 
     def leave(self, task: Task) -> None:
         """Runs a task now, or when deferred tasks are run."""
-        task = self.ranges.later(task)
         if self._deferred is None:
             task()
         else:

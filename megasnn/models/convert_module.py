@@ -73,10 +73,6 @@ def shard(module: nn.Module, *, initialise: ModuleInitialiser | None = None) -> 
     return Sharded(module, initialise)
 
 
-Made = tuple[str, nn.Module, ModuleInitialiser | None]
-"""Name of a layer, itself, and what initialises it where it is plain."""
-
-
 class Sharded:
     """A network given to `shard`. Iterating over it yields the layers of an nn.Sequential, for `layers` of a model.
 
@@ -90,14 +86,13 @@ class Sharded:
     @property
     def report(self) -> tuple[Fate, ...]:
         """Outcome for each layer on this rank."""
-        conversion, _ = self._converted("", _is_flat(self._network))
-        return tuple(conversion.fates)
+        return tuple(self._converted("", _is_flat(self._network))[0].fates)
 
     def as_layer(self, name: str) -> tuple[nn.Module, ModuleInitialiser | None]:
         """The network as one layer of this name, and what initialises it where it is whole."""
-        conversion, ((_, made, initialise),) = self._converted(name, False)
+        conversion, (made,) = self._converted(name, False)
         conversion.refuse()
-        return made, initialise
+        return made.module, made.initialise
 
     def __iter__(self) -> Iterator[Layer]:
         if not _is_flat(self._network):
@@ -105,17 +100,16 @@ class Sharded:
                 f'{type(self._network).__name__} has a forward of its own, or hooks, and is one layer: yield layer("a '
                 'name", megasnn.shard(...)), or give shard an nn.Sequential of its parts'
             )
-        conversion, parts = self._converted("", True)
+        conversion, layers = self._converted("", True)
         conversion.refuse()
-        for name, made, initialise in parts:
-            yield Layer(name, made, name, initialise=initialise)
+        yield from layers
 
     def __str__(self) -> str:
         rows = [(fate.name or "(itself)", fate.kind, fate.became) for fate in self.report]
         name, kind = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
         return "\n".join(f"{row[0]:{name}}  {row[1]:{kind}}  {row[2]}" for row in rows)
 
-    def _converted(self, layer: str, flat: bool) -> tuple[_Conversion, list[Made]]:
+    def _converted(self, layer: str, flat: bool) -> tuple[_Conversion, list[Layer]]:
         """Outcomes and layers: those of a sequence if `flat`, or else one."""
         copied, context = self._copy(), context_for(None)
         if not is_building():  # a report alone: of the number of time steps that the network has
@@ -123,7 +117,7 @@ class Sharded:
             context = replace(context, time_steps=max((len(each.scale) for each in norms), default=1))
         conversion = _Conversion(context, self._initialise, layer)
         parts = _flat(copied, "") if flat else [("", copied)]
-        return conversion, [(path, *conversion.layer_of(each, path)) for path, each in parts]
+        return conversion, [conversion.layer_of(each, path) for path, each in parts]
 
     def _copy(self) -> nn.Module:
         if is_building() and (where := where_values_are(self._network)):
@@ -185,20 +179,21 @@ class _Conversion:
         if refused:
             raise ValueError(f"megasnn.shard refuses {'; '.join(refused)}".replace("refused: ", ""))
 
-    def layer_of(self, module: nn.Module, path: str) -> tuple[nn.Module, ModuleInitialiser | None]:
-        """A whole layer of a model, and what initialises it where it stays plain."""
+    def layer_of(self, module: nn.Module, path: str) -> Layer:
+        """A whole layer of a model; where it stays plain, with what initialises it."""
         self._stepped |= stepped_inside(module)
-        folded = fold_time(module)
+        folded, initialise = fold_time(module), None
         try:
             why = self._why_whole(module, path)
-            if why is not None:
+            if why is None:
+                module = as_layer(self._replaced(module, path), self._context, folded)
+            else:
                 refuse_what_differs(module)
                 self.fates.append(Fate(path, type(module).__name__, f"whole on every rank: {why}"))
-                return module, self._initialise
+                initialise = self._initialise
         except ValueError as error:
             self._refuse(module, path, error)
-            return module, None
-        return as_layer(self._replaced(module, path), self._context, folded), None
+        return Layer(path, module, path, initialise)
 
     def _replaced(self, module: nn.Module, path: str) -> nn.Module:
         """A part of a layer, replaced where it has to be; what is refused stays as it is."""

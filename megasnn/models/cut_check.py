@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -270,8 +271,7 @@ class _Run:
     def _fill(self, module: nn.Module) -> None:
         for name, shard in vars(module).get("_described_shards", {}).items():
             cut = next((cut for axis, cut in shard.cuts if axis == "tp"), None)
-            values = 0.5 + torch.rand(shard.global_shape, dtype=torch.float64, generator=self._generator())
-            value = self._part(values, cut).clone()
+            value = self._part(0.5 + self._random(shard.global_shape).abs(), cut).clone()
             if name not in module._parameters:
                 module._buffers[name] = value
                 continue
@@ -333,10 +333,10 @@ class _Run:
         if not whole.is_meta:
             return self._part(whole, cut)
         if not whole.is_floating_point():
-            return self._part(torch.randint(0, 2, whole.shape, generator=self._generator()).to(whole.dtype), cut)
-        values = torch.randn(whole.shape, dtype=torch.float64, generator=self._generator())
+            return self._part((self._random(whole.shape) > 0).to(whole.dtype), cut)
+        values = self._random(whole.shape)
         if whole.ndim > 2:
-            values *= torch.arange(1.0, 1 + whole.shape[2]).view(-1, *[1] * (whole.ndim - 3))
+            values = values * torch.arange(1.0, 1 + whole.shape[2]).view(-1, *[1] * (whole.ndim - 3))
         x = self._part(values, cut).clone()
         if not whole.requires_grad:
             return x
@@ -346,10 +346,13 @@ class _Run:
     def _part(self, whole: Tensor, cut: Cut | None) -> Tensor:
         return part(whole, cut, self._rank, self._size)
 
-    def _generator(self) -> torch.Generator:
-        """Generator that is the same at this place of each run."""
+    def _random(self, shape: Sequence[int]) -> Tensor:
+        """Normal numbers, the same at this place of each run."""
         self._draws += 1
-        return torch.Generator().manual_seed(self._draws)
+        numbers, count = _normal_numbers(), prod(shape)
+        start = self._draws * 7919 % len(numbers)
+        repeats = -(-(start + count) // len(numbers))
+        return (numbers if repeats == 1 else numbers.repeat(repeats))[start : start + count].view(*shape)
 
     def _compare(self, values: Any) -> Cuts:
         """Cuts of tensors that come at this place of each run; the loss is a random sum of all of them. Raises
@@ -361,8 +364,7 @@ class _Run:
         cuts = [None if self._one is None else find_cut(x, whole, self._rank, self._size) for x, whole in pairs]
         for x, whole, cut in zip(tensors, wholes, cuts, strict=True):
             if x.requires_grad:
-                weights = torch.randn(whole.shape, dtype=torch.float64, generator=self._generator())
-                self._loss = self._loss + (x * self._part(weights, cut)).sum()
+                self._loss = self._loss + (x * self._part(self._random(whole.shape), cut)).sum()
         return cuts
 
     def _backward(self) -> list[Tensor]:
@@ -378,6 +380,12 @@ class _Run:
                     self._called.append(leaf.path)
                     raise ValueError("gradients are no part of those that one rank has")
         return list(found)
+
+
+@cache
+def _normal_numbers() -> Tensor:
+    """Drawn once, since that takes most of the time; a prime number of them, so that no two channels are equal."""
+    return torch.randn(1_000_003, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def _foreign(module: nn.Module) -> Iterator[nn.Module]:

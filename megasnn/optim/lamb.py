@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasnn.host_memory import without_waiting
 from megasnn.kernels.layout import flat_in_memory
-from megasnn.pinned import without_waiting
 
 Norms = Callable[[Mapping[Tensor, Tensor]], Mapping[Tensor, Tensor]]
 

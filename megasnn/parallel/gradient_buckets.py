@@ -148,9 +148,6 @@ class GradientBuckets:
         weights: where parameters are kept by rows.
         scattered: True where gradients go to those who keep the rows at each `scatter`, rather than when they are
             complete.
-
-    Attributes:
-        without_gradient: the parameters to which no backward has added anything yet, in any step.
     """
 
     def __init__(
@@ -191,7 +188,6 @@ class GradientBuckets:
         self._rows = {parameter: rows for each in self._buckets for parameter, rows in each.rows().items()}
         self._bucket_of = {parameter: each for each in self._buckets for parameter in each.parameters}
         self._count_additions()
-        self.without_gradient = set(self._bucket_of)
         self.zero()
 
     def _count_additions(self) -> None:
@@ -222,7 +218,6 @@ class GradientBuckets:
         Raises:
             ValueError: more were added than the dry run has shown.
         """
-        self.without_gradient.discard(parameter)
         if self._scattered:
             return
         pending = self._bucket_of[parameter].pending

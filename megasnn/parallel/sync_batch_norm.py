@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megasnn.host_memory import without_waiting
 from megasnn.parallel.collectives import all_gather_into
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group
-from megasnn.pinned import without_waiting
 
 
 @dataclass(frozen=True)

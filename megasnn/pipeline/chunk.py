@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,31 +21,14 @@ from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.replicated import apply_layer
 from megasnn.layers.row_context import own_rows_of
 from megasnn.layers.shape_inference import to_channels_last
-from megasnn.layers.weight_grad import WeightGradients
-from megasnn.models.description import INPUT, Carried, LayerDescription, ModelDescription, frames_of
+from megasnn.models.description import Carried, LayerDescription, ModelDescription, frames_of
 from megasnn.parallel.sharding import ShardedTensor, copied_tensors, materialise, sharded_tensors
-from megasnn.pipeline.graphs import ChunkGraphs, GraphOptions
-from megasnn.telemetry.ranges import is_traced, named
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One layer of a chunk.
-
-    Attributes:
-        number: place in the model.
-        takes: numbers of the layers whose outputs it is given.
-        last: those of them that nothing behind it needs.
-    """
-
-    number: int
-    description: LayerDescription
-    takes: tuple[int, ...]
-    last: tuple[int, ...]
+from megasnn.pipeline.graphs import ChunkGraphs, GraphOptions, why_not
+from megasnn.telemetry.ranges import named
 
 
 class PipelineChunk(nn.Module):
-    """Layers `start..end` of a model, in order. `len`, indexing and iteration go over the layers.
+    """Layers `start..end` of a model, in order.
 
     A chunk is given what layers before it have given and it or a chunk behind it needs, and hands on what chunks behind
     it need, of its own layers' outputs and of what it was given. One without layers (legal in an explicit layout) hands
@@ -54,12 +37,12 @@ class PipelineChunk(nn.Module):
     Args:
         bounds: layers of each chunk.
         index: place among all chunks of the pipeline, from input to loss.
-        layers: its own. weight_gradients: takes the second part of their backward.
-        context: of their building.
+        layers: its own. context: of their building.
     Attributes:
         is_first, is_last: True if it takes the images, and if it gives the logits.
         receives, hands_on: tensors at its beginning and at its end, in their order.
-        graphs: CUDA graphs of its layers in training; None without.
+        weight_gradients: takes the second part of its layers' backward.
+        graphs: CUDA graphs of it in training; None without.
     """
 
     def __init__(
@@ -68,7 +51,6 @@ class PipelineChunk(nn.Module):
         bounds: Sequence[range],
         index: int,
         layers: Sequence[nn.Module],
-        weight_gradients: WeightGradients,
         context: BuildContext,
     ) -> None:
         super().__init__()
@@ -77,25 +59,29 @@ class PipelineChunk(nn.Module):
         self.index = index
         self.is_first, self.is_last = index == 0, index == len(bounds) - 1
         self.names = [model.layers[i].name for i in span]
-        self.weight_gradients = weight_gradients
+        self.weight_gradients = context.weight_gradients
         self.layers = nn.ModuleList(layers)
         self.receives, self.hands_on = model.carried(span.start), model.carried(span.stop)
         self._carrying = carrying_layers(self.layers)
-        self._steps = [_step(model, number) for number in span]
+        self._last = [{*model.inputs[number]} - {*model.needed_from(number + 1)} for number in span]
         self._context = context
         self.graphs: ChunkGraphs | None = None
-        taken = Counter(source for takes in model.inputs for source in takes if source != INPUT)
-        self._sharing = {each.description.name for each in self._steps if any(taken[n] > 1 for n in each.takes)}
 
     def capture_graphs(self, options: GraphOptions) -> None:
-        """Runs layers as graphs in training from now on. Raises ValueError for one that cannot, and must."""
-        self.graphs = ChunkGraphs(dict(self.named_layers()), self._sharing, self.weight_gradients, options)
+        """Runs as graphs in training from now on. Raises ValueError for a layer that cannot, and must."""
+        wrong = {name: why for name, layer in self.named_layers() if (why := why_not(layer))}
+        for name, why in wrong.items():
+            if options.is_required:
+                raise ValueError(f"{name} cannot have CUDA graphs: {why} (--cuda-graphs auto leaves its chunk without)")
+            sys.stderr.write(f"WARNING: {name}, and with it its chunk, runs without CUDA graphs: {why}\n")
+        if len(self.layers) and not wrong:
+            self.graphs = ChunkGraphs(self.layers, self._run, self.weight_gradients, options.capture)
 
     def part(self, bounds: Sequence[range], index: int) -> PipelineChunk:
         """A chunk of a finer cut, which is within this one and has its layers."""
         first = self._span.start
         layers = [self.layers[number - first] for number in bounds[index]]
-        return PipelineChunk(self._model, bounds, index, layers, self.weight_gradients, self._context)
+        return PipelineChunk(self._model, bounds, index, layers, self._context)
 
     def forward(
         self, x: Tensor | list[Tensor], samples: range | None = None, goes_on: bool = False, micro_batch: int = 0
@@ -112,29 +98,26 @@ class PipelineChunk(nn.Module):
         """
         if not goes_on:
             self.forget()
-        outputs: dict[int, Bundle] = {}
-        if isinstance(x, Tensor):
-            outputs[INPUT] = own_rows_of(frames_of(x, self._model.input_shape), self._context)
-        else:
-            outputs = _unpacked(self.receives, x)
-            x.clear()
-        graphs = self.graphs if torch.is_grad_enabled() else None
-        for step, layer in zip(self._steps, self.layers, strict=True):
-            inputs = [outputs[number] for number in step.takes]
-            for number in step.last:
-                del outputs[number]
-            name = step.description.name
+        given = [own_rows_of(frames_of(x, self._model.input_shape), self._context)] if isinstance(x, Tensor) else x
+        if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
+            y = self.graphs.apply(given, samples, micro_batch)
+            given.clear()
+            return y
+        return self._run(given, samples, goes_on)
+
+    def _run(self, given: list[Tensor], samples: range | None, goes_on: bool = False) -> Any:
+        outputs = _unpacked(self.receives, given)
+        given.clear()
+        for number, last, layer in zip(self._span, self._last, self.layers, strict=True):
+            description = self._model.layers[number]
+            inputs, name = [outputs[source] for source in self._model.inputs[number]], description.name
+            for source in last:  # nothing behind this layer needs them
+                del outputs[source]
             with explained(partial("{}: {}".format, name)), named(name):
-                if graphs is not None and graphs.has(name, micro_batch):
-                    y = graphs.apply(name, inputs, samples, micro_batch)
-                else:
-                    y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
-            _require_described(step.description, y)
+                y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
+            _require_described(description, y)
             y = map_entries(to_channels_last, y)
-            if is_traced():
-                given = [entry for each in inputs for entry in entries_of(each).values()]
-                self.weight_gradients.ranges.watch(name, given, list(entries_of(y).values()))
-            outputs[step.number] = y if self._model.is_chain else _with_edges_of_their_own(y, inputs)
+            outputs[number] = y if self._model.is_chain else _with_edges_of_their_own(y, inputs)
         if self.is_last:
             (output,) = outputs.values()
             return output
@@ -166,26 +149,11 @@ class PipelineChunk(nn.Module):
         """Tensors that another one owns; see `megasnn.parallel.sharding.tie`."""
         return list(copied_tensors(self.named_layers()))
 
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def __getitem__(self, index: int) -> nn.Module:
-        return self.layers[index]
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self.layers)
-
 
 def carrying_layers(module: nn.Module) -> list[NeuronLayer | ParallelDropout]:
     """Layers in a module that keep something from one forward to the next."""
     found = (each for each in module.modules() if isinstance(each, (NeuronLayer, ParallelDropout)))
     return [each for each in found if each.carries]
-
-
-def _step(model: ModelDescription, number: int) -> _Step:
-    takes, still_needed = model.inputs[number], model.needed_from(number + 1)
-    last = tuple(source for source in dict.fromkeys(takes) if source not in still_needed)
-    return _Step(number, model.layers[number], takes, last)
 
 
 def _require_described(description: LayerDescription, y: Bundle) -> None:
@@ -195,7 +163,7 @@ def _require_described(description: LayerDescription, y: Bundle) -> None:
     except ValueError as error:
         raise ValueError(f"{description.name}: {error}") from None
     if found != expected:
-        raise ValueError(f"{description.name} gives {_keys(found)}, and gave {_keys(expected)} in the dry run")
+        raise ValueError(f"{description.name} gives {[*found]}, and gave {[*expected]} in the dry run")
 
 
 def _unpacked(carried: Sequence[Carried], tensors: Sequence[Tensor]) -> dict[int, Bundle]:
@@ -219,40 +187,39 @@ def _with_edges_of_their_own(y: Bundle, inputs: Sequence[Bundle]) -> Bundle:
     return map_entries(apart, y)
 
 
-def _keys(entries: Collection[Key]) -> str:
-    return "a tensor" if None in entries else f"the entries {list(entries)}"
-
-
 Keep = Callable[[int, Sequence[nn.Module]], None]
 
 
-def build_chunk(
+def build_chunks(
     model: ModelDescription,
     bounds: Sequence[range],
-    index: int,
+    indices: Collection[int],
     context: BuildContext,
     device: torch.device,
     seed: int,
     parts: Sequence[range] = (),
     keep: Keep = lambda part, layers: None,
-) -> PipelineChunk:
-    """Builds chunk `index`: of all layers, only its own get memory, and keyed initial values.
+) -> dict[int, PipelineChunk]:
+    """Builds a rank's chunks: of all layers, only their own get memory, and keyed initial values.
 
     Args:
+        indices: of these chunks.
         parts: layers that get their values at once, each part within one chunk; by default the chunks.
         keep: called with the number of a part and its layers when they have their values, before others get theirs.
     """
-    weight_gradients = WeightGradients()
-    layers = model.build(replace(context, weight_gradients=weight_gradients))
-    span = bounds[index]
-    mine = [layers[number] for number in span]
-    chunk = PipelineChunk(model, bounds, index, mine, weight_gradients, context)
-    for number, part in enumerate(parts or bounds):
-        if part and part.start in span:
-            within = [named for at, named in zip(span, chunk.named_layers(), strict=True) if at in part]
-            materialise(within, device, seed)
-            keep(number, [layer for _, layer in within])
-    return chunk
+    layers = model.build(context)
+    chunks = {
+        index: PipelineChunk(model, bounds, index, [layers[number] for number in bounds[index]], context)
+        for index in indices
+    }
+    for index, chunk in chunks.items():
+        span = bounds[index]
+        for number, part in enumerate(parts or bounds):
+            if part and part.start in span:
+                within = [named for at, named in zip(span, chunk.named_layers(), strict=True) if at in part]
+                materialise(within, device, seed)
+                keep(number, [layer for _, layer in within])
+    return chunks
 
 
 def describe_tensors(model: ModelDescription, context: BuildContext) -> list[ShardedTensor]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megasnn.schedule import ChunkCost, Kind, Transfer
+from megasnn.schedule import ChunkCost
 from megasnn.schedule.memory import stage_shares
 
 if TYPE_CHECKING:
@@ -17,21 +17,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LinkCost:
-    """A message of b bytes takes `latency + b * per_byte` seconds with both ends idle.
-
-    Where every core of a host computes, the transport takes its time from the computing: `sender_per_byte` and
-    `receiver_per_byte` seconds, parts of `per_byte`. Both are 0 where there are cores to spare, and on GPUs.
-    """
+    """A message of b bytes takes `latency + b * per_byte` seconds."""
 
     latency: float = 0.0
     per_byte: float = 0.0
-    sender_per_byte: float = 0.0
-    receiver_per_byte: float = 0.0
+
+    def message(self, size: float) -> float:
+        """Seconds of a message."""
+        return self.latency + self.per_byte * size
 
     def exchange(self, ranks: int, size: float) -> float:
         """Seconds in which each rank sends each other one so many bytes, in pairs: n - 1 steps (R. Thakur,
         R. Rabenseifner, W. Gropp, Optimization of Collective Communication Operations in MPICH, 2005)."""
-        return (ranks - 1) * (self.latency + self.per_byte * size)
+        return (ranks - 1) * self.message(size)
 
     def all_reduce(self, ranks: int, size: float, on_gpu: bool) -> float:
         """Seconds of a sum of so many bytes that all ranks get: by Gloo in a ring, whose steps grow with the ranks; by
@@ -40,12 +38,6 @@ class LinkCost:
             return 0.0
         steps = math.ceil(math.log2(ranks)) if on_gpu else ranks - 1
         return 2 * (steps * self.latency + self.per_byte * size * (ranks - 1) / ranks)
-
-    def transfer(self, size: int, pack: float = 0.0, unpack: float = 0.0) -> Transfer:
-        """Way of a message, for the simulator."""
-        sender, receiver = size * self.sender_per_byte, size * self.receiver_per_byte
-        on_the_way = self.latency + size * self.per_byte - sender - receiver
-        return Transfer(on_the_way, pack + sender, unpack + receiver)
 
 
 @dataclass(frozen=True)
@@ -58,51 +50,28 @@ class LayerCost:
         working: most bytes that forward, input gradient and weight gradient need above those before each.
         message, gradient: bytes of the output and of its gradient on the way to another stage; in PipelineCosts of all
             that crosses a boundary behind the layer.
-        pack, unpack: seconds to make those messages, and to restore what they hold.
+        output: likewise bytes of the output where the layer runs, and of its gradient.
+        deferred: bytes that an input gradient leaves for the weight gradient.
         parameters: bytes of this rank's part of them.
         collectives, exchanged: calls between ranks that share the layer, and the bytes that this rank receives.
         found: bytes kept beside the input where the forward is computed again: statistics of norms, received tensors.
-        again: seconds of a forward that is computed again; None: those of the forward.
-        working_again: bytes that it needs, as in `working`; None: those of the forward.
-        deferred: bytes that an input gradient leaves for the weight gradient; None: all that the forward has kept.
-        output: bytes of the output where the layer runs, and of its gradient; None: those of the gradient on its way.
-            In PipelineCosts of all that crosses a boundary behind the layer.
         cast: bytes of the weights' copies in the type of the products, which a step makes once and keeps.
     """
 
-    forward: float
-    input_gradient: float
-    weight_gradient: float
+    forward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
     held: int = 0
     working: tuple[int, int, int] = (0, 0, 0)
     message: int = 0
     gradient: int = 0
-    pack: float = 0.0
-    unpack: float = 0.0
+    output: int = 0
+    deferred: int = 0
     parameters: int = 0
     collectives: int = 0
     exchanged: int = 0
     found: int = 0
-    again: float | None = None
-    working_again: int | None = None
-    deferred: int | None = None
-    output: int | None = None
     cast: int = 0
-
-    @property
-    def waiting(self) -> int:
-        """Bytes of what crosses a boundary behind the layer, before it is sent."""
-        return self.gradient if self.output is None else self.output
-
-    @property
-    def deferred_bytes(self) -> int:
-        """Bytes that an input gradient leaves for the weight gradient."""
-        return self.held if self.deferred is None else self.deferred
-
-    @property
-    def recompute_seconds(self) -> float:
-        """Seconds of a forward that is computed again."""
-        return self.forward if self.again is None else self.again
 
     @property
     def seconds(self) -> float:
@@ -115,52 +84,40 @@ class PipelineCosts:
     """Costs of every layer of a model for one micro-batch, and of the links between ranks.
 
     Attributes:
-        link: between two stages. replicas: between replicas that shard weights; None: as between stages.
+        link: between two stages, or where there is one, between replicas that shard weights.
     """
 
     layers: tuple[LayerCost, ...]
     link: LinkCost
-    replicas: LinkCost | None = None
 
-    def of_chunks(self, bounds: Sequence[range], placement: Sequence[int]) -> list[ChunkCost]:
+    def of_chunks(self, bounds: Sequence[range], placement: Sequence[int], recomputes: bool = False) -> list[ChunkCost]:
         """Costs of chunks for the simulator, in seconds; activations in whole stages' micro-batches.
 
         Args:
             bounds: layers of each chunk. placement: its rank.
+            recomputes: backwards take the forwards that are computed again before them, too.
         """
         shares = stage_shares(placement)
-        return [self._of_chunk(span, share) for span, share in zip(bounds, shares, strict=True)]
+        return [self._of_chunk(span, share, recomputes) for span, share in zip(bounds, shares, strict=True)]
 
     def with_unshards(self, costs: Sequence[ChunkCost], unit_bytes: Sequence[int], ranks: int) -> list[ChunkCost]:
         """Adds the time of UNSHARD and REDUCE_SCATTER to units whose weights `ranks` replicas shard."""
-        link = self.replicas or self.link
-        times = [link.exchange(ranks, size / ranks) if size else 0.0 for size in unit_bytes]
+        times = [self.link.exchange(ranks, size / ranks) if size else 0.0 for size in unit_bytes]
         return [replace(cost, unshard=time, reduce_scatter=time) for cost, time in zip(costs, times, strict=True)]
 
-    def _of_chunk(self, span: range, share: float) -> ChunkCost:
+    def _of_chunk(self, span: range, share: float, recomputes: bool) -> ChunkCost:
         layers = [self.layers[i] for i in span]
         # A chunk without layers hands its input on.
-        last = self.layers[span.stop - 1] if span.stop > 0 else LayerCost(0, 0, 0)
-        inputs, weights = sum(each.input_gradient for each in layers), sum(each.weight_gradient for each in layers)
+        last = self.layers[span.stop - 1] if span.stop > 0 else LayerCost()
+        forward = sum(each.forward for each in layers)
         return ChunkCost(
-            forward=sum(each.forward for each in layers),
-            backward=inputs + weights,
+            forward=forward,
+            input_gradient=sum(each.input_gradient for each in layers) + recomputes * forward,
+            weight_gradient=sum(each.weight_gradient for each in layers),
+            transfer=self.link.message(last.message),
+            transfer_back=self.link.message(last.gradient),
             activation=share,
-            input_gradient=inputs,
-            weight_gradient=weights,
-            output=self.link.transfer(last.message, last.pack, last.unpack),
-            gradient=self.link.transfer(last.gradient),
-            again=sum(each.recompute_seconds for each in layers),
         )
-
-
-def with_recompute_in_backward(costs: Sequence[ChunkCost]) -> list[ChunkCost]:
-    """Adds forwards that are computed again to the backwards right behind them."""
-    found = []
-    for each in costs:
-        again, inputs = each.time(Kind.RECOMPUTE), each.time(Kind.INPUT_GRADIENT)
-        found.append(replace(each, backward=each.backward + again, input_gradient=inputs + again))
-    return found
 
 
 def crossing(model: ModelDescription, costs: Sequence[LayerCost]) -> list[LayerCost]:
@@ -168,12 +125,11 @@ def crossing(model: ModelDescription, costs: Sequence[LayerCost]) -> list[LayerC
     found = []
     for number, cost in enumerate(costs):
         carried = [costs[other] for other in model.needed_from(number + 1)]
-        sums = {name: sum(getattr(each, name) for each in carried) for name in _CROSSING}
-        found.append(replace(cost, **sums, output=sum(each.waiting for each in carried)))
+        found.append(replace(cost, **{name: sum(getattr(each, name) for each in carried) for name in _CROSSING}))
     return found
 
 
-_CROSSING = "message", "gradient", "pack", "unpack"
+_CROSSING = "message", "gradient", "output"
 
 
 def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]) -> LayerCost:
@@ -189,12 +145,12 @@ def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]
     def grown(few: int, more: int) -> int:
         return max(0, few + (samples - sizes[lower]) * (more - few) // max(1, sizes[upper] - sizes[lower]))
 
-    values = {name: grown(getattr(first, name) or 0, getattr(second, name) or 0) for name in _IN_BYTES}
+    values = {name: grown(getattr(first, name), getattr(second, name)) for name in _IN_BYTES}
     forward, inputs, weights = map(grown, first.working, second.working)
     return replace(first, working=(forward, inputs, weights), **values)
 
 
-_IN_BYTES = "held", "message", "gradient", "found", "working_again", "deferred", "output", "exchanged"
+_IN_BYTES = "held", "message", "gradient", "found", "deferred", "output", "exchanged"
 
 
 def layers_per_chunk(bounds: Sequence[range]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -23,8 +22,8 @@ from megasnn.pipeline.p2p import Transfers
 from megasnn.pipeline.recompute import PackedInput
 from megasnn.recompute import recording, replaying
 from megasnn.schedule import Action, Kind, Schedule
-from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS, USES_WEIGHTS
-from megasnn.telemetry.ranges import is_traced, named
+from megasnn.schedule.actions import COMPUTE, USES_WEIGHTS
+from megasnn.telemetry.ranges import named
 from megasnn.telemetry.timers import DeviceClock, Mark
 
 LossFunction = Callable[[Bundle, Tensor], Tensor]
@@ -35,7 +34,7 @@ ActionObserver = Callable[[Action, Mark, Mark], None]
 """Called with every action, its start and its end, as marks of `PipelineExecutor.clock`."""
 
 
-MOST_GRAPHED = 2  # kinds of steps with CUDA graphs, each of which takes memory: the usual one, and a smaller last one
+MOST_GRAPHED = 2  # sizes of steps with CUDA graphs, each of which takes memory: the usual one, and a smaller last one
 
 
 class PipelineError(RuntimeError):
@@ -81,12 +80,9 @@ class PipelineExecutor:
         self.clock = DeviceClock(state.device)
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
         self._consume: OutputConsumer | None = None
-        self._current: Action | None = None
         modules = [module for chunk in chunks.values() for module in chunk.modules()]
         self._neurons = [module for module in modules if isinstance(module, NeuronLayer)]
-        self._observes = False
-        # Steps of one kind train or evaluate micro-batches of the same sizes, with their spikes observed or not.
-        self._steps = Counter[tuple[bool, bool, tuple[int, ...]]]()
+        self._sizes: list[tuple[int, ...]] = []  # of micro-batches in training steps
         self._scattered: frozenset[int] = frozenset()  # chunks whose gradients are, after every micro-batch
         self._methods: dict[Kind, Callable[[StepState, Action], None]] = {
             Kind.FORWARD: self._forward,
@@ -127,12 +123,6 @@ class PipelineExecutor:
             self._consume = None
 
     def _run(self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], trains: bool) -> StepState:
-        placement = self._transfers.placement
-        if schedule.micro_batches != len(micro_batches) or schedule.placement != placement:
-            raise ValueError(
-                f"schedule for {schedule.micro_batches} micro-batches on placement {schedule.placement}, given "
-                f"{len(micro_batches)} on {placement}"
-            )
         actions = schedule.actions[self._state.pp.rank]
         repeated = frozenset(_key(each) for each in actions if each.kind is Kind.RECOMPUTE)
         self._scattered = frozenset(each.chunk for each in actions if each.kind is Kind.REDUCE_SCATTER)
@@ -140,7 +130,6 @@ class PipelineExecutor:
         with nullcontext() if trains else torch.no_grad():
             self._begin(schedule, tuple(micro.size for micro in micro_batches), trains)
             for action in actions:
-                self._current = action
                 start = None if self.observer is None else self.clock.mark()
                 try:
                     with at(partial(self._place, action)):
@@ -152,31 +141,18 @@ class PipelineExecutor:
         self._transfers.wait()
         if self._sync is not None and trains:
             self._sync.wait()
-        self._current = None
         return run
 
-    def observe_spikes(self, observes: bool) -> None:
-        """Tells, alike on all ranks, whether the spikes of the next steps are observed.
-
-        That launches kernels of its own, and layers run without CUDA graphs: such steps are of a kind of their own.
-        """
-        self._observes = observes
-
     def _begin(self, schedule: Schedule, sizes: tuple[int, ...], trains: bool) -> None:
-        """Begins a step of some kind. In its first one kernels are compiled and loaded.
-
-        In the second one that trains memory is taken again, since the optimizer's state has some of what activations
-        had, and CUDA graphs are captured. Pipeline ranks have the same kinds of steps.
-        """
-        observes = self._observes or any(neuron.is_observed for neuron in self._neurons)
-        kind = trains, observes, sizes
-        done = self._steps[kind]
-        self._steps[kind] += 1
-        self._transfers.begin(schedule, sizes, is_new=done < (2 if trains else 1))
-        kinds = [each for each in self._steps if each[0] and not each[1]]
-        has_graphs = done > 0 and kind in kinds[:MOST_GRAPHED]
+        """Begins a step. The first training step of its sizes has no CUDA graphs: kernels are compiled in it."""
+        self._transfers.begin(schedule, sizes)
+        if not trains:
+            return
+        observes = any(neuron.is_observed for neuron in self._neurons)
+        has_graphs = sizes in self._sizes[:MOST_GRAPHED] and not observes
+        self._sizes += [sizes] * (sizes not in self._sizes)
         for chunk in self._chunks.values():
-            if chunk.graphs is not None and trains:
+            if chunk.graphs is not None:
                 chunk.graphs.begin(has_graphs)
 
     def _do(self, run: StepState, action: Action) -> None:
@@ -184,30 +160,13 @@ class PipelineExecutor:
             self._transfers.announce(action)
         if self._weights is not None and action.kind in USES_WEIGHTS:
             self._weights.wait_unshard(action.chunk)
-        if not is_traced():
+        with named(str(action)):
             self._methods[action.kind](run, action)
-            return
-        message = named(self._message(action)) if action.kind in SENDS | RECEIVES else nullcontext()
-        with named(str(action)), message:
-            self._methods[action.kind](run, action)
-
-    def place(self) -> str | None:
-        """Rank, stage, action and micro-batch of now, or of what failed; None between steps. For another thread."""
-        action = self._current
-        return None if action is None else self._place(action)
 
     def _place(self, action: Action) -> str:
         state = self._state
         micro = "" if action.micro_batch is None else f", micro-batch {action.micro_batch}"
         return f"rank {state.rank}, pipeline stage {state.pp.rank}, action {action}{micro}"
-
-    def _message(self, action: Action) -> str:
-        """Name of a message in a trace."""
-        chunk, comes = self._chunks[action.chunk], action.kind.is_receive
-        forward = action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
-        tensors = ", ".join(each.name for each in (chunk.receives if comes == forward else chunk.hands_on))
-        stage = self._transfers.placement[action.peer.chunk]
-        return f"message {'from' if comes else 'to'} stage {stage}: {'' if forward else 'gradient of '}{tensors}"
 
     # --- computing
 
@@ -269,17 +228,13 @@ class PipelineExecutor:
 
     def _whole_backward(self, run: StepState, action: Action) -> None:
         self._begin_gradients(action)
-        self._backward(run, action)
+        run.backward(_key(action))
         self._chunks[action.chunk].finished(_key(action)[1])
-
-    def _backward(self, run: StepState, action: Action) -> None:
-        with self._chunks[action.chunk].weight_gradients.ranges.around():
-            run.backward(_key(action))
 
     def _input_gradient(self, run: StepState, action: Action) -> None:
         self._begin_gradients(action, first_part=True)
         with self._chunks[action.chunk].weight_gradients.deferred() as tasks:
-            self._backward(run, action)
+            run.backward(_key(action))
         tasks.reverse()
         run.weight_gradients[_key(action)] = tasks
 

@@ -1,22 +1,21 @@
-"""CUDA graphs of a chunk's layers: forward, the gradients of inputs, and those of weights. Never run on a GPU so far.
+"""CUDA graphs of a chunk: forward, the gradients of its inputs, and those of its weights. Never run on a GPU so far.
 
 A graph computes on memory that stays where it is, with numbers that stay what they are. So:
 
-- Micro-batches that are under way at the same time each have a slot, and every slot of a layer has graphs of its own.
-- An output of a graph is given to the next layer's graph where it is. Other inputs are copied to a fixed place first,
-  and their gradients when they leave: a message may be on its way when the slot is used again.
+- Micro-batches that are under way at the same time each have a slot, and every slot has graphs of its own.
+- Inputs, and gradients of outputs, are copied to a fixed place first. Outputs, and gradients of inputs, are copied when
+  they leave: a message may be on its way when the slot is used again.
 - Statistics of norms and what checks have found are copied after each replay; keys of random numbers are written
   before it. Gradients of parameters are added inside of the graphs, and counted when those were replayed.
 
-The first training step of a kind runs without graphs, since kernels are compiled and chosen in it; the second one
-captures them. What forward keeps, and the dense outputs and gradients of all layers stay in memory for every slot.
+The first training step of its sizes runs without graphs, since kernels are compiled and chosen in it; the second one
+captures them. What forward keeps, and the outputs and gradients of all layers stay in memory for every slot.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,15 +23,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-from megasnn.bundle import Bundle, entries_of, map_entries
+from megasnn.bundle import entries_of, map_entries
 from megasnn.device_checks import DeviceChecks, refuse
 from megasnn.kernels.spike_codec import bits_of, remember_bits
 from megasnn.layers.dropout import RefilledKeys
 from megasnn.layers.norm import ParallelBatchNorm
-from megasnn.layers.replicated import apply_layer
 from megasnn.layers.weight_grad import WeightGradients
 
 KNOWN = ("megasnn", "torch")  # packages of modules that depend on nothing that Python knows and a graph does not
+
+
+Run = Callable[[list[Tensor], range | None], Any]
 
 
 class Capture(Protocol):
@@ -49,7 +50,7 @@ class Capture(Protocol):
 
 
 class GraphOptions(NamedTuple):
-    """Attributes: is_required: a layer that cannot have graphs is an error, and not only told."""
+    """Attributes: is_required: a chunk that cannot have graphs is an error, and not only told."""
 
     capture: Capture
     is_required: bool
@@ -83,43 +84,26 @@ class CudaCapture:
 
 
 class ChunkGraphs:
-    """Graphs of a chunk's layers, and the slots of its micro-batches.
+    """Graphs of a chunk, and the slots of its micro-batches.
 
     Args:
-        layers: of the chunk, by name.
-        sharing: layers that take what another layer takes too, or take it twice.
-        weight_gradients: takes the second part of their backward.
-    Raises:
-        ValueError: a layer cannot have graphs, and must.
+        chunk: all modules that the graphs compute with.
+        run: computes the chunk: of its inputs, in a list that it empties, and the positions of the samples.
+        weight_gradients: takes the second part of the layers' backward.
     """
 
-    def __init__(
-        self,
-        layers: Mapping[str, nn.Module],
-        sharing: Collection[str],
-        weight_gradients: WeightGradients,
-        options: GraphOptions,
-    ) -> None:
-        self.capture, self.weight_gradients = options.capture, weight_gradients
+    def __init__(self, chunk: nn.Module, run: Run, weight_gradients: WeightGradients, capture: Capture) -> None:
+        self.chunk, self.run, self.weight_gradients, self.capture = chunk, run, weight_gradients, capture
         self.anchor = torch.zeros((), requires_grad=True)  # makes what a graph gives part of autograd's graph
         self.of_weights = self.capture.pool()  # of graphs that keep nothing in it, so that their order is free
-        self._pools: list[Any] = []  # by slot: forward and backward go through the layers in one order
-        self._layers, self._graphs = dict[str, nn.Module](), dict[Any, _LayerGraphs]()
-        self._fixed, self._addresses = set[int](), list[int]()
+        self._pools: list[Any] = []  # by slot: backward comes behind forward
+        self._graphs, self._addresses = dict[Any, _SlotGraphs](), list[int]()
         self._is_on, self._slots = False, dict[int, int]()
-        for name, layer in layers.items():
-            why = "its input is taken several times, which orders sums anew" if name in sharing else why_not(layer)
-            if why is None:
-                self._layers[name] = layer
-            elif options.is_required:
-                raise ValueError(f"{name} cannot have CUDA graphs: {why} (--cuda-graphs auto leaves it without)")
-            else:
-                sys.stderr.write(f"WARNING: {name} runs without CUDA graphs: {why}\n")
 
     def begin(self, is_on: bool) -> None:
         """Begins a training step, with graphs or without. Raises RuntimeError where layers were changed since."""
         self._is_on, self._slots = is_on, {}
-        tensors = [t for layer in self._layers.values() for t in (*layer.parameters(), *layer.buffers())]
+        tensors = [*self.chunk.parameters(), *self.chunk.buffers()]
         addresses = [each.data_ptr() for t in tensors for each in (t, t.grad) if each is not None]
         if self._graphs and addresses != self._addresses:
             raise RuntimeError(
@@ -127,33 +111,30 @@ class ChunkGraphs:
                 "into them instead, or use --cuda-graphs off"
             )
         self._addresses = addresses
-        for name, layer in self._layers.items() if self._graphs else ():
-            if why := why_not(layer):
-                raise RuntimeError(f"{name} has CUDA graphs, and now {why}: use --cuda-graphs off")
+        if self._graphs and (why := why_not(self.chunk)):
+            raise RuntimeError(f"there are CUDA graphs of a chunk, and now {why}: use --cuda-graphs off")
 
-    def has(self, name: str, micro_batch: int) -> bool:
-        """True if a layer runs as graphs now. A micro-batch that comes to its first layer takes a slot."""
-        if not self._is_on or name not in self._layers:
+    def has(self, micro_batch: int) -> bool:
+        """True if the chunk runs as graphs now; the micro-batch takes a slot."""
+        if not self._is_on:
             return False
-        if micro_batch not in self._slots:
-            taken = self._slots.values()
-            self._slots[micro_batch] = next(each for each in range(len(taken) + 1) if each not in taken)
-            if len(self._pools) < len(self._slots):
-                self._pools.append(self.capture.pool())
+        taken = self._slots.values()
+        self._slots[micro_batch] = next(each for each in range(len(taken) + 1) if each not in taken)
+        if len(self._pools) < len(self._slots):
+            self._pools.append(self.capture.pool())
         return True
 
     def done(self, micro_batch: int) -> None:
         """Gives a micro-batch's slot back, after all of its backward."""
         self._slots.pop(micro_batch, None)
 
-    def apply(self, name: str, inputs: Sequence[Bundle], samples: range | None, micro_batch: int) -> Bundle:
-        """Forward of a layer; a step that captures replays at once. Raises RuntimeError where that cannot be."""
-        entries = [entry for x in inputs for entry in entries_of(x).values()]
+    def apply(self, inputs: Sequence[Tensor], samples: range | None, micro_batch: int) -> Any:
+        """Forward; a step that captures replays at once. Raises RuntimeError where that cannot be."""
         slot = self._slots[micro_batch]
-        key = name, slot, tuple((x.shape, x.dtype, x.requires_grad) for x in entries), self.places(entries)
+        key = slot, tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in inputs)
         if key not in self._graphs:
-            self._graphs[key] = _LayerGraphs(self, name, self._layers[name], inputs, samples, self._pools[slot])
-        return self._graphs[key].apply(entries, samples)
+            self._graphs[key] = _SlotGraphs(self, inputs, samples, self._pools[slot])
+        return self._graphs[key].apply(inputs, samples)
 
     def captured(self, work: Callable[[], None], pool: Any, what: str) -> Callable[[], None]:
         """Graph of some work. Raises RuntimeError, which says what cannot be captured."""
@@ -164,65 +145,24 @@ class ChunkGraphs:
             kind = type(error).__name__
             raise RuntimeError(f"{what} cannot be captured ({kind}: {reason}); use --cuda-graphs off") from error
 
-    def fix(self, tensors: Iterable[Tensor]) -> None:
-        """Notes that a graph leaves values in the memory of these tensors."""
-        self._fixed.update(x.untyped_storage().data_ptr() for x in tensors)
 
-    def is_fixed(self, x: Tensor) -> bool:
-        return x.untyped_storage().data_ptr() in self._fixed
+class _SlotGraphs:
+    """A chunk, for micro-batches in one slot. Attributes: outputs: hold what backward needs."""
 
-    def places(self, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """Memory order of tensors, and their place where that is fixed."""
-        return tuple(None if x is None else (x.stride(), x.data_ptr() if self.is_fixed(x) else 0) for x in tensors)
+    def __init__(self, of: ChunkGraphs, inputs: Sequence[Tensor], samples: range | None, pool: Any) -> None:
+        self._of, self._pool, self._keys = of, pool, RefilledKeys(of.chunk, samples, inputs[0].device)
+        self._leaves = {p: _leaf(p, of.weight_gradients) for p in of.chunk.parameters() if p.requires_grad}
+        self._inputs = [torch.empty_like(x).requires_grad_(x.requires_grad) for x in inputs]
+        self._grads: list[Tensor | None] | None = None  # places of those of the outputs
+        self._replay = of.captured(lambda: self._forward(samples), pool, "forward")
 
-
-class _Inputs:
-    """Memory in which a graph finds what it is given.
-
-    Attributes:
-        are_copied: which of the tensors are filled before each replay; the others come from other graphs.
-    """
-
-    def __init__(self, chunk: ChunkGraphs, given: Sequence[Tensor]) -> None:
-        self.tensors, self.are_copied = list[Tensor](), [not chunk.is_fixed(x) for x in given]
-        for x, is_copied in zip(given, self.are_copied, strict=True):
-            place = torch.empty_like(x) if is_copied else remember_bits(x.detach(), bits_of(x))
-            self.tensors.append(place.requires_grad_(x.requires_grad))
-
-    def fill(self, given: Sequence[Tensor]) -> None:
-        for place, x, is_copied in zip(self.tensors, given, self.are_copied, strict=True):
-            if is_copied:
-                place.data.copy_(x)  # autograd does not see that
-
-
-class _LayerGraphs:
-    """One layer, for micro-batches in one slot. Attributes: outputs: hold what backward needs."""
-
-    def __init__(
-        self,
-        chunk: ChunkGraphs,
-        name: str,
-        layer: nn.Module,
-        inputs: Sequence[Bundle],
-        samples: range | None,
-        pool: Any,
-    ) -> None:
-        self._chunk, self._name, self._pool, self._keys = chunk, name, pool, RefilledKeys()
-        self._leaves = {p: _leaf(p, chunk.weight_gradients) for p in layer.parameters() if p.requires_grad}
-        self._inputs = _Inputs(chunk, [entry for x in inputs for entry in entries_of(x).values()])
-        self._places: tuple[Any, ...] | None = None  # of the gradients that backward was captured for
-        places = iter(self._inputs.tensors)
-        taken = [map_entries(lambda _: next(places), x) for x in inputs]
-        self._replay = chunk.captured(lambda: self._forward(layer, taken, samples), pool, f"{name}: its forward")
-        chunk.fix(self.outputs)
-
-    def _forward(self, layer: nn.Module, inputs: Sequence[Bundle], samples: range | None) -> None:
-        checks = DeviceChecks(self._inputs.tensors[0].device)
-        norms = [(each, len(each.pending)) for each in layer.modules() if isinstance(each, ParallelBatchNorm)]
-        leaves = {f"layer.{n}": self._leaves[p] for n, p in layer.named_parameters() if p in self._leaves}
+    def _forward(self, samples: range | None) -> None:
+        chunk, checks = self._of.chunk, DeviceChecks(self._inputs[0].device)
+        norms = [(each, len(each.pending)) for each in chunk.modules() if isinstance(each, ParallelBatchNorm)]
+        leaves = {f"chunk.{n}": self._leaves[p] for n, p in chunk.named_parameters() if p in self._leaves}
         with checks.collecting(), self._keys.entered():
-            self._output = functional_call(_Applied(layer), leaves, (inputs[0], samples, *inputs[1:]))
-        self.outputs, noted = list(entries_of(self._output).values()), checks.noted()
+            self._output = functional_call(_Applied(chunk, self._of.run), leaves, ([*self._inputs], samples))
+        self.outputs, noted = _tensors(self._output), checks.noted()
         self._norms = [(norm, count) for norm, start in norms for _, _, count in norm.pending[start:]]
         values = [value for norm, start in norms for mean, var, _ in norm.pending[start:] for value in (mean, var)]
         for norm, start in norms:
@@ -231,8 +171,8 @@ class _LayerGraphs:
         # Each kind in one tensor, which takes one copy.
         self._flags, self._statistics = _joined([flag for flag, _ in noted]), _joined(values)
 
-    def apply(self, entries: Sequence[Tensor], samples: range | None) -> Bundle:
-        self._inputs.fill(entries)
+    def apply(self, inputs: Sequence[Tensor], samples: range | None) -> Any:
+        _fill(self._inputs, inputs)
         self._keys.refill(samples)
         self._replay()
         if self._flags is not None:
@@ -242,45 +182,48 @@ class _LayerGraphs:
             values = iter(self._statistics.clone().split(self._sizes))
             for norm, count in self._norms:
                 norm.record(next(values), next(values), count)
-        made = iter(_Replayed.apply(self, self._chunk.anchor, *entries))
-        return map_entries(lambda y: remember_bits(next(made), bits_of(y)), self._output)
+        made = iter(_Replayed.apply(self, self._of.anchor, *inputs))
+
+        def left(y: Tensor) -> Tensor:
+            bits = bits_of(y)
+            return remember_bits(next(made), None if bits is None else bits.clone())
+
+        return [left(y) for y in self._output] if isinstance(self._output, list) else map_entries(left, self._output)
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of the inputs, from those of the outputs; those of weights are left for later."""
-        chunk, given = self._chunk, [grad for grad in grads if grad is not None]
-        if self._places is None:
-            self._capture_backward(grads, given)
-        if chunk.places(grads) != self._places:
-            raise RuntimeError("gradients reach a layer otherwise than when its CUDA graphs were made")
-        self._grads.fill(given)
+        of = self._of
+        if self._grads is None:
+            self._capture_backward(grads)
+        assert self._grads is not None
+        if [x is None for x in grads] != [x is None for x in self._grads]:
+            raise RuntimeError("gradients reach a chunk otherwise than when its CUDA graphs were made")
+        _fill(self._grads, grads)
         self._replay_backward()
         for parameter in self._learnt:
-            chunk.weight_gradients.added(parameter)
+            of.weight_gradients.added(parameter)
         if self._tasks:
-            chunk.weight_gradients.leave(self._add_weights)
-        pairs = zip(self._found, self._inputs.are_copied, strict=True)
-        return [grad.clone() if grad is not None and is_copied else grad for grad, is_copied in pairs]
+            of.weight_gradients.leave(self._add_weights)
+        return [None if grad is None else grad.clone() for grad in self._found]
 
-    def _capture_backward(self, grads: Sequence[Tensor | None], given: Sequence[Tensor]) -> None:
-        chunk, outputs = self._chunk, [y for y, grad in zip(self.outputs, grads, strict=True) if grad is not None]
-        self._places, self._grads = chunk.places(grads), _Inputs(chunk, given)
-        self._replay_backward = chunk.captured(
-            lambda: self._differentiate(outputs), self._pool, f"{self._name}: the gradients of its inputs"
-        )
+    def _capture_backward(self, grads: Sequence[Tensor | None]) -> None:
+        self._grads = [None if grad is None else torch.empty_like(grad) for grad in grads]
+        self._replay_backward = self._of.captured(self._differentiate, self._pool, "the gradients of inputs")
         if self._tasks:
-            what = f"{self._name}: the gradients of its weights"
-            self._replay_weights = chunk.captured(self._run_tasks, chunk.of_weights, what)
-        pairs = zip(self._found, self._inputs.are_copied, strict=True)
-        chunk.fix(grad for grad, is_copied in pairs if grad is not None and not is_copied)
+            what = "the gradients of weights"
+            self._replay_weights = self._of.captured(self._run_tasks, self._of.of_weights, what)
 
-    def _differentiate(self, outputs: Sequence[Tensor]) -> None:
-        learning = [x for x in self._inputs.tensors if x.requires_grad]
-        wanted = [*learning, *self._leaves.values(), self._chunk.weight_gradients.anchor]
-        with self._chunk.weight_gradients.collected() as self._tasks:
+    def _differentiate(self) -> None:
+        assert self._grads is not None
+        pairs = [(y, grad) for y, grad in zip(self.outputs, self._grads, strict=True) if grad is not None]
+        learning = [x for x in self._inputs if x.requires_grad]
+        wanted = [*learning, *self._leaves.values(), self._of.weight_gradients.anchor]
+        outputs, given = [y for y, _ in pairs], [grad for _, grad in pairs]
+        with self._of.weight_gradients.collected() as self._tasks:
             # What forward has kept stays: its memory is no other graph's.
-            found = torch.autograd.grad(outputs, wanted, self._grads.tensors, retain_graph=True, allow_unused=True)
+            found = torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True)
         of_inputs = iter(found)
-        self._found = [next(of_inputs) if x.requires_grad else None for x in self._inputs.tensors]
+        self._found = [next(of_inputs) if x.requires_grad else None for x in self._inputs]
         of_leaves = zip(self._leaves, found[len(learning) :], strict=False)
         summed = [(parameter, grad) for parameter, grad in of_leaves if grad is not None]
         self._learnt = [parameter for parameter, _ in summed]
@@ -296,25 +239,25 @@ class _LayerGraphs:
     def _add_weights(self) -> None:
         self._replay_weights()
         for parameter, _ in self._tasks:
-            self._chunk.weight_gradients.added(parameter)
+            self._of.weight_gradients.added(parameter)
 
 
 class _Replayed(torch.autograd.Function):
-    """Gives the outputs of a layer that was replayed, and replays its backward."""
+    """Gives the outputs of a chunk that was replayed, and replays its backward."""
 
     @staticmethod
-    def forward(ctx: Any, layer: _LayerGraphs, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.layer = layer
+    def forward(ctx: Any, graphs: _SlotGraphs, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.graphs = graphs
         ctx.set_materialize_grads(False)
-        outputs = tuple(y.detach() for y in layer.outputs)
-        learnt = zip(outputs, layer.outputs, strict=True)
+        outputs = tuple(y.detach().clone() for y in graphs.outputs)
+        learnt = zip(outputs, graphs.outputs, strict=True)
         ctx.mark_non_differentiable(*(output for output, y in learnt if not y.requires_grad))
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.layer.backward(grads)
+        return None, None, *ctx.graphs.backward(grads)
 
 
 def why_not(layer: nn.Module) -> str | None:
@@ -325,8 +268,6 @@ def why_not(layer: nn.Module) -> str | None:
         hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
         if any(hooks) or any(each._backward_hooks for each in module.parameters(recurse=False)):
             return f"{what} has hooks, and no replay calls them"
-        if module._compiled_call_impl is not None:
-            return f"{what} is compiled by torch.compile"
         if kind.__module__.split(".")[0] not in KNOWN:
             return f"{what} is no module of MegaSNN's or torch's: what it decides in Python would be decided once"
     return None
@@ -342,14 +283,24 @@ def _leaf(parameter: Tensor, weight_gradients: WeightGradients) -> Tensor:
 
 
 class _Applied(nn.Module):
-    """Layer as a module that takes what `apply_layer` takes."""
+    """Chunk as a module that takes what `run` takes."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, chunk: nn.Module, run: Run) -> None:
         super().__init__()
-        self.layer = layer
+        self.chunk, self._run = chunk, run
 
-    def forward(self, x: Bundle, samples: range | None, *more: Bundle) -> Bundle:
-        return apply_layer(self.layer, x, samples, *more)
+    def forward(self, inputs: list[Tensor], samples: range | None) -> Any:
+        return self._run(inputs, samples)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return output if isinstance(output, list) else list(entries_of(output).values())
+
+
+def _fill(places: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
+    for place, x in zip(places, values, strict=True):
+        if place is not None and x is not None:
+            place.data.copy_(x)  # autograd does not see that
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ pipeline changes no bit. So every receive can be posted, and no host waits for a
 
 A link is all that one rank sends to another, forward and backward, first in, first out. Each direction between two
 ranks has a process group of its own: with both in one queue, a receive that is posted early would hold up the send that
-its peer waits for. `megasnn/schedule/receives.py` decides which receives are posted before which computation.
+its peer waits for. `megasnn/schedule/receives.py` decides which receives are posted before which action.
 
 A message has the size that was planned, whatever the values: a packed one that cannot hold them is noted by its sender
 (megasnn/device_checks.py) and read with the loss. No host looks at what travels.
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megasnn.bundle import Key, entries_of
 from megasnn.device_checks import explained
+from megasnn.host_memory import without_waiting
 from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, bits_of, decode_into, encode, encoded_like
 from megasnn.layers.context import BuildContext
@@ -35,10 +36,9 @@ from megasnn.models.description import DRY_SAMPLES, INPUT, Carried, ModelDescrip
 from megasnn.parallel.sharding import own_rows
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, ParallelState, start_messages
-from megasnn.pinned import without_waiting
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.schedule import Action, Kind, Schedule
-from megasnn.schedule.receives import known_arrivals, posted_ahead, receives_from, sent_by_then
+from megasnn.schedule.receives import known_arrivals, sent_by_then
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,6 @@ class Transfers:
     Args:
         chunks: this rank's chunks by index. placement: pipeline rank of every chunk.
         boundaries: what they carry; None on a single stage.
-        wholes: for every chunk, the number of the one that it is a unit of; None where each is one by itself.
     """
 
     def __init__(
@@ -219,10 +218,8 @@ class Transfers:
         placement: Sequence[int],
         state: ParallelState,
         boundaries: Boundaries | None = None,
-        wholes: Sequence[int] | None = None,
     ) -> None:
         self._chunks, self.placement, self._boundaries = chunks, tuple(placement), boundaries
-        self._wholes = range(len(placement)) if wholes is None else wholes
         self._rank, self.links = state.pp.rank, dict[int, Link]()
         up, down, wire = state.pp, state.pp_down, state.wire
         for low, high in linked(placement):
@@ -232,25 +229,14 @@ class Transfers:
                 ways, peer = ((up, down), high) if self._rank == low else ((down, up), low)
                 self.links[peer] = Link(*ways, up.ranks[peer], wire, state.device)
         self._sizes: Sequence[int] = ()
-        self._schedule: Schedule | None = None  # the last one, of which the next four are
+        self._schedule: Schedule | None = None  # the last one, of which the next two are
 
-    def begin(self, schedule: Schedule, sizes: Sequence[int], is_new: bool = False) -> None:
-        """Begins a step.
-
-        Args:
-            sizes: samples of each micro-batch.
-            is_new: kernels may be loaded and memory may be taken for the first time, which may wait for all that a
-                device does: only receives whose messages were sent for certain are posted early.
-        """
+    def begin(self, schedule: Schedule, sizes: Sequence[int]) -> None:
+        """Begins a step. Args: sizes: samples of each micro-batch."""
         if schedule is not self._schedule:  # large ones take a second to read
             self._schedule, self._arrivals = schedule, known_arrivals(schedule, self._rank)
-            self._certain = sent_by_then(schedule, self._rank)
-            self._ahead = posted_ahead(schedule, self._rank, self._wholes)
-            self._sent = {peer: receives_from(schedule, peer, self._rank) for peer in self.links}
-        self._sizes, self._posts = sizes, self._certain if is_new else self._ahead
-        self._coming = {peer: deque(receives) for peer, receives in self._sent.items()}
-        self._posted: set[Action] = set()
-        self._early: dict[Action, list[Tensor]] = {}  # what came before its turn
+            self._posts = sent_by_then(schedule, self._rank)
+        self._sizes, self._posted = sizes, set[Action]()
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
         """Does not wait for the peer.
@@ -273,7 +259,7 @@ class Transfers:
             link.send(message)
 
     def announce(self, action: Action) -> None:
-        """Posts what is to arrive while this rank does what comes now."""
+        """Posts what was sent for certain before this rank does what comes now."""
         for receive in self._posts.get(action, ()):
             self._post(receive)
 
@@ -283,18 +269,15 @@ class Transfers:
             self.links[self._peer(receive)].post(spec)
 
     def receive(self, action: Action) -> list[Tensor]:
-        """Waits for the tensors, and for those that their sender sends before them."""
+        """Waits for the tensors."""
         self.announce(action)
-        peer = self._peer(action)
-        coming, link = self._coming[peer], self.links[peer]
-        while action not in self._early:
-            first = coming.popleft()
-            if first not in self._posted:
-                self._post(first)
-            let_go = partial(link.arrived, self._arrivals[first])
-            self._early[first] = [link.receive(spec, let_go) for spec, _ in self._carried(first)]
-            let_go()
-        return self._early.pop(action)
+        if action not in self._posted:
+            self._post(action)
+        link = self.links[self._peer(action)]
+        let_go = partial(link.arrived, self._arrivals[action])
+        tensors = [link.receive(spec, let_go) for spec, _ in self._carried(action)]
+        let_go()
+        return tensors
 
     def wait(self) -> None:
         """Waits until everything sent has left."""

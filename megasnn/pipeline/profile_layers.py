@@ -7,11 +7,10 @@ profiled once. No more than one layer exists at a time. Values come from keyed g
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from statistics import median
 
@@ -21,9 +20,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from megasnn.bundle import Bundle, bundle_of, entries_of, map_entries
-from megasnn.device_checks import DeviceChecks
 from megasnn.kernels.spike_codec import bits_of, remember_bits
-from megasnn.layers.blocks import recompute_mode
 from megasnn.layers.context import BuildContext
 from megasnn.layers.replicated import apply_layer
 from megasnn.layers.row_context import own_rows_of
@@ -36,10 +33,11 @@ from megasnn.pipeline.chunk import carrying_layers
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts, crossing, for_samples
 from megasnn.pipeline.microbatch_state import backward_of, enter_graph
 from megasnn.pipeline.p2p import TensorSpec
-from megasnn.recompute import Cache, recording, replaying
+from megasnn.recompute import Cache, recording
 from megasnn.telemetry.allocations import AllocationCounter
 
 ROUNDS = 3
+TIMED = "forward", "input_gradient", "weight_gradient"
 TRIAL_SAMPLES = 1, 2
 COUNTED_AS_THEY_ARE = 4
 """Samples of a micro-batch. Of few, other moments are the peak than of many: weights' gradients take most."""
@@ -48,59 +46,46 @@ SMALL, LARGE = 1 << 10, 1 << 22  # bytes
 
 
 def profile_pipeline(
-    model: ModelDescription, samples: int, context: BuildContext, state: ParallelState, repeats: bool = False
+    model: ModelDescription, samples: int, context: BuildContext, state: ParallelState
 ) -> PipelineCosts:
     """Costs for micro-batches of `samples` samples as the first rank measured them; the same on every rank.
 
     Ranks that used figures of their own would cut the model differently and wait for each other for ever. All of them
     measure nevertheless, at the same time: in training every core is at work. Collective over the world.
-
-    Args:
-        repeats: also measures forwards that are computed again.
     """
-    world, link, replicas = state.world, LinkCost(), None
+    world, link = state.world, LinkCost()
     if world.size > 1:
         dist.barrier(group=world.handle)  # who begins before the others would measure a quieter machine
-    layers = profile_layers(model, samples, context, state.device, ROUNDS, repeats)
+    layers = profile_layers(model, samples, context, state.device)
     if world.size > 1:
         dist.barrier(group=world.handle)
-        if state.pp.size > 1:
-            start_messages(state.pp, 0, 1, state.wire)
-            link = measure_link(state.pp, state.wire)
-        if context.dp_shard.size > 1:
-            start_messages(context.dp_shard, 0, 1, state.wire)
-            replicas = measure_link(context.dp_shard, state.wire)
-    measured = [PipelineCosts(tuple(layers), link, replicas)]
+    group = state.pp if state.pp.size > 1 else context.dp_shard
+    if group.size > 1:
+        start_messages(group, 0, 1, state.wire)
+        link = measure_link(group, state.wire)
+    measured = [PipelineCosts(tuple(layers), link)]
     if world.size > 1:
         dist.broadcast_object_list(measured, src=0, group=world.handle)
     return measured[0]
 
 
-def count_memory(
-    model: ModelDescription, samples: int, context: BuildContext, device: torch.device, repeats: bool = False
-) -> PipelineCosts:
+def count_memory(model: ModelDescription, samples: int, context: BuildContext, device: torch.device) -> PipelineCosts:
     """Bytes of each layer for a micro-batch of `samples` samples; times are 0.
 
     Up to four samples are counted as they are; more with one sample and with two: each more needs as much more.
     """
     sizes = TRIAL_SAMPLES if samples > COUNTED_AS_THEY_ARE else (samples,)
-    counted = [profile_layers(model, size, context, device, 0, repeats) for size in sizes]
+    counted = [profile_layers(model, size, context, device, rounds=0) for size in sizes]
     return PipelineCosts(tuple(for_samples(each, samples, sizes) for each in zip(*counted, strict=True)), LinkCost())
 
 
 def profile_layers(
-    model: ModelDescription,
-    samples: int,
-    context: BuildContext,
-    device: torch.device,
-    rounds: int = ROUNDS,
-    repeats: bool = False,
+    model: ModelDescription, samples: int, context: BuildContext, device: torch.device, rounds: int = ROUNDS
 ) -> list[LayerCost]:
     """Costs of all layers for a micro-batch. Collective over the ranks that share one.
 
     Args:
         rounds: runs by the clock; 0: bytes only.
-        repeats: also measures forwards that are computed again.
     """
     x = model.example_input(samples, torch.Generator().manual_seed(0))
     images = own_rows_of(frames_of(x.to(device, context.dtype), model.input_shape), context)
@@ -121,7 +106,7 @@ def profile_layers(
             materialise([(description.name, layer)], device, seed=0)
             with casts.kept():  # as in a step, which makes each copy once
                 trial = _Trial(layer, inputs, range(samples), INPUT in takes, tasks, device)
-                cost = _with_messages(trial.cost(rounds, repeats), trial.output, description, rounds)
+                cost = trial.cost(rounds, description)
                 cast = casts.held_bytes if context.dp_shard.size == 1 else 0  # weights are gathered as such
             known[kind] = replace(cost, cast=cast), trial.output
         cost, outputs[number] = known[kind]
@@ -163,96 +148,91 @@ class _Trial:
         device: torch.device,
     ) -> None:
         self._layer, self._inputs, self._samples, self._is_first = layer, inputs, samples, is_first
-        self._weight_gradients, self._device, self._clock = weight_gradients, device, Clock(device)
+        self._weight_gradients, self._device = weight_gradients, device
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._gradients: list[Sequence[Tensor]] = []  # of the inputs
         before = statistics.total()
-        # What is left of the first run goes while something else is counted: torch warns of memory not seen taken.
+        # The first run pays for compiling and for the gradients' memory. What is left of it goes while something else
+        # is counted: torch warns of memory not seen taken.
         with AllocationCounter(device).counting(), statistics.counting():
-            y = self._forward(inputs)
-            self._learning = [torch.empty_like(each, device="meta") for each in _learning(y)]
-            self._backward_of(y)()  # the first one pays for compiling and for the gradients' memory
-            self._gradients.clear()
-            self.output = map_entries(_copied, y)
+            self._pass(lambda part: nullcontext())
         after = statistics.total()
         self._traffic = after.calls - before.calls, after.bytes - before.bytes
 
-    def cost(self, rounds: int, repeats: bool) -> LayerCost:
-        """Costs without those of messages. Args: as of `profile_layers`."""
-        counter, forward, backward = self._counted_forward()
-        held = counter.held
-        with counter.counting(), self._weight_gradients.deferred() as tasks:
-            backward()
-        gradient = sum(each.nbytes for each in self._learning)  # of the output, which is no work of the layer's
-        inputs = counter.peak - held - gradient
-        with counter.counting():
-            self._gradients.clear()
-        deferred = counter.held
-        with counter.counting():
-            _run(tasks)
-        weights = counter.peak - deferred
-        findings, again = (self._first_forward(), 0) if repeats else (deque(), None)
-        parts = [part for each in findings for part in ([each] if isinstance(each, Tensor) else each)]
-        found = sum(part.nbytes for part in parts)
-        if repeats:  # the second forward does not fire the last neuron
-            with recompute_mode([self._layer]), replaying(findings):
-                again = self._counted_forward()[1]
+    def cost(self, rounds: int, description: LayerDescription) -> LayerCost:
+        """Costs of the layer, and of its messages to another stage. Args: rounds: as of `profile_layers`."""
+        counter, counted = AllocationCounter(self._device), dict[str, tuple[int, int]]()
+
+        @contextmanager
+        def count(part: str) -> Iterator[None]:
+            before = counter.held
+            with counter.counting():
+                yield
+            counted[part] = counter.peak - before, counter.held
+
+        self._pass(count)
+        times = dict[str, list[float]]()
+
+        @contextmanager
+        def clock(part: str) -> Iterator[None]:
+            start = now(self._device)
+            yield
+            times.setdefault(part, []).append(now(self._device) - start)
+
         for _ in range(rounds):
-            self._run_by_the_clock(repeats)
-        seconds = self._clock.seconds
+            self._pass(clock)
+        forward, inputs, weights = (median(times[part]) if rounds else 0.0 for part in TIMED)
+        entries, message = entries_of(self.output), 0
+        for key, y in entries.items():
+            spec = TensorSpec(tuple(y.shape), y.dtype, description.entries[key].content)
+            message += spec.buffer(torch.device("meta")).nbytes
+        gradient = sum(each.nbytes for each in self._learning)
         return LayerCost(
-            forward=seconds("forward") or 0.0,
-            input_gradient=seconds("input_gradient") or 0.0,
-            weight_gradient=seconds("weight_gradient") or 0.0,
-            held=held,
-            working=(forward, inputs, weights),
+            forward,
+            inputs,
+            weights,
+            held=counted["kept"][1],
+            # The gradient of the output is no work of the layer's.
+            working=(counted["forward"][0], counted["input_gradient"][0] - gradient, counted["weight_gradient"][0]),
+            message=message,
+            gradient=gradient,
+            output=sum(each.nbytes for each in entries.values()),
+            deferred=counted["deferred"][1],
             parameters=sum(each.nbytes for each in self._layer.parameters()),
             collectives=self._traffic[0],
             exchanged=self._traffic[1],
-            found=found,
-            again=seconds("again"),
-            working_again=again,
-            deferred=deferred,
-            output=sum(each.nbytes for each in entries_of(self.output).values()),
+            found=self._found(),
         )
 
-    def _counted_forward(self) -> tuple[AllocationCounter, int, Callable[[], None]]:
-        """A forward, at whose end nothing is left but what it keeps; the bytes that it needed, and its backward."""
+    def _pass(self, inside: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Forward and backward of a micro-batch. Args: inside: surrounds each part of it."""
         self._forget()
-        counter, given = AllocationCounter(self._device), list[Bundle]()
-        with counter.counting():  # inputs come in, but images lie in the batch
-            given += self._inputs if self._is_first else [map_entries(_copied, x) for x in self._inputs]
-        before = counter.held
-        with counter.counting():
+        with inside("inputs"):  # they come in, but images lie in the batch
+            given = [x if self._is_first else map_entries(_copied, x) for x in self._inputs]
+        with inside("forward"):
             y = [self._forward(given)]
-        needed = counter.peak - before
-        with counter.counting():
+        self.output = map_entries(_copied, y[0])
+        self._learning = [torch.empty_like(each, device="meta") for each in _learning(y[0])]
+        with inside("kept"):
             backward = self._backward_of(y.pop())
             given.clear()
-        return counter, needed, backward
+        with inside("input_gradient"), self._weight_gradients.deferred() as tasks:
+            backward()
+        with inside("deferred"):
+            self._gradients.clear()
+        tasks.reverse()
+        with inside("weight_gradient"):
+            while tasks:
+                tasks.pop()()
 
-    def _first_forward(self) -> Cache:
+    def _found(self) -> int:
+        """Bytes that a forward keeps beside its input where it is computed again."""
         findings: Cache = deque()
         self._forget()
         with recording(findings):
             self._forward(self._inputs)
-        return findings
-
-    def _run_by_the_clock(self, repeats: bool) -> None:
-        self._forget()
-        with self._clock("forward"):
-            y = self._forward(self._inputs)
-        backward = self._backward_of(y)
-        del y
-        with self._clock("input_gradient"), self._weight_gradients.deferred() as tasks:
-            backward()
-        self._gradients.clear()
-        with self._clock("weight_gradient"):
-            _run(tasks)
-        if repeats:
-            findings = self._first_forward()
-            with self._clock("again"), recompute_mode([self._layer]), replaying(findings):
-                self._forward(self._inputs)
+        parts = (part for each in findings for part in ([each] if isinstance(each, Tensor) else each))
+        return sum(part.nbytes for part in parts)
 
     def _forget(self) -> None:
         """Lets neurons forget the state that the last run left."""
@@ -282,12 +262,6 @@ class _Trial:
         return [torch.ones_like(each, device=self._device) for each in self._learning]
 
 
-def _run(tasks: list[Callable[[], None]]) -> None:
-    tasks.reverse()
-    while tasks:
-        tasks.pop()()
-
-
 def _learning(y: Bundle) -> list[Tensor]:
     return [each for each in entries_of(y).values() if each.requires_grad]
 
@@ -296,45 +270,6 @@ def _copied(x: Tensor) -> Tensor:
     bits = bits_of(x)
     copy = x.detach().clone().requires_grad_(x.requires_grad)
     return remember_bits(copy, None if bits is None else bits.clone())
-
-
-def _with_messages(cost: LayerCost, output: Bundle, description: LayerDescription, rounds: int) -> LayerCost:
-    """Adds the costs of handing the output to another stage."""
-    for key, y in entries_of(output).items():
-        spec = TensorSpec(tuple(y.shape), y.dtype, description.entries[key].content)
-        clock = Clock(y.device)
-        for _ in range(rounds):
-            # Whether values fit is a question of training: here they are made up.
-            with clock("pack"), DeviceChecks(y.device).collecting():
-                message = spec.pack(y)
-            with clock("unpack"):
-                spec.unpack(message)
-        cost = replace(
-            cost,
-            message=cost.message + spec.buffer(torch.device("meta")).nbytes,
-            gradient=cost.gradient + y.nbytes * y.requires_grad,
-            pack=cost.pack + (clock.seconds("pack") or 0.0),
-            unpack=cost.unpack + (clock.seconds("unpack") or 0.0),
-        )
-    return cost
-
-
-class Clock:
-    """Seconds of blocks by name."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._times: dict[str, list[float]] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = now(self._device)
-        yield
-        self._times.setdefault(name, []).append(now(self._device) - start)
-
-    def seconds(self, name: str) -> float | None:
-        """Median of a block; None where it never ran."""
-        return median(self._times[name]) if name in self._times else None
 
 
 def now(device: torch.device) -> float:
@@ -350,22 +285,16 @@ def measure_link(group: Group, device: torch.device) -> LinkCost:
         return LinkCost()
     small, large = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (SMALL, LARGE))
     times: list[list[float]] = [[], []]
-    processor = []
     for _ in range(MESSAGES + 1):
         for message, found in zip((small, large), times, strict=True):
-            start, used = now(device), time.process_time()
+            start = now(device)
             _transfer(group, message, sends=group.rank == 0)
             _transfer(group, small, sends=group.rank != 0)
             found.append(now(device) - start)
-        processor.append(time.process_time() - used)
     # What else the machine does lengthens some of them: the least of several, small and large by turns.
     least, most = (min(found[1:]) for found in times)
     per_byte = (most - least if most > least else most) / LARGE  # free bytes would be planned on
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    cores, busy = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 0.0
-    if device.type == "cpu" and ranks_here * torch.get_num_threads() >= cores:
-        busy = min(median(processor[1:]) / LARGE, per_byte / 2)  # more would be threads that wait by spinning
-    return LinkCost(least / 2, per_byte, busy, busy)
+    return LinkCost(least / 2, per_byte)
 
 
 def _transfer(group: Group, tensor: Tensor, sends: bool) -> None:

@@ -17,9 +17,8 @@ from megasnn.models.description import Carried
 from megasnn.pipeline.p2p import TensorSpec
 from megasnn.pipeline.peak_memory import UnitMemory, moments
 from megasnn.recompute import Cache
-from megasnn.schedule import Kind, Schedule
+from megasnn.schedule import Schedule
 from megasnn.schedule.passes import with_recompute
-from megasnn.schedule.plan import Repeated
 
 MB = 1e-6
 
@@ -63,70 +62,38 @@ def _with_bits(tensor: Tensor, spec: TensorSpec, message: Tensor) -> Tensor:
     return remember_bits(tensor, message) if knows else tensor
 
 
-class BudgetError(ValueError):
-    """Budget that no choice keeps.
+def within_budget(schedule: Schedule, units: Sequence[UnitMemory], budget: float) -> frozenset[int]:
+    """Chooses units whose forwards are computed again so that no rank needs more than its budget.
 
-    Attributes:
-        least: bytes with all forwards computed again; the message has them, too.
-    """
-
-    def __init__(self, budget: float, least: float) -> None:
-        self.least = least
-        super().__init__(
-            f"--memory-budget {budget * MB:g} cannot be kept with all forwards computed again: the least is "
-            f"--memory-budget {math.ceil(least * MB)}; or use a smaller --micro-batch-size"
-        )
-
-
-def within_budget(schedule: Schedule, units: Sequence[UnitMemory], budget: float) -> Repeated:
-    """Chooses the forwards to compute again so that no rank needs more than its budget.
-
-    Greedy: those that save most bytes for each second of their time first, as many as `moments` asks for.
+    Greedy: units that save most bytes for each second of their time first, as many as `moments` asks for.
 
     Args:
         schedule: of units, complete, in which nothing is computed again.
         budget: bytes that each rank may need.
     Raises:
-        BudgetError: more is needed even with all of them.
+        ValueError: more is needed even with all of them.
     """
-    chosen: Repeated = frozenset()
-    most = 0
+    chosen, least = frozenset[int](), 0
     for rank in range(schedule.ranks):
-        order = _cheapest_first(schedule, rank, units)
-        need = partial(_need, schedule, rank, units)
-        if need(()) <= budget:
-            continue
-        most = max(most, need(order))
-        short, enough = 0, len(order)
-        while enough - short > 1:
-            middle = (short + enough) // 2
-            short, enough = (short, middle) if need(order[:middle]) <= budget else (middle, enough)
-        mine = frozenset(order[:enough])
-        for unit in sorted({unit for unit, _ in mine}, key=lambda unit: -units[unit].again):
-            without = frozenset(each for each in mine if each[0] != unit)
-            if need(without) <= budget:  # given back: the last units that were taken save enough alone
-                mine = without
-        chosen |= mine
-    if most > budget:
-        raise BudgetError(budget, most)
+        useful = [unit for unit in schedule.chunks_of(rank) if units[unit].held > units[unit].entering]
+        useful.sort(key=lambda unit: (units[unit].held - units[unit].entering) / max(units[unit].again, 1e-9))
+        taken = frozenset[int]()
+        need = _need(schedule, rank, units, taken)
+        while need > budget and useful:
+            taken |= {useful.pop()}
+            need = _need(schedule, rank, units, taken)
+        chosen, least = chosen | taken, max(least, need)
+    if least > budget:
+        raise ValueError(
+            f"--memory-budget {budget * MB:g} cannot be kept with all forwards computed again: the least is "
+            f"--memory-budget {math.ceil(least * MB)}; or use a smaller --micro-batch-size, or "
+            "--pipeline-schedule v-half or v-min"
+        )
     return chosen
 
 
-def _need(schedule: Schedule, rank: int, units: Sequence[UnitMemory], chosen: Collection[tuple[int, int]]) -> int:
-    """Bytes of a rank where these forwards are computed again."""
-    taken = frozenset(chosen)
-    row = with_recompute(schedule.actions[rank], lambda unit, m: (unit, m) in taken)
+def _need(schedule: Schedule, rank: int, units: Sequence[UnitMemory], chosen: Collection[int]) -> int:
+    """Bytes of a rank where the forwards of these units are computed again."""
+    row = with_recompute(schedule.actions[rank], lambda unit, m: unit in chosen)
     rows = (*schedule.actions[:rank], row, *schedule.actions[rank + 1 :])
     return max((each.total for each in moments(replace(schedule, actions=rows), rank, units)), default=0)
-
-
-def _cheapest_first(schedule: Schedule, rank: int, units: Sequence[UnitMemory]) -> list[tuple[int, int]]:
-    """All forwards of a rank that can be computed again: the most bytes per second first, a unit's together.
-
-    Of a unit the last micro-batch is first: when it is computed again, the activations of those before it are gone.
-    """
-    row = with_recompute(schedule.actions[rank], lambda unit, m: True)
-    choices = [(unit, m) for unit, kind, m in row if kind is Kind.RECOMPUTE and m is not None]
-    saved = {unit: units[unit].held - units[unit].entering for unit, _ in choices}
-    useful = [each for each in choices if saved[each[0]] > 0]
-    return sorted(useful, key=lambda each: (-saved[each[0]] / max(units[each[0]].again, 1e-9), each[0], -each[1]))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megasnn.host_memory import without_waiting
 from megasnn.layers import ParallelBatchNorm
 from megasnn.layers.shape_inference import calls_of
 from megasnn.models.description import ModelDescription
@@ -21,7 +22,6 @@ from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel.sync_batch_norm import StepStatistics
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, start_messages
-from megasnn.pinned import without_waiting
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.p2p import on_wire
 
@@ -129,25 +129,19 @@ class Ties:
 
     def _moved(self, given: Sequence[Tensor], like: Sequence[Tensor], source: int, target: int) -> Sequence[Tensor]:
         """Moves the tensors `given` from pipeline rank `source` to rank `target`, where they are like those of `like`;
-        nothing on other ranks. All of one type travel in one message."""
+        nothing on other ranks."""
+        ranks, group, moved = self._pipeline.ranks, self._pipeline.handle, list[Tensor]()
         if source == target:
             return given
-        mine = self._pipeline.rank == source
-        tensors, peer = (given, target) if mine else (like, source)
-        moved: dict[int, Tensor] = {}
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
-            if mine:
-                message = on_wire(torch.cat([tensors[place].detach().reshape(-1) for place in places]), self._wire)
-                statistics.record("ties", "send", "step", message.nbytes)
-                dist.send(message, self._pipeline.ranks[peer], group=self._pipeline.handle)
-                continue
-            first = tensors[places[0]]
-            message = first.new_empty(sum(tensors[place].numel() for place in places), device=self._wire)
-            dist.recv(message, self._pipeline.ranks[peer], group=self._pipeline.handle)
-            parts = without_waiting(message, first.device).split([tensors[place].numel() for place in places])
-            moved |= {place: part.view(tensors[place].shape) for place, part in zip(places, parts, strict=True)}
-        return [moved[place] for place in sorted(moved)]
+        for tensor in given if self._pipeline.rank == source else ():
+            message = on_wire(tensor.detach().contiguous(), self._wire)
+            statistics.record("ties", "send", "step", message.nbytes)
+            dist.send(message, ranks[target], group=group)
+        for tensor in like if self._pipeline.rank == target else ():
+            message = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._wire)
+            dist.recv(message, ranks[source], group=group)
+            moved.append(without_waiting(message, tensor.device))
+        return moved
 
 
 def _statistics_like(norm: ParallelBatchNorm) -> Tensor:

@@ -114,7 +114,7 @@ def counted(
     """Counts in trial steps what the first of so many ranks keeps."""
     with fake_ranks(tensor, context) as state:
         built_for = context_of(state, config, cut, on_cpu)
-        costs = tuple(count_memory(model, size, built_for, CPU, repeats=True).layers for size in trial_sizes(config))
+        costs = tuple(count_memory(model, size, built_for, CPU).layers for size in trial_sizes(config))
         return Counted(tensor, context, cut, costs, _tensors(model, built_for))
 
 

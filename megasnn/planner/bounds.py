@@ -85,7 +85,7 @@ class SizedLayers:
                 },
                 of_backward={which: tuple(self._of_backward(span, which) for span in bounds) for which in self._kept},
                 # The last layer of a chunk goes backward right behind its forward.
-                again=tuple(sum(layers[i].again or layers[i].forward for i in span[:-1]) for span in bounds),
+                again=tuple(sum(layers[i].forward for i in span[:-1]) for span in bounds),
             )
         return self._chunks[link, placement]
 
@@ -123,8 +123,8 @@ class Bounds:
 
     def costs(self, layout: Layout) -> PipelineCosts:
         """Costs of all layers on a rank, and of its links. Raises ValueError for a size that cannot be."""
-        between, replicas = (self._cluster.link(layout.grid, axis) for axis in ("pp", "dp_shard"))
-        return PipelineCosts(self._sized_on(layout.grid, layout.cut).costs, between, replicas)
+        costs = self._sized_on(layout.grid, layout.cut).costs
+        return PipelineCosts(costs, self._cluster.link(layout.grid, "pp"))
 
     def bounds(self, layout: Layout, placement: Placement | None = None) -> tuple[range, ...]:
         """Layers of each chunk, balanced by cost."""
@@ -144,12 +144,12 @@ class Bounds:
         for chunk, rank in enumerate(layout.placement):
             cost = chunks.costs[chunk]
             again = chunks.again[chunk] if recomputes else 0.0
-            work[rank] += cost.forward + (cost.split_backward if split else cost.backward) + again
+            work[rank] += cost.forward + cost.backward + again
             stash[rank] += held[chunk] * kept[chunk]
             last[rank] = chunk
             ahead[rank] = min(ahead[rank], before)
             before += cost.forward + (0.0 if split else cost.backward)
-            way += cost.forward + (cost.time(Kind.INPUT_GRADIENT) if split else cost.backward)
+            way += cost.forward + (cost.input_gradient if split else cost.backward)
         busy = max(way, *(start + count * each for start, each in zip(ahead, work, strict=True)))
         states = self.states(layout)
         reduced, updated = max(each.reduced for each in states), max(each.updated for each in states)

@@ -20,7 +20,7 @@ from megasnn.grid import ContextCut
 from megasnn.pipeline.cost_model import LayerCost
 from megasnn.planner.machines import Machine
 
-FORMAT: Literal[2] = 2
+FORMAT: Literal[3] = 3
 _ADVICE = "make it anew with `analyze`"
 
 CutAxis = Literal["tensor", "samples", "rows"]
@@ -86,9 +86,6 @@ class LayerSeconds:
     forward: float
     input_gradient: float
     weight_gradient: float
-    again: float
-    pack: float
-    unpack: float
 
 
 @with_config(STRICT)
@@ -121,7 +118,7 @@ class Analysis:
         machine: where it was measured; None: nowhere.
     """
 
-    format: Literal[2]
+    format: Literal[3]
     model: str
     about: dict[str, FreeForm]
     layers: tuple[LayerFacts, ...]

@@ -29,8 +29,7 @@ class Share:
     ranks: int
 
 
-WHOLE = "held", "message", "gradient", "parameters", "found", "cast"
-OPTIONAL = "working_again", "deferred", "output"
+WHOLE = "held", "message", "gradient", "output", "deferred", "parameters", "found", "cast"
 
 
 def counted_costs(analysis: Analysis, share: Share) -> list[LayerCost]:
@@ -94,13 +93,9 @@ def _shrunk(alone: LayerCost, part: LayerCost, counted_at: int, size: int, is_ro
         cut = (one - some) / (1 - 1 / counted_at)
         return max(0, round(one - cut + cut / size))
 
-    def optional(one: int | None, some: int | None) -> int | None:
-        return some if one is None or some is None else bytes_of(one, some)
-
     received = (1 - 1 / size) / (1 - 1 / counted_at)  # of what all ranks have, a rank receives the others' part
     forward, inputs, weights = map(bytes_of, alone.working, part.working)
     counts: dict[str, Any] = {name: bytes_of(getattr(alone, name), getattr(part, name)) for name in WHOLE}
-    counts |= {name: optional(getattr(alone, name), getattr(part, name)) for name in OPTIONAL}
     exchanged = part.exchanged if is_rows else round(part.exchanged * received)
     return replace(part, working=(forward, inputs, weights), exchanged=exchanged, **counts)
 
@@ -127,7 +122,7 @@ def _of_both(of_tensor: LayerCost, by_rows: LayerCost, alone: LayerCost, share: 
         return -(-one * other // whole) if whole else one
 
     parts: dict[str, Any] = {
-        name: part(*(getattr(each, name) or 0 for each in (of_tensor, by_rows, alone))) for name in _CUT
+        name: part(*(getattr(each, name) for each in (of_tensor, by_rows, alone))) for name in _CUT
     }
     forward, inputs, weights = map(part, of_tensor.working, by_rows.working, alone.working)
     return replace(
@@ -139,7 +134,7 @@ def _of_both(of_tensor: LayerCost, by_rows: LayerCost, alone: LayerCost, share: 
     )
 
 
-_CUT = "held", "message", "gradient", "found", "working_again", "deferred", "output"
+_CUT = "held", "message", "gradient", "found", "deferred", "output"
 
 
 def layer_costs(analysis: Analysis, machine: Machine, share: Share, links: Links) -> tuple[LayerCost, ...]:
@@ -193,15 +188,14 @@ def _computed(analysis: Analysis, machine: Machine, costs: Sequence[LayerCost], 
     for number, (layer, cost) in enumerate(zip(analysis.layers, costs, strict=True)):
         rows = share.context if share.cut == "rows" and layer.rows > 1 else 1
         product = layer.operations * share.samples / share.tensor / rows / rate
-        moved = (3 * cost.held + cost.waiting) / machine.moved
+        moved = (3 * cost.held + cost.output) / machine.moved
         seconds = {
             "forward": product + moved,
             "input_gradient": (product if number else 0.0) + moved,
             "weight_gradient": product + cost.held / machine.moved,
         }
         parts = {name: (machine.start + max(machine.least, each)) / faster for name, each in seconds.items()}
-        pack = (cost.message + cost.waiting) / machine.moved
-        found.append(LayerSeconds(**parts, again=parts["forward"], pack=pack, unpack=pack))
+        found.append(LayerSeconds(**parts))
     return found
 
 

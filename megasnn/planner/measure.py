@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megasnn.config import PretrainConfig
-from megasnn.free_memory import keep_free_memory, release_free_memory
 from megasnn.grid import ContextCut
+from megasnn.host_memory import keep_free_memory, release_free_memory
 from megasnn.models.description import ModelDescription
 from megasnn.optim.build import build_optimizer
 from megasnn.parallel.agreement import broadcast_result
@@ -24,7 +24,7 @@ from megasnn.pipeline.profile_layers import profile_layers, profile_pipeline
 from megasnn.planner.analyze import context_of, one_rank
 from megasnn.planner.cost_file import Analysis, LayerSeconds, Timed
 from megasnn.planner.machines import DEVICES, Machine
-from megasnn.telemetry.memory import device_name, held_memory_mb
+from megasnn.telemetry.memory import held_memory_mb, processor_name
 
 STEPS = 5  # of the optimizer
 Size = tuple[int, int, ContextCut]
@@ -45,7 +45,7 @@ def measured(model: ModelDescription, config: PretrainConfig, known: Analysis | 
     timed, link = [], None
     if known is not None:
         alone, samples = one_rank(config, device.type == "cpu"), config.training.micro_batch_size
-        layers = profile_layers(model, samples, alone, device, repeats=True)
+        layers = profile_layers(model, samples, alone, device)
         timed.append(_timed(config, layers, ONE, 1))
     if ranks > 1:
         for size in broadcast_result(world, lambda: _sizes(known, config, ranks)):
@@ -76,7 +76,7 @@ def _machine(device: torch.device, link: LinkCost | None, update: float, ranks: 
     release_free_memory()
     return replace(
         base,
-        name=device_name(device),
+        name=processor_name() if is_cpu else torch.cuda.get_device_name(device),
         least=0.0,
         start=0.0,
         alone=1.0,  # seconds are there of one rank, and of all at the same time
@@ -109,7 +109,7 @@ def _together(
     try:
         built_for = context_of(state, config, cut, device.type == "cpu")
         samples = built_for.largest_share(config.training.micro_batch_size)
-        return profile_pipeline(model, samples, built_for, state, repeats=True)
+        return profile_pipeline(model, samples, built_for, state)
     finally:
         destroy_model_parallel()
 
@@ -118,17 +118,7 @@ def _timed(config: PretrainConfig, layers: Sequence[LayerCost], size: Size, rank
     tensor, context, cut = size
     samples = config.training.micro_batch_size
     samples = -(-samples // context) if cut == "samples" else samples
-    seconds = tuple(
-        LayerSeconds(
-            forward=each.forward,
-            input_gradient=each.input_gradient,
-            weight_gradient=each.weight_gradient,
-            again=each.forward if each.again is None else each.again,
-            pack=each.pack,
-            unpack=each.unpack,
-        )
-        for each in layers
-    )
+    seconds = tuple(LayerSeconds(each.forward, each.input_gradient, each.weight_gradient) for each in layers)
     return Timed(tensor, context, cut, samples, ranks, seconds)
 
 

@@ -37,7 +37,6 @@ class MemoryForecast:
         messages: between stages; or what sharded gradients and rows take between replicas, where that is more than all
         of a step's other moments. samples: the batch in use, and on a CPU the one read ahead.
         snapshot: the copy that --async-save writes from; on a GPU 0, it is in the host's memory.
-        graphs: what CUDA graphs keep beside all that (docs/gpu.md).
         update: what the optimizer's step computes with, as far as that is more than what forward and backward needed
             and have given back.
     """
@@ -52,7 +51,6 @@ class MemoryForecast:
     samples: float
     gathered: float = 0.0
     snapshot: float = 0.0
-    graphs: float = 0.0
     update: float = 0.0
 
     @property
@@ -64,7 +62,7 @@ class MemoryForecast:
     def told(self) -> str:
         """The parts, for people."""
         names = {"program": "program and libraries", "optimizer": "optimizer state", "kept": "kept for backward",
-                 "working": "working memory", "graphs": "CUDA graphs", "gathered": "gathered weights",
+                 "working": "working memory", "gathered": "gathered weights",
                  "update": "optimizer step"}  # fmt: skip
         values = {names.get(each.name, each.name): getattr(self, each.name) for each in fields(self)}
         return " + ".join(f"{name} {value:.0f}" for name, value in values.items() if value)
@@ -120,10 +118,11 @@ def states_of(
     sums = sum(kept[each.name] for each in trained) * (weight > 1)
     sums += sum(owned[each.name] for each in trained) * (prod(owners) > 1)
     kinds = OPTIMIZERS[optimizer.optimizer].state
-    exchanged = 0
-    if weight > 1 or prod(owners) > 1:
-        buckets = [bucket for chunk in chunks for bucket in buckets_of(chunk, optimizer, on_gpu)]
-        exchanged = _exchanged(buckets, weight, owners)
+    exchanged, whole = 0, sum(_bytes(each) for each in trained)
+    if weight > 1:
+        exchanged = _exchanged(whole, weight, on_gpu)
+    elif prod(owners) > 1:
+        exchanged = _exchanged(whole, prod(owners), on_gpu)
     return States(
         weights=sum(kept.values()) + buffers + averages,
         gradients=sum(_aligned(_bytes(each)) for each in trained) + sums,
@@ -135,18 +134,9 @@ def states_of(
     )
 
 
-def buckets_of(tensors: Iterable[HeldTensor], optimizer: OptimizerConfig, on_gpu: bool) -> list[list[HeldTensor]]:
-    """Buckets of a chunk, filled from the last parameter on; each is closed when it holds so many bytes."""
-    most = GPU_BUCKET_BYTES if on_gpu else BUCKET_BYTES
-    groups: list[list[HeldTensor]] = []
-    size = most
-    for each in reversed([e for e in tensors if e.is_parameter]):
-        if size >= most or groups[-1][0].itemsize != each.itemsize:
-            groups.append([])
-            size = 0
-        groups[-1].append(each)
-        size += _bytes(each)
-    return groups
+def bucket_bytes(on_gpu: bool) -> int:
+    """Bytes after which a bucket of gradients is closed."""
+    return GPU_BUCKET_BYTES if on_gpu else BUCKET_BYTES
 
 
 def row_bytes(tensors: Iterable[HeldTensor], *sizes: int) -> int:
@@ -161,15 +151,10 @@ def row_bytes(tensors: Iterable[HeldTensor], *sizes: int) -> int:
     return total
 
 
-def _exchanged(buckets: Sequence[Sequence[HeldTensor]], weight: int, owners: tuple[int, ...]) -> int:
-    """Most bytes of exchanges with those who keep or own rows: two at a time, each with what is sent and comes, and as
-    much again where it ends."""
-    found, size = list[int](), prod(owners)
-    for bucket in buckets:
-        kept, mine = row_bytes(bucket, weight), row_bytes(bucket, weight, *owners)
-        found += [sum(map(_bytes, bucket)) + (weight - 2) * kept] * (weight > 1)
-        found += [kept + (size - 2) * mine] * (size > 1)
-    return 2 * sum(sorted(found)[-2:])
+def _exchanged(trained: int, ranks: int, on_gpu: bool) -> int:
+    """Most bytes of exchanges with those who keep or own rows: two buckets at a time, each with what is sent and comes,
+    and as much again where it ends. Args: trained: bytes of all gradients."""
+    return int(2 * min(2 * bucket_bytes(on_gpu), trained) * (2 - 2 / ranks))
 
 
 def gathered_bytes(tensors: Iterable[HeldTensor]) -> int:

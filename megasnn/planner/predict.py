@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from megasnn.batching import micro_batches_of
-from megasnn.pipeline.cost_model import LayerCost, PipelineCosts, with_recompute_in_backward
+from megasnn.pipeline.cost_model import PipelineCosts
 from megasnn.pipeline.peak_memory import peak_moments
 from megasnn.planner.bounds import Bounds
 from megasnn.planner.candidates import Layout
-from megasnn.planner.memory import MemoryForecast, States, buckets_of, gathered_bytes, row_bytes, travelling_bytes
-from megasnn.schedule import ChunkCost, Kind, Schedule, SchedulePlan, Simulation, plan_schedule, simulate
+from megasnn.planner.memory import MemoryForecast, bucket_bytes, gathered_bytes, travelling_bytes
+from megasnn.schedule import ChunkCost, Schedule, SchedulePlan, Simulation, plan_schedule, simulate
 from megasnn.schedule.actions import FINISHING
 from megasnn.schedule.fsdp_passes import SharedWeights
 from megasnn.schedule.passes import NEVER
-from megasnn.schedule.simulate import TimedAction
 
 
 @dataclass(frozen=True)
@@ -63,15 +62,15 @@ class Predictor(Bounds):
         schedule, executed = plan.training(count), plan.unit_bounds(bounds)
         of_units = costs.of_chunks(executed, plan.executed_placement)
         if plan.weights is not None:
-            of_units = costs.with_unshards(of_units, plan.weights.unit_bytes, layout.grid.dp_shard)
-        result = simulate(schedule, of_units, plan.wholes)
+            of_replicas = replace(costs, link=self._cluster.link(layout.grid, "dp_shard"))
+            of_units = of_replicas.with_unshards(of_units, plan.weights.unit_bytes, layout.grid.dp_shard)
+        result = simulate(schedule, of_units)
         states = self.states(layout)
         sums = [self.sums(layout, each.reduced, each.updated) for each in states]
         update = max(each.updated for each in states) * self._cluster.machine.update
         time = StepTime(
             pipeline=result.makespan,
-            reduction=max(self._exposed(layout, rank, result, executed, costs) for rank in range(layout.grid.pp))
-            + self._of_processor(layout, plan, schedule, states),
+            reduction=max(self._exposed(layout, rank, result) for rank in range(layout.grid.pp)),
             agreement=self.agreement(layout),
             update=update,
             sharing=max(each.sharing for each in sums),
@@ -79,35 +78,27 @@ class Predictor(Bounds):
         memory = self._memory(layout, plan, schedule, executed, costs)
         return Predicted(time, memory, bounds, result.idle_share, schedule, result)
 
-    def _exposed(
-        self, layout: Layout, rank: int, result: Simulation, executed: Sequence[range], costs: PipelineCosts
-    ) -> float:
+    def _exposed(self, layout: Layout, rank: int, result: Simulation) -> float:
         """Seconds of a rank's sums behind the last action of all ranks.
 
-        Buckets travel in one order, from the last chunk's last layers to the first, each when all of it is complete and
-        those before it have come, as `GradientBuckets` sends them. Ranks that keep the same rows sum theirs behind all.
+        Gradients travel in buckets of equal size, the first when its part of the last micro-batch's backward is done,
+        and the last behind the rank's own last backward. Ranks that keep the same rows sum theirs behind all.
         """
-        complete = _gradients_complete(result.timeline[rank], executed, costs.layers)
-        tensors, grid = self.tensors(layout), layout.grid
-        free = behind = 0.0
-        for chunk in reversed(layout.chunks_of(rank)):
-            span = self.bounds(layout)[chunk]
-            layer_of = {each.name: i for i in span for each in tensors[i]}
-            held = [each for i in span for each in tensors[i]]
-            for bucket in buckets_of(held, self._config.optimizer, self._on_gpu):
-                rows = row_bytes(bucket, grid.dp_shard), row_bytes(bucket, grid.dp_shard, grid.dp_replicate, grid.cp)
-                sums = self.sums(layout, *rows)
-                ready = max(complete.get(layer_of[each.name], 0.0) for each in bucket)
-                free = max(free, ready) + (sums.to_keepers if grid.dp_shard > 1 else sums.over_copies)
-                behind += sums.over_copies if grid.dp_shard > 1 else 0.0
-        return max(0.0, free - result.makespan) + behind
+        states, shares = self.states(layout)[rank], layout.grid.dp_shard > 1
+        count = max(1, -(-states.reduced // bucket_bytes(self._on_gpu)))
+        sums = self.sums(layout, states.reduced // count, states.updated // count)
+        each = sums.to_keepers if shares else sums.over_copies
+        ends = {timed.action.chunk: timed for timed in result.timeline[rank] if timed.action.kind in FINISHING}
+        first = min(timed.start + (timed.end - timed.start) / count for timed in ends.values())
+        last = max(timed.end for timed in ends.values())
+        free = max(last + each, first + count * each)
+        return max(0.0, free - result.makespan) + (count * sums.over_copies if shares else 0.0)
 
     def _schedule_plan(
         self, layout: Layout, bounds: tuple[range, ...], costs: PipelineCosts, count: int
     ) -> SchedulePlan:
         def costs_of(placement: tuple[int, ...]) -> Sequence[ChunkCost]:
-            found = costs.of_chunks(self.bounds(layout, placement), placement)
-            return found if layout.recompute == NEVER else with_recompute_in_backward(found)
+            return costs.of_chunks(self.bounds(layout, placement), placement, layout.recompute != NEVER)
 
         plan = plan_schedule(layout.schedule, layout.grid.pp, layout.chunks, count, costs_of)
         counts = [count]
@@ -123,23 +114,6 @@ class Predictor(Bounds):
             travelling = tuple(travelling_bytes(unit, ranks) for unit in units)
             plan = plan.sharing(SharedWeights(tuple(map(gathered_bytes, units)), travelling=travelling), counts)
         return plan
-
-    def _of_processor(self, layout: Layout, plan: SchedulePlan, schedule: Schedule, states: Sequence[States]) -> float:
-        """Seconds that the transport of sums takes from the computing where every core computes."""
-        copies, weight, ways = layout.copies, layout.grid.dp_shard, 1 if layout.shards_optimizer else 2
-        of_data, of_weight = (self._cluster.link(layout.grid, axis) for axis in ("dp_replicate", "dp_shard"))
-        size = max(each.reduced for each in states)
-        summed, shared = size * ways * (copies - 1) / copies, float(size * (weight - 1))
-        if plan.weights is not None:
-            unit_bytes = plan.weights.unit_bytes
-            shared += (1 - 1 / weight) * max(
-                sum(unit_bytes[action.chunk] for action in row if action.kind is Kind.UNSHARD)
-                for row in schedule.actions
-            )
-        return sum(
-            each * (link.sender_per_byte + link.receiver_per_byte)
-            for each, link in ((summed, of_data), (shared, of_weight))
-        )
 
     def _memory(
         self, layout: Layout, plan: SchedulePlan, schedule: Schedule, executed: Sequence[range], costs: PipelineCosts
@@ -165,20 +139,3 @@ class Predictor(Bounds):
                 )
             )
         return tuple(found)
-
-
-def _gradients_complete(
-    row: Sequence[TimedAction], units: Sequence[range], layers: Sequence[LayerCost]
-) -> dict[int, float]:
-    """Times at which the gradients of each layer of a rank are complete: in its last backward, from the last layer on.
-
-    Args:
-        row: what the rank does. units: layers of each unit that is executed.
-    """
-    found = dict[int, float]()
-    for unit, last in {timed.action.chunk: timed for timed in row if timed.action.kind in FINISHING}.items():
-        end, whole = last.end, last.action.kind is Kind.BACKWARD
-        for i in units[unit]:  # backward ends with the first layer
-            found[i] = end
-            end -= layers[i].weight_gradient + (layers[i].input_gradient if whole else 0.0)
-    return found

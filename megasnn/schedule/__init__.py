@@ -5,7 +5,6 @@ from megasnn.schedule.actions import Kind as Kind
 from megasnn.schedule.actions import Schedule as Schedule
 from megasnn.schedule.actions import format_actions as format_actions
 from megasnn.schedule.costs import ChunkCost as ChunkCost
-from megasnn.schedule.costs import Transfer as Transfer
 from megasnn.schedule.costs import chunk_costs as chunk_costs
 from megasnn.schedule.named import AUTO as AUTO
 from megasnn.schedule.named import SCHEDULES as SCHEDULES

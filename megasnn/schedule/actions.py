@@ -1,6 +1,6 @@
 """Actions, and schedules as a list of actions for each pipeline rank.
 
-An action prints in the notation of ``torch.distributed.pipelining`` and parses back: ``2F0`` is the forward of chunk 2
+An action prints in the notation of ``torch.distributed.pipelining``: ``2F0`` is the forward of chunk 2
 on micro-batch 0 and ``1B3`` the backward of chunk 1 on micro-batch 3, or in two parts ``1I3``, the gradient of its
 input, and ``1W3``, that of its weights. ``1R3`` computes the forward again where it kept nothing for the backward.
 ``0SEND_F2`` sends what chunk 0 computed from micro-batch 2. ``0REDUCE_GRAD`` reduces the gradients of chunk 0 over the
@@ -13,7 +13,6 @@ the whole pipeline, and `Schedule.placement` gives the pipeline rank of each.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -51,10 +50,6 @@ FINISHING = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})  # they free the ac
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD})
-OF_NO_MICRO_BATCH = SHARDING | {Kind.REDUCE_GRAD}
-COLLECTIVES = frozenset({Kind.UNSHARD, Kind.REDUCE_SCATTER, Kind.REDUCE_GRAD})  # over replicas
-
-_NOTATION = re.compile(r"(\d+)(" + "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True)) + r")(\d*)")
 
 
 class Action(NamedTuple):
@@ -70,17 +65,6 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.chunk}{self.kind.value}{'' if self.micro_batch is None else self.micro_batch}"
-
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """Inverse of ``str``. Raises ValueError for anything else."""
-        match = _NOTATION.fullmatch(text.strip())
-        if match is None:
-            raise ValueError(f"{text!r} is no action; actions look like 2F0, 1B3, 0SEND_F2, 2RECV_B1 or 0REDUCE_GRAD")
-        chunk, kind, micro_batch = match.groups()
-        if (micro_batch == "") != (Kind(kind) in OF_NO_MICRO_BATCH):
-            raise ValueError(f"{text!r}: UNSHARD, RESHARD and REDUCE_GRAD have no micro-batch, all other actions one")
-        return cls(int(chunk), Kind(kind), int(micro_batch) if micro_batch else None)
 
     @property
     def peer(self) -> Action:

@@ -61,8 +61,7 @@ class Ticks:
 def _latency(placement: Sequence[int], costs: Sequence[ChunkCost], chunk: int, taker: int) -> float:
     if not 0 <= taker < len(placement) or placement[taker] == placement[chunk]:
         return 0.0
-    way = costs[min(chunk, taker)].way(taker > chunk)
-    return way.send + way.time + way.receive
+    return costs[chunk].transfer if taker > chunk else costs[taker].transfer_back
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,8 @@ class Filled:
     """Schedule with weight gradients.
 
     Attributes:
-        makespan, bubble: end of the last rank, and the longest wait of a rank between its first and last computation,
-            if every receive were posted from the beginning; ticks.
+        makespan, bubble: end of the last rank, and the longest wait of a rank between its first and last computation;
+            ticks.
     """
 
     schedule: Schedule

@@ -52,15 +52,6 @@ def weights_held(schedule: Schedule, rank: int, unit_bytes: Sequence[int]) -> li
     return list(accumulate(change.get(kind, 0) * unit_bytes[unit] for unit, kind, _ in row))
 
 
-def micro_batches_under_way(schedule: Schedule, rank: int) -> dict[int, int]:
-    """Most micro-batches that each chunk of a rank holds at once between forward and the end of backward."""
-    now, most = Counter[int](), Counter[int]()
-    for chunk, kind, _ in schedule.actions[rank]:
-        now[chunk] += (kind is Kind.FORWARD) - (kind in FINISHING)
-        most[chunk] = max(most[chunk], now[chunk])
-    return dict(most)
-
-
 def stage_shares(placement: Sequence[int]) -> list[float]:
     """Part of its rank's stage that each chunk is: one over the number of chunks on the rank."""
     chunks = Counter(placement)

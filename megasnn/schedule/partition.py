@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate, combinations, groupby
+from itertools import accumulate, groupby
 
 from megasnn.registry import Registry
 
 LAYOUT_FLAG = "--pipeline-model-parallel-layout"
 FILL_AND_DRAIN = 1 / 8  # of a chunk's cost beside a rank's: about that of a step of eight micro-batches
-MOST_CUTS = 20_000
 
 
-def balanced_bounds(costs: Sequence[float], parts: int, allow_empty: bool = False) -> list[range]:
+def balanced_bounds(costs: Sequence[float], parts: int) -> list[range]:
     """Contiguous partition whose most costly part costs least; exact.
 
     Among those, the one with the smallest sum of squares, so that the other parts are balanced too. Dynamic
@@ -26,7 +25,6 @@ def balanced_bounds(costs: Sequence[float], parts: int, allow_empty: bool = Fals
     Args:
         costs: of each layer, in any unit.
         parts: number of chunks.
-        allow_empty: more parts than layers leave some empty, the last ones, instead of raising.
     Raises:
         ValueError: parts below 1, a cost that is negative or not finite, more parts than layers.
     """
@@ -34,18 +32,18 @@ def balanced_bounds(costs: Sequence[float], parts: int, allow_empty: bool = Fals
         raise ValueError(f"cannot cut {len(costs)} layers into {parts} parts; --pipeline-model-parallel-size")
     if bad := [cost for cost in costs if not (math.isfinite(cost) and cost >= 0)]:
         raise ValueError(f"costs must be finite and not negative, got {bad[0]}")
-    if parts > len(costs) and not allow_empty:
+    if parts > len(costs):
         raise ValueError(
             f"{parts} pipeline chunks for {len(costs)} layers leave chunks without a layer; lower "
             f"--pipeline-model-parallel-size or --num-virtual-stages-per-pipeline-rank"
         )
-    filled, total, layers = min(parts, len(costs)), list(accumulate(costs, initial=0.0)), len(costs)
+    total, layers = list(accumulate(costs, initial=0.0)), len(costs)
 
     def cuts(limit: float) -> tuple[float, list[int]]:
         """Largest part, or with a limit for it the sum of squares, and the ends of the parts."""
         none: tuple[float, list[int]] = (math.inf, [])
         best = [(0.0, none[1]), *[none] * layers]
-        for part in range(filled):
+        for part in range(parts):
             following = [none] * (layers + 1)
             for end in range(part + 1, layers + 1):
                 for start in range(part, end):
@@ -58,8 +56,7 @@ def balanced_bounds(costs: Sequence[float], parts: int, allow_empty: bool = Fals
         return best[layers]
 
     largest, _ = cuts(math.inf)
-    _, ends = cuts(largest) if filled else (0.0, [])
-    return _ranges(ends + [layers] * (parts - filled))
+    return _ranges(cuts(largest)[1])
 
 
 def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[range]:
@@ -67,7 +64,7 @@ def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[rang
 
     What counts is the most that a rank computes for a micro-batch, and with less weight the most costly chunk, since
     filling and draining the pipeline takes that once a step. With one chunk a rank it is `balanced_bounds`. Otherwise
-    all cuts are tried where that is quick, and else the balanced ones are moved as long as that helps.
+    the balanced cuts are moved as long as that helps.
 
     Raises ValueError as `balanced_bounds` does.
     """
@@ -84,10 +81,7 @@ def placed_bounds(costs: Sequence[float], placement: Sequence[int]) -> list[rang
             most = max(most, span)
         return max(loads) + FILL_AND_DRAIN * most
 
-    if math.comb(len(costs) - 1, len(bounds) - 1) <= MOST_CUTS:
-        best = min(combinations(range(1, len(costs)), len(bounds) - 1), key=badness)
-    else:
-        best = _moved_while_better(tuple(span.stop for span in bounds[:-1]), len(costs), badness)
+    best = _moved_while_better(tuple(span.stop for span in bounds[:-1]), len(costs), badness)
     return _ranges([*best, len(costs)])
 
 
@@ -132,21 +126,15 @@ PLACEMENTS: Registry[Callable[[int, int], tuple[int, ...]]] = Registry(
 )
 
 
-def parse_layout(layout: str | Sequence[int]) -> tuple[int, ...]:
-    """Number of units or layers in each chunk: "1|2|2|1", "1,2,2,1" or a list. Zeros are legal.
+def parse_layout(layout: str) -> tuple[int, ...]:
+    """Number of units or layers in each chunk: "1|2|2|1" or "1,2,2,1". Zeros are legal.
 
     Raises ValueError for anything that is not a whole number, negative ones, and a layout without a layer.
     """
-    if isinstance(layout, str):
-        texts = layout.replace(",", "|").split("|")
-        try:
-            sizes = tuple(int(text) for text in texts)
-        except ValueError:
-            raise ValueError(f'{LAYOUT_FLAG} "{layout}" is no list of whole numbers; it looks like "1|2|2|1"') from None
-    else:
-        sizes = tuple(layout)
-        if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
-            raise ValueError(f"{LAYOUT_FLAG} {list(layout)} must consist of whole numbers")
+    try:
+        sizes = tuple(int(text) for text in layout.replace(",", "|").split("|"))
+    except ValueError:
+        raise ValueError(f'{LAYOUT_FLAG} "{layout}" is no list of whole numbers; it looks like "1|2|2|1"') from None
     if any(size < 0 for size in sizes):
         raise ValueError(f"{LAYOUT_FLAG} {layout_text(sizes)}: {min(sizes)} is negative")
     if not any(sizes):

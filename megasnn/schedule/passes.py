@@ -7,30 +7,18 @@ schedule; in the result every unit is a chunk, so that whatever reads schedules 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from megasnn.registry import Registry
 from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, RECEIVES, Action, Kind, Schedule
 
 
-@dataclass(frozen=True)
-class Boundaries:
-    """Chunks that exchange tensors with a neighbour on another rank.
-
-    Attributes:
-        before, after: for each chunk, whether its predecessor, its successor, exists and lives elsewhere.
-    """
-
-    before: tuple[bool, ...]
-    after: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, placement: tuple[int, ...]) -> Boundaries:
-        crossed = [a != b for a, b in zip(placement, placement[1:], strict=False)]
-        return cls((False, *crossed), (*crossed, False))
+def crosses(placement: Sequence[int], chunk: int) -> bool:
+    """True if the output of a chunk goes to another rank; there are chunks before and behind it."""
+    return 0 <= chunk < len(placement) - 1 and placement[chunk] != placement[chunk + 1]
 
 
 def complete(order: Schedule) -> Schedule:
@@ -41,69 +29,52 @@ def complete(order: Schedule) -> Schedule:
 def insert_transfers(schedule: Schedule) -> Schedule:
     """Adds a receive right before each computation that needs one and a send after each that has a taker.
 
-    Neighbouring chunks on the same rank hand their tensors over without a transfer. Receives on a link are in the order
-    of the sends: one whose turn comes before it is needed is received early.
+    Neighbouring chunks on the same rank hand their tensors over without a transfer. A link is all that one rank sends
+    to another, forward and backward. Receives on it are in the order of the sends: one whose turn comes before it is
+    needed is received early.
     """
-    boundaries = Boundaries.of(schedule.placement)
-    inputs, gradients = links = _links(schedule.placement)
-    for order in schedule.actions:
-        for chunk, kind, m in order:
-            if kind is Kind.FORWARD:
-                if boundaries.after[chunk]:
-                    inputs[chunk + 1].append(Action(chunk + 1, Kind.RECV_FORWARD, m))
-            elif kind in PROPAGATING and boundaries.before[chunk]:
-                gradients[chunk - 1].append(Action(chunk - 1, Kind.RECV_BACKWARD, m))
-    return replace(schedule, actions=tuple(_with_transfers(order, boundaries, *links) for order in schedule.actions))
-
-
-def _links(placement: tuple[int, ...]) -> tuple[list[deque[Action]], list[deque[Action]]]:
-    """Receives to come on the link of each chunk's input, and of the gradient of its output.
-
-    Chunks that share a link share its receives.
-    """
-    ahead: dict[tuple[int, int], deque[Action]] = {}
-    back: dict[tuple[int, int], deque[Action]] = {}
-    pairs = [(placement[chunk - 1], rank) for chunk, rank in enumerate(placement)]  # the first one crosses nothing
-    return [ahead.setdefault(pair, deque()) for pair in pairs], [
-        back.setdefault(pair, deque()) for pair in (*pairs[1:], pairs[0])
-    ]
+    placement, links = schedule.placement, defaultdict[tuple[int, int], deque[Action]](deque)
+    for rank, order in enumerate(schedule.actions):
+        for send in filter(None, (_send(action, placement) for action in order)):
+            links[rank, placement[send.peer.chunk]].append(send.peer)
+    rows = (tuple(_with_transfers(order, rank, placement, links)) for rank, order in enumerate(schedule.actions))
+    return replace(schedule, actions=tuple(rows))
 
 
 def _with_transfers(
-    order: tuple[Action, ...], boundaries: Boundaries, inputs: list[deque[Action]], gradients: list[deque[Action]]
-) -> tuple[Action, ...]:
-    before, after = boundaries.before, boundaries.after
-    result: list[Action] = []
+    order: Sequence[Action], rank: int, placement: Sequence[int], links: Mapping[tuple[int, int], deque[Action]]
+) -> Iterator[Action]:
     early: set[Action] = set()
     for action in order:
-        chunk, kind, m = action
-        if kind is Kind.FORWARD:
-            if before[chunk]:
-                _receive(Action(chunk, Kind.RECV_FORWARD, m), inputs[chunk], early, result)
-            result.append(action)
-            if after[chunk]:
-                result.append(Action(chunk, Kind.SEND_FORWARD, m))
-        elif kind in PROPAGATING:
-            if after[chunk]:
-                _receive(Action(chunk, Kind.RECV_BACKWARD, m), gradients[chunk], early, result)
-            result.append(action)
-            if before[chunk]:
-                result.append(Action(chunk, Kind.SEND_BACKWARD, m))
-        else:
-            result.append(action)
-    return tuple(result)
+        needed = _receive(action, placement)
+        if needed is not None and needed not in early:
+            link = links[placement[needed.peer.chunk], rank]
+            while link:
+                following = link.popleft()
+                yield following
+                if following == needed:
+                    break
+                early.add(following)
+        yield action
+        send = _send(action, placement)
+        if send is not None:
+            yield send
 
 
-def _receive(needed: Action, link: deque[Action], early: set[Action], result: list[Action]) -> None:
-    """Receives all that comes before what is needed, unless that was received early itself."""
-    if needed in early:
-        return
-    while link:
-        following = link.popleft()
-        result.append(following)
-        if following == needed:
-            return
-        early.add(following)
+def _send(action: Action, placement: Sequence[int]) -> Action | None:
+    """Send behind a computation."""
+    chunk, kind, m = action
+    if kind is Kind.FORWARD and crosses(placement, chunk):
+        return Action(chunk, Kind.SEND_FORWARD, m)
+    return Action(chunk, Kind.SEND_BACKWARD, m) if kind in PROPAGATING and crosses(placement, chunk - 1) else None
+
+
+def _receive(action: Action, placement: Sequence[int]) -> Action | None:
+    """Receive before a computation."""
+    chunk, kind, m = action
+    if kind is Kind.FORWARD and crosses(placement, chunk - 1):
+        return Action(chunk, Kind.RECV_FORWARD, m)
+    return Action(chunk, Kind.RECV_BACKWARD, m) if kind in PROPAGATING and crosses(placement, chunk) else None
 
 
 def insert_gradient_reduction(schedule: Schedule) -> Schedule:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,11 +15,9 @@ from megasnn.schedule.named import AUTO, SCHEDULES, CostsOf, equal_costs, named_
 from megasnn.schedule.partition import loop_placement
 from megasnn.schedule.passes import NEVER, RECOMPUTE, complete, insert_recompute, insert_transfers, refine
 from megasnn.schedule.search import find_best
-from megasnn.schedule.validate import ScheduleError, validate, validate_replicas
+from megasnn.schedule.validate import validate
 
 FLAG = "--num-virtual-stages-per-pipeline-rank"
-Repeated = frozenset[tuple[int, int]]
-"""(unit, micro-batch) of forwards that are computed again."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class SchedulePlan:
         decided: schedules that were settled on before, where ranks must not search for themselves; of chunks.
         units: number of units in which each chunk is executed; None: the chunks as they are.
         recompute: a name in `RECOMPUTE`: which forwards of units are computed again.
-        chosen: for some numbers of micro-batches, those in its place.
+        chosen: units whose forwards are always computed again.
         weights: of units, where ranks shard them by rows; None: every rank has its own whole.
     """
 
@@ -43,7 +41,7 @@ class SchedulePlan:
     decided: tuple[Schedule, ...] = ()
     units: tuple[int, ...] | None = None
     recompute: str = NEVER
-    chosen: Mapping[int, Repeated] = field(default_factory=dict)
+    chosen: frozenset[int] = frozenset()
     weights: SharedWeights | None = None
 
     def in_units(self, bounds: Sequence[range], recompute: str) -> SchedulePlan:
@@ -61,23 +59,15 @@ class SchedulePlan:
             weights: of the units that are executed.
             micro_batches: numbers of them that the replicas have in a step.
         Raises:
-            ValueError: another number of units, a limit that is too small, replicas that would not gather in the same
-                order.
+            ValueError: replicas that would not gather in the same order.
         """
-        plan = replace(self, weights=weights)
         counts = sorted(set(micro_batches))
-        schedules = [plan.training(count) for count in counts]
-        try:
-            validate_replicas(schedules)
-        except ScheduleError as error:
-            whole = f"allow {weights.whole(schedules[0])} bytes of gathered weights, which is all of a rank's"
-            if weights.scattered:
-                whole = f"scatter gradients once a step and {whole}"
+        if len(counts) > 1:
             raise ValueError(
-                f"replicas have {' and '.join(map(str, counts))} micro-batches in one step, and would not gather "
-                f"weights in the same order; let them have equally many (--global-batch-size), or {whole}"
-            ) from error
-        return plan
+                f"--weight-parallel-size: replicas have {' and '.join(map(str, counts))} micro-batches in one step, "
+                "and would not gather weights in the same order; let them have equally many (--global-batch-size)"
+            )
+        return replace(self, weights=weights)
 
     @property
     def units_of_chunks(self) -> tuple[int, ...]:
@@ -89,11 +79,6 @@ class SchedulePlan:
         """Pipeline rank of each unit, which is what the executor takes for a chunk."""
         counts = zip(self.placement, self.units_of_chunks, strict=True)
         return tuple(rank for rank, count in counts for _ in range(count))
-
-    @property
-    def wholes(self) -> tuple[int, ...]:
-        """Chunk of each unit."""
-        return tuple(chunk for chunk, count in enumerate(self.units_of_chunks) for _ in range(count))
 
     def unit_bounds(self, bounds: Sequence[range]) -> list[range]:
         """Layers of each unit, from those of each chunk: one layer, or the rest of a chunk."""
@@ -116,10 +101,9 @@ class SchedulePlan:
     def _training(self, micro_batches: int) -> Schedule:
         schedule = self.of_chunks(micro_batches)
         if self.units is not None:
-            wanted, chosen = RECOMPUTE[self.recompute], self.chosen.get(micro_batches)
+            wanted = RECOMPUTE[self.recompute]
             schedule = insert_recompute(
-                refine(schedule, self.units),
-                lambda unit, m: wanted(m, micro_batches) if chosen is None else (unit, m) in chosen,
+                refine(schedule, self.units), lambda unit, m: unit in self.chosen or wanted(m, micro_batches)
             )
         return self._with_weights(schedule)
 

@@ -1,29 +1,21 @@
 """Receives of a rank: what it posts before which of its actions, and what its peers have received by then.
 
-Two rules say when a receive is posted. `posted_ahead` is for most steps: one receive of each link, while the rank
-computes what comes before it. `sent_by_then` is for steps in which a device may wait for all that is queued on it.
+A device may wait for all that is queued on it: when kernels are loaded, memory is taken, or CUDA graphs are captured.
+So only receives are posted early whose messages were sent for certain.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-from megasnn.schedule.actions import COMPUTE, PROPAGATING, RECEIVES, SENDS, Action, Kind, Schedule
-from megasnn.schedule.validate import runs
+from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Schedule
 
 
 def peers(placement: Sequence[int], rank: int) -> list[int]:
     """Ranks that a rank exchanges tensors with, ascending: those of the chunks beside its own."""
     found = {other for pair in pairwise(placement) for other in pair if rank in pair}
     return sorted(found - {rank})
-
-
-def receives_from(schedule: Schedule, peer: int, rank: int) -> list[Action]:
-    """Receives of what a peer sends to a rank, in the order of the sends."""
-    sent = (action.peer for action in schedule.actions[peer] if action.kind in SENDS)
-    return [receive for receive in sent if schedule.placement[receive.chunk] == rank]
 
 
 def known_arrivals(schedule: Schedule, rank: int) -> dict[Action, int]:
@@ -41,63 +33,6 @@ def known_arrivals(schedule: Schedule, rank: int) -> dict[Action, int]:
             elif action.kind in SENDS and placement[action.peer.chunk] == rank:
                 known[action.peer] = arrived
     return known
-
-
-def posted_ahead(schedule: Schedule, rank: int, wholes: Sequence[int]) -> dict[Action, list[Action]]:
-    """Receives to post before a rank's computations: of each link the next one, if it is received right behind.
-
-    Not earlier: a receive that is posted takes a part of a GPU until its data come. And not what can be sent only after
-    that computation: whatever waits for the whole GPU in it (an allocator that frees memory) would wait for ever.
-
-    Args:
-        wholes: for each chunk, the number of the one that it is a unit of. Units of one forward, or of one backward,
-            are one computation here.
-    """
-    row, needed = schedule.actions[rank], _needed_by_senders(schedule, rank)
-    coming = {peer: deque(receives_from(schedule, peer, rank)) for peer in peers(schedule.placement, rank)}
-    early, posted, found = set[Action](), set[Action](), dict[Action, list[Action]]()
-    for position, action in enumerate(row):
-        if action.kind in COMPUTE:
-            for receive in received_behind(row, position, wholes):
-                first = coming[schedule.placement[receive.peer.chunk]][0]
-                if receive not in early and first not in posted and needed[first] <= position:
-                    posted.add(first)
-                    found.setdefault(action, []).append(first)
-        elif action.kind in RECEIVES:
-            while action not in early:
-                early.add(coming[schedule.placement[action.peer.chunk]].popleft())
-    return found
-
-
-def received_behind(row: Sequence[Action], position: int, wholes: Sequence[int]) -> Iterator[Action]:
-    """Receives between a computation and the next one that it does not belong together with."""
-    chunk, kind, m = row[position]
-    together = PROPAGATING | {Kind.RECOMPUTE}
-    together = together if kind in together else frozenset({kind})
-    for index in range(position + 1, len(row)):
-        action = row[index]
-        if action.kind in RECEIVES:
-            yield action
-        elif action.kind in COMPUTE and not (
-            action.kind in together and wholes[action.chunk] == wholes[chunk] and action.micro_batch == m
-        ):
-            return
-
-
-def _needed_by_senders(schedule: Schedule, rank: int) -> dict[Action, int]:
-    """Number of a rank's own first actions that each of its receives' sends needs, be it over other ranks."""
-    sent: dict[Action, int] = {}  # by the receive, what the send needs
-    needed, own = [0] * schedule.ranks, 0
-    for each, span in runs(schedule):
-        for index in span:
-            action = schedule.actions[each][index]
-            if action.kind in RECEIVES:
-                needed[each] = max(needed[each], sent[action])
-            if each == rank:
-                needed[each] = own = own + 1
-            if action.kind in SENDS:
-                sent[action.peer] = needed[each]
-    return {action: sent[action] for action in schedule.actions[rank] if action.kind in RECEIVES}
 
 
 def sent_by_then(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megasnn.schedule.actions import COMPUTE, RECEIVES, SENDS, USES_WEIGHTS, Action, Kind, Position, Schedule
-from megasnn.schedule.costs import ChunkCost, Transfer
+from megasnn.schedule.actions import COMPUTE, RECEIVES, USES_WEIGHTS, Action, Kind, Schedule
+from megasnn.schedule.costs import ChunkCost
 from megasnn.schedule.memory import activations_held
 from megasnn.schedule.validate import runs
 
@@ -26,8 +25,8 @@ class Simulation:
     """Timeline of a schedule and its sums; sequences have one entry per pipeline rank.
 
     Attributes:
-        timeline: all actions, in order. A send takes as long as it holds up its rank; a receive ends when the tensor is
-            ready for use; UNSHARD and REDUCE_SCATTER are on their way from start to end, and hold up nobody.
+        timeline: all actions, in order. A send takes no time; a receive ends when the tensor has arrived; UNSHARD and
+            REDUCE_SCATTER are on their way from start to end, and hold up nobody.
         makespan: end of the last rank.
         busy: time spent computing. idle: makespan less `busy`.
         bubble: the part of `idle` between a rank's first and last computation.
@@ -48,30 +47,21 @@ class Simulation:
         return sum(self.idle) / whole if whole else 0.0
 
 
-def simulate(
-    schedule: Schedule,
-    costs: Sequence[ChunkCost],
-    wholes: Sequence[int] | None = None,
-    sums: Mapping[Position, float] | None = None,
-) -> Simulation:
+def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
     """Simulates a complete schedule.
 
-    A transfer begins when the tensor is handed over and its receive is posted, whatever the two ranks compute
-    meanwhile; the receiver waits for its end, the sender does not. Receives are posted as the executor posts them, see
-    `_Link`. REDUCE_GRAD takes no time. UNSHARD and REDUCE_SCATTER go one after another over a link of their own, beside
-    what the rank computes; the first computation that uses the weights waits for them.
+    A message arrives when it was sent and its time is over, whatever the two ranks compute meanwhile; the receiver
+    waits for that, the sender does not. REDUCE_GRAD takes no time. UNSHARD and REDUCE_SCATTER go one after another over
+    a link of their own, beside what the rank computes; the first computation that uses the weights waits for them.
 
     Args:
         costs: one for each chunk.
-        wholes: of every chunk, the number of the one that it is a unit of; None where each is one by itself.
-        sums: seconds on the link of UNSHARD and REDUCE_SCATTER that are queued there behind an action.
     Raises:
         ValueError: another number of costs; ScheduleError: a deadlock.
     """
     if len(costs) != schedule.chunks:
         raise ValueError(f"{len(costs)} costs for {schedule.chunks} chunks")
-    timeline = _timeline(schedule, costs, range(schedule.chunks) if wholes is None else wholes, sums or {})
-    return summarise(schedule, timeline, [cost.activation for cost in costs])
+    return summarise(schedule, _timeline(schedule, costs), [cost.activation for cost in costs])
 
 
 def summarise(
@@ -99,40 +89,6 @@ def summarise(
 
 
 @dataclass
-class _Link:
-    """All that one rank sends to another, forward and backward, first in, first out.
-
-    One receive is posted at a time: when a computation begins, for what is received between it and the next one; and
-    when that is called, where nothing was posted. What comes before its turn is kept.
-
-    Attributes:
-        coming: messages on their way, when they were handed over, and what they take. early: those before their turn.
-        received: end of the last receive.
-    """
-
-    coming: deque[tuple[Action, float, Transfer]] = field(default_factory=deque)
-    early: list[Action] = field(default_factory=list)
-    received: float = -1.0
-
-    def receive(self, wanted: Action, now: float, started: Sequence[float]) -> float:
-        """Time at which a rank that waits from now on can use a message; it takes those before it, too.
-
-        Args:
-            started: beginning of the last computation; of several units that belong together, of each.
-        """
-        if wanted in self.early:
-            self.early.remove(wanted)
-            return now
-        while True:
-            first, sent, way = self.coming.popleft()
-            posted = next((start for start in started if start >= self.received), now)
-            now = self.received = max(now, max(sent, posted) + way.time) + way.receive
-            if first == wanted:
-                return now
-            self.early.append(first)
-
-
-@dataclass
 class _ReplicaLink:
     """Link of a rank to the other replicas, which carries one thing after another.
 
@@ -150,79 +106,39 @@ class _ReplicaLink:
         return start, self.free
 
 
-_PASSES = {Kind.INPUT_GRADIENT: Kind.BACKWARD, Kind.RECOMPUTE: Kind.BACKWARD}
-"""Computations of units that are parts of one backward; see Transfers.announce."""
-
-
-def _timeline(
-    schedule: Schedule, costs: Sequence[ChunkCost], wholes: Sequence[int], sums: Mapping[Position, float]
-) -> list[list[TimedAction]]:
+def _timeline(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[TimedAction]]:
     timeline: list[list[TimedAction]] = [[] for _ in schedule.actions]
     clock = [0.0] * schedule.ranks
     computing = {kind: [cost.times()[kind] for cost in costs] for kind in COMPUTE}
+    moving = {
+        Kind.SEND_FORWARD: [cost.transfer for cost in costs],
+        Kind.SEND_BACKWARD: [0.0, *(cost.transfer_back for cost in costs)],
+    }
     carrying = {
         Kind.UNSHARD: [cost.unshard for cost in costs],
         Kind.REDUCE_SCATTER: [cost.reduce_scatter for cost in costs],
     }
-    ways, links = _ways(costs), _links(schedule)
     replicas = [_ReplicaLink() for _ in schedule.actions]
-    together: list[tuple[int, Kind, int | None] | None] = [None] * schedule.ranks
-    started: list[list[float]] = [[] for _ in schedule.actions]
+    arrives: dict[Action, float] = {}
     for rank, run in runs(schedule):
         now, append, actions, replica = clock[rank], timeline[rank].append, schedule.actions[rank], replicas[rank]
         for index in run:
             action = actions[index]
-            chunk, kind, m = action
+            chunk, kind, _ = action
             start = now
             if kind in computing:
-                part = wholes[chunk], _PASSES.get(kind, kind), m
-                if part != together[rank]:
-                    together[rank], started[rank] = part, []
-                started[rank].append(now)
                 if kind in USES_WEIGHTS and replica.coming:
                     start = max(now, replica.coming.pop(chunk, now))
-                now = end = start + computing[kind][chunk]
-            elif kind in SENDS:
-                now = end = now + ways[kind][chunk].send
-                links[kind][chunk].coming.append((action.peer, now, ways[kind][chunk]))
+                now = start + computing[kind][chunk]
+            elif kind in moving:
+                arrives[action.peer] = now + moving[kind][chunk]
             elif kind in RECEIVES:
-                now = end = links[kind][chunk].receive(action, now, started[rank])
-            elif kind in carrying:
+                now = max(now, arrives.pop(action))
+            end = now
+            if kind in carrying:
                 start, end = replica.queue(now, carrying[kind][chunk])
                 if kind is Kind.UNSHARD:
                     replica.coming[chunk] = end
-            else:
-                end = now
-            if sums and (rank, index) in sums:
-                replica.queue(now, sums[rank, index])
             append(TimedAction(action, start, end))
         clock[rank] = now
     return timeline
-
-
-def _ways(costs: Sequence[ChunkCost]) -> dict[Kind, list[Transfer]]:
-    """Transfer by each chunk: of its output and of that of the chunk before it, and of their gradients."""
-    outputs, gradients = [cost.way(True) for cost in costs], [cost.way(False) for cost in costs]
-    return {
-        Kind.SEND_FORWARD: outputs,
-        Kind.RECV_FORWARD: [outputs[0], *outputs],
-        Kind.SEND_BACKWARD: [gradients[0], *gradients],
-        Kind.RECV_BACKWARD: gradients,
-    }
-
-
-def _links(schedule: Schedule) -> dict[Kind, list[_Link]]:
-    """Link that each chunk's transfers of each kind go over."""
-    placement = schedule.placement
-    links: dict[tuple[int, int], _Link] = {}
-    before, after = (placement[-1], *placement[:-1]), (*placement[1:], placement[0])
-    ends = {
-        Kind.SEND_FORWARD: (placement, after),
-        Kind.RECV_FORWARD: (before, placement),
-        Kind.SEND_BACKWARD: (placement, before),
-        Kind.RECV_BACKWARD: (after, placement),
-    }
-    return {
-        kind: [links.setdefault(pair, _Link()) for pair in zip(sources, targets, strict=True)]
-        for kind, (sources, targets) in ends.items()
-    }

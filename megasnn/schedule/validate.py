@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from itertools import zip_longest
 
 from megasnn.schedule.actions import (
-    COLLECTIVES,
     RECEIVES,
     SENDS,
     SHARDING,
@@ -18,7 +16,7 @@ from megasnn.schedule.actions import (
     Schedule,
     format_actions,
 )
-from megasnn.schedule.passes import Boundaries
+from megasnn.schedule.passes import crosses
 
 MOST_TOLD = 8  # missing actions
 
@@ -49,18 +47,17 @@ def validate(schedule: Schedule) -> None:
         raise ScheduleError(schedule, "there must be at least one micro-batch and one rank")
     if set(schedule.placement) != set(range(schedule.ranks)):
         raise ScheduleError(schedule, f"placement {schedule.placement} must put a chunk on each rank and on no other")
-    boundaries = Boundaries.of(schedule.placement)
     for rank in range(schedule.ranks):
-        _check_rank(schedule, rank, boundaries)
+        _check_rank(schedule, rank)
     for _ in runs(schedule):
         pass
 
 
-def _check_rank(schedule: Schedule, rank: int, boundaries: Boundaries) -> None:
+def _check_rank(schedule: Schedule, rank: int) -> None:
     """Follows a rank's actions: each must be one that belongs here, for the first time, behind all that it needs."""
     row, chunks = schedule.actions[rank], schedule.chunks_of(rank)
     scattered = {chunk for chunk, kind, _ in row if kind is Kind.REDUCE_SCATTER}
-    expected = {part: None for chunk in chunks for part in _expected(schedule, boundaries, chunk, chunk in scattered)}
+    expected = {part: None for chunk in chunks for part in _expected(schedule, chunk, chunk in scattered)}
     done: set[Action] = set()
     for index, action in enumerate(row):
         chunk, kind, m = action
@@ -77,7 +74,7 @@ def _check_rank(schedule: Schedule, rank: int, boundaries: Boundaries) -> None:
         elif kind is Kind.RECOMPUTE and gradient in done:
             problem = "comes behind its backward"
         else:
-            for needed in _needed(action, schedule, boundaries, chunk in scattered):
+            for needed in _needed(action, schedule, chunk in scattered):
                 if needed not in done:
                     problem = f"needs {needed} before it"
                     break
@@ -98,9 +95,9 @@ def _parts(action: Action) -> tuple[Action, ...]:
     return (action,)
 
 
-def _expected(schedule: Schedule, boundaries: Boundaries, chunk: int, scattered: bool) -> Iterator[Action]:
+def _expected(schedule: Schedule, chunk: int, scattered: bool) -> Iterator[Action]:
     """All that a chunk must do in a step, recomputation and gathered weights apart."""
-    before, after = boundaries.before[chunk], boundaries.after[chunk]
+    before, after = crosses(schedule.placement, chunk - 1), crosses(schedule.placement, chunk)
     kinds = [Kind.FORWARD, *[Kind.RECV_FORWARD] * before, *[Kind.SEND_FORWARD] * after]
     if not schedule.forward_only:
         kinds += [Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, *[Kind.REDUCE_SCATTER] * scattered]
@@ -109,7 +106,7 @@ def _expected(schedule: Schedule, boundaries: Boundaries, chunk: int, scattered:
     yield from (Action(chunk, kind, m) for kind in kinds for m in range(schedule.micro_batches))
 
 
-def _needed(action: Action, schedule: Schedule, boundaries: Boundaries, scattered: bool) -> Iterator[Action]:
+def _needed(action: Action, schedule: Schedule, scattered: bool) -> Iterator[Action]:
     """Actions that must come before an action on its rank; results of other ranks arrive by a receive."""
     chunk, kind, m = action
     if kind is Kind.REDUCE_GRAD:
@@ -121,7 +118,7 @@ def _needed(action: Action, schedule: Schedule, boundaries: Boundaries, scattere
     if kind is Kind.FORWARD:
         if m:
             yield Action(chunk, Kind.FORWARD, m - 1)
-        if boundaries.before[chunk]:
+        if crosses(schedule.placement, chunk - 1):
             yield Action(chunk, Kind.RECV_FORWARD, m)
         elif chunk:
             yield Action(chunk - 1, Kind.FORWARD, m)
@@ -135,7 +132,7 @@ def _needed(action: Action, schedule: Schedule, boundaries: Boundaries, scattere
         yield Action(chunk, Kind.FORWARD, m)
         if m:
             yield Action(chunk, Kind.INPUT_GRADIENT, m - 1)
-        if boundaries.after[chunk]:
+        if crosses(schedule.placement, chunk):
             yield Action(chunk, Kind.RECV_BACKWARD, m)
         elif chunk + 1 < schedule.chunks:
             yield Action(chunk + 1, Kind.INPUT_GRADIENT, m)
@@ -149,10 +146,10 @@ def runs(schedule: Schedule) -> Iterator[tuple[int, range]]:
     """All actions in an order in which they can run, as (rank, indices of what it does without waiting).
 
     A receive waits until its send was reached; a send does not hold up its rank. Raises ScheduleError for a receive out
-    of turn, since what is first in on a link and direction is first out, and when every unfinished rank waits.
+    of turn, since what is first in on a link is first out, and when every unfinished rank waits.
     """
-    placement, on_the_way = schedule.placement, dict[tuple[int, int, Kind], deque[Action]]()
-    waiting: dict[tuple[int, int, Kind], int] = {}  # ranks that have come to a receive, by its link
+    placement, on_the_way = schedule.placement, dict[tuple[int, int], deque[Action]]()
+    waiting: dict[tuple[int, int], int] = {}  # ranks that have come to a receive, by its link
     position = [0] * schedule.ranks
     ready = deque(range(schedule.ranks))
     while ready:
@@ -164,12 +161,12 @@ def runs(schedule: Schedule) -> Iterator[tuple[int, range]]:
             kind = action.kind
             if kind in SENDS:
                 receive = action.peer
-                link = rank, placement[receive.chunk], receive.kind
+                link = rank, placement[receive.chunk]
                 on_the_way.setdefault(link, deque()).append(receive)
                 if link in waiting:
                     ready.append(waiting.pop(link))
             elif kind in RECEIVES:
-                link = placement[action.peer.chunk], rank, kind
+                link = placement[action.peer.chunk], rank
                 if not on_the_way.get(link):
                     waiting[link] = rank
                     break
@@ -186,20 +183,18 @@ def runs(schedule: Schedule) -> Iterator[tuple[int, range]]:
         raise ScheduleError(schedule, "deadlock, every marked rank waits for another", held_up)
 
 
-def validate_weights(
-    schedule: Schedule, unit_bytes: Sequence[int], limit: int | None = None, scattered: Collection[int] = ()
-) -> None:
+def validate_weights(schedule: Schedule, unit_bytes: Sequence[int], scattered: Collection[int] = ()) -> None:
     """Raises ScheduleError for a schedule, valid without that, whose UNSHARD, RESHARD or REDUCE_SCATTER are wrong.
 
-    Weights are gathered where they are used, not twice, and freed once; at the end none are left. No rank ever holds
-    more of them than the limit. Every gradient of the units that are scattered is; no other.
+    Weights are gathered where they are used, not twice, and freed once; at the end none are left. Every gradient of the
+    units that are scattered is; no other.
 
     Args:
         unit_bytes: of the gathered weights of each unit; 0: it has none.
-        limit: bytes. scattered: units.
+        scattered: units.
     """
     for rank, row in enumerate(schedule.actions):
-        live, held, reduced = set[int](), 0, set[int]()
+        live, reduced = set[int](), set[int]()
         for index, (unit, kind, _) in enumerate(row):
             problem = ""
             if kind in USES_WEIGHTS and unit_bytes[unit] and unit not in live:
@@ -208,16 +203,12 @@ def validate_weights(
                 reduced.add(unit)
                 problem = "" if unit in scattered else "belongs to no unit whose gradients are scattered"
             elif kind is Kind.UNSHARD:
-                held += unit_bytes[unit]
                 if not unit_bytes[unit]:
                     problem = "gathers a unit without weights"
                 elif unit in live:
                     problem = "gathers weights that are gathered already"
-                elif limit is not None and held > limit:
-                    problem = f"makes it {held} bytes of gathered weights where the limit is {limit}"
                 live.add(unit)
             elif kind is Kind.RESHARD:
-                held -= unit_bytes[unit]
                 problem = "" if unit in live else "frees weights that are not gathered"
                 live.discard(unit)
             if problem:
@@ -227,18 +218,3 @@ def validate_weights(
             lacks += [f"{unit}REDUCE_SCATTER" for unit in schedule.chunks_of(rank) if unit in {*scattered} - reduced]
         if lacks:
             raise ScheduleError(schedule, f"rank {rank} lacks {', '.join(lacks)}", [(rank, len(row))])
-
-
-def validate_replicas(schedules: Sequence[Schedule]) -> None:
-    """Raises ScheduleError unless all replicas do the same collectives in the same order on every pipeline rank.
-
-    Args:
-        schedules: of each replica.
-    """
-    for replica, schedule in enumerate(schedules):
-        for rank, (first, row) in enumerate(zip(schedules[0].actions, schedule.actions, strict=True)):
-            ours, theirs = ([(at, each) for at, each in enumerate(r) if each.kind in COLLECTIVES] for r in (first, row))
-            for (_, expected), (at, found) in zip_longest(ours, theirs, fillvalue=(len(row), "the end")):
-                if expected != found:
-                    problem = f"replica {replica} comes to {found} where replica 0 comes to {expected}"
-                    raise ScheduleError(schedule, f"{problem}, and both would wait for ever", [(rank, at)])

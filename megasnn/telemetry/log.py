@@ -1,4 +1,4 @@
-"""Outputs of a run that must never end it: the console with its progress bar, and log.jsonl."""
+"""Outputs of a run that must never end it: the console and log.jsonl."""
 
 from __future__ import annotations
 
@@ -75,42 +75,23 @@ def _finite(value: Any) -> Any:
 
 
 class Console:
-    """Lines on standard output, and a bar of iterations on standard error where that is a terminal.
-
-    A closed pipe behind standard output silences the lines; it ends nothing.
+    """Lines on standard output. A closed pipe behind it silences them; it ends nothing.
 
     Args:
-        total, done: iterations of the whole run, and those of earlier parts of it.
         quiet: shows nothing, for the ranks that do not write.
     """
 
-    def __init__(self, total: int, done: int = 0, quiet: bool = False) -> None:
+    def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet
-        self._bar: tqdm[Any] | None = None
-        if not quiet and sys.stderr.isatty():
-            self._bar = tqdm(total=total, initial=done, desc="training", unit="it", dynamic_ncols=True)
-
-    def advance(self, **figures: str) -> None:
-        """Counts an iteration; `figures` stand at the end of the bar."""
-        if self._bar is not None:
-            self._bar.set_postfix(figures, refresh=False)
-            self._bar.update(1)
 
     def line(self, text: str) -> None:
-        """Prints a line, above the bar where there is one."""
         if self._quiet:
             return
         try:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            print(text, flush=True)
         except OSError:  # a closed pipe; what Python flushes at exit must not fail on it either
             self._quiet = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
 
 
 def byte_bar(title: str, size: int | None, quiet: bool = False) -> tqdm[Any]:

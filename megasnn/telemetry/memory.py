@@ -1,14 +1,11 @@
-"""Peak memory of ranks in MB (10^6 bytes), and the name of a device."""
+"""Memory of a rank in MB (10^6 bytes), as Linux counts it, and the name of the processor."""
 
 from __future__ import annotations
 
-import platform
-import resource
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 RANKS_ONE_BY_ONE = 8
 
@@ -30,26 +27,12 @@ def held_memory_mb(device: torch.device) -> float:
     return _resident("VmRSS:") / 1e6
 
 
-def reset_peak_memory(device: torch.device) -> bool:
-    """Starts the peak anew; False where the system cannot (a CPU outside Linux)."""
+def reset_peak_memory(device: torch.device) -> None:
+    """Starts the peak anew."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        return True
-    try:
+    else:
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def gather_peak_memory_mb(device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
-    """Returns `peak_memory_mb` of every rank of the group, in its order. Collective; None is this rank alone."""
-    peak = peak_memory_mb(device)
-    if group is None:
-        return [peak]
-    peaks = [0.0] * group.size()
-    dist.all_gather_object(peaks, peak, group=group)
-    return peaks
 
 
 def memory_scalars(peaks: Sequence[float], kind: str = "peak") -> dict[str, float]:
@@ -59,28 +42,14 @@ def memory_scalars(peaks: Sequence[float], kind: str = "peak") -> dict[str, floa
     return {f"memory/{kind}_mb_largest": max(peaks), f"memory/{kind}_mb_mean": sum(peaks) / len(peaks)}
 
 
-def device_name(device: torch.device) -> str:
-    """Returns the name of a GPU, or of the processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-
-
 def processor_name() -> str:
-    """Returns the processor's name as Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    """Returns the processor's name as Linux tells it; "" where it does not."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _resident(name: str) -> int:
-    """Bytes of this process from /proc/self/status; elsewhere than on Linux its peak by getrusage.
-
-    getrusage's maximum survives exec: a rank begun by a large launcher would report the launcher's memory.
-    """
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Bytes of this process from /proc/self/status. getrusage's maximum survives exec: a rank begun by a large launcher
+    would report the launcher's memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)

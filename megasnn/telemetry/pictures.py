@@ -1,4 +1,4 @@
-"""Pictures for TensorBoard and `show-data`, drawn by matplotlib: samples, rasters, and spikes of layers over a run."""
+"""Pictures for TensorBoard and `show-data`, drawn by matplotlib: samples and rasters of spikes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.telemetry.spikes import LayerSpikes, Raster
+from megasnn.telemetry.spikes import Raster
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,8 +17,6 @@ Picture = NDArray[np.uint8]
 """[height, width, 3]"""
 
 EVENT_LEGEND = "red: brighter, blue: darker, black: both; a frame for each time step"
-HISTORY_COLUMNS = 120
-PANELS = {"firing_rate": "firing rate", "silent": "silent neurons", "saturated": "always firing"}
 DPI = 100
 
 
@@ -88,45 +86,6 @@ def _sheet(pictures: Sequence[Picture], captions: Sequence[str], title: str, one
         axes.set_title(caption, fontsize=8)
         axes.axis("off")
     return _pixels(figure)
-
-
-class SpikeHistory:
-    """Keeps the spikes of the layers at up to 120 iterations, spread evenly over the run, and draws them."""
-
-    def __init__(self) -> None:
-        self._iterations: list[int] = []
-        self._layers: list[list[LayerSpikes]] = []
-        self._every, self._seen = 1, 0
-
-    def add(self, iteration: int, layers: Sequence[LayerSpikes]) -> None:
-        """Takes the layers in the model's order, the same ones each time."""
-        if layers and self._seen % self._every == 0:
-            self._iterations.append(iteration)
-            self._layers.append(list(layers))
-        self._seen += 1
-        if len(self._iterations) > HISTORY_COLUMNS:
-            self._iterations, self._layers = self._iterations[::2], self._layers[::2]
-            self._every *= 2
-
-    def __len__(self) -> int:
-        return len(self._iterations)
-
-    def picture(self) -> Picture:
-        """Draws layers against iterations, a panel for each statistic. Raises ValueError while nothing was added."""
-        if not self._iterations:
-            raise ValueError("a history of spikes without a single iteration cannot be drawn")
-        names = [layer.name for layer in self._layers[0]]
-        figure = _figure(14, 1.6 + 0.16 * len(names))
-        for place, (statistic, title) in enumerate(PANELS.items()):
-            values = np.array([[getattr(layer, statistic) for layer in column] for column in self._layers]).T
-            axes = figure.add_subplot(1, len(PANELS), place + 1)
-            shown = axes.imshow(values, aspect="auto", cmap="Blues", interpolation="nearest", vmin=0)
-            axes.set_title(title, fontsize=9)
-            axes.set_yticks(range(len(names)), names if place == 0 else [""] * len(names), fontsize=6)
-            ends = [0, len(self._iterations) - 1]
-            axes.set_xticks(ends, [str(self._iterations[end]) for end in ends], fontsize=7)
-            figure.colorbar(shown, ax=axes).ax.tick_params(labelsize=6)
-        return _pixels(figure)
 
 
 def _figure(width: float, height: float) -> Figure:

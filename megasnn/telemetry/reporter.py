@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,8 +26,6 @@ from megasnn.telemetry.records import (
 )
 from megasnn.telemetry.spikes import LayerSpikes, mean_spikes
 from megasnn.telemetry.tensorboard import TensorBoard
-
-PACE_INTERVALS = 10  # log intervals from which the time left is estimated
 
 
 @dataclass(frozen=True)
@@ -64,11 +61,11 @@ class Reporter:
     def __init__(self, outline: RunOutline, is_writer: bool, callbacks: Sequence[Callback] = ()) -> None:
         self._outline, self._callbacks = outline, callbacks if is_writer else ()
         done, _ = outline.resumed or (0, 0)
-        self._console = Console(outline.iterations, done, quiet=not is_writer)
+        self._console = Console(quiet=not is_writer)
         self._log = JsonLog(outline.log_directory if is_writer else None)
         self.best_effort, self.asked_to_stop = BestEffort(self._console.line), False
         directory = outline.directory if is_writer else None
-        self._board = TensorBoard(directory, done if outline.resumed else None, self.line)
+        self._board = TensorBoard(directory, self.best_effort, done if outline.resumed else None)
         self._done = self._iteration = done
         self.work: Sequence[LayerWork] = ()
         self._spikes: Sequence[LayerSpikes] = ()  # of the last log line
@@ -78,8 +75,7 @@ class Reporter:
         """Starts the clocks: time before this counts for no iteration."""
         now = time.perf_counter()
         self._interval_start, self._steps = now, list[StepResult]()
-        self._pace = deque([(now, self._done)], maxlen=PACE_INTERVALS + 1)
-        self._first_step: tuple[float, int] | None = None
+        self._pace, self._has_logged = (now, self._done), False  # from when and where the time left is estimated
 
     def line(self, text: str) -> None:
         """Prints a line; log.jsonl has it as a message."""
@@ -111,8 +107,6 @@ class Reporter:
         """Takes the result of each iteration."""
         self._steps.append(result)
         self._iteration += 1
-        self._first_step = self._first_step or (time.perf_counter(), self._done + 1)
-        self._console.advance(loss=f"{result.loss:.3f}", accuracy=f"{result.correct / result.samples:.0%}")
         self._call("step", self._iteration, result)
 
     def log(
@@ -163,15 +157,10 @@ class Reporter:
         )
 
     def _seconds_left(self, iteration: int) -> float:
-        """Estimates the time left from the last log intervals, evaluations and saves included.
-
-        The first step, which pays for compiling, is left out as soon as there is another.
-        """
-        now = time.perf_counter()
-        if self._first_step is not None and iteration > self._first_step[1]:
-            self._pace[0] = max(self._pace[0], self._first_step)
-        then, before = self._pace[0]
-        self._pace.append((now, iteration))
+        """Estimates the time left from all that the run has done since its first log line, whose steps compile."""
+        now, (then, before) = time.perf_counter(), self._pace
+        if not self._has_logged:
+            self._pace, self._has_logged = (now, iteration), True
         return (self._outline.iterations - iteration) * (now - then) / max(iteration - before, 1)
 
     def evaluation(self, record: EvaluationRecord) -> None:
@@ -209,5 +198,4 @@ class Reporter:
 
     def close(self) -> None:
         self._call("end", self._iteration)
-        self._console.close()
         self._board.close()

@@ -65,27 +65,19 @@ class SpikeRecorder:
         count.spikes += fired
         count.presentations += spikes.shape[0] * spikes.shape[1]
 
-    def forget(self) -> None:
-        """Forgets all counts."""
-        self._counts.clear()
-
     def reduce(
         self,
         same: dist.ProcessGroup | None,
         others: Sequence[dist.ProcessGroup | None],
-        pipeline: dist.ProcessGroup | None,
-        order: Sequence[str],
     ) -> list[LayerSpikes]:
-        """Returns the statistics of all layers, the same on every rank, and forgets the counts. Collective.
+        """Returns the statistics of this stage's layers, the same on all its ranks, and forgets the counts. Collective.
 
         Args:
-            same: ranks that hold the same neurons; others: groups of ranks that hold other neurons of the same layers;
-                pipeline: the stages. None: a group of one rank.
-            order: names of the model's layers, which the names of neurons begin with.
+            same: ranks that hold the same neurons; others: groups of ranks that hold other neurons of the same layers.
+                None: a group of one rank.
         """
         counts, self._counts = _sum_counts(self._counts, same), {}
-        layers = _statistics(counts, others)
-        return sorted(_of_stages(layers, pipeline), key=lambda layer: place_in_model(layer.name, order))
+        return _statistics(counts, others)
 
 
 class RasterRecorder:
@@ -104,15 +96,10 @@ class RasterRecorder:
         chosen = torch.linspace(0, few.shape[2] - 1, min(RASTER_NEURONS, few.shape[2]), device=few.device).long()
         self._rasters[name] = (few[..., chosen] != 0).permute(1, 2, 0)  # read when the step is over
 
-    def forget(self) -> None:
-        """Forgets all spikes."""
-        self._rasters.clear()
-
-    def take(self, pipeline: dist.ProcessGroup | None, order: Sequence[str]) -> dict[str, Raster]:
-        """Returns the rasters of all stages in the model's order, and forgets them. Collective over the pipeline."""
-        found = [(name, raster.cpu().numpy()) for name, raster in self._rasters.items()]
-        self._rasters.clear()
-        return dict(sorted(_of_stages(found, pipeline), key=lambda each: place_in_model(each[0], order)))
+    def take(self) -> dict[str, Raster]:
+        """Returns the rasters of this stage, and forgets them."""
+        found, self._rasters = self._rasters, {}
+        return {name: raster.cpu().numpy() for name, raster in found.items()}
 
 
 def mean_spikes(layers: Sequence[LayerSpikes]) -> dict[str, float]:
@@ -127,36 +114,17 @@ def place_in_model(neuron: str, order: Sequence[str]) -> int:
     return next(fits, len(order))
 
 
-def _of_stages(mine: list, group: dist.ProcessGroup | None) -> list:
-    if group is None:
-        return mine
-    of_stages: list[list] = [[] for _ in range(group.size())]
-    dist.all_gather_object(of_stages, mine, group=group)
-    return [each for stage in of_stages for each in stage]
-
-
-def _sum_counts(counts: Mapping[str, _Count], group: dist.ProcessGroup | None) -> dict[str, _Count]:
-    """Adds counts neuron by neuron, in one all-reduce; a rank that observed nothing takes part with zeros."""
-    if group is None:
-        return dict(counts)
-    mine = {name: (count.spikes.numel(), count.presentations) for name, count in counts.items()}
-    of_ranks: list[dict[str, tuple[int, int]]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(of_ranks, mine, group=group)
-    neurons: dict[str, int] = {}
-    presentations: dict[str, int] = {}
-    for rank in of_ranks:
-        for name, (size, presented) in rank.items():
-            if neurons.setdefault(name, size) != size:
-                raise ValueError(f"layer {name!r} has {size} neurons on one replica and {neurons[name]} on another")
-            presentations[name] = presentations.get(name, 0) + presented
-    if not neurons:
-        return {}
-    device = next((count.spikes.device for count in counts.values()), _device_of(group))
-    absent = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in neurons.items()}
-    flat = torch.cat([counts[name].spikes if name in counts else absent[name] for name in neurons])
+def _sum_counts(counts: dict[str, _Count], group: dist.ProcessGroup | None) -> dict[str, _Count]:
+    """Adds counts neuron by neuron, in one all-reduce; all ranks have observed the same layers."""
+    if group is None or not counts:
+        return counts
+    presented: list[dict[str, int]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(presented, {name: count.presentations for name, count in counts.items()}, group=group)
+    flat = torch.cat([count.spikes for count in counts.values()])
     dist.all_reduce(flat, group=group)
-    parts = flat.split(list(neurons.values()))
-    return {name: _Count(part, presentations[name]) for name, part in zip(neurons, parts, strict=True)}
+    parts = flat.split([count.spikes.numel() for count in counts.values()])
+    summed = zip(counts, parts, strict=True)
+    return {name: _Count(part, sum(each[name] for each in presented)) for name, part in summed}
 
 
 def _statistics(counts: Mapping[str, _Count], groups: Sequence[dist.ProcessGroup | None]) -> list[LayerSpikes]:
@@ -177,8 +145,3 @@ def _sums(count: _Count) -> Tensor:
     number = torch.full_like(spikes[0], spikes.numel())
     silent, saturated = (count.spikes == 0).sum(), (count.spikes == count.presentations).sum()
     return torch.stack([number, spikes.sum() / count.presentations, silent.double(), saturated.double()])
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    on_cuda = "nccl" in dist.get_backend(group)
-    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")

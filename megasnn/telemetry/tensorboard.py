@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megasnn.telemetry.log import BestEffort
+
 GROUPS: dict[str, tuple[str, ...]] = {
     "training": ("loss", "accuracy", "samples_per_second", "grad_norm", "learning_rate", "consumed_samples"),
     "validation": ("loss", "accuracy_top1", "accuracy_top5"),
@@ -63,66 +65,55 @@ def charts() -> dict[str, dict[str, list[object]]]:
 class TensorBoard:
     """Writes scalars, texts and pictures of a run. Scalars that were only ever zero are not shown.
 
-    An error, such as a full disk, is told once; nothing more is written then, and training goes on.
+    After an error, such as a full disk, nothing more is written.
 
     Args:
         directory: of the event files; None writes nothing.
+        best_effort: context in which an error is told and goes no further.
         resumed_iteration: last iteration of the run that this one continues; later points of it are hidden.
-        tell: takes a line for the log.
     """
 
     def __init__(
-        self,
-        directory: str | Path | None,
-        resumed_iteration: int | None = None,
-        tell: Callable[[str], None] = print,
+        self, directory: str | Path | None, best_effort: BestEffort, resumed_iteration: int | None = None
     ) -> None:
-        self._directory, self._tell = directory, tell
+        self._best_effort, self._name = best_effort, f"writing TensorBoard's files in {directory}"
         self._shown: set[str] = set()
         self._writer: Any = None
-        if directory is not None:
-            self._try(lambda: self._open(None if resumed_iteration is None else resumed_iteration + 1))
-            self._call("add_custom_scalars", charts())
-            self.flush()
+        if directory is None:
+            return
+        with best_effort(self._name):
+            from torch.utils.tensorboard import SummaryWriter
 
-    def _open(self, purge_step: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+            purge_step = None if resumed_iteration is None else resumed_iteration + 1
+            self._writer = SummaryWriter(str(directory), purge_step=purge_step)
+        self._write(lambda writer: writer.add_custom_scalars(charts()))
+        self.flush()
 
-        self._writer = SummaryWriter(str(self._directory), purge_step=purge_step)
-
-    def _try(self, write: Callable[[], object]) -> None:
-        try:
-            write()
-        except Exception as error:
-            self._writer = None
-            why = f"{type(error).__name__}: {error}"
-            self._tell(f"WARNING: TensorBoard's files in {self._directory} cannot be written ({why}); training goes on")
-
-    def _call(self, method: str, *values: object, **options: object) -> None:
-        if self._writer is not None:
-            self._try(lambda: getattr(self._writer, method)(*values, **options))
+    def _write(self, act: Callable[[Any], object]) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with self._best_effort(self._name):
+                act(writer)
+                self._writer = writer
 
     def scalars(self, values: Mapping[str, float], iteration: int) -> None:
         """Writes each `name: value` on the card of that name; nan and infinities as they are."""
-        for name, value in values.items():
-            tag = card(name)
-            if value != 0:
-                self._shown.add(tag)
-            if tag in self._shown:
-                self._call("add_scalar", tag, value, iteration)
+        cards = {card(name): value for name, value in values.items()}
+        self._shown |= {tag for tag, value in cards.items() if value != 0}
+        shown = {tag: value for tag, value in cards.items() if tag in self._shown}
+        self._write(lambda writer: [writer.add_scalar(tag, value, iteration) for tag, value in shown.items()])
 
     def text(self, tag: str, markdown: str) -> None:
         """Writes a text, which TensorBoard renders as Markdown."""
-        self._call("add_text", tag, markdown)
+        self._write(lambda writer: writer.add_text(tag, markdown))
 
     def picture(self, tag: str, draw: Callable[[], NDArray[np.uint8]], iteration: int) -> None:
         """Writes uint8 `[height, width, 3]`; `draw` makes it, and is called only where it is written."""
-        if self._writer is not None:
-            self._try(lambda: self._writer.add_image(tag, draw(), iteration, dataformats="HWC"))
+        self._write(lambda writer: writer.add_image(tag, draw(), iteration, dataformats="HWC"))
 
     def flush(self) -> None:
-        self._call("flush")
+        self._write(lambda writer: writer.flush())
 
     def close(self) -> None:
-        self._call("close")
+        self._write(lambda writer: writer.close())
         self._writer = None

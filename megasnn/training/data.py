@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from megasnn.config import PretrainConfig
-from megasnn.data import BatchLoader, Datasets, Share, open_datasets
+from megasnn.data import BatchLoader, Datasets, open_datasets
 from megasnn.data.loader import epoch_samples, order_identity
 from megasnn.engine import Engine
 from megasnn.engine.faults import placed
@@ -63,7 +63,8 @@ class RunData:
         if not self._config.data.skip_broken_samples:
             return 0
         # All ranks of a replica that read images come to the same choice.
-        shared = engine.batches.read_alike(training) and engine.state.cp.rank
+        share = engine.batches.trained_share if training else engine.batches.evaluated_share
+        shared = share.cp_size == 1 and engine.state.cp.rank
         counts = engine.takes_images and engine.state.tp.rank == 0 and not shared
         return int(engine.distributed.sum_over_ranks([float(samples * counts)])[0])
 
@@ -74,19 +75,9 @@ class RunData:
         return self._loaders[training]
 
     def _loader(self, engine: Engine, training: bool) -> BatchLoader:
-        sizes, state = self._config.training, engine.state
-        samples = engine.distributed.context.sharing_samples
-        whole = training and engine.batches.mixes  # samples of a micro-batch are mixed with each other
-        share = Share(
-            global_batch_size=sizes.global_batch_size,
-            micro_batch_size=sizes.micro_batch_size,
-            dp_size=state.dp.size,
-            dp_rank=state.dp.rank,
-            cp_size=1 if whole else samples.size,
-            cp_rank=0 if whole else samples.rank,
-            images=engine.takes_images,
-            labels=engine.takes_labels,
-        )
+        share = engine.batches.trained_share if training else engine.batches.evaluated_share
         dataset = self.datasets.train if training else self.datasets.valid
         assert dataset is not None
-        return BatchLoader(dataset, share, self._config.data, sizes.seed, training, state.device.type == "cuda")
+        return BatchLoader(
+            dataset, share, self._config.data, self._config.training.seed, training, engine.state.device.type == "cuda"
+        )

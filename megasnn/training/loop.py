@@ -10,7 +10,7 @@ from dataclasses import replace
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
-from megasnn.engine.debug import first_non_finite, notice_of
+from megasnn.engine.debug import first_non_finite
 from megasnn.engine.faults import placed
 from megasnn.grid import HOLDING_AXES
 from megasnn.parallel.agreement import gather
@@ -24,7 +24,7 @@ from megasnn.training.data import RunData
 from megasnn.training.memory import announce, compare, forecast_memory
 from megasnn.training.metrics import Metrics
 from megasnn.training.profiling import Pictures, PipelineProfiler, StepTrace
-from megasnn.training.resume import Start, claim, refuse_other_model
+from megasnn.training.resume import claim, load_start, require_checkpoint
 from megasnn.training.saving import Saves
 from megasnn.training.signals import StopSignals
 from megasnn.training.startup_log import introduce, log_folder
@@ -55,7 +55,7 @@ class TrainingRun:
         self._started, self._in_evaluation = time.monotonic(), False
         self.saved = self.has_evaluated = True
         self._skipped_samples = self._skipped_steps = self._skipped_in_a_row = 0  # steps: since the last save
-        refuse_other_model(config, state)
+        require_checkpoint(config, state)
         self.data = RunData(config, state)
         self.iterations = self.data.length.iterations
         self.engine = engine = Engine(config, length=self.data.length, wants_to_stop=self._wants_to_stop)
@@ -64,7 +64,7 @@ class TrainingRun:
             claimed = claim(config, state)
             if claimed is not None:
                 undo.callback(claimed.release)
-            begin = Start(config, engine, self.data.place).load(claimed is not None and claimed.resumes)
+            begin = load_start(config, engine, self.data.place, claimed is not None and claimed.resumes)
             self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
             self.saves = Saves(config, engine, claimed, self.data.place, begin, reporter)
             self.metrics = Metrics(engine)
@@ -133,7 +133,7 @@ class TrainingRun:
                     self._iterate(batch, trace)
                     if self._should_exit():
                         break
-            trace.close(self.iteration)
+            trace.close()
             self._end()
 
     def _end(self) -> None:
@@ -153,27 +153,23 @@ class TrainingRun:
             compare(self._memory, self.state, self.reporter)
 
     def _iterate(self, batch: GlobalBatch, trace: StepTrace) -> None:
-        number, is_first = self.iteration + 1, self.engine.step.without_gradient is None
+        number = self.iteration + 1
         logs = self._logs(number)
         self.metrics.spikes.enabled = logs
         self.pictures.begin(batch, self.iteration)
-        self.engine.distributed.executor.observe_spikes(self.metrics.observes)
-        # A step with a log line takes longer, because it counts spikes: the one before it is profiled, if it can be.
-        profiles = self._logs(number + (min(self.iterations, self.config.logging.log_interval) > 1))
-        with self.profiler.around(number, batch, profiles), trace.around(number):
+        with self.profiler.around(number, batch):
             result = self.engine.train_on(batch)
+        trace.step()
         self.metrics.spikes.enabled = False
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         self._skipped_steps += result.skipped
         self._skipped_samples += sum(micro.skipped for micro in batch.micro_batches)
-        if is_first and self.engine.step.without_gradient:
-            self.reporter.line(notice_of(self.engine.step.without_gradient))
         if result.not_finite:
             self.reporter.line(f"iteration {number}: {result.not_finite}")
         self.reporter.step(result)
         if logs:
             self._log()
-        self.pictures.end(self.iteration, last=self.iteration == self.iterations)
+        self.pictures.end(self.iteration)
         if self.iteration < self.iterations and not self._should_exit():  # else `_end` evaluates and saves
             self._between_steps()
 
@@ -189,12 +185,10 @@ class TrainingRun:
         self._save_if(saves)
 
     def _log(self) -> None:
-        measured = self.metrics.since_last(self.iteration)
+        measured, layers = self.metrics.since_last(self.iteration)
         predicted = memory_scalars([each.total for each in self._memory], "predicted")
         skipped = self.data.skipped_over_replicas(self.engine, self._skipped_samples, training=True)
-        scalars = {**measured.scalars, **predicted}
-        self.reporter.log(self.iteration, self.consumed_samples, scalars, measured.layers, skipped)
-        self.pictures.add(self.iteration, measured.layers)
+        self.reporter.log(self.iteration, self.consumed_samples, {**measured, **predicted}, layers, skipped)
 
     def _logs(self, number: int) -> bool:
         """Returns True where iteration `number` has a log line."""
@@ -266,7 +260,7 @@ class TrainingRun:
         if not self.config.checkpoint.save:
             return
         found = first_non_finite((entry.name, entry.tensor) for entry in self.engine.checkpoints.entries())
-        where = next(filter(None, gather(self.state.world.handle, None if found is None else str(found))), None)
+        where = next(filter(None, gather(self.state.world.handle, found)), None)
         if where is not None:
             self.saves.finish()
             raise ValueError(f"iteration {self.iteration} is not saved, since it is not finite: {where}")

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from megasnn.config import PretrainConfig
 from megasnn.engine.faults import cause_and_place, claim_fault, end_process, in_full, placed
-from megasnn.engine.mesh import get_or_create_mesh, prepare_cublas
+from megasnn.engine.mesh import join_ranks
 from megasnn.files import CheckpointError
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.replica_check import ReplicaError
@@ -20,7 +20,6 @@ from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.callback import Callback
 from megasnn.training.loop import TrainingRun
 from megasnn.training.signals import StopSignals
-from megasnn.training.startup_log import print_summary
 
 SAVE_FAILED, DIVERGED, INTERRUPTED = 3, 4, 130
 SAVING_SECONDS = 5.0
@@ -69,16 +68,10 @@ def _recorded(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
 
 
 def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
-    """Joins the ranks, then trains, or with --model-summary prints what would be trained; returns the exit status."""
-    prepare_cublas(config.training)
-    state, leave = get_or_create_mesh(config.parallel)
-    status = 0
+    """Joins the ranks, then trains; returns the exit status."""
+    state, leave = join_ranks(config)
     try:
-        if config.logging.model_summary:
-            with placed(f"on pipeline stage {state.pp.rank}"):
-                print_summary(config, state)
-        else:
-            status = _trained(config, state, callbacks)
+        status = _trained(config, state, callbacks)
         gather(state.world.handle, None)  # an error of another rank at its end still ends all
     finally:
         if state.world.size == 1 or sys.exc_info()[0] is None:  # else nothing that waits for other ranks may run

@@ -9,18 +9,18 @@ from megasnn.config import PretrainConfig
 from megasnn.engine import Engine
 from megasnn.engine.build import sample_windows
 from megasnn.engine.model import DistributedModel
-from megasnn.free_memory import release_free_memory
 from megasnn.grid import SUMMED_AXES
+from megasnn.host_memory import release_free_memory
 from megasnn.optim.build import held_state_bytes, state_bytes, working_bytes
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts
-from megasnn.pipeline.peak_memory import Moment, graphs_bytes, peak_moments
+from megasnn.pipeline.peak_memory import Moment, peak_moments
 from megasnn.pipeline.plan import PipelinePlan
 from megasnn.pipeline.profile_layers import count_memory
 from megasnn.planner.memory import MemoryForecast, sample_bytes
-from megasnn.telemetry.memory import gather_peak_memory_mb, held_memory_mb
+from megasnn.telemetry.memory import held_memory_mb, peak_memory_mb
 from megasnn.telemetry.reporter import Reporter
 
 
@@ -32,7 +32,7 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
     model, plan, state = engine.distributed, engine.plan, engine.state
     problem, costs = "", None
     try:
-        costs = _costs(config, model, plan)
+        costs = layer_costs(config, model, plan)
     except Exception as error:
         if state.tp.size > 1 or state.cp.size > 1:  # others wait for this rank in the middle of a layer
             raise
@@ -41,6 +41,8 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
     if costs is None or problems:
         reporter.line(f"memory is not predicted: {problems[0]}")
         return []
+    if any(chunk.graphs is not None for chunk in model.chunks.values()):
+        reporter.line("memory is predicted without CUDA graphs, which take more")
     mine = _forecast(config, engine, costs)
     return gather(state.world.handle, mine)
 
@@ -48,7 +50,7 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
 def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> MemoryForecast:
     """Returns this rank's forecast."""
     model, plan, state = engine.distributed, engine.plan, engine.state
-    peak, owned, data_parallel = _peak(costs, model, plan), model.owned, model.data_parallel
+    peak, owned, data_parallel = peak_of(costs, model, plan), model.owned, model.data_parallel
     # Copies of a chunk's own tensors have the same memory; each has a gradient of its own.
     held = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in (*model.copies, *model.tensors)}
     averages = 0 if not config.optimizer.ema_decay else sum(entry.tensor.nbytes for entry in owned)
@@ -59,8 +61,6 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
     written = [entry for entry in owned if entry.shard.is_primary(SUMMED_AXES)]
     values = sum(entry.tensor.nbytes for entry in written)
     snapshot = values + values * (averages > 0) + _state_bytes(written, config)
-    graphs = _graphs(costs, model, plan, peak)
-    given_back = peak.total - peak.kept * (graphs > 0)  # graphs keep what forwards leave
     samples = 0  # stages behind the first see none
     if model.takes_images:
         share = model.context.largest_share(config.training.micro_batch_size)
@@ -79,40 +79,24 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
         samples=1e-6 * samples,
         gathered=1e-6 * gathered,
         snapshot=1e-6 * snapshot * (on_host and config.checkpoint.async_save),
-        graphs=1e-6 * graphs,
-        update=1e-6 * max(0, working_bytes(owned, config.optimizer) - gathered - given_back),
+        update=1e-6 * max(0, working_bytes(owned, config.optimizer) - gathered - peak.total),
     )
 
 
-def step_peak(config: PretrainConfig, model: DistributedModel, plan: PipelinePlan) -> Moment:
-    """Returns the moment of a usual step at which this rank will need most, without graphs. Collective over the ranks
-    that share a micro-batch."""
-    return _peak(_costs(config, model, plan), model, plan)
-
-
-def _costs(config: PretrainConfig, model: DistributedModel, plan: PipelinePlan) -> PipelineCosts:
+def layer_costs(config: PretrainConfig, model: DistributedModel, plan: PipelinePlan) -> PipelineCosts:
     """Costs of the plan, or of the layers' memory alone."""
     return plan.costs or count_memory(
         model.model,
         model.context.largest_share(config.training.micro_batch_size),
         model.context,
         model.state.device,
-        plan.schedules.units is not None,
     )
 
 
-def _peak(costs: PipelineCosts, model: DistributedModel, plan: PipelinePlan) -> Moment:
+def peak_of(costs: PipelineCosts, model: DistributedModel, plan: PipelinePlan) -> Moment:
     schedule = plan.schedules.training(plan.micro_batches)
     exchanged = [model.data_parallel.exchanged_bytes] * schedule.ranks
     return peak_moments(schedule, plan.executed_bounds, costs, exchanged)[model.state.pp.rank]
-
-
-def _graphs(costs: PipelineCosts, model: DistributedModel, plan: PipelinePlan, peak: Moment) -> int:
-    """Bytes of CUDA graphs beside that peak; 0 where no layer has graphs."""
-    if all(chunk.graphs is None for chunk in model.chunks.values()):
-        return 0
-    schedule, rank = plan.schedules.training(plan.micro_batches), model.state.pp.rank
-    return max(0, graphs_bytes(schedule, rank, plan.executed_bounds, costs) - peak.kept)
 
 
 def _state_bytes(entries: Iterable[ShardedTensor], config: PretrainConfig) -> int:
@@ -132,15 +116,14 @@ def announce(forecasts: Sequence[MemoryForecast], reporter: Reporter) -> None:
 
 def compare(forecasts: Sequence[MemoryForecast], state: ParallelState, reporter: Reporter) -> None:
     """Logs the measured peak of each rank at the end, beside its forecast if there is one. Collective."""
-    peaks = gather_peak_memory_mb(state.device, state.world.handle)
+    peaks = gather(state.world.handle, peak_memory_mb(state.device))
     rank = max(range(len(peaks)), key=peaks.__getitem__)
     reporter.entry("memory", {"peak_mb": peaks, "predicted_mb": [each.total for each in forecasts]})
     if not forecasts:
         reporter.line(f"memory of rank {rank}: peak {peaks[rank]:.0f} MB")
         return
-    shares = [peak / each.total for peak, each in zip(peaks, forecasts, strict=True)]
-    among = f" ({min(shares):.2f} to {max(shares):.2f} over all ranks)" if len(shares) > 1 else ""
+    predicted = forecasts[rank].total
     reporter.line(
-        f"memory of rank {rank}: peak {peaks[rank]:.0f} MB, predicted {forecasts[rank].total:.0f} MB, measured / "
-        f"predicted {shares[rank]:.2f}{among}; the difference is what the allocator keeps and what was not foreseen"
+        f"memory of rank {rank}: peak {peaks[rank]:.0f} MB, predicted {predicted:.0f} MB, measured / predicted "
+        f"{peaks[rank] / predicted:.2f}; the difference is what the allocator keeps and what was not foreseen"
     )

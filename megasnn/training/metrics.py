@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import Tensor
 
 from megasnn.engine import Engine
+from megasnn.parallel.agreement import gather
 from megasnn.parallel.traffic import statistics
-from megasnn.telemetry.memory import gather_peak_memory_mb, memory_scalars
-from megasnn.telemetry.spikes import LayerSpikes, RasterRecorder, SpikeRecorder
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Measurements since the last log line.
-
-    Attributes:
-        scalars: memory, and per iteration time and traffic, by name.
-        layers: the spikes of each layer of neurons, in the model's order.
-    """
-
-    scalars: dict[str, float]
-    layers: list[LayerSpikes]
+from megasnn.telemetry.memory import memory_scalars, peak_memory_mb
+from megasnn.telemetry.spikes import LayerSpikes, RasterRecorder, SpikeRecorder, place_in_model
 
 
 @dataclass(frozen=True)
@@ -62,23 +51,22 @@ class Metrics:
         self._groups = [name for name, group in groups.items() if group.size > 1]
         self._groups += ["pp", "backward"] if state.pp.size > 1 else []
 
-    @property
-    def observes(self) -> bool:
-        """True if spikes of the next step are wanted, on all ranks alike."""
-        return self.spikes.enabled or self.rasters.enabled
+    def since_last(self, iteration: int) -> tuple[dict[str, float], list[LayerSpikes]]:
+        """Returns scalars since the last call, and the spikes of each layer in the model's order. Collective.
 
-    def since_last(self, iteration: int) -> Measured:
-        """Returns what was measured since the last call. Collective."""
+        Scalars are memory, and per iteration time and traffic, by name.
+        """
         state, by_samples = self._state, self._model.context.cut == "samples"
         # Ranks that share micro-batches by samples have the same neurons, and by rows other ones of a layer.
         same, rows = (state.dp_cp, None) if by_samples else (state.dp, state.cp.handle)
         others = state.tp.handle, rows
-        layers = self.spikes.reduce(same.handle, others, state.pp.handle, self._order)
-        peaks = gather_peak_memory_mb(state.device, state.world.handle)
+        of_stages = gather(state.pp.handle, self.spikes.reduce(same.handle, others))
+        layers = sorted(chain(*of_stages), key=lambda layer: place_in_model(layer.name, self._order))
+        peaks = gather(state.world.handle, peak_memory_mb(state.device))
         iterations = max(iteration - self._counted_from, 1)
         self._counted_from = iteration
         times = {f"time/{name}_ms": mean for name, mean in self._timers.mean_ms().items()}
-        return Measured({**memory_scalars(peaks), **times, **self._traffic(iterations)}, layers)
+        return {**memory_scalars(peaks), **times, **self._traffic(iterations)}, layers
 
     def _traffic(self, iterations: int) -> dict[str, float]:
         """MB that all ranks together received per iteration, by group, and what they were unpacked. Collective.

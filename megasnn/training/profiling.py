@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megasnn.config import PretrainConfig
@@ -15,31 +17,30 @@ from megasnn.engine import Engine
 from megasnn.parallel.agreement import clock_offsets, gather
 from megasnn.parallel_state import ParallelState
 from megasnn.schedule import Action, Schedule, Simulation
+from megasnn.schedule.draw import raster
 from megasnn.schedule.simulate import TimedAction, summarise
-from megasnn.telemetry.pictures import SpikeHistory, raster_sheet, sample_sheet
+from megasnn.telemetry.pictures import raster_sheet, sample_sheet
 from megasnn.telemetry.reporter import Reporter
-from megasnn.telemetry.spikes import LayerSpikes, RasterRecorder
+from megasnn.telemetry.spikes import RasterRecorder, place_in_model
 from megasnn.telemetry.timers import Mark
-from megasnn.training.startup_log import chart, log_folder
+from megasnn.training.startup_log import log_folder
 
 SAMPLES = 8
 
 
 class PipelineProfiler:
-    """Times the actions of single steps (--profile-pipeline): nothing is measured in the others."""
+    """Times the actions of a pipeline in the step before those of --profile-steps, which a trace makes slower."""
 
     def __init__(self, config: PretrainConfig, engine: Engine, reporter: Reporter) -> None:
-        self._is_on, self._engine, self._reporter = config.logging.profile_pipeline, engine, reporter
+        steps = config.logging.profiled_steps if engine.state.pp.size > 1 else range(0)
+        self._step = max(steps[0] - 1, engine.iteration + 1) if steps else None
+        self._engine, self._reporter = engine, reporter
         self._marks: list[tuple[Mark, Mark]] = []
 
     @contextmanager
-    def around(self, number: int, batch: GlobalBatch, is_due: bool) -> Iterator[None]:
-        """Measures the step in the block, and reports it. Collective over each pipeline.
-
-        Args:
-            number: of the iteration.
-        """
-        if not (self._is_on and is_due):
+    def around(self, number: int, batch: GlobalBatch) -> Iterator[None]:
+        """Measures iteration `number` in the block, where it is due, and reports it. Collective over each pipeline."""
+        if number != self._step:
             yield
             return
         executor = self._engine.distributed.executor
@@ -66,7 +67,7 @@ class PipelineProfiler:
         # A step that was not finite is followed by forwards that look for the place.
         times = [row[: len(actions)] for row, actions in zip(times, schedule.actions, strict=True)]
         predicted = engine.plan.simulation(micro_batches)
-        assert predicted is not None, "a profile is asked for before the costs are measured"
+        assert predicted is not None, "the plan measures costs where a profile is asked for"
         results = {"measured": measured_simulation(schedule, times, offsets), "predicted": predicted}
         scalars = {f"pipeline/ms_{what}": 1e3 * each.makespan for what, each in results.items()}
         scalars |= {f"pipeline/bubble_{what}": each.idle_share for what, each in results.items()}
@@ -75,7 +76,7 @@ class PipelineProfiler:
         self._reporter.line(f"pipeline at iteration {number}, {schedule.name}: {', '.join(told)}")
         span = max(each.makespan for each in results.values())
         for what, result in results.items():
-            self._reporter.picture(f"pipeline/{what}", partial(chart, schedule, result, what, span), number)
+            self._reporter.picture(f"pipeline/{what}", partial(raster, schedule, result, what, span), number)
 
 
 def measured_simulation(
@@ -112,35 +113,38 @@ class StepTrace:
                 f"WARNING: --profile-steps {options.profile_steps}, and the run has iterations {done + 1} to "
                 f"{iterations}: the trace has what lies in both"
             )
-        self._reporter, self._steps = reporter, steps if state.dp.rank == 0 else range(0)
-        self._folder, self._rank = (log_folder(config) or Path()) / "traces", state.rank
-        gpu = [ProfilerActivity.CUDA] if state.device.type == "cuda" else []
-        self._activities = [ProfilerActivity.CPU, *gpu]
+        self._reporter, self._number, self._rank = reporter, done, state.rank
+        self._steps = range(max(steps[0], done + 1), steps[-1] + 1) if steps else steps
+        self._folder = (log_folder(config) or Path()) / "traces"
         self._profile: profile | None = None
-        self._first = 0
+        if self._steps and state.dp.rank == 0:
+            gpu = [ProfilerActivity.CUDA] if state.device.type == "cuda" else []
+            with warnings.catch_warnings(action="ignore"):  # it would have steps of warm-up
+                wait, active = self._steps[0] - done - 1, len(self._steps)
+                due = torch.profiler.schedule(wait=wait, warmup=0, active=active, repeat=1)
+            self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], schedule=due, on_trace_ready=self._write)
+            self._try(self._profile.start)
 
-    @contextmanager
-    def around(self, number: int) -> Iterator[None]:
-        """Traces iteration `number`, where it is one of them, and writes the trace behind the last."""
-        if number in self._steps and self._profile is None:
-            with self._reporter.best_effort("the trace of --profile-steps"):
-                self._profile, self._first = profile(activities=self._activities), number
-                self._profile.start()
-        yield
-        if number in self._steps and number == self._steps[-1]:
-            self.close(number)
+    def step(self) -> None:
+        """Ends an iteration; the trace is written behind the last one."""
+        self._number += 1
+        if self._profile is not None:
+            self._try(self._profile.step)
 
-    def close(self, number: int) -> None:
-        """Writes the trace up to iteration `number`, where one is being taken."""
-        trace, self._profile = self._profile, None
-        if trace is None:
-            return
+    def close(self) -> None:
+        """Writes what there is of a trace that is being taken."""
+        if self._profile is not None:
+            self._try(self._profile.stop)
+
+    def _try(self, act: Callable[[], object]) -> None:
         with self._reporter.best_effort("the trace of --profile-steps"):
-            trace.stop()
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path = self._folder / f"rank{self._rank}-{self._first}-{number}.pt.trace.json"
-            trace.export_chrome_trace(str(path))
-            self._reporter.line(f"wrote {path}")
+            act()
+
+    def _write(self, trace: profile) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"rank{self._rank}-{self._steps[0]}-{self._number}.pt.trace.json"
+        trace.export_chrome_trace(str(path))
+        self._reporter.line(f"wrote {path}")
 
 
 class Pictures:
@@ -159,7 +163,6 @@ class Pictures:
         # The pipeline of the rank that writes; its other stages send theirs.
         self._draws = engine.state.dp_cp.rank == 0 and engine.state.tp.rank == 0
         self._shown = False
-        self._history = SpikeHistory()
 
     def begin(self, batch: GlobalBatch, iteration: int) -> None:
         """Shows samples of the run's first batch before a step, and observes the neurons where that is due.
@@ -179,24 +182,13 @@ class Pictures:
             self._reporter.picture("samples", lambda: sample_sheet(samples, captions), iteration)
         self._shown = True
 
-    def add(self, iteration: int, layers: Sequence[LayerSpikes]) -> None:
-        """Takes the spikes of all layers at a log line, for the picture of how they change."""
-        if self._interval:
-            self._history.add(iteration, layers)
-
-    def end(self, iteration: int, last: bool = False) -> None:
-        """Draws rasters and the layers' history after a step, with that one counted.
-
-        Args:
-            last: True where the run ends here: then the history is drawn whatever the interval.
-        """
-        if not self._interval:
-            return
-        if (iteration % self._interval == 0 or last) and len(self._history):
-            self._reporter.picture("spikes/layers", self._history.picture, iteration)
+    def end(self, iteration: int) -> None:
+        """Draws rasters after a step, with that one counted, where they are due. Collective over the pipeline."""
         if not self._rasters.enabled:
             return
         self._rasters.enabled = False
-        rasters = self._rasters.take(self._state.pp.handle, self._layers)
+        of_stages = gather(self._state.pp.handle, self._rasters.take())
+        found = {name: raster for stage in of_stages for name, raster in stage.items()}
+        rasters = {name: found[name] for name in sorted(found, key=lambda name: place_in_model(name, self._layers))}
         if self._state.rank == 0 and rasters:
             self._reporter.picture("spikes/raster", lambda: raster_sheet(rasters), iteration)

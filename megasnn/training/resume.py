@@ -2,65 +2,47 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from megasnn.checkpoint.folder import first_legible, go_back, list_checkpoints, resolve
+from megasnn.checkpoint.folder import go_back, list_checkpoints, resolve
 from megasnn.checkpoint.format import Metadata
 from megasnn.checkpoint.job import FolderLock
-from megasnn.checkpoint.load import (
-    config_differences,
-    load_checkpoint,
-    load_globals_into,
-    model_differences,
-    other_model,
-)
+from megasnn.checkpoint.load import load_checkpoint, model_differences
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.state_dict import read_state_dict
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import changed_recipe, changed_samples, identity, recipe
 from megasnn.engine import Engine
 from megasnn.engine.faults import placed
-from megasnn.files import CheckpointError, NoCheckpointError, in_message, raise_problems
+from megasnn.files import CheckpointError, NoCheckpointError, in_message
 from megasnn.layers import ParallelNeuron
 from megasnn.parallel.agreement import broadcast_result, gather, run_on_all_ranks
 from megasnn.parallel.sharding import owner_name
 from megasnn.parallel_state import ParallelState
 
+SHARED_SECONDS = 3.0  # in which a host has to see a file of another one
+
 
 @placed("while looking at the checkpoint of --load")
-def refuse_other_model(config: PretrainConfig, state: ParallelState) -> None:
-    """Refuses a --load without a checkpoint, with one of another model, or, to be continued, of other dimensions.
+def require_checkpoint(config: PretrainConfig, state: ParallelState) -> None:
+    """Raises CheckpointError on every rank for a --load without a checkpoint, before anything is built. Collective."""
+    options = config.checkpoint
 
-    It comes before anything is built; whatever else is wrong with a checkpoint is found when it is loaded. Collective.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
-    options, model = config.checkpoint, config.model.name
-
-    def refuse() -> None:
-        has_saved = options.save is not None and list_checkpoints(Path(options.save))
-        if not options.may_begin_anew and not has_saved:  # with checkpoints of its own a restarted job goes on there
+    def require() -> None:
+        if not (options.save and list_checkpoints(Path(options.save))):  # a restarted job goes on there
             resolve(Path(str(options.load)), options.ckpt_step)
-        metadata = first_legible(Path(str(options.load)), options.ckpt_step)
-        if metadata is None:
-            return
-        saved = metadata.model
-        if saved not in (None, model):
-            raise CheckpointError(f"--load {options.load}: {other_model(saved, model)}")
-        if metadata.config is not None and not options.finetune:
-            title = (
-                f"the checkpoint of --load {options.load} does not fit this run; --finetune takes its weights alone:"
-            )
-            raise_problems(title, config_differences(metadata.config, identity(config)))
 
-    if options.load and not options.loads_weights:
-        broadcast_result(state.world.handle, refuse)
+    if options.load and not options.loads_weights and not options.may_begin_anew:
+        broadcast_result(state.world.handle, require)
 
 
 @dataclass(frozen=True)
@@ -117,11 +99,16 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
 def _require_shared(folder: Path, state: ParallelState) -> None:
     """Raises CheckpointError on every rank where a rank sees another folder by this name than the first. Collective."""
     group = state.world.handle
-    mark = broadcast_result(group, lambda: leave_mark(folder))
+    mark = folder / f".shared_{broadcast_result(group, secrets.token_hex)}"
 
     def see() -> None:
-        if not sees_mark(mark):
-            raise CheckpointError(f"{platform.node()} (rank {state.rank})")
+        if state.rank == 0:
+            mark.touch()
+        deadline = time.monotonic() + SHARED_SECONDS
+        while not _sees(mark):
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"{platform.node()} (rank {state.rank})")
+            time.sleep(0.1)
 
     try:
         run_on_all_ranks(
@@ -132,26 +119,12 @@ def _require_shared(folder: Path, state: ParallelState) -> None:
             mark.unlink(missing_ok=True)
 
 
-def leave_mark(folder: Path) -> Path:
-    """Creates an empty file by a new name, by which other hosts find out that they see the same folder."""
-    mark = folder / f".shared_{secrets.token_hex(8)}"
-    mark.touch(exist_ok=False)
-    return mark
-
-
-def sees_mark(mark: Path) -> bool:
-    """Returns True when this process sees the folder in which the mark was left.
-
-    A file server refuses to create a file that is there, whatever a host remembers of the folder; looking for it could
-    find an old state of the folder for a minute. A file created elsewhere is removed.
-    """
-    try:
-        mark.touch(exist_ok=False)
-    except FileExistsError:
+def _sees(file: Path) -> bool:
+    """Returns True where this host sees a file. Listing the folder makes a file server's client look anew."""
+    with suppress(OSError):
+        os.listdir(file.parent)
+        os.stat(file)
         return True
-    except OSError:
-        return False
-    mark.unlink()
     return False
 
 
@@ -176,142 +149,123 @@ class StartingPoint:
     """Starting point of a run.
 
     Attributes:
-        iteration, consumed_samples: done before; 0 at the beginning.
         notice: for the user; "" where it is as asked for.
-        averaged: True where the average of the weights was loaded.
         best: the best evaluation before.
         saved: True where a checkpoint in the folder of --save is of this very state.
     """
 
-    iteration: int = 0
-    consumed_samples: int = 0
     notice: str = ""
-    averaged: bool = False
     best: Best | None = None
     saved: bool = False
 
 
-class Start:
-    """Loads what a run starts from.
+@placed("while loading")
+def load_start(config: PretrainConfig, engine: Engine, place: Mapping[str, object], restarted: bool) -> StartingPoint:
+    """Fills the engine with what the run starts from: where a restarted job stood, a checkpoint, or SpikingJelly's
+    weights; otherwise the keyed initial values stay. Collective.
 
     Args:
         place: identity of the data and its order; see `megasnn.training.data`.
     """
+    options = config.checkpoint
+    if restarted:
+        return _continue(config, engine, place, restarted)
+    if options.load and options.loads_weights:
+        engine.load_state_dict(config.model.from_spikingjelly(read_state_dict(options.load)))
+    elif options.load and options.finetune:
+        return _take_weights(config, engine, options.load)
+    elif options.load:
+        return _continue(config, engine, place, restarted)
+    return StartingPoint()
 
-    def __init__(self, config: PretrainConfig, engine: Engine, place: Mapping[str, object]) -> None:
-        self._config, self._options, self._engine, self._place = config, config.checkpoint, engine, place
-        self._world, self._model = engine.state.world.handle, engine.distributed
-        self._evaluates_only = config.training.evaluate_only
 
-    @placed("while loading")
-    def load(self, restarted: bool) -> StartingPoint:
-        """Fills the engine with what the run starts from. Collective.
-
-        That is where a restarted job stood, or a checkpoint, or SpikingJelly's weights; otherwise the keyed initial
-        values stay.
-        """
-        options = self._options
-        begin = StartingPoint()
-        if restarted:
-            begin = self._continue(str(options.save), restarted=True)
-        elif options.loads_weights:
-            weights = self._config.model.from_spikingjelly(read_state_dict(str(options.load)))
-            load_globals_into(self._model.tensors, weights, self._world)
-        elif options.load:
-            begin = self._take_weights(options.load) if options.finetune else self._continue(options.load)
-        self._engine.step.loaded((begin.iteration, begin.consumed_samples), begin.averaged)
-        return begin
-
-    def _continue(self, folder: str, restarted: bool = False) -> StartingPoint:
-        """Goes on from the checkpoint that was asked for; a restarted job from its latest."""
-        options = self._options
-        state = self._engine.checkpoints.state
-        try:
-            loaded = load_checkpoint(
-                folder,
-                replace(state, optimizer=None) if self._evaluates_only else state,
-                step=None if restarted else options.ckpt_step,
-                process_group=self._world,
-                check=self._problems,
-            )
-        except NoCheckpointError:
-            if not options.may_begin_anew:
-                raise
-            return StartingPoint(notice=f"no checkpoint in {folder}: starting from the beginning")
-        if self._evaluates_only:
-            if self._engine.step.average is not None and not loaded.averaged:
-                raise CheckpointError(
-                    f"{loaded.path} holds no average of the weights to evaluate: leave --ema-decay out"
-                )
-            remarks = *loaded.remarks, *changed_samples(loaded.extra, self._config)
-            return StartingPoint(loaded.iteration, 0, _warnings(remarks), loaded.averaged)
-        if options.ckpt_step is not None and options.saves_where_it_loads and not restarted:
-            broadcast_result(self._world, lambda: go_back(Path(folder), loaded.iteration))
-        # Loaded as it is: a run that has nothing left to do does not write it again.
-        saved = (restarted or options.saves_where_it_loads) and not loaded.remarks
-        return StartingPoint(
-            loaded.iteration,
-            loaded.consumed_samples,
-            _warnings((*loaded.remarks, *changed_recipe(loaded.extra, recipe(self._config)))),
-            loaded.averaged,
-            Best.read(loaded.extra.get("best")) if options.keep_best else None,
-            saved,
-        )
-
-    def _take_weights(self, folder: str) -> StartingPoint:
-        """Takes only the weights, of a model whose tensors fit; a last layer of another shape stays as initialised."""
-        head, model = self._model.model.layers[-1].name, self._config.model.name
-        shapes = {entry.name: entry.shard.global_shape for entry in self._model.described}
-        of_head = {name for name in shapes if name.startswith(f"{head}.")}
-        time_constants = set(chain(*gather(self._world, self._time_constants())))
-        other_head, initial = False, set[str]()
-
-        def leave(saved: Metadata) -> set[str]:
-            nonlocal other_head, initial
-            other_head = any(saved.tensors[n].shape != shapes[n] for n in of_head & saved.tensors.keys())
-            initial = time_constants - saved.tensors.keys()
-            return (of_head if other_head else set()) | initial
-
+def _continue(config: PretrainConfig, engine: Engine, place: Mapping[str, object], restarted: bool) -> StartingPoint:
+    """Goes on from the checkpoint that was asked for; a restarted job from its latest."""
+    options, evaluates_only, state = config.checkpoint, config.training.evaluate_only, engine.checkpoints.state
+    folder = str(options.save if restarted else options.load)
+    try:
         loaded = load_checkpoint(
             folder,
-            LocalState(self._model.tensors),
-            step=self._options.ckpt_step,
-            process_group=self._world,
-            check=lambda saved: model_differences(saved, model, None),
-            leave=leave,
+            replace(state, optimizer=None) if evaluates_only else state,
+            step=None if restarted else options.ckpt_step,
+            process_group=engine.state.world.handle,
+            check=partial(_problems, config, place),
         )
-        remarks = [*loaded.remarks, *changed_samples(loaded.extra, self._config)]
-        if other_head:
-            remarks.append(f"{head} is of another shape in the checkpoint: it stays as it is initialised")
-        if initial:
-            more = f" and {len(initial) - 1} more" * (len(initial) > 1)
-            remarks.append(
-                f"the checkpoint holds no time constants of neurons ({min(initial)}{more}): they start from --tau "
-                f"{self._config.neuron.tau}"
+    except NoCheckpointError:
+        if not options.may_begin_anew:
+            raise
+        return StartingPoint(f"no checkpoint in {folder}: starting from the beginning")
+    if evaluates_only and engine.step.average is not None and not loaded.averaged:
+        raise CheckpointError(f"{loaded.path} holds no average of the weights to evaluate: leave --ema-decay out")
+    samples = 0 if evaluates_only else loaded.consumed_samples
+    engine.step.loaded((loaded.iteration, samples), loaded.averaged)
+    if evaluates_only:
+        return StartingPoint(_warnings((*loaded.remarks, *changed_samples(loaded.extra, config))))
+    if options.ckpt_step is not None and options.saves_where_it_loads and not restarted:
+        broadcast_result(engine.state.world.handle, lambda: go_back(Path(folder), loaded.iteration))
+    return StartingPoint(
+        _warnings((*loaded.remarks, *changed_recipe(loaded.extra, recipe(config)))),
+        Best.read(loaded.extra.get("best")) if options.keep_best else None,
+        # Loaded as it is: a run that has nothing left to do does not write it again.
+        (restarted or options.saves_where_it_loads) and not loaded.remarks,
+    )
+
+
+def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> StartingPoint:
+    """Takes only the weights, of a model whose tensors fit; a last layer of another shape stays as initialised."""
+    model, world = engine.distributed, engine.state.world.handle
+    head, shapes = model.model.layers[-1].name, {entry.name: entry.shard.global_shape for entry in model.described}
+    of_head = {name for name in shapes if name.startswith(f"{head}.")}
+    mine = [  # parameters by which neurons learn their time constants
+        owner_name(neuron, "w", path)
+        for path, neuron in model.neurons()
+        if isinstance(neuron, ParallelNeuron) and neuron.w is not None
+    ]
+    time_constants = set(chain(*gather(world, mine)))
+    other_head, initial = False, set[str]()
+
+    def leave(saved: Metadata) -> set[str]:
+        nonlocal other_head, initial
+        other_head = any(saved.tensors[n].shape != shapes[n] for n in of_head & saved.tensors.keys())
+        initial = time_constants - saved.tensors.keys()
+        return (of_head if other_head else set()) | initial
+
+    loaded = load_checkpoint(
+        folder,
+        LocalState(model.tensors),
+        step=config.checkpoint.ckpt_step,
+        process_group=world,
+        check=lambda saved: model_differences(saved, config.model.name, None),
+        leave=leave,
+    )
+    engine.step.loaded()
+    remarks = [*loaded.remarks, *changed_samples(loaded.extra, config)]
+    if other_head:
+        remarks.append(f"{head} is of another shape in the checkpoint: it stays as it is initialised")
+    if initial:
+        remarks.append(
+            f"the checkpoint holds no time constants of neurons ({min(initial)}, ...): they start from --tau "
+            f"{config.neuron.tau}"
+        )
+    return StartingPoint(_warnings(remarks))
+
+
+def _problems(config: PretrainConfig, place: Mapping[str, object], saved: Metadata) -> Iterator[str]:
+    """Yields differences of the model; unless it only evaluates, of the data and its order, to which the checkpoint's
+    position refers."""
+    yield from model_differences(saved, config.model.name, identity(config))
+    if config.training.evaluate_only:
+        return
+    if not saved.extra.keys() & place.keys():
+        yield "it keeps no place in the data, as a megasnn.Engine has none: --finetune takes its weights only"
+        return
+    for name, value in place.items():
+        if saved.extra.get(name) != value:
+            before = in_message(saved.extra.get(name))
+            yield (
+                f"{name}: {before} when it was saved, {value} now: in other data or another order "
+                "its place in the data means nothing (--finetune takes its weights only)"
             )
-        return StartingPoint(notice=_warnings(remarks))
-
-    def _time_constants(self) -> list[str]:
-        """Names of the parameters by which this rank's neurons learn their time constants."""
-        neurons = self._model.neurons()
-        return [owner_name(n, "w", path) for path, n in neurons if isinstance(n, ParallelNeuron) and n.w is not None]
-
-    def _problems(self, saved: Metadata) -> Iterator[str]:
-        """Yields differences of the model; unless it only evaluates, of the data and its order, to which the
-        checkpoint's position refers."""
-        yield from model_differences(saved, self._config.model.name, identity(self._config))
-        if self._evaluates_only:
-            return
-        if not saved.extra.keys() & self._place.keys():
-            yield "it keeps no place in the data, as a megasnn.Engine has none: --finetune takes its weights only"
-            return
-        for name, value in self._place.items():
-            if saved.extra.get(name) != value:
-                before = in_message(saved.extra.get(name))
-                yield (
-                    f"{name}: {before} when it was saved, {value} now: in other data or another order "
-                    "its place in the data means nothing (--finetune takes its weights only)"
-                )
 
 
 def _warnings(remarks: Iterable[str]) -> str:

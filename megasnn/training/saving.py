@@ -46,7 +46,7 @@ class Saves:
                 keep_every=options.keep_every,
                 report=reporter.line,
                 complete=reporter.saved,
-                saved=begin.iteration if begin.saved else None,
+                saved=engine.iteration if begin.saved else None,
             )
 
     def save(self, skipped_steps: int) -> None:

@@ -6,11 +6,8 @@ import textwrap
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megasnn.config import PretrainConfig, changed_flags, to_dict, to_json, with_model_name
 from megasnn.config.data import SAMPLE
@@ -18,25 +15,18 @@ from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import Length
 from megasnn.data.paths import shown_path
 from megasnn.engine import Engine
-from megasnn.engine.build import build_model, describe_windows
-from megasnn.engine.mesh import describe_precision
 from megasnn.engine.model import DistributedModel
 from megasnn.files import write_whole
-from megasnn.kernels.backends import backend_told
+from megasnn.kernels.backends import backend_for
 from megasnn.kernels.spike_codec import Content
 from megasnn.models.description import ModelDescription
 from megasnn.models.summary import as_table, multiply_adds
 from megasnn.parallel.process_group import choose_device
-from megasnn.parallel.sharding import own_rows
-from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
-from megasnn.schedule import Schedule, Simulation
-from megasnn.schedule.draw import SECONDS, View, raster
+from megasnn.schedule.draw import raster
 from megasnn.telemetry.energy import LayerWork
 from megasnn.telemetry.reporter import Reporter
-
-WIDTH = 120
 
 
 def log_folder(config: PretrainConfig) -> Path | None:
@@ -49,16 +39,14 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     """Logs what is about to be trained and how. Collective."""
     given, config = config, _without_secrets(config)
     model, plan, state = engine.distributed, engine.plan, engine.state
-    lines = [*_summary(config, model, length), *describe_precision(config.training, state.device)]
-    if model.context.sparse_products:
-        lines.append("sparse products: weights are summed at spikes where that takes less time")
+    lines = _summary(config, model, length)
     reporter.work = _work(model.model)
-    if sharing := _sharing(config, model):
-        samples = f" ({' + '.join(map(str, sharing['samples']))})" if "samples" in sharing else ""
-        lines.append(f"context parallel: {sharing['ranks']} ranks share each micro-batch by {sharing['cut']}{samples}")
+    if state.cp.size > 1:
+        lines.append(f"context parallel: {state.cp.size} ranks share each micro-batch by {model.context.cut}")
     for line in (*lines, *_flags(config), *_model(config, model, plan)):
         reporter.line(line)
-    table = _table(config, model, plan)
+    samples, dtype = model.context.largest_share(config.training.micro_batch_size), model.context.compute_dtype
+    table = as_table(model.model.layers, plan.bounds, plan.schedules.placement, samples, dtype)
     reporter.text("model", table)
     reporter.text("configuration", textwrap.indent(to_json(config), "    "))
     grid = {"data_parallel_size": state.dp.size, "parameters": model.parameters}
@@ -70,7 +58,6 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     start = {
         **{"iteration": engine.iteration, "iterations": length.iterations, "ranks": state.world.size},
         **grid,
-        **({"context_parallel": sharing} if sharing else {}),
         "layout": layers_per_chunk(plan.bounds),
         "schedules_ms": {each.name: 1e3 * each.makespan for each in plan.named},
         "costs": costs,
@@ -80,41 +67,13 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     simulation = plan.simulation(plan.micro_batches) if state.pp.size * plan.weight_ranks > 1 else None
     if simulation is not None:
         schedule = plan.schedules.training(plan.micro_batches)
-        draw = partial(chart, schedule, simulation, "simulated")
+        draw = partial(raster, schedule, simulation, "simulated")
         reporter.picture("pipeline/simulated", draw, engine.iteration)
     file = _config_file(config)
     if file is not None and state.rank == 0:
-        _write(reporter, file, to_json(given))
-        if not config.training.evaluate_only:
-            _write(reporter, file.with_name("model_summary.md"), f"{table}\n")
-
-
-def print_summary(config: PretrainConfig, state: ParallelState) -> None:
-    """Prints the table of --model-summary on the first rank. The layers are placed as in a training; nothing is read or
-    written. Collective over the world."""
-    plan, model = build_model(config, describe_windows(config), state)
-    if state.rank == 0:
-        print(_table(config, model, plan))
-
-
-def chart(schedule: Schedule, result: Simulation, title: str, span: float | None = None) -> NDArray[np.uint8]:
-    """Draws the Gantt chart of times in seconds, uint8 `[height, width, 3]`.
-
-    Args:
-        span: seconds of the whole width, to compare charts; the makespan when not given.
-    """
-    return raster(schedule, result, View(span, *SECONDS, title))
-
-
-def _sharing(config: PretrainConfig, model: DistributedModel) -> dict[str, Any]:
-    """Sentence on how ranks share micro-batches; empty where none are shared."""
-    ranks, cut = model.context.cp.size, model.context.cut
-    if ranks == 1:
-        return {}
-    size, samples = config.training.micro_batch_size, dict[str, list[int]]()
-    if cut == "samples":
-        samples["samples"] = [len(own_rows(size, [ranks], rank)) for rank in range(ranks)]
-    return {"ranks": ranks, "cut": cut, **samples}
+        with reporter.best_effort(f"writing {file}"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, to_json(given))
 
 
 def _without_secrets(config: PretrainConfig) -> PretrainConfig:
@@ -122,12 +81,6 @@ def _without_secrets(config: PretrainConfig) -> PretrainConfig:
     data = config.data
     valid = None if data.valid_data_path is None else shown_path(data.valid_data_path)
     return replace(config, data=replace(data, data_path=shown_path(data.data_path), valid_data_path=valid))
-
-
-def _table(config: PretrainConfig, model: DistributedModel, plan: PipelinePlan) -> str:
-    samples = model.context.largest_share(config.training.micro_batch_size)
-    layers, dtype = model.model.layers, model.context.compute_dtype
-    return as_table(layers, plan.bounds, plan.schedules.placement, samples, dtype)
 
 
 def _work(model: ModelDescription) -> list[LayerWork]:
@@ -142,12 +95,6 @@ def _config_file(config: PretrainConfig) -> Path | None:
     folder = log_folder(config)
     name = "evaluation_config.json" if config.training.evaluate_only else "config.json"
     return None if folder is None else folder / name
-
-
-def _write(reporter: Reporter, file: Path, text: str) -> None:
-    with reporter.best_effort(f"writing {file}"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, text)
 
 
 def _summary(config: PretrainConfig, model: DistributedModel, length: Length) -> list[str]:
@@ -167,11 +114,12 @@ def _summary(config: PretrainConfig, model: DistributedModel, length: Length) ->
         data = "scikit-learn's digits, because there is no --data-path"
     spec = config.neuron.spec
     sample = torch.empty(1, 1, 1, dtype=model.context.compute_dtype, device=state.device)
+    backend = backend_for(config.neuron.neuron_backend, sample, spec)
     return [
         f"{name} with {model.parameters:,} parameters{frozen} in {len(model.model.layers)} layers on {where}",
         what,
         f"data: {data}",
-        f"neurons: {spec.kind} by {backend_told(config.neuron.neuron_backend, sample, spec)}",
+        f"neurons: {spec.kind} by {backend.summary}",
     ]
 
 
@@ -188,14 +136,8 @@ def _flags(config: PretrainConfig) -> list[str]:
     changed = changed_flags(config)
     if not changed:
         return [f"all flags have their defaults{kept}"]
-    lines = [f"flags that differ from their defaults{kept}:"]
-    for part, flags in changed.items():
-        text = " ".join(each.replace(" ", "\0") for each in flags)  # a flag stays on the line of its value
-        start = f"  {part:<12}"
-        options: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
-        wrapped = textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=" " * len(start), **options)
-        lines += [line.replace("\0", " ") for line in wrapped]
-    return lines
+    parts = (f"  {part:<12}{' '.join(flags)}" for part, flags in changed.items())
+    return [f"flags that differ from their defaults{kept}:", *parts]
 
 
 def _model(config: PretrainConfig, model: DistributedModel, plan: PipelinePlan) -> list[str]:

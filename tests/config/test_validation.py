@@ -76,7 +76,6 @@ REFUSED = [
     ("--ckpt-step 3", 1, "--ckpt-step 3", "--load"),
     ("--finetune", 1, "--finetune", "--load"),
     ("--save x --keep-best", 1, "--keep-best", "--eval-interval"),
-    ("--profile-pipeline", 1, "--profile-pipeline", "--pipeline-model-parallel-size"),
     ("--profile-steps 3-1 --save x", 1, "--profile-steps 3-1", "10-12"),
     ("--precision tf32 --device cpu", 1, "--precision tf32", "--device cpu"),
     ("--cuda-graphs on --device cpu", 1, "--cuda-graphs on", "--device cpu"),
@@ -125,7 +124,6 @@ def test_the_defaults_of_every_model_are_sound(model: str) -> None:
 def test_the_length_must_be_given() -> None:
     (problem,) = problems("", length="")
     assert "--train-iters" in problem and "--train-epochs" in problem
-    assert problems("--model-summary", length="") == []
 
 
 def test_all_problems_are_told_at_once() -> None:

@@ -84,14 +84,14 @@ def test_every_sample_once_an_epoch_and_the_end_of_it_as_asked(dataset):
     assert flat(sequence(dataset, 1, 3, shuffle=False)) == [*range(23), *range(7)]
 
 
-def test_labels_ids_and_positions_belong_to_the_images(dataset):
+def test_labels_ids_and_positions_belong_to_the_images(dataset, tmp_path):
     batches = list(loader(dataset).batches(20, limit=2))
     assert [(batch.size, batch.consumed_samples) for batch in batches] == [(10, 30), (10, 40)]
     for part in (part for batch in batches for part in batch.micro_batches):
         assert part.sample_ids.tolist() == numbers(part)
         assert part.labels.tolist() == [number % 3 for number in numbers(part)] and part.labels.dtype == torch.int64
         assert part.images.dtype == torch.float32 and part.images.shape == (part.size, 1, 8, 8)
-    colour = open_all([write_shard(dataset._shards[0].tar.parent / "c.tar", numbered(range(4)))], channels=3)
+    colour = open_all([write_shard(tmp_path / "c.tar", numbered(range(4)))], channels=3)
     images = next(loader(colour).batches()).micro_batches[0].images
     assert images.is_contiguous(memory_format=torch.channels_last)
 

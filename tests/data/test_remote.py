@@ -10,7 +10,6 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from megasnn.cache import CacheError
 from megasnn.data.dataset import ShardDataset, _opened
 from megasnn.data.datasets import open_shards
 from megasnn.data.images import ImageFormat
@@ -127,12 +126,3 @@ def test_commands_and_object_stores(folder, cache, monkeypatch):
     for url in ("memory://bucket/none.tar", "nowhere://host/"):
         with pytest.raises(FetchError, match=url):
             opened(url)
-
-
-def test_a_full_disk_says_what_to_change(folder, server, monkeypatch):
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(CacheError, match="No space left.*MEGASNN_CACHE"):
-        opened(server.url("train-00000.tar"))

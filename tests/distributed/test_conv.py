@@ -13,7 +13,7 @@ from megasnn.layers import ParallelConv
 from megasnn.layers.shape_inference import mark_max
 from megasnn.layers.weight_grad import CastWeights
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel_state import Group
+from megasnn.parallel_state import Group, alone
 from tests.distributed.whole import (
     assemble,
     build,
@@ -174,6 +174,17 @@ def test_what_does_not_divide_is_refused(arguments, names) -> None:
     sizes = options.pop("inputs"), options.pop("outputs"), options.pop("kernel_size", 1)
     with pytest.raises(ValueError, match=names):
         ParallelConv(*sizes, context(Group("tp", (0, 1, 2, 3), 1)), initialise=nothing, **options)
+
+
+def test_a_single_output_channel_with_the_channels_last_in_memory() -> None:
+    layer = ParallelConv(8, 1, 3, context(alone("tp")), padding=1)
+    layer.weight = nn.Parameter(torch.empty_strided((1, 8, 3, 3), (72, 1, 24, 8), dtype=torch.float64).fill_(0.5))
+    x = random(T, N, 8, SIDE, SIDE)
+    layer(x.to("meta"))
+    layer(x).sum().backward()
+    grad = torch.ones(T * N, 1, SIDE, SIDE, dtype=torch.float64)
+    expected = torch.nn.grad.conv2d_weight(x.flatten(0, 1), (1, 8, 3, 3), grad, padding=1)
+    torch.testing.assert_close(layer.weight.grad, expected, **CLOSE)
 
 
 def test_a_weight_is_cast_once_a_step() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from spikingjelly.activation_based import functional, neuron, surrogate
 
 from megasnn.kernels import NeuronSpec
-from megasnn.layers import BuildContext, ConvNormNeuron, ParallelNeuron
+from megasnn.layers import BuildContext, ConvNormNeuron, ParallelIF, ParallelLIF
 from megasnn.parallel.sharding import materialise
 from tests.distributed.whole import everybody
 
@@ -18,7 +19,7 @@ def sequence(channels: int = 8) -> torch.Tensor:
 
 def _carried_over_in_two_parts() -> tuple[torch.Tensor, tuple[int, ...]]:
     group = everybody()
-    layer = ParallelNeuron(NeuronSpec(tau=1.7), BuildContext(group, torch.float64, carries=True))
+    layer = ParallelLIF(NeuronSpec(tau=1.7), BuildContext(group, torch.float64, carries=True))
     x = sequence().chunk(2, dim=2)[group.rank]
     spikes = torch.cat([layer(x[:4]), layer(x[4:])])
     assert layer.v is not None
@@ -35,19 +36,21 @@ def test_state_is_local_and_carried_over_until_forgotten(ranks) -> None:
     assert all(held == (2, 4, 5) for _, held in parts)
 
 
-def test_otherwise_every_call_starts_at_rest() -> None:
-    layer, node = ParallelNeuron(NeuronSpec(kind="if"), BuildContext(dtype=torch.float64)), neuron.IFNode(step_mode="m")
+def test_otherwise_every_call_starts_at_rest_and_another_kind_is_refused() -> None:
+    layer, node = ParallelIF(NeuronSpec(kind="if"), BuildContext(dtype=torch.float64)), neuron.IFNode(step_mode="m")
     for part in sequence().split(3):
         functional.reset_net(node)
         assert torch.equal(layer(part), node(part))
     assert layer.v is None
+    with pytest.raises(ValueError, match="'if'.*'lif'"):
+        ParallelIF(NeuronSpec(kind="lif"), BuildContext())
 
 
 def test_a_unit_takes_a_neuron_that_carries_its_potential_over() -> None:
     """One call on all steps gives what two calls on halves give, with the norm's statistics of evaluation."""
     context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64, carries=True)
     unit = ConvNormNeuron(8, 8, 1, context).eval()
-    assert isinstance(unit.neuron, ParallelNeuron)
+    assert isinstance(unit.neuron, ParallelLIF)
     materialise([("unit", unit)], torch.device("cpu"), 0)
     x = 4 * sequence().unsqueeze(-1)
     whole = unit(x)

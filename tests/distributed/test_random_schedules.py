@@ -22,7 +22,7 @@ from megasnn.models.description import ModelDescription
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.chunk import PipelineChunk, build_chunk
+from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.p2p import Boundaries, Transfers
@@ -106,10 +106,7 @@ def _step(schedule: Schedule, state: ParallelState, seed: int) -> tuple[float, d
     # The last layers share a chunk where there are more layers than chunks; with fewer, some chunks are empty.
     ends = [min(chunk + 1, len(model.layers)) for chunk in range(chunks - 1)] + [len(model.layers)]
     bounds = [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    mine: dict[int, PipelineChunk] = {
-        chunk: build_chunk(model, bounds, chunk, BuildContext(), state.device, 0)
-        for chunk in schedule.chunks_of(state.pp.rank)
-    }
+    mine = build_chunks(model, bounds, schedule.chunks_of(state.pp.rank), BuildContext(), state.device, 0)
     layers = [pair for chunk in mine.values() for pair in chunk.named_layers()]
     modules = [pair for name, layer in layers for pair in layer.named_modules(prefix=name)]
     norms = {name: module for name, module in modules if isinstance(module, ParallelBatchNorm)}

@@ -29,6 +29,7 @@ from megasnn.pipeline.profile_layers import count_memory
 from megasnn.pipeline.recompute import PackedInput
 from megasnn.schedule import Action, Kind, plan_schedule
 from megasnn.schedule.memory import activations_held
+from tests.gradients import forward_backward
 
 CPU = torch.device("cpu")
 SAMPLES = 2
@@ -83,14 +84,14 @@ def _held_after_actions(model: Model, recompute: str) -> tuple[list[tuple[Action
     """After each action of a step what is held, and what was predicted."""
     engine, batches = _engine(model, recompute), _batches(model)
     try:
-        engine.forward_backward(batches, 2 * SAMPLES)  # weights have gradients from now on
+        forward_backward(engine, batches, 2 * SAMPLES)  # weights have gradients from now on
         live = _Live(engine, batches)
         made = mock.patch("megasnn.pipeline.executor.PackedInput", lambda *args: live.keep(PackedInput, *args))
         with made, torch.autograd.graph.saved_tensors_hooks(live.pack, lambda holder: holder.tensor):
-            engine.forward_backward(batches, 2 * SAMPLES)
+            forward_backward(engine, batches, 2 * SAMPLES)
     finally:
         destroy_model_parallel()
-    costs = count_memory(engine.model, SAMPLES, BuildContext(), CPU, repeats=True)
+    costs = count_memory(engine.model, SAMPLES, BuildContext(), CPU)
     units = unit_memory(costs, engine.plan.unit_bounds([range(len(engine.model.layers))]))
     schedule = engine.plan.training(2)
     assert [action for action, _ in live.after] == list(schedule.actions[0])
@@ -177,7 +178,7 @@ def _refusal(kind: str) -> str:
     try:
         engine = _engine(model, "always")
         with pytest.raises(Exception, match="1R0") as caught:
-            engine.forward_backward(_batches(model), 2 * SAMPLES)
+            forward_backward(engine, _batches(model), 2 * SAMPLES)
         return str(caught.value)
     finally:
         destroy_model_parallel()

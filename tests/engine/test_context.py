@@ -49,21 +49,6 @@ def test_they_compute_what_one_rank_computes(ranks, case: str) -> None:
             assert (theirs[name] - value).double().norm() <= 1e-8 * value.double().norm(), name
 
 
-def losses(samples: int, ranks_of_a_batch: int) -> list[float]:
-    """Of steps on one batch, in float32."""
-    images, labels = batch(samples)
-    flags = {"micro_batch_size": samples, "global_batch_size": samples, "lr": 1e-2, "lr_decay_style": "constant"}
-    with Engine(MODEL, train_iters=8, **flags, context_parallel_size=ranks_of_a_batch, deterministic=True) as engine:
-        return [engine.train_step(images, labels).loss for _ in range(8)]
-
-
-@pytest.mark.parametrize(("samples", "size"), [(8, 8), (1, 2)])
-def test_a_sample_for_each_rank_or_one_for_all(ranks, samples: int, size: int) -> None:
-    """Rows are what auto shares where there are fewer samples than ranks. Two runs give the same bits."""
-    first, second = ranks(size, losses, samples, size), ranks(size, losses, samples, size)
-    assert first == second and len({*map(tuple, first)}) == 1 and first[0][-1] < 0.8 * first[0][0]
-
-
 def refusals() -> list[str]:
     images, labels, said = *batch(9), []
     with Engine(MODEL, **SIZES, **CP2) as engine:

@@ -68,7 +68,7 @@ class _LostGpu(TorchDispatchMode):
         raise torch.AcceleratorError(ASKED_AGAIN)
 
 
-def _lose_the_gpu(kind: type[Exception] = torch.AcceleratorError, text: str = LOST) -> None:
+def _lose_the_gpu() -> None:
     """The GPU of this rank fails, and so does what asks it for anything from then on. Writes down when."""
 
     def asked(*args: Any, **options: Any) -> Any:
@@ -80,18 +80,12 @@ def _lose_the_gpu(kind: type[Exception] = torch.AcceleratorError, text: str = LO
         mock.patch.object(torch.cuda, name, asked).start()
     Path(os.environ[PID_FILE]).with_suffix(".lost").write_text(str(time.monotonic()))
     _LostGpu().__enter__()
-    raise kind(text)
+    raise torch.AcceleratorError(LOST)
 
 
 def lose_the_gpu() -> None:
     """As torch tells of a kernel's error, at the first thing that asks the GPU for something."""
     _at_second_forward_of_second_step(_lose_the_gpu)
-
-
-def run_out_of_gpu_memory() -> None:
-    _at_second_forward_of_second_step(
-        partial(_lose_the_gpu, torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB")
-    )
 
 
 def slow_evaluation() -> None:
@@ -232,7 +226,6 @@ FAULTS = {
         raise_in_step,
         raise_while_saving,
         lose_the_gpu,
-        run_out_of_gpu_memory,
         slow_evaluation,
         stall_in_step,
         raise_in_weight_gradient,

@@ -68,10 +68,3 @@ def test_a_damaged_one_gives_way_to_the_one_before_unless_it_is_asked_for(saved,
     assert ended.status == [0, 0] and "continuing at iteration 2, 8 samples consumed" in ended.output[0]
     assert sum(line.startswith("WARNING") and "damaged" in line for line in ended.output[0].splitlines()) == 1
     refused(resume(folder, tmp_path / "asked", "--ckpt-step", "4"), "iter_0000004/rank_00001.safetensors was altered")
-
-
-def test_one_that_fits_goes_on_on_another_layout(saved, tmp_path) -> None:
-    """So that the refusals above are refusals of what differs."""
-    argv = [*TINY, *TP2, "--load", str(saved), "--train-iters", "6"]
-    ended = Ranks(tmp_path, 2, *argv).end(SECONDS)
-    assert ended.status == [0, 0] and "continuing at iteration 4, 16 samples consumed" in ended.output[0]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from tests.faults.driver import ASKED_AGAIN, LOST
-from tests.faults.launch import PP2, TINY, Ended, Ranks
+from tests.faults.launch import TINY, Ended, Ranks
 
 SECONDS = 5.0  # until all have ended, from when the GPU was lost
 MODEL = (*TINY, "--neuron-backend", "torch")  # nothing has to be compiled
-SUGGESTION = "run it again with CUDA_LAUNCH_BLOCKING=1"
 
 
 def ended(tmp_path, fault: str, rank: int, *flags: str) -> Ended:
@@ -18,23 +17,17 @@ def ended(tmp_path, fault: str, rank: int, *flags: str) -> Ended:
     return found
 
 
-def require_told_once(found: Ended, rank: int, place: str, error: str, late: bool = True) -> None:
+def require_told_once(found: Ended, rank: int, place: str) -> None:
     """By the rank itself."""
     assert found.status == [1, 1], found.output
     text = "".join(found.output)
-    assert f"\n{place}: {error}\n" in found.output[rank] and text.count(place) == 1, found.output
-    assert text.count(SUGGESTION) == late and text.count("Traceback") == 1, found.output
+    assert f"\n{place}: AcceleratorError: {LOST}\n" in found.output[rank] and text.count(place) == 1, found.output
+    assert text.count("Traceback") == 1, found.output
     assert ASKED_AGAIN not in text, "something asked the broken GPU, or hid its first error"
-
-
-def test_in_a_pipeline(tmp_path) -> None:
-    found = ended(tmp_path, "run_out_of_gpu_memory", 1, *PP2)
-    error = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
-    require_told_once(found, 1, "rank 1, pipeline stage 1, action 1F1, micro-batch 1", error, late=False)
 
 
 def test_beside_a_replica_with_a_trace_and_a_save(tmp_path) -> None:
     flags = ("--global-batch-size", "8", "--profile-steps", "2", "--tensorboard-dir", str(tmp_path / "board"))
     flags += ("--save", str(tmp_path / "run"), "--save-interval", "1", "--async-save")
     found = ended(tmp_path, "lose_the_gpu", 1, *flags)
-    require_told_once(found, 1, "rank 1, pipeline stage 0, action 0F1, micro-batch 1", f"AcceleratorError: {LOST}")
+    require_told_once(found, 1, "rank 1, pipeline stage 0, action 0F1, micro-batch 1")

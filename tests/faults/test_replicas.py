@@ -22,16 +22,3 @@ def test_all_ranks_end_and_the_save_before_is_complete(tmp_path) -> None:
     for output in told:
         assert "ReplicaError: replicas differ at iteration 2 (last agreed at iteration 1); checksums of 1 te" in output
     assert list_checkpoints(tmp_path / "run") == [1] and not list((tmp_path / "run").glob("*.tmp"))
-
-
-def test_a_job_that_comes_back_goes_on_from_the_last_good_checkpoint(tmp_path) -> None:
-    argv, job = [*EACH, "--save", str(tmp_path / "run")], {"TORCHELASTIC_RUN_ID": "job-7"}
-    ended = Ranks(tmp_path / "before", 2, *argv, fault=("flip_in_a_weight", 1), more=job).end(60)
-    assert ended.status == [1, 1], ended.output
-    assert "replicas differ at iteration 2 (last agreed at iteration 1)" in "".join(ended.output)
-    assert list_checkpoints(tmp_path / "run") == [1]
-    ended = Ranks(tmp_path / "after", 2, *argv, more=job).end(60)
-    assert ended.status == [0, 0], ended.output
-    text = ended.output[0]
-    assert "continuing at iteration 1, 4 samples consumed" in text and "iter_0000002 in" in text
-    assert list_checkpoints(tmp_path / "run") == [1, 2, 3, 4]

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasnn.kernels import SURROGATES, NeuronSpec, torch_backend
-from megasnn.kernels.backends import backend_told
 from megasnn.kernels.neuron import neuron_multi_step
 from tests.kernels.models import assert_close, channels_last, plif_weight, saved_tensors, spikingjelly_neuron
 
@@ -220,11 +219,3 @@ def test_refuses(arguments, named) -> None:
 def test_spec_refuses(field, named) -> None:
     with pytest.raises(ValueError, match=named):
         NeuronSpec(**field)
-
-
-def test_a_log_names_the_backend_and_why_it_is_no_faster_one() -> None:
-    x = torch.zeros(2, 3)
-    told = backend_told("auto", x, NeuronSpec())
-    assert told.startswith("fused, ") and "triton" in told
-    assert backend_told("torch", x, NeuronSpec()) == "torch, plain PyTorch"
-    assert "--surrogate erf)" in backend_told("auto", x, NeuronSpec(surrogate="erf"))

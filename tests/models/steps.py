@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import torch
@@ -17,8 +16,7 @@ from megasnn.models.model import Model
 from megasnn.optim.build import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel
 from megasnn.schedule import plan_schedule
-from megasnn.schedule.partition import balanced_bounds
-from tests.parity.ranks import Layout, RankStep, assemble, gathering, join, record_step, weights_of
+from tests.parity.ranks import Layout, RankStep, assemble, even_bounds, gathering, join, record_step, weights_of
 from tests.parity.test_layouts import error
 
 SIZES = [2, 2, 1]
@@ -58,11 +56,9 @@ def take_steps(
     try:
         described, dtype = describe(model), batch[0].dtype
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
-        bounds = balanced_bounds([1.0] * len(described.layers), len(plan.placement), allow_empty=True)
+        bounds = even_bounds(len(described.layers), len(plan.placement))
         context = layout.build_context(state, dtype)
-        # Replicas with other numbers of micro-batches gather each layer once.
-        limit = math.inf if len(SIZES) % state.dp.size else None
-        plan = gathering(plan, described, bounds, context, layout, limit)
+        plan = gathering(plan, described, bounds, context, layout)
         engine = DistributedModel(described, state, context, bounds, plan)
         if weights is not None:
             values = torch.load(weights, mmap=True, weights_only=True)
@@ -73,7 +69,7 @@ def take_steps(
             steps.append(record_step(engine, state, *batch, micro_batch_size))
             if count > 1:
                 optimizer.step()
-                engine.refresh_copies()
+                engine.ties.refresh()
                 steps[-1].weights = weights_of(engine)
         return steps
     finally:

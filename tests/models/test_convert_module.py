@@ -12,7 +12,7 @@ from spikingjelly.activation_based import neuron
 from torch import Tensor, nn
 
 import megasnn
-from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelDropout
+from megasnn.layers import BuildContext, ConvNormNeuron, ParallelDropout
 from megasnn.layers.converted import CONVERSIONS
 from megasnn.models.build import describe
 from megasnn.models.layer import Layer, layer
@@ -139,16 +139,6 @@ def test_a_network_is_given_to_shard_once_and_one_with_a_forward_is_one_layer() 
         describe(Wrong())
     with pytest.raises(ValueError, match="Twice has a forward of its own"):
         list(megasnn.shard(Twice(nn.Identity())))
-
-
-def test_a_network_of_layers_in_the_table_alone() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Alone(Model):
-        def layers(self) -> Iterable[Layer]:
-            yield from megasnn.shard(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
-            yield layer("head", MeanLinear(4, self.num_classes))
-
-    assert len(describe(Alone()).build(BuildContext(Group("tp", (0, 1))))) == 3
 
 
 def test_a_conversion_of_the_users_may_have_any_name(monkeypatch: pytest.MonkeyPatch) -> None:

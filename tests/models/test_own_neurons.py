@@ -16,7 +16,7 @@ from megasnn.models.build import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
-from megasnn.pipeline.chunk import build_chunk
+from megasnn.pipeline.chunk import build_chunks
 from tests.models.networks import between
 from tests.models.steps import LAYOUTS, assert_equal, one_step
 from tests.parity.ranks import Layout
@@ -165,9 +165,9 @@ class Counting(Own):
 def test_what_a_neuron_gives_besides_spikes_it_says_and_otherwise_the_layer_is_named() -> None:
     def forward(largest: int | None) -> Tensor:
         described = describe(Counting(largest=largest))
-        chunk = build_chunk(described, [range(4)], 0, BuildContext(), torch.device("cpu"), 0)
-        torch.nn.init.constant_(chunk[0].norm.bias, 3.0)
-        chunk[0].neuron = torch.nn.Identity()  # potentials, so that several spikes come
+        chunk = build_chunks(described, [range(4)], [0], BuildContext(), torch.device("cpu"), 0)[0]
+        torch.nn.init.constant_(chunk.layers[0].norm.bias, 3.0)
+        chunk.layers[0].neuron = torch.nn.Identity()  # potentials, so that several spikes come
         return chunk(torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(0)), range(2))
 
     contents = [describe(Counting(largest=largest)).layers[1].output.name for largest in (4, None)]

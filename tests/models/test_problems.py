@@ -78,4 +78,3 @@ def test_samples_that_no_shard_holds_are_refused_before_ranks_start(capfd, flags
     given = ["--config", "sew_resnet/digits", *flags.split()]
     assert pretrain("sew_resnet", given) == 2
     assert named in capfd.readouterr().err
-    assert pretrain("sew_resnet", [*given, "--model-summary"]) == 0

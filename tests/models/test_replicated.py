@@ -33,7 +33,7 @@ from megasnn.models.layer import Computed, Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel_state import Group
-from megasnn.pipeline.chunk import PipelineChunk, build_chunk
+from megasnn.pipeline.chunk import PipelineChunk, build_chunks
 from megasnn.pipeline.profile_layers import profile_layers
 from tests.models.networks import CLASSES, Plain, between
 from tests.models.steps import assert_equal, one_step
@@ -185,7 +185,7 @@ def _ones(module: nn.Module) -> None:
 
 
 def chunk_of(model: Model) -> PipelineChunk:
-    return build_chunk(describe(model), [range(3)], 0, BuildContext(), CPU, 0)
+    return build_chunks(describe(model), [range(3)], [0], BuildContext(), CPU, 0)[0]
 
 
 def forward_backward(model: Model) -> PipelineChunk:
@@ -201,10 +201,10 @@ BOTH = pytest.mark.parametrize("cut", [False, True], ids=["whole", "shard"])
 
 @BOTH
 def test_a_users_initial_values_come_behind_the_modules_own(cut: bool) -> None:
-    conv, norm = chunk_of(Around(kind="initialised", cut=cut))[1][:2]
+    conv, norm = chunk_of(Around(kind="initialised", cut=cut)).layers[1][:2]
     assert torch.equal(conv.weight, torch.ones(8, 8, 3, 3)) and torch.equal(norm.bias, torch.full((8,), 0.25))
-    usual = chunk_of(Around(cut=cut))[1][0].weight
-    assert usual.std() > 0.05 and torch.equal(usual, chunk_of(Around(cut=not cut))[1][0].weight)
+    usual = chunk_of(Around(cut=cut)).layers[1][0].weight
+    assert usual.std() > 0.05 and torch.equal(usual, chunk_of(Around(cut=not cut)).layers[1][0].weight)
 
 
 def _frozen_and_usual(cut: bool) -> list[Any]:
@@ -222,14 +222,14 @@ def test_frozen_weights_stay_frozen_and_the_others_learn_the_same(ranks, cut: bo
 
 @BOTH
 def test_attributes_and_hooks_of_modules_stay(cut: bool) -> None:
-    conv, norm = forward_backward(Around(kind="tagged", cut=cut))[1][:2]
+    conv, norm = forward_backward(Around(kind="tagged", cut=cut)).layers[1][:2]
     assert (conv.note, conv.weight.note, norm.bias.note) == ("a", ["b"], "c")
     assert [note for note, shape in KEPT] == ["a"] and KEPT[0][1][-3:] == (8, 4, 4)
 
 
 def test_hooks_of_whole_parameters_see_the_gradient_and_cut_ones_refuse_them() -> None:
     chunk = forward_backward(Around(kind="hooked"))
-    assert KEPT == [float(chunk[1][0].weight.grad.abs().sum())] and KEPT[0] > 0
+    assert KEPT == [float(chunk.layers[1][0].weight.grad.abs().sum())] and KEPT[0] > 0
     with pytest.raises(ValueError, match=r"part: 0\.weight"):
         describe(Around(kind="hooked", cut=True))
 

@@ -10,6 +10,7 @@ import torch
 from spikingjelly.activation_based import functional, neuron
 from spikingjelly.activation_based.model.qkformer import QKFormer as TheirQKFormer
 from spikingjelly.activation_based.model.spikformer import Spikformer as TheirSpikformer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -22,7 +23,6 @@ from megasnn.models.qkformer.model import QKFormer
 from megasnn.models.sew_resnet.model import SewResNet
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.summary import as_table
-from tests.forking import run_program
 from tests.parity.zoo import sew_resnets
 from tests.training.runs import train
 
@@ -108,28 +108,17 @@ def test_the_table_says_where_layers_live() -> None:
 
 
 def test_a_run_tells_it(ranks, tmp_path) -> None:
-    """In short at the start, as a whole in its folder."""
+    """In short at the start, as a whole in TensorBoard."""
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule 1f1b".split()
     common = (str(tmp_path / "cache"), "--train-iters", "1", "--eval-iters", "0")
-    ranks(4, train, *common, *layout, "--save", str(tmp_path / "run"))
+    ranks(4, train, *common, *layout, "--tensorboard-dir", str(tmp_path / "run"))
     entries = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
     short = [line["text"] for line in entries if line["kind"] == "message" and "on pipeline rank" in line["text"]]
     assert len(short) == 2 and all("multiply-adds a sample" in text for text in short)
-    table = (tmp_path / "run/model_summary.md").read_text()
+    (text,) = EventAccumulator(str(tmp_path / "run")).Reload().Tensors("model/text_summary")
+    table = text.tensor_proto.string_val[0].decode()
     start = next(line for line in entries if line["kind"] == "start")
     names = {row.split("|")[1].strip() for row in table.splitlines()[2:-1]}
     assert start["costs"].keys() == names and "blocks.0.attention" in names
     assert all(cost["forward"] > 0 and cost["parameters"] > 0 for cost in start["costs"].values())
     assert start["costs"]["blocks.0.attention"]["collectives"] > 0
-
-
-def test_the_flag_prints_it_and_trains_nothing(tmp_path) -> None:
-    """Without a length, without data, without a file."""
-    flags = ["--embed-dim", "32", "--depth", "1", "--num-heads", "4", "--data-path", str(tmp_path / "absent.tar")]
-    flags += ["--model-summary", "--save", str(tmp_path / "run")]
-    ended = run_program(tmp_path, "-m", "megasnn", "spikformer", *flags)
-    assert ended.returncode == 0, ended.stderr
-    header, rule, *rows = ended.stdout.splitlines()
-    names = [row.split("|")[1].strip() for row in rows]
-    assert header.startswith("| layer ") and rule.startswith("| - ") and list(tmp_path.iterdir()) == []
-    assert names[0] == "patch_embed.stages.0" and names[-2:] == ["head", "all"]

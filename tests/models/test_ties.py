@@ -27,6 +27,8 @@ from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.microbatch_state import MicroBatchInput
+from megasnn.schedule import plan_schedule
+from tests.gradients import forward_backward, merge_statistics
 from tests.models.networks import Again, Tied, TwoTied, between
 from tests.models.steps import assert_equal, images, one_step
 from tests.parity.ranks import Layout, assemble
@@ -71,11 +73,11 @@ def _one_micro_batch() -> dict[str, Tensor]:
     state = initialize_model_parallel()
     try:
         context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64)
-        engine = DistributedModel(describe(model), state, context, [range(9)], "1f1b", 5)
+        engine = DistributedModel(describe(model), state, context, [range(9)], plan_schedule("1f1b", 1), 5)
         before = {f"before {entry.name}": entry.tensor.detach().clone() for entry in engine.tensors}
         x, labels = images(model)
-        engine.forward_backward([MicroBatchInput(x, labels, len(x), range(len(x)))], len(x))
-        engine.merge_statistics(1)
+        forward_backward(engine, [MicroBatchInput(x, labels, len(x), range(len(x)))], len(x))
+        merge_statistics(engine, 1)
         after = {e.name: e.tensor if e.tensor.grad is None else e.tensor.grad for e in engine.tensors}
         return before | {name: value.detach().clone() for name, value in after.items()}
     finally:
@@ -175,7 +177,7 @@ def test_runs_are_saved_resumed_on_another_layout_and_converted(ranks, tmp_path,
 
     ranks(3, _train, *_flags(run, Layout(pipeline=3)), "--exit-interval", "2")
     monkeypatch.setitem(MODELS, Tied.name, Tied)
-    layers = len(saved_model(source := open_source(run)).description.layers)
+    layers = len(saved_model(source := open_source(run))[1].layers)
     reshard(source, new, Target(2, 2, layout=f"2|{layers - 2}"))
     converted, before = (load_global_tensors(folder, with_optimizer=True) for folder in (new, run))
     assert converted.keys() == before.keys() and all(torch.equal(converted[name], before[name]) for name in before)
@@ -232,12 +234,12 @@ def _two_stages(frozen: tuple[str, ...], unused: bool) -> dict[str, Tensor]:
         bounds = [range(4)] if size == 1 else [range(2), range(2, 4)]
         model, double = describe(_model(make)), torch.float64
         context = BuildContext(dtype=double, compute_dtype=double)
-        engine = DistributedModel(model, state, context, bounds, "1f1b", 5)
+        engine = DistributedModel(model, state, context, bounds, plan_schedule("1f1b", size), 5)
         x, labels = images(_model(make))
         lost = [e for e in engine.copies if unused and e.name == "made.0.conv.weight" and e.tensor.requires_grad]
         for entry in lost:
             entry.tensor.register_post_accumulate_grad_hook(lambda tensor: setattr(tensor, "grad", None))
-        engine.forward_backward([MicroBatchInput(x, labels, len(x), range(len(x)))], len(x))
+        forward_backward(engine, [MicroBatchInput(x, labels, len(x), range(len(x)))], len(x))
         return {e.name: e.tensor.grad.clone() for e in engine.tensors if e.tensor.grad is not None}
     finally:
         destroy_model_parallel()

@@ -26,6 +26,7 @@ from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.plan import shared_weights
 from megasnn.schedule import SchedulePlan, plan_schedule
 from megasnn.schedule.partition import balanced_bounds
+from tests.gradients import forward_backward, merge_statistics
 from tests.parity.spikingjelly_reference import DIMS, IMAGE_SIZE, from_spikingjelly
 
 
@@ -105,11 +106,17 @@ def build_engine(
     model = _described(spec or NeuronSpec())
     context = layout.build_context(state, dtype, backend)
     plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, state.pp.size)
-    bounds = bounds or balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
+    bounds = bounds or even_bounds(len(model.layers), len(plan.placement))
     plan = gathering(plan, model, bounds, context, layout)
     return DistributedModel(
         model, state, context, bounds, plan, options=ModelOptions(rows_have_owners=rows_have_owners)
     )
+
+
+def even_bounds(layers: int, chunks: int) -> list[range]:
+    """As many layers in each chunk; of more chunks than layers, the last ones have none."""
+    bounds = balanced_bounds([1.0] * layers, min(layers, chunks))
+    return [*bounds, *[range(layers, layers)] * (chunks - len(bounds))]
 
 
 def join(layout: Layout) -> ParallelState:
@@ -118,22 +125,13 @@ def join(layout: Layout) -> ParallelState:
 
 
 def gathering(
-    plan: SchedulePlan,
-    model: ModelDescription,
-    bounds: list[range],
-    context: BuildContext,
-    layout: Layout,
-    limit: float | None = None,
+    plan: SchedulePlan, model: ModelDescription, bounds: list[range], context: BuildContext, layout: Layout
 ) -> SchedulePlan:
-    """The plan; layer by layer and with gathers, where replicas share weights.
-
-    Args:
-        limit: bytes of gathered weights.
-    """
+    """The plan; layer by layer and with gathers, where replicas share weights."""
     if context.dp_shard.size == 1:
         return plan
     plan = plan.in_units(bounds, layout.recompute)
-    weights = shared_weights(model, plan.unit_bounds(bounds), context, limit, layout.scatters)
+    weights = shared_weights(model, plan.unit_bounds(bounds), context, layout.scatters)
     return plan.sharing(weights, [])
 
 
@@ -180,7 +178,7 @@ def record_step(
     hooks = [
         node.register_forward_hook(lambda _module, _inputs, spikes: fired.append(int(spikes.sum())))
         for chunk in engine.chunks.values()
-        for layer in chunk
+        for layer in chunk.layers
         if not is_whole(layer) or state.tp.rank == 0
         for node in layer.modules()
         if isinstance(node, (neuron.BaseNode, neuron.SimpleBaseNode))
@@ -195,11 +193,11 @@ def record_step(
 
     engine.loss = keeping
     most = max(len(micro_batches_of(len(sizes), state.dp.size, r)) for r in range(state.dp.size))
-    loss = engine.forward_backward(batches, len(labels))
+    loss = forward_backward(engine, batches, len(labels))
     engine.loss = inner
     for hook in hooks:
         hook.remove()
-    engine.merge_statistics(most)
+    merge_statistics(engine, most)
     place = state.coordinates
     replica = state.dp.rank, place.cp
     result = RankStep((place.pp, *replica, place.tp), loss, engine.norm, logits, sum(fired))

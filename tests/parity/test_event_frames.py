@@ -19,14 +19,14 @@ from megasnn.models.spikformer.model import Spikformer as Ours
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.models.vgg_dvs.weight_names import SPIKINGJELLY
 from megasnn.models.weight_names import values_of
-from megasnn.pipeline.chunk import PipelineChunk, build_chunk
+from megasnn.pipeline.chunk import PipelineChunk, build_chunks
 from tests.parity.test_layouts import error
 from tests.parity.vgg import NEURON
 
 
 def whole_model(model: ModelDescription, weights: dict[str, Tensor]) -> PipelineChunk:
     context, bounds = BuildContext(dtype=torch.float64, compute_dtype=torch.float64), [range(len(model.layers))]
-    chunk = build_chunk(model, bounds, 0, context, torch.device("cpu"), seed=0)
+    chunk = build_chunks(model, bounds, [0], context, torch.device("cpu"), seed=0)[0]
     load_globals_into(chunk.sharded_tensors(), weights)
     return chunk
 
@@ -92,6 +92,6 @@ def test_frames_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
     """FEATURES 0.21."""
     config = VggDvs(channels="4,P,8", image_size=16, time_steps=3)
     model = describe(config, NEURON)
-    chunk = build_chunk(model, [range(3)], 0, BuildContext(), torch.device("cpu"), seed=0)
+    chunk = build_chunks(model, [range(3)], [0], BuildContext(), torch.device("cpu"), seed=0)[0]
     with pytest.raises(ValueError, match=r"expected event frames \[N, 3, 2, 16, 16\]"):
         chunk(torch.zeros(shape), range(shape[0]))

@@ -26,11 +26,11 @@ from megasnn.parallel.traffic import Traffic, statistics
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
-from megasnn.schedule.partition import balanced_bounds
 from megasnn.schedule.passes import RECOMPUTE
+from tests.gradients import evaluated, forward_backward, merge_statistics
 from tests.models.networks import Bundles, Tied, UNet
 from tests.parity.networks import CalledAgain
-from tests.parity.ranks import Layout, model_config
+from tests.parity.ranks import Layout, even_bounds, model_config
 
 SAMPLES, MICRO_BATCH, SEED = 7, 2, 5
 MODELS: dict[str, Model] = {
@@ -66,7 +66,7 @@ def _step(name: str, layout: Layout, recompute: str | None, state: ParallelState
     """With `recompute`, layer by layer; without it, chunk by chunk."""
     model = _described(name)
     plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
-    bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
+    bounds = even_bounds(len(model.layers), len(plan.placement))
     if recompute is not None:
         plan = plan.in_units(bounds, recompute)
     engine = DistributedModel(model, state, BuildContext(state.tp, seed=SEED), bounds, plan, seed=SEED)
@@ -76,13 +76,13 @@ def _step(name: str, layout: Layout, recompute: str | None, state: ParallelState
     batches = _micro_batches(engine, state)
     with statistics.counting():
         statistics.reset()
-        loss = engine.forward_backward(batches, SAMPLES)
+        loss = forward_backward(engine, batches, SAMPLES)
         traffic = {key: each for key, each in statistics.read().items() if key[0] == "tp"}
-    engine.merge_statistics(len(batches))
+    merge_statistics(engine, len(batches))
     tensors = [(e.name, e.tensor if e.tensor.grad is None else e.tensor.grad) for e in engine.tensors]
     correct, seen = engine.correct, sorted(spikes)
-    evaluated = engine.total(engine.evaluate(batches))
-    return Step(loss, engine.norm, correct, evaluated, seen, {name: _digest(value) for name, value in tensors}, traffic)
+    sums = evaluated(engine, batches)
+    return Step(loss, engine.norm, correct, sums, seen, {name: _digest(value) for name, value in tensors}, traffic)
 
 
 def _micro_batches(engine: DistributedModel, state: ParallelState) -> list[MicroBatchInput]:

@@ -17,6 +17,7 @@ from megasnn.engine.model import DistributedModel
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
+from tests.gradients import evaluated, forward_backward, merge_statistics
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, assemble, build_engine, one_step
 from tests.parity.test_layouts import TOLERANCE, assert_equal_to_reference, error, name_of, run_step, truth
@@ -73,10 +74,10 @@ def step(engine: DistributedModel, samples: int) -> Bits:
     """One training step and one evaluation. Nothing is left over for the next call."""
     before = [(e.tensor, e.tensor.clone()) for e in engine.tensors if not e.is_parameter]
     batches = micro_batches(engine, samples)
-    loss = engine.forward_backward(batches, samples)
-    engine.merge_statistics(len(batches))
+    loss = forward_backward(engine, batches, samples)
+    merge_statistics(engine, len(batches))
     values = [(e.name, e.tensor if e.tensor.grad is None else e.tensor.grad) for e in engine.tensors]
-    bits = Bits(loss, engine.norm, engine.total(engine.evaluate(batches)), digest(values))
+    bits = Bits(loss, engine.norm, evaluated(engine, batches), digest(values))
     for tensor, value in before:
         tensor.copy_(value)
     return bits
@@ -122,13 +123,9 @@ def test_every_schedule_gives_the_bits_of_one_rank(ranks, one_rank, size, number
 
 
 ZERO_BUBBLE_LAYOUTS = [
-    Layout(1, 1, 2, "zb1p"),
-    Layout(1, 1, 2, "zbv"),
     Layout(1, 1, 4, "v-min"),
-    Layout(1, 1, 4, "interleaved", 2),
     Layout(1, 2, 2, "zb2p"),
     Layout(2, 2, 2, "zbv"),
-    Layout(2, 2, 2, "zb1p"),
     Layout(2, 2, 2, "interleaved", 2),
 ]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partialmethod
 from itertools import product
 from typing import NamedTuple
 from unittest import mock
@@ -20,11 +19,9 @@ import pytest
 import torch
 
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.engine.model import DistributedModel
 from megasnn.optim.build import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.executor import PipelineExecutor
-from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.p2p import Transfers
 from megasnn.schedule import Action, plan_schedule
 from megasnn.schedule.actions import COMPUTE
@@ -122,20 +119,6 @@ def _steps(device: Device, case: Case) -> list[float]:
     return losses
 
 
-def batches_of(engine: DistributedModel, images: torch.Tensor, labels: torch.Tensor) -> list[MicroBatchInput]:
-    """Micro-batches of one replica."""
-    parts = [slice(start, min(start + MICRO_BATCH, SAMPLES)) for start in range(0, SAMPLES, MICRO_BATCH)]
-    return [
-        MicroBatchInput(
-            images[part] if engine.takes_images else None,
-            labels[part] if engine.gives_logits else None,
-            part.stop - part.start,
-            range(part.start, part.stop),
-        )
-        for part in parts
-    ]
-
-
 def _run(cases: list[Case]) -> list[list[float]]:
     with nccl_like() as device, mock.patch("torch.cuda.synchronize", device.synchronize):
         return [_steps(device, case) for case in cases]
@@ -174,7 +157,7 @@ def _owning_rows() -> list[float]:
         for _ in range(STEPS):
             losses.append(record_step(engine, state, images, labels, MICRO_BATCH).loss)
             optimizer.step()
-            engine.all_gather_params()
+            engine.data_parallel.all_gather_params()
         assert device.communicators == started, "something in a step was a first use"
         destroy_model_parallel()
         return losses
@@ -195,7 +178,7 @@ def _finer(layout: Layout) -> list[float]:
         started, losses = list(device.communicators), list[float]()
         for _ in range(STEPS):
             losses.append(record_step(engine, state, images, labels, MICRO_BATCH).loss)
-            engine.all_gather_params()
+            engine.data_parallel.all_gather_params()
         assert device.communicators == started, "something in a step was a first use"
         destroy_model_parallel()
         return losses
@@ -234,74 +217,25 @@ def test_ranks_that_share_micro_batches_end_too(ranks, layout: Layout) -> None:
         assert losses == pytest.approx([loss] * STEPS, rel=1e-9)
 
 
-def _waiting_for_its_device(schedules: list[tuple[str, int]]) -> list[list[float]]:
-    """The losses of each schedule, when a rank waits for its whole device in all its computations, as an allocator does
-    that frees memory; one rank after another."""
-    with nccl_like(LIMIT) as device:
-        announce, losses = Transfers.announce, []
-        for (name, chunks), waiting in product(schedules, range(STAGES)):
-
-            def announced(self: Transfers, action: Action, waits: bool) -> None:
-                announce(self, action)
-                if waits and action.kind in COMPUTE:
-                    device.synchronize()
-
-            replaced = partialmethod(announced, waits=waiting == device.rank)
-            with mock.patch.object(Transfers, "announce", replaced):
-                losses.append(_steps(device, Case(1, STAGES, 1, (name, chunks), False)))
-        return losses
-
-
-def test_a_rank_may_wait_for_its_device_while_it_computes(ranks, loss) -> None:
-    schedules = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zbv", 2)]
-    for losses in ranks(STAGES, _waiting_for_its_device, schedules):
-        assert losses == [pytest.approx([loss] * STEPS, rel=1e-9)] * STAGES * len(schedules)
-
-
-def _all_waiting_in_a_first_step(schedules: list[tuple[str, int]]) -> list[list[float]]:
-    """The losses of each schedule, when all ranks wait for their whole devices in all computations of a first step, as
-    they may where kernels are loaded and memory is taken."""
+def _all_waiting(schedules: list[tuple[str, int]]) -> list[list[float]]:
+    """The losses of each schedule, when all ranks wait for their whole devices in all computations, as they may where
+    kernels are loaded and memory is taken."""
     with nccl_like(LIMIT) as device:
         announce = Transfers.announce
 
         def announced(self: Transfers, action: Action) -> None:
             announce(self, action)
-            if self._posts is self._certain and action.kind in COMPUTE:
+            if action.kind in COMPUTE:
                 device.synchronize()
 
         with mock.patch.object(Transfers, "announce", announced):
             return [_steps(device, Case(1, STAGES, 1, each, False)) for each in schedules]
 
 
-def test_all_ranks_may_wait_for_their_devices_in_a_first_step(ranks, loss) -> None:
+def test_all_ranks_may_wait_for_their_devices(ranks, loss) -> None:
     schedules = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb2p", 1), ("zbv", 2)]
-    for losses in ranks(STAGES, _all_waiting_in_a_first_step, schedules):
+    for losses in ranks(STAGES, _all_waiting, schedules):
         assert losses == [pytest.approx([loss] * STEPS, rel=1e-9)] * len(schedules)
-
-
-def _observed_later(schedules: list[tuple[str, int]]) -> list[list[float]]:
-    """The losses of each schedule, when spikes are observed from step 2 on, but for step 3. In the first two of these
-    steps kernels are loaded, on every rank: whoever counts spikes waits for its whole device."""
-    with nccl_like(LIMIT) as device:
-        losses = []
-        for name, chunks in schedules:
-            state = initialize_model_parallel(pp=STAGES)
-            engine = build_engine(state, plan_schedule(name, STAGES, chunks), torch.float64)
-            batches, found = batches_of(engine, *reference.data(SAMPLES)), list[float]()
-            for step in range(2 * STEPS):
-                observed = {2: device.synchronize, 4: device.synchronize, 5: lambda: None}.get(step)
-                engine.executor.observe_spikes(observed is not None)
-                for _, neuron in engine.neurons():
-                    neuron.observer = observed and (lambda spikes, observed=observed: observed())
-                found.append(engine.forward_backward(batches, SAMPLES))
-            losses.append(found)
-            destroy_model_parallel()
-        return losses
-
-
-def test_a_step_whose_spikes_are_observed_is_a_kind_of_its_own(ranks, loss) -> None:
-    for losses in ranks(STAGES, _observed_later, list(SCHEDULES), timeout=300):
-        assert losses == [pytest.approx([loss] * 2 * STEPS, rel=1e-9)] * len(SCHEDULES)
 
 
 def _started(tensor: int, pipeline: int) -> list[str]:

@@ -12,10 +12,11 @@ from megasnn.losses.sums import cross_entropy_sum
 from megasnn.models.build import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import profile_layers
-from megasnn.pipeline.chunk import build_chunk
+from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.cost_model import LayerCost, PipelineCosts
 from megasnn.pipeline.profile_layers import profile_pipeline
 from megasnn.schedule.partition import balanced_bounds
+from tests.gradients import forward_backward, merge_statistics
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, assemble, model_config, one_step
 from tests.parity.test_layouts import SIZES, error, run_step
@@ -49,7 +50,7 @@ def _initial_values(tensor: int, pipeline: int) -> list:
         model = describe(model_config(), NeuronSpec())
         bounds = balanced_bounds([1.0] * len(model.layers), pipeline)
         context = BuildContext(state.tp)
-        chunk = build_chunk(model, bounds, state.pp.rank, context, state.device, seed=5)
+        chunk = build_chunks(model, bounds, [state.pp.rank], context, state.device, seed=5)[state.pp.rank]
         return [
             (e.name, [(p.global_offset, p.of_local(e.tensor).detach().clone()) for p in e.shard.pieces()])
             for e in chunk.sharded_tensors()
@@ -143,8 +144,8 @@ def _statistics_before_and_after_evaluation() -> bool:
         engine = build_engine(state, "1f1b", torch.float64)
         images, labels = reference.data(6)
         batches = [MicroBatchInput(x, y, 3) for x, y in zip(images.split(3), labels.split(3), strict=True)]
-        engine.forward_backward(batches, 6)
-        engine.merge_statistics(2)
+        forward_backward(engine, batches, 6)
+        merge_statistics(engine, 2)
         before = [e.tensor.clone() for e in engine.tensors]
         engine.evaluate(batches)
         engine.run_again(batches)

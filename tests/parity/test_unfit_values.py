@@ -23,6 +23,7 @@ from megasnn.pipeline.executor import PipelineError
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
+from tests.gradients import forward_backward
 from tests.models.networks import CLASSES, between
 from tests.nccl_like import nccl_like
 
@@ -75,7 +76,7 @@ def _ends(tensor: int, pipeline: int, schedule: str, chunks: int) -> list[str]:
     inputs, told = _inputs(model), []
     before = [entry.tensor.clone() for entry in model.tensors]
     try:
-        for run in (lambda: model.evaluate(inputs), lambda: model.forward_backward(inputs, sum(SIZES))):
+        for run in (lambda: model.evaluate(inputs), lambda: forward_backward(model, inputs, sum(SIZES))):
             with pytest.raises(PipelineError) as raised:
                 run()
             told.append(str(raised.value))

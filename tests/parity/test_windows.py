@@ -176,7 +176,7 @@ def test_every_layout_computes_the_same(ranks, one, own: bool) -> None:
 def test_windows_of_a_micro_batch_follow_each_other_with_the_same_samples() -> None:
     images, labels = data(Small(frames=True))
     with Engine(Small(frames=True), micro_batch_size=2, train_iters=1, bptt_steps=WINDOW, mixup_alpha=1.0) as engine:
-        windows = engine.batches.training_inputs(engine.batches.share(images, labels, 5, 10))
+        windows = engine.batches.inputs(engine.batches.share(images, labels, 5, 10), trains=True)
         assert [window.goes_on for window in windows] == [False, True] * 3
         for first, second in zip(windows[::2], windows[1::2], strict=True):
             assert first.samples == second.samples and first.labels is second.labels
@@ -198,7 +198,7 @@ def test_evaluation_does_not_depend_on_windows() -> None:
 
 
 def run_in_windows(cache: str, folder: str) -> None:
-    flags = "--train-iters 2 --eval-iters 1 --log-interval 1 --bptt-steps 1 --profile-pipeline".split()
+    flags = "--train-iters 2 --eval-iters 1 --log-interval 1 --bptt-steps 1 --profile-steps 2".split()
     pipeline = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 3|5 --pipeline-schedule 1f1b".split()
     with without_trial():
         train(cache, *flags, *pipeline, "--save", folder)

@@ -24,9 +24,8 @@ from megasnn.models.vgg_dvs.model import VggDvs, parse_channels
 from megasnn.parallel_state import destroy_model_parallel
 from megasnn.random import Draws
 from megasnn.schedule import plan_schedule
-from megasnn.schedule.partition import balanced_bounds
 from tests.parity import spikingjelly_reference as reference
-from tests.parity.ranks import Layout, RankStep, gathering, join, record_step
+from tests.parity.ranks import Layout, RankStep, even_bounds, gathering, join, record_step
 
 # Each kind of step: with pooling and without, to fewer channels than half (there the cheaper style is by row) and more.
 CONFIG = VggDvs(channels="8,8,P,32,8,P,16,P", image_size=16, time_steps=3, num_classes=5)
@@ -175,7 +174,7 @@ def one_step(
             model = _with_drop_path(model, variant.drop_path)
         context = layout.build_context(state, dtype, backend, SEED)
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
-        bounds = balanced_bounds([1.0] * len(model.layers), len(plan.placement), allow_empty=True)
+        bounds = even_bounds(len(model.layers), len(plan.placement))
         plan = gathering(plan, model, bounds, context, layout)
         engine = DistributedModel(model, state, context, bounds, plan, loss=LOSSES[variant.loss])
         load_globals_into(engine.tensors, CONFIG.from_spikingjelly(weights), state.world.handle)

@@ -1,91 +1,81 @@
-"""Choice of a pipeline's schedule where a budget, or gathered weights, decide which one is fastest."""
+"""Choice of a pipeline's schedule, and what is computed again for a budget."""
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from megasnn.config import ParallelConfig
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
-from megasnn.pipeline.plan import PipelinePlan, PipelineRequest, ScheduleChoice, executed_costs
-from megasnn.pipeline.recompute import BudgetError
-from megasnn.schedule import SCHEDULES, simulate
+from megasnn.pipeline.peak_memory import peak_moments
+from megasnn.pipeline.plan import PipelinePlan, choose
 from megasnn.schedule.fsdp_passes import SharedWeights
+from megasnn.schedule.named import SCHEDULES
 
 MB = 10**6
-STAGES, MICRO_BATCHES = 4, 8
+STAGES, MICRO_BATCHES, LAYERS = 4, 8, 16
+SIZES: dict[str, Any] = {"held": 10 * MB, "deferred": 2 * MB, "message": MB // 4, "gradient": 2 * MB, "output": 2 * MB}
+LAYER = LayerCost(0.001, 0.001, 0.001, working=(12 * MB, 12 * MB, 6 * MB), **SIZES)
+COSTS = PipelineCosts((LAYER,) * LAYERS, LinkCost(per_byte=1e-9))
 
 
-def costs_of(layers: int) -> PipelineCosts:
-    """Layers that leave little for the second part of their backwards."""
-    sizes = {"held": 10 * MB, "deferred": 2 * MB, "message": MB // 4, "gradient": 2 * MB, "output": 2 * MB}
-    each = LayerCost(0.001, 0.001, 0.001, working=(12 * MB, 12 * MB, 6 * MB), again=0.0009, **sizes)
-    return PipelineCosts((each,) * layers, LinkCost(), LinkCost(per_byte=1e-9))
+def chosen(schedule: str, budget: float | None = None, **more: Any) -> PipelinePlan:
+    parallel = ParallelConfig(pipeline_schedule=schedule, memory_budget=budget, **more)  # type: ignore[arg-type]
+    return choose(parallel, STAGES, LAYERS, [MICRO_BATCHES], None, COSTS)
 
 
-COSTS = costs_of(16)
+def needs(plan: PipelinePlan) -> float:
+    """MB of the rank that needs most."""
+    schedule = plan.schedules.training(MICRO_BATCHES)
+    return 1e-6 * max(each.total for each in peak_moments(schedule, plan.executed_bounds, COSTS))
 
 
-def chosen(schedule: str, budget: float | None) -> PipelinePlan:
-    limit = None if budget is None else budget * MB
-    request = PipelineRequest(schedule, None, None, 2, (MICRO_BATCHES,), memory_budget=limit)
-    return ScheduleChoice(request, STAGES, len(COSTS.layers), COSTS).make()
+def seconds(plan: PipelinePlan) -> float:
+    result = plan.simulation(MICRO_BATCHES)
+    assert result is not None
+    return result.makespan
 
 
-def seconds(choice: PipelinePlan, ranks: int = 1) -> float:
-    costs = executed_costs(choice.schedules, choice.bounds, COSTS, ranks)
-    return simulate(choice.schedules.training(MICRO_BATCHES), costs, choice.schedules.wholes).makespan
+def test_auto_is_no_slower_than_any_named_one() -> None:
+    best = chosen("auto")
+    assert all(seconds(best) <= 1.001 * seconds(chosen(name)) for name in SCHEDULES)
+    assert not best.describe_recompute()
+    assert f"auto: {best.schedules.training(MICRO_BATCHES).name}, predicted" in best.describe("auto")[0]
 
 
-def test_with_a_budget_another_schedule_is_the_fastest() -> None:
-    alone, best = chosen("auto", None), chosen("auto", 150)
-    names = [each.schedules.training(MICRO_BATCHES).name for each in (alone, best)]
-    assert names == ["zbv", "v-half"] and not alone.compared
-    before = chosen("zbv", 150)  # the fastest one alone, with the budget behind it
-    assert seconds(alone) < seconds(best) < 0.98 * seconds(before)
-    assert [name for name, _ in best.compared] == names, "no other one is as fast even without"
-    assert [time for _, time in best.compared] == pytest.approx([seconds(before), seconds(best)])
-    assert max(best.step_bytes(MICRO_BATCHES)) <= 150 * MB
-    told = best.describe("auto")[-1]
-    assert "--memory-budget 150" in told and "v-half" in told
+@pytest.mark.parametrize("name", ["auto", "1f1b", "v-half"])
+def test_a_budget_is_kept_in_more_time(name: str) -> None:
+    alone = chosen(name)
+    tight = chosen(name, 0.8 * needs(alone))
+    assert needs(tight) <= 0.8 * needs(alone) and seconds(tight) > seconds(alone)
+    assert f"--memory-budget {0.8 * needs(alone):g}" in tight.describe_recompute()[0]
+    assert not chosen(name, 1.01 * needs(alone)).schedules.chosen
 
 
-@pytest.mark.parametrize("budget", [200, 100, 40])
-def test_no_named_schedule_keeps_a_budget_in_less_time(budget: float) -> None:
-    best = chosen("auto", budget)
-    for name in SCHEDULES:
-        try:
-            other = chosen(name, budget)
-        except BudgetError:
-            continue
-        assert seconds(best) <= 1.001 * seconds(other), name
-
-
-def test_a_budget_that_none_keeps_is_refused_with_the_least_of_all() -> None:
-    with pytest.raises(BudgetError) as refused:
+def test_a_budget_that_cannot_be_kept_is_refused_with_the_least() -> None:
+    with pytest.raises(ValueError, match="--memory-budget 5 .*--pipeline-schedule v-half") as refused:
         chosen("auto", 5)
-    least = refused.value.least
-    assert max(chosen("auto", least / MB + 0.1).step_bytes(MICRO_BATCHES)) <= least + 0.1 * MB
-    with pytest.raises(BudgetError):
-        chosen("auto", least / MB - 0.1)
+    least = int(re.findall(r"--memory-budget (\d+)", str(refused.value))[1])
+    assert needs(chosen("auto", least)) <= least
+    with pytest.raises(ValueError, match="--memory-budget"):
+        chosen("auto", least - 1)
 
 
-def test_gathers_count_where_schedules_are_compared() -> None:
-    """To gather the weights of a layer takes as long as to compute with them."""
-
-    def weights(units: Sequence[range]) -> SharedWeights:
-        return SharedWeights(tuple(4 * MB * len(each) for each in units))
-
-    request = PipelineRequest("auto", None, None, 2, (MICRO_BATCHES,))
-    choice = ScheduleChoice(request, STAGES, len(COSTS.layers), COSTS, weights, 2).make()
-    times = [each for _, each in choice.compared if each is not None]
-    assert seconds(choice, ranks=2) == min(times) and len(times) > 1
+def test_gathers_count_in_the_forecast() -> None:
+    """To gather the weights of a layer takes longer than to compute with them."""
+    parallel = ParallelConfig(weight_parallel_size=2)
+    plan = choose(
+        parallel, STAGES, LAYERS, [MICRO_BATCHES], None, COSTS, lambda units: SharedWeights((8 * MB,) * len(units))
+    )
+    assert plan.schedules.units is not None and seconds(plan) > 1.2 * seconds(chosen("auto"))
 
 
 @pytest.mark.slow
 def test_a_large_pipeline_is_decided_in_seconds() -> None:
-    request = PipelineRequest("auto", None, None, 2, (32,), memory_budget=150 * MB)
     begun = time.thread_time()
-    assert ScheduleChoice(request, 8, 32, costs_of(32)).make().compared
+    costs = PipelineCosts((LAYER,) * 32, LinkCost())
+    assert choose(ParallelConfig(memory_budget=150), 8, 32, [32], None, costs).schedules.chosen
     assert time.thread_time() - begun < 10

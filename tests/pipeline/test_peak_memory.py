@@ -10,7 +10,7 @@ from megasnn.schedule import Kind, generate
 from megasnn.schedule.passes import insert_recompute, refine
 
 WORKING = {Kind.FORWARD: 5, Kind.BACKWARD: 7, Kind.INPUT_GRADIENT: 6, Kind.WEIGHT_GRADIENT: 4, Kind.RECOMPUTE: 3}
-UNIT = UnitMemory(100, 10, WORKING, deferred=60, again=1.0, output=40, message=2, gradient=20, cast=0)
+UNIT = UnitMemory(100, 10, WORKING, deferred=60, again=1.0, transfers=22, cast=0)
 
 
 def _told(name: str, rank: int, micro_batches: int) -> dict[str, tuple[int, int, int]]:
@@ -19,38 +19,31 @@ def _told(name: str, rank: int, micro_batches: int) -> dict[str, tuple[int, int,
     return {str(each.action): (each.kept, each.working, each.messages) for each in found}
 
 
-def test_messages_are_there_until_they_are_known_to_have_arrived() -> None:
+def test_what_is_kept_and_what_travels() -> None:
     """1F1B with three micro-batches on two stages: 0F0 0F1 0B0 0F2 0B1 0B2, and 1F0 1B0 1F1 1B1 1F2 1B2."""
-    first = _told("1f1b", 0, 3)
-    assert first["0F0"] == (0, 5, 0)
-    assert first["0F1"] == (100, 5, 2 + 20), "the first message, and room for the gradient that comes next"
-    assert first["0B0"] == (200, 7, 2), "the gradient itself is in what it needs; the first message has arrived"
-    last = _told("1f1b", 1, 3)
-    assert last["1B0"] == (100, 7, 2), "room for the next message"
-    assert last["1F1"] == (0, 5, 20), "a gradient on its way"
-    assert last["1B1"] == (100, 7, 20 + 2)
-    assert last["1B2"] == (100, 7, 20), "the first one has arrived: the third message was sent behind it"
+    first, last = _told("1f1b", 0, 3), _told("1f1b", 1, 3)
+    assert first["0F0"] == (0, 5, 22) and first["0F1"] == (100, 5, 22) and first["0B0"] == (200, 7, 22)
+    assert last["1B0"] == (100, 7, 22) and last["1F1"] == (0, 5, 22)
 
 
 def test_a_backward_in_two_parts_leaves_less() -> None:
     last = _told("zb1p", 1, 2)
-    assert last["1I0"] == (100, 6, 2)
+    assert last["1I0"] == (100, 6, 22)
     assert last["1F1"][0] == 60 and last["1W1"][0] == 60
 
 
-def test_what_waits_between_units_and_for_a_forward_that_is_computed_again() -> None:
+def test_a_forward_that_is_computed_again_keeps_its_input() -> None:
     schedule = insert_recompute(refine(generate("gpipe", 1, 2), [2]), lambda unit, m: True)
     found = {str(action): numbers for action, *numbers in moments(schedule, 0, [UNIT, UNIT])}
     assert found["0F0"] == [10, 5, 0] and found["1F0"] == [20, 5, 0]
-    assert found["1R0"] == [40, 3, 0]
-    assert found["0R0"] == [30, 3, 40], "the gradient of what it gives waits"
+    assert found["1R0"] == [40, 3, 0] and found["0R0"] == [30, 3, 0]
 
 
 def test_the_peak_of_a_step() -> None:
     """1F1B keeps two micro-batches on the first of two stages, one on the second."""
     layers = [
-        LayerCost(1, 1, 1, held=10, working=(30, 5, 2), message=3, gradient=12),
-        LayerCost(1, 1, 1, held=20, working=(25, 40, 2), message=0, gradient=0),
+        LayerCost(1, 1, 1, held=10, working=(30, 5, 2), message=3, gradient=12, output=12, deferred=10),
+        LayerCost(1, 1, 1, held=20, working=(25, 40, 2), deferred=20),
     ]
     costs = PipelineCosts(tuple(layers), LinkCost())
     first, last = peak_moments(generate("1f1b", 2, 4), [range(0, 1), range(1, 2)], costs)

@@ -16,7 +16,6 @@ from megasnn.parallel_state import Group, destroy_model_parallel, initialize_mod
 from megasnn.pipeline import profile_layers
 from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
-from megasnn.schedule import Kind
 from tests.parity.ranks import model_config
 
 MODEL = describe(model_config(), NeuronSpec())
@@ -90,16 +89,12 @@ def test_a_layer_costs_its_rank_what_its_own_part_costs(ranks) -> None:
 
 
 def test_costs_of_chunks_are_sums() -> None:
-    layers = tuple(LayerCost(1.0, 2.0, 3.0, 10, (50, 60, 70), 100, 400, 0.25, 0.5) for _ in range(3))
-    costs = PipelineCosts(layers, LinkCost(0.125, 0.01, 0.002, 0.003))
+    costs = PipelineCosts((LayerCost(1.0, 2.0, 3.0, message=100, gradient=400),) * 3, LinkCost(0.125, 0.01))
     first, last = costs.of_chunks([range(0, 2), range(2, 3)], (0, 1))
-    assert [first.time(kind) for kind in (Kind.FORWARD, Kind.BACKWARD)] == [2, 10]
-    assert [last.time(kind) for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)] == [2, 3]
-    out, back = first.way(forward=True), first.way(forward=False)
-    assert (out.send, out.receive) == pytest.approx((0.25 + 0.2, 0.5 + 0.3))
-    # Packing, the way and unpacking together: as long as with both ends idle.
-    assert out.send + out.time + out.receive == pytest.approx(0.25 + 0.125 + 1.0 + 0.5)
-    assert (back.send, back.receive) == pytest.approx((0.8, 1.2))
+    assert (first.forward, first.backward, last.input_gradient, last.weight_gradient) == (2, 10, 2, 3)
+    assert (first.transfer, first.transfer_back) == pytest.approx((0.125 + 1.0, 0.125 + 4.0))
+    (again, _) = costs.of_chunks([range(0, 2), range(2, 3)], (0, 1), recomputes=True)
+    assert (again.input_gradient, again.weight_gradient) == (6, 6), "forwards that are computed again come before it"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +106,5 @@ def test_a_busy_machine_hides_no_cost_of_a_byte(monkeypatch, least_small: float,
     marks = chain.from_iterable((0.0, each) for pair in zip(small, large, strict=True) for each in pair)
     monkeypatch.setattr(profile_layers, "now", lambda device: next(marks))
     monkeypatch.setattr(profile_layers, "_transfer", lambda *_, sends=True: None)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 0)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     found = profile_layers.measure_link(Group("pp", (0, 1)), CPU)
     assert found == LinkCost(least_small / 2, per_byte / profile_layers.LARGE)

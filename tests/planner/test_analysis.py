@@ -17,7 +17,7 @@ from megasnn.planner.measure import measured
 from tests.planner.models import analysis, config
 
 FREE = Links(LinkCost(), LinkCost())
-SECONDS = LayerSeconds(2e-3, 3e-3, 1e-3, 2e-3, 0.0, 0.0)
+SECONDS = LayerSeconds(2e-3, 3e-3, 1e-3)
 
 
 def test_refusals_are_those_of_a_run() -> None:

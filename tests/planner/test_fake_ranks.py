@@ -25,7 +25,7 @@ def of_rank(tensor: int, context: int, cut: ContextCut, on_cpu: bool) -> list[tu
     state = initialize_model_parallel(tp=tensor, device=torch.device("cpu"), cp=context)
     try:
         built_for = context_of(state, asked, cut, on_cpu)
-        return [count_memory(model, MICRO_BATCH, built_for, state.device, repeats=True).layers for _ in range(5)]
+        return [count_memory(model, MICRO_BATCH, built_for, state.device).layers for _ in range(5)]
     finally:
         destroy_model_parallel()
 

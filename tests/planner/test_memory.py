@@ -20,7 +20,7 @@ from megasnn.planner.cost_file import Analysis
 from megasnn.planner.predict import Predicted, Predictor
 from megasnn.schedule import ChunkCost
 from megasnn.schedule.named import SCHEDULES
-from megasnn.training.memory import step_peak
+from megasnn.training.memory import layer_costs, peak_of
 from tests.planner.models import cluster, config, on_cpu
 
 LAYOUTS = {
@@ -63,7 +63,7 @@ def of_run(layout: Layout, bounds: tuple[range, ...], costs: tuple[ChunkCost, ..
             distributed, plan = engine.distributed, engine.plan
             if SCHEDULES[layout.schedule].looks_at_costs:
                 plan = replace(plan, schedules=replace(plan.schedules, costs=costs, decided=()))
-            peak = step_peak(run, distributed, plan)
+            peak = peak_of(layer_costs(run, distributed, plan), distributed, plan)
             schedule, shared = plan.schedules.training(plan.micro_batches), plan.schedules.weights
             rank = state.pp.rank
             gathered, buffers = (0, 0) if shared is None else shared.gathered_and_buffers(schedule, rank)

@@ -174,7 +174,7 @@ def test_flags_that_are_given_are_kept() -> None:
 def test_seconds_of_another_device_are_not_used() -> None:
     """Layers that were measured on one device say nothing of a second one, and the plan says so."""
     known, here = analysis(), replace(cluster(2).machine, name="here")
-    seconds = (LayerSeconds(1.0, 1.0, 1.0, 1.0, 0.0, 0.0),) * len(known.layers)
+    seconds = (LayerSeconds(1.0, 1.0, 1.0),) * len(known.layers)
     timed = replace(known, timed=(Timed(1, 1, "samples", 4, 1, seconds),), machine=here)
     other, same = plan(timed, config(), cluster(2)), plan(timed, config(), replace(cluster(2), machine=here))
     assert other.predicted.time == plan(known, config(), cluster(2)).predicted.time and not same.warnings

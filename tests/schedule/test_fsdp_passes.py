@@ -1,9 +1,8 @@
-"""Gathers, frees and scatters: where they stand, that no fewer would do, what they take, how long planning takes."""
+"""Gathers, frees and scatters: where they stand, what they take, how long planning takes."""
 
 from __future__ import annotations
 
 import time
-from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from megasnn.schedule import Action, ChunkCost, Kind, Schedule, generate, plan_schedule, simulate, validate
 from megasnn.schedule.actions import SHARDING, USES_WEIGHTS
-from megasnn.schedule.fsdp_passes import SharedWeights, default_limit, insert_unshards
+from megasnn.schedule.fsdp_passes import SharedWeights
 from megasnn.schedule.memory import weights_held
 from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.passes import RECOMPUTE, insert_recompute, refine
@@ -45,36 +44,29 @@ def test_where_they_stand() -> None:
         "0UNSHARD 1UNSHARD 0F0 0RESHARD 2UNSHARD 1F0 2F0 2B0 "
         "2RESHARD 0UNSHARD 1B0 1RESHARD 0B0 0RESHARD 2REDUCE_GRAD 1REDUCE_GRAD 0REDUCE_GRAD"
     )
-    nothing_ahead = SharedWeights((4, 4, 4), limit=4, ahead=0).insert(schedule)
-    assert row(nothing_ahead) == (
-        "0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1RESHARD 2UNSHARD 2F0 2B0 2RESHARD 1UNSHARD 1B0 1RESHARD "
-        "0UNSHARD 0B0 0RESHARD "
-        "2REDUCE_GRAD 1REDUCE_GRAD 0REDUCE_GRAD"
-    )
 
 
 def test_what_others_wait_for_goes_first() -> None:
     """Sends, then frees and gathers, then the gradients; what needs no weights stands behind a FREE."""
-    schedule = SharedWeights((1, 1, 0, 1), 1, scattered=frozenset({1, 3})).insert(of_units("zb1p", 2, 1, 2))
+    schedule = SharedWeights((1, 1, 0, 1), frozenset({1, 3})).insert(of_units("zb1p", 2, 1, 2))
     assert row(schedule, 1) == (
         "3UNSHARD 2RECV_F0 2F0 3F0 3I0 3RESHARD 2I0 2SEND_B0 3W0 3REDUCE_SCATTER0 2W0 3REDUCE_GRAD 2REDUCE_GRAD"
     )
     assert row(schedule, 0) == (
-        "0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1SEND_F0 1RECV_B0 1I0 "
-        "1RESHARD 0UNSHARD 0I0 0RESHARD 1W0 1REDUCE_SCATTER0 0W0 1REDUCE_GRAD 0REDUCE_GRAD"
+        "0UNSHARD 1UNSHARD 0F0 1F0 1SEND_F0 1RECV_B0 1I0 1RESHARD 0I0 0RESHARD 1W0 1REDUCE_SCATTER0 0W0 "
+        "1REDUCE_GRAD 0REDUCE_GRAD"
     )
 
 
-def test_evaluation_gathers_each_unit_once_where_the_limit_allows() -> None:
-    plan = plan_schedule("1f1b", 2).in_units([range(3), range(3, 6)], "never")
-    assert gathers(plan.sharing(SharedWeights((2,) * 6, limit=6), []).evaluation(5)) == [3, 3]
-    assert gathers(plan.sharing(SharedWeights((2,) * 6), []).evaluation(5)) == [15, 15]
+def test_evaluation_gathers_what_comes_next() -> None:
+    plan = plan_schedule("1f1b", 2).in_units([range(3), range(3, 5)], "never")
+    assert gathers(plan.sharing(SharedWeights((2,) * 5), []).evaluation(5)) == [15, 2]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_whatever_the_schedule_it_is_only_added_to(data: st.DataObject) -> None:
-    """It is proved right, keeps the limit, and what comes next is gathered ahead as far as there is room."""
+    """It is proved right, and a rank holds what it computes with and what it uses next, no more."""
     name, units = data.draw(st.sampled_from(tuple(SCHEDULES))), data.draw(st.integers(1, 4))
     plain = of_units(
         name,
@@ -84,20 +76,16 @@ def test_whatever_the_schedule_it_is_only_added_to(data: st.DataObject) -> None:
         data.draw(st.sampled_from(list(RECOMPUTE))),
     )
     unit_bytes = tuple(data.draw(st.lists(st.integers(0, 9), min_size=plain.chunks, max_size=plain.chunks)))
-    ahead, limit = data.draw(st.integers(0, 3)), data.draw(st.none() | st.integers(max(unit_bytes), 30))
     scattered = data.draw(st.frozensets(st.integers(0, plain.chunks - 1)))
-    weights = SharedWeights(unit_bytes, limit, ahead, scattered)
-    most = default_limit(plain, unit_bytes, ahead) if limit is None else limit
-    schedule = weights.insert(plain)
+    schedule = SharedWeights(unit_bytes, scattered).insert(plain)
     validate(schedule)
     for rank, actions in enumerate(schedule.actions):
         assert tuple(action for action in actions if action.kind not in ADDED) == plain.actions[rank]
-        held = weights_held(schedule, rank, unit_bytes)
-        assert held[-1] == 0 and max(held) <= most
-        _check_ahead(actions, unit_bytes, most, ahead)
+        assert weights_held(schedule, rank, unit_bytes)[-1] == 0
+        _check_live(actions, unit_bytes)
 
 
-def _check_ahead(actions: tuple[Action, ...], unit_bytes: tuple[int, ...], limit: int, ahead: int) -> None:
+def _check_live(actions: tuple[Action, ...], unit_bytes: tuple[int, ...]) -> None:
     live: set[int] = set()
     for index, (unit, kind, _) in enumerate(actions):
         if kind is Kind.UNSHARD:
@@ -106,81 +94,27 @@ def _check_ahead(actions: tuple[Action, ...], unit_bytes: tuple[int, ...], limit
             live.remove(unit)
         elif kind in USES_WEIGHTS and unit_bytes[unit]:
             later = (each.chunk for each in actions[index:] if each.kind in USES_WEIGHTS and unit_bytes[each.chunk])
-            following = list(dict.fromkeys(later))[: ahead + 1]
-            fitting = [n for n in range(len(following)) if sum(unit_bytes[u] for u in following[: n + 1]) <= limit]
-            assert {following[n] for n in fitting} <= live
+            assert set(list(dict.fromkeys(later))[:2]) == live
 
 
-def _by_hand(used: list[int]) -> Schedule:
-    """One rank whose computations use these units."""
-    order = tuple(Action(unit, Kind.FORWARD, number) for number, unit in enumerate(used))
-    return Schedule("by hand", (0,) * (max(used) + 1), len(used), (order,), forward_only=True)
+def test_replicas_with_other_numbers_of_micro_batches_are_refused() -> None:
+    plan = plan_schedule("1f1b", 2)
+    plan.sharing(SharedWeights((2, 2)), [4, 4])
+    with pytest.raises(ValueError, match="3 and 4 micro-batches .*--global-batch-size"):
+        plan.sharing(SharedWeights((2, 2)), [4, 3])
 
 
-def _fewest(used: list[int], limit: int, ahead: int) -> int:
-    """Of all choices of what is live at each use."""
-    units, costs = sorted(set(used)), {frozenset[int](): 0}
-    all_sets = [frozenset(each) for n in range(limit + 1) for each in combinations(units, n)]
-    for number in range(len(used)):
-        needed = frozenset(list(dict.fromkeys(used[number:]))[: min(ahead + 1, limit)])
-        costs = {
-            live: min(cost + len(live - before) for before, cost in costs.items())
-            for live in all_sets
-            if needed <= live
-        }
-    return min(costs.values())
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=14), st.integers(1, 5), st.integers(0, 3))
-def test_no_way_has_fewer_gathers(used: list[int], limit: int, ahead: int) -> None:
-    schedule = _by_hand(used)
-    assert gathers(insert_unshards(schedule, [1] * schedule.chunks, limit, ahead)) == [_fewest(used, limit, ahead)]
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_with_room_for_all_each_is_gathered_once(name: str) -> None:
-    schedule = of_units(name, 4, 8, 3, "always")
-    weights = SharedWeights((7,) * schedule.chunks, limit=10**9)
-    planned = weights.insert(schedule)
-    assert gathers(planned) == [len(schedule.chunks_of(rank)) for rank in range(4)]
-    assert SharedWeights(weights.unit_bytes, limit=weights.whole(schedule)).insert(schedule) == planned
-
-
-def test_replicas_with_other_numbers_of_micro_batches() -> None:
-    """Where all stays they meet, where something is gathered again they would not."""
-    for name in SCHEDULES:
-        plan = plan_schedule(name, 3)
-        plan = plan.in_units([range(2 * n, 2 * n + 2) for n in range(len(plan.placement))], "except-last")
-        units = len(plan.executed_placement)
-        whole = 2 * units // 3
-        plan.sharing(SharedWeights((2,) * units, limit=2 * whole), [4, 3])
-        plan.sharing(SharedWeights((2,) * units, limit=4), [4, 4])
-        scattered = SharedWeights((2,) * units, 2 * whole, scattered=frozenset({0}))
-        for weights in (SharedWeights((2,) * units, limit=2), scattered):
-            with pytest.raises(ValueError, match=f"3 and 4 micro-batches .*--global-batch-size.* {whole} bytes"):
-                plan.sharing(weights, [4, 3])
-
-
-@pytest.mark.parametrize(
-    ("weights", "named"),
-    [
-        (SharedWeights((1, 2, 7, 3), limit=6), "limit of 6 .* unit 2; .* 7"),
-        (SharedWeights((1, 2)), r"\[1, 2\] bytes for 4 units"),
-        (SharedWeights((1, 2, -1, 1)), r"\[1, 2, -1, 1\] bytes for 4 units"),
-        (SharedWeights((1,) * 4, ahead=-1), "-1 units ahead"),
-    ],
-)
-def test_what_cannot_be_is_refused(weights: SharedWeights, named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        weights.insert(of_units("1f1b", 2, 2, 2))
+@pytest.mark.parametrize("unit_bytes", [(1, 2), (1, 2, -1, 1)])
+def test_what_cannot_be_is_refused(unit_bytes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="bytes for 4 units"):
+        SharedWeights(unit_bytes).insert(of_units("1f1b", 2, 2, 2))
 
 
 def test_a_computation_waits_for_its_weights_and_they_for_the_link() -> None:
     """One rank, two units of 10 and 20; forwards take 4, backwards 6; the gather of unit 0 takes 3, of unit 1 5."""
-    schedule = SharedWeights((10, 20), scattered=frozenset({0, 1})).insert(of_units("1f1b", 1, 1, 2))
+    schedule = SharedWeights((10, 20), frozenset({0, 1})).insert(of_units("1f1b", 1, 1, 2))
     result = simulate(
-        schedule, [ChunkCost(4, 6, unshard=3, reduce_scatter=1), ChunkCost(4, 6, unshard=5, reduce_scatter=2)]
+        schedule, [ChunkCost(4, 3, 3, unshard=3, reduce_scatter=1), ChunkCost(4, 3, 3, unshard=5, reduce_scatter=2)]
     )
     assert [(str(action), start, end) for action, start, end in result.timeline[0]] == [
         ("0UNSHARD", 0, 3),
@@ -201,25 +135,18 @@ def test_a_computation_waits_for_its_weights_and_they_for_the_link() -> None:
 
 
 def test_what_is_gathered_ahead_takes_no_time() -> None:
-    """Nothing but the first gather of a step is waited for where the link keeps up; without looking ahead all are."""
+    """Nothing but the first gather of a step is waited for where the link keeps up."""
     schedule = of_units("zb1p", 4, 8, 4)
-    costs = [ChunkCost(1, 2, unshard=0.75)] * schedule.chunks
+    costs = [ChunkCost(1, 1, 1, unshard=0.75)] * schedule.chunks
     without = simulate(schedule, costs).makespan
-    ahead = simulate(SharedWeights((1,) * schedule.chunks, limit=2).insert(schedule), costs).makespan
-    behind = simulate(SharedWeights((1,) * schedule.chunks, limit=2, ahead=0).insert(schedule), costs).makespan
-    assert ahead == without + 0.75 and behind > 1.1 * ahead
+    assert simulate(SharedWeights((1,) * schedule.chunks).insert(schedule), costs).makespan == without + 0.75
 
 
 def test_planning_is_cheap() -> None:
     """64 chunks of 4 units, 128 micro-batches, on one rank, on 32 and on 64."""
-    for name, stages, chunks, limit in (
-        ("interleaved", 1, 64, 2),
-        ("interleaved", 1, 64, 100),
-        ("zbv", 32, 2, 2),
-        ("1f1b", 64, 1, 2),
-    ):
+    for name, stages, chunks in (("interleaved", 1, 64), ("zbv", 32, 2), ("1f1b", 64, 1)):
         schedule = refine(generate(name, stages, 128, chunks), [4] * 64)
         start = time.process_time()
-        planned = SharedWeights((1,) * 256, limit, scattered=frozenset(range(256))).insert(schedule)
+        planned = SharedWeights((1,) * 256, frozenset(range(256))).insert(schedule)
         assert time.process_time() - start < 2
         assert sum(gathers(planned)) < sum(uses(planned)) and sum(uses(planned)) >= 2 * 256 * 128

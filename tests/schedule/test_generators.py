@@ -28,7 +28,7 @@ def costs(draw: st.DrawFn, stages: int) -> CostsOf:
     def stage() -> ChunkCost:
         forward, inputs, weights = draw(seconds), draw(seconds), draw(seconds)
         transfer = draw(st.sampled_from([0.0, 0.25]))
-        return ChunkCost(forward, inputs + weights, transfer, 1.0, inputs, weights)
+        return ChunkCost(forward, inputs, weights, transfer, transfer)
 
     return per_stage([stage() for _ in range(stages)])
 
@@ -61,7 +61,7 @@ def test_reference_values(name: str, makespan: float, bubble: float, peak: float
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 24))
 def test_formulas_of_1f1b_and_interleaved(stages: int, micro_batches: int) -> None:
-    result = simulate(generate("1f1b", stages, micro_batches), [ChunkCost(1, 2)] * stages)
+    result = simulate(generate("1f1b", stages, micro_batches), [ChunkCost(1, 1, 1)] * stages)
     assert result.makespan == 3 * (micro_batches + stages - 1)
     assert result.peak_activations == tuple(min(stages - rank, micro_batches) for rank in range(stages))
     for rank, order in enumerate(generate("1f1b", stages, 8 + stages).actions):

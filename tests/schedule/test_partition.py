@@ -39,7 +39,7 @@ def test_no_partition_is_better(costs: list[int], parts: int) -> None:
     assert rating(tuple(bound.stop for bound in bounds[:-1])) == best
 
 
-@pytest.mark.parametrize("layers", [9, 60])  # all cuts can be tried, or not
+@pytest.mark.parametrize("layers", [9, 60])
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from([v_placement(2), v_placement(4), loop_placement(2, 3), loop_placement(3)]), st.data())
 def test_ranks_with_several_chunks_are_balanced(layers: int, placement: tuple[int, ...], data: st.DataObject) -> None:
@@ -57,18 +57,14 @@ def test_ranks_with_several_chunks_are_balanced(layers: int, placement: tuple[in
         assert bounds == plain
 
 
-def test_empty_parts_where_allowed() -> None:
-    assert balanced_bounds([1.0, 2.0], 4, allow_empty=True) == [range(0, 1), range(1, 2), range(2, 2), range(2, 2)]
-
-
 @pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf")])
 def test_impossible_costs_are_refused(cost: float) -> None:
     with pytest.raises(ValueError, match=f"{cost}"):
         balanced_bounds([1.0, cost], 2)
 
 
-@pytest.mark.parametrize("layout", ["1|2|2|1", "1,2,2,1", " 1 | 2|2 |1", [1, 2, 2, 1]])
-def test_layout_notations(layout: str | list[int]) -> None:
+@pytest.mark.parametrize("layout", ["1|2|2|1", "1,2,2,1", " 1 | 2|2 |1"])
+def test_layout_notations(layout: str) -> None:
     assert parse_layout(layout) == (1, 2, 2, 1)
 
 
@@ -80,9 +76,6 @@ def test_layout_notations(layout: str | list[int]) -> None:
         ("1||2", "no list of whole numbers"),
         ("1|-2|3", "-2 is negative"),
         ("0|0", "holds no layer"),
-        ([], "holds no layer"),
-        ([1.5, 2], "whole numbers"),
-        ([True, 2], "whole numbers"),
     ],
 )
 def test_layouts_that_are_refused(layout: str, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,11 +14,19 @@ from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.passes import RECOMPUTE, complete, insert_recompute, insert_transfers, refine
 
 STAGES, MICRO_BATCHES, UNITS = 4, 8, 3
-COST = ChunkCost(3, 6, transfer=1)  # whole numbers, so that sums are exact
+COST = ChunkCost(3, 3, 3, 1, 1)  # whole numbers, so that sums are exact
 
 
 def parsed(*rows: str) -> tuple[tuple[Action, ...], ...]:
-    return tuple(tuple(Action.parse(text) for text in row.split()) for row in rows)
+    """Actions of each rank, as they print."""
+    return tuple(tuple(_parsed(text) for text in row.split()) for row in rows)
+
+
+def _parsed(text: str) -> Action:
+    parts = re.fullmatch(r"(\d+)([A-Z_]+)(\d*)", text)
+    assert parts is not None
+    chunk, kind, micro_batch = parts.groups()
+    return Action(int(chunk), Kind(kind), int(micro_batch) if micro_batch else None)
 
 
 def test_receives_wait_for_their_turn_on_a_shared_link() -> None:
@@ -53,7 +62,7 @@ def test_units_take_as_long_as_their_chunks(name: str) -> None:
     schedule = generate(name, STAGES, MICRO_BATCHES)
     refined = refine(schedule, [UNITS] * schedule.chunks)
     validate(refined)
-    units = [replace(COST, forward=1, backward=2)] * refined.chunks
+    units = [replace(COST, forward=1, input_gradient=1, weight_gradient=1)] * refined.chunks
     assert simulate(refined, units).makespan == simulate(schedule, [COST] * schedule.chunks).makespan
     for row, of_chunks in zip(refined.actions, schedule.actions, strict=True):
         counts = [sum(action.kind in COMPUTE for action in each) for each in (row, of_chunks)]
@@ -88,6 +97,6 @@ def test_time_and_memory_of_recompute_by_hand() -> None:
     schedule = insert_recompute(refine(generate("1f1b", 1, 2), [2]), lambda unit, m: True)
     row = "0F0 1F0 1B0 0R0 0B0 0F1 1F1 1B1 0R1 0B1 1REDUCE_GRAD 0REDUCE_GRAD"
     assert " ".join(map(str, schedule.actions[0])) == row
-    assert simulate(schedule, [ChunkCost(3, 5), ChunkCost(2, 4)]).makespan == 2 * (3 + 5 + 2 + 4 + 3)
+    assert simulate(schedule, [ChunkCost(3, 3, 2), ChunkCost(2, 2, 2)]).makespan == 2 * (3 + 5 + 2 + 4 + 3)
     held = activations_held(schedule, 0, [10, 20], entering=[1, 2])
     assert held == [1, 21, 1, 10, 0, 1, 21, 1, 10, 0, 0, 0]

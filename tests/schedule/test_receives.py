@@ -1,4 +1,4 @@
-"""Which receives a rank posts before which computation, in every schedule, and that nobody waits for ever."""
+"""Which receives a rank posts before which action, in every schedule, and that nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 
 from megasnn.schedule import Action, Schedule, generate, plan_schedule
 from megasnn.schedule.actions import COMPUTE, SENDS
-from megasnn.schedule.passes import refine
-from megasnn.schedule.receives import known_arrivals, posted_ahead, receives_from, sent_by_then
+from megasnn.schedule.receives import known_arrivals, sent_by_then
 from tests.distributed.test_random_schedules import random_schedule
 from tests.parity.test_schedules import SCHEDULES
 
@@ -26,75 +25,6 @@ def schedules(name: str, stages: int, chunks: int) -> Iterator[Schedule]:
         yield plan.evaluation(micro_batches)
 
 
-def needs(schedule: Schedule, rank: int) -> dict[Action, set[int]]:
-    """Of every receive of a rank: the places of all actions of that rank which its send needs, by following each way
-    back through the schedule."""
-    places = {each: (of, at) for of, actions in enumerate(schedule.actions) for at, each in enumerate(actions)}
-    senders = {each.peer: each for actions in schedule.actions for each in actions if each.kind in SENDS}
-    found: dict[Action, set[int]] = {}
-    for receive in (each for each in schedule.actions[rank] if each.kind.is_receive):
-        seen, ahead = set[tuple[int, int]](), [places[senders[receive]]]
-        while ahead:
-            of, at = place = ahead.pop()
-            if at < 0 or place in seen:
-                continue
-            seen.add(place)
-            action = schedule.actions[of][at]
-            ahead += [(of, at - 1)] + ([places[senders[action]]] if action.kind.is_receive else [])
-        found[receive] = {at for of, at in seen if of == rank}
-    return found
-
-
-def check_what_is_posted_ahead(schedule: Schedule) -> tuple[int, int]:
-    """Returns how many receives were posted, and how many were held back for what their sends need."""
-    posted = held_back = 0
-    for rank, row in enumerate(schedule.actions):
-        found, needed = posted_ahead(schedule, rank, range(schedule.chunks)), needs(schedule, rank)
-        coming = {peer: deque(receives_from(schedule, peer, rank)) for peer in range(schedule.ranks)}
-        for at, action in enumerate(row):
-            if action.kind.is_receive:
-                link = coming[schedule.placement[action.peer.chunk]]
-                while action in link:  # and with it what is sent before
-                    link.popleft()
-                continue
-            if action.kind not in COMPUTE:
-                assert action not in found
-                continue
-            end = next((n for n in range(at + 1, len(row)) if row[n].kind in COMPUTE), len(row))
-            behind = [each for each in row[at + 1 : end] if each.kind.is_receive]
-            firsts = {link[0] for link in coming.values() if any(each in link for each in behind)}
-            assert set(found.get(action, ())) == {each for each in firsts if at not in needed[each]}, action
-            posted += len(found.get(action, ()))
-            held_back += sum(at in needed[each] for each in firsts)
-    return posted, held_back
-
-
-@pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
-def test_one_receive_of_each_link_is_posted_ahead_unless_its_send_needs_what_comes(
-    stages: int, name: str, chunks: int
-) -> None:
-    counts = [check_what_is_posted_ahead(schedule) for schedule in schedules(name, stages, chunks)]
-    assert sum(held_back for _, held_back in counts), "a stage's last forward, and the gradient that only it brings"
-
-
-def test_a_steady_pipeline_receives_while_it_computes() -> None:
-    schedule = plan_schedule("1f1b", 4).training(12)
-    assert check_what_is_posted_ahead(schedule)[0] > sum(len(row) for row in schedule.actions) / 10
-    receives = sum(each.kind.is_receive for each in schedule.actions[2])
-    assert sum(map(len, posted_ahead(schedule, 2, range(4)).values())) > receives / 2
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb1p", "interleaved", "zbv"])
-def test_receives_of_units_are_posted_as_early_as_those_of_chunks(name: str) -> None:
-    schedule = generate(name, 2, 4)
-    refined, wholes = refine(schedule, [3] * schedule.chunks), [unit // 3 for unit in range(3 * schedule.chunks)]
-    for rank in range(2):
-        coarse = posted_ahead(schedule, rank, range(schedule.chunks))
-        fine = posted_ahead(refined, rank, wholes)
-        assert coarse and sum(map(len, coarse.values())) == sum(map(len, fine.values()))
-
-
 class Waiting:
     """A rank that waits for all that is on its way from and to it in each computation, and in receives for what comes.
 
@@ -103,7 +33,7 @@ class Waiting:
     """
 
     def __init__(self, schedule: Schedule, rank: int, posts: Posts) -> None:
-        self._schedule, self._rank, self._posts = schedule, rank, posts
+        self._posts = posts
         self.left, self._sent, self._posted = deque(schedule.actions[rank]), list[Action](), list[Action]()
         self._is_waiting = False
 
@@ -115,9 +45,7 @@ class Waiting:
         if is_new:
             self._is_waiting = True
             self._posted += self._posts.get(action, ())
-            if action.kind.is_receive:
-                coming = receives_from(self._schedule, self._schedule.placement[action.peer.chunk], self._rank)
-                self._posted += coming[: coming.index(action) + 1]
+            self._posted += [action] * action.kind.is_receive
             posted.update(self._posted)
         if action.kind in COMPUTE and not (posted.issuperset(self._sent) and sent.issuperset(self._posted)):
             return is_new
@@ -157,8 +85,6 @@ def test_of_random_schedules_too(ranks_of_pipeline: int) -> None:
     drawn = [random_schedule(seed, ranks_of_pipeline) for seed in range(60)]
     assert all(ends(each) for each in drawn)
     assert not all(ends(each, with_posts=False) for each in drawn), "sends that nobody has posted are waited for"
-    for each in drawn:
-        check_what_is_posted_ahead(each)
 
 
 def test_who_sends_something_has_received_what_it_was_to_receive_before() -> None:

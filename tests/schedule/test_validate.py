@@ -15,7 +15,7 @@ from megasnn.schedule import Action, Kind, Schedule, ScheduleError, generate, pl
 from megasnn.schedule.actions import FINISHING, PROPAGATING, SENDS, USES_WEIGHTS
 from megasnn.schedule.fsdp_passes import SharedWeights
 from megasnn.schedule.passes import complete, insert_recompute, refine
-from megasnn.schedule.validate import validate_replicas, validate_weights
+from megasnn.schedule.validate import validate_weights
 from tests.schedule.test_passes import parsed
 
 Row = list[Action]
@@ -58,7 +58,7 @@ def test_an_action_that_is_lost_repeated_or_foreign_is_seen(schedule: Schedule, 
 def runs(schedule: Schedule) -> bool:
     """Whether a naive executor gets through: tagged messages in queues, and every use of something absent is fatal."""
     done: list[set[Action]] = [set() for _ in schedule.actions]
-    queues: dict[tuple[int, int, bool], deque[Action]] = defaultdict(deque)
+    queues: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
     at = [0] * schedule.ranks
     moved = True
     while moved:
@@ -68,7 +68,7 @@ def runs(schedule: Schedule) -> bool:
                 continue
             action = order[at[rank]]
             if action.kind.is_receive:
-                queue = queues[schedule.placement[action.peer.chunk], rank, action.kind is Kind.RECV_FORWARD]
+                queue = queues[schedule.placement[action.peer.chunk], rank]
                 if not queue:
                     continue
                 if queue.popleft() != action.peer:
@@ -76,8 +76,7 @@ def runs(schedule: Schedule) -> bool:
             elif action.kind in SENDS:
                 if Action(action.chunk, Kind(action.kind.value[-1]), action.micro_batch) not in done[rank]:
                     return False
-                peer = schedule.placement[action.peer.chunk]
-                queues[rank, peer, action.kind is Kind.SEND_FORWARD].append(action)
+                queues[rank, schedule.placement[action.peer.chunk]].append(action)
             elif not ready(schedule, action, done[rank]):
                 return False
             done[rank].add(action)
@@ -166,20 +165,19 @@ def test_the_grid_is_cut_to_the_surroundings_of_the_mark() -> None:
 # --- single faults in schedules with gathered weights and recompute
 
 NAMES = ("1f1b", "zb1p", "zbv", "interleaved")
-LIMIT, EACH = 2, 5  # live units; mutants of each kind and schedule
+EACH = 5  # mutants of each kind and schedule
 
 
 def shared(name: str) -> Schedule:
     """Three units in each of two stages' chunks; all but the last micro-batch are computed again."""
     schedule = generate(name, 2, 4)
     refined = insert_recompute(refine(schedule, [3] * schedule.chunks), lambda unit, m: m < 3)
-    return SharedWeights((1,) * refined.chunks, LIMIT, scattered=frozenset(range(refined.chunks))).insert(refined)
+    return SharedWeights((1,) * refined.chunks, frozenset(range(refined.chunks))).insert(refined)
 
 
-def prove(schedule: Schedule, replica: Schedule) -> None:
+def prove(schedule: Schedule) -> None:
     validate(schedule)
-    validate_weights(schedule, [1] * schedule.chunks, LIMIT, range(schedule.chunks))
-    validate_replicas([replica, schedule])
+    validate_weights(schedule, [1] * schedule.chunks, range(schedule.chunks))
 
 
 def lost(row: Row, at: int) -> Row:
@@ -211,12 +209,8 @@ def mutants(row: Row) -> Iterator[tuple[str, Row | None]]:
             yield f"{kind.value} twice", twice(row, at)
         if kind is Kind.UNSHARD:
             yield "gathered too late", behind(row, at, lambda each: each.kind in USES_WEIGHTS)
-            if row[at + 1].kind in (Kind.UNSHARD, Kind.REDUCE_SCATTER):
-                yield "another order than other replicas", [*row[:at], row[at + 1], row[at], *row[at + 2 :]]
         elif kind is Kind.RESHARD:
             yield "freed too early", before(row, at, lambda each: each.kind in USES_WEIGHTS)
-            if row[at + 1].kind is Kind.UNSHARD and row[at - 1].kind is not Kind.RESHARD:
-                yield "more than the limit", [*row[:at], row[at + 1], row[at], *row[at + 2 :]]
         elif kind is Kind.REDUCE_SCATTER:
             yield "scattered too late", behind(row, at, lambda each: each.kind in FINISHING | {Kind.REDUCE_GRAD})
             yield "scattered too early", before(row, at, lambda each, m=m: each.kind in FINISHING and each[2] == m)
@@ -229,17 +223,17 @@ def mutants(row: Row) -> Iterator[tuple[str, Row | None]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_single_faults_are_seen(name: str) -> None:
     schedule, draw = shared(name), random.Random(name)
-    prove(schedule, schedule)
+    prove(schedule)
     found: dict[str, list[tuple[int, Row]]] = defaultdict(list)
     for rank, row in enumerate(schedule.actions):
         for fault, mutant in mutants(list(row)):
             if mutant is not None:
                 found[fault].append((rank, mutant))
-    assert len(found) >= 15
+    assert len(found) >= 13
     for fault, rows in found.items():
         for rank, row in draw.sample(rows, min(EACH, len(rows))):
             try:
-                prove(with_row(schedule, rank, row), schedule)
+                prove(with_row(schedule, rank, row))
             except ScheduleError as error:
                 assert f"rank {rank} at action" in str(error)
             else:
@@ -257,9 +251,3 @@ def test_what_has_no_weights_and_what_is_not_scattered() -> None:
     validate(bare)
     with pytest.raises(ScheduleError, match=rf"rank 0 lacks 0REDUCE_SCATTER \(rank 0 at action {len(rows[0])}\)"):
         validate_weights(bare, [1] * schedule.chunks, scattered=range(schedule.chunks))
-
-
-def test_a_replica_that_ends_before_the_others_is_seen() -> None:
-    longer, shorter = (SharedWeights((1,) * 4).insert(refine(generate("1f1b", 1, count), [4])) for count in (3, 2))
-    with pytest.raises(ScheduleError, match="replica 1 .* 3REDUCE_GRAD .* 2UNSHARD"):
-        validate_replicas([longer, shorter])

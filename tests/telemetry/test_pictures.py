@@ -1,12 +1,11 @@
-"""Pictures of samples, rasters and spikes over a run."""
+"""Pictures of samples and rasters."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from megasnn.telemetry.pictures import SpikeHistory, raster_picture, raster_sheet, sample_sheet, to_rgb
-from megasnn.telemetry.spikes import LayerSpikes
+from megasnn.telemetry.pictures import raster_picture, raster_sheet, sample_sheet, to_rgb
 
 WHITE, RED, BLUE, BLACK = (255, 255, 255), (255, 0, 0), (0, 0, 255), (0, 0, 0)
 
@@ -58,19 +57,3 @@ def test_a_raster_has_a_row_for_each_neuron_and_a_column_for_each_step() -> None
         sheet = raster_sheet(dict.fromkeys([f"layer{number}" for number in range(count)], raster))
         borders = (sheet == 160).all(-1).sum(0) > 20  # columns of the borders between samples: one in each layer
         assert (np.diff(borders.astype(int)) == 1).sum() == count
-
-
-def layers(*rates: float) -> list[LayerSpikes]:
-    return [LayerSpikes(f"layer{place}", rate, 0.0, 0.0) for place, rate in enumerate(rates)]
-
-
-def test_a_history_is_drawn_and_keeps_few_columns_from_beginning_to_end() -> None:
-    history = SpikeHistory()
-    with pytest.raises(ValueError):
-        history.picture()
-    for iteration in range(1, 10_001):
-        history.add(iteration, layers(0.5, iteration / 10_000))
-    assert 50 < len(history) <= 120
-    picture = history.picture()
-    assert picture.dtype == np.uint8 and (picture < 250).any()
-    history.add(1, [])

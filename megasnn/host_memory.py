@@ -1,10 +1,13 @@
-"""Freed memory: kept by this process, or given back to the system."""
+"""The host's memory: freed blocks that are kept or given back, and copies to a GPU without the host waiting."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
+
+import torch
+from torch import Tensor
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's numbers of what mallopt sets
 _MOST_OF_INT, _MOST_OF_MMAP = 2**31 - 1, 32 * 1024 * 1024  # the largest values that it takes
@@ -39,3 +42,15 @@ def release_free_memory() -> None:
             ctypes.CDLL(None).malloc_trim(0)
         except AttributeError:
             pass  # a C library other than glibc
+
+
+def without_waiting(values: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device. A GPU copies it from pinned memory, in the order of its current stream."""
+    if device.type != "cuda" or values.device.type != "cpu":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def copy_without_waiting(values: Tensor, place: Tensor) -> None:
+    """Copies values of the host to a place on a device, as `without_waiting` does."""
+    place.copy_(values.pin_memory() if place.is_cuda else values, non_blocking=True)
