@@ -3,12 +3,16 @@
 A sample is the files that share a name up to the first dot, here an image (``<key>.jpg``) or events
 (``<key>.frames.npz`` or ``<key>.events.npz``) and its class (``<key>.cls``, an integer as text). Offsets come from the
 index.json beside the shard; where there is none, from the tar's headers, read once and kept in the cache.
+A ``.tar.gz`` has no random access: it is unpacked into the cache, once a host.
 """
 
 from __future__ import annotations
 
+import gzip
 import os
+import shutil
 import tarfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -48,16 +52,20 @@ class Shard:
     members: Members
 
 
-def open_shard(tar: Path, name: str | None = None) -> Shard:
+def open_shard(source: Path, name: str | None = None) -> Shard:
     """Opens a shard.
 
     Args:
+        source: a tar, or one packed by gzip.
         name: for messages, by default its path.
     Raises:
         ValueError: it is cut, empty or no tar, a sample is incomplete, or it is not the one that index.json lists;
             the message names the shard, and the sample.
     """
-    name, members = name or str(tar), _members_beside(tar)
+    name, tar, members = name or str(source), source, _members_beside(source)
+    if _is_packed(source):
+        tar, members = cache_folder("unpacked") / cached_name(source, ".tar"), None
+        build_once(tar, lambda path: _unpack(source, path, name))
     if members is None:
         target = cache_folder("index") / cached_name(tar, ".json", _INDEX_VERSION)
         build_once(target, lambda path: path.write_bytes(to_json(asdict(scan(tar, name)))))
@@ -130,6 +138,19 @@ def _label(file: int, member: tarfile.TarInfo, name: str) -> int:
         return int(np.int32(int(text)))
     except (ValueError, OverflowError):
         raise ValueError(f"{member.name} in shard {name} holds {text!r}; it must hold a class number") from None
+
+
+def _is_packed(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"\x1f\x8b"  # gzip
+
+
+def _unpack(packed: Path, target: Path, name: str) -> None:
+    try:
+        with gzip.open(packed) as content, open(target, "wb") as plain:
+            shutil.copyfileobj(content, plain, 1 << 20)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"shard {name} is cut or damaged ({error}); {_AGAIN}") from error
 
 
 def _members_beside(source: Path) -> Members | None:

@@ -26,8 +26,10 @@ def test_samples_are_found_across_many_shards(tmp_path):
     assert [dataset.key(index) for index in range(40)] == [f"s{number:03d}" for number in range(40)]
     assert values(dataset) == list(range(40)) and dataset.labels.tolist()[:7] == [0, 1, 2, 0, 1, 2, 0]
     assert len(os.listdir("/proc/self/fd")) - before <= 16
-    whole = open_all([write_shard(tmp_path / "b.tar", numbered(range(40)))])
-    assert values(whole) == list(range(40)) and whole.fingerprint() == dataset.fingerprint()
+    whole, packed = write_shard(tmp_path / "b.tar", numbered(range(40))), tmp_path / "b.tar.gz"
+    packed.write_bytes(gzip.compress(whole.read_bytes()))
+    for other in (open_all([whole]), open_all([packed])):
+        assert values(other) == list(range(40)) and other.fingerprint() == dataset.fingerprint()
 
 
 def test_files_of_a_sample_need_not_be_neighbours_and_folders_are_part_of_the_key(tmp_path):
@@ -81,7 +83,11 @@ def test_every_cut_of_a_tar_is_noticed_and_leaves_nothing(tmp_path, cache):
     whole = write_shard(tmp_path / "whole.tar", numbered(range(2))).read_bytes()
     end = len(whole.rstrip(b"\0")) // 512 * 512 + 512  # of the last file, rounded up to blocks
     damaged = {f"{cut}.tar": whole[:cut] for cut in (*range(0, end + 1, 512), *range(100, end, 700), end + 100)}
-    for name, content in (damaged | {"whole.tar.gz": gzip.compress(whole)}).items():
+    packed = gzip.compress(whole)
+    flipped = bytearray(packed)
+    flipped[len(packed) // 2] ^= 0xFF
+    damaged |= {f"{cut}.tar.gz": packed[:cut] for cut in (5, len(packed) // 2, -9, -4)} | {"f.tar.gz": bytes(flipped)}
+    for name, content in damaged.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=str(tmp_path / name)):
             open_shard(tmp_path / name)
