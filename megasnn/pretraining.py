@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, cal
     if argv is None and "kernel_launcher" in Path(sys.argv[0]).name:
         raise ValueError('in a notebook give the flags: pretrain(..., argv=["--train-iters", "100"])')
     flags = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="surrogateescape")  # names of files that are not UTF-8 are written as they are
 
     status = _train(chosen, flags, callbacks)
     if argv is None:

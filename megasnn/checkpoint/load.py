@@ -191,7 +191,8 @@ def model_differences(metadata: Metadata, model: str | None, config: Mapping[str
     elif config is not None and metadata.config is None:
         yield "it holds weights without a model configuration; load it with --finetune"
     elif config is not None and metadata.config is not None:
-        yield from config_differences(metadata.config, config)
+        found = list(config_differences(metadata.config, config))
+        yield from found + ["--finetune takes the weights that fit"] * bool(found)
 
 
 def other_model(saved: str | None, now: str) -> str:

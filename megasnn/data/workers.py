@@ -7,11 +7,13 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, parent_process, resource_tracker
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -86,7 +88,7 @@ class WorkerWatch:
         """Items of a DataLoader.
 
         Raises:
-            ChildProcessError: a worker has ended, or none gives anything for too long.
+            ChildProcessError: a worker has ended, or none gives anything for too long; stopped ones are named before.
         """
         with _starting():
             iterator = iter(loader)
@@ -97,18 +99,31 @@ class WorkerWatch:
                 item = next(iterator, None)
             except (RuntimeError, EOFError, OSError) as error:  # EOFError: it died while it handed memory over
                 silent += loader.timeout
+                stopped = _stopped(self._workers)
                 # After each timeout torch looks for workers that have ended.
                 if "timed out" in str(error) and silent < self._seconds:
+                    if stopped and silent == loader.timeout:
+                        warnings.warn(f"no data for {silent:g} s: {stopped}", stacklevel=2)
                     continue
                 raise ChildProcessError(
-                    f"no data for {silent:g} s: {error}. If memory ran out, lower --num-workers or --micro-batch-size; "
-                    "if /dev/shm is full, raise it (docker run --shm-size=2g); if the workers are silent, a file "
-                    "system hangs"
+                    f"no data for {silent:g} s: {stopped or error}. If memory ran out, lower --num-workers or "
+                    "--micro-batch-size; if /dev/shm is full, raise it (docker run --shm-size=2g); if the workers are "
+                    "silent, a file system hangs"
                 ) from error
             if item is None:
                 return
             silent = 0.0
             yield item
+
+
+def _stopped(workers: list[BaseProcess]) -> str:
+    """Names workers that a signal has stopped."""
+    found = []
+    for each in workers:
+        with suppress(OSError):  # it has ended
+            if Path(f"/proc/{each.pid}/stat").read_text().rpartition(") ")[2][0] == "T":
+                found.append(str(each.pid))
+    return f"data worker {', '.join(found)} is stopped, and goes on by kill -CONT" if found else ""
 
 
 def _kill(workers: list[BaseProcess]) -> None:

@@ -198,7 +198,7 @@ def command(found: Plan, config: PretrainConfig, path: Path) -> str:
     if ranks <= of_node:
         return f"torchrun --standalone --nproc-per-node {ranks} {run}"
     nodes = -(-ranks // of_node)
-    meet = "--rdzv-id NAME --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500"
+    meet = "--rdzv-id JOB --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:PORT_OF_THE_JOB"
     return f"torchrun --nnodes {nodes} --nproc-per-node {of_node} {meet} {run}"
 
 

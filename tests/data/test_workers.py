@@ -56,7 +56,7 @@ def test_a_stopped_worker_ends_the_run(tmp_path):
     batches, workers = begun(tmp_path, num_workers=2, timeout=3.0, **ONE_BY_ONE)
     os.kill(workers[1], signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(ChildProcessError, match="for 3 s.*--num-workers"):
+    with pytest.raises(ChildProcessError, match=f"for 3 s.*{workers[1]}.*--num-workers"):
         for _ in range(50):
             next(batches)
     assert 2 < time.monotonic() - began < 15 and all_end(workers)

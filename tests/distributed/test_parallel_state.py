@@ -222,3 +222,14 @@ def policies() -> list[int]:
 def test_transport_does_not_interrupt_computing(ranks) -> None:
     for found in ranks(2, policies):
         assert found and set(found) == {os.SCHED_BATCH}
+
+
+def test_kernels_of_a_pipeline_are_loaded_with_their_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is loaded at its first launch waits for all that the GPU does, a posted receive included."""
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "")
+    monkeypatch.delenv("CUDA_MODULE_LOADING")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    start_process_group(device="cpu")
+    assert "CUDA_MODULE_LOADING" not in os.environ
+    start_process_group(device="cpu", stages=2)
+    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"

@@ -166,9 +166,11 @@ def one_of_two() -> None:
             if (number, rank) == (1, 1):
                 ERRORS.append(RuntimeError("out of luck"))
             try:
-                print(number, engine.train_step(*batch()).samples)
+                print(number, engine.train_step(*batch()).samples, flush=True)
             except Exception as error:
-                print(number, type(error).__name__, str(error).replace("\n", " "))
+                print(number, type(error).__name__, str(error).replace("\n", " "), flush=True)
+        if rank == 1:
+            time.sleep(60)  # its end would break the connections
 
 
 def of_nobody() -> None:
@@ -177,8 +179,12 @@ def of_nobody() -> None:
     engine.train_step(torch.rand(8, 1, 8, 8), torch.arange(8) % 10)
 
 
-def program(name: str) -> list[tuple[int, list[str]]]:
-    """Status and lines of two ranks without a launcher."""
+def program(name: str, lives_on: bool = False) -> list[tuple[int, list[str]]]:
+    """Status and lines of two ranks without a launcher.
+
+    Args:
+        lives_on: the second one must, when the first has ended.
+    """
     processes = []
     with held_port() as holder:
         for rank in ("0", "1"):
@@ -190,7 +196,11 @@ def program(name: str) -> list[tuple[int, list[str]]]:
                 subprocess.Popen(words, env={**os.environ, **place, **where}, stdout=subprocess.PIPE, text=True)
             )
         try:
-            lines = [process.communicate(timeout=120)[0].splitlines() for process in processes]
+            lines = [processes[0].communicate(timeout=120)[0].splitlines()]
+            if lives_on:
+                assert processes[1].poll() is None, "it ended, and with it the connections that the first waits for"
+                processes[1].kill()
+            lines.append(processes[1].communicate(timeout=120)[0].splitlines())
         finally:
             for process in processes:
                 process.kill()
@@ -198,10 +208,10 @@ def program(name: str) -> list[tuple[int, list[str]]]:
 
 
 def test_an_error_on_one_rank_leaves_nobody_waiting() -> None:
-    (_, first), (_, second) = program("one_of_two")
+    (_, first), (_, second) = program("one_of_two", lives_on=True)
     assert first[0] == second[0] == "0 8"
     assert second[1].startswith("1 PipelineError rank 1, pipeline stage 1") and second[1].endswith("out of luck")
-    # Its connection breaks when the other one ends, or its watch ends it before.
+    # Its connection breaks when the other one leaves its groups, or its watch ends it before.
     assert len(first) == 1 or (first[1].startswith("1 ") and "Error" in first[1])
     for line in (*first[2:], *second[2:]):
         assert "RuntimeError this Engine has ended with an error" in line

@@ -227,6 +227,23 @@ def test_neither_does_one_whose_loss_alone_is_not_finite(runs_ahead: bool) -> No
         assert result.skipped and math.isfinite(result.grad_norm) and differences(before, tensors_of(engine)) == []
 
 
+def test_neither_does_one_whose_statistics_the_running_ones_cannot_hold() -> None:
+    """A variance of 2e38 is finite, and its unbiased one is not: the norm divides it away, before any loss sees it."""
+    with Engine(between(layers), **FLAGS) as engine:
+        engine.train_on(batch_of(engine))
+        before = tensors_of(engine)
+        norm = next(each for each in engine.distributed.norms if each.running_var is not None)
+        record = norm.record
+
+        def large(mean: Tensor, variance: Tensor, count: int) -> None:
+            record(mean, torch.full_like(variance, 2e38), count)
+
+        with mock.patch.object(norm, "record", large):
+            result = engine.train_on(batch_of(engine))
+        assert result.skipped and math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+        assert differences(before, tensors_of(engine)) == [] and norm.running_var.isfinite().all()
+
+
 @pytest.mark.parametrize("backend", ["torch", "fused"])
 def test_a_nan_in_an_image_is_named_though_pooling_and_neurons_hide_it(backend: str) -> None:
     model = between(lambda: [layer("unit", ConvNormNeuron(4, 4, kernel_size=3, max_pool=True))], image_size=8)

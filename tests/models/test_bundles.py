@@ -268,6 +268,11 @@ class Gives(nn.Module):
         return self.make(self.unit(x))
 
 
+class ChangesAnEntry(nn.Module):
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return x[0] + x[1].add_(1)
+
+
 class Reads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -305,6 +310,14 @@ def meet() -> Layer:
         (
             [lambda: layer("a", torch.Tensor.relu_), lambda: layer("b", Sum(), takes=("a", "stem"))],
             "a, given .*in place",
+        ),
+        (
+            [
+                gives(lambda y: (y, 2 * y)),
+                lambda: layer("b", ChangesAnEntry()),
+                lambda: layer("c", Sum(), takes=("a", "b")),
+            ],
+            "b, given .*in place",
         ),
         ([gives(lambda y: [y])], "a, given .*list"),
         ([gives(lambda y: {1: y})], "a, given .*dict"),
