@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import PlainValidator
 from pydantic.dataclasses import dataclass
-from pydantic_core import PydanticCustomError
 
 from megasnn.config.checks import needs
-from megasnn.config.fields import Count, Size
+from megasnn.config.fields import Count, FileName, Size
 from megasnn.files import STRICT
 
-
-def _folder(value: object) -> object:
-    if not isinstance(value, str) or not value.strip():
-        raise PydanticCustomError("folder", "Input should be the name of a folder")
-    return value
-
-
-Folder = Annotated[str, PlainValidator(_folder)]
-"""A name that need not be UTF-8, as names of files need not."""
 WEIGHTS = (".pt", ".pth", ".tar", ".bin", ".safetensors")
 """Ends of the names of files of weights."""
 
@@ -30,7 +18,7 @@ WEIGHTS = (".pt", ".pth", ".tar", ".bin", ".safetensors")
 class CheckpointConfig:
     """A checkpoint continues on any layout."""
 
-    save: Folder | None = None
+    save: FileName | None = None
     """Folder to save checkpoints in; one is always saved at the end."""
     save_interval: Size | None = None
     """Also save every so many iterations."""
@@ -42,7 +30,7 @@ class CheckpointConfig:
     """With --keep-last: also keep those of iterations divisible by this."""
     keep_best: bool = False
     """Also save and keep the checkpoint of the highest accuracy that an evaluation has found."""
-    load: Folder | None = None
+    load: FileName | None = None
     """Folder to continue from, or one of its folders iter_N, or a file of SpikingJelly's weights to start from. A run
     that saves where it loads starts from the beginning where there is no checkpoint yet."""
     ckpt_step: Count | None = None

@@ -12,7 +12,7 @@ from megasnn.augment import AUGMENTATIONS
 from megasnn.augment.images import ImageRecipe
 from megasnn.augment.rand_augment import parse_rand_augment
 from megasnn.config.checks import flag, refusal
-from megasnn.config.fields import Count, NonNegative, Share, Size
+from megasnn.config.fields import Count, FileName, NonNegative, Share, Size
 from megasnn.files import SAMPLE_MB, STRICT
 
 SAMPLE = "sample"
@@ -25,7 +25,6 @@ CHANGES = (
 )
 """Fields that change samples beside `augment`, all of them for images alone."""
 
-Shards = Annotated[str, Field(pattern=r"\S")]
 ShareAboveZero = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -33,9 +32,9 @@ ShareAboveZero = Annotated[float, Field(gt=0, le=1)]
 class DataConfig:
     """The order of samples depends on the seed only, never on the layout or the number of workers."""
 
-    data_path: Shards = SAMPLE
+    data_path: FileName = SAMPLE
     """Training shards, "dir/train-{00000..00009}.tar", or a URL; "sample" is scikit-learn's bundled digits."""
-    valid_data_path: Shards | None = None
+    valid_data_path: FileName | None = None
     """Validation shards; with --data-path sample, its held-out part by default."""
     shuffle: bool = True
     """Shuffle every epoch; --no-shuffle keeps the order of the files."""

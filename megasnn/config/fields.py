@@ -9,7 +9,8 @@ from dataclasses import is_dataclass
 from functools import cache
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, PlainValidator
+from pydantic_core import PydanticCustomError
 
 from megasnn.registry import Registry
 
@@ -19,6 +20,16 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _file_name(value: object) -> object:
+    if not isinstance(value, str) or not value.strip():
+        raise PydanticCustomError("file_name", "Input should be the name of a file or folder")
+    return value
+
+
+FileName = Annotated[str, PlainValidator(_file_name)]
+"""A name that need not be UTF-8, as names of files need not."""
 
 
 def registry_of(hint: Any) -> Registry[Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,15 @@ def test_in_a_notebook_flags_are_given_as_argv(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "argv", ["/lib/ipykernel_launcher.py", "-f", "/run/kernel-1.json"])
     with pytest.raises(ValueError, match="argv="):
         pretrain(Spikformer)
+
+
+def test_names_that_are_not_utf8_are_written_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under most locales Python refuses to write them, and a run would end where it names what it has saved."""
+    stream = TextIOWrapper(BytesIO(), encoding="utf-8", errors="strict")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert pretrain(Spikformer, argv=["--depth", "0"]) == 2
+    print("caf\udce9", flush=True)
+    assert stream.buffer.getvalue() == b"caf\xe9\n"  # type: ignore[attr-defined]
 
 
 def test_errors_of_several_values_are_a_list() -> None:

@@ -28,14 +28,14 @@ CLASS = run_config(Spikformer)
 ODD = {
     "model": {"embed_dim": 48, "num_heads": 6, "mlp_ratio": 2.5},
     "neuron": {"v_reset": None, "tau": 1.0000000000000002, "neuron": "plif"},
-    "data": {"data_path": "a b\"'{0..9}.tar", "augment": "cifar", "shuffle": False, "mixup_alpha": 1e-9},
+    "data": {"data_path": "a b\"'{0..9}caf\udce9.tar", "augment": "cifar", "shuffle": False, "mixup_alpha": 1e-9},
     "training": {"seed": 2**62, "bptt_steps": 2, "deterministic": True, "precision": "bf16"},
     "optimizer": {"lr": 1e30, "lr_warmup_init": 0.0, "lr_interval": "epoch"},
     "parallel": {"memory_budget": 0.1, "pipeline_model_parallel_layout": "1|2", "recompute": "always"},
     "checkpoint": {"save": "caf\udce9", "ckpt_step": 0, "keep_best": True, "load": "x"},
     "logging": {"eval_iters": 0, "profile_steps": "1-2"},
 }
-"""Values of every type, far from the defaults; the folder's name is not UTF-8."""
+"""Values of every type, far from the defaults; names of a folder and of shards are not UTF-8."""
 
 
 def written(folder: Path, values: object) -> Path:
