@@ -170,7 +170,7 @@ def one_of_two() -> None:
             except Exception as error:
                 print(number, type(error).__name__, str(error).replace("\n", " "), flush=True)
         if rank == 1:
-            time.sleep(60)  # its end would break the connections
+            time.sleep(600)  # its end would break the connections
 
 
 def of_nobody() -> None:
@@ -196,7 +196,7 @@ def program(name: str, lives_on: bool = False) -> list[tuple[int, list[str]]]:
                 subprocess.Popen(words, env={**os.environ, **place, **where}, stdout=subprocess.PIPE, text=True)
             )
         try:
-            lines = [processes[0].communicate(timeout=120)[0].splitlines()]
+            lines = [processes[0].communicate(timeout=60)[0].splitlines()]
             if lives_on:
                 assert processes[1].poll() is None, "it ended, and with it the connections that the first waits for"
                 processes[1].kill()
