@@ -196,7 +196,7 @@ def program(name: str, lives_on: bool = False) -> list[tuple[int, list[str]]]:
                 subprocess.Popen(words, env={**os.environ, **place, **where}, stdout=subprocess.PIPE, text=True)
             )
         try:
-            lines = [processes[0].communicate(timeout=60)[0].splitlines()]
+            lines = [processes[0].communicate(timeout=90)[0].splitlines()]
             if lives_on:
                 assert processes[1].poll() is None, "it ended, and with it the connections that the first waits for"
                 processes[1].kill()
