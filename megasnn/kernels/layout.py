@@ -41,6 +41,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 
 
+def counted(array: np.ndarray) -> np.ndarray:
+    """An array that numpy has made, which the forecast of memory is to see."""
+    count_array(array)
+    return array
+
+
 def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """An uninitialised numpy array that starts at a multiple of 64 bytes."""
     size = math.prod(shape) * dtype.itemsize

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megasnn.device_checks import explained, refuse
-from megasnn.kernels.layout import flat_in_memory
+from megasnn.kernels.layout import counted, flat_in_memory
 from megasnn.kernels.triton.available import MOST_VALUES, usable_on
 
 
@@ -174,7 +174,7 @@ def unpack_bits_into(packed: Tensor, out: Tensor) -> None:
     if on_gpu is not None and (out.shape[1] <= 1 or out.stride(1) == 1):
         on_gpu.unpack_bits_into(packed, out)
     elif _by_numpy(packed):
-        bits = np.unpackbits(packed.numpy(), count=out.numel(), bitorder="little")
+        bits = counted(np.unpackbits(packed.numpy(), count=out.numel(), bitorder="little"))
         out.copy_(torch.from_numpy(bits).view(out.shape))
     else:
         out.copy_(_unpack_bits_plain(packed, out.numel()).view(out.shape))
@@ -195,7 +195,7 @@ def pack_counts(x: Tensor, check: bool = False) -> Tensor:
     elif _by_numpy(flat):
         values = _values(flat)
         with np.errstate(invalid="ignore"):
-            counts = values.astype(np.uint8)
+            counts = counted(values.astype(np.uint8))
         packed, strange = torch.from_numpy(counts), check and _differ(counts, values)
     else:
         packed = flat.to(torch.uint8)
@@ -237,8 +237,8 @@ def _by_numpy(x: Tensor) -> bool:
 def _pack_bits_by_numpy(flat: Tensor) -> tuple[Tensor, Callable[[], bool]]:
     """Packed spikes, and what tells whether a value is neither 0 nor 1."""
     values = _values(flat)
-    spikes = values != 0
-    packed = torch.from_numpy(np.packbits(spikes, bitorder="little"))
+    spikes = counted(values != 0)
+    packed = torch.from_numpy(counted(np.packbits(spikes, bitorder="little")))
     return packed, lambda: _differ(spikes.view(np.uint8), values)
 
 

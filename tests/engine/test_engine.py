@@ -251,7 +251,7 @@ def test_one_engine_at_a_time_and_whoever_made_the_grid_destroys_it() -> None:
         ({"learning_rate": 1.0}, "learning_rate"),
         ({"micro_batchsize": 1}, "micro_batch_size"),
         ({"embed_dim": 64}, "embed_dim"),
-        ({"train_epochs": 1}, "train_epochs"),
+        ({"train_epochs": 1}, "--train-epochs 1"),
         ({"save": "there"}, "save"),
         ({"mixup_alpha": 0.2, "mixup_off_epoch": 3, "log_interval": 1}, "^2 problems"),
         ({"lr": "fast"}, "--lr fast"),

@@ -51,13 +51,13 @@ def test_the_run_is_saved_and_ends_well(tmp_path, number, rank, flags) -> None:
 def test_a_second_signal_ends_at_once(tmp_path) -> None:
     """In a step that does not end; a repetition within a second is the launcher's, and still the first one."""
     ranks = Ranks(tmp_path, 2, *TINY, *PP2, fault=("stall_in_step", 0))
-    ranks.kill_stalled(signal.SIGTERM)
+    ranks.kill_stalled(signal.SIGINT)
     wait_for(ranks, "once more ends it at once")
-    os.kill(ranks.processes[0].pid, signal.SIGINT)
+    os.kill(ranks.processes[0].pid, signal.SIGTERM)
     time.sleep(1.2)
     assert all(process.is_alive() for process in ranks.processes)
-    os.kill(ranks.processes[0].pid, signal.SIGINT)
-    assert ranks.end(10).status == [128 + signal.SIGINT, 1]
+    os.kill(ranks.processes[0].pid, signal.SIGTERM)
+    assert ranks.end(10).status == [128 + signal.SIGTERM, 1]
 
 
 def test_before_training_there_is_nothing_to_save(tmp_path) -> None:

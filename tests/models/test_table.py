@@ -107,10 +107,9 @@ def test_the_flags_of_a_new_model_are_explained_and_checked(line, capsys, monkey
     with pytest.raises(SystemExit) as ended:
         pretrain("line", ["--help"])
     assert ended.value.code == 0 and "--width" in capsys.readouterr().out
-    argv = ["--train-iters", "1", "--pipeline-model-parallel-size", "4", "--num-virtual-stages-per-pipeline-rank", "1"]
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert pretrain("line", argv) == 2
-    assert "the model's 3 layers" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert pretrain("line", ["--train-iters", "1", "--tensor-model-parallel-size", "3"]) == 2
+    assert "--width 4 must be a multiple of 3" in capsys.readouterr().err
 
 
 def test_a_new_model_is_known_to_the_converter(line, tmp_path):
@@ -122,7 +121,7 @@ def test_a_new_model_is_known_to_the_converter(line, tmp_path):
         weights_as(open_source(path), "spikingjelly")
     with pytest.raises(ValueError, match="SpikingJelly has no model line"):
         line().from_spikingjelly({})
-    with pytest.raises(CheckpointError, match="--width 4 must be a multiple of 3"):
+    with pytest.raises(CheckpointError, match="--tensor-model-parallel-size 3"):
         saved(tmp_path / "odd", line)
         reshard(open_source(tmp_path / "odd"), tmp_path / "no", Target(3, 1))
 
