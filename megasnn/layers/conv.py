@@ -14,7 +14,7 @@ is cheaper unless the input is more than twice as wide as the output (`cheaper_s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -316,11 +316,10 @@ class Convolve(torch.autograd.Function):
         grad_images = _as_images(grad_rows, grad.shape)
         finish = None
         if ctx.needs_input_grad[0]:
-            kernel, space = _images_kernel(weight, grad.dtype), pooled_space(ctx.input_shape[3:], plan.pool)
-            own = _image_rows(plan.products.input_gradient(grad_images, kernel, space))
+            kernel = _images_kernel(weight, grad.dtype)
+            finish = _start_input_gradient(grad_images, kernel, plan, pooled_space(ctx.input_shape[3:], plan.pool))
             if plan.whole:  # each rank has computed what its own output channels contribute
-                all_reduce_sum(own, plan.group, "backward")
-            finish = sum_and_scatter_columns(own, plan.group, "backward") if plan.gather else lambda: own
+                all_reduce_sum(finish(), plan.group, "backward")
         if ctx.leave is not None:
             add = partial(_add_weight_gradient, plan, payloads, ctx.input_shape, grad_images)
             ctx.leave(add)
@@ -370,6 +369,13 @@ def _unpooled(rows: Tensor, shape: torch.Size, pool: int) -> Tensor:
         return from_rows(rows, shape)
     images = _as_images(rows, torch.Size((*shape[:3], *pooled_space(shape[3:], pool))))
     return average_pool_gradient(images, pool, shape[3:]).unflatten(0, shape[:2])
+
+
+def _start_input_gradient(grad: Tensor, weight: Tensor, plan: ConvPlan, space: torch.Size) -> Callable[[], Tensor]:
+    """Computes the input gradient and, where the input was gathered, starts summing it over the ranks; the returned
+    function waits and gives this rank's rows."""
+    product = _image_rows(plan.products.input_gradient(grad, weight, space))
+    return sum_and_scatter_columns(product, plan.group, "backward") if plan.gather else lambda: product
 
 
 def _as_images(rows: Tensor, like: torch.Size) -> Tensor:
