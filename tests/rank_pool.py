@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import pickle
 import shutil
 import tempfile
 from typing import Any
@@ -42,7 +43,7 @@ class RankPool:
             "run", world_size, store, function, args, timeout=timeout, ranks=world_size, grace=GRACE_SECONDS
         )
         self._ranks.call("tidy", timeout=timeout, ranks=world_size)  # not before all of them have ended the job
-        return results
+        return [pickle.loads(each) for each in results]
 
     def close(self) -> None:
         self._ranks.close()
@@ -66,7 +67,7 @@ class PoolRank:
         result = function(*args)
         if dist.is_initialized():
             dist.destroy_process_group()
-        return result
+        return pickle.dumps(result)  # by value: tensors would go as descriptors of shared memory
 
     def tidy(self) -> None:
         """Frees the groups of a job that are held by circles of objects: each has a thread that wakes up all the time.
