@@ -82,12 +82,14 @@ class FaultWatch:
         self._is_over = threading.Event()
         self._is_first: bool | None = None
         self._has_claimed = False
-        threading.Thread(target=self._look, name="megasnn-faults", daemon=True).start()
+        self._thread = threading.Thread(target=self._look, name="megasnn-faults", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """Ends the watch; another one can be started."""
         global _watch
         self._is_over.set()
+        self._thread.join(POLL_SECONDS)  # a thread that asks the store while Python ends would abort the process
         _watch = None
 
     def claim(self, error: BaseException) -> bool:
