@@ -57,13 +57,14 @@ class FolderLock:
         note = _read(folder / NOTE)
         try:
             self._lock.acquire()
-            clean(folder)
         except Timeout:
             raise CheckpointError(
                 f"another run ({note.holder}) saves its checkpoints in {folder}: end it, or choose another --save"
             ) from None
-        except (OSError, NotImplementedError):
+        except (OSError, NotImplementedError):  # of file systems without flock
             self.notice = f"WARNING: no locks on the file system of {folder}: use it for one run"
+        else:
+            clean(folder)  # only where no other run can be writing
         # With a rendezvous of fixed addresses torchrun calls every job "none".
         own = job is not None and note.job == job and (job != "none" or restarts > 0)
         there = list_checkpoints(folder)

@@ -147,6 +147,6 @@ def _metavar(hint: Any) -> str:
 
 
 def _summaries(hint: Any) -> str:
-    """What a registry says of its names."""
+    """Summaries of the names of a registry, for the help."""
     entries = (registry_of(hint) or {}).items()
     return "".join(f" {name}: {each.summary}." for name, each in entries if getattr(each, "summary", ""))

@@ -213,7 +213,7 @@ class _Conversion:
         self.fates.append(Fate(path, type(module).__name__, f"refused: {error}", refused=True))
 
     def _made(self, module: nn.Module, path: str) -> tuple[nn.Module, str]:
-        """What a module becomes, in words as well, but for containers. Raises ValueError for what cannot be computed
+        """Replaces one module; tells in words how, but for containers. Raises ValueError for what cannot be computed
         alike on every layout."""
         why, conversion = self._why_whole(module, path), _conversion_of(module)
         if why is not None:
