@@ -19,7 +19,7 @@ from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.config.data import DataConfig
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.order import Position, SampleOrder
-from megasnn.data.reading import Item, PositionDataset
+from megasnn.data.reading import Item, PositionDataset, as_read
 from megasnn.data.workers import STEP_SECONDS, WorkerWatch, start_worker
 from megasnn.parallel.sharding import own_rows
 
@@ -217,6 +217,7 @@ class BatchLoader:
             self._reader,
             sampler=self._sampler,
             batch_size=None,
+            collate_fn=as_read,
             pin_memory=self._pin_memory,
             generator=torch.Generator(),  # otherwise torch's global one would move on by a number
             **workers,

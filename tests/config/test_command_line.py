@@ -141,7 +141,7 @@ def test_names_that_are_not_utf8_are_written_as_they_are(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "stdout", stream)
     assert pretrain(Spikformer, argv=["--depth", "0"]) == 2
     print("caf\udce9", flush=True)
-    assert stream.buffer.getvalue() == b"caf\xe9\n"  # type: ignore[attr-defined]
+    assert stream.buffer.getvalue() == b"caf\xe9\n"
 
 
 def test_errors_of_several_values_are_a_list() -> None:

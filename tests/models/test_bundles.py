@@ -246,7 +246,7 @@ def test_what_does_not_fit_its_boundary_names_the_entry() -> None:
     chunks = build_chunks(model, bounds, [0], BuildContext(), CPU, 0)
     boundaries, checks = Boundaries(model, BuildContext()), DeviceChecks(CPU)
     with mock.patch.object(p2p, "start_messages"):
-        transfers = Transfers(chunks, (0, 1), state, boundaries)  # type: ignore[arg-type]
+        transfers = Transfers(chunks, (0, 1), state, boundaries)
     transfers.begin(Schedule("nothing", (0, 1), 1, ((), ())), [2])
     values = [torch.ones(boundaries.spec(each, 2).shape) / 2 for each in model.carried(2)]
     with mock.patch.object(p2p.dist, "isend"), checks.collecting():

@@ -23,7 +23,7 @@ COSTS = PipelineCosts((LAYER,) * LAYERS, LinkCost(per_byte=1e-9))
 
 
 def chosen(schedule: str, budget: float | None = None, **more: Any) -> PipelinePlan:
-    parallel = ParallelConfig(pipeline_schedule=schedule, memory_budget=budget, **more)  # type: ignore[arg-type]
+    parallel = ParallelConfig(pipeline_schedule=schedule, memory_budget=budget, **more)
     return choose(parallel, STAGES, LAYERS, [MICRO_BATCHES], None, COSTS)
 
 
