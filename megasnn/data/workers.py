@@ -80,9 +80,9 @@ class WorkerWatch:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._workers: list[BaseProcess] = []
+        self._iterators: list[Any] = []
         # At exit too, before multiprocessing waits for its children, which do not take SIGTERM.
-        self.end = Finalize(self, _kill, args=(self._workers,), exitpriority=100)
+        self.end = Finalize(self, _end, args=(self._iterators,), exitpriority=100)
 
     def iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Items of a DataLoader.
@@ -92,14 +92,14 @@ class WorkerWatch:
         """
         with _starting():
             iterator = iter(loader)
-        self._workers[:] = iterator._workers  # type: ignore[attr-defined]
-        silent = 0.0
+        self._iterators[:] = [iterator]  # the same in each pass, since workers persist
+        workers, silent = iterator._workers, 0.0  # type: ignore[attr-defined]
         while True:
             try:
                 item = next(iterator, None)
             except (RuntimeError, EOFError, OSError) as error:  # EOFError: it died while it handed memory over
                 silent += loader.timeout
-                stopped = _stopped(self._workers)
+                stopped = _stopped(workers)
                 # After each timeout torch looks for workers that have ended.
                 if "timed out" in str(error) and silent < self._seconds:
                     if stopped and silent == loader.timeout:
@@ -126,8 +126,16 @@ def _stopped(workers: list[BaseProcess]) -> str:
     return f"data worker {', '.join(found)} is stopped, and goes on by kill -CONT" if found else ""
 
 
-def _kill(workers: list[BaseProcess]) -> None:
-    for worker in workers:
-        worker.kill()  # also where it is stopped
-    for worker in workers:
-        worker.join()
+def _end(iterators: list[Any]) -> None:
+    """Ends the workers of an iterator, and then the iterator.
+
+    Left to the garbage collector, it would start the thread of a queue that was never used, and the pipe that this
+    thread closes could be closed by the collector once more: a file opened in between would be gone from the rank.
+    """
+    for iterator in iterators:
+        for worker in iterator._workers:
+            worker.kill()  # also where it is stopped
+        for worker in iterator._workers:
+            worker.join()
+        iterator._shutdown_workers()
+    iterators.clear()

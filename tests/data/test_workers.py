@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from multiprocessing import connection
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,30 @@ def test_a_lost_worker_is_named_and_all_end_with_the_iterator(tmp_path):
         for _ in range(50):
             next(batches)
     assert all_end(workers)
+
+
+def test_no_descriptor_is_closed_twice(tmp_path, monkeypatch):
+    """Also where torch's iterator is garbage in a circle, and a worker was never asked for anything."""
+    twice = []
+
+    def close(pipe: connection.Connection) -> None:
+        try:
+            os.close(pipe.fileno())
+            time.sleep(0.01)  # another thread takes its turn before the pipe knows that it is closed
+        except OSError:
+            twice.append(threading.current_thread().name)
+
+    monkeypatch.setattr(connection.Connection, "_close", close)
+    for _ in range(3):
+        made = loader(open_all(write_shards(tmp_path, 4, 4)), num_workers=2, global_batch_size=1, micro_batch_size=1)
+        assert len(list(made.batches(limit=1))) == 1
+        for each in gc.get_objects():
+            if type(each).__name__ == "_MultiProcessingDataLoaderIter":
+                each.itself = each
+        made.close()
+        del made, each
+        gc.collect()
+    assert not twice
 
 
 def test_a_stopped_worker_ends_the_run(tmp_path):
