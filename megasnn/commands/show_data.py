@@ -9,6 +9,7 @@ above.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from megasnn.data.formats import SampleFormat, decode_events
 from megasnn.data.images import open_image
 from megasnn.data.paths import expand_shards
 from megasnn.events import FrameOptions, make_frames
-from megasnn.files import SAMPLE_MB
+from megasnn.files import SAMPLE_LIMIT, SAMPLE_MB
 from megasnn.telemetry.pictures import sample_sheet
 
 _ANY_CLASS = 2**31
@@ -40,15 +41,14 @@ class AsStored(SampleFormat):
     """Images in their own size, frames as they are; of events, `time_steps` frames of equal numbers of events."""
 
     time_steps: int
-    limit: int = SAMPLE_MB << 20
-    kind, suffixes, axes = "samples", (), ()
+    kind, suffixes = "samples", ()
 
     def decode(self, data: bytes, key: Key | None = None) -> NDArray[Any]:
         """uint8 `[H, W, C]` or frames `[T, 2, H, W]`. Raises ValueError for damaged bytes."""
         if data.startswith(_ZIP):
-            sample = decode_events(data, self.limit)
+            sample = decode_events(data)
             return sample if isinstance(sample, np.ndarray) else make_frames(sample, FrameOptions(self.time_steps))
-        image = open_image(data, self.limit)
+        image = open_image(data)
         try:
             return np.asarray(image.convert("L" if image.mode == "L" else "RGB"))
         except (OSError, SyntaxError) as error:  # what damaged bytes make Pillow raise
@@ -71,8 +71,9 @@ def read_samples(
     for flag, value in (("samples", count), ("time-steps", time_steps), ("max-sample-mb", max_sample_mb)):
         if value < 1:
             raise ValueError(f"--{flag} must be at least 1, got {value}")
+    os.environ[SAMPLE_LIMIT] = str(max_sample_mb)
     shards = open_shards(expand_shards(data_path, "SHARDS"))
-    dataset = ShardDataset(shards, AsStored(time_steps, max_sample_mb << 20), _ANY_CLASS)
+    dataset = ShardDataset(shards, AsStored(time_steps), _ANY_CLASS)
     chosen = range(0, len(dataset), -(-len(dataset) // count))  # of all classes, which follow each other
     captions = [f"{dataset.key(sample)}   class {int(dataset.labels[sample])}" for sample in chosen]
     return [dataset.sample(sample) for sample in chosen], captions
