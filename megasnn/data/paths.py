@@ -63,6 +63,8 @@ def _expand_files(path: str, flag: str) -> list[Path]:
     if not found:
         raise ValueError(f"{flag} {path!r} matches no file")
     for shard in found:
+        if shard.is_dir():
+            raise ValueError(f"{flag}: {shard} is a folder; name its shards, {shard}/train-*.tar")
         if not shard.is_file():
-            raise ValueError(f"{flag}: {shard} is no file; name shards, as in {shard.parent}/train-*.tar")
+            raise ValueError(f"{flag}: {shard} does not exist, or is no file")
     return found
