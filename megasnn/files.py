@@ -144,7 +144,6 @@ def sync(path: Path) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Writes or replaces a file by way of `.NAME.partial` beside it. Raises OSError; nothing is left of it then."""
     aside = path.with_name(f".{path.name}.partial")
-    aside.unlink(missing_ok=True)  # it may be a link to something else
     try:
         aside.write_text(text)
         sync(aside)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from megasnn.augment import Key
-from megasnn.config.tool_flags import command_line
+from megasnn.config.tool_flags import run_tool
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.datasets import open_shards
 from megasnn.data.formats import SampleFormat, decode_events
@@ -55,61 +55,34 @@ class AsStored(SampleFormat):
             raise ValueError(str(error)) from error
 
 
-def read_samples(
-    data_path: str, count: int, time_steps: int = 10, max_sample_mb: int = SAMPLE_MB
-) -> tuple[list[NDArray[Any]], list[str]]:
-    """Samples of shards, and a caption for each: its key and class.
-
-    Args:
-        data_path: as for training.
-        count: at most so many, spread over all of them.
-        time_steps: frames of a recording where the shards hold events.
-        max_sample_mb: a sample that takes more, in its file or decoded, is refused.
-    Raises:
-        ValueError: a shard is missing, cut or empty, a sample cannot be decoded, or a number is below 1.
-    """
-    for flag, value in (("samples", count), ("time-steps", time_steps), ("max-sample-mb", max_sample_mb)):
-        if value < 1:
-            raise ValueError(f"--{flag} must be at least 1, got {value}")
-    os.environ[SAMPLE_LIMIT] = str(max_sample_mb)
-    shards = open_shards(expand_shards(data_path, "SHARDS"))
-    dataset = ShardDataset(shards, AsStored(time_steps), _ANY_CLASS)
-    chosen = range(0, len(dataset), -(-len(dataset) // count))  # of all classes, which follow each other
-    captions = [f"{dataset.key(sample)}   class {int(dataset.labels[sample])}" for sample in chosen]
-    return [dataset.sample(sample) for sample in chosen], captions
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 when the shards cannot be read or the picture not be written, after saying why on stderr."""
-    return command_line(show, arguments, description=__doc__)
-
-
 def show(
     shards: tyro.conf.Positional[str],
     output: Annotated[Path, tyro.conf.arg(metavar="PNG")],
     samples: int = 8,
     time_steps: int = 10,
     max_sample_mb: int = SAMPLE_MB,
-) -> int:
+) -> None:
     """Draws samples.
 
     Args:
         shards: What --data-path takes: a shard, braces or a glob.
         output: The picture to write.
-        samples: How many are drawn.
+        samples: How many are drawn, spread over all of them.
         time_steps: Frames that are made of a recording where the shards hold events.
         max_sample_mb: Refuse a sample that takes more megabytes, in its file or decoded.
     """
-    try:
-        if output.suffix.lower() != ".png":
-            raise ValueError(f"--output {output} must end in .png")
-        arrays, captions = read_samples(shards, samples, time_steps, max_sample_mb)
-        Image.fromarray(sample_sheet(arrays, captions)).save(output)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"{len(arrays)} samples drawn in {output}")
-    return 0
+    if samples < 1:
+        raise ValueError(f"--samples must be at least 1, got {samples}")
+    os.environ[SAMPLE_LIMIT] = str(max_sample_mb)
+    dataset = ShardDataset(open_shards(expand_shards(shards, "SHARDS")), AsStored(time_steps), _ANY_CLASS)
+    chosen = range(0, len(dataset), -(-len(dataset) // samples))  # of all classes, which follow each other
+    captions = [f"{dataset.key(sample)}   class {int(dataset.labels[sample])}" for sample in chosen]
+    Image.fromarray(sample_sheet([dataset.sample(sample) for sample in chosen], captions)).save(output)
+    print(f"{len(chosen)} samples drawn in {output}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_tool("show_data", lambda: tyro.cli(show, args=arguments, description=__doc__))
 
 
 if __name__ == "__main__":

@@ -168,10 +168,9 @@ class Reporter:
         operations: dict[str, float] = {}
         with self.best_effort("counting synaptic operations"):
             if self.work and (operations := synaptic_operations(self.work, self._spikes)):
-                self._console.line(describe_operations(operations))
+                self._console.line(describe_operations(self.work, operations))
         self.entry("validation", {**asdict(record), **operations})
-        drawn = {name: value for name, value in operations.items() if "dense" not in name}  # which never changes
-        self._board.scalars({**scalars_of(record), **drawn}, record.iteration)
+        self._board.scalars({**scalars_of(record), **operations}, record.iteration)
         self._board.flush()
         self._call("evaluation", record)
 

@@ -153,7 +153,7 @@ def test_an_evaluation_takes_nothing_of_a_file_about_checkpoints_and_logs(tmp_pa
         "training": {"train_iters": 9},
     }
     path = written(tmp_path, values)
-    found = spikformer(path, "--load", "a", "--evaluate_only")
+    found = spikformer(path, "--load", "a", "--evaluate-only")
     assert found.checkpoint == CheckpointConfig(load="a") and found.training.train_iters == 9
     validate(found, 1)
     assert spikformer(path, "--no-evaluate-only").checkpoint.save == "a"

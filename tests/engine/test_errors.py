@@ -23,7 +23,6 @@ from megasnn import ConvNormNeuron, Engine, MeanLinear, layer
 from megasnn.config import TrainingConfig
 from megasnn.engine.mesh import WORKSPACE, WORKSPACES, set_precision
 from megasnn.parallel_state import TASKS, destroy_model_parallel
-from megasnn.telemetry.timers import DeviceClock
 from tests.engine.test_engine import MODEL, PP2
 from tests.faults.launch import ROOT, held_port
 from tests.training.runs import train
@@ -266,10 +265,8 @@ def test_the_first_error_of_a_gpu_is_the_one_that_is_reported() -> None:
     engine, first = Engine(MODEL, **SIZES), torch.AcceleratorError("CUDA error: the first")
     try:
         with mock.patch("megasnn.engine.mesh.destroy_model_parallel", broken), engine:
-            with mock.patch.object(DeviceClock, "mark", side_effect=[0.0, torch.AcceleratorError("CUDA error: again")]):
-                with pytest.raises(torch.AcceleratorError, match="the first"), engine.step.timers("part"):
-                    raise first
-            raise first
+            with engine.step.timers("part"):
+                raise first
     except torch.AcceleratorError as error:
         assert error is first
     finally:
