@@ -11,9 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megasnn.config import DataConfig
-from megasnn.data import open_datasets
-from megasnn.preprocess.sample import shards_of_sample
-from tests.data.shard_files import as_events, loader, write_shard
+from tests.data.shard_files import as_events, loader, open_datasets, write_shard
 from tools.benchmark.__main__ import main
 from tools.benchmark.data import Samples
 
@@ -38,7 +36,7 @@ def shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_plain_side_gives_the_same_batches(shard: Path) -> None:
-    dataset = open_datasets(DataConfig(data_path=str(shard)), (3, 2, 16, 16), 3, shards_of_sample).train
+    dataset = open_datasets(DataConfig(data_path=str(shard)), (3, 2, 16, 16), 3).train
     samples = Samples(dataset)
     ours = loader(dataset, shuffle=False, global_batch_size=4, micro_batch_size=4).batches()
     theirs = DataLoader(samples, 4, collate_fn=samples.collate)
