@@ -23,7 +23,7 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     build_part(type(config.model), to_dict(config.model), "model")  # an object may have been made in Python
     problems = config.model.problems(config.parallel.tensor_model_parallel_size)
     for part in fields(config):
-        if part.name not in ("model", "parallel"):
+        if part.name not in ("model", "parallel", "logging"):
             problems += getattr(config, part.name).problems()
     problems += layout_problems(config, world_size, config.model.units if not problems else None)
     training = config.training

@@ -47,14 +47,6 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._zero: tuple[Mark, float] = 0.0, 0.0
-
-    def start(self) -> None:
-        """Sets the device's clock by that of the host. Waits for the device, so that nothing on it may wait for another
-        rank."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            self._zero = self.mark(), time.perf_counter()
 
     def wait(self) -> None:
         """Until the device has done what it was given so far; not for receives that are posted, which it does beside
@@ -80,12 +72,3 @@ class DeviceClock:
             return end - start
         assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event), "marks of two clocks"
         return start.elapsed_time(end) / 1e3
-
-    def seconds(self, mark: Mark) -> float:
-        """Time at which the device was there, in seconds of `time.perf_counter`; waits until it is."""
-        if isinstance(mark, float):
-            return mark
-        mark.synchronize()
-        event, seconds = self._zero
-        assert not isinstance(event, float), "the clock was not started"
-        return seconds + event.elapsed_time(mark) / 1e3
