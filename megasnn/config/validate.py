@@ -47,13 +47,13 @@ def layout_problems(config: PretrainConfig, world_size: int, units: Callable[[],
     problems += [*_grid_problems(config, world_size), *_window_problems(config)]
     if PRECISIONS[training.precision].rounds and parallel.device == "cpu":
         problems.append(f"--precision {training.precision} is for GPUs, not --device cpu; use --precision fp32")
-    if training.cuda_graphs == "on" and (why := no_graphs(config)) is not None:
-        problems.append(f"--cuda-graphs on: {why}; use auto or off")
+    if training.cuda_graphs == "on" and (why := _no_graphs(config)) is not None:
+        problems.append(f"--cuda-graphs on: {why}; use off")
     return problems
 
 
-def no_graphs(config: PretrainConfig) -> str | None:
-    """Reason why none of the layers of a run can be CUDA graphs; None where some may."""
+def _no_graphs(config: PretrainConfig) -> str | None:
+    """Reason why no layer of a run can be a CUDA graph; None where they may."""
     parallel = config.parallel
     if parallel.device == "cpu":
         return "there are none with --device cpu"
