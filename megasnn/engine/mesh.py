@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from megasnn.config import PretrainConfig
 from megasnn.config.training import TrainingConfig
-from megasnn.engine.faults import placed, watch_ranks
+from megasnn.device_checks import placed
+from megasnn.engine.faults import watch_ranks
 from megasnn.kernels.tensor_cores import CAPABILITY, CUBLAS, CUDNN, let_products_round, takes_tf32
 from megasnn.parallel.process_group import start_process_group
 from megasnn.parallel_state import (

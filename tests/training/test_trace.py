@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megasnn.config import ConfigError, parse, validate
 from megasnn.models.build import describe
@@ -45,6 +46,8 @@ def test_a_trace_names_actions_and_layers_and_changes_no_bit(ranks, tmp_path_fac
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [
         f"rank{rank}-2-3.pt.trace.json" for rank in range(2)
     ]
+    pictures = EventAccumulator(str(tmp_path)).Reload().Images("pipeline/simulated")
+    assert [image.step for image in pictures] == [0], "at the start"
     # Three micro-batches through two chunks.
     for micro in range(3):
         assert {f"0F{micro}", f"0B{micro}", f"0SEND_F{micro}", f"0RECV_B{micro}"} <= names[0]
