@@ -215,7 +215,7 @@ class DistributedModel:
         is_void, self.mean_loss, self.correct, self.stop_votes, found, _, *squares = read
         self.is_finite = not is_void
         self._refuse_findings(found)
-        self.norm = self.gradient_norm.of(squares)
+        self.norm = math.sqrt(math.fsum(squares))
 
     def _refuse_findings(self, found: float) -> None:
         """Raises ValueError on every rank, with the first finding, where there are findings on any."""

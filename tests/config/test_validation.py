@@ -69,6 +69,8 @@ REFUSED = [
     ("--micro-batch-size 65", 1, "--micro-batch-size 65", "--global-batch-size 64"),
     ("--train-epochs 3", 1, "--train-iters 10", "--train-epochs 3"),
     ("--min-lr 0.1", 1, "--min-lr 0.1", "--lr 0.001"),
+    ("--evaluate-only", 1, "--evaluate-only", "--load"),
+    ("--evaluate-only --load x --data-path x.tar", 1, "--evaluate-only", "--valid-data-path"),
     ("--lr-warmup-iters 2 --lr-warmup-epochs 1", 1, "--lr-warmup-iters 2", "--lr-warmup-epochs 1"),
     ("--lr-interval epoch --lr-warmup-iters 3", 1, "--lr-interval epoch", "--lr-warmup-iters 3"),
     ("--save-interval 5", 1, "--save-interval 5", "--save"),
@@ -76,10 +78,18 @@ REFUSED = [
     ("--ckpt-step 3", 1, "--ckpt-step 3", "--load"),
     ("--finetune", 1, "--finetune", "--load"),
     ("--save x --keep-best", 1, "--keep-best", "--eval-interval"),
+<<<<<<< HEAD
+=======
+    ("--profile-steps ten --save x", 1, "--profile-steps ten", "10-12"),
+    ("--profile-steps 3-1 --save x", 1, "--profile-steps 3-1", "10-12"),
+>>>>>>> main
     ("--precision tf32 --device cpu", 1, "--precision tf32", "--device cpu"),
     ("--cuda-graphs on --device cpu", 1, "--cuda-graphs on", "--device cpu"),
     ("--backend nccl --device cpu", 1, "--backend nccl", "--device cpu"),
     ("--context-parallel-cut samples", 1, "--context-parallel-cut samples", "--context-parallel-size"),
+    ("--weight-parallel-size 3", 4, "--weight-parallel-size 3", "4"),
+    ("--weight-parallel-size 2 --global-batch-size 12 --micro-batch-size 2", 4, "-parallel-size 2", "6 are on 4"),
+    ("--weight-parallel-size 2 --cuda-graphs on", 2, "--cuda-graphs on", "--weight-parallel-size"),
     ("--weight-gradients scattered", 1, "--weight-gradients scattered", "--weight-parallel-size"),
     ("--pipeline-schedule 1f1b --num-virtual-stages-per-pipeline-rank 2", 1, "rank 2", "--pipeline-schedule 1f1b"),
     ("--pipeline-schedule zbv --num-virtual-stages-per-pipeline-rank 3", 1, "rank 3", "--pipeline-schedule zbv"),
