@@ -20,11 +20,7 @@ import megasnn
 from megasnn import ConvNormNeuron, Engine, MeanLinear, layer
 from megasnn.config import TrainingConfig
 from megasnn.engine.mesh import WORKSPACE, WORKSPACES, set_precision
-<<<<<<< HEAD
-from megasnn.parallel_state import TASKS, destroy_model_parallel
-=======
 from megasnn.parallel_state import TASKS
->>>>>>> main
 from tests.engine.test_engine import MODEL, PP2
 from tests.faults.launch import Ranks, Torchrun
 from tests.training.runs import train
@@ -230,28 +226,6 @@ def test_no_thread_is_left(ranks, tmp_path: Path) -> None:
         assert 0 < first == second, "but those of the world, which the tests have made"
 
 
-<<<<<<< HEAD
-# --- errors of a GPU
-
-
-def broken(*args: Any, **options: Any) -> Any:
-    raise torch.AcceleratorError("CUDA error: asked again")
-
-
-def test_the_first_error_of_a_gpu_is_the_one_that_is_reported() -> None:
-    engine, first = Engine(MODEL, **SIZES), torch.AcceleratorError("CUDA error: the first")
-    try:
-        with mock.patch("megasnn.engine.mesh.destroy_model_parallel", broken), engine:
-            with engine.step.timers("part"):
-                raise first
-    except torch.AcceleratorError as error:
-        assert error is first
-    finally:
-        destroy_model_parallel()
-
-
-=======
->>>>>>> main
 def test_arithmetic_of_a_gpu_is_set_or_refused() -> None:
     cuda, wanted = torch.device("cuda", 0), TrainingConfig(precision="tf32", deterministic=True)
     operations = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul
