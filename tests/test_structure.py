@@ -1,4 +1,5 @@
-"""Imports go downward only: between the parts of the house by their level, between files without circles."""
+"""Imports go downward only: between the parts of the house by their level, between files without circles; and what is
+global is read at the top."""
 
 from __future__ import annotations
 
@@ -61,6 +62,8 @@ def test_imports_go_downward(file: Path) -> None:
         return
     upward = {other for name in imports if (other := part_of(name)) and LEVEL[other] > LEVEL[mine]}
     assert not upward, f"{mine} (level {LEVEL[mine]}) imports {upward}"
+    if LEVEL[mine] < LEVEL["engine"]:
+        assert "megasnn.parallel_state.get_parallel_state" not in imports, "below the engine, groups are passed"
 
 
 def run_on_import(node: ast.AST) -> Iterator[ast.AST]:

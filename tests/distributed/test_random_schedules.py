@@ -85,13 +85,26 @@ def _possible(step: tuple[int, str], done: dict[tuple[int, str], int], chunks: i
 
 
 class Delays:
-    """A rank is held up after some of its actions, now and then for longer."""
+    """A rank is held up after some of its actions, now and then for longer.
+
+    Attributes:
+        done: the actions, in the order in which they were executed.
+        added: gradients of weights that were added in the current action.
+    """
 
     def __init__(self, seed: int, rank: int) -> None:
         self._draw = random.Random(f"{seed} {rank}")
+        self.done: list[Action] = []
+        self.added = 0
+
+    def count(self, parameter: Tensor) -> None:
+        self.added += 1
 
     def __call__(self, action: Action, start: float, end: float) -> None:
         assert start <= end
+        assert not self.added or action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT), action
+        self.done.append(action)
+        self.added = 0
         if self._draw.random() < 0.3:
             time.sleep(0.02 if self._draw.random() < 0.03 else self._draw.random() / 1000)
 
@@ -114,7 +127,9 @@ def _step(schedule: Schedule, state: ParallelState, seed: int) -> tuple[float, d
         norm.recording = True
     transfers = Transfers(mine, schedule.placement, state, Boundaries(model, BuildContext()))
     executor = PipelineExecutor(mine, state, transfers, _loss)
-    executor.observer = Delays(seed, state.rank)
+    executor.observer = delays = Delays(seed, state.rank)
+    for chunk in mine.values():
+        chunk.weight_gradients.observer = delays.count
     images = random_tensor(MOST_MICRO_BATCHES, STEPS, 2, 3, SIDE, SIDE, dtype=torch.float32)
     labels = torch.tensor([0, 2])
     batches = [
@@ -122,6 +137,7 @@ def _step(schedule: Schedule, state: ParallelState, seed: int) -> tuple[float, d
         for m in range(schedule.micro_batches)
     ]
     loss = executor.train_step(schedule, batches)
+    assert delays.done == [*schedule.actions[state.pp.rank]]
     for link in transfers.links.values():
         assert link.outward.handle is not link.inward.handle, "no group carries both ways between two ranks"
     tensors = [e for chunk in mine.values() for e in chunk.sharded_tensors() if e.is_parameter]
