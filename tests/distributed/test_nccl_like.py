@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.nccl_like import nccl_like
-from tests.queued_device import Device
+from tests.nccl_like import Device, nccl_like
 from tools.benchmark.ranks import RankError
 
 LIMIT = 1.5  # seconds

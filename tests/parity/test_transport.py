@@ -26,13 +26,12 @@ from megasnn.pipeline.p2p import Transfers
 from megasnn.schedule import Action, plan_schedule
 from megasnn.schedule.actions import COMPUTE
 from megasnn.telemetry.timers import DeviceClock
-from tests.nccl_like import nccl_like
+from tests.nccl_like import Device, nccl_like
 from tests.pairwise import Pair, pairs_of, pairwise
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, build_engine, join, one_step, record_step
 from tests.parity.test_layouts import name_of
 from tests.parity.test_schedules import SCHEDULES
-from tests.queued_device import Device
 
 SAMPLES, MICRO_BATCH = 9, 2  # five micro-batches, of which the last is smaller: replicas have three and two
 EVEN_SAMPLES = 8  # replicas that share weights have equally many micro-batches

@@ -1,28 +1,53 @@
-"""Profiles of the pipeline: what was measured beside what was predicted, in the log and in TensorBoard."""
+"""Profiles of some steps: traces by name, and the pipeline as measured beside what was predicted."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megasnn.config import parse
+from megasnn.models.build import describe
+from megasnn.models.model import run_config
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.parallel import agreement
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.schedule import equal_costs, generate, simulate
 from megasnn.training.profiling import measured_simulation
-from tests.training.runs import train
+from tests.training.runs import TINY, train, whole, without_trial
 
-PP2 = ("--pipeline-model-parallel-size", "2", "--train-iters", "4", "--log-interval", "2", "--eval-iters", "0")
+FLAGS = "--train-iters 4 --log-interval 2 --eval-iters 0".split()
+ZBV = "--pipeline-model-parallel-size 2 --pipeline-schedule zbv --pipeline-model-parallel-layout 2|2|2|2".split()
 
 
-@pytest.mark.parametrize("schedule", ["zbv", "1f1b"])
-def test_a_profiled_run_shows_both_charts(ranks, tmp_path_factory, tmp_path, schedule) -> None:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    flags = (*PP2, "--pipeline-schedule", schedule, "--profile-steps", "3-4", "--tensorboard-dir", str(tmp_path))
-    ranks(2, train, cache, *flags)
-    events = EventAccumulator(str(tmp_path)).Reload()
+def ranges(path: Path) -> set[str]:
+    """The names that code has given to what ran, in a trace."""
+    events = json.loads(path.read_text())["traceEvents"]
+    return {event["name"] for event in events if event.get("cat") == "user_annotation"}
+
+
+def test_a_profiled_run_names_actions_and_layers_shows_both_charts_and_changes_no_bit(ranks, tmp_path) -> None:
+    cache, folder = str(tmp_path / "cache"), tmp_path / "run"
+    plain = whole(ranks(2, train, cache, *FLAGS, *ZBV))
+    asked = ("--profile-steps", "3-4", "--tensorboard-dir", str(folder))
+    found = whole(ranks(2, train, cache, *FLAGS, *ZBV, *asked))
+    assert all(torch.equal(one, plain[name]) for name, one in found.items())
+    files = [f"rank{rank}-3-4.pt.trace.json" for rank in range(2)]
+    assert sorted(path.name for path in (folder / "traces").iterdir()) == files
+    first, second = (ranges(folder / "traces" / file) for file in files)
+    for micro in range(3):  # the first rank has chunks 0 and 3, the second one 1 and 2
+        assert {f"{kind}{micro}" for kind in ("0F", "0I", "0W", "0SEND_F", "0RECV_B", "3F", "3RECV_F")} <= first
+        assert {f"{kind}{micro}" for kind in ("1F", "1I", "1W", "1RECV_F", "2F", "2SEND_F", "1SEND_B")} <= second
+    config = parse(run_config(Spikformer), list(TINY))
+    layers = [each.name for each in describe(config.model, config.neuron.spec).layers]
+    assert [name in first for name in layers] == [name not in second for name in layers]
+    assert layers[0] in first and layers[-1] in first and layers[3] in second
+    events = EventAccumulator(str(folder)).Reload()
     assert [image.step for image in events.Images("pipeline/simulated")] == [0], "at the start"
     for what in ("measured", "predicted"):
         images = events.Images(f"pipeline/{what}")
@@ -31,6 +56,23 @@ def test_a_profiled_run_shows_both_charts(ranks, tmp_path_factory, tmp_path, sch
         shares = [event.value for event in events.Scalars(f"6_pipeline/bubble_{what}")]
         assert len(shares) == 1 and all(0 < share < 1 for share in shares)
         assert all(event.value > 0 for event in events.Scalars(f"6_pipeline/ms_{what}"))
+
+
+def test_a_run_that_ends_early_writes_what_there_was(tmp_path) -> None:
+    flags = "--train-iters 9 --exit-interval 3 --eval-iters 0 --profile-steps 2-7".split()
+    with without_trial():
+        train(str(tmp_path / "cache"), *flags, "--tensorboard-dir", str(tmp_path))
+    (path,) = (tmp_path / "traces").iterdir()
+    assert path.name == "rank0-2-3.pt.trace.json" and {"0F0", "0B2"} <= ranges(path)
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path, capfd) -> None:
+    (tmp_path / "traces").write_text("in the way")
+    flags = "--train-iters 2 --eval-iters 0 --profile-steps 1".split()
+    with without_trial():
+        outcome = train(str(tmp_path / "cache"), *flags, "--tensorboard-dir", str(tmp_path))
+    assert outcome.iteration == 2
+    assert "WARNING: the trace of --profile-steps failed (FileExistsError" in capfd.readouterr().out
 
 
 def test_measured_times_become_a_timeline_on_one_clock() -> None:
