@@ -23,8 +23,7 @@ class LoggingConfig:
     tensorboard_dir: str | None = None
     """Folder for TensorBoard; without it nothing is written."""
     profile_steps: str | None = None
-    """Iterations, "10-12", of which torch.profiler writes a trace for each rank of the first replica; of the one before
-    them a measured timeline of the pipeline is set beside the simulated one."""
+    """Iterations, "10-12", of which torch.profiler writes a trace for each rank of the first replica."""
     eval_interval: Size | None = None
     """Iterations between two evaluations; by default only one at the end."""
     eval_iters: Count | None = None

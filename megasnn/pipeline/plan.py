@@ -130,8 +130,8 @@ def plan_pipeline(
         bounds = tuple(layout_to_bounds(parallel.layout, [layer.unit for layer in model.layers]))
     elif stages == 1 and parallel.chunks_per_rank in (1, None):
         bounds = (range(len(model.layers)),)
-    predicts = looks_at_costs(parallel.pipeline_schedule) or config.logging.profile_steps is not None
-    if bounds is None or parallel.memory_budget is not None or stages > 1 and predicts:
+    decides = stages > 1 and looks_at_costs(parallel.pipeline_schedule)
+    if bounds is None or parallel.memory_budget is not None or decides:
         costs = profile_pipeline(model, context.largest_share(training.micro_batch_size), context, state)
     if context.dp_shard.size > 1:
         scatters = parallel.weight_gradients == "scattered"

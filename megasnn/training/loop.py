@@ -23,7 +23,7 @@ from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.data import RunData
 from megasnn.training.memory import announce, compare, forecast_memory
 from megasnn.training.metrics import Metrics
-from megasnn.training.profiling import Pictures, PipelineProfiler, StepTrace
+from megasnn.training.profiling import Pictures, StepTrace
 from megasnn.training.resume import claim, load_start, require_checkpoint
 from megasnn.training.saving import Saves
 from megasnn.training.signals import StopSignals
@@ -68,7 +68,6 @@ class TrainingRun:
             self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
             self.saves = Saves(config, engine, claimed, self.data.place, begin, reporter)
             self.metrics = Metrics(engine)
-            self.profiler = PipelineProfiler(config, engine, reporter)
             self.pictures = Pictures(config, engine, self.data.datasets, self.metrics.rasters, reporter)
             groups = {axis: state.group(axis) for axis in HOLDING_AXES}
             self.replicas = ReplicaCheck(engine.checkpoints.entries, groups, state.world, state.wire)
@@ -157,8 +156,7 @@ class TrainingRun:
         logs = self._logs(number)
         self.metrics.spikes.enabled = logs
         self.pictures.begin(batch, self.iteration)
-        with self.profiler.around(number, batch):
-            result = self.engine.train_on(batch)
+        result = self.engine.train_on(batch)
         trace.step()
         self.metrics.spikes.enabled = False
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0

@@ -1,11 +1,9 @@
-"""Pictures of a run: measured actions beside simulated ones, traces of steps, samples, and which neurons fire when."""
+"""Traces of steps, and pictures of a run: samples, and which neurons fire when."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,88 +12,14 @@ from torch.profiler import ProfilerActivity, profile
 from megasnn.config import PretrainConfig
 from megasnn.data import Datasets, GlobalBatch
 from megasnn.engine import Engine
-from megasnn.parallel.agreement import clock_offsets, gather
+from megasnn.parallel.agreement import gather
 from megasnn.parallel_state import ParallelState
-from megasnn.schedule import Action, Schedule, Simulation
-from megasnn.schedule.draw import raster
-from megasnn.schedule.simulate import TimedAction, summarise
 from megasnn.telemetry.pictures import raster_sheet, sample_sheet
 from megasnn.telemetry.reporter import Reporter
 from megasnn.telemetry.spikes import RasterRecorder, place_in_model
-from megasnn.telemetry.timers import Mark
 from megasnn.training.startup_log import log_folder
 
 SAMPLES = 8
-
-
-class PipelineProfiler:
-    """Times the actions of a pipeline in the step before those of --profile-steps, which a trace makes slower."""
-
-    def __init__(self, config: PretrainConfig, engine: Engine, reporter: Reporter) -> None:
-        steps = config.logging.profiled_steps if engine.state.pp.size > 1 else range(0)
-        self._step = max(steps[0] - 1, engine.iteration + 1) if steps else None
-        self._engine, self._reporter = engine, reporter
-        self._marks: list[tuple[Mark, Mark]] = []
-
-    @contextmanager
-    def around(self, number: int, batch: GlobalBatch) -> Iterator[None]:
-        """Measures iteration `number` in the block, where it is due, and reports it. Collective over each pipeline."""
-        if number != self._step:
-            yield
-            return
-        executor = self._engine.distributed.executor
-        self._marks.clear()
-        executor.clock.start()
-        executor.observer = self._observe
-        try:
-            yield
-        finally:
-            executor.observer = None
-        with self._reporter.pause():
-            self._report(number, batch)
-
-    def _observe(self, action: Action, start: Mark, end: Mark) -> None:
-        self._marks.append((start, end))
-
-    def _report(self, number: int, batch: GlobalBatch) -> None:
-        """Writes the log line, the scalars, and the two charts on one scale."""
-        engine, pipeline = self._engine, self._engine.state.pp
-        seconds = engine.distributed.executor.clock.seconds
-        offsets, micro_batches = clock_offsets(pipeline), engine.windows * len(batch.micro_batches)
-        times = gather(pipeline.handle, [(seconds(start), seconds(end)) for start, end in self._marks])
-        schedule = engine.plan.schedules.training(micro_batches)
-        # A step that was not finite is followed by forwards that look for the place.
-        times = [row[: len(actions)] for row, actions in zip(times, schedule.actions, strict=True)]
-        predicted = engine.plan.simulation(micro_batches)
-        assert predicted is not None, "the plan measures costs where a profile is asked for"
-        results = {"measured": measured_simulation(schedule, times, offsets), "predicted": predicted}
-        scalars = {f"pipeline/ms_{what}": 1e3 * each.makespan for what, each in results.items()}
-        scalars |= {f"pipeline/bubble_{what}": each.idle_share for what, each in results.items()}
-        self._reporter.scalars(scalars, number, batch.consumed_samples)
-        told = [f"{k} {1e3 * r.makespan:.1f} ms with a bubble of {r.idle_share:.1%}" for k, r in results.items()]
-        self._reporter.line(f"pipeline at iteration {number}, {schedule.name}: {', '.join(told)}")
-        span = max(each.makespan for each in results.values())
-        for what, result in results.items():
-            self._reporter.picture(f"pipeline/{what}", partial(raster, schedule, result, what, span), number)
-
-
-def measured_simulation(
-    schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]], offsets: Sequence[float]
-) -> Simulation:
-    """Builds a timeline from start and end of every rank's actions, in order, on the ranks' own clocks.
-
-    Args:
-        offsets: seconds to add to each rank's clock.
-    """
-    origin = min((row[0][0] + offset for row, offset in zip(times, offsets, strict=True) if row), default=0.0)
-    timeline = [
-        [
-            TimedAction(action, start + offset - origin, end + offset - origin)
-            for action, (start, end) in zip(actions, row, strict=True)
-        ]
-        for actions, row, offset in zip(schedule.actions, times, offsets, strict=True)
-    ]
-    return summarise(schedule, timeline)
 
 
 class StepTrace:

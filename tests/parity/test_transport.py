@@ -87,7 +87,7 @@ class _Event:
 
 @contextmanager
 def _profiled(executor: PipelineExecutor) -> Iterator[None]:
-    """As `PipelineProfiler.recording`, with the clock of a GPU."""
+    """Observes every action with the clock of a GPU."""
     executor.clock = clock = DeviceClock(torch.device("cuda"))
     marks = []
     with mock.patch("torch.cuda.Event", _Event):

@@ -21,12 +21,13 @@ def test_the_tool_prints_what_the_simulation_says(capsys: pytest.CaptureFixture[
 
 def test_a_chart_has_a_bar_for_every_computation_and_says_what_it_shows() -> None:
     schedule = generate("v-half", 2, 3)
-    figure = chart(schedule, simulate(schedule, [ChunkCost(0.001, 0.001, 0.001)] * 4), "measured", 0.02, 1e3, "ms")
+    result = simulate(schedule, [ChunkCost(0.001, 0.001, 0.001)] * 4)
+    figure = chart(schedule, result, "simulated", 1e3, "ms")
     (axes,) = figure.axes
     bars = sum(len(each.get_paths()) for each in axes.collections if isinstance(each, PolyCollection))
     assert bars == 2 + sum(action.kind in COMPUTE for row in schedule.actions for action in row)
-    assert axes.get_xlabel() == "ms" and axes.get_xlim() == (0, 20)
-    assert "measured: v-half" in axes.get_title(loc="left")
+    assert axes.get_xlabel() == "ms" and axes.get_xlim()[1] == pytest.approx(1e3 * result.makespan)
+    assert "simulated: v-half" in axes.get_title(loc="left")
     (legend,) = figure.legends
     texts = {text.get_text() for text in legend.get_texts()}
     assert {"waiting", "forward", "input gradient", "weight gradient"} <= texts and "backward" not in texts
