@@ -43,8 +43,8 @@ def layout_problems(config: PretrainConfig, world_size: int, units: Callable[[],
     return problems + list(_arithmetic_problems(config))
 
 
-def no_graphs(config: PretrainConfig) -> str | None:
-    """Reason why none of the layers of a run can be CUDA graphs; None where some may."""
+def _no_graphs(config: PretrainConfig) -> str | None:
+    """Reason why no layer of a run can be a CUDA graph; None where they may."""
     parallel = config.parallel
     if parallel.device == "cpu":
         return "there are none with --device cpu"
@@ -124,8 +124,8 @@ def _arithmetic_problems(config: PretrainConfig) -> Iterator[str]:
     parallel, training = config.parallel, config.training
     if PRECISIONS[training.precision].rounds and parallel.device == "cpu":
         yield f"--precision {training.precision} is for GPUs, not --device cpu; use --precision fp32"
-    if training.cuda_graphs == "on" and (why := no_graphs(config)) is not None:
-        yield f"--cuda-graphs on: {why}; use auto or off"
+    if training.cuda_graphs == "on" and (why := _no_graphs(config)) is not None:
+        yield f"--cuda-graphs on: {why}; use off"
 
 
 # --- the run

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
+from megasnn.device_checks import placed
 from megasnn.engine import Engine
 from megasnn.engine.debug import first_non_finite
-from megasnn.engine.faults import placed
 from megasnn.grid import HOLDING_AXES
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.replica_check import ReplicaCheck, ReplicaError

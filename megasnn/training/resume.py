@@ -21,8 +21,8 @@ from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.state_dict import read_state_dict
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import changed_recipe, changed_samples, identity, recipe
+from megasnn.device_checks import placed
 from megasnn.engine import Engine
-from megasnn.engine.faults import placed
 from megasnn.files import CheckpointError, NoCheckpointError, in_message
 from megasnn.layers import ParallelNeuron
 from megasnn.parallel.agreement import broadcast_result, gather, run_on_all_ranks

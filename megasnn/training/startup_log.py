@@ -59,7 +59,6 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
         **{"iteration": engine.iteration, "iterations": length.iterations, "ranks": state.world.size},
         **grid,
         "layout": layers_per_chunk(plan.bounds),
-        "schedules_ms": {each.name: 1e3 * each.makespan for each in plan.named},
         "costs": costs,
         "config": with_model_name(config),
     }

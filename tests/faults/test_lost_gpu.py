@@ -21,7 +21,8 @@ def require_told_once(found: Ended, rank: int, place: str) -> None:
     """By the rank itself."""
     assert found.status == [1, 1], found.output
     text = "".join(found.output)
-    assert f"\n{place}: AcceleratorError: {LOST}\n" in found.output[rank] and text.count(place) == 1, found.output
+    lines = [line for line in found.output[rank].splitlines() if place in line]
+    assert text.count(place) == 1 and lines[0].endswith(f": AcceleratorError: {LOST}"), found.output
     assert text.count("Traceback") == 1, found.output
     assert ASKED_AGAIN not in text, "something asked the broken GPU, or hid its first error"
 

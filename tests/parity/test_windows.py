@@ -98,7 +98,7 @@ def one_step(model: Small, flags: dict[str, Any], weights: dict[str, Tensor] | N
         for _, each in engine.distributed.neurons():
             each.observer = lambda spikes: fired.append(int(spikes.sum()))
         result = engine.train_step(*data(model))
-        place = engine.state.coordinates
+        place = engine.state.place
         step = RankStep((place.pp, place.dp_replicate, 0, place.tp), result.loss, result.grad_norm, [], sum(fired))
         for entry in engine.distributed.tensors:
             tensors, value = (step.gradients, entry.tensor.grad) if entry.is_parameter else (step.buffers, entry.tensor)
