@@ -135,18 +135,8 @@ def test_what_a_check_finds_in_a_replay() -> None:
         assert graphs.replays > before
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(("flags", "why"), [({"device": "cpu"}, "--device cpu"), ({"bptt_steps": 1}, "--bptt-steps")])
-def test_where_no_layer_has_them(flags: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]) -> None:
-=======
-@pytest.mark.parametrize(("flags", "why"), [
-    ({"device": "cpu"}, "--device cpu"),
-    ({}, "a CPU"),
-    ({"recompute": "always"}, "--recompute or --memory-budget"),
-    ({"bptt_steps": 1}, "--bptt-steps"),
-])  # fmt: skip
 def test_where_no_layer_has_them(flags: dict[str, Any], why: str) -> None:
->>>>>>> main
     with mock.patch("torch.cuda.device_count", return_value=0):
         with pytest.raises(ValueError, match=f"--cuda-graphs on: .*{why}"):
             Engine(between(plain), cuda_graphs="on", **FLAGS, **flags)

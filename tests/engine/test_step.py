@@ -24,13 +24,8 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.optim.build import build_optimizer, takes_found_inf
 from megasnn.parallel.sharding import Shard, ShardedTensor
-<<<<<<< HEAD
-from megasnn.pipeline.executor import PipelineError, PipelineExecutor
-from tests.gpu_waits import copies_of_a_replayed_step, copies_of_a_step, found_in_steps, host_waits, pageable_copies
-=======
 from megasnn.pipeline.executor import PipelineExecutor
-from tests.host_waits import host_waits, waits_of_steps
->>>>>>> main
+from tests.gpu_waits import copies_of_a_replayed_step, copies_of_a_step, found_in_steps, host_waits, pageable_copies
 from tests.models.networks import CLASSES, Tied, between
 
 FLAGS = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 9, "clip_grad": 0.01, "ema_decay": 0.9}
