@@ -35,7 +35,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> str:
 def test_flags_are_flat_and_megatrons() -> None:
     config = cli(
         *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-layout", "1|2|2|1"),
-        *("--micro-batch-size=4", "--train_iters", "7", "--lr", "3e-4", "--save", "out", "--async-save"),
+        *("--micro-batch-size=4", "--train-iters", "7", "--lr", "3e-4", "--save", "out", "--async-save"),
     )
     assert config.parallel.tensor_model_parallel_size == 2 and config.parallel.layout == (1, 2, 2, 1)
     assert (config.training.micro_batch_size, config.training.train_iters) == (4, 7)

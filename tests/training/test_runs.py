@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megasnn.config import OptimizerConfig
 from megasnn.data.formats import encode_frames
 from megasnn.engine import model as distributed_model
-from megasnn.losses.sums import count_correct
+from megasnn.losses.sums import correct_predictions
 from megasnn.optim.rates import learning_rate
 from tests.data.shard_files import write_shard, write_shards
 from tests.data.shard_server import serving
@@ -67,7 +67,7 @@ def test_what_tensorboard_shows(logged) -> None:
     assert [event.value for event in scalars["1_training/6_consumed_samples"]] == list(range(10, 101, 10))
     assert {event.step for event in scalars["2_validation/1_loss"]} == {4, 8, 10}
     for kind in ("peak", "predicted"):
-        assert {f"5_memory/{kind}_mb_rank{rank}" for rank in range(4)} <= scalars.keys()
+        assert {f"5_memory/{kind}_mb_{what}" for what in ("largest", "mean")} <= scalars.keys()
     assert all(scalars[f"7_communication/{group}_mb"][-1].value > 0 for group in ("tp", "pp", "backward"))
     # Pooling comes after the transfer, so that one bit of 32 travels.
     sent, dense = (scalars[f"7_communication/pp_mb{form}"][-1].value for form in ("", "_if_dense"))
@@ -93,7 +93,7 @@ def test_what_the_json_log_holds(logged) -> None:
     assert [line["iteration"] for line in iterations] == list(range(1, 11))
     last = iterations[-1]
     assert last["consumed_samples"] == 100 and last["global_batch_size"] == 10 and 0 <= last["accuracy"] <= 1
-    assert last["communication/pp_mb"] > 0 and last["memory/peak_mb_rank1"] > 100
+    assert last["communication/pp_mb"] > 0 and last["memory/peak_mb_mean"] > 100
     traffic = [{name: value for name, value in line.items() if "comm" in name and "_mb" in name} for line in iterations]
     assert traffic[0] == traffic[1] and traffic[0], "the trial of the layers is no traffic of training"
     assert list(last["layers"]) == [f"features.{number}.neuron" for number in range(3)]  # the second on another rank
@@ -126,12 +126,12 @@ def test_the_accuracy_of_training_is_that_of_its_logits(cache, tmp_path, monkeyp
     flags = ("--train-iters", "3", "--log-interval", "1", "--eval-iters", "0", "--precision", "fp64", "--lr", "3e-3")
     correct = []
 
-    def counted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def counted(logits: torch.Tensor, labels: torch.Tensor, top: tuple[int, ...]) -> torch.Tensor:
         best = logits.detach().sum(0).max(1).indices.tolist()
         correct.append(sum(one == other for one, other in zip(best, labels.tolist(), strict=True)))
-        return count_correct(logits, labels)
+        return correct_predictions(logits, labels, top)
 
-    monkeypatch.setattr(distributed_model, "count_correct", counted)
+    monkeypatch.setattr(distributed_model, "correct_predictions", counted)
     train(cache, *flags, "--tensorboard-dir", str(tmp_path))
     found = [line["accuracy"] for line in log_of(tmp_path, "iteration")]
     assert max(found) > 0
