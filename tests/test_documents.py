@@ -110,7 +110,6 @@ def test_a_dead_link_is_found(tmp_path) -> None:
 # --- commands
 
 
-@pytest.mark.slow
 def test_the_quickstart(tmp_path: Path) -> None:
     follow(tmp_path, commands("docs/quickstart.md", "Quickstart"))
     assert (tmp_path / "spikingjelly.pt").is_file()
@@ -127,7 +126,6 @@ def as_the_page_says(cache: str, folder: Path, flags: list[str]) -> None:
     reshard(source, folder / "runs/spikformer_tp2_pp2/checkpoints", Target(2, 2, layout="5|5"))
 
 
-@pytest.mark.slow
 def test_a_checkpoint_goes_to_other_hardware(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path / "cache"))
     lines = commands("docs/checkpoints.md", "On other hardware, in three commands")

@@ -87,7 +87,6 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert table(case.columns, found).splitlines()[3].split()[:3] == ["dp2", "2", "1"]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_short_run_of_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log, rows = tmp_path / "logs" / "benchmark.jsonl", ["spikingjelly", "megasnn", "megasnn:2", "pp2-zbv"]
@@ -102,7 +101,6 @@ def test_a_short_run_of_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if " (" in line][: len(rows)] == rows
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_short_run_of_plans(tmp_path: Path) -> None:
     log = tmp_path / "log"
