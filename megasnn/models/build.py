@@ -22,8 +22,8 @@ from megasnn.kernels import NeuronSpec
 from megasnn.kernels.spike_codec import Content
 from megasnn.layers.context import BuildContext, building
 from megasnn.layers.init import initialise_sharded, tensors_of, without_memory
-from megasnn.layers.plain import SHARDED, forget_state, is_plain, refuse_plain_parts, refuse_unshareable
-from megasnn.layers.replicated import Gathered, apply_layer, is_whole, knows_no_ranks, placed, plain_layer
+from megasnn.layers.refusals import SHARDED, is_plain, refuse, refuse_mixed_rows
+from megasnn.layers.replicated import Gathered, apply_layer, forget_state, is_whole, plain_layer
 from megasnn.layers.row_context import one_height
 from megasnn.layers.shape_inference import (
     MaxInference,
@@ -32,6 +32,7 @@ from megasnn.layers.shape_inference import (
     is_ours,
     note_never_called,
 )
+from megasnn.models.convert_module import convert_network
 from megasnn.models.cut_check import Cuts, MixedChannels, check_cut, is_known
 from megasnn.models.description import (
     DRY_SAMPLES,
@@ -185,8 +186,8 @@ def built(model: ModelConfig, context: BuildContext | None = None, neuron: Neuro
         last = len(layers) - 1
         for number, each in enumerate(layers):
             try:
-                module = _as_layer(each, context, number == 0, number == last, model.num_classes)
-                refuse_unshareable(module, context)
+                module = _made(each, context, number == 0, model.num_classes if number == last else 0)
+                refuse_mixed_rows(module, context)
             except ValueError as error:
                 raise ValueError(f"{each.name}: {error}") from error
             layers[number] = replace(each, module=module)
@@ -194,18 +195,22 @@ def built(model: ModelConfig, context: BuildContext | None = None, neuron: Neuro
         return layers
 
 
-def _as_layer(each: Layer, context: BuildContext, first: bool, last: bool, classes: int) -> nn.Module:
-    """The module of a layer; a plain one is whole on every tensor parallel rank, or mixes no channels."""
+def _made(each: Layer, context: BuildContext, is_first: bool, classes: int) -> nn.Module:
+    """The module of a layer; a plain one is whole on every tensor parallel rank, or mixes no channels.
+
+    Args:
+        classes: of the last layer; 0 of others.
+    """
     for module in each.module.modules():
         if getattr(module, "inplace", False) is True:  # would change what other stages, and a second forward, take
             module.inplace = False  # type: ignore[assignment]
-    if knows_no_ranks(each.module):
-        return placed(each.module, each.name, classes if last else 0)
+    if each.is_sharded:
+        return convert_network(each, context, context.replicated, classes)
     if is_plain(each.module):
         has_tensors = next(tensors_of(each.module), None) is not None
-        whole = first or last or has_tensors or each.name in context.replicated
-        return plain_layer(each.module, context, each.initialise, whole=whole, keeps_whole=last)
-    refuse_plain_parts(each.module)
+        whole = is_first or classes > 0 or has_tensors or each.name in context.replicated
+        return plain_layer(each.module, each.name, context, each.initialise, whole=whole, classes=classes)
+    refuse(each.module, "inside")
     if each.initialise is not None:
         initialise_sharded(each.module, each.initialise)
     return each.module
@@ -243,7 +248,7 @@ def _built_and_run(
     for name, layer in named:
         for path, each in layer.named_modules(prefix=name):
             if is_whole(each):
-                cast(Gathered, each.forward).cuts = cuts.get(path, ())
+                cast(Gathered, each.forward).learn_cuts(cuts.get(path, ()), is_part=path != name)
     outputs = dry_run(
         named,
         _inputs_of(layers),
@@ -286,7 +291,7 @@ def _check(model: ModelConfig, neuron: NeuronSpec, before: Sequence[Layer], size
         except MixedChannels as error:
             layer = dict(cut)[error.layer]
             path = error.layer if is_plain(layer) else error.path
-            if not knows_no_ranks(layer) or path in replicated:
+            if "_call" not in vars(layer) or path in replicated:
                 raise
             replicated, mixed = replicated | {path}, error
     return replicated, {}

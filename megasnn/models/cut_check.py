@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from megasnn.layers.converted import ConvertedDropout
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.layers.neuron import NeuronLayer, SpikingNeuron
-from megasnn.layers.replicated import Gathered, apply_layer, is_whole, placed
+from megasnn.layers.replicated import Gathered, apply_layer, is_whole
 from megasnn.layers.shape_inference import inferring_requires_grad, is_ours
 from megasnn.models.description import DRY_SAMPLES, INPUT
 from megasnn.models.layer import Computed
@@ -101,7 +102,9 @@ def check_cut(
     gathered: dict[str, Cuts] = {}
     for number, (name, layer) in enumerate(cut):
         inputs = [Output(frames, [None]) if source == INPUT else outputs[source] for source in taken[number]]
-        placed(layer, name, classes=0)
+        for each in (layer, whole[number][1]):
+            if "_call" in vars(each):
+                vars(each)["_call"] = replace(vars(each)["_call"], classes=0)
         key = name, tuple(cut for each in inputs for cut in each.cuts), tuple(map(is_whole, layer.modules()))
         if key not in checked:
             checked[key] = check_layer(name, whole[number][1], layer, inputs, size)
@@ -229,6 +232,7 @@ class _Run:
         size: int = 1,
     ) -> None:
         self._one, self._rank, self._size, self._draws = one, rank, size, 0
+        self._name = name
         self._paths: dict[object, str] = {each: path for path, each in layer.named_modules(prefix=name)}
         self._paths |= {each.forward: path for path, each in layer.named_modules(prefix=name) if is_whole(each)}
         self._called = [name]  # modules that are checked, the innermost last
@@ -306,8 +310,8 @@ class _Run:
             if self._one is not None and given:
                 _refuse_other_channels(module, given[0], cuts[0])
         else:
-            module.cuts = self.gathered.setdefault(self._paths[module], cuts)
-            if module.cuts != cuts:
+            module.learn_cuts(cuts, is_part=self._paths[module] != self._name)
+            if self.gathered.setdefault(self._paths[module], cuts) != cuts:
                 raise ValueError(f"{self._paths[module]} is called again with inputs that are cut otherwise")
         kept = vars(module).copy()
         vars(module).update({n: tree_map_only(Tensor, _on_meta, dict(kept[n])) for n in _TENSORS if n in kept})

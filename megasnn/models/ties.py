@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.layers import DropPath, ParallelBatchNorm, ParallelDropout
-from megasnn.layers.plain import SHARDED
+from megasnn.layers.refusals import SHARDED
 from megasnn.layers.shape_inference import calls_of
 from megasnn.models.layer import Layer
 from megasnn.parallel.sharding import owner_name, tie
