@@ -43,19 +43,14 @@ class Gathered:
 
     Attributes:
         dim: in which the output is cut; None for whole.
-        cuts: of the input's tensors, in their order; those that are missing are whole.
+        cuts: of the input's tensors, in their order; those that are missing are whole. The check of cut layers finds
+            them, and `dim` of a module inside a layer: that of its first input that is cut.
     """
 
     def __init__(self, inner: Callable[..., Any], context: BuildContext, dim: int | None = None) -> None:
         self._inner, self._group, self._dtype = inner, context.tp, context.dtype
         self.dim = dim
         self.cuts: Sequence[Cut | None] = ()
-
-    def learn_cuts(self, cuts: Sequence[Cut | None], is_part: bool) -> None:
-        """Notes how inputs are cut. The output of a part of a layer is cut as its first input that is."""
-        self.cuts = cuts
-        if is_part:
-            self.dim = next((cut.dim for cut in cuts if cut is not None), None)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         cuts = chain(self.cuts, repeat(None))

@@ -91,7 +91,8 @@ def profile_layers(
     images = own_rows_of(frames_of(x.to(device, context.dtype), model.input_shape), context)
     outputs: dict[int, Bundle] = {INPUT: images}
     casts, tasks = CastWeights(), WeightGradients()
-    layers: list[nn.Module | None] = list(model.build(replace(context, cast_weights=casts, weight_gradients=tasks)))
+    context = replace(context, cast_weights=casts, weight_gradients=tasks)
+    layers: list[nn.Module | None] = [each.module for each in model.build(context)]
     known: dict[Hashable, tuple[LayerCost, Bundle]] = {}
     costs: list[LayerCost] = []
     quiet = True if rounds == 0 or (dist.is_initialized() and dist.get_rank() > 0) else None  # None: on a terminal

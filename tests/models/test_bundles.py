@@ -244,7 +244,7 @@ def test_what_does_not_fit_its_boundary_names_the_entry() -> None:
     pair, model, bounds = Group("pp", (0, 1), made=mock.Mock()), describe(Bundles()), [range(2), range(2, 6)]
     state = SimpleNamespace(pp=pair, pp_down=pair, device=CPU, wire=CPU)
     chunks = build_chunks(model, bounds, [0], BuildContext(), CPU, 0)
-    boundaries, checks = Boundaries(model, BuildContext()), DeviceChecks(CPU)
+    boundaries, checks = Boundaries(model, BuildContext(), model.build(BuildContext())), DeviceChecks(CPU)
     with mock.patch.object(p2p, "start_messages"):
         transfers = Transfers(chunks, (0, 1), state, boundaries)
     transfers.begin(Schedule("nothing", (0, 1), 1, ((), ())), [2])
