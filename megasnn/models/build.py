@@ -272,7 +272,7 @@ def _made_and_checked(
 ) -> tuple[nn.Module, Cuts | None]:
     """The module of a layer, in which modules that mix channels are whole, and how its output is cut as far as that is
     known. Raises MixedChannels for a module of the user's that cannot be whole, being inside a layer of ours."""
-    whole, mixed = frozenset[str](), None
+    whole, mixed, size = frozenset[str](), None, context.tp.size
     while True:
         try:
             module = make(context, whole)
@@ -280,7 +280,10 @@ def _made_and_checked(
         except ValueError as error:
             raise mixed or error from error
         try:
-            return module, check_layer(each.name, one, module, inputs, context.tp.size)
+            cuts = check_layer(each.name, one, module, inputs, size)
+            if any(cut is not None and (cut.dim < 2 or cut.blocks > 1) for cut in cuts or ()):
+                raise MixedChannels(each.name, "a rank's channels are not side by side behind samples", size)
+            return module, cuts
         except MixedChannels as error:
             path = error.path if each.is_sharded else each.name
             if "_call" not in vars(module) or path in whole:

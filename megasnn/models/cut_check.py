@@ -87,10 +87,8 @@ def check_layer(
         return None
     whole = _Run(name, one, inputs)
     first, *others = [_Run(name, layer, inputs, whole, rank, size) for rank in sorted({0, 1, size - 1})]
-    if any((each.cuts, each.gathered) != (first.cuts, first.gathered) for each in others):
+    if any(each.cuts != first.cuts for each in others):
         raise MixedChannels(name, "ranks have different parts", size)
-    if any(cut is not None and (cut.dim < 2 or cut.blocks > 1) for cut in first.cuts):
-        raise MixedChannels(name, "a rank's channels of its output are not side by side behind samples", size)
     return first.cuts
 
 
@@ -200,7 +198,6 @@ class _Run:
         one: the run with all channels, which a rank's is compared with.
     Attributes:
         output: of the layer. cuts: of its entries.
-        gathered: how the inputs of modules that are whole are cut, by path.
     Raises:
         MixedChannels: something differs.
     """
@@ -223,7 +220,6 @@ class _Run:
         self._shown: list[Tensor] = []  # outputs of those that are not computed, on the meta device
         self._leaves: list[_Leaf] = []
         self._loss = torch.zeros((), dtype=torch.float64)
-        self.gathered: dict[str, Cuts] = {}
         cuts = iter([cut for _, of_input in inputs for cut in of_input])
         _forget(layer)
         try:
@@ -299,10 +295,9 @@ class _Run:
             if self._one is not None and given:
                 _refuse_other_channels(module, given[0], cuts[0])
         else:
-            module.cuts = cuts
-            module.dim = next((cut.dim for cut in cuts if cut is not None), None)
-            if self.gathered.setdefault(self._paths[module], cuts) != cuts:
+            if module.cuts not in ((), cuts):  # of an earlier call, or another rank
                 raise ValueError(f"{self._paths[module]} is called again with inputs that are cut otherwise")
+            module.cuts, module.dim = cuts, next((cut.dim for cut in cuts if cut is not None), None)
         kept = vars(module).copy()
         vars(module).update({n: tree_map_only(Tensor, _on_meta, dict(kept[n])) for n in _TENSORS if n in kept})
         self._is_inside = True
