@@ -380,27 +380,6 @@ def test_a_norm_in_evaluation_mode_keeps_its_statistics(ranks) -> None:
     assert buffers["stem.norm.running_mean"].abs().max() > 0
 
 
-class Counts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def reset_parameters(self) -> None:
-        self.seen.zero_()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += 1
-        return x
-
-
-@pytest.mark.parametrize("axis", ["dp", "cp"])
-def test_a_buffer_that_a_forward_changes_is_refused_with_replicas(axis: str) -> None:
-    described = describe(model_of(Counts))
-    assert described.build(BuildContext())
-    with pytest.raises(ValueError, match=r"plain\.0.*'seen'"):
-        described.build(BuildContext(**{axis: Group(axis, (0, 1))}))
-
-
 def test_torchs_modules_that_work_in_place_do_it_aside() -> None:
     relu = with_values(model_of(lambda: nn.ReLU(inplace=True), lambda: nn.Conv2d(8, 8, 1)))["plain.0"]
     x = -torch.ones(2, 1, 8, 2, 2)
@@ -416,6 +395,16 @@ class Cache(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.zeros(3), persistent=False)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return x
 
 
 class Halved(nn.BatchNorm2d):
@@ -471,6 +460,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dropout": (lambda: nn.Dropout(0.1), r"Dropout .*megasnn\.ParallelDropout"),
     "single step": (lambda: sj.Conv2d(8, 8, 1), "step_mode='m'"),
     "unsaved": (Cache, "'table'"),
+    "buffer": (Counts, "'seen'"),
     "lazy": (lambda: nn.LazyConv2d(8, 1), "uninitialized"),
     "batch first": (lambda: attends(batch_first=True), "batch_first=True"),
     "sizes": (lambda: nn.Conv2d(4, 8, 1), r"given \[2, 2, 8, 8, 8\]"),
