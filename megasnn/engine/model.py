@@ -150,7 +150,7 @@ class DistributedModel:
             chunk.weight_gradients.observer = self.data_parallel.accumulated
             if options.graphs is not None:
                 chunk.capture_graphs(options.graphs)
-        self.described = describe_tensors(model, BuildContext(dtype=context.dtype))
+        self.described = describe_tensors(model, context.dtype)
         self.parameters = parameter_count(self.described)
         trained = (e for e in self.described if e.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)

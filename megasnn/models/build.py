@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import lru_cache, partial
@@ -13,12 +13,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from megasnn.bundle import Bundle, Key, entries_of, logits_of, shapes_text
+from megasnn.bundle import Bundle, entries_of, logits_of, shapes_text
 from megasnn.config import ModelConfig
 from megasnn.config.checks import flag
 from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.spike_codec import Content
 from megasnn.layers.context import BuildContext, building
 from megasnn.layers.init import initialise_sharded, tensors_of, without_memory
 from megasnn.layers.refusals import SHARDED, is_plain, refuse, refuse_mixed_rows
@@ -75,9 +74,8 @@ def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
         LayerDescription(
             each.name,
             each.layer.unit,
-            _output_of(each.output),
+            {key: EntryDescription(content_of(x), tuple(x.shape)) for key, x in entries_of(each.output).items()},
             each.layer.takes or (),
-            tuple(tuple(entry.shape) for entry in entries_of(each.output).values()),
             parameter_count(list(sharded_tensors([(each.name, each.module)]))),
             each.operations,
         )
@@ -143,12 +141,6 @@ def _require_logits(model: ModelConfig, last: Built) -> None:
             f"{last.name}: the last layer gives {list(logits.shape)} for {DRY_SAMPLES} samples, where logits are "
             f"{wanted}: --time-steps, samples, --num-classes"
         )
-
-
-def _output_of(output: Bundle) -> Content | Mapping[Key, EntryDescription]:
-    """Content of a layer's output."""
-    found = {key: EntryDescription(content_of(x), tuple(x.shape)) for key, x in entries_of(output).items()}
-    return found[None].content if None in found else found
 
 
 # --- building

@@ -54,11 +54,11 @@ class EntryDescription:
 
     Attributes:
         content: what it is known to hold, which decides how it crosses to another stage.
-        shape: that of the dry run, of `DRY_SAMPLES` samples and one tensor-parallel rank; None: any.
+        shape: that of the dry run, of `DRY_SAMPLES` samples and one rank.
     """
 
     content: Content
-    shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,8 @@ class LayerDescription:
     Attributes:
         name: global name, the prefix of its parameters' names.
         unit: the coarser part that it belongs to ("patch_embed", "blocks.0", "head"), for explicit layouts.
-        output: what the layer's output is known to hold, or of a bundle, each of its entries.
+        entries: tensors of its output; one without a key is no bundle.
         takes: names of the layers whose outputs are its inputs; empty: the layer before it.
-        shapes: of the tensors of its output, of `DRY_SAMPLES` samples and one rank.
         parameters: number of their elements.
         operations: multiply-adds in a sample's forward: of convolutions, linear layers and products of matrices, each
             as often as it is computed here (of an image that all time steps see, once).
@@ -77,19 +76,13 @@ class LayerDescription:
 
     name: str
     unit: str
-    output: Content | Mapping[Key, EntryDescription]
+    entries: Mapping[Key, EntryDescription]
     takes: tuple[str, ...] = ()
-    shapes: tuple[tuple[int, ...], ...] = ()
     parameters: int = 0
     operations: int = 0
 
-    @property
-    def entries(self) -> Mapping[Key, EntryDescription]:
-        """The tensors of its output."""
-        return {None: EntryDescription(self.output)} if isinstance(self.output, Content) else self.output
-
     def output_shapes(self, samples: int) -> list[tuple[int, ...]]:
-        return [(shape[0], samples, *shape[2:]) for shape in self.shapes]
+        return [(each.shape[0], samples, *each.shape[2:]) for each in self.entries.values()]
 
     def output_bytes(self, samples: int, dtype: torch.dtype) -> int:
         """Bytes of its output, packed as it travels and is kept."""
@@ -159,7 +152,7 @@ class ModelDescription:
     @property
     def is_chain(self) -> bool:
         """Tells whether each layer takes one tensor, the output of the layer before it, and nothing else."""
-        return not any(layer.takes or not isinstance(layer.output, Content) for layer in self.layers)
+        return not any(layer.takes or None not in layer.entries for layer in self.layers)
 
     def needed_from(self, stop: int) -> list[int]:
         """The layers before layer `stop` whose outputs are still needed from there on, in their order.

@@ -225,13 +225,15 @@ def build_chunks(
     return chunks
 
 
-def describe_tensors(model: ModelDescription, context: BuildContext) -> list[ShardedTensor]:
-    """Describes every tensor of the whole model, on the meta device: nothing is allocated."""
-    if context.place != BuildContext().place:
-        return list(sharded_tensors(model.named_layers(context)))
+def describe_tensors(model: ModelDescription, dtype: torch.dtype = torch.float32) -> list[ShardedTensor]:
+    """Describes every tensor of the whole model, on the meta device: nothing is allocated.
+
+    Args:
+        dtype: of those that are floating point.
+    """
 
     def typed(like: Tensor) -> Tensor:
-        dtype = context.dtype if like.is_floating_point() else like.dtype
-        return torch.empty_like(like, dtype=dtype).requires_grad_(like.requires_grad)
+        dtype_here = dtype if like.is_floating_point() else like.dtype
+        return torch.empty_like(like, dtype=dtype_here).requires_grad_(like.requires_grad)
 
     return [replace(entry, tensor=typed(entry.tensor)) for entry in model.tensors]

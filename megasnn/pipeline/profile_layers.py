@@ -102,7 +102,7 @@ def profile_layers(
         layer, layers[number] = layers[number], None  # its memory is free when it has been profiled
         assert layer is not None
         shapes = [(key, x.shape, x.requires_grad) for each in inputs for key, x in entries_of(each).items()]
-        kind = (_structure(layer), str(description.output), tuple(shapes), INPUT in takes)
+        kind = (_structure(layer), str(description.entries), tuple(shapes), INPUT in takes)
         if kind not in known:
             materialise([(description.name, layer)], device, seed=0)
             with casts.kept():  # as in a step, which makes each copy once

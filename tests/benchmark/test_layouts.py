@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megasnn.config.checks import ConfigError
-from megasnn.layers import BuildContext
 from megasnn.models.build import describe
 from megasnn.pipeline.chunk import describe_tensors
 from tools.benchmark.__main__ import main
@@ -131,6 +130,6 @@ def test_wrong_flags_and_a_failing_rank_are_told(tmp_path: Path, capsys, monkeyp
 def test_both_libraries_have_the_same_tensors(name: str, parameters: int) -> None:
     model = Layouts(model=name).dimensions_of_model()  # type: ignore[arg-type]
     expected = model.from_spikingjelly(spikingjelly_model(model).state_dict())
-    ours = describe_tensors(describe(model), BuildContext())
+    ours = describe_tensors(describe(model))
     assert {e.name: e.shard.global_shape for e in ours} == {n: tuple(t.shape) for n, t in expected.items()}
     assert sum(torch.Size(e.shard.global_shape).numel() for e in ours if e.is_parameter) == parameters

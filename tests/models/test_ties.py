@@ -116,7 +116,7 @@ def test_one_rank_computes_what_autograd_computes_with_one_module(ranks) -> None
 
 def test_a_tied_parameter_is_counted_initialised_and_described_once() -> None:
     described = describe(Tied())
-    entries = describe_tensors(described, BuildContext())
+    entries = describe_tensors(described)
     names = [entry.name for entry in entries]
     assert len(names) == len(set(names)) and "head.weight" not in names and "block.1.unit.conv.weight" not in names
     assert parameter_count(entries) == 4 * 27 + 8 + 16 + 4 + 144 + 4 + 8 + 1 + 16 + 8 + 8 + 4
@@ -258,7 +258,7 @@ def test_frozen_and_missing_gradients_are_paired_by_their_tensors(ranks, frozen:
 
 
 def test_weights_tied_inside_a_layer_and_modules_inside_of_two() -> None:
-    names = [entry.name for entry in describe_tensors(describe(_model(lambda: [TwoTied(4)])), BuildContext())]
+    names = [entry.name for entry in describe_tensors(describe(_model(lambda: [TwoTied(4)])))]
     assert "made.0.a.weight" in names and "made.0.b.weight" not in names and "made.0.b.bias" in names
 
     def nested() -> list[nn.Module]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from megasnn.checkpoint.load import load_globals_into
 from megasnn.engine.model import DistributedModel
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, DropPath
 from megasnn.losses.sums import cross_entropy_sum, mse_sum, tet_sum
 from megasnn.models.build import describe
@@ -148,7 +147,7 @@ def _with_drop_path(model: ModelDescription, p: float) -> ModelDescription:
         *layers, last = model.build(context)
         return [*layers, Built(Layer("drop", DropPath(p, "drop", context), "drop"), layers[-1].output), last]
 
-    drop = LayerDescription("drop", "drop", Content.DENSE)
+    drop = LayerDescription("drop", "drop", model.layers[-2].entries)
     return replace(model, layers=(*model.layers[:-1], drop, model.layers[-1]), build=build)
 
 
