@@ -5,14 +5,12 @@ A `group` of None stands for a process on its own, without torch.distributed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from megasnn.files import CheckpointError, DamagedError, raise_problems
-from megasnn.parallel_state import Group
 
 T = TypeVar("T")
 
@@ -28,15 +26,6 @@ def gather(group: dist.ProcessGroup | None, value: T) -> list[T]:
     values: list[T | None] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values  # type: ignore[return-value]
-
-
-def clock_offsets(group: Group) -> list[float]:
-    """Seconds to add to each rank's `time.perf_counter()` for that of the group's first rank. Collective.
-
-    The wall clocks of hosts are taken to agree, as they do with NTP, to about a millisecond.
-    """
-    zeros = gather(group.handle, time.time() - time.perf_counter())
-    return [zero - zeros[0] for zero in zeros]
 
 
 def broadcast_result(group: dist.ProcessGroup | None, decide: Callable[[], T]) -> T:

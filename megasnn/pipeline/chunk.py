@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,8 +21,8 @@ from megasnn.layers.replicated import apply_layer
 from megasnn.layers.row_context import own_rows_of
 from megasnn.layers.shape_inference import to_channels_last
 from megasnn.models.description import Built, Carried, LayerDescription, ModelDescription, frames_of
-from megasnn.parallel.sharding import ShardedTensor, copied_tensors, materialise, sharded_tensors
-from megasnn.pipeline.graphs import ChunkGraphs, GraphOptions, why_not
+from megasnn.parallel.sharding import ShardedTensor, described_tensors, materialise, sharded_tensors
+from megasnn.pipeline.graphs import Capture, ChunkGraphs, why_not
 from megasnn.telemetry.ranges import named
 
 
@@ -67,15 +66,13 @@ class PipelineChunk(nn.Module):
         self._context = context
         self.graphs: ChunkGraphs | None = None
 
-    def capture_graphs(self, options: GraphOptions) -> None:
-        """Runs as graphs in training from now on. Raises ValueError for a layer that cannot, and must."""
-        wrong = {name: why for name, layer in self.named_layers() if (why := why_not(layer))}
-        for name, why in wrong.items():
-            if options.is_required:
-                raise ValueError(f"{name} cannot have CUDA graphs: {why} (--cuda-graphs auto leaves its chunk without)")
-            sys.stderr.write(f"WARNING: {name}, and with it its chunk, runs without CUDA graphs: {why}\n")
-        if len(self.layers) and not wrong:
-            self.graphs = ChunkGraphs(self.layers, self._run, self.weight_gradients, options.capture)
+    def capture_graphs(self, capture: Capture) -> None:
+        """Runs as graphs in training from now on. Raises ValueError for a layer that cannot."""
+        for name, layer in self.named_layers():
+            if why := why_not(layer):
+                raise ValueError(f"{name} cannot have CUDA graphs: {why}; use --cuda-graphs off")
+        if len(self.layers):
+            self.graphs = ChunkGraphs(self.layers, self._run, self.weight_gradients, capture)
 
     def part(self, bounds: Sequence[range], index: int) -> PipelineChunk:
         """A chunk of a finer cut, which is within this one and has its layers."""
@@ -146,8 +143,8 @@ class PipelineChunk(nn.Module):
         return list(sharded_tensors(self.named_layers()))
 
     def copied_tensors(self) -> list[ShardedTensor]:
-        """Tensors that another one owns; see `megasnn.parallel.sharding.tie`."""
-        return list(copied_tensors(self.named_layers()))
+        """Tensors that another one owns."""
+        return [entry for entry in described_tensors(self.named_layers()) if entry.is_copy]
 
 
 def carrying_layers(module: nn.Module) -> list[NeuronLayer | ParallelDropout]:

@@ -35,11 +35,11 @@ WIDTH, UNIT_HEIGHT, AROUND = 12.0, 0.36, 1.2  # inches
 WIDE, NARROW = 0.025, 0.011  # parts of the width that a bar needs for its action, and for its micro-batch alone
 
 
-def raster(schedule: Schedule, simulation: Simulation, title: str, span: float | None = None) -> NDArray[np.uint8]:
+def raster(schedule: Schedule, simulation: Simulation, title: str) -> NDArray[np.uint8]:
     """Gantt chart of times in seconds as a picture, uint8 `[height, width, 3]`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    canvas = FigureCanvasAgg(chart(schedule, simulation, title, span, 1e3, "ms"))
+    canvas = FigureCanvasAgg(chart(schedule, simulation, title, 1e3, "ms"))
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
@@ -48,7 +48,6 @@ def chart(
     schedule: Schedule,
     simulation: Simulation,
     title: str = "",
-    span: float | None = None,
     scale: float = 1.0,
     unit: str = "units of time",
 ) -> Figure:
@@ -56,14 +55,13 @@ def chart(
 
     Args:
         title: beginning of the caption.
-        span: time of the whole width, to compare charts; the makespan when None.
         scale, unit: factor for times, and their unit then.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, AROUND + UNIT_HEIGHT * schedule.ranks), layout="constrained")
     axes = figure.add_subplot()
-    span = (simulation.makespan if span is None else span) or 1.0
+    span = simulation.makespan or 1.0
     for rank, row in enumerate(simulation.timeline):
         axes.broken_barh([(0, span * scale)], (rank, BAR), facecolors=WAITING)
         _add_computations(axes, schedule, row, rank, span, scale)

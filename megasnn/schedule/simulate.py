@@ -61,18 +61,7 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
     """
     if len(costs) != schedule.chunks:
         raise ValueError(f"{len(costs)} costs for {schedule.chunks} chunks")
-    return summarise(schedule, _timeline(schedule, costs), [cost.activation for cost in costs])
-
-
-def summarise(
-    schedule: Schedule, timeline: Sequence[Sequence[TimedAction]], activation: Sequence[float] | None = None
-) -> Simulation:
-    """Sums up a timeline, simulated or measured, that begins at 0.
-
-    Args:
-        timeline: of each rank.
-        activation: of each chunk; when not given, a rank's chunks are equal parts of one stage.
-    """
+    timeline, activation = _timeline(schedule, costs), [cost.activation for cost in costs]
     makespan = max((timed.end for row in timeline for timed in row), default=0.0)
     computed = [[timed for timed in row if timed.action.kind in COMPUTE] for row in timeline]
     busy = [sum(timed.end - timed.start for timed in row) for row in computed]

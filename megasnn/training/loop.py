@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
+from megasnn.device_checks import placed
 from megasnn.engine import Engine
 from megasnn.engine.debug import first_non_finite
-from megasnn.engine.faults import placed
 from megasnn.grid import HOLDING_AXES
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.replica_check import ReplicaCheck, ReplicaError
@@ -23,7 +23,7 @@ from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.data import RunData
 from megasnn.training.memory import announce, compare, forecast_memory
 from megasnn.training.metrics import Metrics
-from megasnn.training.profiling import Pictures, PipelineProfiler, StepTrace
+from megasnn.training.profiling import Pictures, StepTrace
 from megasnn.training.resume import claim, load_start, require_checkpoint
 from megasnn.training.saving import Saves
 from megasnn.training.signals import StopSignals
@@ -68,7 +68,6 @@ class TrainingRun:
             self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
             self.saves = Saves(config, engine, claimed, self.data.place, begin, reporter)
             self.metrics = Metrics(engine)
-            self.profiler = PipelineProfiler(config, engine, reporter)
             self.pictures = Pictures(config, engine, self.data.datasets, self.metrics.rasters, reporter)
             groups = {axis: state.group(axis) for axis in HOLDING_AXES}
             self.replicas = ReplicaCheck(engine.checkpoints.entries, groups, state.world, state.wire)
@@ -133,7 +132,6 @@ class TrainingRun:
                     self._iterate(batch, trace)
                     if self._should_exit():
                         break
-            trace.close()
             self._end()
 
     def _end(self) -> None:
@@ -157,9 +155,8 @@ class TrainingRun:
         logs = self._logs(number)
         self.metrics.spikes.enabled = logs
         self.pictures.begin(batch, self.iteration)
-        with self.profiler.around(number, batch):
+        with trace.around(number):
             result = self.engine.train_on(batch)
-        trace.step()
         self.metrics.spikes.enabled = False
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         self._skipped_steps += result.skipped

@@ -1,150 +1,57 @@
-"""Pictures of a run: measured actions beside simulated ones, traces of steps, samples, and which neurons fire when."""
+"""Traces of steps, and pictures of a run: samples, and which neurons fire when."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megasnn.config import PretrainConfig
 from megasnn.data import Datasets, GlobalBatch
 from megasnn.engine import Engine
-from megasnn.parallel.agreement import clock_offsets, gather
+from megasnn.parallel.agreement import gather
 from megasnn.parallel_state import ParallelState
-from megasnn.schedule import Action, Schedule, Simulation
-from megasnn.schedule.draw import raster
-from megasnn.schedule.simulate import TimedAction, summarise
 from megasnn.telemetry.pictures import raster_sheet, sample_sheet
 from megasnn.telemetry.reporter import Reporter
 from megasnn.telemetry.spikes import RasterRecorder, place_in_model
-from megasnn.telemetry.timers import Mark
 from megasnn.training.startup_log import log_folder
 
 SAMPLES = 8
 
 
-class PipelineProfiler:
-    """Times the actions of a pipeline in the step before those of --profile-steps, which a trace makes slower."""
-
-    def __init__(self, config: PretrainConfig, engine: Engine, reporter: Reporter) -> None:
-        steps = config.logging.profiled_steps if engine.state.pp.size > 1 else range(0)
-        self._step = max(steps[0] - 1, engine.iteration + 1) if steps else None
-        self._engine, self._reporter = engine, reporter
-        self._marks: list[tuple[Mark, Mark]] = []
-
-    @contextmanager
-    def around(self, number: int, batch: GlobalBatch) -> Iterator[None]:
-        """Measures iteration `number` in the block, where it is due, and reports it. Collective over each pipeline."""
-        if number != self._step:
-            yield
-            return
-        executor = self._engine.distributed.executor
-        self._marks.clear()
-        executor.clock.start()
-        executor.observer = self._observe
-        try:
-            yield
-        finally:
-            executor.observer = None
-        with self._reporter.pause():
-            self._report(number, batch)
-
-    def _observe(self, action: Action, start: Mark, end: Mark) -> None:
-        self._marks.append((start, end))
-
-    def _report(self, number: int, batch: GlobalBatch) -> None:
-        """Writes the log line, the scalars, and the two charts on one scale."""
-        engine, pipeline = self._engine, self._engine.state.pp
-        seconds = engine.distributed.executor.clock.seconds
-        offsets, micro_batches = clock_offsets(pipeline), engine.windows * len(batch.micro_batches)
-        times = gather(pipeline.handle, [(seconds(start), seconds(end)) for start, end in self._marks])
-        schedule = engine.plan.schedules.training(micro_batches)
-        # A step that was not finite is followed by forwards that look for the place.
-        times = [row[: len(actions)] for row, actions in zip(times, schedule.actions, strict=True)]
-        predicted = engine.plan.simulation(micro_batches)
-        assert predicted is not None, "the plan measures costs where a profile is asked for"
-        results = {"measured": measured_simulation(schedule, times, offsets), "predicted": predicted}
-        scalars = {f"pipeline/ms_{what}": 1e3 * each.makespan for what, each in results.items()}
-        scalars |= {f"pipeline/bubble_{what}": each.idle_share for what, each in results.items()}
-        self._reporter.scalars(scalars, number, batch.consumed_samples)
-        told = [f"{k} {1e3 * r.makespan:.1f} ms with a bubble of {r.idle_share:.1%}" for k, r in results.items()]
-        self._reporter.line(f"pipeline at iteration {number}, {schedule.name}: {', '.join(told)}")
-        span = max(each.makespan for each in results.values())
-        for what, result in results.items():
-            self._reporter.picture(f"pipeline/{what}", partial(raster, schedule, result, what, span), number)
-
-
-def measured_simulation(
-    schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]], offsets: Sequence[float]
-) -> Simulation:
-    """Builds a timeline from start and end of every rank's actions, in order, on the ranks' own clocks.
-
-    Args:
-        offsets: seconds to add to each rank's clock.
-    """
-    origin = min((row[0][0] + offset for row, offset in zip(times, offsets, strict=True) if row), default=0.0)
-    timeline = [
-        [
-            TimedAction(action, start + offset - origin, end + offset - origin)
-            for action, (start, end) in zip(actions, row, strict=True)
-        ]
-        for actions, row, offset in zip(schedule.actions, times, offsets, strict=True)
-    ]
-    return summarise(schedule, timeline)
-
-
 class StepTrace:
-    """Traces the iterations of --profile-steps on the ranks of the first replica. An error in it ends no run.
+    """Traces the iteration of --profile-step on the ranks of the first replica. An error in it ends no run.
 
     Args:
         span: iterations that were done before, and those of the whole run.
     """
 
     def __init__(self, config: PretrainConfig, state: ParallelState, span: tuple[int, int], reporter: Reporter) -> None:
-        options, (done, iterations) = config.logging, span
-        steps = options.profiled_steps
-        if steps and not done < steps[-1] <= iterations:
-            reporter.line(
-                f"WARNING: --profile-steps {options.profile_steps}, and the run has iterations {done + 1} to "
-                f"{iterations}: the trace has what lies in both"
-            )
-        self._reporter, self._number, self._rank = reporter, done, state.rank
-        self._steps = range(max(steps[0], done + 1), steps[-1] + 1) if steps else steps
-        self._folder = (log_folder(config) or Path()) / "traces"
-        self._profile: profile | None = None
-        if self._steps and state.dp.rank == 0:
-            gpu = [ProfilerActivity.CUDA] if state.device.type == "cuda" else []
-            with warnings.catch_warnings(action="ignore"):  # it would have steps of warm-up
-                wait, active = self._steps[0] - done - 1, len(self._steps)
-                due = torch.profiler.schedule(wait=wait, warmup=0, active=active, repeat=1)
-            self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], schedule=due, on_trace_ready=self._write)
-            self._try(self._profile.start)
+        step, (done, iterations) = config.logging.profile_step, span
+        if step is not None and not done < step <= iterations:
+            reporter.line(f"WARNING: --profile-step {step}, and the run has iterations {done + 1} to {iterations}")
+        self._step, self._reporter = step if state.dp.rank == 0 else None, reporter
+        gpu = [ProfilerActivity.CUDA] if state.device.type == "cuda" else []
+        self._activities = [ProfilerActivity.CPU, *gpu]
+        self._path = (log_folder(config) or Path()) / "traces" / f"rank{state.rank}-{step}.pt.trace.json"
 
-    def step(self) -> None:
-        """Ends an iteration; the trace is written behind the last one."""
-        self._number += 1
-        if self._profile is not None:
-            self._try(self._profile.step)
-
-    def close(self) -> None:
-        """Writes what there is of a trace that is being taken."""
-        if self._profile is not None:
-            self._try(self._profile.stop)
-
-    def _try(self, act: Callable[[], object]) -> None:
-        with self._reporter.best_effort("the trace of --profile-steps"):
-            act()
-
-    def _write(self, trace: profile) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"rank{self._rank}-{self._steps[0]}-{self._number}.pt.trace.json"
-        trace.export_chrome_trace(str(path))
-        self._reporter.line(f"wrote {path}")
+    @contextmanager
+    def around(self, number: int) -> Iterator[None]:
+        """Traces iteration `number` in the block, where it is due."""
+        if number != self._step:
+            yield
+            return
+        trace, tried = profile(activities=self._activities), self._reporter.best_effort
+        with tried("the trace of --profile-step"):
+            trace.start()
+        yield
+        with tried("the trace of --profile-step"):
+            trace.stop()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(str(self._path))
+            self._reporter.line(f"wrote {self._path}")
 
 
 class Pictures:
@@ -179,7 +86,7 @@ class Pictures:
             samples = list(micro.images[:SAMPLES].cpu().numpy())
             classes = self._labels[micro.sample_ids[: len(samples)].numpy()].tolist()
             captions = [f"class {label}" for label in classes]
-            self._reporter.picture("samples", lambda: sample_sheet(samples, captions), iteration)
+            self._reporter.board.picture("samples", lambda: sample_sheet(samples, captions), iteration)
         self._shown = True
 
     def end(self, iteration: int) -> None:
@@ -191,4 +98,4 @@ class Pictures:
         found = {name: raster for stage in of_stages for name, raster in stage.items()}
         rasters = {name: found[name] for name in sorted(found, key=lambda name: place_in_model(name, self._layers))}
         if self._state.rank == 0 and rasters:
-            self._reporter.picture("spikes/raster", lambda: raster_sheet(rasters), iteration)
+            self._reporter.board.picture("spikes/raster", lambda: raster_sheet(rasters), iteration)

@@ -88,15 +88,14 @@ class _Event:
 
 @contextmanager
 def _profiled(executor: PipelineExecutor) -> Iterator[None]:
-    """As `PipelineProfiler.recording`, with the clock of a GPU."""
+    """Observes every action with the clock of a GPU."""
     executor.clock = clock = DeviceClock(torch.device("cuda"))
     marks = []
     with mock.patch("torch.cuda.Event", _Event):
-        clock.start()
         executor.observer = lambda action, start, end: marks.extend((start, end))
         yield
         executor.observer = None
-        seconds = [clock.seconds(mark) for mark in marks]
+        seconds = [clock.between(marks[0], mark) for mark in marks]
     assert seconds and seconds == sorted(seconds)
 
 

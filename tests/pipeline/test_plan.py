@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megasnn.config import LoggingConfig, ParallelConfig, TrainingConfig
+from megasnn.config import ParallelConfig, TrainingConfig
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.build import describe
@@ -22,7 +22,7 @@ from tests.parity.ranks import model_config
 MODEL = describe(model_config(), NeuronSpec())
 
 
-def _plan(micro_batches: int, searches: bool, predicts: bool, flags: dict[str, Any]) -> PipelinePlan | str:
+def _plan(micro_batches: int, searches: bool, flags: dict[str, Any]) -> PipelinePlan | str:
     """On two stages of ranks that all measure differently; all may search, or the first alone."""
     parallel = ParallelConfig(pipeline_model_parallel_size=2, **flags)
     state = initialize_model_parallel(pp=2, cp=parallel.context_parallel_size)
@@ -31,7 +31,6 @@ def _plan(micro_batches: int, searches: bool, predicts: bool, flags: dict[str, A
         model=model_config(),
         training=training,
         parallel=parallel,
-        logging=LoggingConfig(profile_steps="1" if predicts else None),
     )
     profile = profile_layers.profile_layers
 
@@ -59,37 +58,33 @@ def _no_search(*_: object) -> None:
     raise AssertionError("this rank must not search")
 
 
-def test_ranks_get_the_plan_of_the_first_and_it_is_the_best(ranks) -> None:
+def test_ranks_get_the_plan_of_the_first(ranks) -> None:
     """Of nine micro-batches the replicas have five and four."""
-    first, *others = ranks(4, _plan, 9, False, False, {})
+    first, *others = ranks(4, _plan, 9, False, {})
     assert others == [first] * 3
     link = first.costs.link
-    assert link.latency + link.per_byte > 0 and first.named  # on a busy machine either may drown in noise
-    assert first.forecast(5).makespan <= min(each.makespan for each in first.named) * (1 + 1e-9)
+    assert link.latency + link.per_byte > 0  # on a busy machine either may drown in noise
     assert [schedule.micro_batches for schedule in first.schedules.decided] == [5, 4]
     assert all(schedule.placement == first.schedules.placement for schedule in first.schedules.decided)
-    said = "\n".join(first.describe("auto"))
-    assert "named ones: " in said and "micro-batches' activations" in said
+    assert "--pipeline-schedule auto: " in first.describe("auto")[0]
 
 
 def test_ranks_that_share_rows_get_the_plan_of_the_first(ranks) -> None:
-    first, *others = ranks(4, _plan, 5, True, False, {"context_parallel_size": 2})
+    first, *others = ranks(4, _plan, 5, True, {"context_parallel_size": 2})
     assert others == [first] * 3 and first.costs.layers[1].exchanged > 0
 
 
 def test_nothing_is_measured_where_nothing_depends_on_it(ranks) -> None:
     flags = {"pipeline_schedule": "1f1b", "pipeline_model_parallel_layout": f"4|{len(MODEL.layers) - 4}"}
-    (plan, _), (predicted, _) = ranks(2, _plan, 5, True, False, flags), ranks(2, _plan, 5, True, True, flags)
+    plan, _ = ranks(2, _plan, 5, True, flags)
     assert plan.costs is None and plan.simulation(5) is None and plan.describe("1f1b") == []
-    assert predicted.bounds == plan.bounds == (range(0, 4), range(4, len(MODEL.layers)))
-    simulation = predicted.simulation(5)
-    assert simulation is not None and simulation.makespan > 0
+    assert plan.bounds == (range(0, 4), range(4, len(MODEL.layers)))
 
 
 def test_one_rank_searches_for_all_and_its_refusal_is_everybodys(ranks) -> None:
-    first, second = ranks(2, _plan, 5, False, False, {"pipeline_schedule": "zb1p"})
+    first, second = ranks(2, _plan, 5, False, {"pipeline_schedule": "zb1p"})
     assert first == second and len(first.schedules.decided) == 1
-    told = ranks(2, _plan, 5, False, False, {"pipeline_schedule": "gpipe", "memory_budget": 1e-6})
+    told = ranks(2, _plan, 5, False, {"pipeline_schedule": "gpipe", "memory_budget": 1e-6})
     assert all("--memory-budget" in text for text in told)
 
 
