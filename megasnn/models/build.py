@@ -235,7 +235,7 @@ def _made(
         try:
             module = _for_rank(each, context, whole, is_first, classes)
             refuse_mixed_rows(module, context)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # torch's own of modules without sizes
             raise ValueError(f"{each.name}: {error}") from error
     return module
 

@@ -196,11 +196,6 @@ def _model(make: Callable[[], list[nn.Module]]) -> Model:
     return between(lambda: (layer(f"made.{index}", module) for index, module in enumerate(make())))
 
 
-class Uncopied(ConvNormNeuron):
-    def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
-        raise TypeError("a file is open")
-
-
 def tied(**options: Any) -> list[nn.Module]:
     """Two units with one weight. Args: of the second one."""
     first, second = ConvNormNeuron(4, 4, style="row"), ConvNormNeuron(4, 4, **options)
@@ -211,8 +206,6 @@ def tied(**options: Any) -> list[nn.Module]:
 def test_what_cannot_be_tied_is_refused_with_the_layers_name() -> None:
     with pytest.raises(ValueError, match=r"made\.1\.conv\.weight .*made\.0\.conv\.weight: .* \[4, 4, 3, 3\]"):
         describe(_model(lambda: tied(kernel_size=3)))
-    with pytest.raises(ValueError, match=r"made\.1: this Uncopied .*: a file is open"):
-        describe(_model(lambda: [Uncopied(4, 4)] * 2))
     described = describe(_model(lambda: tied(style="column")))
     with pytest.raises(ValueError, match=r"made\.1\.conv\.weight .*`style`, or set --tensor-model"):
         described.build(BuildContext(Group("tp", (0, 1))))
