@@ -343,7 +343,9 @@ def attends(batch_first: bool = False) -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=batch_first)
 
 
-@pytest.mark.parametrize("make", [attends, lambda: nn.Sequential(nn.Flatten(0, 1), nn.Unflatten(0, (2, -1))), lambda: nn.Softmax(0)])
+@pytest.mark.parametrize(
+    "make", [attends, lambda: nn.Sequential(nn.Flatten(0, 1), nn.Unflatten(0, (2, -1))), lambda: nn.Softmax(0)]
+)
 def test_a_sample_does_not_depend_on_others(make: Callable[[], nn.Module]) -> None:
     """Attention of torch's is over time, and not over time and samples."""
     mixes, x = with_values(model_of(Tokens, make, Image))["plain.1"], torch.randn(2, 3, 8)
