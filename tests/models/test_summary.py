@@ -86,7 +86,7 @@ def test_what_layers_give() -> None:
         head: ((3, 8, 10), Content.DENSE, 3 * 8 * 10 * 4),
     }
     for each, (shape, content, size) in expected.items():
-        assert each.output_shapes(8) == [shape] and each.output is content
+        assert each.output_shapes(8) == [shape] and each.entries[None].content is content
         assert each.output_bytes(8, torch.float32) == size
     assert head.parameters == 650 and head.operations == 3 * 640
 
