@@ -25,10 +25,7 @@ def to_rgb(sample: NDArray[Any]) -> Picture:
 
     Event frames `[T, 2, H, W]` stand side by side, on white, red where it became brighter (polarity 1) and blue where
     darker; the darkest shade is the 99.5th percentile of what is not zero. Images are uint8 `[H, W]` or `[H, W, C]`, or
-    floats `[C, H, W]`, which are stretched from black to white.
-
-    Raises:
-        ValueError: another shape.
+    floats `[C, H, W]`, which are stretched from black to white. Raises ValueError for another shape.
     """
     if sample.ndim == 4 and sample.shape[1] == 2:
         values = sample.astype(np.float32)
@@ -48,13 +45,7 @@ def to_rgb(sample: NDArray[Any]) -> Picture:
 
 
 def sample_sheet(samples: Sequence[NDArray[Any]], captions: Sequence[str]) -> Picture:
-    """Draws samples with captions on a sheet: recordings one below the other, images four in a row.
-
-    Raises:
-        ValueError: no samples, another number of captions, or a sample that is no picture.
-    """
-    if not samples or len(samples) != len(captions):
-        raise ValueError(f"a sheet needs a caption for each sample: {len(samples)} samples, {len(captions)} captions")
+    """Draws samples with captions on a sheet: recordings one below the other, images four in a row."""
     is_events = any(sample.ndim == 4 for sample in samples)
     return _sheet([to_rgb(sample) for sample in samples], captions, EVENT_LEGEND if is_events else "", is_events)
 
