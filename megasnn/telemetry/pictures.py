@@ -66,26 +66,24 @@ def raster_picture(raster: Raster) -> Picture:
 
 
 def _sheet(pictures: Sequence[Picture], captions: Sequence[str], title: str, one_a_row: bool = False) -> Picture:
+    from matplotlib.figure import Figure
+
     columns = 1 if one_a_row else min(4, len(pictures))
     rows = -(-len(pictures) // columns)
     height = 12 * pictures[0].shape[0] / pictures[0].shape[1] if one_a_row else 12 / columns
-    figure = _figure(12, max(rows * (min(height, 4) + 0.3), 1.0) + 0.4)
+    size = 12, max(rows * (min(height, 4) + 0.3), 1.0) + 0.4
+    figure = Figure(size, DPI, layout="constrained")
     figure.suptitle(title, fontsize=9)
     for place, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
         axes = figure.add_subplot(rows, columns, place + 1)
         axes.imshow(picture, interpolation="nearest")
         axes.set_title(caption, fontsize=8)
         axes.axis("off")
-    return _pixels(figure)
+    return pixels(figure)
 
 
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure((width, height), DPI, layout="constrained")
-
-
-def _pixels(figure: Figure) -> Picture:
+def pixels(figure: Figure) -> Picture:
+    """Draws a figure of matplotlib's."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)

@@ -43,8 +43,6 @@ def test_a_sheet_shows_every_sample() -> None:
     rows = np.flatnonzero((sheet == RED).all(-1).any(1))
     assert sheet.dtype == np.uint8 and np.diff(rows).max() > 5, "two rows with a caption between them"
     assert sample_sheet([np.zeros((30, 60, 3), np.uint8)] * 5, list("abcde")).shape[1] == 1200
-    with pytest.raises(ValueError, match="0 samples"):
-        sample_sheet([], [])
 
 
 def test_a_raster_has_a_row_for_each_neuron_and_a_column_for_each_step() -> None:
