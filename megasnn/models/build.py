@@ -24,7 +24,6 @@ from megasnn.layers.context import BuildContext, building
 from megasnn.layers.init import initialise_sharded, tensors_of, without_memory
 from megasnn.layers.plain import SHARDED, forget_state, is_plain, refuse_plain_parts, refuse_unshareable
 from megasnn.layers.replicated import Gathered, apply_layer, is_whole, knows_no_ranks, placed, plain_layer
-from megasnn.layers.row_context import one_height
 from megasnn.layers.shape_inference import (
     MaxInference,
     content_of,
@@ -325,7 +324,7 @@ def dry_run(
             inputs = [frames if number == INPUT else outputs[number] for number in numbers]
             before, buffers = _versions(inputs), dict(_buffers(layer))
             try:
-                with one_height(layer), trackers.get(name, nullcontext()):
+                with trackers.get(name, nullcontext()):
                     output = apply_layer(layer, inputs[0], range(samples), *inputs[1:])
                 entries_of(output)
                 if _versions(inputs) != before:
