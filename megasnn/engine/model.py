@@ -17,7 +17,7 @@ from megasnn.device_checks import DeviceChecks, placed
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.shape_inference import calls_of
 from megasnn.layers.weight_grad import WeightGradients
-from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
+from megasnn.losses.sums import correct_predictions, cross_entropy_sum
 from megasnn.models.description import ModelDescription
 from megasnn.optim.norms import GradientNorm
 from megasnn.parallel.agreement import gather
@@ -231,7 +231,7 @@ class DistributedModel:
 
     def _count_correct(self, output: Bundle, labels: Tensor) -> None:
         if (joined := self._joined(output)) is not None:
-            self._correct_here += count_correct(logits_of(joined), labels)
+            self._correct_here += correct_predictions(logits_of(joined), labels, (1,))[0]
 
     def _joined(self, output: Bundle) -> Bundle | None:
         """Returns the output for all time steps with the last window of the samples, None before."""
