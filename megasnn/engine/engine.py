@@ -37,6 +37,7 @@ from megasnn.engine.faults import claim_fault
 from megasnn.engine.mesh import join_ranks
 from megasnn.engine.step import TrainStep
 from megasnn.host_memory import keep_free_memory
+from megasnn.losses.sums import correct_predictions
 from megasnn.models.model import Model
 from megasnn.optim.rates import learning_rate, require_schedule
 from megasnn.parallel.agreement import broadcast_result
@@ -118,14 +119,15 @@ class Engine:
             require_kernels(config, self.state.device)
             if self.state.device.type == "cpu":
                 keep_free_memory()
-            self.plan, self.distributed = build_model(config, described, self.state, wants_to_stop)
+            self.distributed = build_model(config, described, self.state, wants_to_stop)
+            self.plan = self.distributed.plan
             self.batches = Batches(config, self.distributed, mixing_of(config, described, self.length.epoch_samples))
             steps, epoch = self.length.iterations, self.length.epoch
             rate = partial(learning_rate, config.optimizer, iterations=steps, epoch=epoch)
             self.step = TrainStep(config, self.distributed, lr_schedule or rate)
             self.optimizer = self.step.optimizer
             self.takes_images, self.takes_labels = self.distributed.takes_images, self.distributed.gives_logits
-            self.checkpoints = Checkpoints(config, self.step, self.plan)
+            self.checkpoints = Checkpoints(config, self.step)
             undo.pop_all()
 
     @property
@@ -189,13 +191,17 @@ class Engine:
 
     def evaluate_on(self, batches: Iterable[GlobalBatch]) -> EvaluationRecord:
         """`evaluate` on this rank's shares of global batches, as `megasnn.data.BatchLoader` gives them."""
-        totals = [0.0, 0.0, 0.0, 0.0]
+        model, totals = self.distributed, torch.zeros(4, dtype=torch.float64, device=self.state.device)
+
+        def count(output: Bundle, labels: Tensor) -> None:
+            totals[0] += model.loss(output, labels)
+            totals[1] += len(labels)
+            totals[2:] += correct_predictions(logits_of(output), labels)
+
         with self._running(), self._averaged_weights():
             for batch in batches:
-                parts = self.distributed.evaluate(self.batches.inputs(batch, trains=False))
-                totals = [a + b for a, b in zip(totals, parts, strict=True)]
-            sums = torch.tensor(totals, dtype=torch.float64, device=self.state.device)
-            loss, samples, top1, top5 = self.distributed.of_all_replicas(sums).tolist()
+                model.forward(self.batches.inputs(batch, trains=False), count)
+            loss, samples, top1, top5 = model.of_all_replicas(totals).tolist()
         if not samples:
             raise ValueError("there are no samples to evaluate")
         return EvaluationRecord(
@@ -215,7 +221,7 @@ class Engine:
 
             with self._averaged_weights():  # and places in the labels' stead
                 for batch in self.batches.evaluated(images, torch.arange(samples), samples):
-                    self.distributed.predict(self.batches.inputs(batch, trains=False), keep)
+                    self.distributed.forward(self.batches.inputs(batch, trains=False), keep)
             return self.distributed.of_all_replicas(logits).cpu()
 
     @contextmanager

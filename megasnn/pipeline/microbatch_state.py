@@ -14,9 +14,10 @@ from torch.autograd.graph import get_gradient_edge
 from megasnn.kernels.spike_codec import bits_of, remember_bits
 from megasnn.layers.weight_grad import Task
 from megasnn.pipeline.recompute import PackedInput
+from megasnn.schedule.actions import Key
 
-Key = tuple[int, int]
-"""(chunk, micro-batch)."""
+OutputConsumer = Callable[[Any, Any], None]
+"""Called with (output without gradient, labels), once for each micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class StepState:
     Attributes:
         anchor: makes a chunk's input part of a graph.
         repeated: forwards that are computed again. kept: what these are computed from.
+        consume: takes outputs in evaluation; None in training.
         inputs: of chunks whose forward is to come. outputs: to be sent to the next chunk.
         learning: places of the tensors that a chunk hands on and that require a gradient.
         backwards: of chunks whose forward is done; None where there is nothing to learn.
@@ -60,6 +62,7 @@ class StepState:
     micro_batches: Sequence[MicroBatchInput]
     anchor: Tensor
     repeated: frozenset[Key] = frozenset()
+    consume: OutputConsumer | None = None
     kept: dict[Key, PackedInput] = field(default_factory=dict)
     learning: dict[Key, list[int]] = field(default_factory=dict)
     inputs: dict[Key, list[Tensor]] = field(default_factory=dict)
@@ -69,16 +72,6 @@ class StepState:
     awaited: dict[Key, Sequence[Tensor]] = field(default_factory=dict)
     weight_gradients: dict[Key, list[Task]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
-
-    def images(self, micro_batch: int) -> Tensor:
-        images = self.micro_batches[micro_batch].images
-        assert images is not None
-        return images
-
-    def labels(self, micro_batch: int) -> Tensor:
-        labels = self.micro_batches[micro_batch].labels
-        assert labels is not None
-        return labels
 
     def entered(self, key: Key) -> list[Tensor]:
         """Inputs of a chunk behind the first, which begin its graph and are here no longer."""

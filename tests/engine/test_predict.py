@@ -117,12 +117,12 @@ def first_time_step() -> Any:
 
 def reversed_outputs() -> Any:
     """The outputs of each micro-batch the wrong way round."""
-    evaluate = PipelineExecutor.evaluate
+    run = PipelineExecutor.run
 
-    def broken(self: Any, schedule: Any, micro_batches: Any, consume: Any) -> None:
-        evaluate(self, schedule, micro_batches, lambda output, labels: consume(output.flip(1), labels))
+    def broken(self: Any, schedule: Any, micro_batches: Any, consume: Any) -> Tensor:
+        return run(self, schedule, micro_batches, lambda output, labels: consume(output.flip(1), labels))
 
-    return mock.patch.object(PipelineExecutor, "evaluate", broken)
+    return mock.patch.object(PipelineExecutor, "run", broken)
 
 
 @pytest.mark.parametrize("break_it", [first_time_step, reversed_outputs])
@@ -164,15 +164,15 @@ def test_evaluations_change_no_bit_of_the_training(ranks, size: int, flags: dict
 @pytest.mark.parametrize("flags", [{}, {"ema_decay": 0.5}])
 def test_statistics_that_an_evaluation_moves_are_noticed(flags: dict[str, Any]) -> None:
     """The trap of the test above: norms that ignore that they evaluate."""
-    plain, mode = computed(flags, False), DistributedModel._set_mode
+    plain, forward = computed(flags, False), DistributedModel.forward
 
-    def ignoring(self: DistributedModel, training: bool) -> None:
-        mode(self, training)
+    def ignoring(self: DistributedModel, *given: Any) -> None:
+        forward(self, *given)
         for norm in self.norms:
-            if not training and norm.running_mean is not None:
+            if norm.running_mean is not None:
                 norm.running_mean += 0.1  # as a norm that takes what it evaluates into its statistics
 
-    with mock.patch.object(DistributedModel, "_set_mode", ignoring):
+    with mock.patch.object(DistributedModel, "forward", ignoring):
         found = computed(flags, True)
     assert not all(map(torch.equal, found[2:], plain[2:]))
 

@@ -146,13 +146,13 @@ def raise_in_weight_gradient() -> None:
 
 def slow_rank() -> None:
     """Each of its actions takes longer than all of the others' work."""
-    run = PipelineExecutor._run
+    do = PipelineExecutor._do
 
-    def slowed(self: PipelineExecutor, *arguments: Any, **options: Any) -> Any:
-        self.observer = lambda action, start, end: time.sleep(0.02)
-        return run(self, *arguments, **options)
+    def slowed(self: PipelineExecutor, run: Any, action: Action) -> None:
+        do(self, run, action)
+        time.sleep(0.02)
 
-    mock.patch.object(PipelineExecutor, "_run", slowed).start()
+    mock.patch.object(PipelineExecutor, "_do", slowed).start()
 
 
 def stall_the_first_time() -> None:

@@ -1,16 +1,13 @@
-"""Every schedule ends on a transport that waits where NCCL waits, beside tensor and data parallelism, profiled or not.
+"""Every schedule ends on a transport that waits where NCCL waits, beside tensor and data parallelism.
 
 The suite takes a choice in which any two of these are together once: a number of stages, a number of tensor-parallel
-ranks and of replicas, a schedule, a profile. Only eight stages are there with some of the schedules, one of each kind:
+ranks and of replicas, a schedule. Only eight stages are there with some of the schedules, one of each kind:
 what waits for what is the same with four, and tests/parity/test_schedules.py runs all of them on eight, where Gloo
 carries them. `pytest -m matrix` takes all.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from typing import NamedTuple
 from unittest import mock
@@ -21,11 +18,9 @@ import torch
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.optim.build import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.pipeline.p2p import Transfers
 from megasnn.schedule import Action, plan_schedule
 from megasnn.schedule.actions import COMPUTE
-from megasnn.telemetry.timers import DeviceClock
 from tests.nccl_like import nccl_like
 from tests.pairwise import Pair, pairs_of, pairwise
 from tests.parity import spikingjelly_reference as reference
@@ -47,14 +42,13 @@ class Case(NamedTuple):
     pipeline: int
     data: int
     schedule: tuple[str, int]
-    profiled: bool
 
     @property
     def world(self) -> tuple[int, int, int]:
         return self.tensor, self.pipeline, self.data
 
 
-ALL = [Case(*values) for values in product((1, 2), (2, 3, 4, 8), (1, 2), SCHEDULES, (False, True))]
+ALL = [Case(*values) for values in product((1, 2), (2, 3, 4, 8), (1, 2), SCHEDULES)]
 ALL = [case for case in ALL if case.tensor * case.pipeline * case.data <= MOST_RANKS]
 WORLDS = sorted({case.world for case in ALL})
 
@@ -70,36 +64,6 @@ def pairs_that_matter(case: Case) -> set[Pair]:
 SOME = pairwise(ALL, pairs_that_matter)
 
 
-class _Event:
-    """In place of torch.cuda.Event. The host is the stream that computes: what was recorded is over."""
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self._time = time.perf_counter()
-
-    def synchronize(self) -> None:
-        assert self._time
-
-    def elapsed_time(self, other: _Event) -> float:
-        return 1e3 * (other._time - self._time)
-
-
-@contextmanager
-def _profiled(executor: PipelineExecutor) -> Iterator[None]:
-    """Observes every action with the clock of a GPU."""
-    executor.clock = clock = DeviceClock(torch.device("cuda"))
-    marks = []
-    with mock.patch("torch.cuda.Event", _Event):
-        clock.start()
-        executor.observer = lambda action, start, end: marks.extend((start, end))
-        yield
-        executor.observer = None
-        seconds = [clock.seconds(mark) for mark in marks]
-    assert seconds and seconds == sorted(seconds)
-
-
 def _steps(device: Device, case: Case) -> list[float]:
     """The losses of some steps: in the last one no memory is taken any more."""
     state = initialize_model_parallel(tp=case.tensor, pp=case.pipeline)
@@ -109,18 +73,14 @@ def _steps(device: Device, case: Case) -> list[float]:
     losses = []
     started = list(device.communicators)
     for _ in range(STEPS):
-        if case.profiled:
-            with _profiled(engine.executor):
-                losses.append(record_step(engine, state, images, labels, MICRO_BATCH).loss)
-        else:
-            losses.append(record_step(engine, state, images, labels, MICRO_BATCH).loss)
+        losses.append(record_step(engine, state, images, labels, MICRO_BATCH).loss)
     assert device.communicators == started, "something in a step was a first use"
     destroy_model_parallel()
     return losses
 
 
 def _run(cases: list[Case]) -> list[list[float]]:
-    with nccl_like() as device, mock.patch("torch.cuda.synchronize", device.synchronize):
+    with nccl_like() as device:
         return [_steps(device, case) for case in cases]
 
 
@@ -229,7 +189,7 @@ def _all_waiting(schedules: list[tuple[str, int]]) -> list[list[float]]:
                 device.synchronize()
 
         with mock.patch.object(Transfers, "announce", announced):
-            return [_steps(device, Case(1, STAGES, 1, each, False)) for each in schedules]
+            return [_steps(device, Case(1, STAGES, 1, each)) for each in schedules]
 
 
 def test_all_ranks_may_wait_for_their_devices(ranks, loss) -> None:
