@@ -165,13 +165,13 @@ class Batches:
         if self._takes_images and images.ndim == 4:
             images = images.contiguous(memory_format=torch.channels_last)  # as the loader of a run gives them
         micro_batches = []
-        for index, start, size in (self.evaluated_share if evaluates else self.trained_share).spans(samples):
+        for start, size in (self.evaluated_share if evaluates else self.trained_share).spans(samples):
             span = slice(start, start + size)
             x, y = images[span] if self._takes_images else None, None
             if self._takes_labels:
                 y = labels[span] if labels.is_floating_point() else labels[span].long()
             places = torch.arange(position + start, position + start + size)
-            micro_batches.append(MicroBatch(index, start, size, places, x, y))
+            micro_batches.append(MicroBatch(start, size, places, x, y))
         return GlobalBatch(micro_batches, samples, position + samples)
 
     def evaluated(self, images: Tensor, labels: Tensor, samples: int) -> Iterator[GlobalBatch]:

@@ -19,7 +19,7 @@ from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, Paralle
 from megasnn.layers.shape_inference import calls_of
 from megasnn.layers.weight_grad import WeightGradients
 from megasnn.losses import LOSSES
-from megasnn.losses.sums import count_correct
+from megasnn.losses.sums import correct_predictions
 from megasnn.models.description import ModelDescription
 from megasnn.optim.norms import GradientNorm
 from megasnn.parallel.agreement import gather
@@ -193,7 +193,7 @@ class DistributedModel:
         self.is_finite = not is_void
         if found:
             self._refuse_findings()
-        self.norm = self.gradient_norm.of(squares)
+        self.norm = math.sqrt(math.fsum(squares))
 
     def forward(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
         """Evaluates: `consume` gets outputs for all time steps, and labels, where the logits are. Raises ValueError on
@@ -235,7 +235,7 @@ class DistributedModel:
         return loss if self.context.counts_logits else 0 * loss
 
     def _count_correct(self, output: Bundle, labels: Tensor) -> None:
-        self._correct_here += count_correct(logits_of(output), labels)
+        self._correct_here += correct_predictions(logits_of(output), labels, (1,))[0]
 
     def _consume(self, consume: OutputConsumer, output: Bundle, labels: Tensor) -> None:
         """Hands on the output for all time steps, with the last window of the samples."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megasnn.grid import Axis, ContextCut, Coordinates, Grid, Place
+from megasnn.grid import Axis, ContextCut, Grid, Place
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.parallel.sharding import Cut, Initialiser, Shard
@@ -75,13 +75,13 @@ class BuildContext:
         """This rank among those that hold the same layers, whole or cut."""
         weights = self.dp_shard.size
         sizes = Grid(dp_replicate=self.dp.size // weights, dp_shard=weights, cp=self.cp.size, tp=self.tp.size)
-        coordinates = Coordinates(
+        return Place(
+            sizes,
             dp_replicate=self.dp.rank // weights,
             dp_shard=self.dp_shard.rank,
             cp=self.cp.rank,
             tp=self.tp.rank,
         )
-        return Place(sizes, coordinates)
 
     def shard(
         self,

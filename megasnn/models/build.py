@@ -46,7 +46,7 @@ from megasnn.models.description import (
 from megasnn.models.layer import Layer
 from megasnn.models.summary import OperationCounter
 from megasnn.models.ties import refuse_other_calls, separate, tie_all
-from megasnn.parallel.sharding import copied_tensors, parameter_count, sharded_tensors
+from megasnn.parallel.sharding import described_tensors, parameter_count, sharded_tensors
 from megasnn.parallel_state import Group
 
 _LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
@@ -126,10 +126,11 @@ def building_problems(
 
 def _ties(named_layers: Sequence[tuple[str, nn.Module]]) -> Iterator[Tie]:
     owners: dict[str, str] = {}
-    for layer in named_layers:
-        owners |= {entry.name: layer[0] for entry in sharded_tensors([layer])}
-        for entry in copied_tensors([layer]):
-            yield Tie(entry.name, owners[entry.name], layer[0])
+    for name, layer in named_layers:
+        for entry in described_tensors([(name, layer)]):
+            if entry.is_copy:
+                yield Tie(entry.name, owners[entry.name], name)
+            owners.setdefault(entry.name, name)
 
 
 def _inputs_of(layers: Sequence[Layer]) -> tuple[tuple[int, ...], ...]:

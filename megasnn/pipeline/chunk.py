@@ -21,7 +21,7 @@ from megasnn.layers.replicated import apply_layer
 from megasnn.layers.row_context import own_rows_of
 from megasnn.layers.shape_inference import to_channels_last
 from megasnn.models.description import Carried, LayerDescription, ModelDescription, frames_of
-from megasnn.parallel.sharding import ShardedTensor, copied_tensors, materialise, sharded_tensors
+from megasnn.parallel.sharding import ShardedTensor, described_tensors, materialise, sharded_tensors
 from megasnn.pipeline.graphs import Capture, ChunkGraphs, why_not
 from megasnn.telemetry.ranges import named
 
@@ -143,8 +143,8 @@ class PipelineChunk(nn.Module):
         return list(sharded_tensors(self.named_layers()))
 
     def copied_tensors(self) -> list[ShardedTensor]:
-        """Tensors that another one owns; see `megasnn.parallel.sharding.tie`."""
-        return list(copied_tensors(self.named_layers()))
+        """Tensors that another one owns."""
+        return [entry for entry in described_tensors(self.named_layers()) if entry.is_copy]
 
 
 def carrying_layers(module: nn.Module) -> list[NeuronLayer | ParallelDropout]:

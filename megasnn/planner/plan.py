@@ -140,7 +140,7 @@ def problems(config: PretrainConfig, cluster: Cluster) -> list[str]:
         for name, value in changes.items()
         if value is not None
     ]
-    parts = config.neuron, training, config.optimizer, config.data, config.checkpoint, config.logging
+    parts = config.neuron, training, config.optimizer, config.data, config.checkpoint
     return wrong + [problem for part in parts for problem in part.problems()]
 
 

@@ -12,8 +12,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 FILE_NAME = "log.jsonl"
 
 
@@ -92,9 +90,3 @@ class Console:
         except OSError:  # a closed pipe; what Python flushes at exit must not fail on it either
             self._quiet = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def byte_bar(title: str, size: int | None, quiet: bool = False) -> tqdm[Any]:
-    """Makes a bar on a terminal that counts bytes: `update(bytes)`. `size`: of all; None where nobody knows it."""
-    disable = True if quiet else None
-    return tqdm(total=size, desc=title, unit="B", unit_scale=True, disable=disable, dynamic_ncols=True)

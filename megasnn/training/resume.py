@@ -29,8 +29,6 @@ from megasnn.parallel.agreement import broadcast_result, gather, run_on_all_rank
 from megasnn.parallel.sharding import owner_name
 from megasnn.parallel_state import ParallelState
 
-SHARED_SECONDS = 3.0  # in which a host has to see a file of another one
-
 
 @placed("while looking at the checkpoint of --load")
 def require_checkpoint(config: PretrainConfig, state: ParallelState) -> None:
@@ -104,11 +102,12 @@ def _require_shared(folder: Path, state: ParallelState) -> None:
     def see() -> None:
         if state.rank == 0:
             mark.touch()
-        deadline = time.monotonic() + SHARED_SECONDS
-        while not _sees(mark):
-            if time.monotonic() > deadline:
-                raise CheckpointError(f"{platform.node()} (rank {state.rank})")
+        for _ in range(30):  # within 3 s a host has to see a file of another one
+            with suppress(OSError):
+                if mark.name in os.listdir(folder):
+                    return
             time.sleep(0.1)
+        raise CheckpointError(f"{platform.node()} (rank {state.rank})")
 
     try:
         run_on_all_ranks(
@@ -117,15 +116,6 @@ def _require_shared(folder: Path, state: ParallelState) -> None:
     finally:
         if state.rank == 0:
             mark.unlink(missing_ok=True)
-
-
-def _sees(file: Path) -> bool:
-    """Returns True where this host sees a file. Listing the folder makes a file server's client look anew."""
-    with suppress(OSError):
-        os.listdir(file.parent)
-        os.stat(file)
-        return True
-    return False
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megasnn.config import DataConfig
-from megasnn.data import open_datasets
-from tests.data.shard_files import as_events, loader, write_shard
+from tests.data.shard_files import as_events, loader, open_datasets, write_shard
 from tools.benchmark.__main__ import main
 from tools.benchmark.data import Samples
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from megasnn.checkpoint import tensor_io
-from megasnn.checkpoint.folder import LATEST, find_checkpoint
+from megasnn.checkpoint.folder import resolve
 from megasnn.checkpoint.format import Progress, read_metadata
 from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
 from megasnn.checkpoint.save import save_checkpoint, save_global_tensors
-from megasnn.checkpoint.tensor_io import verify_checkpoint
+from megasnn.checkpoint.tensor_io import damage as damage_of
 from megasnn.files import DamagedError
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known, wrong
 
@@ -89,9 +89,9 @@ def everything(folder: Path, step: int | None = None) -> tuple[float, str]:
 def test_without_damage_nothing_is_said(folder):
     loaded, said = everything(folder)
     assert loaded == 300 and "iter_" not in said
-    path = find_checkpoint(folder)
-    assert {problem for _, problem in verify_checkpoint(path)} == {None}
-    for name, told in read_metadata(path).files.items():  # checksums are those that other tools compute
+    (path, *_), metadata = resolve(folder, None), read_metadata(folder / "iter_0000300")
+    assert damage_of(path, metadata) == []
+    for name, told in metadata.files.items():  # checksums are those that other tools compute
         content = (path / name).read_bytes()
         assert (told.bytes, told.crc32) == (len(content), f"{zlib.crc32(content):08x}")
 
@@ -104,20 +104,11 @@ def test_a_damaged_file_is_never_loaded(folder, name, damage: Callable[[Path, in
         intact = file.read_bytes()
         damage(file, seed)
         loaded, said = everything(folder)
-        assert loaded == 200 and (name in said or (name, damage) == ("metadata.json", remove))
-        assert f"{folder}" in said and "300" in said
+        assert loaded == 200 and name in said and f"{folder}" in said and "300" in said
         with pytest.raises((DamagedError, ValueError), match="300"):
             everything(folder, 300)
         file.write_bytes(intact)
     assert everything(folder)[0] == 300
-
-
-@pytest.mark.parametrize("text", [None, "", "30\x010", "250", "100"])
-def test_a_damaged_latest_is_told(folder, text: str | None):
-    """It may come to name another checkpoint that is there: those after it are of a course that was given up."""
-    (folder / LATEST).unlink() if text is None else (folder / LATEST).write_text(text)
-    loaded, said = everything(folder)
-    assert loaded == {"100": 100, "250": 200}.get(text or "", 300) and (LATEST in said) is (text != "100")
 
 
 def reseal(path: Path, change: Callable[[dict], object]) -> None:
@@ -149,7 +140,7 @@ def test_a_description_of_what_cannot_be_is_refused(folder, change, named):
 
 def test_another_format_is_refused_by_its_number(folder):
     reseal(folder / "iter_0000300", lambda told: told.update(format=99))
-    with pytest.raises(ValueError, match="99.*5"):
+    with pytest.raises(ValueError, match="5, found 99"):
         load_global_tensors(folder, 300)
 
 

@@ -17,7 +17,7 @@ from megasnn.checkpoint.format import OPTIMIZER, Progress, SavedTensor, covers_o
 from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
 from megasnn.checkpoint.save import file_name, save_checkpoint
 from megasnn.checkpoint.tensor_io import boxes_of, read_boxes, write_safetensors
-from megasnn.grid import Coordinates, Grid, Place
+from megasnn.grid import Grid, Place
 from megasnn.parallel.sharding import Cut, Shard, ShardedTensor
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known, wrong
 
@@ -100,7 +100,7 @@ ROWS = (3072, 2)
 
 def rows(rank: int, ranks: int, blocks: int = 1) -> ShardedTensor:
     """Rows by the replica that owns them, of a tensor that two tensor-parallel ranks have in blocks."""
-    place = Place(Grid(dp_replicate=ranks // 2, tp=2), Coordinates(dp_replicate=rank // 2, tp=rank % 2))
+    place = Place(Grid(dp_replicate=ranks // 2, tp=2), dp_replicate=rank // 2, tp=rank % 2)
     shard = Shard(ROWS, (("tp", Cut(0, blocks)),), place).by_rows("dp_replicate")
     return ShardedTensor("w", torch.zeros(shard.local_shape), shard, True)
 

@@ -33,7 +33,7 @@ ODD = {
     "optimizer": {"lr": 1e30, "lr_warmup_init": 0.0, "lr_interval": "epoch"},
     "parallel": {"memory_budget": 0.1, "pipeline_model_parallel_layout": "1|2", "recompute": "always"},
     "checkpoint": {"save": "caf\udce9", "ckpt_step": 0, "keep_best": True, "load": "x"},
-    "logging": {"eval_iters": 0, "profile_steps": "1-2"},
+    "logging": {"eval_iters": 0, "profile_step": 1},
 }
 """Values of every type, far from the defaults; names of a folder and of shards are not UTF-8."""
 
@@ -149,11 +149,11 @@ def test_an_evaluation_takes_nothing_of_a_file_about_checkpoints_and_logs(tmp_pa
     """What a run was given need not be taken back; what a flag gives is refused."""
     values = {
         "checkpoint": {"save": "a", "save_interval": 2, "keep_best": True, "load": "b", "ckpt_step": 3},
-        "logging": {"eval_iters": 0, "profile_steps": "3", "tensorboard_dir": "t"},
+        "logging": {"eval_iters": 0, "profile_step": 3, "tensorboard_dir": "t"},
         "training": {"train_iters": 9},
     }
     path = written(tmp_path, values)
-    found = spikformer(path, "--load", "a", "--evaluate_only")
+    found = spikformer(path, "--load", "a", "--evaluate-only")
     assert found.checkpoint == CheckpointConfig(load="a") and found.training.train_iters == 9
     validate(found, 1)
     assert spikformer(path, "--no-evaluate-only").checkpoint.save == "a"

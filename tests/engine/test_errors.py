@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,10 +20,9 @@ import megasnn
 from megasnn import ConvNormNeuron, Engine, MeanLinear, layer
 from megasnn.config import TrainingConfig
 from megasnn.engine.mesh import WORKSPACE, WORKSPACES, set_precision
-from megasnn.parallel_state import TASKS, destroy_model_parallel
-from megasnn.telemetry.timers import DeviceClock
+from megasnn.parallel_state import TASKS
 from tests.engine.test_engine import MODEL, PP2
-from tests.faults.launch import ROOT, held_port
+from tests.faults.launch import Ranks, Torchrun
 from tests.training.runs import train
 
 SIZES = {"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 9, "lr": 1e-2}
@@ -139,10 +136,6 @@ def test_an_iterable_that_raises_ends_the_engine(engine: Engine) -> None:
         engine.evaluate([batch()])
 
 
-def press_ctrl_c() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
 @pytest.mark.parametrize("method", ["train_step", "evaluate", "predict"])
 @pytest.mark.parametrize("error", [RuntimeError("out of luck"), KeyboardInterrupt()])
 def test_an_error_ends_the_engine_and_another_one_can_be_made(method: str, error: BaseException) -> None:
@@ -179,36 +172,12 @@ def of_nobody() -> None:
     engine.train_step(torch.rand(8, 1, 8, 8), torch.arange(8) % 10)
 
 
-def program(name: str, lives_on: bool = False) -> list[tuple[int, list[str]]]:
-    """Status and lines of two ranks without a launcher.
-
-    Args:
-        lives_on: the second one must, when the first has ended.
-    """
-    processes = []
-    with held_port() as holder:
-        for rank in ("0", "1"):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-            port = str(holder.getsockname()[1])
-            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
-            words = [sys.executable, "-c", f"from tests.engine.test_errors import {name}; {name}()"]
-            processes.append(
-                subprocess.Popen(words, env={**os.environ, **place, **where}, stdout=subprocess.PIPE, text=True)
-            )
-        try:
-            lines = [processes[0].communicate(timeout=90)[0].splitlines()]
-            if lives_on:
-                assert processes[1].poll() is None, "it ended, and with it the connections that the first waits for"
-                processes[1].kill()
-            lines.append(processes[1].communicate(timeout=120)[0].splitlines())
-        finally:
-            for process in processes:
-                process.kill()
-    return [(process.returncode, each) for process, each in zip(processes, lines, strict=True)]
-
-
-def test_an_error_on_one_rank_leaves_nobody_waiting() -> None:
-    (_, first), (_, second) = program("one_of_two", lives_on=True)
+def test_an_error_on_one_rank_leaves_nobody_waiting(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 2, target=one_of_two)
+    ranks.processes[0].join(90)
+    assert ranks.processes[1].is_alive(), "it ended, and with it the connections that the first waits for"
+    ranks.kill(signal.SIGKILL, 1)
+    first, second = (text.splitlines() for text in ranks.end().output)
     assert first[0] == second[0] == "0 8"
     assert second[1] == "1 RuntimeError out of luck"
     # Its connection breaks when the other one leaves its groups, or its watch ends it before.
@@ -218,9 +187,10 @@ def test_an_error_on_one_rank_leaves_nobody_waiting() -> None:
     assert "rank 1, pipeline stage 1, action 1F0, micro-batch 0" in second[2]
 
 
-def test_a_program_that_closes_no_engine_ends_well() -> None:
+def test_a_program_that_closes_no_engine_ends_well(tmp_path: Path) -> None:
     """A thread of Gloo's that is left would end it with an error."""
-    assert [status for status, _ in program("of_nobody")] == [0, 0]
+    (script := tmp_path / "script.py").write_text("from tests.engine.test_errors import of_nobody; of_nobody()")
+    assert Torchrun(tmp_path, 2, str(script)).end(90).status == [0]
 
 
 def gloo_threads() -> int:
@@ -256,27 +226,6 @@ def test_no_thread_is_left(ranks, tmp_path: Path) -> None:
         assert 0 < first == second, "but those of the world, which the tests have made"
 
 
-# --- errors of a GPU
-
-
-def broken(*args: Any, **options: Any) -> Any:
-    raise torch.AcceleratorError("CUDA error: asked again")
-
-
-def test_the_first_error_of_a_gpu_is_the_one_that_is_reported() -> None:
-    engine, first = Engine(MODEL, **SIZES), torch.AcceleratorError("CUDA error: the first")
-    try:
-        with mock.patch("megasnn.engine.mesh.destroy_model_parallel", broken), engine:
-            with mock.patch.object(DeviceClock, "mark", side_effect=[0.0, torch.AcceleratorError("CUDA error: again")]):
-                with pytest.raises(torch.AcceleratorError, match="the first"), engine.step.timers("part"):
-                    raise first
-            raise first
-    except torch.AcceleratorError as error:
-        assert error is first
-    finally:
-        destroy_model_parallel()
-
-
 def test_arithmetic_of_a_gpu_is_set_or_refused() -> None:
     cuda, wanted = torch.device("cuda", 0), TrainingConfig(precision="tf32", deterministic=True)
     operations = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul
@@ -294,13 +243,3 @@ def test_arithmetic_of_a_gpu_is_set_or_refused() -> None:
     set_precision(TrainingConfig(), cuda)
     assert [each.fp32_precision for each in operations] == ["ieee"] * 3
     assert not torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.allow_tf32
-
-
-def runs(cache: str) -> list[Any]:
-    return [train(cache, "--train-iters", "2", "--deterministic").pieces for _ in range(2)]
-
-
-def test_deterministic_runs_on_three_ranks_have_the_same_bits(ranks, tmp_path) -> None:
-    for first, second in ranks(3, runs, str(tmp_path)):
-        assert all(torch.equal(a, b) for (*_, mine), (*_, other) in zip(first, second, strict=True)
-                   for (_, a), (_, b) in zip(mine, other, strict=True))  # fmt: skip

@@ -63,15 +63,18 @@ def refusal(folder: Path, name: str, data: bytes, **options) -> str:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_written_events_are_read_within_a_bound_and_cuts_and_places_outside_refused(tmp_path, name) -> None:
+def test_written_events_are_read_within_a_bound_and_cuts_and_places_outside_refused(tmp_path, name, limits) -> None:
     data = WRITERS[name](SMALL)
-    recording = read(tmp_path, name, data, limit=max(len(data), 13 * 40) + 2000)
+    limits(max(len(data), 13 * 40) + 2000)
+    recording = read(tmp_path, name, data)
     assert equal(recording.events, SMALL)
     assert recording.sensor == ((128, 128) if name.endswith(".aedat") else (34, 34))
     for size in (0, 1, 21) if name.endswith((".raw", ".dat")) else (0, 1, 21, -3, -1):  # these end at a whole event
         refusal(tmp_path, name, data[:size])
     for limit in (100, len(data) - 1, 13 * 40 - 1 if name not in ("dvs128.aedat", "gesture.aedat", "a.bin") else 50):
-        assert "--max-sample-mb" in refusal(tmp_path, name, data, limit=limit)
+        limits(limit)
+        assert "--max-sample-mb" in refusal(tmp_path, name, data)
+    limits(1 << 20)
     if name != "dvs128.aedat":
         assert "200" in refusal(tmp_path, name, WRITERS[name](OUTSIDE))
 

@@ -28,7 +28,7 @@ def require_told_once(found: Ended, rank: int, place: str) -> None:
 
 
 def test_beside_a_replica_with_a_trace_and_a_save(tmp_path) -> None:
-    flags = ("--global-batch-size", "8", "--profile-steps", "2", "--tensorboard-dir", str(tmp_path / "board"))
+    flags = ("--global-batch-size", "8", "--profile-step", "2", "--tensorboard-dir", str(tmp_path / "board"))
     flags += ("--save", str(tmp_path / "run"), "--save-interval", "1", "--async-save")
     found = ended(tmp_path, "lose_the_gpu", 1, *flags)
     require_told_once(found, 1, "rank 1, pipeline stage 0, action 0F1, micro-batch 1")

@@ -21,7 +21,7 @@ from megasnn.models.build import describe
 from megasnn.models.layer import layer
 from megasnn.models.model import Model
 from megasnn.models.registry import MODELS
-from megasnn.parallel.sharding import copied_tensors, materialise, parameter_count, sharded_tensors
+from megasnn.parallel.sharding import described_tensors, materialise, parameter_count, sharded_tensors
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import describe_tensors
@@ -129,7 +129,7 @@ def test_a_tied_parameter_is_counted_initialised_and_described_once() -> None:
     materialise(alone, CPU, 0)
     assert [name for name, _ in alone] == ["block.2", "late"]
     assert torch.equal(alone[1][1].conv.weight, of["block.0"].unit.conv.weight)
-    assert {entry.name for entry in copied_tensors(alone)} >= {"block.0.unit.conv.weight"}
+    assert {entry.name for entry in described_tensors(alone) if entry.is_copy} >= {"block.0.unit.conv.weight"}
     assert [entry.name for entry in sharded_tensors(alone)][0] == "late.norm.weight"
     assert {(tie.owner, tie.copy) for tie in described.ties} == {
         ("block.0", "block.1"),

@@ -215,7 +215,7 @@ def record_step(
     for hook in hooks:
         hook.remove()
     merge_statistics(engine, most)
-    place = state.coordinates
+    place = state.place
     replica = state.dp.rank, place.cp
     result = RankStep((place.pp, *replica, place.tp), loss, engine.norm, logits, sum(fired))
     for entry in engine.tensors if state.dp_shard.size == 1 else engine.owned:

@@ -46,11 +46,11 @@ def bytes_of(folder: Path) -> dict[str, str]:
 
 
 def test_the_index_tells_what_is_there(tmp_path) -> None:
-    index = make(tmp_path / "out", options={"some": 1})
+    index = make(tmp_path / "out")
     names = [f"train-{n:05d}.tar" for n in range(6)] + [f"test-{n:05d}.tar" for n in range(2)]
     assert sorted(bytes_of(tmp_path / "out")) == sorted([*names, "index.json"])
     assert [len(shard.members.keys) for shard in index.shards] == [4, 4, 4, 4, 4, 3, 4, 1]
-    assert index == read_index(tmp_path / "out") and index.options == {"some": 1}
+    assert index == read_index(tmp_path / "out")
     keys = []
     for shard in index.shards:
         data = (tmp_path / "out" / shard.file).read_bytes()

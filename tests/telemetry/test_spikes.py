@@ -116,10 +116,10 @@ def test_synaptic_operations_are_counted_where_neurons_fire() -> None:
     spikes = [LayerSpikes(name, rate, 0.0, 0.0) for name, rate in rates.items()]
     found = synaptic_operations(layers, spikes)
     acs = 200 * (0.5 + 0.1) / 2 + 50 * (0.1 + 0.3 + 0.4) / 3
-    assert found["validation/effective_macs"] == 1000 and found["validation/dense"] == 1250
+    assert found["validation/effective_macs"] == 1000
     assert found["validation/effective_acs"] == pytest.approx(acs)
     assert found["validation/energy_mj"] == pytest.approx(1e3 * (1000 * 4.6e-12 + acs * 0.9e-12))
-    assert synaptic_operations(layers, []) == {} and "1250 MACs" in describe_operations(found)
+    assert synaptic_operations(layers, []) == {} and "1250 MACs" in describe_operations(layers, found)
 
 
 def test_rasters_have_a_few_neurons_of_the_first_samples() -> None:

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megasnn.checkpoint.load import load_global_tensors
 from megasnn.config import OptimizerConfig
 from megasnn.engine import model as distributed_model
-from megasnn.losses.sums import count_correct
+from megasnn.losses.sums import correct_predictions
 from megasnn.optim.rates import learning_rate
 from tests.data.shard_files import write_shards
 from tests.data.shard_server import serving
@@ -66,7 +66,7 @@ def test_what_tensorboard_shows(ranks, cache, tmp_path) -> None:
     assert [event.value for event in scalars["1_training/6_consumed_samples"]] == [20, 40, 60]
     assert {event.step for event in scalars["2_validation/1_loss"]} == {4, 6}
     for kind in ("peak", "predicted"):
-        assert {f"5_memory/{kind}_mb_rank{rank}" for rank in range(4)} <= scalars.keys()
+        assert {f"5_memory/{kind}_mb_{what}" for what in ("largest", "mean")} <= scalars.keys()
     assert all(scalars[f"7_communication/{group}_mb"][-1].value > 0 for group in ("tp", "pp", "backward"))
     assert 0 < scalars["3_spikes/1_firing_rate"][-1].value < 1
     expected = learning_rate(OptimizerConfig(lr=1e-2), 5, 6)
@@ -101,7 +101,7 @@ def test_what_the_json_log_holds(ranks, cache, tmp_path) -> None:
     assert [line["iteration"] for line in iterations] == [2, 4]
     last = iterations[-1]
     assert last["consumed_samples"] == 40 and last["global_batch_size"] == 10 and 0 <= last["accuracy"] <= 1
-    assert last["communication/pp_mb"] > 0 and last["memory/peak_mb_rank1"] > 100
+    assert last["communication/pp_mb"] > 0 and last["memory/peak_mb_mean"] > 100
     # Each of the stem's five neurons, and of a block's five, in the model's order although chunks are placed as a V.
     names = list(last["layers"])
     assert len(names) == 10 and names[0].startswith("patch_embed.stages.0") and names[-1].startswith("blocks.0.mlp.fc2")
@@ -114,12 +114,12 @@ def test_the_accuracy_of_training_is_that_of_its_logits(ranks, cache, tmp_path, 
     common = ("--train-iters", "3", "--log-interval", "1", "--eval-iters", "0", "--precision", "fp64", "--lr", "3e-3")
     found, correct = [], []
 
-    def counted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def counted(logits: torch.Tensor, labels: torch.Tensor, top: tuple[int, ...]) -> torch.Tensor:
         best = logits.detach().sum(0).max(1).indices.tolist()
         correct.append(sum(one == other for one, other in zip(best, labels.tolist(), strict=True)))
-        return count_correct(logits, labels)
+        return correct_predictions(logits, labels, top)
 
-    monkeypatch.setattr(distributed_model, "count_correct", counted)
+    monkeypatch.setattr(distributed_model, "correct_predictions", counted)
     for layout in ((), ("--pipeline-model-parallel-size", "2"), ("data",)):
         folder = tmp_path / f"run{len(found)}"
         flags = (*common, "--tensorboard-dir", str(folder), *(flag for flag in layout if flag != "data"))

@@ -117,10 +117,10 @@ def spoiled() -> tuple[list[bool], str, bool, bool]:
         (weight,) = [e.tensor for e in made.distributed.tensors if e.name == "head.weight"]
         reduce = GradientBuckets._reduce
 
-        def spoiling(self: GradientBuckets, bucket: Any) -> None:
+        def spoiling(self: GradientBuckets, bucket: Any, rows: Any) -> None:
             if weight.grad is not None and any(weight is each for each in bucket.parameters) and made.state.rank == 1:
                 weight.grad[0] = float("inf")
-            reduce(self, bucket)
+            reduce(self, bucket, rows)
 
         with mock.patch.object(GradientBuckets, "_reduce", spoiling):
             result = made.train_step(*batch(made))
