@@ -61,16 +61,12 @@ class Engine:
             print(result.loss, engine.evaluate(test_images, test_labels).top1)
             engine.save("checkpoints")
 
-    Flags are those of the command line, with underscores. A step is bit for bit that of `megasnn.pretrain`.
-
-    All methods are collective: every rank calls them in the same order, with the whole batch, and takes its share. A
-    rank without the first stage (`takes_images` is False) only looks at the number of images, and one without the last
-    stage (`takes_labels`) at that of the labels: there a tensor on the meta device will do. A wrong argument on one
-    rank is a ValueError on all of them, and changes nothing. Any other error within a step, an evaluation or a
-    prediction, Ctrl-C included, ends the Engine: whatever is asked of it then is a RuntimeError.
-
-    A process has one open Engine at a time. Process groups that nobody has made are made here, and freed by `close`, or
-    at the end of a `with` block. Torch's switches for precision and deterministic algorithms stay.
+    A step is bit for bit that of `megasnn.pretrain`. All methods are collective: every rank calls them in the same
+    order, with the whole batch, and takes its share. A rank without the first stage (`takes_images` is False) only
+    looks at the number of images, and one without the last stage (`takes_labels`) at that of the labels: there a tensor
+    on the meta device will do. A wrong argument on one rank is a ValueError on all of them, and changes nothing. Any
+    other error within a step, an evaluation or a prediction, Ctrl-C included, ends the Engine: whatever is asked of it
+    then is a RuntimeError. A process has one open Engine at a time, and `close` frees the process groups that it made.
 
     Args:
         model: an instance of one's own class or of one in `megasnn.MODELS`; or a validated configuration.
@@ -78,17 +74,16 @@ class Engine:
         length: of the training; by default `train_iters` of the flags.
         wants_to_stop: asked on every rank in each step and each batch of an evaluation; `stop_votes` counts the ranks
             that have answered True.
-        flags: values for all that the configuration leaves at its defaults.
+        flags: those of the command line, with underscores.
 
     Attributes:
-        config: with the flags in it. state: the grid of ranks. plan: of the pipeline.
-        distributed: the model's chunks on this rank. batches: cuts batches. step: takes micro-batches to new weights.
-        optimizer: of the parameters that this rank owns. checkpoints: what is saved.
+        config: with the flags in it. state: the grid of ranks.
+        optimizer: of the parameters that this rank owns.
         takes_images, takes_labels: True where this rank needs their values.
     Raises:
         ConfigError: flags that do not go together, or a model that cannot be built; lists all of it.
-        ValueError: patterns of flags that no parameter matches, a pipeline that cannot be planned, another Engine that
-            is open, ranks that are laid out otherwise already, or that are given different flags.
+        ValueError: a pipeline that cannot be planned, another Engine that is open, ranks that are laid out otherwise
+            already, or that are given different flags.
     """
 
     def __init__(

@@ -28,11 +28,8 @@ class TrainStep:
 
     Args:
         rate: (step, from 0 on) -> its learning rate.
-
     Attributes:
-        optimizer: of the parameters that this rank owns. average: of what it owns; None without `ema_decay`.
-        timers: of the phases of a step.
-        iteration, consumed_samples: optimizer steps done, and training samples used.
+        average: of what this rank owns; None without `ema_decay`.
     """
 
     def __init__(self, config: PretrainConfig, model: DistributedModel, rate: Callable[[int], float]) -> None:

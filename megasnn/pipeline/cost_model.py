@@ -41,14 +41,12 @@ class LayerCost:
     """One micro-batch through one layer, seconds and bytes.
 
     Attributes:
-        forward, input_gradient, weight_gradient: seconds to compute.
         held: bytes kept from the forward until the weight gradient is done.
         working: most bytes that forward, input gradient and weight gradient need above those before each.
         message, gradient: bytes of all that crosses a boundary behind the layer, and of its gradients, on the way.
         output: bytes of that where the layer runs.
         deferred: bytes that an input gradient leaves for the weight gradient.
-        parameters: bytes of this rank's part of them.
-        collectives, exchanged: calls between ranks that share the layer, and the bytes that this rank receives.
+        collectives, exchanged: calls between ranks that share the layer, and bytes that this rank receives.
         found: bytes kept beside the input where the forward is computed again: statistics of norms, received tensors.
         cast: bytes of the weights' copies in the type of the products, which a step makes once and keeps.
     """

@@ -47,7 +47,6 @@ class StepState:
     """Inputs, outputs, graphs and gradients of one step, by chunk and micro-batch; each goes when it is used up.
 
     Attributes:
-        anchor: makes a chunk's input part of a graph.
         repeated: forwards that are computed again. kept: what these are computed from.
         consume: takes outputs in evaluation; None in training.
         inputs: of chunks whose forward is to come. outputs: to be sent to the next chunk.
@@ -56,7 +55,6 @@ class StepState:
         gradients: of those tensors of a chunk's output, for its backward.
         awaited: inputs that require a gradient, without values, until that is there.
         weight_gradients: left by backwards of input gradients.
-        losses: of micro-batches, without graph.
     """
 
     micro_batches: Sequence[MicroBatchInput]
