@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -145,8 +145,6 @@ class DistributedModel:
         self.executor = PipelineExecutor(
             executed, state, transfers, self._micro_batch_loss, self.data_parallel, self._weights
         )
-        self._training_schedule = lru_cache(maxsize=None)(schedules.training)
-        self._evaluation_schedule = lru_cache(maxsize=None)(schedules.evaluation)
 
     def neurons(self) -> list[tuple[str, NeuronLayer]]:
         """(global name, layer) of this rank's neurons, in the order of the model."""
@@ -175,7 +173,7 @@ class DistributedModel:
         for norm in self.norms:
             norm.pending.clear()
         self._correct_here.zero_()
-        loss = self._run(self._training_schedule(len(micro_batches)), micro_batches)
+        loss = self._run(self.plan.schedules.training(len(micro_batches)), micro_batches)
         self.ties.sum_gradients()
         here = torch.stack([loss, self._correct_here])
         mine = [here if self._reports else torch.zeros_like(here), self._votes_and_findings()]
@@ -199,7 +197,7 @@ class DistributedModel:
         """Evaluates: `consume` gets outputs for all time steps, and labels, where the logits are. Raises ValueError on
         every rank, where the checks of one have found something."""
         if micro_batches:
-            self._run(self._evaluation_schedule(len(micro_batches)), micro_batches, consume)
+            self._run(self.plan.schedules.evaluation(len(micro_batches)), micro_batches, consume)
         self.stop_votes, found = all_reduce_sum(self._votes_and_findings(), self.state.world, "step").tolist()
         if found:
             self._refuse_findings()
@@ -209,7 +207,8 @@ class DistributedModel:
         for norm in self.norms:
             norm.recording = False
         with self.checks.collecting():  # these findings were those of the step
-            self.executor.run(self._evaluation_schedule(len(micro_batches)), micro_batches, lambda output, labels: None)
+            schedule = self.plan.schedules.evaluation(len(micro_batches))
+            self.executor.run(schedule, micro_batches, lambda output, labels: None)
 
     def _run(
         self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer | None = None
