@@ -214,7 +214,7 @@ class Batches:
                 first, size = first + own.start, len(own)
             whole.append(MicroBatchInput(images, labels, size, range(first, first + size)))
         model = self._config.model
-        count = self._config.training.windows(model.time_steps)
+        count = self._config.windows
         if count == 1:
             return whole + padding
         steps, has_frames, windows = model.time_steps // count, len(model.input_shape) == 4, list[MicroBatchInput]()

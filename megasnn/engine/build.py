@@ -103,11 +103,6 @@ def require_kernels(config: PretrainConfig, device: torch.device) -> None:
 # --- the model
 
 
-def sample_windows(config: PretrainConfig) -> int:
-    """Number of windows in which each sample is shown; 1 without --bptt-steps."""
-    return config.training.windows(config.model.time_steps)
-
-
 def describe_windows(config: PretrainConfig) -> ModelDescription:
     """Describes what is built: the model, with the time steps of one window.
 
@@ -154,7 +149,7 @@ def build_model(
     wants_to_stop: Callable[[], bool] = lambda: False,
 ) -> DistributedModel:
     """Plans the pipeline, and builds this rank's part of the model. Collective. Args: as of DistributedModel."""
-    training, parallel, windows = config.training, config.parallel, sample_windows(config)
+    training, parallel = config.training, config.parallel
     types = PRECISIONS[training.precision]
     graphs = capture_on(state.device) if training.cuda_graphs == "on" else None
     products = getattr(torch, types.products)
@@ -168,11 +163,11 @@ def build_model(
         dp_shard=state.dp_shard,
         cp=state.cp,
         cut=parallel.context_cut(training.micro_batch_size),
-        carries=windows > 1,
+        carries=config.windows > 1,
         cast_weights=CastWeights(stay=graphs is not None),
         sparse_products=training.sparse_products == "auto" and can_be_sparse(state.device, products),
     )
     with placed("while planning the pipeline"):
-        plan = plan_pipeline(config, model, context, state, sample_windows(config))
+        plan = plan_pipeline(config, model, context, state)
     with placed("while building the model"):
         return DistributedModel(model, state, context, plan, config, graphs, wants_to_stop)

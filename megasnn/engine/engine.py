@@ -30,7 +30,6 @@ from megasnn.engine.build import (
     require_alike,
     require_kernels,
     run_configuration,
-    sample_windows,
 )
 from megasnn.engine.checkpoint import Checkpoints
 from megasnn.engine.faults import claim_fault
@@ -97,7 +96,7 @@ class Engine:
     ) -> None:
         self.config = config = run_configuration(model, flags, lr_schedule is not None)
         self.length = length or Length(config.training.train_iters or 0)
-        described, self.windows = describe_windows(config), sample_windows(config)
+        described = describe_windows(config)
         if not config.training.evaluate_only and lr_schedule is None:
             require_schedule(config.optimizer, self.length.iterations, self.length.epoch)
         # Others may have freed its grid.

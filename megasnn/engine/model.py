@@ -91,7 +91,7 @@ class DistributedModel:
         self.loss: Callable[[Any, Any], Tensor] = partial(
             LOSSES[training.loss].sum, label_smoothing=training.label_smoothing
         )
-        self._windows, self._outputs = training.windows(config.model.time_steps), list[dict[Key, Tensor]]()
+        self._windows, self._outputs = config.windows, list[dict[Key, Tensor]]()
         units, placement = plan.executed_bounds, schedules.placement
         self._weights: GatheredWeights | None = None
         if state.dp_shard.size > 1:
