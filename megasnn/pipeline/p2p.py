@@ -233,7 +233,7 @@ class Transfers:
                 ways, peer = ((up, down), high) if self._rank == low else ((down, up), low)
                 self.links[peer] = Link(*ways, up.ranks[peer], wire, state.device)
         self._sizes: Sequence[int] = ()
-        self._schedule: Schedule | None = None  # the last one, of which all until `_messages` are
+        self._schedule: Schedule | None = None  # the last one, for which the next three are made
         self._arrivals, self._posts = dict[Action, int](), dict[Action, list[Action]]()
         self._messages: dict[Action, Message] = {}
 
