@@ -97,8 +97,9 @@ class DistributedModel:
         if state.dp_shard.size > 1:
             self._weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
         here = [index for index, home in enumerate(placement) if home == state.pp.rank]
-        kept_units = () if self._weights is None else (units, self._weights.shard)
-        self.chunks = build_chunks(model, bounds, here, context, state.device, training.seed, *kept_units)
+        keep = None if self._weights is None else (units, self._weights.shard)
+        built = model.build(context)
+        self.chunks = build_chunks(model, bounds, here, context, state.device, training.seed, keep, built)
         self.takes_images, self.gives_logits = 0 in self.chunks, len(placement) - 1 in self.chunks
         self._reports = self.gives_logits and state.tp.rank == 0 and context.counts_logits
         kept = (lambda entry: entry) if self._weights is None else self._weights.kept
@@ -129,7 +130,7 @@ class DistributedModel:
             chunk.weight_gradients.observer = self.data_parallel.accumulated
             if graphs is not None:
                 chunk.capture_graphs(graphs)
-        self.described = describe_tensors(model, BuildContext(dtype=context.dtype))
+        self.described = describe_tensors(model, context.dtype)
         self.parameters = parameter_count(self.described)
         trained = (e for e in self.described if e.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)
@@ -140,7 +141,7 @@ class DistributedModel:
         self._global_batch_size = 1
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
         self.checks = DeviceChecks(state.device)
-        known = Boundaries(model, context) if state.pp.size > 1 else None
+        known = Boundaries(model, context, built) if state.pp.size > 1 else None
         transfers = Transfers(executed, schedules.executed_placement, state, known)
         self.executor = PipelineExecutor(
             executed, state, transfers, self._micro_batch_loss, self.data_parallel, self._weights

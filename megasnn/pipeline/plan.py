@@ -173,7 +173,7 @@ def shared_weights(
         units: layers of each.
         scatters: gradients are scattered after every micro-batch.
     """
-    layers = model.build(context)
+    layers = [each.module for each in model.build(context)]
     found = [unit_bytes([layers[number] for number in unit], context.dp_shard) for unit in units]
     gathered, travelling = tuple(size for size, _ in found), tuple(buffer for _, buffer in found)
     scattered = frozenset(unit for unit, size in enumerate(gathered) if size) if scatters else frozenset()

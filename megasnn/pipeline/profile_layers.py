@@ -89,7 +89,7 @@ def profile_layers(
     micro = MicroBatchInput(images, None, samples, range(samples))
     casts, bounds = CastWeights(), [range(number, number + 1) for number in range(len(model.layers))]
     built = replace(context, cast_weights=casts, weight_gradients=WeightGradients())
-    layers: list[nn.Module | None] = list(model.build(built))
+    layers: list[nn.Module | None] = [each.module for each in model.build(built)]
     known: dict[Hashable, tuple[LayerCost, list[Tensor]]] = {}
     given, costs = list[Tensor](), list[LayerCost]()
     quiet = True if rounds == 0 or (dist.is_initialized() and dist.get_rank() > 0) else None  # None: on a terminal

@@ -24,8 +24,8 @@ from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from megasnn.telemetry.spikes import LayerSpikes
 from megasnn.training.metrics import Metrics
+from tests.gpu_waits import MODEL_FLAGS
 from tests.gradients import forward_backward, merge_statistics
-from tests.host_waits import MODEL_FLAGS
 from tests.models.networks import CLASSES, Random
 from tests.parity.ranks import distributed
 from tests.recorded_graphs import Pool, RecordedGraphs, recorded_graphs
