@@ -224,15 +224,13 @@ class Engine:
         if self.step.average is None:
             yield
             return
-        refused: BatchError | None = None
         self.step.exchange_average()
         try:
             yield
-        except BatchError as error:
-            refused = error
+        except BatchError:
+            self.step.exchange_average()
+            raise
         self.step.exchange_average()
-        if refused is not None:
-            raise refused
 
     # --- weights and checkpoints
 
