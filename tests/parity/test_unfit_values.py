@@ -43,7 +43,11 @@ def _layers() -> Iterable[Layer]:
 def _model(tensor: int, pipeline: int, schedule: str, chunks: int) -> DistributedModel:
     state = initialize_model_parallel(tp=tensor, pp=pipeline)
     described = describe(between(_layers))
-    described = replace(described, layers=tuple(replace(each, output=Content.SPIKES) for each in described.layers))
+    layers = []
+    for each in described.layers:
+        entries = {key: replace(entry, content=Content.SPIKES) for key, entry in each.entries.items()}
+        layers.append(replace(each, entries=entries))
+    described = replace(described, layers=tuple(layers))
     plan = plan_schedule(schedule, pipeline, chunks)
     context = BuildContext(state.tp, torch.float32, torch.float32, dp=state.dp)
     bounds = balanced_bounds([1.0] * len(described.layers), len(plan.placement))
