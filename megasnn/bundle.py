@@ -16,18 +16,18 @@ def entries_of(output: Any) -> dict[Key, Tensor]:
     """The tensors of a layer's output. Raises ValueError for an output of another kind."""
     if isinstance(output, Tensor):
         return {None: output}
-    entries: dict[Any, Any] = {}
+    kind = type(output).__name__
     if isinstance(output, tuple):
-        entries = dict(enumerate(output))
+        entries: dict[Any, Any] = dict(enumerate(output))
     elif isinstance(output, Mapping) and all(isinstance(key, str) for key in output):
         entries = dict(output)
     else:
-        raise ValueError(f"a layer gives a tensor, or a tuple or a dict (by name) of tensors, not a {_kind(output)}")
+        raise ValueError(f"a layer gives a tensor, or a tuple or a dict (by name) of tensors, not a {kind}")
     if not entries:
-        raise ValueError(f"a layer gives one tensor or more, not an empty {_kind(output)}")
+        raise ValueError(f"a layer gives one tensor or more, not an empty {kind}")
     for key, entry in entries.items():
         if not isinstance(entry, Tensor):
-            raise ValueError(f"entry {key!r} is of type {_kind(entry)}, where a layer gives tensors")
+            raise ValueError(f"entry {key!r} is of type {type(entry).__name__}, where a layer gives tensors")
     return entries
 
 
@@ -46,12 +46,11 @@ def bundle_of(entries: Mapping[Any, Any]) -> Any:
     return tuple(entries.values()) if isinstance(first, int) else dict(entries)
 
 
-def map_entries(function: Callable[[Tensor], Tensor], output: Bundle) -> Bundle:
+def map_entries(function: Callable[[Tensor], Any], output: Bundle) -> Any:
     """The output with `function` of each tensor in the tensor's place."""
     if isinstance(output, Tensor):
         return function(output)
-    made: Bundle = bundle_of({key: function(entry) for key, entry in entries_of(output).items()})
-    return made
+    return bundle_of({key: function(entry) for key, entry in entries_of(output).items()})
 
 
 def logits_of(output: Bundle) -> Tensor:
@@ -63,12 +62,4 @@ def logits_of(output: Bundle) -> Tensor:
 
 def shapes_text(*outputs: Bundle) -> str:
     """The shapes of outputs, for messages: `[2, 2, 8]`, or `{'a': [2, 2, 8]}`."""
-    shown = []
-    for output in outputs:
-        shapes = {key: list(entry.shape) for key, entry in entries_of(output).items()}
-        shown.append(str(bundle_of(shapes)))
-    return " and ".join(shown)
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__
+    return " and ".join(str(map_entries(lambda entry: list(entry.shape), output)) for output in outputs)

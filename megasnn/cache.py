@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from megasnn.files import sync
 
@@ -18,7 +18,6 @@ FOLDER = "MEGASNN_CACHE"
 """Environment variable: the cache folder, instead of megasnn in XDG_CACHE_HOME or ~/.cache."""
 MACHINE_CODE = "numba"
 """Folder of the kernels' machine code."""
-_PATIENCE_SECONDS = 86400.0  # for another process, which gives up by itself or releases the lock as it ends
 _ADVICE = f"set the environment variable {FOLDER} to a folder with space that you alone can write to"
 
 
@@ -65,20 +64,18 @@ def build_once(target: Path, build: Callable[[Path], object]) -> Path:
     It appears complete or not at all: it is written beside its place, synced and renamed.
 
     Raises:
-        CacheError: it cannot be written, or another process has been making it for too long; and what `build` raises.
+        CacheError: it cannot be written; and what `build` raises.
     """
     if target.exists():
         return target
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with FileLock(target.with_name(f".{target.name}.lock"), timeout=_PATIENCE_SECONDS):
+        with FileLock(target.with_name(f".{target.name}.lock")):  # a process that ends releases it
             if not target.exists():
                 build(temporary)
                 sync(temporary)  # lest a power cut leave an empty file in its place
                 os.replace(temporary, target)
-    except Timeout as error:
-        raise CacheError(f"another process has held {error.lock_file} for too long: end it, or start later") from None
     except OSError as error:
         raise CacheError(f"cannot make {target}: {error}; {_ADVICE}") from error
     finally:

@@ -1,4 +1,4 @@
-"""Checks of values that lie on a device: what they find is read with the loss of the step, not when they are made.
+"""Places of errors, and checks of values that lie on a device, which are read with the loss of the step.
 
 A host that looked at every one of them would wait for a GPU each time. So inside `DeviceChecks.collecting` it goes on
 with values that may be wrong, and the step ends in an error where something was found: it must not have changed
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,12 +42,11 @@ class DeviceChecks:
     Args:
         device: where the step computes.
     Attributes:
-        place, words: of what is found now; see `at` and `explained`.
+        words: of what is found now; see `explained`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.place: Callable[[], str] = str
         self.words: list[Words] = []  # the outermost first
         self._certain: list[Finding] = []
         self._open: list[tuple[Tensor, Finding]] = []  # found, where the tensor is not 0
@@ -77,7 +77,7 @@ class DeviceChecks:
         """Keeps a finding, or of a tensor, what is one where the tensor is not 0."""
         for words in reversed(self.words):
             complaint = words(complaint)
-        finding = Finding(complaint, self.place())
+        finding = Finding(complaint, _place.get()())
         if isinstance(wrong, Tensor):
             self._open.append((wrong.reshape(1), finding))
         elif wrong:
@@ -114,18 +114,35 @@ def refuse(wrong: Tensor | bool, complaint: str, seen: Callable[[], str] | None 
         checks.note(True, complaint)
 
 
+class _Place(str):
+    """A note that says where an error arose. Other notes, such as a data worker's traceback, belong to the error."""
+
+
+_place: ContextVar[Callable[[], str]] = ContextVar("place", default=str)
+
+
 @contextmanager
-def at(place: Callable[[], str]) -> Iterator[None]:
-    """Gives this place to all that is noted within the block for the end of the step."""
-    checks = _collecting.get()
-    if checks is None:
-        yield
-        return
-    before, checks.place = checks.place, place
+def placed(where: str | Callable[[], str]) -> Iterator[None]:
+    """Gives this place to errors that leave the block, or the function that this decorates, and to findings within."""
+    place = partial(str, where) if isinstance(where, str) else where
+    token = _place.set(place)
     try:
         yield
+    except Exception as error:
+        error.add_note(_Place(place()))
+        raise
     finally:
-        checks.place = before
+        _place.reset(token)
+
+
+def place_of(error: BaseException) -> str:
+    """Place of an error, the innermost first; "" where it is not known."""
+    return ", ".join(note for note in getattr(error, "__notes__", []) if isinstance(note, _Place))
+
+
+def other_notes(error: BaseException) -> list[str]:
+    """Notes on an error that are no places."""
+    return [note for note in getattr(error, "__notes__", []) if not isinstance(note, _Place)]
 
 
 @contextmanager

@@ -27,7 +27,8 @@ FreeForm = dict[str, JsonValue]
 """Values that are shown or compared, and trusted for nothing."""
 SAMPLE_MB = 512
 """Default of --max-sample-mb: an RGB image of 134 million pixels, 41 million events."""
-SAMPLE_BYTES = SAMPLE_MB << 20
+SAMPLE_LIMIT = "MEGASNN_MAX_SAMPLE_MB"
+"""Environment variable that --max-sample-mb sets, so that worker processes inherit it."""
 _SHOWN = 200  # characters of a value in a message
 _PROBLEMS = 30  # lines of one error
 _ZIP_ERRORS = OSError, ValueError, EOFError, KeyError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error
@@ -95,35 +96,33 @@ def described(
 # --- sizes
 
 
-def require_size(what: str, size: int, limit: int) -> None:
-    """Raises ValueError for a sample, or a part of one, of more bytes than the limit."""
-    if size > limit:
+def require_size(what: str, size: int) -> None:
+    """Raises ValueError for a sample, or a part of one, of more bytes than `SAMPLE_LIMIT` allows."""
+    limit = float(os.environ.get(SAMPLE_LIMIT, SAMPLE_MB))
+    if size > limit * (1 << 20):
         raise ValueError(
-            f"{what} would take {size / (1 << 20):,.1f} MB, and a sample may take {limit / (1 << 20):g}; "
+            f"{what} would take {size / (1 << 20):,.1f} MB, and a sample may take {limit:g}; "
             f"if it is sound, raise --max-sample-mb"
         )
 
 
-def read_file(path: Path, limit: int) -> bytes:
-    """Reads a regular file, or what a link leads to. Raises OSError, and ValueError for more bytes than the limit."""
+def read_file(path: Path) -> bytes:
+    """Reads a regular file, or what a link leads to. Raises OSError, and ValueError for one that is too large."""
     if path.exists() and not path.is_file():  # a pipe would wait for its other end
         raise ValueError("is no regular file")
-    require_size("its content", path.stat().st_size, limit)
+    require_size("its content", path.stat().st_size)
     return path.read_bytes()
 
 
-def read_arrays(data: bytes, limit: int = SAMPLE_BYTES) -> dict[str, NDArray]:
-    """Arrays of an .npz by name. Python objects are refused.
+def read_arrays(data: bytes) -> dict[str, NDArray]:
+    """Arrays of an .npz, which is given whole, by name. Python objects are refused.
 
-    Args:
-        data: the whole file.
-        limit: bytes that the arrays may have together.
     Raises:
         ValueError: it is none, cut, damaged, or too large, or an array is not of numbers.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            require_size("its arrays", sum(member.file_size for member in archive.infolist()), limit)
+            require_size("its arrays", sum(member.file_size for member in archive.infolist()))
         loaded = np.load(io.BytesIO(data), allow_pickle=False)
         return {name: loaded[name] for name in loaded.files}
     except _ZIP_ERRORS as error:
@@ -145,7 +144,6 @@ def sync(path: Path) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Writes or replaces a file by way of `.NAME.partial` beside it. Raises OSError; nothing is left of it then."""
     aside = path.with_name(f".{path.name}.partial")
-    aside.unlink(missing_ok=True)  # it may be a link to something else
     try:
         aside.write_text(text)
         sync(aside)

@@ -41,17 +41,6 @@ FLAG_OF_AXIS: dict[Axis, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coordinates:
-    """A rank's index along each axis of the grid."""
-
-    pp: int = 0
-    dp_replicate: int = 0
-    dp_shard: int = 0
-    cp: int = 0
-    tp: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Grid:
     """The sizes of the axes. Raises ValueError when one is smaller than 1."""
 
@@ -76,11 +65,10 @@ class Grid:
         """
         one = cls(pp=pp, dp_shard=dp_shard, cp=cp, tp=tp)
         if world_size < 1 or world_size % one.world_size:
-            factors = " x ".join(f"{axis} {'?' if axis == 'dp_replicate' else one.size(axis)}" for axis in AXES)
-            flags = ", ".join(f"{FLAG_OF_AXIS[axis]} {one.size(axis)}" for axis in AXES if one.size(axis) > 1)
+            factors = " x ".join(f"{FLAG_OF_AXIS[axis]} {one.size(axis)}" for axis in AXES if axis != "dp_replicate")
             raise ValueError(
-                f"world size {world_size} is not {factors}: it must be a multiple of {one.world_size}; change "
-                f"{flags}{' or ' * bool(flags)}the number of ranks (torchrun --nnodes x --nproc-per-node)"
+                f"world size {world_size} is no multiple of {one.world_size} = {factors}: change one of these or the "
+                "number of ranks (torchrun --nnodes x --nproc-per-node)"
             )
         return replace(one, dp_replicate=world_size // one.world_size)
 
@@ -96,10 +84,10 @@ class Grid:
     def size(self, axis: Axis) -> int:
         return int(getattr(self, axis))
 
-    def coordinates(self, rank: int) -> Coordinates:
+    def place(self, rank: int) -> Place:
         """Raises ValueError for a rank outside the grid."""
         indices = np.unravel_index(rank, [self.size(axis) for axis in AXES])
-        return Coordinates(**{axis: int(index) for axis, index in zip(AXES, indices, strict=True)})
+        return Place(self, *map(int, indices))
 
     def groups(self, *axes: Axis) -> list[list[int]]:
         """All groups of ranks that differ along `axes` only, each in ascending order.
@@ -121,13 +109,17 @@ class Grid:
 
 @dataclass(frozen=True)
 class Place:
-    """One rank in a grid: its index along each axis, and how many ranks there are along it."""
+    """One rank in a grid: its index along each axis."""
 
     grid: Grid = Grid()
-    coordinates: Coordinates = Coordinates()
+    pp: int = 0
+    dp_replicate: int = 0
+    dp_shard: int = 0
+    cp: int = 0
+    tp: int = 0
 
     def size(self, axis: Axis) -> int:
         return self.grid.size(axis)
 
     def index(self, axis: Axis) -> int:
-        return int(getattr(self.coordinates, axis))
+        return int(getattr(self, axis))

@@ -1,4 +1,4 @@
-"""The global parallel state: this rank's coordinates in the grid of ranks, and its process groups along the axes.
+"""The global parallel state: this rank's place in the grid of ranks, and its process groups along the axes.
 
 `initialize_model_parallel` lays the ranks out on a `megasnn.grid.Grid`, makes the process groups and starts their
 collectives. Constructors and megasnn.training read the state; everything below is passed the groups it needs.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megasnn.grid import AXES, REPLICA_AXES, SUMMED_AXES, Axis, Coordinates, Grid
+from megasnn.grid import AXES, REPLICA_AXES, SUMMED_AXES, Axis, Grid, Place
 
 TASKS = Path("/proc/self/task")
 
@@ -72,15 +72,9 @@ def alone(name: str) -> Group:
 # its calls are kernels in one queue, each of which waits on the device until the other ranks have come to theirs. So
 # that no rank waits for ever, communicators start ahead of the first step, in one order on all ranks. Collectives of a
 # set of ranks have one, and each ordered pair of pipeline ranks has one: with both directions in one queue, a receive
-# that is posted ahead would hold up the send that the peer needs to come to its own. Collectives start first, in the
-# order of `_GROUPS`, then messages by pairs in ascending order, upward before downward. The transport of
-# tests/nccl_like.py waits in the same places.
-
-
-def start_collectives(group: Group, wire: torch.device) -> None:
-    """Starts a group's collectives. Collective, in the same order on all ranks."""
-    if group.size > 1:
-        dist.all_reduce(torch.zeros(1, device=wire), group=group.handle)
+# that is posted ahead would hold up the send that the peer needs to come to its own. Collectives start first, then
+# messages by pairs in ascending order, upward before downward. The transport of tests/nccl_like.py waits in the same
+# places.
 
 
 def start_messages(group: Group, source: int, target: int, wire: torch.device) -> None:
@@ -114,10 +108,10 @@ _APART: dict[str, tuple[str, tuple[Axis, ...]]] = {
 
 @dataclass(frozen=True)
 class ParallelState:
-    """Grid, coordinates and process groups of this rank.
+    """Place in the grid and process groups of this rank.
 
     Attributes:
-        grid, coordinates: the sizes of the axes and this rank's index along each.
+        grid, place: the sizes of the axes and this rank's index along each.
         tp, cp, pp, dp_replicate, dp_shard: groups along one axis. Context ranks share a micro-batch; replicas along
             dp_shard share one copy of the weights, those along dp_replicate have one each.
         dp: all replicas, each of which has micro-batches of its own.
@@ -130,7 +124,7 @@ class ParallelState:
     """
 
     grid: Grid
-    coordinates: Coordinates
+    place: Place
     tp: Group
     cp: Group
     pp: Group
@@ -153,14 +147,6 @@ class ParallelState:
         """The group along one axis."""
         group: Group = getattr(self, axis)
         return group
-
-    @property
-    def is_first_stage(self) -> bool:
-        return self.coordinates.pp == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.coordinates.pp == self.grid.pp - 1
 
 
 _state: ParallelState | None = None
@@ -203,14 +189,12 @@ def initialize_model_parallel(
         )
     wire = device if world_size == 1 or "nccl" in dist.get_backend() else torch.device("cpu")
     groups = _make_groups(grid, rank, timeout)
-    _state = ParallelState(grid=grid, coordinates=grid.coordinates(rank), device=device, wire=wire, **groups)
+    _state = ParallelState(grid=grid, place=grid.place(rank), device=device, wire=wire, **groups)
     # Making a group does not wait for its members, starting it does. The world comes last: a rank that went on and
     # destroyed a group would break the start of the others. The pipeline's collectives are those of hosts.
-    for name in _GROUPS:
-        if name != "pp":
-            start_collectives(groups[name], wire)
-        if name == "dp_shard":
-            start_collectives(groups["dp_shard_grad"], wire)
+    for name in ("dp_shard_grad", *_GROUPS):
+        if name != "pp" and groups[name].size > 1:
+            dist.all_reduce(torch.zeros(1, device=wire), group=groups[name].handle)
     let_computing_go_first()
     return _state
 

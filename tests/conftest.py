@@ -18,6 +18,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import pytest
 
 from megasnn.cache import CacheError, cache_folder
+from megasnn.files import SAMPLE_LIMIT
 
 # Tests that have a cache of their own need not compile the kernels again.
 with contextlib.suppress(CacheError):
@@ -41,6 +42,12 @@ def _few_objects_to_look_through() -> None:
 def _server_of_processes() -> None:
     """Starts the process that all others are copied from before a data loader does, which blocks signals in it."""
     forking()
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """Sets the number of bytes that a sample may take."""
+    return lambda size: monkeypatch.setenv(SAMPLE_LIMIT, str(size / (1 << 20)))
 
 
 @pytest.fixture(scope="session")

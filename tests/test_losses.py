@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megasnn.losses.sums import count_correct, cross_entropy_sum, mse_sum, tet_sum
+from megasnn.losses.sums import correct_predictions, cross_entropy_sum, mse_sum, tet_sum
 
 T, N, CLASSES = 4, 3, 5
 LOSSES = [cross_entropy_sum, tet_sum, mse_sum]
@@ -63,7 +63,7 @@ def test_a_sample_is_correct_where_its_mean_over_time_says_so() -> None:
     """The first sample is right on the mean although its last step is not, the second the other way round."""
     logits = torch.tensor([[[0.0, 9.0], [9.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]])
     labels = torch.tensor([1, 1, 1])
-    assert count_correct(logits, labels) == count_correct(logits, labels[:, None]) == 2
+    assert correct_predictions(logits, labels, (1,)) == correct_predictions(logits, labels[:, None], (1,)) == 2
     soft = torch.tensor([[0.3, 0.7], [0.4, 0.6], [0.9, 0.1]])
-    assert count_correct(logits, soft) == 1
-    assert count_correct(logits.bfloat16(), labels) == 2
+    assert correct_predictions(logits, soft, (1,)) == 1
+    assert correct_predictions(logits.bfloat16(), labels, (1, 2)).tolist() == [2, 3]

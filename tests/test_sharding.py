@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megasnn.grid import AXES, HOLDING_AXES, Coordinates, Grid, Place
+from megasnn.grid import AXES, HOLDING_AXES, Grid, Place
 from megasnn.parallel.sharding import Cut, Shard, own_rows
 
 
@@ -31,7 +31,7 @@ def test_primary_ranks_hold_each_element_once_and_sharers_hold_the_same(describe
     written = torch.zeros(shape, dtype=torch.int64)
     parts: dict[object, torch.Tensor] = {}
     for rank in grid.groups(*HOLDING_AXES)[0]:
-        shard = Shard(shape, cuts, Place(grid, grid.coordinates(rank)))
+        shard = Shard(shape, cuts, grid.place(rank))
         local = shard.cut(full)
         assert tuple(local.shape) == shard.local_shape
         assert sum(torch.Size(piece.sizes).numel() for piece in shard.pieces()) == local.numel()
@@ -53,7 +53,7 @@ def test_rows_that_replicas_own_are_written_once(replicas, tensor, blocks, rows,
     written = torch.zeros(shape, dtype=torch.int64)
     sizes = []
     for rank in range(grid.world_size):
-        place = Place(grid, grid.coordinates(rank))
+        place = grid.place(rank)
         held = Shard(shape, () if is_number else (("tp", Cut(0, blocks)),), place)
         owned = held.by_rows("dp_replicate")
         local = owned.cut(full)
@@ -71,9 +71,9 @@ def test_rows_that_replicas_own_are_written_once(replicas, tensor, blocks, rows,
 
 def test_a_block_is_cut_by_itself_and_a_later_cut_divides_what_is_left() -> None:
     grid, full = Grid(dp_replicate=2, tp=2), torch.arange(24)
-    first = Shard((24,), (("tp", Cut(0, 3)),), Place(grid, grid.coordinates(1)))
+    first = Shard((24,), (("tp", Cut(0, 3)),), grid.place(1))
     assert first.cut(full).tolist() == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]
-    both = Shard((24,), (*first.cuts, ("dp_replicate", Cut(0))), Place(grid, grid.coordinates(3)))
+    both = Shard((24,), (*first.cuts, ("dp_replicate", Cut(0))), grid.place(3))
     assert both.cut(full).tolist() == [14, 15, 20, 21, 22, 23]
     assert (first.shared_axes, both.shared_axes) == (("dp_replicate",), ())
     assert first.part == (("tp", 1),) and both.part == (("dp_replicate", 1), ("tp", 1))
@@ -81,7 +81,7 @@ def test_a_block_is_cut_by_itself_and_a_later_cut_divides_what_is_left() -> None
 
 def test_who_answers_for_a_whole_tensor() -> None:
     grid = Grid(dp_replicate=2, tp=2)
-    shards = [Shard((4,), place=Place(grid, grid.coordinates(rank))) for rank in range(4)]
+    shards = [Shard((4,), place=grid.place(rank)) for rank in range(4)]
     assert [shard.is_primary() for shard in shards] == [True, False, False, False]
     assert [shard.is_primary(["tp"]) for shard in shards] == [True, False, True, False]
 
@@ -94,6 +94,6 @@ def test_what_cannot_be_cut_is_refused() -> None:
 
 
 def test_a_description_does_not_grow_with_the_ranks() -> None:
-    place = Place(Grid(dp_replicate=10**12), Coordinates(dp_replicate=3 * 10**11))
+    place = Place(Grid(dp_replicate=10**12), dp_replicate=3 * 10**11)
     shard = Shard((10, 4), place=place).by_rows("dp_replicate")
     assert shard.local_shape == (1, 4) and [piece.global_offset for piece in shard.pieces()] == [(3, 0)]

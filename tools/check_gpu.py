@@ -410,9 +410,9 @@ PARTS: dict[str, Callable[[Setting], Iterator[Figure]]] = {
     "kernels": kernels,
     "parity": parity,
     "step-24": lambda setting: step(setting, 24, "off"),
-    "graphs-24": lambda setting: step(setting, 24, "auto"),
+    "graphs-24": lambda setting: step(setting, 24, "on" if setting.is_gpu else "off"),
     "step-32": lambda setting: step(setting, 32, "off"),
-    "graphs-32": lambda setting: step(setting, 32, "auto"),
+    "graphs-32": lambda setting: step(setting, 32, "on" if setting.is_gpu else "off"),
 }
 
 

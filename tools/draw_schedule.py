@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megasnn.commands.draw_schedule import program
+from megasnn.commands.draw_schedule import main
 
 if __name__ == "__main__":
-    sys.exit(program())
+    sys.exit(main())

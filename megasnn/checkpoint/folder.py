@@ -1,14 +1,16 @@
 """The folder of a run's checkpoints, in Megatron's shape; nothing here knows tensors.
 
     checkpoints/
-        latest_checkpointed_iteration.txt      "200"
+        latest_checkpointed_iteration.txt      "200", for people
         best_checkpointed_iteration.txt        "100": the best by validation, with --keep-best
         iter_0000100/
         iter_0000200/                          metadata.json and a safetensors file for each rank that writes
+        iter_0000300.given_up/                 of a course that the run has left, or replaced
         iter_0000300.tmp/                      being written, or left by a run that was killed: never loaded
 
-A checkpoint is written aside, synced to disk, renamed, and only then named by the `latest` file. A removed one is
-renamed first, so that half of it is not taken for a checkpoint.
+A checkpoint is written aside, synced to disk and renamed. Those of its iteration and later ones get another name
+before, so that every iter_NNNNNNN is this run's, and the latest is the last of them. A removed one is renamed first, so
+that half of it is not taken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
@@ -27,7 +28,7 @@ from megasnn.files import CheckpointError, NoCheckpointError, sync, write_whole
 
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
-_STEP_FOLDER = re.compile(r"iter_([0-9]{7,18})(\.replaced\.tmp)?")
+_STEP_FOLDER = re.compile(r"iter_([0-9]{7,18})")
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -35,29 +36,14 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """All complete checkpoints in a folder by iteration, ascending; empty without such a folder.
-
-    A run that was killed while it replaced a checkpoint may have left only the old one, under the name it had aside.
-    """
-    found: dict[int, Path] = {}
-    for path in sorted(folder.glob(f"iter_*/{METADATA}"), reverse=True):
-        if match := _STEP_FOLDER.fullmatch(path.parent.name):
-            found[int(match[1])] = path.parent  # the plain name sorts first, so it comes last
-    return dict(sorted(found.items()))
+    """All checkpoints in a folder by iteration, ascending; empty without such a folder."""
+    names = ((_STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("iter_*"))
+    return dict(sorted((int(match[1]), path) for match, path in names if match))
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[int]:
-    """Iterations of all complete checkpoints in a folder, ascending; empty without such a folder."""
+    """Iterations of all checkpoints in a folder, ascending; empty without such a folder."""
     return list(checkpoints(Path(folder)))
-
-
-def named(folder: Path, file: str) -> int | None:
-    """Iteration that `LATEST` or `BEST` names, even if that checkpoint is missing; None where it names none."""
-    try:
-        text = (folder / file).read_bytes().strip()
-    except OSError:
-        return None
-    return int(text) if re.fullmatch(rb"[0-9]{1,18}", text) else None
 
 
 # --- writing
@@ -86,39 +72,41 @@ def _aside(folder: Path, step: int) -> Path:
     return folder / f"{step_folder(folder, step).name}.tmp"
 
 
-def commit(folder: Path, metadata: Metadata, best: bool = False) -> Path:
-    """Makes the files written since `begin` the checkpoint of their iteration and the latest (and `best`), on disk.
-
-    Where a run went back to an older checkpoint, those in between are of the course that was given up: they get another
-    name, and are not taken for this run's.
-    """
+def commit(folder: Path, metadata: Metadata) -> Path:
+    """Makes the files written since `begin` the checkpoint of their iteration and the latest, on disk."""
     step = metadata.iteration
     aside, final = _aside(folder, step), step_folder(folder, step)
     write_whole(aside / METADATA, to_text(metadata))
     sync(aside)
-    replaced = folder / f"{final.name}.replaced.tmp"
-    latest = named(folder, LATEST)
-    for other, path in checkpoints(folder).items():
-        if latest is not None and latest < other < step:
-            names = (path.with_name(f"{path.name}.given_up{number or ''}") for number in count())
-            path.rename(next(name for name in names if not name.exists()))
-    # A run that went back to an older checkpoint comes by here again; its own save counts now.
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
+    _give_up(folder, step)
     aside.rename(final)
-    sync(folder)
-    for file in (LATEST, BEST) if best else (LATEST,):
-        write_whole(folder / file, f"{step}\n")
-        sync(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _name(folder, LATEST, step)
     return final
 
 
 def go_back(folder: Path, step: int) -> None:
     """Makes the checkpoint of this iteration the latest: a run goes on from it, and gives up those after it."""
-    write_whole(folder / LATEST, f"{step}\n")
+    _give_up(folder, step + 1)
+    _name(folder, LATEST, step)
+
+
+def name_best(folder: Path, step: int) -> None:
+    """Names the checkpoint of this iteration the best by validation, which stays."""
+    _name(folder, BEST, step)
+
+
+def _name(folder: Path, file: str, step: int) -> None:
     sync(folder)
+    write_whole(folder / file, f"{step}\n")
+    sync(folder)
+
+
+def _give_up(folder: Path, step: int) -> None:
+    """Gives other names to checkpoints from this iteration on: they are of a course that the run has left."""
+    for other, path in checkpoints(folder).items():
+        if other >= step:
+            names = (path.with_name(f"{path.name}.given_up{number or ''}") for number in count())
+            path.rename(next(name for name in names if not name.exists()))
 
 
 def discard(folder: Path, step: int) -> None:
@@ -128,20 +116,16 @@ def discard(folder: Path, step: int) -> None:
 
 def clean(folder: Path) -> None:
     """Removes half-written checkpoints of killed runs. Only for the run that holds the folder's lock."""
-    needed = set(checkpoints(folder).values())
     for path in folder.glob("iter_*.tmp"):
-        if path not in needed:
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 # --- reading
 
 
-def resolve(folder: Path, step: int | None) -> tuple[list[Path], list[str]]:
-    """Checkpoints to try, in this order, and remarks on that order for the user.
-
-    That is the checkpoint of iteration `step` alone, or of a folder that is one itself ("checkpoints/iter_0000100");
-    or the latest, and after it those before it. Those of later iterations are of a course that was given up.
+def resolve(folder: Path, step: int | None) -> list[Path]:
+    """Checkpoints to try, in this order: that of iteration `step` alone, or of a folder that is one itself
+    ("checkpoints/iter_0000100"); or the latest, and after it those before it.
 
     Raises:
         NoCheckpointError: there is none at all.
@@ -149,39 +133,26 @@ def resolve(folder: Path, step: int | None) -> tuple[list[Path], list[str]]:
     """
     if not folder.is_dir():
         raise NoCheckpointError(f"there is no folder {folder} to load a checkpoint from; check its path (--load)")
-    if (match := _STEP_FOLDER.fullmatch(folder.name)) and (folder / METADATA).is_file():
-        if step not in (None, int(match[1])):
-            raise CheckpointError(f"{folder} is the checkpoint of iteration {int(match[1])}, not of {step}")
-        return [folder], []
+    if (folder / METADATA).is_file():
+        if step is not None and folder.name != step_folder(folder, step).name:
+            raise CheckpointError(f"{folder} is a checkpoint itself, and not of {step} (--ckpt-step)")
+        return [folder]
     found = checkpoints(folder)
     if step is not None:
         if step not in found:
             there = ", ".join(map(str, found)) or "none"
             raise CheckpointError(f"{folder} has no checkpoint of iteration {step} (--ckpt-step); complete: {there}")
-        return [found[step]], []
+        return [found[step]]
     if not found:
         kind = CheckpointError if (folder / LATEST).exists() else NoCheckpointError
         raise kind(f"{folder} holds no complete checkpoint; check its path (--load)")
-    latest, descending = named(folder, LATEST), [*reversed(found)]
-    order = [each for each in descending if latest is None or each <= latest] or descending
-    if latest in found:
-        return [found[each] for each in order], []
-    names = "names no iteration" if latest is None else f"names iteration {latest}, which is not there"
-    return [found[each] for each in order], [f"{folder / LATEST} {names}; taking the newest that is intact"]
-
-
-def find_checkpoint(folder: Path) -> Path:
-    """The first that `resolve` finds. Warns when `latest` is not right."""
-    paths, remarks = resolve(folder, None)
-    for remark in remarks:
-        warnings.warn(remark, stacklevel=2)
-    return paths[0]
+    return [*reversed(found.values())]
 
 
 def first_legible(folder: Path, step: int | None) -> Metadata | None:
     """Description of the first checkpoint to try, or of the next one that can be read; None when none can."""
     with suppress(CheckpointError):
-        for path in resolve(folder, step)[0]:
+        for path in resolve(folder, step):
             with suppress(CheckpointError):
                 return read_metadata(path)
     return None
@@ -193,19 +164,17 @@ def first_legible(folder: Path, step: int | None) -> Metadata | None:
 def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[Path]:
     """Removes checkpoints, the oldest first, and yields each that is gone.
 
-    The last so many stay (all: None), those of iterations divisible by `every`, the best by validation, and those after
-    the latest.
+    The last so many stay (all: None), those of iterations divisible by `every`, and the best by validation.
     One with missing or cut files neither goes nor counts. One that followed skipped steps does not push out one that
     did not: the weights may have gone bad before the first step that was not finite.
     """
     if last is None:
         return
-    best, latest, found = named(folder, BEST), named(folder, LATEST), dict[Path, Metadata]()
-    for step, path in checkpoints(folder).items():
+    best, found = _best(folder), dict[Path, Metadata]()
+    for path in checkpoints(folder).values():
         with suppress(CheckpointError):
             metadata = read_metadata(path)
-            damaged = any(size_problem(path / name, saved) for name, saved in metadata.files.items())
-            if latest is not None and step <= latest and not damaged:
+            if not any(size_problem(path / name, saved) for name, saved in metadata.files.items()):
                 found[path] = metadata
     newest_first = [*reversed(found)]
     sound = [path for path in newest_first if not found[path].skipped_steps]
@@ -219,3 +188,10 @@ def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[
             path.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
             yield path
+
+
+def _best(folder: Path) -> int | None:
+    """Iteration that `BEST` names; None where it names none."""
+    with suppress(OSError, ValueError):
+        return int((folder / BEST).read_text())
+    return None

@@ -13,18 +13,17 @@ import zlib
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError, with_config
+from pydantic import Field, with_config
 
-from megasnn.files import STRICT, CheckpointError, Count, DamagedError, raise_problems
+from megasnn.files import STRICT, Count, DamagedError, DescriptionError, described, raise_problems
 
 METADATA = "metadata.json"
-FORMAT = 5
 OPTIMIZER = "optimizer."
 """Names of an optimizer's state begin so; the kind of state and the parameter's name follow."""
 AVERAGE = "ema."
@@ -36,8 +35,6 @@ DTYPES = {
     "float32": ("F32", 4),
     "float16": ("F16", 2),
     "bfloat16": ("BF16", 2),
-    "float8_e4m3fn": ("F8_E4M3", 1),
-    "float8_e5m2": ("F8_E5M2", 1),
     "int64": ("I64", 8),
     "int32": ("I32", 4),
     "int16": ("I16", 2),
@@ -104,7 +101,7 @@ class Progress:
     iteration: Count = 0
     consumed_samples: Count = 0
     model: str | None = None
-    config: dict[str, Any] | None = None
+    config: dict[str, dict[str, Any]] | None = None
     layout: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     skipped_steps: Count = 0
@@ -120,31 +117,26 @@ class Metadata(Progress):
         versions: of the programs that wrote it.
         tensors: by global name; an optimizer's are called `optimizer.<state>.<name of the parameter>`.
         files: by name.
+        format: number of this shape of the file.
     """
 
     optimizer: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
     files: dict[FileName, SavedFile] = field(default_factory=dict)
-
-
-_READER = TypeAdapter(Metadata)
+    format: Literal[5] = 5
 
 
 def to_text(metadata: Metadata) -> str:
-    """Text of `metadata.json`: a line for each field, tensor and file, and the checksum as the last."""
-    values = {"format": FORMAT, **vars(metadata)}
-    tables = {name: values.pop(name) for name in ("tensors", "files")}
-    lines = [f'  "{name}": {_dumped(value)}' for name, value in values.items()]
-    for name, table in tables.items():
-        rows = ",\n".join(f"    {json.dumps(key)}: {_dumped(value)}" for key, value in table.items())
-        lines.append(f'  "{name}": {{\n{rows}\n  }}')
-    text = "{\n" + ",\n".join(lines)
+    """Text of `metadata.json`, with the checksum as the last line. Raises TypeError, ValueError for what JSON lacks."""
+    text = json.dumps(metadata, default=_fields, allow_nan=False)[:-1]
     return text + _ending(text.encode())
 
 
-def _dumped(value: Any) -> str:
-    return json.dumps(value, default=vars, allow_nan=False)
+def _fields(value: object) -> dict[str, Any]:
+    if not is_dataclass(value):
+        raise TypeError(f"JSON has no {type(value).__name__}: {value!r}")
+    return vars(value)
 
 
 def _ending(text: bytes) -> str:
@@ -155,24 +147,20 @@ def read_metadata(path: Path) -> Metadata:
     """Reads the description of one checkpoint (`.../iter_0000100`); its files are not looked at.
 
     Raises:
-        DamagedError: it is unreadable, was altered, or cannot be (names the field).
-        CheckpointError: it is of another format.
+        DamagedError: it is unreadable, was altered, of another format, or cannot be (names the field).
     """
     file = path / METADATA
     try:
         content = file.read_bytes()
     except OSError as error:
         raise DamagedError(f"cannot read {file}: {error.strerror}") from None
-    if (found := re.match(rb'{\s*"format": (\d{1,9}),', content)) and int(found[1]) != FORMAT:
-        raise CheckpointError(f"{file} is of format {int(found[1])}, this megasnn reads format {FORMAT}")
     text = content[: -len(_ending(b""))]
     if content != text + _ending(text).encode():
         raise DamagedError(f"{file} is cut or was altered: its checksum differs")
     try:
-        metadata = _READER.validate_json(re.sub(rb'"format": \d+,', b"", text, count=1) + b"}")
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        raise DamagedError(f"{file}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+        metadata = described(Metadata, text + b"}", file)
+    except DescriptionError as error:
+        raise DamagedError(str(error)) from None
     problems = list(_problems(metadata))
     if (named := re.match(r"iter_(\d{7,18})(?!\d)", path.name)) and int(named[1]) != metadata.iteration:
         problems.append(f"the folder is called {path.name}, and iteration is {metadata.iteration}")

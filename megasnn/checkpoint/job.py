@@ -6,30 +6,18 @@ the job then goes on from its own checkpoints, not from the one that it was firs
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from pydantic import with_config
 
 from megasnn.checkpoint.folder import clean, list_checkpoints
-from megasnn.files import STRICT, CheckpointError, DescriptionError, described, write_whole
+from megasnn.files import CheckpointError, write_whole
 
 LOCK = ".lock"
 NOTE = ".job"
 _PATIENCE_SECONDS = 20.0  # a restarted run may be faster than the end of the one before
-
-
-@with_config(STRICT)
-@dataclass(frozen=True)
-class _Note:
-    """Content of the note beside the lock: the last holder, and torchrun's name of its job; "" where it was refused."""
-
-    holder: str = "unknown"
-    job: str = ""
 
 
 class FolderLock:
@@ -54,25 +42,25 @@ class FolderLock:
             (folder / LOCK).touch()
         except OSError as error:
             raise CheckpointError(f"cannot write into the folder {folder}, check --save: {error}") from None
-        note = _read(folder / NOTE)
+        before, named = _read(folder / NOTE)
         try:
             self._lock.acquire()
         except Timeout:
             raise CheckpointError(
-                f"another run ({note.holder}) saves its checkpoints in {folder}: end it, or choose another --save"
+                f"another run ({before}) saves its checkpoints in {folder}: end it, or choose another --save"
             ) from None
         except (OSError, NotImplementedError):  # of file systems without flock
             self.notice = f"WARNING: no locks on the file system of {folder}: use it for one run"
         else:
             clean(folder)  # only where no other run can be writing
         # With a rendezvous of fixed addresses torchrun calls every job "none".
-        own = job is not None and note.job == job and (job != "none" or restarts > 0)
+        own = job is not None and named == job and (job != "none" or restarts > 0)
         there = list_checkpoints(folder)
         self.resumes = own and bool(there)
         accepted = self.resumes or continues or not there
         # A job that was refused is started once more by torchrun: it finds by this that nothing here is its own.
         holder = f"process {os.getpid()} on {socket.gethostname()}"
-        write_whole(folder / NOTE, json.dumps({"holder": holder, "job": (job or "") if accepted else ""}))
+        write_whole(folder / NOTE, f"{holder}\n{job or '' if accepted else ''}\n")
         if not accepted:
             self.release()
             raise CheckpointError(
@@ -87,8 +75,10 @@ class FolderLock:
         self._lock.release()
 
 
-def _read(file: Path) -> _Note:
+def _read(file: Path) -> tuple[str, str]:
+    """Last holder of the lock, and torchrun's name of its job; "" where it was refused."""
     try:
-        return described(_Note, file.read_bytes(), file)
-    except (OSError, DescriptionError):  # there is none, or its writer was killed meanwhile
-        return _Note()
+        holder, job = file.read_text().splitlines()
+        return holder, job
+    except (OSError, ValueError):  # there is none
+        return "unknown", ""

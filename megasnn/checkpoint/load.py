@@ -25,10 +25,10 @@ from megasnn.checkpoint.folder import resolve
 from megasnn.checkpoint.format import AVERAGE, BESIDE, OPTIMIZER, Metadata, SavedTensor, read_metadata
 from megasnn.checkpoint.optimizer_state import LocalState, States, allocate, describe, state_names
 from megasnn.checkpoint.save import Group, PathLike, kind_of
-from megasnn.checkpoint.tensor_io import dtype_name, read_boxes, require_intact
+from megasnn.checkpoint.tensor_io import dtype_name, read_boxes, read_full, require_intact
 from megasnn.files import CheckpointError, DamagedError, raise_problems
 from megasnn.parallel.agreement import broadcast_result, gather, run_on_all_ranks
-from megasnn.parallel.sharding import Shard, ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 from megasnn.precisions import PRECISIONS
 
 T = TypeVar("T")
@@ -74,11 +74,9 @@ def load_checkpoint(
 
     Raises:
         NoCheckpointError: on every rank, when there is no checkpoint at all.
-        DamagedError: on every rank, when files are missing, cut or altered, of the checkpoint of this step or of all
-            that there are.
-        CheckpointError: on every rank, when this step does not exist, `check` finds something, tensors are missing,
-            unexpected, of another shape or of a precision that would be lost, or the optimizer is of another kind.
-        Nothing has changed then.
+        DamagedError: on every rank, when files of the checkpoint of this step, or of all, are missing, cut or altered.
+        CheckpointError: on every rank, when this step does not exist, `check` finds something, tensors do not fit, or
+            the optimizer is of another kind. Nothing has changed then.
     """
 
     def load(path: Path) -> LoadedState:
@@ -118,8 +116,8 @@ def _first_intact(
 ) -> tuple[T, tuple[str, ...]]:
     """Result of `load`, which raises DamagedError on all ranks or on none, for the first checkpoint that is intact; and
     remarks for the user. Raises DamagedError when none is, and as `resolve`."""
-    paths, remarks = broadcast_result(process_group, lambda: resolve(Path(folder), step))
-    for path in paths:
+    remarks = list[str]()
+    for path in broadcast_result(process_group, lambda: resolve(Path(folder), step)):
         try:
             loaded = load(path)
         except DamagedError as error:
@@ -165,15 +163,11 @@ def _require_fit(
 
 
 def _keeps_values(source: torch.dtype, target: torch.dtype, rounds: bool) -> bool:
-    """True when every value of one type is a value of the other, so that a conversion is exact."""
-    if source.is_floating_point != target.is_floating_point:
-        return rounds and target == torch.int64
+    """True when a conversion from one type to the other is exact, or may round: no numbers of floating point become
+    integers but counts."""
     if rounds:
-        return True
-    try:
-        return torch.promote_types(source, target) == target
-    except RuntimeError:  # torch promotes no float8
-        return False
+        return source.is_floating_point == target.is_floating_point or target == torch.int64
+    return torch.promote_types(source, target) == target
 
 
 # --- another model
@@ -187,7 +181,7 @@ def model_differences(metadata: Metadata, model: str | None, config: Mapping[str
         config: what defines it; None accepts any model whose tensors fit (--finetune).
     """
     if model is not None and metadata.model not in (None, model):
-        yield other_model(metadata.model, model)
+        yield f"it is a checkpoint of the model {metadata.model}, and this run trains {model}"
     elif config is not None and metadata.config is None:
         yield "it holds weights without a model configuration; load it with --finetune"
     elif config is not None and metadata.config is not None:
@@ -195,25 +189,16 @@ def model_differences(metadata: Metadata, model: str | None, config: Mapping[str
         yield from found + ["--finetune takes the weights that fit"] * bool(found)
 
 
-def other_model(saved: str | None, now: str) -> str:
-    """Message for a checkpoint of another model."""
-    return f"it is a checkpoint of the model {saved}, and this run trains {now}"
-
-
 def config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each field whose value differs, with both values; nested fields as `neuron.tau`."""
-    before, after = _flat(saved), _flat(json.loads(json.dumps(now)))
+    """One line for each field whose value differs, with both values, as `neuron.tau`."""
+    before, after = (
+        {f"{part}.{name}": value for part, values in config.items() for name, value in values.items()}
+        for config in (saved, json.loads(json.dumps(now)))
+    )
     for field in sorted(before.keys() | after.keys()):
         if (field in before) != (field in after) or before.get(field) != after.get(field):
             old, new = (reprlib.repr(values[field]) if field in values else "absent" for values in (before, after))
             yield f"{field}: saved {old}, now {new}"
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _optimizer_difference(metadata: Metadata, optimizer: str | None) -> Iterator[str]:
@@ -232,29 +217,18 @@ def _optimizer_difference(metadata: Metadata, optimizer: str | None) -> Iterator
 def load_global_tensors(
     folder: PathLike, step: int | None = None, *, prefix: str = "", with_optimizer: bool = False
 ) -> dict[str, Tensor]:
-    """Full tensors of a checkpoint by global name, on the CPU, in one process.
+    """Full tensors of a checkpoint by global name, on the CPU, in one process: those whose names start with `prefix`.
 
-    Warns when it is not the latest that they are of, because that one is damaged.
+    Warns when they are not of the latest, because that one is damaged. Raises CheckpointError as `load_checkpoint`.
 
     Args:
-        prefix: only names that start so.
         with_optimizer: the optimizer's state and the average of the weights too.
-
-    Raises:
-        CheckpointError: as `load_checkpoint`.
     """
 
     def load(path: Path) -> dict[str, Tensor]:
         metadata = read_metadata(path)
-        require_intact(path, metadata)
-        tensors = {
-            name: torch.empty(told.shape, dtype=getattr(torch, told.dtype))
-            for name, told in metadata.tensors.items()
-            if name.startswith(prefix) and (with_optimizer or not name.startswith(BESIDE))
-        }
-        full = [ShardedTensor(name, value, Shard(tuple(value.shape)), False) for name, value in tensors.items()]
-        read_boxes(path, metadata.tensors, full)
-        return tensors
+        names = (name for name in metadata.tensors if with_optimizer or not name.startswith(BESIDE))
+        return read_full(path, metadata, filter(lambda name: name.startswith(prefix), names))
 
     tensors, remarks = _first_intact(folder, step, None, load)
     for remark in remarks:
@@ -270,9 +244,7 @@ def load_globals_into(
     Collective over `process_group`, the group of all ranks (None for a process on its own): together they
     must take exactly these tensors.
 
-    Raises:
-        CheckpointError: on every rank, before anything is changed: a tensor is missing, one is taken by
-            no rank, or a shape differs.
+    Raises CheckpointError on every rank, before anything is changed, where one is missing or of another shape.
     """
     entries = list(tensors)
     given = {name: value for name, value in values.items() if isinstance(value, Tensor)}

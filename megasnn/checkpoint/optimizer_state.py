@@ -51,25 +51,21 @@ class LocalState:
 def describe(tensors: Iterable[ShardedTensor], states: Mapping[Tensor, Mapping[str, Any]]) -> list[ShardedTensor]:
     """An optimizer's `state`, by parameter, as tensors with a name and a shard.
 
-    A state of None (SGD without momentum has that) is nothing to store.
-
-    Raises:
-        CheckpointError: a value that is neither a tensor of the parameter's local shape nor a single-number tensor.
+    A state of None (SGD without momentum has that) is nothing to store. Raises CheckpointError for a value that is
+    neither a tensor of the parameter's local shape nor a single-number tensor.
     """
     entry_of, found = {id(entry.tensor): entry for entry in tensors}, []
     for parameter, state in states.items():
         entry = entry_of[id(parameter)]
         for kind, value in state.items():
-            shape = value.shape if isinstance(value, Tensor) else None
-            if value is not None and shape not in (entry.tensor.shape, ()):
-                raise CheckpointError(
-                    f"{OPTIMIZER}{kind}.{entry.name}: only tensors of the parameter's shape "
-                    f"{list(entry.tensor.shape)} and single-number tensors can be saved, found "
-                    f"{repr(value) if shape is None else list(shape)}"
-                )
-            if value is not None:
-                shard = entry.shard if shape == entry.tensor.shape else Shard((), place=entry.shard.place)
-                found.append(ShardedTensor(f"{OPTIMIZER}{kind}.{entry.name}", value, shard, is_parameter=False))
+            if value is None:
+                continue
+            name, shape = f"{OPTIMIZER}{kind}.{entry.name}", getattr(value, "shape", None)
+            if shape not in (entry.tensor.shape, ()):
+                given = repr(value) if shape is None else list(shape)
+                raise CheckpointError(f"{name}: {given} cannot be saved, only tensors of its shape or of one number")
+            shard = entry.shard if shape == entry.tensor.shape else Shard((), place=entry.shard.place)
+            found.append(ShardedTensor(name, value, shard, is_parameter=False))
     return found
 
 

@@ -6,7 +6,6 @@ every rank passes its own part.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections import defaultdict
@@ -34,22 +33,14 @@ Written = tuple[str, SavedFile, list[tuple[str, SavedTensor]]]
 """A file that was written, and the boxes in it, each with its tensor's name."""
 
 
-def save_checkpoint(
-    folder: PathLike, progress: Progress, state: LocalState, process_group: Group = None, best: bool = False
-) -> Path:
-    """Writes `<folder>/iter_<iteration>` and makes it the latest; an older one of this iteration is replaced.
+def save_checkpoint(folder: PathLike, progress: Progress, state: LocalState, process_group: Group = None) -> Path:
+    """Writes `<folder>/iter_<iteration>` and makes it the latest; see `megasnn.checkpoint.folder` for an older one.
 
-    Args:
-        progress: that of the group's first rank is written.
-        best: name it as the folder's best checkpoint by validation, too.
-    Raises:
-        CheckpointError: on every rank, when a tensor cannot be described, the ranks together do not hold each
-            element of a tensor, or writing fails (names rank and cause). Earlier ones stay.
+    The progress of the group's first rank is written. Raises CheckpointError on every rank, when a tensor cannot be
+    described, the ranks do not hold each element of it, or writing fails (names rank and cause). Earlier ones stay.
     """
-    kind = kind_of(state.optimizer)
-    return write_checkpoint(
-        folder, progress, kind, lambda: content_of(state.entries(), process_group), process_group, best
-    )
+    content = prepare(lambda: content_of(state.entries(), process_group))
+    return write_checkpoint(folder, progress, kind_of(state.optimizer), content, process_group)
 
 
 def save_global_tensors(
@@ -70,21 +61,28 @@ def content_of(entries: Iterable[ShardedTensor], process_group: Group) -> Conten
     return boxes_of(mine, file_name(rank_in(process_group)))
 
 
+def prepare(make: Callable[[], Content]) -> Content | Exception:
+    """Result of a function, or its error, which fails the save on all ranks."""
+    try:
+        return make()
+    except Exception as error:
+        return error
+
+
 def write_checkpoint(
-    folder: PathLike,
-    progress: Progress,
-    optimizer: str | None,
-    prepare: Callable[[], Content],
-    process_group: Group,
-    best: bool = False,
+    folder: PathLike, progress: Progress, optimizer: str | None, prepared: Content | Exception, process_group: Group
 ) -> Path:
-    """`save_checkpoint` of content that `prepare` gives, empty where this rank has nothing to write."""
+    """`save_checkpoint` of what `prepare` gives, empty where this rank has nothing to write."""
     root, rank = Path(folder), rank_in(process_group)
 
-    def prepared() -> tuple[Metadata, Content]:
-        return new_metadata(progress, optimizer), prepare()
+    def content_or_raise() -> Content:
+        if isinstance(prepared, Exception):
+            raise prepared
+        return prepared
 
-    metadata, content = run_on_all_ranks(process_group, prepared, "this run cannot be saved:")
+    content = run_on_all_ranks(process_group, content_or_raise, "this run cannot be saved:")
+    versions = {"megasnn": megasnn.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    metadata = Metadata(**vars(progress), optimizer=optimizer, versions=versions)
     aside = broadcast_result(process_group, lambda: folders.begin(root, progress.iteration))
 
     def write() -> Written | None:
@@ -96,22 +94,11 @@ def write_checkpoint(
     try:
         mine = run_on_all_ranks(process_group, write, f"cannot write the checkpoint {aside}:")
         written = gather(process_group, mine)
-        return broadcast_result(process_group, lambda: commit(root, metadata, list(filter(None, written)), best))
+        return broadcast_result(process_group, lambda: commit(root, metadata, list(filter(None, written))))
     except CheckpointError:
         if rank == 0:
             folders.discard(root, progress.iteration)
         raise
-
-
-def new_metadata(progress: Progress, optimizer: str | None) -> Metadata:
-    """Description of a checkpoint without tensors and files. Raises CheckpointError for values that JSON lacks."""
-    for label in ("extra", "config", "layout"):
-        try:
-            json.dumps(getattr(progress, label), allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{label} cannot be written as JSON: {error}") from None
-    versions = {"megasnn": megasnn.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
-    return Metadata(**vars(progress), optimizer=optimizer, versions=versions)
 
 
 def write_file(aside: Path, rank: int, content: Content) -> Written:
@@ -120,7 +107,7 @@ def write_file(aside: Path, rank: int, content: Content) -> Written:
     return file, write_safetensors(aside / file, content), [(name, saved) for name, saved, _ in content]
 
 
-def commit(root: Path, metadata: Metadata, written: Sequence[Written], best: bool = False) -> Path:
+def commit(root: Path, metadata: Metadata, written: Sequence[Written]) -> Path:
     """Makes a checkpoint of the files that the ranks have written; `metadata` comes without tensors and files.
 
     A box that lies in several files is a copy. Raises CheckpointError for a tensor that is written in part, or with
@@ -142,7 +129,7 @@ def commit(root: Path, metadata: Metadata, written: Sequence[Written], best: boo
             problems.append(f"{name}: ranks would write {elements} elements of {prod(shape)}, or some twice")
     raise_problems(f"cannot write the checkpoint of iteration {metadata.iteration}:", problems)
     files = {file: facts for file, facts, _ in written}
-    return folders.commit(root, Metadata(**{**vars(metadata), "tensors": tensors, "files": files}), best)
+    return folders.commit(root, Metadata(**{**vars(metadata), "tensors": tensors, "files": files}))
 
 
 def file_name(rank: int) -> str:

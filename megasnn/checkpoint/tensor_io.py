@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megasnn.checkpoint.format import DTYPES, Box, Metadata, SavedFile, SavedTensor, read_metadata, size_problem
+from megasnn.checkpoint.format import DTYPES, Box, Metadata, SavedFile, SavedTensor, size_problem
 from megasnn.files import CheckpointError, DamagedError
-from megasnn.parallel.sharding import Piece, ShardedTensor
+from megasnn.parallel.sharding import Piece, Shard, ShardedTensor
 
 _BLOCK = 4 << 20
 _HASHING_THREADS = 4
@@ -54,9 +54,6 @@ def write_safetensors(path: Path, content: Content) -> SavedFile:
     """Writes a file one tensor after the other, safely on disk: `save_file` wants copies of all of them in memory.
 
     The format is the length of the header (8 bytes, little endian), the header of JSON, and the values in its order.
-
-    Raises:
-        OSError: it cannot be written.
     """
     header, end = {}, 0
     for _, saved, _ in content:
@@ -91,19 +88,13 @@ def checksum(path: Path) -> str:
     return f"{crc32:08x}"
 
 
-def verify_checkpoint(
-    path: Path, metadata: Metadata | None = None, part: int = 0, parts: int = 1
-) -> Iterator[tuple[int, str | None]]:
-    """Reads every byte of one checkpoint's files (`.../iter_0000100`) and checks it.
+def damage(path: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> list[str]:
+    """Reads every byte of one checkpoint's files (`.../iter_0000100`), and returns what is wrong with them.
 
     Args:
         part: of so many parts the one whose files are read: ranks share them out.
-    Yields:
-        for each file the number of its bytes, and what is wrong with it, or None.
-    Raises:
-        CheckpointError: the description of the files is damaged itself.
     """
-    files = (metadata or read_metadata(path)).files
+    files = metadata.files
 
     def problem(name: str) -> str | None:
         if (wrong := size_problem(path / name, files[name])) is not None:
@@ -114,24 +105,30 @@ def verify_checkpoint(
         except OSError as error:
             return f"cannot read {path / name}: {error.strerror}"
 
-    names = list(files)[part::parts]
     with ThreadPoolExecutor(min(_HASHING_THREADS, os.cpu_count() or 1)) as threads:
-        yield from zip((files[name].bytes for name in names), threads.map(problem, names), strict=True)
+        return [found for found in threads.map(problem, list(files)[part::parts]) if found]
 
 
 def require_intact(path: Path, metadata: Metadata, part: int = 0, parts: int = 1) -> None:
-    """Raises DamagedError, which names the damaged files; see `verify_checkpoint`."""
-    if problems := [problem for _, problem in verify_checkpoint(path, metadata, part, parts) if problem is not None]:
+    """Raises DamagedError, which names the damaged files; see `damage`."""
+    if problems := damage(path, metadata, part, parts):
         raise DamagedError(*problems)
+
+
+def read_full(path: Path, metadata: Metadata, names: Iterable[str]) -> dict[str, Tensor]:
+    """Reads tensors of one checkpoint in full, on the CPU. Raises DamagedError for any file that is damaged."""
+    require_intact(path, metadata)
+    saved = metadata.tensors
+    tensors = {name: torch.empty(saved[name].shape, dtype=getattr(torch, saved[name].dtype)) for name in names}
+    full = [ShardedTensor(name, value, Shard(tuple(value.shape)), False) for name, value in tensors.items()]
+    read_boxes(path, saved, full)
+    return tensors
 
 
 def read_boxes(path: Path, saved: Mapping[str, SavedTensor], entries: Iterable[ShardedTensor]) -> None:
     """Copies this rank's parts of saved tensors into its memory; boxes that only other ranks need are not read.
 
-    Args:
-        entries: each with the shape that it was saved in.
-    Raises:
-        DamagedError: a file cannot be read, or does not hold what the description says.
+    Raises DamagedError where a file cannot be read, or does not hold what the description says.
     """
     wanted = defaultdict[str, list[_Overlap]](list)
     needed: Counter[str] = Counter()

@@ -8,19 +8,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.checkpoint.folder import prune
+from megasnn.checkpoint.folder import name_best, prune
 from megasnn.checkpoint.format import Progress
 from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.checkpoint.save import Group, content_of, kind_of, write_checkpoint
+from megasnn.checkpoint.save import Group, content_of, kind_of, prepare, write_checkpoint
 from megasnn.checkpoint.tensor_io import Content
 from megasnn.files import CheckpointError
-from megasnn.parallel.agreement import rank_in
+from megasnn.parallel.agreement import broadcast_result, rank_in
 
 # Ranks wait for each other as long as the slowest disk takes. megasnn.engine.faults ends them when one is lost.
 _PATIENCE = datetime.timedelta(days=7)
@@ -73,24 +74,15 @@ class Writer:
         self.finish()
         if self.saved == progress.iteration and not best:
             return
-        kind = kind_of(state.optimizer)
+        content = prepare(lambda: self._content(state))
+        attempt = partial(self._attempt, progress, kind_of(state.optimizer), content, best)
         if not self._background:
-            self._attempt(progress, kind, lambda: content_of(state.entries(), self._group), best)
+            attempt()
             return
-        copied: Content | Exception
-        try:
-            copied = self._copied(content_of(state.entries(), self._group))
-        except Exception as error:  # fails the save on all ranks
-            copied = error
-
-        def prepare() -> Content:
-            if isinstance(copied, Exception):
-                raise copied
-            return copied
 
         def write() -> None:
             _lower_priority()
-            self._attempt(progress, kind, prepare, best)
+            attempt()
 
         self._thread = threading.Thread(target=write, name="megasnn-save", daemon=True)
         self._thread.start()
@@ -111,8 +103,12 @@ class Writer:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _copied(self, content: Content) -> Content:
-        """Copies values into memory of the CPU, pinned for those of a GPU, which is kept for the next save."""
+    def _content(self, state: LocalState) -> Content:
+        """Content of this rank's file; in the background, with a copy of the values in memory of the CPU, pinned for
+        those of a GPU, which is kept for the next save."""
+        content = content_of(state.entries(), self._group)
+        if not self._background:
+            return content
         values = [value for _, _, value in content]
         if [(each.shape, each.dtype) for each in self._copies] != [(each.shape, each.dtype) for each in values]:
             self._copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=each.is_cuda) for each in values]
@@ -122,10 +118,12 @@ class Writer:
             torch.cuda.current_stream().synchronize()
         return [(name, saved, copy) for (name, saved, _), copy in zip(content, self._copies, strict=True)]
 
-    def _attempt(self, progress: Progress, kind: str | None, prepare: Callable[[], Content], best: bool) -> None:
+    def _attempt(self, progress: Progress, kind: str | None, content: Content | Exception, best: bool) -> None:
         began = time.monotonic()
         try:
-            path = write_checkpoint(self._folder, progress, kind, prepare, self._group, best)
+            path = write_checkpoint(self._folder, progress, kind, content, self._group)
+            if best:
+                broadcast_result(self._group, lambda: name_best(self._folder, progress.iteration))
         except Exception as error:
             self.failed = True
             reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -22,7 +22,7 @@ from typing import Annotated
 
 import tyro
 
-from megasnn.checkpoint.tensor_io import verify_checkpoint
+from megasnn.checkpoint.tensor_io import damage
 from megasnn.config.tool_flags import name_in
 from megasnn.convert.exchange import Names, export_weights, import_weights
 from megasnn.convert.report import as_text, differences, size_text
@@ -54,11 +54,10 @@ def _verify(path: Place) -> Differs:
     source = open_source(path, values=False)
     if not source.is_checkpoint:
         raise CheckpointError(f"{path} is no checkpoint: a file of weights has no checksums to verify")
-    checked = list(verify_checkpoint(source.path))
-    problems = [problem for _, problem in checked if problem]
+    problems = damage(source.path, source.metadata)
     name = source.metadata.model
     title = f"{source.path}, of the model {name}" if name else str(source.path)
-    total = size_text(sum(count for count, _ in checked))
+    total = size_text(sum(file.bytes for file in source.metadata.files.values()))
     print("\n".join([*problems, f"{title}: {total} read, {len(problems) or 'no'} problem(s)"]))
     return bool(problems)
 

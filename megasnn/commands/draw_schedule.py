@@ -18,21 +18,10 @@ from typing import Annotated
 
 import tyro
 
-from megasnn.config.tool_flags import RecomputeName, ScheduleName, command_line
-from megasnn.schedule import (
-    AUTO,
-    SCHEDULES,
-    ChunkCost,
-    format_actions,
-    generate,
-    per_stage,
-    simulate,
-)
+from megasnn.config.tool_flags import RecomputeName, ScheduleName, run_tool
+from megasnn.schedule import ChunkCost, format_actions, generate, per_stage, simulate
 from megasnn.schedule.draw import chart
 from megasnn.schedule.passes import NEVER, RECOMPUTE, insert_recompute, refine
-
-MOST = 1 << 13
-MOST_SEARCHED = 128
 
 
 @dataclass(frozen=True)
@@ -65,9 +54,13 @@ class Options:
     """write a Gantt chart here, .svg or .png."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = command_line(Options, arguments)
-    _check(options)
+def draw(options: Options) -> None:
+    """Prints and draws a schedule. Raises ValueError for what makes none."""
+    costs = options.forward, options.input_grad, options.weight_grad, options.transfer
+    if options.units < 1:
+        raise ValueError(f"--units must be at least 1, got {options.units}")
+    if not all(0 <= cost < math.inf for cost in costs):
+        raise ValueError(f"costs must be finite and not negative, got {' '.join(f'{cost:g}' for cost in costs)}")
     whole = ChunkCost(options.forward, options.input_grad, options.weight_grad, options.transfer, options.transfer)
     costs_of = per_stage([whole] * options.stages)
     schedule = generate(
@@ -96,38 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"drawn: {options.output}")
 
 
-def _check(options: Options) -> None:
-    if options.units < 1:
-        raise ValueError(f"--units must be at least 1, got {options.units}")
-    own = SCHEDULES[options.schedule].chunks if options.schedule in SCHEDULES else 1
-    chunks = options.num_virtual_stages_per_pipeline_rank or own
-    size = options.stages * options.micro_batches * chunks * options.units
-    if size > MOST or options.schedule == AUTO and options.stages > MOST_SEARCHED:
-        raise ValueError(
-            f"--stages {options.stages} x --micro-batches {options.micro_batches} x chunks {chunks} x --units "
-            f"{options.units} must be at most {MOST}, and --stages with auto {MOST_SEARCHED}: more takes minutes"
-        )
-    costs = options.forward, options.input_grad, options.weight_grad, options.transfer
-    if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
-        given = " ".join(f"{cost:g}" for cost in costs)
-        raise ValueError(
-            f"--forward, --input-grad, --weight-grad and --transfer must be finite and not negative, got {given}"
-        )
-    if options.output is not None and options.output.suffix not in (".svg", ".png"):
-        raise ValueError(f"--output {options.output}: the name must end in .svg or .png")
-    if options.output is not None and not options.output.parent.is_dir():
-        raise ValueError(f"--output {options.output}: there is no folder {options.output.parent}")
-
-
-def program() -> int:
-    """The program megasnn-draw-schedule."""
-    try:
-        main()
-    except ValueError as error:
-        print(f"draw_schedule: {error}", file=sys.stderr)
-        return 1
-    return 0
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_tool("draw_schedule", lambda: draw(tyro.cli(Options, args=arguments)))
 
 
 if __name__ == "__main__":
-    sys.exit(program())
+    sys.exit(main())

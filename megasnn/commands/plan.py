@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import tyro
+
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError, at_least
-from megasnn.config.tool_flags import command_line, name_in
+from megasnn.config.tool_flags import name_in, run_tool
 from megasnn.models.registry import MODELS
 from megasnn.planner.candidates import Prefer
 from megasnn.planner.cost_file import Analysis, read, write
@@ -55,7 +57,7 @@ class Options:
 
 def make_plan(arguments: Sequence[str] | None = None) -> None:
     """Raises ValueError for what cannot be planned."""
-    options, theirs = command_line(Options, arguments, return_unknown_args=True)
+    options, theirs = tyro.cli(Options, args=arguments, return_unknown_args=True)
     if wrong := at_least(options, 1, "gpus", "gpus_per_node"):
         raise ConfigError(wrong)
     if not theirs or theirs[0].startswith("-"):
@@ -118,13 +120,7 @@ def _analysis(options: Options, config: PretrainConfig) -> Analysis:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 for what cannot be planned, after saying why on stderr."""
-    try:
-        make_plan(arguments)
-    except ValueError as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_tool("plan", lambda: make_plan(arguments))
 
 
 if __name__ == "__main__":

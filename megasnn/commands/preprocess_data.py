@@ -13,22 +13,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megasnn.config.tool_flags import command_line
+import tyro
+
+from megasnn.config.tool_flags import run_tool
 from megasnn.preprocess.options import Command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 when the data or the options cannot be used, after saying why on stderr; 130 when interrupted."""
-    try:
-        command = command_line(Command, arguments, description=__doc__)
-        print(command.run())
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    return run_tool("preprocess_data", lambda: print(tyro.cli(Command, args=arguments, description=__doc__).run()))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def parse(
             which the shell has made several words.
     """
     plain: Any = config_class()
-    given, unknown = _parser(plain, recipes).parse_known_args([_dashed(word) for word in argv])
+    given, unknown = _parser(plain, recipes).parse_known_args(argv)
     values = values_of(config_class, given, recipes, saved)
     if given.help:
         if console_outputs:
@@ -99,12 +99,6 @@ def _parser(defaults: Any, recipes: Iterable[str]) -> _Parser:
             else:
                 group.add_argument(flag(entry.name), metavar=_metavar(hint), **options)
     return parser
-
-
-def _dashed(word: str) -> str:
-    """A flag with dashes for underscores; other words stay."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def _unknown_flags(config_class: type[Any], unknown: Sequence[str]) -> list[str]:

@@ -16,7 +16,6 @@ from megasnn.files import in_message
 
 Values = Mapping[str, Mapping[str, Any]]
 """Values of fields by part and name, as `to_dict` gives them; not all of them need to be there."""
-_LARGEST = 1 << 20
 _ADVICE = "correct the file, or give one that a run of this model wrote"
 
 
@@ -60,8 +59,6 @@ def _read(config_class: type[Any], name: str, recipes: Mapping[str, Path]) -> di
             raise ConfigError(
                 [f"neither a file nor the name of a recipe of this model ({', '.join(recipes) or 'none'})"]
             )
-        if path.stat().st_size > _LARGEST:
-            raise ConfigError([f"{path.stat().st_size} bytes, up to {_LARGEST} are read"])
         values = json.loads(path.read_bytes())  # takes names of files that are not UTF-8, as pydantic does not
         mine, about = config_class().model.name, values.pop(ABOUT, {}) if isinstance(values, dict) else None
         if not isinstance(about, dict):

@@ -1,8 +1,9 @@
-"""Flags of tools, by tyro: from the fields of a dataclass, or the arguments of a function."""
+"""Choices of tools' flags, as tyro takes them, and exit status of a tool."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -12,9 +13,17 @@ from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.passes import RECOMPUTE
 
 
-def command_line(of: Any, argv: Sequence[str] | None, **options: Any) -> Any:
-    """Reads the flags of a tool. Raises SystemExit as tyro does."""
-    return tyro.cli(of, args=argv, **options)
+def run_tool(name: str, call: Callable[[], object]) -> int:
+    """Exit status of a tool: 0; 1 for what cannot be done, after saying why on stderr; 130 when interrupted."""
+    try:
+        call()
+    except (ValueError, OSError, ImportError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+    return 0
 
 
 def name_in(registry: Registry[Any]) -> Any:

@@ -67,8 +67,8 @@ class TrainingConfig:
     """Products with spikes as sums over the values that are not 0, on a CPU where these are at most 40 %."""
     deterministic: bool = False
     """The same bits in every run on the same layout, devices and versions, by slower algorithms on GPUs."""
-    cuda_graphs: Literal["off", "on", "auto"] = "off"
-    """CUDA graphs: auto for all chunks that can, on where a layer that cannot is an error. Never run on a GPU."""
+    cuda_graphs: Literal["off", "on"] = "off"
+    """CUDA graphs of all layers; one that cannot have them is an error. Never run on a GPU."""
     loss: Annotated[str, LOSSES] = "cross-entropy"
     """Loss that is minimised, as a mean over the samples."""
     label_smoothing: ShareBelowOne = 0.0

@@ -23,10 +23,13 @@ def validate(config: PretrainConfig, world_size: int) -> None:
     build_part(type(config.model), to_dict(config.model), "model")  # an object may have been made in Python
     problems = config.model.problems(config.parallel.tensor_model_parallel_size)
     for part in fields(config):
-        if part.name not in ("model", "parallel"):
+        if part.name not in ("model", "parallel", "logging"):
             problems += getattr(config, part.name).problems()
     problems += layout_problems(config, world_size, config.model.units if not problems else None)
-    problems += [*_length_problems(config), *_evaluation_problems(config), *_training_problems(config)]
+    training = config.training
+    if not training.evaluate_only and training.train_iters is None and training.train_epochs is None:
+        problems.append(f"give {' or '.join(map(flag, LENGTHS))}; none was given")
+    problems += [*_evaluation_problems(config), *_training_problems(config)]
     if problems:
         raise ConfigError(problems)
 
@@ -37,14 +40,20 @@ def layout_problems(config: PretrainConfig, world_size: int, units: Callable[[],
     Args:
         units: gives the unit of each layer; None where the model's dimensions are wrong.
     """
-    problems = config.parallel.problems()
-    partition = _partition_problems(config, units) if units is not None and not problems else []
-    problems += [*_grid_problems(config, world_size), *partition, *_window_problems(config)]
-    return problems + list(_arithmetic_problems(config))
+    parallel, training = config.parallel, config.training
+    problems = parallel.problems()
+    if units is not None and not problems and parallel.layout is not None:
+        problems += refusal(layout_to_bounds, parallel.layout, units(), parallel.chunks)
+    problems += [*_grid_problems(config, world_size), *_window_problems(config)]
+    if PRECISIONS[training.precision].rounds and parallel.device == "cpu":
+        problems.append(f"--precision {training.precision} is for GPUs, not --device cpu; use --precision fp32")
+    if training.cuda_graphs == "on" and (why := _no_graphs(config)) is not None:
+        problems.append(f"--cuda-graphs on: {why}; use off")
+    return problems
 
 
-def no_graphs(config: PretrainConfig) -> str | None:
-    """Reason why none of the layers of a run can be CUDA graphs; None where some may."""
+def _no_graphs(config: PretrainConfig) -> str | None:
+    """Reason why no layer of a run can be a CUDA graph; None where they may."""
     parallel = config.parallel
     if parallel.device == "cpu":
         return "there are none with --device cpu"
@@ -97,14 +106,6 @@ def _grid_problems(config: PretrainConfig, world_size: int) -> Iterator[str]:
                 yield f"{asked}: {batch} ends with {last} sample(s), and each rank needs one; change either size"
 
 
-def _partition_problems(config: PretrainConfig, units_of: Callable[[], Sequence[str]]) -> list[str]:
-    """A layout that does not fit the model's layers."""
-    parallel = config.parallel
-    if parallel.layout is None:
-        return []
-    return refusal(layout_to_bounds, parallel.layout, units_of(), parallel.chunks)
-
-
 def _window_problems(config: PretrainConfig) -> Iterator[str]:
     """Windows of time steps go on from the one before, which recomputation does not know."""
     parallel, steps = config.parallel, config.training.bptt_steps
@@ -119,25 +120,7 @@ def _window_problems(config: PretrainConfig) -> Iterator[str]:
         yield f"--time-steps {config.model.time_steps} does not divide by --bptt-steps {steps}"
 
 
-def _arithmetic_problems(config: PretrainConfig) -> Iterator[str]:
-    """Arithmetic and graphs that the device or the layout does not have."""
-    parallel, training = config.parallel, config.training
-    if PRECISIONS[training.precision].rounds and parallel.device == "cpu":
-        yield f"--precision {training.precision} is for GPUs, not --device cpu; use --precision fp32"
-    if training.cuda_graphs == "on" and (why := no_graphs(config)) is not None:
-        yield f"--cuda-graphs on: {why}; use auto or off"
-
-
 # --- the run
-
-
-def _length_problems(config: PretrainConfig) -> Iterator[str]:
-    """A training without a length."""
-    training = config.training
-    if training.evaluate_only:
-        return
-    if training.train_iters is None and training.train_epochs is None:
-        yield f"give {' or '.join(map(flag, LENGTHS))}; none was given"
 
 
 def _evaluation_problems(config: PretrainConfig) -> Iterator[str]:

@@ -85,10 +85,8 @@ def with_keywords(config: Config, given: Mapping[str, Any]) -> Config:
         if part is None:
             near = get_close_matches(name, part_of, 1)
             wrong.append(f"unknown name {name!r}" + "".join(f"; is it {each!r}?" for each in near))
-        elif part == "model":
-            wrong.append(f"{name} is a dimension of the model: {type(config.model).__name__}({name}=...)")  # type: ignore[attr-defined]
-        elif part in ("data", "checkpoint", "logging") and name not in ("mixup_alpha", "cutmix_alpha"):
-            wrong.append(f"{name} is for whole runs, which megasnn.pretrain starts; an Engine has no use for it")
+        elif part in ("model", "data", "checkpoint", "logging") and name not in ("mixup_alpha", "cutmix_alpha"):
+            wrong.append(f"{name} is of a model's dimensions, or for whole runs, which megasnn.pretrain starts")
         else:
             changed.setdefault(part, {})[name] = value
     if wrong:

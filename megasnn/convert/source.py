@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn.checkpoint.folder import find_checkpoint
-from megasnn.checkpoint.format import METADATA, Metadata, read_metadata
+from megasnn.checkpoint.folder import resolve
+from megasnn.checkpoint.format import Metadata, read_metadata
 from megasnn.checkpoint.state_dict import read_state_dict
-from megasnn.checkpoint.tensor_io import read_boxes, require_intact
+from megasnn.checkpoint.tensor_io import read_full
 from megasnn.files import CheckpointError
 from megasnn.models.registry import dialect_of, model_of
 from megasnn.models.weight_names import Recipe
-from megasnn.parallel.sharding import Shard, ShardedTensor
 
 
 @dataclass(frozen=True)
@@ -46,25 +45,20 @@ class Source:
 def open_source(path: Path, values: bool = True) -> Source:
     """Opens a file of torch.save or safetensors, a run's folder of checkpoints, or one checkpoint in it.
 
-    Args:
-        values: read those of a checkpoint, too, and check its files.
-    Raises:
-        CheckpointError: there is nothing, or nothing that can be read; the checkpoint is damaged.
+    With `values` a checkpoint's files are read, too, and checked. Raises CheckpointError for what cannot be read.
     """
     if not path.is_dir():
         if not path.is_file():
             raise CheckpointError(f"{path} is not there: name a file of weights or a folder of checkpoints")
         return Source(path, read_state_dict(path))
-    path = path if (path / METADATA).is_file() else find_checkpoint(path)
-    metadata, device = read_metadata(path), "cpu" if values else "meta"
+    path = resolve(path, None)[0]
+    metadata = read_metadata(path)
+    if values:
+        return Source(path, read_full(path, metadata, metadata.tensors), metadata, True)
     tensors = {
-        name: torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device=device)
+        name: torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device="meta")
         for name, saved in metadata.tensors.items()
     }
-    if values:
-        require_intact(path, metadata)
-        full = [ShardedTensor(name, value, Shard(tuple(value.shape)), False) for name, value in tensors.items()]
-        read_boxes(path, metadata.tensors, full)
     return Source(path, tensors, metadata, True)
 
 

@@ -67,7 +67,7 @@ class ShardDataset:
         """
         size, offset = int(self._sizes[index]), int(self._offsets[index])
         try:
-            require_size("its file", size, self.format.limit)
+            require_size("its file", size)
             return self.format.decode(_read(*self._shard(index)[1:], size, offset), key)
         except FormatMismatch as error:
             raise ValueError(f"{self.describe(index)} {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,12 +18,10 @@ from megasnn.data.paths import Address, expand_shards
 from megasnn.data.remote import describe_remote, open_remote
 from megasnn.data.shards import Shard, open_shard
 from megasnn.events import FrameOptions
+from megasnn.files import SAMPLE_LIMIT
 
 if TYPE_CHECKING:
     from megasnn.config import DataConfig
-
-Decide = Callable[[Callable[[], Any]], Any]
-"""Calls a function on one rank and gives its result to all."""
 
 
 @dataclass(frozen=True)
@@ -37,32 +36,25 @@ def open_datasets(
     config: DataConfig,
     input_shape: Sequence[int],
     num_classes: int,
-    sample_shards: Callable[[bool], tuple[Path, Path]] | None = None,
-    decide: Decide = lambda read: read(),
+    sample_shards: Callable[[bool], tuple[Path, Path]],
+    decide: Callable[[Callable[[], Any]], Any] = lambda read: read(),
     evaluates: bool = False,
 ) -> Datasets:
     """Opens the shards of ``--data-path`` and ``--valid-data-path`` and checks all labels.
 
-    ``sample`` stands for scikit-learn's digits, with their own validation split: as images, or as recordings of a
-    simulated event camera.
-
     Args:
         input_shape: of a sample, as the model takes it: (C, H, W) for images, (T, 2, H, W) for event frames.
         sample_shards: makes the shards of ``sample``, of recordings or (False) of images, to train and to validate on.
-        decide: sizes of shards behind URLs are asked for on one rank.
+        decide: calls a function on one rank and gives its result to all: sizes of shards behind URLs are asked for so.
         evaluates: and trains on nothing.
-
     Raises:
-        ValueError: a shard is missing, cut or empty or cannot be fetched, a sample incomplete, a label out of range,
-            the cache not writable; the shards hold another kind of samples than the model takes, or frames of another
-            shape; an option does not go with them.
+        ValueError: a shard is missing, cut or empty or cannot be fetched; labels, samples or options do not fit.
     """
+    os.environ[SAMPLE_LIMIT] = str(config.max_sample_mb)
     format = sample_format(config, input_shape, evaluates)
     valid_path = config.valid_data_path or (SAMPLE if config.data_path == SAMPLE else None)
     made: tuple[Path, ...] = ()
     if SAMPLE in (config.data_path, valid_path):
-        if sample_shards is None:
-            raise ValueError(f"--data-path {SAMPLE}: its shards are not made here; name shards")
         made = sample_shards(isinstance(format, EventFormat))
 
     paths = [(config.data_path, "--data-path")] + ([(valid_path, "--valid-data-path")] if valid_path else [])
@@ -73,8 +65,10 @@ def open_datasets(
     return Datasets(found[0], found[1] if valid_path else None)
 
 
-def open_shards(addresses: Sequence[Address], decide: Decide = lambda read: read()) -> list[Shard]:
-    """Shards of a data path, those behind URLs fetched into the cache.
+def open_shards(
+    addresses: Sequence[Address], decide: Callable[[Callable[[], Any]], Any] = lambda read: read()
+) -> list[Shard]:
+    """Shards of a data path, those behind URLs fetched into the cache. `decide` is as for `open_datasets`.
 
     Raises:
         ValueError: as `open_shard`, `describe_remote` and `open_remote`.
@@ -88,10 +82,7 @@ def open_shards(addresses: Sequence[Address], decide: Decide = lambda read: read
 def sample_format(config: DataConfig, input_shape: Sequence[int], evaluates: bool = False) -> EventFormat | ImageFormat:
     """Format by which a shard's samples become the model's input, without reading any.
 
-    Args:
-        evaluates: and trains on nothing.
-    Raises:
-        ValueError: no shard holds such samples, or an option does not go with them.
+    Raises ValueError where no shard holds such samples, or an option does not go with them.
     """
     if len(input_shape) not in (3, 4):
         raise ValueError(
@@ -137,7 +128,7 @@ def _event_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat
             f"event frames have 2 channels and are square, not {channels} x {height} x {width}; set --in-channels to 2"
         )
     options = FrameOptions(time_steps, config.split_by or "number", height)
-    return EventFormat(options, config.max_sample_mb << 20, AUGMENTATIONS[config.augment])
+    return EventFormat(options, AUGMENTATIONS[config.augment])
 
 
 def _image_format(config: DataConfig, input_shape: Sequence[int], evaluates: bool) -> ImageFormat:
@@ -151,6 +142,5 @@ def _image_format(config: DataConfig, input_shape: Sequence[int], evaluates: boo
     in_colour += ["--normalize-images"] * (len(NORMALISATIONS[normalisation][0]) > 1)
     if channels != 3 and in_colour:
         raise ValueError(f"{', '.join(in_colour)}: for images in colour; set --in-channels 3, or leave it out")
-    limit, center = config.max_sample_mb << 20, config.center_crop
     augment = AUGMENTATIONS[config.augment]
-    return ImageFormat(size, channels, normalisation, limit, config.image_recipe, center, augment)
+    return ImageFormat(size, channels, normalisation, config.image_recipe, config.center_crop, augment)

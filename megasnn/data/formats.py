@@ -8,9 +8,10 @@ program may choose the number of frames later.
 from __future__ import annotations
 
 import io
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ from megasnn.events import (
     recording_of_arrays,
     resize_frames,
 )
-from megasnn.files import SAMPLE_BYTES, read_arrays
+from megasnn.files import read_arrays
 
 FRAMES, EVENTS = "frames.npz", "events.npz"
 
@@ -35,23 +36,18 @@ class FormatMismatch(ValueError):
     """A sample that is sound, but not of the shape that the model takes: the flags are wrong, it is not skipped."""
 
 
-class SampleFormat(Protocol):
+class SampleFormat(ABC):
     """A kind of samples.
 
     Attributes:
         kind: of the samples, as augmentations name it.
         suffixes: endings of the files it decodes.
-        axes: permutation from a batch's array to the model's axes.
-        limit: bytes that a sample may take, in its file or decoded.
     """
 
-    kind: str
-    suffixes: tuple[str, ...]
-    axes: tuple[int, ...]
+    kind: ClassVar[str]
+    suffixes: ClassVar[tuple[str, ...]]
 
-    @property
-    def limit(self) -> int: ...
-
+    @abstractmethod
     def decode(self, data: bytes, key: Key | None = None) -> NDArray[Any]:
         """Decodes a sample, changed at random where a key is given.
 
@@ -59,16 +55,13 @@ class SampleFormat(Protocol):
             ValueError: damaged bytes. FormatMismatch: sound ones that do not fit the model.
         """
 
-    def fill(self, values: NDArray[np.float32], sample: NDArray[Any]) -> None:
-        """Writes a decoded sample to `values`, of its shape, as the numbers that the model takes."""
-        values[...] = sample
+    def batch(self, samples: Sequence[NDArray[Any]], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """Joins decoded samples to the model's input, float32, the samples first.
 
-    def batch(self, samples: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
-        """Joins decoded samples to the model's input, float32, the samples first."""
-        values = np.empty((len(samples), *samples[0].shape), np.float32)
-        for target, sample in zip(values, samples, strict=True):
-            self.fill(target, sample)
-        return values.transpose(self.axes)
+        Args:
+            out: memory for it, of the samples' shape.
+        """
+        return np.stack(samples, out=np.empty((len(samples), *samples[0].shape), np.float32) if out is None else out)
 
 
 @dataclass(frozen=True)
@@ -76,19 +69,12 @@ class EventFormat(SampleFormat):
     """Event samples as a model takes them.
 
     Kept events become frames here. Frames that preprocessing made are scaled where they have another size.
-
-    Attributes:
-        settings: time steps, size and, for kept events, how frames are made of them.
-        limit: bytes that a sample may take, packed or decoded.
-        augment: change of the frames.
     """
 
     settings: FrameOptions
-    limit: int = SAMPLE_BYTES
     augment: Augmentation = AUGMENTATIONS["none"]
     suffixes = (FRAMES, EVENTS)
     kind = EVENT_FRAMES
-    axes = (0, 1, 2, 3, 4)
 
     def decode(self, data: bytes, key: Key | None = None) -> NDArray[Any]:
         """Content of a frames.npz or events.npz as `[T, 2, size, size]`, counts or float32; changed with a key.
@@ -97,9 +83,9 @@ class EventFormat(SampleFormat):
             ValueError: damaged, or a recording too short for the frames.
             FormatMismatch: made for another number of time steps.
         """
-        sample, size = decode_events(data, self.limit), self.settings.size
+        sample, size = decode_events(data), self.settings.size
         if isinstance(sample, Recording):
-            sample = make_frames(sample, self.settings, self.limit)
+            sample = make_frames(sample, self.settings)
         elif len(sample) != self.settings.time_steps:
             raise FormatMismatch(
                 f"has {len(sample)} frames, and the model takes --time-steps {self.settings.time_steps}; set "
@@ -110,16 +96,16 @@ class EventFormat(SampleFormat):
         return self.augment.change(sample, *key) if key else sample
 
 
-def decode_events(data: bytes, limit: int = SAMPLE_BYTES) -> Recording | NDArray[Any]:
+def decode_events(data: bytes) -> Recording | NDArray[Any]:
     """The recording of an events.npz, or the array `[T, 2, H, W]` of a frames.npz, which is read-only.
 
     Raises:
-        ValueError: damaged, neither, or of more bytes than `limit`; events out of order or outside their sensor; frames
+        ValueError: damaged, neither, or too large; events out of order or outside their sensor; frames
             with values that are no finite numbers.
     """
-    arrays = read_arrays(data, limit)
+    arrays = read_arrays(data)
     if "frames" not in arrays:
-        return check_recording(recording_of_arrays(arrays, limit=limit))
+        return check_recording(recording_of_arrays(arrays))
     frames = arrays["frames"]
     if frames.ndim != 4 or frames.shape[1] != 2 or frames.dtype.kind not in "iuf":
         raise ValueError(f"frames are numbers [T, 2, H, W], not {frames.dtype} {list(frames.shape)}")

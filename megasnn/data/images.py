@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from PIL import Image
 from megasnn.augment import AUGMENTATIONS, IMAGES, Augmentation, Key
 from megasnn.augment.images import CROP_SHAPE, ImageRecipe, erase, random_box
 from megasnn.data.formats import SampleFormat
-from megasnn.files import SAMPLE_BYTES, require_size
+from megasnn.files import require_size
 from megasnn.random import Draws
 
 # Mean and standard deviation of a channel, of pixel values in [0, 1]. "generic" brings any photograph to
@@ -31,17 +32,13 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "PPM")
 _ONE_BYTE_MODES = ("1", "L", "P")  # Pillow keeps four bytes for a pixel of all others
 
 
-def open_image(data: bytes, limit: int = SAMPLE_BYTES) -> Image.Image:
-    """Opens an image file without decoding it yet.
-
-    Args:
-        data: the whole file.
-        limit: bytes that the decoded image may take. A WebP takes up to 2 GB (16,383 x 16,383) before it is known.
+def open_image(data: bytes) -> Image.Image:
+    """Opens an image file without decoding it yet. A WebP takes up to 2 GB (16,383 x 16,383) before its size is known.
 
     Raises:
         ValueError: too large, damaged, of another format, or more than 8 bits a channel.
     """
-    Image.MAX_IMAGE_PIXELS = None  # Pillow's own bound counts pixels, whatever `limit` is
+    Image.MAX_IMAGE_PIXELS = None  # Pillow's own bound counts pixels
     try:
         file = Image.open(io.BytesIO(data), formats=_FORMATS)
     except Exception as error:  # Pillow has no common class for what damaged bytes make it raise
@@ -50,7 +47,7 @@ def open_image(data: bytes, limit: int = SAMPLE_BYTES) -> Image.Image:
         raise ValueError(f"more than 8 bits a channel (mode {file.mode})")
     width, height = file.size
     pixel_bytes = 1 if file.mode in _ONE_BYTE_MODES else 4
-    require_size(f"an image of {width} x {height} pixels", width * height * pixel_bytes, limit)
+    require_size(f"an image of {width} x {height} pixels", width * height * pixel_bytes)
     return file
 
 
@@ -60,24 +57,19 @@ class ImageFormat(SampleFormat):
 
     Attributes:
         size: height and width in pixels.
-        channels: 1 (grey) or 3 (RGB).
         normalisation: a name in NORMALISATIONS.
-        limit: bytes that a sample may take, in its file or decoded.
         recipe: random changes in training beside `augment`.
         center: share of the shorter side that the middle of an image keeps.
-        augment: random change in training.
     """
 
     size: int
     channels: int
     normalisation: str = "generic"
-    limit: int = SAMPLE_BYTES
     recipe: ImageRecipe = ImageRecipe()
     center: float = 1.0
     augment: Augmentation = AUGMENTATIONS["none"]
     suffixes = IMAGE_SUFFIXES
     kind = IMAGES
-    axes = (0, 3, 1, 2)  # the channels lie last in memory, as convolutions like it
 
     def __post_init__(self) -> None:
         if self.channels not in _MODES:
@@ -88,12 +80,9 @@ class ImageFormat(SampleFormat):
 
         A square in the middle is scaled to `size` (bilinear, with averaging when it shrinks), or a random part where
         `augment` crops (bicubic). Grey becomes RGB by repetition, RGB grey by luminance. The result is uint8, or
-        float32 where a rectangle was erased.
-
-        Raises:
-            ValueError: damaged bytes, or an image that is too large or of more than 8 bits a channel.
+        float32 where a rectangle was erased. Raises ValueError as `open_image`.
         """
-        file = open_image(data, self.limit)
+        file = open_image(data)
         try:
             image = self._scaled(file, key)
         except MemoryError:
@@ -134,13 +123,17 @@ class ImageFormat(SampleFormat):
             image = erase(image, self.recipe.erasing, mean, Draws(seed, "erasing", epoch, sample))
         return image
 
-    def fill(self, values: NDArray[np.float32], sample: NDArray[Any]) -> None:
-        """Normalises an image `[size, size, channels]` with values from 0 to 255."""
-        values[...] = sample
+    def batch(self, samples: Sequence[NDArray[Any]], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """Joins images `[size, size, channels]` with values from 0 to 255 to normalised `[N, channels, size, size]`.
+
+        The channels stay last in memory, as convolutions like it.
+        """
+        joined = super().batch(samples, out)
         scale, shift = _rows(self.normalisation, self.size, self.channels)
-        rows = values.reshape(-1, len(scale))
-        rows *= scale
-        rows -= shift
+        for image in joined.reshape(len(samples), -1, len(scale)):  # one after the other, in the cache
+            image *= scale
+            image -= shift
+        return joined.transpose(0, 3, 1, 2)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, with_config
 
-from megasnn.files import STRICT, Count, FreeForm, described
+from megasnn.files import STRICT, Count, described
 
 INDEX_NAME = "index.json"
 VERSION: Literal[1] = 1
@@ -46,9 +46,8 @@ class ShardRecord:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Index:
-    """A folder of shards: options they were made with, class names by number, shards, version."""
+    """A folder of shards: class names by number, shards, version."""
 
-    options: FreeForm
     classes: list[str]
     shards: list[ShardRecord]
     version: Literal[1] = VERSION

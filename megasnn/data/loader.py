@@ -8,18 +8,19 @@ the sample. A `torch.utils.data.DataLoader` reads micro-batches in order, so the
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass
+from itertools import count, repeat, tee
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.config.data import DataConfig
 from megasnn.data.dataset import ShardDataset
-from megasnn.data.order import Position, SampleOrder
-from megasnn.data.reading import Item, PositionDataset, as_read
+from megasnn.data.order import SampleOrder, Span
+from megasnn.data.reading import Item, SpanDataset
 from megasnn.data.workers import STEP_SECONDS, WorkerWatch, start_worker
 from megasnn.parallel.sharding import own_rows
 
@@ -29,17 +30,13 @@ class MicroBatch:
     """Samples that are computed together, or this rank's share of them.
 
     Attributes:
-        first: index of this micro-batch in the global batch.
         start: place of its first sample in the global batch.
         sample_ids: int64 `[size]`, the samples of the order, the same on every rank of a pipeline: a broken sample
             that was replaced keeps its number here.
-        images: float32: images `[size, C, H, W]`, normalised, channels last in memory, or event frames
-            `[size, T, 2, H, W]`.
-        labels: int64 `[size]`.
+        images: float32 `[size, C, H, W]`, channels last in memory, or event frames `[size, T, 2, H, W]`.
         skipped: number of broken samples that were replaced; 0 on ranks that read nothing.
     """
 
-    first: int
     start: int
     size: int
     sample_ids: torch.Tensor
@@ -83,13 +80,13 @@ class Share:
     images: bool = True
     labels: bool = True
 
-    def spans(self, samples: int) -> Iterator[tuple[int, int, int]]:
-        """Yields of each of its micro-batches of a batch the index, the first sample, and the number of samples. There
-        may be none: at the end of a validation pass there are too few for everybody."""
+    def spans(self, samples: int) -> Iterator[tuple[int, int]]:
+        """Yields the first sample, and the number of samples, of each of its micro-batches of a batch. There may be
+        none: at the end of a validation pass there are too few for everybody."""
         sizes = micro_batch_sizes(samples, min(self.micro_batch_size, samples))
         for index in micro_batches_of(len(sizes), self.dp_size, self.dp_rank, may_be_none=True):
             if rows := own_rows(sizes[index], [self.cp_size], self.cp_rank):
-                yield index, index * sizes[0] + rows.start, len(rows)
+                yield index * sizes[0] + rows.start, len(rows)
 
 
 class BatchLoader:
@@ -102,8 +99,6 @@ class BatchLoader:
         config: `last_batch`: "continue" fills the last batch of an epoch with the beginning of the next one, "drop"
             leaves its samples out (others in each epoch). `skip_broken_samples`: the next sample of the epoch's order
             that decodes takes the place of one that does not, so that sizes and the places of all others stay.
-            `num_workers`: processes that read ahead, a global batch or more; with 0 a batch is read when it is asked
-            for.
         pin_memory: hand over images in pinned memory, from which a GPU copies them without the host waiting.
         timeout: seconds after which workers that give nothing end the run.
     Attributes:
@@ -128,7 +123,8 @@ class BatchLoader:
         epoch = epoch_samples(samples, share.global_batch_size, config.last_batch) if training else samples
         self._order = SampleOrder(samples, seed, config.shuffle and training, epoch)
         self._reads = share.images or (share.labels and config.skip_broken_samples)
-        self._reader = PositionDataset(dataset, self._order, training, share.images, config.skip_broken_samples)
+        augments = training and share.images
+        self._reader = SpanDataset(dataset, self._order, augments, config.skip_broken_samples)
         self._sampler = UpcomingBatches()
         self._watch: WorkerWatch | None = None
         self._loader: DataLoader[Any] | None = None
@@ -140,17 +136,21 @@ class BatchLoader:
         pass, unless this one is closed before its end.
 
         Raises:
-            BrokenSample, ValueError: as `ShardDataset.sample`; samples of a micro-batch have several shapes; not one
-                sample can be decoded.
+            BrokenSample, ValueError: as `ShardDataset.sample`; not one sample can be decoded.
             ChildProcessError: a worker has ended, or gives nothing for too long.
         """
-        read = self._read(consumed_samples, limit) if self._reads else None
+        due = self._plans(consumed_samples, limit)
+        read: Iterator[Item] = repeat((None, {}))
+        if self._reads:
+            ahead, due = tee(due)
+            self._sampler.upcoming = (spans for _, _, parts in ahead for _, spans in parts)
+            read = self._read()
         self.skipped = 0
         try:
-            for plan in self._plans(consumed_samples, limit):
-                parts = [self._filled(part, *(next(read) if read else (None, None))) for part in plan.micro_batches]
-                self.skipped += sum(part.skipped for part in parts)
-                yield replace(plan, micro_batches=parts)
+            for size, position, parts in due:
+                micro_batches = [self._micro_batch(start, spans, *next(read)) for start, spans in parts]
+                self.skipped += sum(each.skipped for each in micro_batches)
+                yield GlobalBatch(micro_batches, size, position)
         except BaseException:
             self.close()
             raise
@@ -161,37 +161,31 @@ class BatchLoader:
             self._watch.end()
         self._watch = self._loader = None
 
-    def _plans(self, position: int, limit: int | None) -> Iterator[GlobalBatch]:
-        """Batches without images and labels."""
+    def _plans(self, position: int, limit: int | None) -> Iterator[tuple[int, int, list[tuple[int, list[Span]]]]]:
+        """Yields of each global batch the size, the position after it, and the start and spans of micro-batches."""
         for _ in count() if limit is None else range(limit):
             size = self._share.global_batch_size
             if not self._training:
                 size = min(size, len(self.dataset) - position)
             if size <= 0:
                 return
-            yield GlobalBatch(self._own_micro_batches(position, size), size, position + size)
+            own = self._share.spans(size)
+            yield size, position + size, [(start, self._order.spans(position + start, number)) for start, number in own]
             position += size
 
-    def _own_micro_batches(self, position: int, size: int) -> list[MicroBatch]:
-        parts = []
-        for index, start, number in self._share.spans(size):
-            samples = [each.sample for each in self._order.positions(position + start, number)]
-            parts.append(MicroBatch(index, start, number, torch.tensor(samples), None, None))
-        return parts
+    def _micro_batch(
+        self, start: int, spans: list[Span], images: torch.Tensor | None, replaced: dict[int, int]
+    ) -> MicroBatch:
+        due = np.concatenate([span.samples for span in spans])
+        used = due.copy()
+        for place, sample in replaced.items():
+            used[place] = sample
+        labels = torch.from_numpy(self.dataset.labels[used]) if self._share.labels else None
+        images = images if self._share.images else None
+        return MicroBatch(start, len(due), torch.from_numpy(due), images, labels, len(replaced))
 
-    def _filled(self, part: MicroBatch, used: list[int] | None, images: torch.Tensor | None) -> MicroBatch:
-        """Args: used: samples that were read for it; None where none was."""
-        samples = part.sample_ids if used is None else torch.tensor(used)
-        labels = torch.from_numpy(self.dataset.labels[samples.numpy()]) if self._share.labels else None
-        return replace(part, images=images, labels=labels, skipped=int((samples != part.sample_ids).sum()))
-
-    def _read(self, position: int, limit: int | None) -> Iterator[Item]:
-        """Samples and images of each of the upcoming micro-batches."""
-        self._sampler.positions = (
-            self._order.positions(plan.consumed_samples - plan.size + part.start, part.size)
-            for plan in self._plans(position, limit)
-            for part in plan.micro_batches
-        )
+    def _read(self) -> Iterator[Item]:
+        """Images of each of the upcoming micro-batches."""
         if self._loader is None:
             self._loader = self._start()
         for found in self._watch.iterate(self._loader) if self._watch else self._loader:
@@ -217,7 +211,6 @@ class BatchLoader:
             self._reader,
             sampler=self._sampler,
             batch_size=None,
-            collate_fn=as_read,
             pin_memory=self._pin_memory,
             generator=torch.Generator(),  # otherwise torch's global one would move on by a number
             **workers,
@@ -225,16 +218,16 @@ class BatchLoader:
 
 
 class UpcomingBatches:
-    """Sampler of a DataLoader: positions of each micro-batch that is to be read.
+    """Sampler of a DataLoader: spans of each micro-batch that is to be read.
 
     Attributes:
-        positions: set before each pass.
+        upcoming: set before each pass.
     """
 
-    positions: Iterator[list[Position]] = iter(())
+    upcoming: Iterator[list[Span]] = iter(())
 
-    def __iter__(self) -> Iterator[list[Position]]:
-        return self.positions
+    def __iter__(self) -> Iterator[list[Span]]:
+        return self.upcoming
 
 
 def epoch_samples(samples: int, global_batch_size: int, last_batch: str) -> int:

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from megasnn.random import keyed_seed
 
 
-class Position(NamedTuple):
-    """One position of the order: its epoch, its place in that epoch, and the sample that belongs there."""
+class Span(NamedTuple):
+    """Positions of one epoch that follow each other: the epoch, the place in it of the first, and their samples."""
 
     epoch: int
     place: int
-    sample: int
+    samples: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -39,30 +39,31 @@ class SampleOrder:
     shuffle: bool
     epoch: int
 
-    def positions(self, start: int, count: int) -> list[Position]:
+    def spans(self, start: int, count: int) -> list[Span]:
         """The `count` positions from `start` on, across as many epochs as it takes."""
-        found: list[Position] = []
-        while len(found) < count:
-            epoch, place = divmod(start + len(found), self.epoch)
-            end = min(place + count - len(found), self.epoch)
-            samples = self.permutation(epoch)[place:end].tolist()
-            found += [Position(epoch, place + step, sample) for step, sample in enumerate(samples)]
+        found: list[Span] = []
+        while count > 0:
+            epoch, place = divmod(start, self.epoch)
+            samples = self.permutation(epoch)[place : min(place + count, self.epoch)]
+            found.append(Span(epoch, place, samples))
+            start, count = start + len(samples), count - len(samples)
         return found
 
-    def substitutes(self, position: Position) -> Iterator[int]:
-        """The sample at a position, then those that follow it, once around its epoch."""
-        yield position.sample
-        permutation = self.permutation(position.epoch)
+    def substitutes(self, epoch: int, place: int) -> Iterator[int]:
+        """The samples that follow a place of an epoch, once around it."""
+        permutation = self.permutation(epoch)
         for step in range(1, self.samples):
-            yield int(permutation[(position.place + step) % self.samples])
+            yield int(permutation[(place + step) % self.samples])
 
     def permutation(self, epoch: int) -> NDArray[np.int64]:
         """Samples in the order of an epoch, int64 `[samples]`."""
-        return _permutation(self.samples, self.seed, epoch) if self.shuffle else np.arange(self.samples)
+        return _permutation(self.samples, self.seed, epoch if self.shuffle else None)
 
 
 @lru_cache(maxsize=4)  # a batch usually lies in one epoch or two, of training or of evaluation
-def _permutation(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Sorts raw Philox words: NumPy keeps that stream stable between its versions."""
+def _permutation(samples: int, seed: int, epoch: int | None) -> NDArray[np.int64]:
+    """Sorts raw Philox words: NumPy keeps that stream stable between its versions. Without an epoch, file order."""
+    if epoch is None:
+        return np.arange(samples)
     words = np.random.Philox(key=keyed_seed(seed, "order", epoch)).random_raw(samples)
     return np.argsort(words, kind="stable")

@@ -6,7 +6,7 @@ model.py        this rank's chunks, and what runs micro-batches through them
 batch.py        from whole batches, which are checked, to this rank's micro-batches
 build.py        from model and flags to configuration, description, context, plan and chunks
 mesh.py         the grid of ranks, and torch's arithmetic
-checkpoint.py   saves and loads. debug.py: where a step went wrong. faults.py: an error ends all ranks
+checkpoint.py   what is saved. debug.py: where a step went wrong. faults.py: an error ends all ranks
 """
 
 from megasnn.engine.engine import Engine as Engine

@@ -80,15 +80,8 @@ class Batches:
         Raises:
             ValueError: on every rank, for what is wrong on one of them, and where they are given different numbers.
         """
-        problem = problem or self._image_problem(images)
-        samples = len(images) if problem is None else 0  # type: ignore[arg-type]
-        if problem is None and not predicts:
-            problem = self._label_problem(labels, samples, trains)
-        if problem is None and trains:
-            problem = self._training_problem(samples)
-        elif problem is None and self._takes_images and not bool(images.isfinite().all()):  # type: ignore[attr-defined]
-            # In training loss or gradient tell of it; here neurons would hide a nan.
-            problem = "images hold values that are nan or infinite: no class follows from them"
+        problem = problem or self._batch_problem(images, labels, trains, predicts)
+        samples = 0 if problem else len(images)  # type: ignore[arg-type]
         self.agree(samples, problem)
         return samples
 
@@ -98,68 +91,65 @@ class Batches:
         Args:
             samples: of a batch; 0 where this rank has no more batches.
         """
-        found = gather(self._state.world.handle, (samples, problem))
-        ended = [rank for rank, (given, wrong) in enumerate(found) if wrong is None and not given]
-        if problems := list(dict.fromkeys(wrong for _, wrong in found if wrong is not None)):
+        found = gather(self._state.world.handle, problem or samples)
+        if problems := [each for each in dict.fromkeys(found) if isinstance(each, str)]:
             raise BatchError("; ".join(problems))
-        if 0 < len(ended) < len(found):
-            ranks = ", ".join(map(str, ended))
-            raise BatchError(f"every rank is given as many batches, but rank {ranks} has no more of them")
-        if len({given for given, _ in found}) > 1:
-            sizes = ", ".join(f"{given} on rank {rank}" for rank, (given, _) in enumerate(found))
-            raise BatchError(f"every rank is given the whole batch, but there are {sizes} samples")
+        if len(set(found)) > 1:
+            raise BatchError(f"ranks are given different numbers of samples (0 where batches have ended): {found}")
 
-    def _image_problem(self, images: object) -> str | None:
-        """Only the number of images counts on ranks without the first stage."""
-        if not isinstance(images, Tensor) or images.ndim == 0 or len(images) == 0:
-            return f"images must be a tensor [N, ...] of one sample or more, got {_described(images)}"
-        wanted = self._config.model.input_shape
-        if self._takes_images and tuple(images.shape[1:]) != wanted:
-            sizes = ", ".join(map(str, wanted))
-            return f"images must be [N, {sizes}], as the model's input_shape says, got {list(images.shape)}"
-        if self._takes_images and not images.is_floating_point():
-            return f"images must be floating-point values, got {_described(images)}: convert them, as by images.float()"
+    def _batch_problem(self, images: Any, labels: Any, trains: bool, predicts: bool) -> str | None:
+        """Returns what is wrong with a batch: with its values on the ranks that take them, elsewhere with its size."""
+        shape = self._config.model.input_shape
+        fits = isinstance(images, Tensor) and images.ndim > 0 and len(images) > 0
+        if fits and self._takes_images:
+            fits = images.shape[1:] == shape and images.is_floating_point()
+        if not fits:
+            sizes = ", ".join(map(str, shape))
+            return (
+                f"images must be floating-point values [N, {sizes}] of one sample or more, as the model's input_shape "
+                f"says, got {_described(images)}"
+            )
+        if not predicts and (problem := self._label_problem(labels, len(images), trains)):
+            return problem
+        if trains:
+            return self._training_problem(len(images))
+        # In training loss or gradient tell of it; here neurons would hide a nan.
+        if self._takes_images and not bool(images.isfinite().all()):
+            return "images hold values that are nan or infinite: no class follows from them"
         return None
 
-    def _label_problem(self, labels: object, samples: int, trains: bool) -> str | None:
-        """Only the number of labels counts on ranks without the last stage."""
-        classes, loss = self._config.model.num_classes, self._config.training.loss
-        if not isinstance(labels, Tensor) or labels.ndim == 0 or len(labels) != samples:
-            return (
-                f"labels must be a tensor with one for each of the {samples} images, got {_described(labels)}; "
-                "to evaluate, give images and labels, or an iterable of such pairs"
-            )
-        if not self._takes_labels:
-            return None
-        takes_soft = trains and LOSSES[loss].mixes and not self._config.data.mixes
-        if takes_soft and labels.is_floating_point() and tuple(labels.shape) == (samples, classes):
-            return None
-        if labels.shape != (samples,) or labels.dtype not in _INTEGERS:
+    def _label_problem(self, labels: Any, samples: int, trains: bool) -> str | None:
+        classes, loss = self._config.model.num_classes, LOSSES[self._config.training.loss]
+        takes_soft = trains and loss.mixes and not self._config.data.mixes
+        fits = isinstance(labels, Tensor) and labels.ndim > 0 and len(labels) == samples
+        is_soft = takes_soft and fits and labels.is_floating_point() and labels.shape == (samples, classes)
+        if fits and self._takes_labels and not is_soft:
+            fits = labels.ndim == 1 and labels.dtype in _INTEGERS
+        if not fits:
             soft = f", or probabilities [{samples}, {classes}]" if takes_soft else ""
-            return f"labels must be class indices [{samples}] of an integer type{soft}, got {_described(labels)}"
-        lowest, highest = int(labels.long().min()), int(labels.long().max())
-        if not 0 <= lowest <= highest < classes:
-            return f"labels are from {lowest} to {highest}; with num_classes {classes} they must be below it, from 0 on"
+            return (
+                f"labels must be class indices [{samples}] of an integer type{soft}, for {samples} images, got "
+                f"{_described(labels)}"
+            )
+        if self._takes_labels and not is_soft:
+            lowest, highest = int(labels.long().min()), int(labels.long().max())
+            if not 0 <= lowest <= highest < classes:
+                return f"labels are from {lowest} to {highest}; num_classes {classes} needs 0 to {classes - 1}"
         return None
 
     def _training_problem(self, samples: int) -> str | None:
         if not torch.is_grad_enabled():
             return "a step needs gradients: call it outside of torch.no_grad() and torch.inference_mode()"
-        size, replicas = self._config.training.micro_batch_size, self._state.dp.size
-        sizes = micro_batch_sizes(samples, min(size, samples))
-        cut = f"{samples} samples are {len(sizes)} micro-batch(es) of micro_batch_size {size}, the last of {sizes[-1]}"
-        weight = self._state.dp_shard.size
-        if len(sizes) < replicas or (weight > 1 and len(sizes) % replicas):
-            return (
-                f"{cut}, for {replicas} data parallel replicas: each needs one, and with weight_parallel_size {weight} "
-                "as many as the others; give another number of samples, or change micro_batch_size"
-            )
-        if sizes[-1] < self._samples.size:
-            return (
-                f"{cut}, fewer than the ranks that share it (context_parallel_size {self._samples.size}, by samples): "
-                "give another number of samples, or change micro_batch_size"
-            )
-        return None
+        size, replicas, shared = self._config.training.micro_batch_size, self._state.dp.size, self._samples.size
+        sizes, weight = micro_batch_sizes(samples, min(size, samples)), self._state.dp_shard.size
+        if len(sizes) >= replicas and (weight == 1 or len(sizes) % replicas == 0) and sizes[-1] >= shared:
+            return None
+        return (
+            f"{samples} samples are {len(sizes)} micro-batch(es) of micro_batch_size {size}, the last of {sizes[-1]}: "
+            f"{replicas} data parallel replicas need one each, with weight_parallel_size {weight} above 1 equally "
+            f"many, and each of them a sample for each of {shared} ranks that share it (context_parallel_size); give "
+            "another number of samples, or change micro_batch_size"
+        )
 
     # --- cuts
 
@@ -175,13 +165,13 @@ class Batches:
         if self._takes_images and images.ndim == 4:
             images = images.contiguous(memory_format=torch.channels_last)  # as the loader of a run gives them
         micro_batches = []
-        for index, start, size in (self.evaluated_share if evaluates else self.trained_share).spans(samples):
+        for start, size in (self.evaluated_share if evaluates else self.trained_share).spans(samples):
             span = slice(start, start + size)
             x, y = images[span] if self._takes_images else None, None
             if self._takes_labels:
                 y = labels[span] if labels.is_floating_point() else labels[span].long()
             places = torch.arange(position + start, position + start + size)
-            micro_batches.append(MicroBatch(index, start, size, places, x, y))
+            micro_batches.append(MicroBatch(start, size, places, x, y))
         return GlobalBatch(micro_batches, samples, position + samples)
 
     def evaluated(self, images: Tensor, labels: Tensor, samples: int) -> Iterator[GlobalBatch]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,9 +13,8 @@ import torch.distributed as dist
 
 from megasnn.augment.mixing import Mixing
 from megasnn.config import ConfigError, PretrainConfig, validate
-from megasnn.config.validate import no_graphs
 from megasnn.config.values import build_part, to_dict, with_keywords
-from megasnn.engine.faults import placed
+from megasnn.device_checks import placed
 from megasnn.engine.model import DistributedModel, ModelOptions, SampleLoss
 from megasnn.kernels.backends import BACKENDS, backend_for
 from megasnn.kernels.products import can_be_sparse
@@ -28,7 +26,7 @@ from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model, run_config
 from megasnn.parallel.agreement import gather
 from megasnn.parallel_state import Group, ParallelState
-from megasnn.pipeline.graphs import Capture, CudaCapture, GraphOptions
+from megasnn.pipeline.graphs import Capture, CudaCapture
 from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
 from megasnn.precisions import PRECISIONS
 
@@ -150,25 +148,11 @@ def mixing_of(config: PretrainConfig, model: ModelDescription, epoch_samples: in
     return Mixing(config.training.seed, *alphas, model.num_classes, (height, width), until)
 
 
-def graph_options(config: PretrainConfig, state: ParallelState) -> GraphOptions | None:
-    """Returns how layers become CUDA graphs; None where none do. Raises ValueError for `--cuda-graphs on` there."""
-    asked = config.training.cuda_graphs
-    if asked == "off":
-        return None
-    capture = capture_on(state.device)
-    why = no_graphs(config) or (f"this rank computes on a {state.device.type.upper()}" if capture is None else None)
-    if capture is not None and why is None:
-        return GraphOptions(capture, asked == "on")
-    if asked == "on":
-        raise ValueError(f"--cuda-graphs on: {why}; use auto or off")
-    if state.rank == 0:
-        sys.stderr.write(f"WARNING: --cuda-graphs auto: no layer has CUDA graphs: {why}\n")
-    return None
-
-
-def capture_on(device: torch.device) -> Capture | None:
-    """Returns what makes graphs of a device; None where there are none."""
-    return CudaCapture(device) if device.type == "cuda" else None
+def capture_on(device: torch.device) -> Capture:
+    """Returns what makes CUDA graphs on a device. Raises ValueError where there are none."""
+    if device.type != "cuda":
+        raise ValueError(f"--cuda-graphs on: this rank computes on a {device.type.upper()}; use off")
+    return CudaCapture(device)
 
 
 def build_model(
@@ -183,7 +167,8 @@ def build_model(
         wants_to_stop: see ModelOptions.
     """
     training, parallel, windows = config.training, config.parallel, sample_windows(config)
-    types, graphs = PRECISIONS[training.precision], graph_options(config, state)
+    types = PRECISIONS[training.precision]
+    graphs = capture_on(state.device) if training.cuda_graphs == "on" else None
     products = getattr(torch, types.products)
     context = BuildContext(
         tp=state.tp,

@@ -1,30 +1,25 @@
-"""Checkpoints of a model in training, for any layout, and its full weights."""
+"""Contents of the checkpoints of a model in training, for any layout, and its full weights."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megasnn.checkpoint.format import BESIDE, Progress
-from megasnn.checkpoint.load import load_checkpoint, load_globals_into, model_differences
 from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.checkpoint.save import save_checkpoint
 from megasnn.config import PretrainConfig
-from megasnn.config.identity import changed_recipe, identity, recipe
+from megasnn.config.identity import identity, recipe
 from megasnn.engine.step import TrainStep
-from megasnn.parallel.agreement import broadcast_result, gather
+from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import Piece, ShardedTensor
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
 
 
 class Checkpoints:
-    """Saves and loads an Engine; all methods are collective.
+    """Contents of an Engine's checkpoints.
 
     Raises:
         ValueError: a layer has a name that checkpoints keep for something else.
@@ -61,35 +56,8 @@ class Checkpoints:
             skipped_steps,
         )
 
-    def save(self, folder: str | os.PathLike[str]) -> Path:
-        """See `Engine.save`."""
-        path = broadcast_result(self._world.handle, partial(Path, folder))
-        return save_checkpoint(path, self.progress({}), self.state, self._world.handle)
-
-    def load(self, folder: str | os.PathLike[str], step: int | None, weights_only: bool) -> list[str]:
-        """See `Engine.load`. Returns what the user should know about the checkpoint."""
-        path, iteration = broadcast_result(self._world.handle, lambda: (Path(folder), step))
-        model, config = self._config.model.name, None if weights_only else identity(self._config)
-        loaded = load_checkpoint(
-            path,
-            LocalState(self._model.tensors) if weights_only else self.state,
-            step=iteration,
-            process_group=self._world.handle,
-            check=lambda saved: model_differences(saved, model, config),
-        )
-        if weights_only:
-            self._step.loaded()
-            return [*loaded.remarks]
-        self._step.loaded((loaded.iteration, loaded.consumed_samples), loaded.averaged)
-        return [*loaded.remarks, *changed_recipe(loaded.extra, recipe(self._config))]
-
-    def load_full(self, values: Mapping[str, Tensor]) -> None:
-        """See `Engine.load_state_dict`."""
-        load_globals_into(self._model.tensors, values, self._world.handle)
-        self._step.loaded()
-
     def full_tensors(self) -> dict[str, Tensor]:
-        """See `Engine.state_dict`."""
+        """See `Engine.state_dict`. Collective."""
         mine = {entry.name: entry for entry in self._model.tensors if entry.shard.is_primary()}
         full = {}
         for described in self._model.described:

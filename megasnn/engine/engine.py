@@ -8,16 +8,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megasnn.bundle import Bundle, logits_of
+from megasnn.checkpoint.load import load_checkpoint, load_globals_into, model_differences
+from megasnn.checkpoint.optimizer_state import LocalState
+from megasnn.checkpoint.save import save_checkpoint
 from megasnn.config import PretrainConfig
+from megasnn.config.identity import changed_recipe, identity, recipe
 from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
+from megasnn.device_checks import place_of
 from megasnn.engine.batch import BatchError, Batches
 from megasnn.engine.build import (
     build_model,
@@ -35,6 +39,7 @@ from megasnn.engine.step import TrainStep
 from megasnn.host_memory import keep_free_memory
 from megasnn.models.model import Model
 from megasnn.optim.rates import learning_rate, require_schedule
+from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel_state import (
     ParallelState,
     abandon_model_parallel,
@@ -77,7 +82,7 @@ class Engine:
     Attributes:
         config: with the flags in it. state: the grid of ranks. plan: of the pipeline.
         distributed: the model's chunks on this rank. batches: cuts batches. step: takes micro-batches to new weights.
-        optimizer: of the parameters that this rank owns. checkpoints: saves and loads.
+        optimizer: of the parameters that this rank owns. checkpoints: what is saved.
         takes_images, takes_labels: True where this rank needs their values.
     Raises:
         ConfigError: flags that do not go together, or a model that cannot be built; lists all of it.
@@ -246,7 +251,8 @@ class Engine:
                 model.
         """
         self._require_open()
-        self.checkpoints.load_full(values)
+        load_globals_into(self.distributed.tensors, values, self.state.world.handle)
+        self.step.loaded()
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Writes `<folder>/iter_<iteration>`: weights, optimizer and progress, for any layout.
@@ -258,7 +264,9 @@ class Engine:
             CheckpointError: on every rank, when it cannot be written.
         """
         self._require_open()
-        return self.checkpoints.save(folder)
+        world = self.state.world.handle
+        path = broadcast_result(world, partial(Path, folder))
+        return save_checkpoint(path, self.checkpoints.progress({}), self.checkpoints.state, world)
 
     def load(self, folder: str | os.PathLike[str], step: int | None = None, weights_only: bool = False) -> None:
         """Continues from a checkpoint that an Engine or a run has saved, on any layout: the latest that is intact, or
@@ -271,7 +279,23 @@ class Engine:
             CheckpointError: on every rank, when there is none, or it is of another model.
         """
         self._require_open()
-        for remark in self.checkpoints.load(folder, step, weights_only):
+        world, model = self.state.world.handle, self.config.model.name
+        path, iteration = broadcast_result(world, lambda: (Path(folder), step))
+        expected = None if weights_only else identity(self.config)
+        loaded = load_checkpoint(
+            path,
+            LocalState(self.distributed.tensors) if weights_only else self.checkpoints.state,
+            step=iteration,
+            process_group=world,
+            check=lambda saved: model_differences(saved, model, expected),
+        )
+        remarks = [*loaded.remarks]
+        if weights_only:
+            self.step.loaded()
+        else:
+            self.step.loaded((loaded.iteration, loaded.consumed_samples), loaded.averaged)
+            remarks += changed_recipe(loaded.extra, recipe(self.config))
+        for remark in remarks:
             warnings.warn(remark, stacklevel=2)
 
     # --- the end
@@ -288,7 +312,7 @@ class Engine:
         except BaseException as error:
             if not self._failure:
                 text = (str(error).splitlines() or [""])[0]
-                self._failure = f"{type(error).__name__}: {text}"
+                self._failure = f"{type(error).__name__}: {text}, {place_of(error)}".removesuffix(", ")
                 if self.state.world.size > 1:
                     claim_fault(error)
                     abandon_model_parallel()
@@ -306,9 +330,7 @@ class Engine:
         self._require_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with nullcontext() if error is None else suppress(Exception):  # the first error is the one to be reported
             self.close()
 

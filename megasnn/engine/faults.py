@@ -1,4 +1,4 @@
-"""Faults: the place of an error, and the end of all ranks when one fails.
+"""Faults: the text of an error, and the end of all ranks when one fails.
 
 torchrun ends the ranks of a node when one of them ends, and no others. So the rank that fails first writes one key into
 the store through which the ranks have found each other, with its place, and a thread of every rank looks for it twice a
@@ -16,12 +16,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
+
+from megasnn.device_checks import other_notes, place_of
 
 POLL_SECONDS = 0.5
 LAST_SECONDS = 3.0
@@ -29,43 +29,14 @@ LAST_SECONDS = 3.0
 _KEY = "fault"
 
 
-class _Place(str):
-    """A note that says where an error arose. Other notes, such as a data worker's traceback, belong to the error."""
-
-
-@contextmanager
-def placed(where: str | Callable[[], str]) -> Iterator[None]:
-    """Notes on an error that leaves the block, or the function that this decorates, where it arose."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(_Place(where if isinstance(where, str) else where()))
-        raise
-
-
-def cause_and_place(error: BaseException) -> tuple[BaseException, str]:
-    """An error, and where it arose: what `placed` noted, the innermost first; "" where that is not known.
-
-    The pipeline's executor raises an error of its own from the one of an action, with the `place` of that action.
-    """
-    place = getattr(error, "place", None)
-    if place is not None and error.__cause__ is not None:
-        return error.__cause__, place
-    return error, ", ".join(note for note in _notes(error) if isinstance(note, _Place))
-
-
 def in_full(error: BaseException, with_traceback: bool) -> str:
     """Place, kind and message of an error in the last line; above it the traceback, if that is wanted."""
-    cause, place = cause_and_place(error)
-    text = f"{place}{place and ': '}{type(cause).__name__}: {cause}"
+    place = place_of(error)
+    text = f"{place}{place and ': '}{type(error).__name__}: {error}"
     if not with_traceback:
         return text
-    others = [f"{note}\n" for note in _notes(cause) if not isinstance(note, _Place)]
-    return "".join(["Traceback (most recent call last):\n", *traceback.format_tb(cause.__traceback__), *others, text])
-
-
-def _notes(error: BaseException) -> list[str]:
-    return getattr(error, "__notes__", [])
+    notes = [f"{note}\n" for note in other_notes(error)]
+    return "".join(["Traceback (most recent call last):\n", *traceback.format_tb(error.__traceback__), *notes, text])
 
 
 class FaultWatch:
@@ -101,8 +72,8 @@ class FaultWatch:
         self._is_over.set()
         is_new, self._has_claimed = not self._has_claimed, True
         if self._is_first is None:
-            cause, place = cause_and_place(error)
-            fault = json.dumps({"rank": self._rank, "host": self._host, "place": place, "kind": type(cause).__name__})
+            kind, place = type(error).__name__, place_of(error)
+            fault = json.dumps({"rank": self._rank, "host": self._host, "place": place, "kind": kind})
             try:
                 self._is_first = bool(self._store.compare_set(_KEY, "", fault) == fault.encode())
             except RuntimeError:  # the store is gone with its process

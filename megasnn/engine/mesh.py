@@ -6,6 +6,7 @@ import atexit
 import datetime
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ import torch.distributed as dist
 
 from megasnn.config import PretrainConfig
 from megasnn.config.training import TrainingConfig
-from megasnn.engine.faults import placed, watch_ranks
+from megasnn.device_checks import placed
+from megasnn.engine.faults import watch_ranks
 from megasnn.kernels.tensor_cores import CAPABILITY, CUBLAS, CUDNN, let_products_round, takes_tf32
 from megasnn.parallel.process_group import start_process_group
 from megasnn.parallel_state import (
@@ -27,9 +29,6 @@ from megasnn.precisions import PRECISIONS
 
 _MKLDNN: Any = torch.backends.mkldnn
 _DETERMINISTIC: Any = torch.utils.deterministic
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-WORKSPACES = (":4096:8", ":16:8")
-"""Values with which cuBLAS promises the same bits in every run."""
 
 
 def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None]]:
@@ -43,18 +42,15 @@ def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None
     """
     parallel, training = config.parallel, config.training
     if training.deterministic and not torch.cuda.is_initialized():
-        os.environ.setdefault(WORKSPACE, WORKSPACES[0])  # cuBLAS reads it with the first product on a GPU
+        # With this alone cuBLAS promises the same bits in every run; it reads it with the first product on a GPU.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     weight, context = parallel.weight_parallel_size, parallel.context_parallel_size
     if model_parallel_is_initialized():
         state = get_parallel_state()
-        grid = state.grid
-        if (grid.tp, grid.pp, grid.dp_shard, grid.cp) != (tensor, pipeline, weight, context):
-            raise ValueError(
-                f"the flags ask for --tensor-model-parallel-size {tensor}, --pipeline-model-parallel-size {pipeline}, "
-                f"--weight-parallel-size {weight}, --context-parallel-size {context}, but there are ranks laid out as "
-                f"{grid}: call destroy_model_parallel first"
-            )
+        asked = replace(state.grid, tp=tensor, pp=pipeline, dp_shard=weight, cp=context)
+        if asked != state.grid:
+            raise ValueError(f"the flags ask for {asked}, and ranks are laid out as {state.grid}: make them equal")
         set_precision(training, state.device)
         return state, lambda: None
     was_joined, minutes = dist.is_initialized(), parallel.distributed_timeout_minutes
@@ -102,11 +98,6 @@ def set_precision(training: TrainingConfig, device: torch.device) -> None:
         raise ValueError(
             f"--precision tf32 needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or more, and "
             f"{torch.cuda.get_device_name(device)} has no tensor cores for it: use --precision fp32"
-        )
-    if deterministic and device.type == "cuda" and os.environ.get(WORKSPACE) not in WORKSPACES:
-        raise ValueError(
-            f"--deterministic with {WORKSPACE}={os.environ.get(WORKSPACE, '(not set)')}: cuBLAS gives the same bits in "
-            f"every run with {' or '.join(WORKSPACES)} only; set one of them before the process starts"
         )
     let_products_round(rounds)
     # On a CPU too products of float32 are IEEE, whatever torch.set_float32_matmul_precision was given before.

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from megasnn.bundle import Bundle, bundle_of, entries_of, logits_of
-from megasnn.device_checks import DeviceChecks
+from megasnn.device_checks import DeviceChecks, placed
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.shape_inference import calls_of
 from megasnn.layers.weight_grad import WeightGradients
-from megasnn.losses.sums import correct_predictions, count_correct, cross_entropy_sum
+from megasnn.losses.sums import correct_predictions, cross_entropy_sum
 from megasnn.models.description import ModelDescription
 from megasnn.optim.norms import GradientNorm
 from megasnn.parallel.agreement import gather
@@ -27,8 +27,8 @@ from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel.sharding import ShardedTensor, parameter_count
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import build_chunks, describe_tensors
-from megasnn.pipeline.executor import OutputConsumer, PipelineError, PipelineExecutor
-from megasnn.pipeline.graphs import GraphOptions
+from megasnn.pipeline.executor import OutputConsumer, PipelineExecutor
+from megasnn.pipeline.graphs import Capture
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.p2p import Boundaries, Transfers
 from megasnn.pipeline.ties import Ties
@@ -46,13 +46,13 @@ class ModelOptions:
             the mean over them; evaluation sees the logits of all time steps.
         wants_to_stop: asked in each step and each batch of an evaluation.
         rows_have_owners: True to shard gradients and optimizer state over the replicas by rows (ZeRO-1).
-        graphs: CUDA graphs of the layers; None for none.
+        graphs: makes CUDA graphs of the layers; None for none.
     """
 
     windows: int = 1
     wants_to_stop: Callable[[], bool] = lambda: False
     rows_have_owners: bool = False
-    graphs: GraphOptions | None = None
+    graphs: Capture | None = None
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,9 @@ class DistributedModel:
         if state.dp_shard.size > 1:
             self._weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
         here = [index for index, home in enumerate(plan.placement) if home == state.pp.rank]
-        kept_units = () if self._weights is None else (units, self._weights.shard)
-        self.chunks = build_chunks(model, bounds, here, context, state.device, seed, *kept_units)
+        keep = None if self._weights is None else (units, self._weights.shard)
+        built = model.build(context)
+        self.chunks = build_chunks(model, bounds, here, context, state.device, seed, keep, built)
         self.takes_images, self.gives_logits = 0 in self.chunks, len(plan.placement) - 1 in self.chunks
         self._reports = self.gives_logits and state.tp.rank == 0 and context.counts_logits
         kept = (lambda entry: entry) if self._weights is None else self._weights.kept
@@ -149,7 +150,7 @@ class DistributedModel:
             chunk.weight_gradients.observer = self.data_parallel.accumulated
             if options.graphs is not None:
                 chunk.capture_graphs(options.graphs)
-        self.described = describe_tensors(model, BuildContext(dtype=context.dtype))
+        self.described = describe_tensors(model, context.dtype)
         self.parameters = parameter_count(self.described)
         trained = (e for e in self.described if e.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)
@@ -160,7 +161,7 @@ class DistributedModel:
         self._global_batch_size = 1
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
         self.checks = DeviceChecks(state.device)
-        known = Boundaries(model, context) if state.pp.size > 1 else None
+        known = Boundaries(model, context, built) if state.pp.size > 1 else None
         transfers = Transfers(executed, plan.executed_placement, state, known)
         self.executor = PipelineExecutor(
             executed, state, transfers, self._micro_batch_loss, self.data_parallel, self._count_correct, self._weights
@@ -189,8 +190,6 @@ class DistributedModel:
         Args:
             micro_batches: this replica's share.
             global_batch_size: samples over all replicas.
-        Raises:
-            PipelineError: an action failed.
         """
         self._global_batch_size = global_batch_size
         self.data_parallel.zero(len(micro_batches))
@@ -211,24 +210,21 @@ class DistributedModel:
         return StepSums(values, squares.sqrt(), is_void)
 
     def check(self, sums: StepSums) -> None:
-        """Reads the sums: the one place in a step where the host waits for the device.
-
-        Raises:
-            PipelineError: on every rank, where the checks of one have found something.
-        """
+        """Reads the sums: the one place in a step where the host waits for the device. Raises ValueError on every rank,
+        where the checks of one have found something."""
         read = torch.cat([sums.is_void.to(sums.values.dtype).reshape(1), sums.values]).tolist()
         is_void, self.mean_loss, self.correct, self.stop_votes, found, _, *squares = read
         self.is_finite = not is_void
         self._refuse_findings(found)
-        self.norm = self.gradient_norm.of(squares)
+        self.norm = math.sqrt(math.fsum(squares))
 
     def _refuse_findings(self, found: float) -> None:
-        """Raises PipelineError on every rank, with the first finding, where there are findings on any."""
+        """Raises ValueError on every rank, with the first finding, where there are findings on any."""
         if found:
             of_ranks = gather(self.state.world.handle, self.checks.findings())
             first, *others = [each for findings in of_ranks for each in findings]
-            cause = ValueError(f"{first.text}; and {len(others)} more" if others else first.text)
-            raise PipelineError(first.place, cause) from cause
+            with placed(first.place):
+                raise ValueError(f"{first.text}; and {len(others)} more" if others else first.text)
 
     def _micro_batch_loss(self, output: Bundle, labels: Tensor) -> Tensor:
         loss = self.loss(output, labels) / (self._global_batch_size * self._options.windows)
@@ -236,7 +232,7 @@ class DistributedModel:
 
     def _count_correct(self, output: Bundle, labels: Tensor) -> None:
         if (joined := self._joined(output)) is not None:
-            self._correct_here += count_correct(logits_of(joined), labels)
+            self._correct_here += correct_predictions(logits_of(joined), labels, (1,))[0]
 
     def _joined(self, output: Bundle) -> Bundle | None:
         """Returns the output for all time steps with the last window of the samples, None before."""

@@ -54,8 +54,7 @@ class TrainStep:
         A step that is not finite changes nothing: weights, optimizer state, average and running statistics stay.
 
         Raises:
-            PipelineError: as `DistributedModel.run` and `check`.
-            ValueError: the learning rate is negative or not finite.
+            ValueError: the learning rate is negative or not finite; what the checks have found on any rank.
         """
         model, rate = self.model, self._rate(self.iteration)
         if not 0 <= rate < math.inf:

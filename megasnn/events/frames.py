@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasnn.events.recording import Events, Recording, SensorSize
-from megasnn.files import SAMPLE_BYTES, require_size
+from megasnn.files import require_size
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,17 @@ class FrameOptions:
             raise ValueError(f"--split-by must be number or time, got {self.split_by!r}")
 
 
-def make_frames(recording: Recording, options: FrameOptions, limit: int = SAMPLE_BYTES) -> NDArray[Any]:
-    """Counts the events of each frame, and scales as the options say.
-
-    Args:
-        recording: checked, as readers give it.
-        limit: bytes that the frames may take, before scaling and after.
+def make_frames(recording: Recording, options: FrameOptions) -> NDArray[Any]:
+    """Counts the events of each frame of a checked recording, and scales as the options say.
 
     Returns:
         [T, 2, H, W], polarity 0 before polarity 1: int32 counts, or float32 where they are scaled.
-
     Raises:
         ValueError: a recording too short for the number of frames by time, or frames that are too large.
     """
     sensor, count, size = recording.sensor, options.time_steps, options.size
     pixels = max(sensor.height * sensor.width, (size or 0) ** 2)
-    require_size(f"{count} frames of {pixels} pixels", 8 * count * pixels, limit)  # two polarities, four bytes each
+    require_size(f"{count} frames of {pixels} pixels", 8 * count * pixels)  # two polarities, four bytes each
     frames: NDArray[Any] = _count(recording.events, sensor, _bounds(recording.events.t, options))
     if size is not None and sensor != (size, size):
         frames = resize_frames(frames, size)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megasnn.events.aedat import decode_aedat2, decode_aedat3
 from megasnn.events.recording import LARGEST_SIDE, Events, Recording, RecordingError, SensorSize, check_recording
-from megasnn.files import SAMPLE_BYTES, read_arrays, read_file, require_size
+from megasnn.files import read_arrays, read_file, require_size
 
 SUFFIXES = (".aedat", ".aedat4", ".bin", ".bs2", ".npz", ".dat", ".raw")
 """Endings of the files that `read_recording` recognises."""
@@ -34,10 +34,7 @@ _AEDAT4 = b"#!AER-DAT4.0\r\n"
 
 
 def read_recording(
-    path: str | PathLike[str],
-    sensor_size: tuple[int, int] | None = None,
-    sort: bool = False,
-    limit: int = SAMPLE_BYTES,
+    path: str | PathLike[str], sensor_size: tuple[int, int] | None = None, sort: bool = False
 ) -> Recording:
     """Reads and checks a recording; its format follows from how it begins, for .bin, .bs2, .dat, .raw from its name.
 
@@ -45,7 +42,6 @@ def read_recording(
         sensor_size: height and width, for files that do not say it. Without it .bin and .bs2 have N-MNIST's (34, 34),
             and AEDAT 2.0 without an AEChip line is a DVS128's.
         sort: puts events in order of time instead of refusing a recording that is not: some cameras send a few late.
-        limit: bytes that the file, and its events in memory, may have.
 
     Raises:
         RecordingError: the file is cut, empty, no regular file, too large, of another format or version, has no events,
@@ -56,26 +52,25 @@ def read_recording(
     name = fspath(path)
     sensor = SensorSize(*sensor_size) if sensor_size is not None else None
     try:
-        data = read_file(Path(path), limit)
-        return check_recording(_decode(data, name, sensor, limit), sort)
+        return check_recording(_decode(read_file(Path(path)), name, sensor), sort)
     except ValueError as error:
         raise RecordingError(f"{name}: {error}") from error
 
 
-def _decode(data: bytes, name: str, sensor: SensorSize | None, limit: int) -> Recording:
+def _decode(data: bytes, name: str, sensor: SensorSize | None) -> Recording:
     if data.startswith(b"#!AER-DAT2.0"):
         return decode_aedat2(data, sensor)
     if data.startswith(b"#!AER-DAT3.1"):
         return decode_aedat3(data, sensor)
     if data.startswith(_AEDAT4):
-        return _read_aedat4(data, name, limit)
+        return _read_aedat4(data, name)
     if data.startswith(b"PK\x03\x04"):
-        return recording_of_arrays(read_arrays(data, limit), sensor, limit)
+        return recording_of_arrays(read_arrays(data), sensor)
     suffix = Path(name).suffix.lower()
     if data and suffix in (".bin", ".bs2"):
         return _decode_n_mnist(data, sensor)
     if data and suffix in (".dat", ".raw"):
-        return _read_prophesee(name, sensor, limit)
+        return _read_prophesee(name, sensor)
     raise ValueError(
         f"is no recording of a known format (begins with {data[:12]!r}); AEDAT 2.0, 3.1 and 4, DAT, EVT, N-MNIST and "
         ".npz files are read"
@@ -97,9 +92,7 @@ def _decode_n_mnist(data: bytes, sensor: SensorSize | None) -> Recording:
     return Recording(events, sensor or N_MNIST)
 
 
-def recording_of_arrays(
-    arrays: Mapping[str, NDArray], sensor: SensorSize | None = None, limit: int = SAMPLE_BYTES
-) -> Recording:
+def recording_of_arrays(arrays: Mapping[str, NDArray], sensor: SensorSize | None = None) -> Recording:
     """Recording of arrays t, x, y, p (0 and 1, or -1 and 1), and perhaps height and width. Its order is not checked.
 
     Raises:
@@ -107,7 +100,7 @@ def recording_of_arrays(
     """
     if missing := [name for name in _RANGES if name not in arrays]:
         raise ValueError(f"has no array {missing[0]}; it has {', '.join(arrays) or 'none'}")
-    require_size("its events", _EVENT_BYTES * arrays["t"].size, limit)
+    require_size("its events", _EVENT_BYTES * arrays["t"].size)
     for name, (least, most) in _RANGES.items():
         values = arrays[name]
         if values.dtype.kind not in "iub" or values.ndim != 1 or len(values) != len(arrays["t"]):
@@ -129,7 +122,7 @@ def recording_of_arrays(
     return Recording(Events.make(arrays["t"], arrays["x"], arrays["y"], arrays["p"] > 0), sensor)
 
 
-def _read_aedat4(data: bytes, path: str, limit: int) -> Recording:
+def _read_aedat4(data: bytes, path: str) -> Recording:
     """Event stream of an AEDAT 4 file. It must be the only one; frames, triggers and the motion sensor are left out."""
     # On a description of the streams that is no UTF-8, faery 0.7.1 ends the process.
     (size,) = struct.unpack_from("<I", data.ljust(len(_AEDAT4) + 4, b"\0"), len(_AEDAT4))
@@ -140,10 +133,10 @@ def _read_aedat4(data: bytes, path: str, limit: int) -> Recording:
             raise ValueError(f"has {len(tracks)} event streams; exactly one can be read")
         width, height = tracks[0].dimensions
         packets = (packet for track, packet in decoder if track.id == tracks[0].id)
-        return _recording_of_packets(packets, "on", SensorSize(height, width), limit)
+        return _recording_of_packets(packets, "on", SensorSize(height, width))
 
 
-def _read_prophesee(path: str, sensor: SensorSize | None, limit: int) -> Recording:
+def _read_prophesee(path: str, sensor: SensorSize | None) -> Recording:
     """DAT (.dat) and EVT 2, 2.1 and 3 (.raw) files; one that was cut ends at its last whole event."""
     is_dat = path.lower().endswith(".dat")
     fallback = (0, 0) if sensor is None else (sensor.width, sensor.height)
@@ -154,16 +147,16 @@ def _read_prophesee(path: str, sensor: SensorSize | None, limit: int) -> Recordi
         if not width or not height:
             raise ValueError(_NO_SIZE)
         packets = decoder if is_dat else (packet["events"] for packet in decoder if "events" in packet)
-        return _recording_of_packets(packets, "payload" if is_dat else "on", SensorSize(height, width), limit)
+        return _recording_of_packets(packets, "payload" if is_dat else "on", SensorSize(height, width))
 
 
-def _recording_of_packets(packets: Iterator[NDArray], polarity: str, sensor: SensorSize, limit: int) -> Recording:
-    """Joins packets of events; stops, before it takes the next one, where they exceed `limit`."""
+def _recording_of_packets(packets: Iterator[NDArray], polarity: str, sensor: SensorSize) -> Recording:
+    """Joins packets of events; stops, before it takes the next one, where they are too many for a sample."""
     parts: list[Events] = []
     size = 0
     for packet in packets:
         size += _EVENT_BYTES * len(packet)
-        require_size("its events", size, limit)
+        require_size("its events", size)
         parts.append(Events.make(packet["t"], packet["x"], packet["y"], packet[polarity] > 0))
     joined = (np.concatenate([getattr(part, field) for part in parts] or [[]]) for field in ("t", "x", "y", "p"))
     return Recording(Events.make(*joined), sensor)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megasnn.grid import Axis, ContextCut, Coordinates, Grid, Place
+from megasnn.grid import Axis, ContextCut, Grid, Place
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.parallel.sharding import Cut, Initialiser, Shard
@@ -34,8 +34,6 @@ class BuildContext:
         carries: whether neurons go on from the potential that the last call left, until they are reset.
         cast_weights: gives the layers with weights what they multiply by.
         sparse_products: True to sum over spikes in products with few of them.
-        replicated: paths of modules, in networks that are given to `megasnn.shard`, that every tensor-parallel rank has
-            whole because they mix channels.
     """
 
     tp: Group = field(default_factory=lambda: alone("tp"))
@@ -53,7 +51,6 @@ class BuildContext:
     carries: bool = False
     cast_weights: CastWeights = field(default_factory=CastWeights)
     sparse_products: bool = False
-    replicated: frozenset[str] = frozenset()
 
     @property
     def sharing_samples(self) -> Group:
@@ -75,13 +72,13 @@ class BuildContext:
         """This rank among those that hold the same layers, whole or cut."""
         weights = self.dp_shard.size
         sizes = Grid(dp_replicate=self.dp.size // weights, dp_shard=weights, cp=self.cp.size, tp=self.tp.size)
-        coordinates = Coordinates(
+        return Place(
+            sizes,
             dp_replicate=self.dp.rank // weights,
             dp_shard=self.dp_shard.rank,
             cp=self.cp.rank,
             tp=self.tp.rank,
         )
-        return Place(sizes, coordinates)
 
     def shard(
         self,

@@ -124,19 +124,6 @@ def without_memory() -> Iterator[None]:
         yield
 
 
-def where_values_are(module: nn.Module) -> str | None:
-    """The first tensor of a module that has values, with its class and why it may have them; None where none has."""
-    for path, each in module.named_modules():
-        for name, tensor in own_tensors(each):
-            if not tensor.is_meta and tensor.ndim > 0:
-                place = f"{path}.{name}" if path else name
-                return (
-                    f"{place} of {type(each).__name__} has values: make modules in `layers`, as they are yielded, and "
-                    "their tensors with torch.empty, because torch.Tensor(...) ignores the device they are made on"
-                )
-    return None
-
-
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
     """Parameters and buffers of a module and those in it."""
     return chain(module.parameters(), module.buffers())

@@ -15,7 +15,7 @@ from megasnn.layers.init import ones, zeros
 from megasnn.layers.row_context import sum_for_each
 from megasnn.layers.shape_inference import calls_of, count_call
 from megasnn.parallel.sharding import Initialiser, declare
-from megasnn.parallel.sync_batch_norm import shared_over
+from megasnn.parallel.sync_batch_norm import SharedStatistics
 from megasnn.parallel_state import Group
 
 
@@ -59,7 +59,8 @@ class ParallelBatchNorm(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        self.time_steps, self.shared = context.time_steps, shared_over(context.cp)
+        self.time_steps = context.time_steps
+        self.shared = SharedStatistics(context.cp) if context.cp.size > 1 else None
         self._by_rows = context.cut == "rows"
         self.channels, self.eps, self.momentum = channels, eps, momentum
         self._local_channels = channels if whole else channels // context.tp.size

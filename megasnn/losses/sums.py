@@ -49,19 +49,14 @@ def mse_sum(logits: Bundle, labels: Tensor, label_smoothing: float = 0.0) -> Ten
     return (rates - wanted).square().mean(1).sum()
 
 
+@torch.no_grad()
 def correct_predictions(logits: Tensor, labels: Tensor, top: tuple[int, ...] = (1, 5)) -> Tensor:
     """Number of samples with their label among the k highest logits (mean over time), for each k in `top`: a tensor
-    where the logits are."""
+    where the logits are. Of probabilities the label is the most probable class."""
     mean = logits.float().mean(0)
-    ranked = mean.topk(min(max(top), mean.shape[1]), dim=1).indices == labels.reshape(-1, 1)
+    wanted = labels.argmax(1) if labels.is_floating_point() else labels
+    ranked = mean.topk(min(max(top), mean.shape[1]), dim=1).indices == wanted.reshape(-1, 1)
     return torch.stack([ranked[:, :k].any(dim=1).sum() for k in top])
-
-
-@torch.no_grad()
-def count_correct(logits: Tensor, labels: Tensor) -> Tensor:
-    """Number of samples that have their label at the highest logit (mean over time): a scalar where the logits are."""
-    wanted = labels.argmax(1) if labels.is_floating_point() else labels.reshape(-1)
-    return (logits.float().mean(0).argmax(1) == wanted).sum()
 
 
 def _raised(output: Bundle) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -53,10 +52,6 @@ class GradientNorm:
         """Returns this rank's part of each slot, to be summed over all ranks: float64 on the device."""
         found = sums_of_squares([each.grad for each in self._counted], self._nothing.device)
         return self._nothing.index_copy(0, self._slots, found)
-
-    def of(self, squares: Sequence[float]) -> float:
-        """Returns the norm, of the summed slots. NaN and infinity come out as such."""
-        return math.sqrt(math.fsum(squares))
 
     def clip(self, norm: float | Tensor, most: float, is_void: Tensor | None = None) -> None:
         """Scales the gradients by most / (norm + 1e-6) where that is less than 1; 0 clips nothing.

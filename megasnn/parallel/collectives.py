@@ -193,23 +193,20 @@ class _Channels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, gathers: bool) -> Tensor:
         ctx.group, ctx.gathers = group, gathers
-        return _side_by_side(x, group, "forward") if gathers else _own_part(x, group)
+        return _exchanged(x, group, gathers, "forward")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _own_part(grad, ctx.group) if ctx.gathers else _side_by_side(grad, ctx.group, "backward"), None, None
+        return _exchanged(grad, ctx.group, not ctx.gathers, "backward"), None, None
 
 
-def _side_by_side(x: Tensor, group: Group, direction: str) -> Tensor:
+def _exchanged(x: Tensor, group: Group, gathers: bool, direction: str) -> Tensor:
+    if not gathers:
+        channels = x.shape[2] // group.size
+        return x.narrow(2, group.rank * channels, channels).clone()
     if x.is_meta:
         return x.new_empty((*x.shape[:2], group.size * x.shape[2], *x.shape[3:]))
-    full, _ = gather_columns(to_rows(x), group, Content.DENSE, direction)
-    return from_rows(full, x.shape)
-
-
-def _own_part(x: Tensor, group: Group) -> Tensor:
-    channels = x.shape[2] // group.size
-    return x.narrow(2, group.rank * channels, channels).clone()
+    return from_rows(gather_columns(to_rows(x), group, Content.DENSE, direction)[0], x.shape)
 
 
 def gather_alike(x: Tensor, group: Group) -> Tensor:

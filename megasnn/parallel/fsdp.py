@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megasnn.parallel.collectives import Exchange, start_exchange
 from megasnn.parallel.sharding import ShardedTensor
-from megasnn.parallel.zero import by_owner, joined, rows_of, side_by_side
+from megasnn.parallel.zero import by_owner, joined, rows_of, send_rows, side_by_side
 from megasnn.parallel_state import Group
 from megasnn.schedule.fsdp_passes import AT_ONCE
 
@@ -33,11 +32,10 @@ class GatheredWeights:
     What convolutions and linear layers multiply by travels in the type that they compute in, all else as it is.
 
     Args:
-        group: the replicas that share one copy of the weights. scatter: the same, for gradients.
+        group, scatter: the replicas that share one copy of the weights, for them and for gradients.
         give: gives the layers the values that a weight is multiplied by from now on, of the type that is computed in.
 
     Attributes:
-        scatter: as it was given.
         multiplied: the weights of convolutions and linear layers, whose gradients are the second part of a backward.
     """
 
@@ -45,7 +43,7 @@ class GatheredWeights:
         self.scatter, self._group, self._give = scatter, group, give
         self.multiplied: set[Tensor] = set()
         self._units: dict[int, list[FlatParameter]] = {}
-        self._on_their_way: dict[int, tuple[list[Exchange], Tensor]] = {}  # with their buffer
+        self._on_their_way: dict[int, tuple[list[Callable[[], None]], Tensor]] = {}  # with their buffer
         self._buffers: list[Tensor] = []  # that nothing is on its way in
         self._live: set[int] = set()
         self._rows: dict[Tensor, nn.Parameter] = {}
@@ -88,11 +86,11 @@ class GatheredWeights:
             most = max(sum(flat.buffer_bytes for flat in flats) for flats in self._units.values())
             device = next(iter(self._rows.values())).device
             self._buffers.append(torch.empty(most, dtype=torch.uint8, device=device))
-        buffer, exchanges, start = self._buffers.pop(), list[Exchange](), 0
+        buffer, gathers, start = self._buffers.pop(), list[Callable[[], None]](), 0
         for flat in self._units[unit]:
-            exchanges.append(flat.start(buffer[start : start + flat.buffer_bytes]))
+            gathers.append(flat.start(buffer[start : start + flat.buffer_bytes]))
             start += flat.buffer_bytes
-        self._on_their_way[unit] = exchanges, buffer
+        self._on_their_way[unit] = gathers, buffer
 
     def wait_unshard(self, unit: int) -> None:
         """Waits until a unit's weights are here, where they are on their way.
@@ -101,8 +99,8 @@ class GatheredWeights:
             ValueError: nobody has gathered them.
         """
         if (gather := self._on_their_way.pop(unit, None)) is not None:
-            for flat, exchange in zip(self._units[unit], gather[0], strict=True):
-                flat.finish(exchange)
+            for finish in gather[0]:
+                finish()
             self._buffers.append(gather[1])
             self._live.add(unit)
         elif unit not in self._live and self._units.get(unit):
@@ -148,8 +146,9 @@ class FlatParameter:
             parameter.data = values if values.dtype == parameter.dtype else _without_memory(parameter)
         self.free()
 
-    def start(self, buffer: Tensor) -> Exchange:
-        """Starts sending this rank's rows to the others, and theirs here."""
+    def start(self, buffer: Tensor) -> Callable[[], None]:
+        """Starts sending this rank's rows to the others; the returned function waits for theirs, and copies all of them
+        to their places."""
         own, dtype = len(self._mine), self.values[0].dtype
         coming = sum(self._counts) - own
         outgoing, incoming = self._mine, buffer[: coming * dtype.itemsize].view(dtype)
@@ -157,17 +156,15 @@ class FlatParameter:
             start = aligned(coming * dtype.itemsize)
             outgoing = buffer[start : start + copies * own * dtype.itemsize].view(dtype)
             outgoing.view(copies, own).copy_(self._mine)
-        return start_exchange(outgoing, [own] * self._group.size, self._counts, self._group, "step", incoming)
+        copy_of_others = send_rows(outgoing, self._counts, self._of_ranks, self._group, incoming)
 
-    def finish(self, exchange: Exchange) -> None:
-        """Waits for the rows, and copies them to their places."""
-        parts = exchange()
-        parts[self._group.rank] = self._mine
-        self._storage.resize_(self._bytes)
-        with torch.no_grad():
-            for places, values in zip(self._of_ranks, parts, strict=True):
-                if places:
-                    torch._foreach_copy_(places, list(values.split([each.numel() for each in places])))
+        def finish() -> None:
+            self._storage.resize_(self._bytes)
+            if mine := self._of_ranks[self._group.rank]:
+                torch._foreach_copy_(mine, list(self._mine.split([each.numel() for each in mine])))
+            copy_of_others()
+
+        return finish
 
     def free(self) -> None:
         """Raises ValueError where something else holds the memory, too."""

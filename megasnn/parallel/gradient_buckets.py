@@ -36,6 +36,7 @@ class Bucket:
         shard: the rows that this rank keeps, with `--weight-parallel-size`; None otherwise.
         reduced: the gradients of this rank, and then the sum over the ranks.
         owned: the rows that this rank owns; None where every replica is to have the whole sum.
+        rows: by parameter, and by what is kept of it, the rows that this rank owns, with the reduced gradient.
     """
 
     def __init__(
@@ -60,6 +61,9 @@ class Bucket:
             self.shard = RowShards(parameters, self.views, weights.scatter, rows)
             held, gradients, self.reduced = [*rows], self.shard.sums, self.shard.sum
         self.owned = None if owners is None else RowShards(held, gradients, owners)
+        self.row_shards = [rows for rows in (self.shard, self.owned) if rows is not None]
+        last = self.row_shards[-1].rows if self.row_shards else []
+        self.rows: dict[Tensor, Tensor] = dict(zip([*parameters, *held], [*last, *last], strict=False))
 
     def zero(self) -> None:
         """Clears the gradients before a step."""
@@ -77,20 +81,6 @@ class Bucket:
             self.finish()
             self.finish = None  # it holds what has been sent and received
 
-    @property
-    def row_shards(self) -> list[RowShards]:
-        return [rows for rows in (self.shard, self.owned) if rows is not None]
-
-    def rows(self) -> dict[Tensor, Tensor]:
-        """By parameter, and by what is kept of it, the rows that this rank owns, with the reduced gradient."""
-        owned = self.owned or self.shard
-        if owned is None:
-            return {}
-        found: dict[Tensor, Tensor] = dict(zip(self.parameters, owned.rows, strict=True))
-        if self.shard is not None:
-            found.update(zip(self.shard.rows, owned.rows, strict=True))
-        return found
-
 
 class ScatteredBucket(Bucket):
     """A bucket with memory only while a backward adds to it: then gradients go to those who keep the rows.
@@ -106,14 +96,9 @@ class ScatteredBucket(Bucket):
         self.is_late = parameters[0] in weights.multiplied
         self.free()
         # A module of one's own may use such a weight by itself: then autograd adds to it in the first part.
-        begin = WeakMethod(self.begin)
-
-        def before_adding(_: Tensor) -> None:
-            if (begin_here := begin()) is not None:
-                begin_here()
-
+        made = WeakMethod(self.begin)
         for parameter in parameters if self.is_late else ():
-            parameter.register_hook(before_adding)
+            parameter.register_hook(lambda _: None if (begin := made()) is None else begin())
 
     def begin(self) -> None:
         """Makes memory of zeros, where there is none."""
@@ -140,8 +125,8 @@ class GradientBuckets:
     reduced over the ranks that keep the same.
 
     Args:
-        tensors: (chunk index, that chunk's tensors).
-        data, tensor: the groups; data are the ranks that hold the same of the weights.
+        tensors: of each chunk, with its index.
+        data: the ranks that hold the same of the weights.
         bucket_bytes: a bucket is closed when it holds at least this much; None for what suits the device.
         additions: how many gradients a micro-batch adds to a parameter, where that is not one.
         rows_have_owners: True for ZeRO-1.
@@ -185,25 +170,16 @@ class GradientBuckets:
                     add(chunk, packed)
             if partial := [e.tensor for e in trained if e.shard.partial_gradient]:  # a handful of scalars
                 add(chunk, partial, True)
-        self._rows = {parameter: rows for each in self._buckets for parameter, rows in each.rows().items()}
+        self._rows = {parameter: rows for each in self._buckets for parameter, rows in each.rows.items()}
         self._bucket_of = {parameter: each for each in self._buckets for parameter in each.parameters}
-        self._count_additions()
-        self.zero()
-
-    def _count_additions(self) -> None:
-        """Counts what autograd adds.
-
-        A parameter keeps its hooks, and Python finds no circle through a tensor: with a hook that kept this object,
-        neither it nor weights and gradients would ever be freed.
-        """
+        # A parameter keeps its hooks, and Python finds no circle through a tensor: with a hook that kept this object,
+        # neither it nor weights and gradients would ever be freed.
         accumulated = WeakMethod(self.accumulated)
-
-        def count(parameter: Tensor) -> None:
-            if (count_here := accumulated()) is not None:
-                count_here(parameter)
-
         for parameter in self._bucket_of:
-            parameter.register_post_accumulate_grad_hook(count)
+            parameter.register_post_accumulate_grad_hook(
+                lambda added: None if (count := accumulated()) is None else count(added)
+            )
+        self.zero()
 
     def zero(self, micro_batches: int = 1) -> None:
         """Sets gradients to zero, in place, before a step of so many micro-batches."""
@@ -243,7 +219,7 @@ class GradientBuckets:
         up in rank order. Collective over them."""
         for bucket in self._scattered.get(chunk, ()):
             assert bucket.shard is not None
-            self._start_sum(bucket, bucket.shard)
+            self._reduce(bucket, bucket.shard)
             bucket.free()
 
     def finish(self, chunk: int) -> None:
@@ -263,7 +239,7 @@ class GradientBuckets:
             if bucket.partial and self._scattered:
                 all_reduce_sum(bucket.reduced, self._tensor, "backward")
             if bucket.shard is not None:
-                self._reduce_over_data(bucket)
+                self._reduce(bucket, bucket.owned)
         for bucket in self._buckets:
             bucket.end()
 
@@ -315,30 +291,24 @@ class GradientBuckets:
 
     def _reduce_complete(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].pending:
-            self._reduce(self._buckets[self._next])
+            bucket = self._buckets[self._next]
             self._next += 1
+            if bucket.partial:
+                all_reduce_sum(bucket.flat, self._tensor, "backward")
+            # What is kept by rows goes over the data axis when all of these are done, in one order on all ranks.
+            self._reduce(bucket, bucket.shard or bucket.owned)
 
-    def _reduce(self, bucket: Bucket) -> None:
-        if bucket.partial:
-            all_reduce_sum(bucket.flat, self._tensor, "backward")
-        if bucket.shard is not None:  # over the data axis when all of these are done, in one order on all ranks
-            self._start_sum(bucket, bucket.shard)
-        else:
-            self._reduce_over_data(bucket)
-
-    def _reduce_over_data(self, bucket: Bucket) -> None:
-        if bucket.owned is not None:
-            self._start_sum(bucket, bucket.owned)
+    def _reduce(self, bucket: Bucket, rows: RowShards | None) -> None:
+        """Starts sending gradients to those who keep or own the rows, two at a time, which bounds the memory; or
+        summing them over the replicas."""
+        if rows is not None:
+            bucket.end()
+            if len(self._on_their_way) > 1:
+                self._on_their_way.popleft().end()
+            bucket.finish = rows.start_sum("backward")
+            self._on_their_way.append(bucket)
         elif self._data.size > 1 and bucket.reduced.numel():
             bucket.finish = start_all_reduce_sum(bucket.reduced, self._data, "backward")
-
-    def _start_sum(self, bucket: Bucket, rows: RowShards) -> None:
-        """Starts sending gradients to those who keep or own the rows: two at a time, which bounds the memory."""
-        bucket.end()
-        if len(self._on_their_way) > 1:
-            self._on_their_way.popleft().end()
-        bucket.finish = rows.start_sum("backward")
-        self._on_their_way.append(bucket)
 
 
 def _packed(parameters: list[Tensor], bucket_bytes: int | None) -> list[list[Tensor]]:

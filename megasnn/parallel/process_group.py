@@ -104,15 +104,6 @@ def visible_gpus() -> list[str]:
     return [str(torch.cuda.get_device_properties(each).uuid) for each in range(torch.cuda.device_count())]
 
 
-def _place_among_alike() -> tuple[int, int]:
-    """Returns `_place`; before ranks have met, as if all of this machine saw the same if there are enough GPUs, and
-    otherwise as if this one saw its own."""
-    if _place is not None:
-        return _place
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return (int(os.environ.get("LOCAL_RANK", "0")), ranks) if torch.cuda.device_count() >= ranks else (0, 1)
-
-
 def choose_device(backend: str, asked: str) -> tuple[torch.device, str]:
     """Chooses the device of this rank; nothing is begun on it. With Gloo and GPUs, several ranks may share one.
 
@@ -125,7 +116,9 @@ def choose_device(backend: str, asked: str) -> tuple[torch.device, str]:
     Raises:
         ValueError: CUDA or NCCL asked for where there is none for this rank.
     """
-    gpus, (place, sharing), cuda = torch.cuda.device_count(), _place_among_alike(), torch.version.cuda
+    gpus, ranks, cuda = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.version.cuda
+    # Before ranks have met: as if all of this machine saw the same if there are enough, or else this one its own.
+    place, sharing = _place or ((int(os.environ.get("LOCAL_RANK", "0")), ranks) if gpus >= ranks else (0, 1))
     shares, why = backend == "gloo" and asked == "cuda", ""
     if torch.version.hip is not None:
         why = f"torch {torch.__version__} is built for ROCm {torch.version.hip}, on which MegaSNN has never run"

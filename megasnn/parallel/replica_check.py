@@ -105,30 +105,31 @@ def _largest(values: Tensor, group: Group) -> Tensor:
     return values
 
 
-ROW = 1 << 16  # words that are multiplied at once: on a CPU the products then stay in its cache
-ROWS_ON_GPU = 64
+WORDS = 1 << 16  # that are multiplied at once: on a CPU the products then stay in its cache
+ODD = 0x1E3779B97F4A7C15
 
 
 def checksum(tensor: Tensor) -> Tensor:
     """The sum over a tensor of any shape and type, as an int64 number (shape []) on its device.
 
-    The bits are read as 32-bit words, in the order in which they lie in memory, in rows. Each word is multiplied by an
-    odd random 64-bit number that belongs to its place in the row, and each row's sum by one that belongs to the row;
-    all is added up modulo 2^64. An odd number has an inverse there, so that every single flipped bit changes the sum.
-    Any other change, such as two swapped elements, goes unseen with a probability of about 2^-32 at most.
+    The bits are read as 32-bit words, in the order in which they lie in memory, in parts of as many. Each word is
+    multiplied by an odd random 64-bit number that belongs to its place in the part, and what is summed up so far by an
+    odd one before the next part is added, modulo 2^64. An odd number has an inverse there, so that every single flipped
+    bit changes the sum. Any other change, such as two swapped elements, goes unseen with a probability of about 2^-32
+    at most.
     """
     data = flat_in_memory(tensor.detach()).view(torch.uint8)
-    words = min(ROW, max(1, -(-data.numel() // 4)))
-    if data.numel() % (4 * words) or data.storage_offset() % 4:
-        data = torch.nn.functional.pad(data, (0, -data.numel() % (4 * words))).clone()
-    rows, keys = data.view(torch.int32).view(-1, words), _keys(0, data.device)[:words]
-    sums = torch.cat([(part * keys).sum(1) for part in rows.split(ROWS_ON_GPU if data.is_cuda else 1)])
-    return (sums * _keys(1, data.device)[: len(sums)]).sum()
+    if data.numel() % 4 or data.storage_offset() % 4:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 4)).clone()
+    keys, total = _keys(data.device), data.new_zeros((), dtype=torch.int64)
+    for words in data.view(torch.int32).split(WORDS):
+        total = total * ODD + (words * keys[: len(words)]).sum()
+    return total
 
 
-@lru_cache(maxsize=4)
-def _keys(level: int, device: torch.device) -> Tensor:
-    """Odd numbers over the whole range of int64, [ROW]."""
-    generator = keyed_generator("replica checksum", level)
+@lru_cache(maxsize=2)
+def _keys(device: torch.device) -> Tensor:
+    """Odd numbers over the whole range of int64, [WORDS]."""
+    generator = keyed_generator("replica checksum", 0)
     least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
-    return torch.randint(least, most, (ROW,), generator=generator, dtype=torch.int64).bitwise_or_(1).to(device)
+    return torch.randint(least, most, (WORDS,), generator=generator, dtype=torch.int64).bitwise_or_(1).to(device)

@@ -216,12 +216,17 @@ def _replaced(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """A parameter or buffer of a built model with its global name and description."""
+    """A parameter or buffer of a built model with its global name and description.
+
+    Attributes:
+        is_copy: another one owns the value, and the name is that one's; see `tie`.
+    """
 
     name: str
     tensor: Tensor
     shard: Shard
     is_parameter: bool
+    is_copy: bool = False
 
 
 def declare(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype, is_parameter: bool = True) -> None:
@@ -281,16 +286,11 @@ def sharded_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[S
     Raises:
         ValueError: a tensor has no description, which would make it invisible to initialisation and checkpoints.
     """
-    return (entry for entry, is_copy in _described_tensors(named_layers) if not is_copy)
+    return (entry for entry in described_tensors(named_layers) if not entry.is_copy)
 
 
-def copied_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
-    """The copies below these layers, each under the name of what it is a copy of; see `tie`."""
-    return (entry for entry, is_copy in _described_tensors(named_layers) if is_copy)
-
-
-def _described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[ShardedTensor, bool]]:
-    """All tensors, and whether each is a copy."""
+def described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator[ShardedTensor]:
+    """The same with the copies among them."""
     for prefix, layer in named_layers:
         for path, module in layer.named_modules(prefix=prefix):
             shards = _shards(module)
@@ -301,8 +301,8 @@ def _described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterato
                 if name not in shards:
                     raise ValueError(f"{path}.{name} has no shard description; make it with `declare`")
                 called = owner_name(module, name, path)
-                entry = ShardedTensor(called, tensor, shards[name], name in module._parameters)
-                yield entry, called != f"{path}.{name}"
+                is_parameter, is_copy = name in module._parameters, called != f"{path}.{name}"
+                yield ShardedTensor(called, tensor, shards[name], is_parameter, is_copy)
 
 
 def parameter_count(tensors: Iterable[ShardedTensor]) -> int:
@@ -323,7 +323,7 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
     layers = list(named_layers)
     values: dict[str, Tensor] = {}
     with torch.no_grad():
-        for entry, _ in _described_tensors(layers):
+        for entry in described_tensors(layers):
             if entry.name in values:
                 continue
             if entry.shard.initialise is None:

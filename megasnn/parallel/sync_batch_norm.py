@@ -51,11 +51,6 @@ class SharedStatistics:
         return _all_gathered(sums, self.group, "backward").sum(0)
 
 
-def shared_over(group: Group) -> SharedStatistics | None:
-    """The exchange over a group; None where it has only this rank."""
-    return SharedStatistics(group) if group.size > 1 else None
-
-
 def _all_gathered(mine: Tensor, group: Group, direction: str) -> Tensor:
     """`[ranks, ...]`."""
     if group.size == 1:
@@ -85,7 +80,7 @@ class RunningNorm(Protocol):
 
 
 StepStatistics = tuple[RunningNorm, Tensor, Tensor]
-"""A norm, and mean and unbiased variance `[calls, C_local]` of all its input of a step: for each call in a forward."""
+"""A norm, and mean and unbiased variance `[C_local]` of all its input of a step, in one of its calls in a forward."""
 
 
 def merge_running_statistics(
@@ -113,21 +108,15 @@ def merge_running_statistics(
     if not tracked:
         return
     table = _all_gathered(_local_table(tracked, most_micro_batches), data, "step").flatten(0, 1)
-    sizes = [(norm.calls, norm.running_mean.numel()) for norm in tracked if norm.running_mean is not None]
-    channels = [size for calls, size in sizes for _ in range(calls)]
+    called = [norm for norm in tracked for _ in range(norm.calls)]
+    channels = [norm.running_mean.numel() for norm in called if norm.running_mean is not None]
     counts, means, variances = table.split([len(channels), sum(channels), sum(channels)], dim=1)
     repeats = without_waiting(torch.tensor(channels), table.device)
     counts = counts.repeat_interleave(repeats, dim=1, output_size=sum(channels))
-    pooled = [_of_each_norm(values, sizes) for values in _pooled(counts, means, variances)]
-    _update(of_owners(list(zip(tracked, *pooled, strict=True))))
+    pooled = [values.split(channels) for values in _pooled(counts, means, variances)]
+    _update(of_owners(list(zip(called, *pooled, strict=True))))
     for norm in tracked:
         norm.pending.clear()
-
-
-def _of_each_norm(values: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """The values of all norms, `[calls, C_local]` of each."""
-    parts = values.split([calls * channels for calls, channels in sizes])
-    return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
 
 
 def _local_table(norms: Sequence[RunningNorm], rows: int) -> Tensor:
@@ -160,45 +149,34 @@ def _counts(counts: Sequence[Sequence[int | Tensor]], table: Tensor) -> Tensor:
 
 
 def _pooled(counts: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance per column, added up row by row: the order is that of the micro-batches."""
+    """Mean and unbiased variance per column, added up row by row in the order of the micro-batches, which no operator
+    for a sum promises."""
     total = counts.sum(0)
-    mean = _added_up(means * (counts / total))
-    squares = _added_up(counts * (variances + (means - mean) ** 2))
+    mean, squares = torch.zeros_like(total), torch.zeros_like(total)
+    for row in means * (counts / total):
+        mean += row
+    for row in counts * (variances + (means - mean) ** 2):
+        squares += row
     return mean, squares / (total - 1).clamp_min(1)
 
 
-def _added_up(rows: Tensor) -> Tensor:
-    """Sums from the first row to the last, which no operator for a sum promises."""
-    total = torch.zeros_like(rows[0])
-    for row in rows:
-        total += row
-    return total
-
-
 def _update(found: Sequence[StepStatistics]) -> None:
-    """Gives running statistics those of a step, call by call."""
-    calls: dict[RunningNorm, list[tuple[Tensor, Tensor]]] = {}
-    for norm, means, variances in found:
-        calls.setdefault(norm, []).extend(zip(means, variances, strict=True))
-    for number in range(max(map(len, calls.values()), default=0)):
-        here = {norm: of_norm[number] for norm, of_norm in calls.items() if number < len(of_norm)}
-        _update_all([*here], torch.cat([value for kind in zip(*here.values(), strict=True) for value in kind]))
-
-
-def _update_all(norms: Sequence[RunningNorm], new: Tensor) -> None:
-    """running = (1 - weight) running + weight new, where the weight is the momentum, or 1 / batches.
-
-    Args:
-        new: the means of all these norms, and behind them the variances.
-    """
-    counts = [norm.num_batches_tracked for norm in norms]
-    torch._foreach_add_(counts, 1)
-    running: list[Tensor] = [getattr(norm, kind) for kind in ("running_mean", "running_var") for norm in norms]
-    sizes, old = [buffer.numel() for buffer in running], torch.cat(running)
-    given = [math.nan if norm.momentum is None else norm.momentum for norm in norms]
-    momentums = without_waiting(torch.tensor(given, dtype=torch.float64), old.device)
-    of_norms = torch.where(momentums.isnan(), torch.stack(counts).double().reciprocal(), momentums).repeat(2)
-    repeats = without_waiting(torch.tensor(sizes), old.device)
-    weights = of_norms.repeat_interleave(repeats, output_size=sum(sizes))
-    updated = old * (1 - weights).to(old.dtype) + new.to(old.dtype) * weights.to(old.dtype)
-    torch._foreach_copy_(running, updated.split(sizes))
+    """Gives running statistics those of a step, call by call: running = (1 - weight) running + weight new, where the
+    weight is the momentum, or 1 / batches."""
+    columns: dict[RunningNorm, list[tuple[Tensor, Tensor]]] = {}
+    for norm, mean, variance in found:
+        columns.setdefault(norm, []).append((mean, variance))
+    for number in range(max(map(len, columns.values()), default=0)):
+        here = {norm: calls[number] for norm, calls in columns.items() if number < len(calls)}
+        counts = [norm.num_batches_tracked for norm in here]
+        torch._foreach_add_(counts, 1)
+        running: list[Tensor] = [getattr(norm, kind) for kind in ("running_mean", "running_var") for norm in here]
+        sizes, old = [buffer.numel() for buffer in running], torch.cat(running)
+        new = torch.cat([value for kind in zip(*here.values(), strict=True) for value in kind]).to(old.dtype)
+        given = [math.nan if norm.momentum is None else norm.momentum for norm in here]
+        momentums = without_waiting(torch.tensor(given, dtype=torch.float64), old.device)
+        of_norms = torch.where(momentums.isnan(), torch.stack(counts).double().reciprocal(), momentums).repeat(2)
+        repeats = without_waiting(torch.tensor(sizes), old.device)
+        weights = of_norms.repeat_interleave(repeats, output_size=sum(sizes))
+        updated = old * (1 - weights).to(old.dtype) + new * weights.to(old.dtype)
+        torch._foreach_copy_(running, updated.split(sizes))

@@ -43,7 +43,6 @@ class RowShards:
         self._values = [[] for _ in range(data.size)] if kept is not None else by_owner(parameters, data)
         self._gradients = by_owner(gradients, data)
         self._counts = [sum(part.numel() for part in parts) for parts in self._gradients]
-        self._values_of_others = self._of_others(self._values)
         self.sum = gradients[0].new_zeros(self._counts[data.rank])
         self.rows = list(kept) if kept is not None else [nn.Parameter(rows_of(each, data)) for each in parameters]
         self.sums = side_by_side(self.rows, self.sum, [rows.numel() for rows in self.rows])
@@ -56,7 +55,7 @@ class RowShards:
         """Starts sending gradients to their owners, from copies of them. The returned function waits for those of this
         rank's rows, and adds their sum in rank order to `sum`."""
         rank, own = self._data.rank, joined(self._gradients[self._data.rank], self.sum)
-        outgoing = joined(self._of_others(self._gradients), self.sum)
+        outgoing = joined([*chain(*(part for other, part in enumerate(self._gradients) if other != rank))], self.sum)
         mine = [self._counts[rank]] * self._data.size
         exchange = start_exchange(outgoing, self._counts, mine, self._data, direction)
 
@@ -69,16 +68,8 @@ class RowShards:
 
     def start_all_gather(self) -> Callable[[], None]:
         """Starts sending the values of this rank's rows to all others; the returned function waits for theirs."""
-        rank, size = self._data.rank, self._data.size
-        outgoing = joined(self._values[rank], self.sum).repeat(size - 1)
-        exchange = start_exchange(outgoing, [self._counts[rank]] * size, self._counts, self._data, "step")
-
-        def finish() -> None:
-            arrived = torch.cat(exchange()).split([part.numel() for part in self._values_of_others])
-            if self._values_of_others:
-                torch._foreach_copy_(self._values_of_others, arrived)
-
-        return finish
+        outgoing = joined(self._values[self._data.rank], self.sum).repeat(self._data.size - 1)
+        return send_rows(outgoing, self._counts, self._values, self._data)
 
     @property
     def exchange_bytes(self) -> int:
@@ -86,8 +77,29 @@ class RowShards:
         mine = self._counts[self._data.rank]
         return 2 * self.sum.itemsize * (sum(self._counts) - mine + (self._data.size - 1) * mine)
 
-    def _of_others(self, parts: Sequence[list[Tensor]]) -> list[Tensor]:
-        return [*chain(*(part for rank, part in enumerate(parts) if rank != self._data.rank))]
+
+def send_rows(
+    outgoing: Tensor,
+    counts: Sequence[int],
+    places: Sequence[list[Tensor]],
+    group: Group,
+    incoming: Tensor | None = None,
+) -> Callable[[], None]:
+    """Starts sending this rank's rows to all others; the returned function waits for theirs, and copies them to their
+    places.
+
+    Args:
+        outgoing: a copy of the rows for each of the others. counts: numbers of values that each rank sends.
+        places: by rank. incoming: as of `start_exchange`.
+    """
+    exchange = start_exchange(outgoing, [counts[group.rank]] * group.size, counts, group, "step", incoming)
+
+    def finish() -> None:
+        for rank, arrived in enumerate(exchange()):
+            if rank != group.rank and places[rank]:
+                torch._foreach_copy_(places[rank], list(arrived.split([each.numel() for each in places[rank]])))
+
+    return finish
 
 
 def by_owner(tensors: Sequence[Tensor], data: Group) -> list[list[Tensor]]:

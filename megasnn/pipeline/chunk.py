@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,9 +20,9 @@ from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.replicated import apply_layer
 from megasnn.layers.row_context import own_rows_of
 from megasnn.layers.shape_inference import to_channels_last
-from megasnn.models.description import Carried, LayerDescription, ModelDescription, frames_of
-from megasnn.parallel.sharding import ShardedTensor, copied_tensors, materialise, sharded_tensors
-from megasnn.pipeline.graphs import ChunkGraphs, GraphOptions, why_not
+from megasnn.models.description import Built, Carried, LayerDescription, ModelDescription, frames_of
+from megasnn.parallel.sharding import ShardedTensor, described_tensors, materialise, sharded_tensors
+from megasnn.pipeline.graphs import Capture, ChunkGraphs, why_not
 from megasnn.telemetry.ranges import named
 
 
@@ -67,15 +66,13 @@ class PipelineChunk(nn.Module):
         self._context = context
         self.graphs: ChunkGraphs | None = None
 
-    def capture_graphs(self, options: GraphOptions) -> None:
-        """Runs as graphs in training from now on. Raises ValueError for a layer that cannot, and must."""
-        wrong = {name: why for name, layer in self.named_layers() if (why := why_not(layer))}
-        for name, why in wrong.items():
-            if options.is_required:
-                raise ValueError(f"{name} cannot have CUDA graphs: {why} (--cuda-graphs auto leaves its chunk without)")
-            sys.stderr.write(f"WARNING: {name}, and with it its chunk, runs without CUDA graphs: {why}\n")
-        if len(self.layers) and not wrong:
-            self.graphs = ChunkGraphs(self.layers, self._run, self.weight_gradients, options.capture)
+    def capture_graphs(self, capture: Capture) -> None:
+        """Runs as graphs in training from now on. Raises ValueError for a layer that cannot."""
+        for name, layer in self.named_layers():
+            if why := why_not(layer):
+                raise ValueError(f"{name} cannot have CUDA graphs: {why}; use --cuda-graphs off")
+        if len(self.layers):
+            self.graphs = ChunkGraphs(self.layers, self._run, self.weight_gradients, capture)
 
     def part(self, bounds: Sequence[range], index: int) -> PipelineChunk:
         """A chunk of a finer cut, which is within this one and has its layers."""
@@ -146,8 +143,8 @@ class PipelineChunk(nn.Module):
         return list(sharded_tensors(self.named_layers()))
 
     def copied_tensors(self) -> list[ShardedTensor]:
-        """Tensors that another one owns; see `megasnn.parallel.sharding.tie`."""
-        return list(copied_tensors(self.named_layers()))
+        """Tensors that another one owns."""
+        return [entry for entry in described_tensors(self.named_layers()) if entry.is_copy]
 
 
 def carrying_layers(module: nn.Module) -> list[NeuronLayer | ParallelDropout]:
@@ -188,6 +185,7 @@ def _with_edges_of_their_own(y: Bundle, inputs: Sequence[Bundle]) -> Bundle:
 
 
 Keep = Callable[[int, Sequence[nn.Module]], None]
+"""Called with the number of a part and its layers when they have their values, before others get theirs."""
 
 
 def build_chunks(
@@ -197,38 +195,42 @@ def build_chunks(
     context: BuildContext,
     device: torch.device,
     seed: int,
-    parts: Sequence[range] = (),
-    keep: Keep = lambda part, layers: None,
+    keep: tuple[Sequence[range], Keep] | None = None,
+    built: Sequence[Built] | None = None,
 ) -> dict[int, PipelineChunk]:
     """Builds a rank's chunks: of all layers, only their own get memory, and keyed initial values.
 
     Args:
         indices: of these chunks.
-        parts: layers that get their values at once, each part within one chunk; by default the chunks.
-        keep: called with the number of a part and its layers when they have their values, before others get theirs.
+        keep: layers that get their values at once, each part within one chunk, and what is called with each; None: the
+            chunks.
+        built: all layers for this rank; None to build them.
     """
-    layers = model.build(context)
+    layers = [each.module for each in built or model.build(context)]
+    parts, kept = keep or (bounds, lambda part, layers: None)
     chunks = {
         index: PipelineChunk(model, bounds, index, [layers[number] for number in bounds[index]], context)
         for index in indices
     }
     for index, chunk in chunks.items():
         span = bounds[index]
-        for number, part in enumerate(parts or bounds):
+        for number, part in enumerate(parts):
             if part and part.start in span:
                 within = [named for at, named in zip(span, chunk.named_layers(), strict=True) if at in part]
                 materialise(within, device, seed)
-                keep(number, [layer for _, layer in within])
+                kept(number, [layer for _, layer in within])
     return chunks
 
 
-def describe_tensors(model: ModelDescription, context: BuildContext) -> list[ShardedTensor]:
-    """Describes every tensor of the whole model, on the meta device: nothing is allocated."""
-    if context.place != BuildContext().place:
-        return list(sharded_tensors(model.named_layers(context)))
+def describe_tensors(model: ModelDescription, dtype: torch.dtype = torch.float32) -> list[ShardedTensor]:
+    """Describes every tensor of the whole model, on the meta device: nothing is allocated.
+
+    Args:
+        dtype: of those that are floating point.
+    """
 
     def typed(like: Tensor) -> Tensor:
-        dtype = context.dtype if like.is_floating_point() else like.dtype
-        return torch.empty_like(like, dtype=dtype).requires_grad_(like.requires_grad)
+        dtype_here = dtype if like.is_floating_point() else like.dtype
+        return torch.empty_like(like, dtype=dtype_here).requires_grad_(like.requires_grad)
 
     return [replace(entry, tensor=typed(entry.tensor)) for entry in model.tensors]

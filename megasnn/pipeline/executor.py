@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megasnn.bundle import Bundle, map_entries
-from megasnn.device_checks import at
+from megasnn.device_checks import placed
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.gradient_buckets import GradientBuckets
@@ -37,20 +37,8 @@ ActionObserver = Callable[[Action, Mark, Mark], None]
 MOST_GRAPHED = 2  # sizes of steps with CUDA graphs, each of which takes memory: the usual one, and a smaller last one
 
 
-class PipelineError(RuntimeError):
-    """Failure of an action; the message names rank, stage, action and micro-batch.
-
-    Attributes:
-        place: these four.
-    """
-
-    def __init__(self, place: str, cause: Exception) -> None:
-        super().__init__(f"{place}: {type(cause).__name__}: {cause}")
-        self.place = place
-
-
 class PipelineExecutor:
-    """Executor of any schedule, on a single rank, too.
+    """Executor of any schedule, on a single rank, too. An error notes rank, stage, action and micro-batch.
 
     Args:
         chunks: this rank's chunks by index.
@@ -105,8 +93,6 @@ class PipelineExecutor:
 
         Returns:
             the sum of the losses, float64 scalar; zero on ranks without the last chunk.
-        Raises:
-            PipelineError: an action failed.
         """
         run = self._run(schedule, micro_batches, trains=True)
         total = torch.zeros((), dtype=torch.float64, device=self._state.device)
@@ -131,11 +117,8 @@ class PipelineExecutor:
             self._begin(schedule, tuple(micro.size for micro in micro_batches), trains)
             for action in actions:
                 start = None if self.observer is None else self.clock.mark()
-                try:
-                    with at(partial(self._place, action)):
-                        self._do(run, action)
-                except Exception as error:
-                    raise PipelineError(self._place(action), error) from error
+                with placed(partial(self._place, action)):
+                    self._do(run, action)
                 if self.observer is not None and start is not None:
                     self.observer(action, start, self.clock.mark())
         self._transfers.wait()

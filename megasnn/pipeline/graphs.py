@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,13 +47,6 @@ class Capture(Protocol):
 
     def __call__(self, work: Callable[[], None], pool: Any) -> Callable[[], None]:
         """Records what `work` starts on the device, without computing it, and returns what starts all of that again."""
-
-
-class GraphOptions(NamedTuple):
-    """Attributes: is_required: a chunk that cannot have graphs is an error, and not only told."""
-
-    capture: Capture
-    is_required: bool
 
 
 class CudaCapture:
@@ -101,7 +94,7 @@ class ChunkGraphs:
         self._is_on, self._slots = False, dict[int, int]()
 
     def begin(self, is_on: bool) -> None:
-        """Begins a training step, with graphs or without. Raises RuntimeError where layers were changed since."""
+        """Begins a training step, with graphs or without. Raises RuntimeError where tensors of layers were moved."""
         self._is_on, self._slots = is_on, {}
         tensors = [*self.chunk.parameters(), *self.chunk.buffers()]
         addresses = [each.data_ptr() for t in tensors for each in (t, t.grad) if each is not None]
@@ -111,8 +104,6 @@ class ChunkGraphs:
                 "into them instead, or use --cuda-graphs off"
             )
         self._addresses = addresses
-        if self._graphs and (why := why_not(self.chunk)):
-            raise RuntimeError(f"there are CUDA graphs of a chunk, and now {why}: use --cuda-graphs off")
 
     def has(self, micro_batch: int) -> bool:
         """True if the chunk runs as graphs now; the micro-batch takes a slot."""

@@ -32,7 +32,7 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.init import tensors_of
 from megasnn.layers.row_context import WholeImages
 from megasnn.layers.shape_inference import is_channels_last
-from megasnn.models.description import DRY_SAMPLES, INPUT, Carried, ModelDescription, frames_of
+from megasnn.models.description import DRY_SAMPLES, INPUT, Built, Carried, ModelDescription, frames_of
 from megasnn.parallel.sharding import own_rows
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, ParallelState, start_messages
@@ -85,58 +85,45 @@ class TensorSpec:
 class Boundaries:
     """Tensors that boundaries between stages carry, on this rank; a boundary is between ranks with the same part of it.
 
-    Shapes grow in a straight line with the samples: two dry runs of the whole model give them for any number.
-
     Args:
-        context: what this rank's layers were built with.
-    Raises:
-        ValueError: a layer cannot be tried out.
+        context: what this rank's layers were built with. built: these, with outputs of a dry run.
     """
 
-    def __init__(self, model: ModelDescription, context: BuildContext) -> None:
-        self._model, self._context = model, context
-        self._specs: dict[tuple[int, Key], tuple[TensorSpec | None, TensorSpec | None]] = {}
+    def __init__(self, model: ModelDescription, context: BuildContext, built: Sequence[Built]) -> None:
+        self._context = context
+        frames = frames_of(torch.empty((DRY_SAMPLES, *model.input_shape), device="meta"), model.input_shape)
+        self._image_dims = frames.ndim
+        self._specs: dict[tuple[int, Key], TensorSpec] = {}
+        self._add(INPUT, None, TensorSpec(tuple(frames.shape), context.dtype), True)
         learns, by_rows = {INPUT: False}, {INPUT: True}
-        few, more = (model.dry_run(context, samples) for samples in (DRY_SAMPLES, 2 * DRY_SAMPLES))
-        for number, ((layer, output), (_, larger)) in enumerate(zip(few, more, strict=True)):
-            takes, described = model.inputs[number], model.layers[number].entries
-            learns[number] = any(each.requires_grad for each in tensors_of(layer)) or any(learns[n] for n in takes)
-            joins = any(isinstance(each, WholeImages) for each in layer.modules())
+        for number, (layer, takes) in enumerate(zip(built, model.inputs, strict=True)):
+            learns[number] = any(x.requires_grad for x in tensors_of(layer.module)) or any(learns[n] for n in takes)
+            joins = any(isinstance(each, WholeImages) for each in layer.module.modules())
             by_rows[number] = not joins and all(by_rows[n] for n in takes)
-            for (key, small), large in zip(entries_of(output).items(), entries_of(larger).values(), strict=True):
-                content, learning = described[key].content, learns[number] and small.is_floating_point()
-                shapes = (self._own_shape(each, by_rows[number]) for each in (small, large))
-                first, second = (shape and TensorSpec(shape, small.dtype, content, learning) for shape in shapes)
-                self._specs[number, key] = first or None, second or None
-        few_rows, more_rows = (self._own_shape(self._frames(n), True) for n in (DRY_SAMPLES, 2 * DRY_SAMPLES))
-        assert few_rows is not None and more_rows is not None
-        self._specs[INPUT, None] = TensorSpec(few_rows, context.dtype), TensorSpec(more_rows, context.dtype)
+            for key, entry in entries_of(layer.output).items():
+                content = model.layers[number].entries[key].content
+                learning = learns[number] and entry.is_floating_point()
+                self._add(number, key, TensorSpec(tuple(entry.shape), entry.dtype, content, learning), by_rows[number])
         self.spec = lru_cache(maxsize=None)(self._spec)
 
-    def _frames(self, samples: int) -> Tensor:
-        """The model's input as its first layer takes it, and later ones that take it too; on the meta device."""
-        shape = self._model.input_shape
-        return frames_of(torch.empty((samples, *shape), device="meta"), shape)
-
-    def _own_shape(self, entry: Tensor, by_rows: bool) -> tuple[int, ...] | None:
-        """Shape of this rank's part, where ranks share the rows of images, which a dry run sees whole."""
-        rows, frames = self._context.cp, 2 + len(self._model.input_shape[-3:])
-        if self._context.cut != "rows" or rows.size == 1 or entry.ndim < 4:
-            return tuple(entry.shape)
-        if not by_rows or entry.ndim != frames:
-            return None
-        return (*entry.shape[:3], len(own_rows(entry.shape[3], rows.sizes, rows.rank)), *entry.shape[4:])
+    def _add(self, number: int, key: Key, spec: TensorSpec, by_rows: bool) -> None:
+        """Notes this rank's part, where ranks share the rows of images, which a dry run sees whole."""
+        rows, shape = self._context.cp, spec.shape
+        if self._context.cut == "rows" and rows.size > 1 and len(shape) >= 4:
+            if not by_rows or len(shape) != self._image_dims:
+                return
+            shape = (*shape[:3], len(own_rows(shape[3], rows.sizes, rows.rank)), *shape[4:])
+        self._specs[number, key] = replace(spec, shape=shape)
 
     def _spec(self, carried: Carried, samples: int) -> TensorSpec:
         """Tensor of a micro-batch of so many samples. Raises ValueError where its shape is not known."""
-        few, more = self._specs.get((carried.layer, carried.key), (None, None))
-        if few is None or more is None:
+        spec = self._specs.get((carried.layer, carried.key))
+        if spec is None:
             raise ValueError(
                 f"a stage cannot begin behind {carried.name}, whose shape does not follow from the dry run: choose "
                 "another --pipeline-model-parallel-layout"
             )
-        pairs = zip(few.shape, more.shape, strict=True)
-        return replace(few, shape=tuple(a + (b - a) * (samples - DRY_SAMPLES) // DRY_SAMPLES for a, b in pairs))
+        return replace(spec, shape=(spec.shape[0], samples, *spec.shape[2:]))
 
 
 def on_wire(message: Tensor, wire: torch.device) -> Tensor:

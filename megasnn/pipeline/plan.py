@@ -14,7 +14,7 @@ from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.fsdp import unit_bytes
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts
-from megasnn.pipeline.peak_memory import peak_moments, unit_memory
+from megasnn.pipeline.peak_memory import unit_memory
 from megasnn.pipeline.profile_layers import profile_pipeline
 from megasnn.pipeline.recompute import within_budget
 from megasnn.schedule import ChunkCost, Kind, SchedulePlan, Simulation, plan_schedule, simulate
@@ -22,11 +22,9 @@ from megasnn.schedule.fsdp_passes import SharedWeights
 from megasnn.schedule.named import looks_at_costs
 from megasnn.schedule.partition import layout_to_bounds, placed_bounds
 from megasnn.schedule.passes import NEVER
-from megasnn.schedule.search import Forecast, forecast_named
 
 WeightsOf = Callable[[Sequence[range]], SharedWeights]
 """Layers of each unit -> weights to gather."""
-_NAMED_SHOWN = 3  # of the named schedules, the fastest ones
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,6 @@ class PipelinePlan:
         schedules: for any number of micro-batches; carries those decided on for the numbers of a step.
         micro_batches: of a usual step.
         costs: measured; None where nobody needed them.
-        named: forecasts of the named schedules, each on its own partition; empty without costs.
         memory_budget: MB, as it was asked for.
         weight_ranks: number of replicas that share one copy of the weights.
     """
@@ -47,7 +44,6 @@ class PipelinePlan:
     schedules: SchedulePlan
     micro_batches: int
     costs: PipelineCosts | None = None
-    named: tuple[Forecast, ...] = ()
     memory_budget: float | None = None
     weight_ranks: int = 1
 
@@ -66,47 +62,26 @@ class PipelinePlan:
             costs = self.costs.with_unshards(costs, weights.unit_bytes, self.weight_ranks)
         return simulate(self.schedules.training(micro_batches), costs)
 
-    def forecast(self, micro_batches: int) -> Forecast | None:
-        """`simulation` in short."""
-        result = self.simulation(micro_batches)
-        return None if result is None else Forecast.of(self.schedules.training(micro_batches).name, result)
-
     def describe(self, asked: str) -> list[str]:
-        """Lines about the choice and its alternatives; none without costs. Args: asked: name of the schedule."""
-        chosen = self.forecast(self.micro_batches)
-        if chosen is None:
+        """A line about the choice; none without costs. Args: asked: name of the schedule."""
+        result = self.simulation(self.micro_batches)
+        if result is None:
             return []
-        named = [f"{each.name} {_in_short(each)}" for each in self.named[:_NAMED_SHOWN]]
-        if len(self.named) > _NAMED_SHOWN:
-            named.append(f"{len(self.named) - _NAMED_SHOWN} slower ones")
         return [
-            f"--pipeline-schedule {asked}: {chosen.name}, predicted for {self.micro_batches} micro-batches "
-            f"{_in_short(chosen)}, {chosen.activations:g} micro-batches' activations",
-            "  named ones: " + ", ".join(named),
+            f"--pipeline-schedule {asked}: {self.schedules.training(self.micro_batches).name}, predicted for "
+            f"{self.micro_batches} micro-batches {1e3 * result.makespan:.1f} ms ({result.idle_share:.1%} bubble)"
         ]
 
     def describe_recompute(self) -> list[str]:
-        """A line about forwards that are computed again, and with a budget, what that comes to."""
+        """A line about forwards that are computed again."""
         if self.schedules.recompute == NEVER and self.memory_budget is None:
             return []
-        schedule = self.schedules.training(self.micro_batches)
-        again = [[unit for unit, kind, _ in row if kind is Kind.RECOMPUTE] for row in schedule.actions]
+        rows = self.schedules.training(self.micro_batches).actions
+        again = sum(action.kind is Kind.RECOMPUTE for row in rows for action in row)
+        budget = self.memory_budget
+        flag = f"--recompute {self.schedules.recompute}" if budget is None else f"--memory-budget {budget:g}"
         forwards = sum(map(len, self.bounds)) * self.micro_batches
-        text = f"{sum(map(len, again))} of a step's {forwards} forwards of layers are computed again"
-        if self.memory_budget is None or self.costs is None:
-            return [f"--recompute {self.schedules.recompute}: {text}"]
-        costs = self.costs.of_chunks(self.executed_bounds, self.schedules.executed_placement)
-        seconds = max(sum(costs[unit].forward for unit in of_rank) for of_rank in again)
-        peaks = (each.total for each in peak_moments(schedule, self.executed_bounds, self.costs))
-        return [
-            f"--memory-budget {self.memory_budget:g}: {text}, {1e3 * seconds:.0f} ms on the rank that does most; "
-            f"predicted for a step, above weights, gradients and optimizer state: "
-            f"{', '.join(f'{1e-6 * each:.0f}' for each in peaks)} MB"
-        ]
-
-
-def _in_short(each: Forecast) -> str:
-    return f"{1e3 * each.makespan:.1f} ms ({each.idle_share:.1%} bubble)"
+        return [f"{flag}: {again} of a step's {forwards} forwards of layers are computed again"]
 
 
 def plan_pipeline(
@@ -188,12 +163,7 @@ def choose(
         plan = replace(refined, chosen=again) if again else plan
     if weights_of is not None:
         plan = plan.sharing(weights_of(plan.unit_bounds(cut)), counts)
-    named: list[Forecast] = []
-    if costs is not None:
-        shown = (1, 2)[: layers // stages] if bounds is None else (len(bounds) // stages,)
-        named = forecast_named(stages, counts[0], costs_of, shown)
-    ranks = parallel.weight_parallel_size
-    return PipelinePlan(cut, plan, counts[0], costs, tuple(named), parallel.memory_budget, ranks)
+    return PipelinePlan(cut, plan, counts[0], costs, parallel.memory_budget, parallel.weight_parallel_size)
 
 
 def shared_weights(
@@ -205,7 +175,7 @@ def shared_weights(
         units: layers of each.
         scatters: gradients are scattered after every micro-batch.
     """
-    layers = model.build(context)
+    layers = [each.module for each in model.build(context)]
     found = [unit_bytes([layers[number] for number in unit], context.dp_shard) for unit in units]
     gathered, travelling = tuple(size for size, _ in found), tuple(buffer for _, buffer in found)
     scattered = frozenset(unit for unit, size in enumerate(gathered) if size) if scatters else frozenset()

@@ -91,7 +91,8 @@ def profile_layers(
     images = own_rows_of(frames_of(x.to(device, context.dtype), model.input_shape), context)
     outputs: dict[int, Bundle] = {INPUT: images}
     casts, tasks = CastWeights(), WeightGradients()
-    layers: list[nn.Module | None] = list(model.build(replace(context, cast_weights=casts, weight_gradients=tasks)))
+    context = replace(context, cast_weights=casts, weight_gradients=tasks)
+    layers: list[nn.Module | None] = [each.module for each in model.build(context)]
     known: dict[Hashable, tuple[LayerCost, Bundle]] = {}
     costs: list[LayerCost] = []
     quiet = True if rounds == 0 or (dist.is_initialized() and dist.get_rank() > 0) else None  # None: on a terminal
@@ -101,7 +102,7 @@ def profile_layers(
         layer, layers[number] = layers[number], None  # its memory is free when it has been profiled
         assert layer is not None
         shapes = [(key, x.shape, x.requires_grad) for each in inputs for key, x in entries_of(each).items()]
-        kind = (_structure(layer), str(description.output), tuple(shapes), INPUT in takes)
+        kind = (_structure(layer), str(description.entries), tuple(shapes), INPUT in takes)
         if kind not in known:
             materialise([(description.name, layer)], device, seed=0)
             with casts.kept():  # as in a step, which makes each copy once

@@ -48,8 +48,7 @@ class Ties:
     """This rank's part in the ties of a model; everything here is collective over the pipeline.
 
     Args:
-        bounds: the layers of each chunk. placement: its pipeline rank.
-        chunks: this rank's chunks by index.
+        bounds, placement: the layers and the pipeline rank of each chunk.
         pipeline: this rank's group. Whatever its ranks have sent in a step must have arrived.
         wire: where messages lie.
         gradient: of a parameter, what this rank has of it, the same of an owner and of its copies.
@@ -119,12 +118,17 @@ class Ties:
     def statistics_of_owners(self, found: Sequence[StepStatistics]) -> list[StepStatistics]:
         """Statistics of a step of all norms, for those that own their running statistics: behind a norm's own those of
         its copies, in the order in which a forward calls them."""
-        of = {norm: torch.stack([mean, variance]) for norm, mean, variance in found if norm in self._copied_norms}
-        result = [each for each in found if each[0] not in self._copied_norms]
+        of: dict[ParallelBatchNorm, list[Tensor]] = {norm: [] for norm in self._copied_norms}
+        for norm, mean, variance in found:
+            if norm in of:
+                of[norm].append(torch.stack([mean, variance]))
+        result = [each for each in found if each[0] not in of]
         for pair in self._pairs:
             like = [_statistics_like(norm) for norm in pair.owning_norms]
-            moved = self._moved([of[norm] for norm in pair.copied_norms], like, pair.copy, pair.owner)
-            result += [(norm, mean, variance) for norm, (mean, variance) in zip(pair.owning_norms, moved, strict=True)]
+            given = [torch.stack(of[norm]) for norm in pair.copied_norms]
+            moved = self._moved(given, like, pair.copy, pair.owner)
+            for norm, calls in zip(pair.owning_norms, moved, strict=True):
+                result += [(norm, mean, variance) for mean, variance in calls]
         return result
 
     def _moved(self, given: Sequence[Tensor], like: Sequence[Tensor], source: int, target: int) -> Sequence[Tensor]:
@@ -146,5 +150,5 @@ class Ties:
 
 def _statistics_like(norm: ParallelBatchNorm) -> Tensor:
     assert norm.running_mean is not None
-    shape = 2, calls_of(norm), norm.running_mean.numel()  # a copy is called as often as its owner
+    shape = calls_of(norm), 2, norm.running_mean.numel()  # a copy is called as often as its owner
     return norm.running_mean.new_empty(shape, dtype=torch.float64)

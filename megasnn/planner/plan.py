@@ -125,7 +125,7 @@ def problems(config: PretrainConfig, cluster: Cluster) -> list[str]:
     for part in (config.parallel, config.training):
         changed = [name for name in NOT_PLANNED if getattr(part, name, None) != getattr(type(part)(), name, None)]
         wrong += [f"{flag(name)} {getattr(part, name)} is not planned: give it to the run" for name in changed]
-    parts = config.neuron, config.training, config.optimizer, config.data, config.checkpoint, config.logging
+    parts = config.neuron, config.training, config.optimizer, config.data, config.checkpoint
     return wrong + [problem for part in parts for problem in part.problems()]
 
 

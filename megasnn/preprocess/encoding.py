@@ -12,7 +12,7 @@ from PIL import Image
 from megasnn.data.formats import EVENTS, FRAMES, encode_events, encode_frames
 from megasnn.data.images import open_image
 from megasnn.events import FrameOptions, Recording, make_frames, read_recording
-from megasnn.files import SAMPLE_BYTES, read_file
+from megasnn.files import read_file
 from megasnn.preprocess.sources import Item, cifar_rows
 
 
@@ -30,32 +30,24 @@ def encode_cifar(item: Item) -> Mapping[str, bytes]:
     return {"png": encode_image(Image.fromarray(pixels), "PNG", compress_level=1)}
 
 
-def copy_image(item: Item, limit: int = SAMPLE_BYTES) -> Mapping[str, bytes]:
-    """Takes an image file over as it is; it is decoded, so that a damaged one is found now.
-
-    Args:
-        limit: bytes that an image may take, in its file or decoded.
-    """
+def copy_image(item: Item) -> Mapping[str, bytes]:
+    """Takes an image file over as it is; it is decoded, so that a damaged one is found now."""
     try:
-        data = read_file(item.source, limit)
-        open_image(data, limit).load()
+        data = read_file(item.source)
+        open_image(data).load()
     except (ValueError, OSError, SyntaxError) as error:  # what damaged bytes make Pillow raise
         raise ValueError(f"{item.source} cannot be decoded: {error}") from error
     return {item.source.suffix.lower().removeprefix("."): data}
 
 
 def encode_recording(
-    item: Item, frames: FrameOptions | None, sensor: tuple[int, int] | None, sort: bool, limit: int
+    item: Item, frames: FrameOptions | None, sensor: tuple[int, int] | None, sort: bool
 ) -> Mapping[str, bytes]:
     """Reads an item's recording, cuts out its clip, if it is one, and makes the files of a sample.
 
-    Args:
-        frames: how they are made; None keeps the events.
-        sensor: height and width, for files that do not say them.
-        sort: puts events in order of time.
-        limit: bytes that a recording or its frames may take.
+    Without options of `frames` the events are kept.
     """
-    recording = _read(item.source, sensor, sort, limit)
+    recording = _read(item.source, sensor, sort)
     if item.part:
         recording = Recording(recording.events.between(*item.part), recording.sensor)
         if not len(recording.events):
@@ -63,11 +55,11 @@ def encode_recording(
     if frames is None:
         return {EVENTS: encode_events(recording)}
     try:
-        return {FRAMES: encode_frames(make_frames(recording, frames, limit))}
+        return {FRAMES: encode_frames(make_frames(recording, frames))}
     except ValueError as error:
         raise ValueError(f"{item.source}: {error}") from error
 
 
 @lru_cache(maxsize=1)  # the clips of a recording come one after another
-def _read(path: Path, sensor: tuple[int, int] | None, sort: bool, limit: int) -> Recording:
-    return read_recording(path, sensor_size=sensor, sort=sort, limit=limit)
+def _read(path: Path, sensor: tuple[int, int] | None, sort: bool) -> Recording:
+    return read_recording(path, sensor_size=sensor, sort=sort)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -13,7 +13,7 @@ import tyro
 
 from megasnn.data.index import INDEX_NAME
 from megasnn.events import FrameOptions
-from megasnn.files import SAMPLE_MB
+from megasnn.files import SAMPLE_LIMIT, SAMPLE_MB
 from megasnn.preprocess.encoding import copy_image, encode_cifar, encode_recording
 from megasnn.preprocess.sources import (
     Listing,
@@ -61,11 +61,9 @@ class ShardOptions(ABC):
         """Makes the shards; returns a summary. Raises ValueError as `preprocess`."""
         if not self.input.is_dir():
             raise ValueError(f"--input {self.input} is no folder; the data set is expected there")
-        options = {name: value for name, value in asdict(self).items() if name not in ("input", "output", "workers")}
+        os.environ[SAMPLE_LIMIT] = str(self.max_sample_mb)
         listing, encode = self.listing(self.input), self.encode()
-        index = preprocess(
-            listing, encode, self.output, self.samples_per_shard, self.workers, self.skip_broken, options
-        )
+        index = preprocess(listing, encode, self.output, self.samples_per_shard, self.workers, self.skip_broken)
         lines = []
         for split in listing.splits:
             shards = index.of_split(split)
@@ -103,7 +101,6 @@ class EventFolder(ShardOptions):
             frames=None if self.keep_events else self.frames,
             sensor=self.sensor_size or self.default_sensor,
             sort=self.sort_events,
-            limit=self.max_sample_mb << 20,
         )
 
 
@@ -136,7 +133,7 @@ class ImageFolder(ShardOptions):
     listing = staticmethod(list_image_folders)
 
     def encode(self) -> Encode:
-        return partial(copy_image, limit=self.max_sample_mb << 20)
+        return copy_image
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from megasnn.data.images import IMAGE_SUFFIXES
 from megasnn.events import SUFFIXES
-from megasnn.files import SAMPLE_BYTES, read_file
+from megasnn.files import read_file
 
 GESTURES = (
     "hand_clapping,right_hand_wave,left_hand_wave,right_arm_clockwise,right_arm_counter_clockwise,left_arm_clockwise,"
@@ -240,7 +240,7 @@ def _numeric(name: str) -> list[tuple[int, int, str]]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        lines = read_file(path, SAMPLE_BYTES).decode("utf-8-sig").splitlines()
+        lines = read_file(path).decode("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as text: {error}") from None
     return [line.strip() for line in lines if line.strip()]

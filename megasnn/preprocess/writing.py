@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from pydantic_core import to_json
@@ -42,7 +41,6 @@ def preprocess(
     samples_per_shard: int,
     workers: int = 1,
     skip_broken: bool = False,
-    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Index:
     """Writes the shards of a data set and their index, which it returns; the same bytes for any number of workers.
 
@@ -50,11 +48,9 @@ def preprocess(
         output: folder for them, which must not exist, or be empty.
         samples_per_shard: the last shard of a split has the rest.
         skip_broken: leaves out and counts items that cannot be used.
-        options: for the index, as JSON values.
 
     Raises:
-        ValueError: the folder exists, or cannot be written; an item cannot be used (without `skip_broken`); a worker
-            process was killed. Nothing is left then.
+        ValueError: the folder exists, or cannot be written, or an item cannot be used. Nothing is left then.
     """
     aside = output.with_name(f"{output.name}.partial")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -70,7 +66,7 @@ def preprocess(
         try:
             aside.mkdir(parents=True)
             records = _write_shards(partial(_write_task, encode, skip_broken), tasks, workers)
-            index = Index(dict(options), listing.classes, records)
+            index = Index(listing.classes, records)
             (aside / INDEX_NAME).write_bytes(to_json(asdict(index)))
             sync(aside / INDEX_NAME)
             os.replace(aside, output)

@@ -3,58 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.fill import Ticks
 from megasnn.schedule.named import RECIPES, SCHEDULES, CostsOf, equal_costs, named_schedule
 from megasnn.schedule.passes import complete
-from megasnn.schedule.simulate import Simulation, simulate
+from megasnn.schedule.simulate import simulate
 from megasnn.schedule.validate import validate
 from megasnn.schedule.zero_bubble import Recipe, half_limit, min_limit
 
 GAPS = (1.0, 0.5)  # parts of a weight gradient's time that a rank waits at least before it takes one in
 EQUAL = 1 + 1e-9  # makespans that differ by less are the same
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """Simulation of a schedule in short.
-
-    Attributes:
-        makespan: in the unit of the costs. idle_share: part of all ranks' time in which they do not compute.
-        activations: most that a rank holds, in the unit of the costs.
-    """
-
-    name: str
-    makespan: float
-    idle_share: float
-    activations: float
-
-    @classmethod
-    def of(cls, name: str, result: Simulation) -> Forecast:
-        return cls(name, result.makespan, result.idle_share, max(result.peak_activations))
-
-
-def forecast_named(
-    stages: int,
-    micro_batches: int,
-    costs_of: CostsOf,
-    chunks_per_rank: Sequence[int] = (1, 2),
-) -> list[Forecast]:
-    """Forecasts of every named schedule, the fastest first.
-
-    Args:
-        chunks_per_rank: numbers that the model can be cut into; others are left out.
-    """
-    found = []
-    for name, named in SCHEDULES.items():
-        for count in chunks_per_rank:
-            if named.chunks <= count and named.can_place(count):  # interleaved with one chunk is 1f1b
-                schedule = complete(named_schedule(name, stages, micro_batches, count, costs_of))
-                found.append(Forecast.of(name, simulate(schedule, costs_of(schedule.placement))))
-    return sorted(found, key=lambda each: each.makespan)
 
 
 def find_best(
@@ -80,9 +40,8 @@ def find_best(
             if placement in (None, named.placement(stages, count)):
                 search.consider(named_schedule(name, stages, micro_batches, count, equal_costs(stages)))
     assert search.best is not None, "1f1b can always be placed"
-    _, schedule = search.best
-    validate(schedule)
-    return schedule
+    validate(search.best)
+    return search.best
 
 
 def _recipes(stages: int, micro_batches: int, counts: tuple[int, ...]) -> Iterator[Recipe]:
@@ -107,40 +66,38 @@ class _Search:
     """Keeps the best schedule of those that were tried.
 
     Attributes:
-        best: with its forecast.
+        best: None so far. makespan, activations: of `best`, in the units of the costs; the most that a rank holds.
     """
 
     def __init__(self, micro_batches: int, costs_of: CostsOf) -> None:
         self._micro_batches, self._costs_of = micro_batches, costs_of
-        self.best: tuple[Forecast, Schedule] | None = None
+        self.best: Schedule | None = None
+        self.makespan = self.activations = math.inf
 
     def try_recipe(self, recipe: Recipe) -> None:
         """Fills by the costs, for as long as that can still win."""
         costs, count = self._costs_of(recipe.placement), self._micro_batches
         ticks = Ticks.of(recipe.placement, costs, count)
-        longest = math.inf if self.best is None else self.best[0].makespan * EQUAL
-        filled = recipe.fill(ticks, count, (longest / ticks.unit, math.inf))
+        filled = recipe.fill(ticks, count, (self.makespan * EQUAL / ticks.unit, math.inf))
         if filled is not None:
             self.consider(filled.schedule)
 
     def consider(self, order: Schedule) -> None:
         """Simulates a schedule that only computes, and takes it if it is better than the best one."""
         schedule = complete(order)
-        found = Forecast.of(order.name, simulate(schedule, self._costs_of(order.placement)))
-        if self.best is None:
-            self.best = found, schedule
-            return
-        best, other = self.best
-        as_fast = found.makespan <= best.makespan * EQUAL
+        found = simulate(schedule, self._costs_of(order.placement))
+        makespan, activations = found.makespan, max(found.peak_activations)
+        as_fast = makespan <= self.makespan * EQUAL
         if (
-            found.makespan * EQUAL < best.makespan
+            self.best is None
+            or makespan * EQUAL < self.makespan
             or as_fast
-            and _preference(found, schedule) < _preference(best, other)
+            and _preference(activations, schedule) < _preference(self.activations, self.best)
         ):
-            self.best = found, schedule
+            self.best, self.makespan, self.activations = schedule, makespan, activations
 
 
-def _preference(found: Forecast, schedule: Schedule) -> tuple[float, int, bool]:
+def _preference(activations: float, schedule: Schedule) -> tuple[float, int, bool]:
     """Among equally fast ones: what holds less, in fewer chunks, with backwards in one part."""
     splits = schedule.name not in SCHEDULES or SCHEDULES[schedule.name].looks_at_costs
-    return found.activations, schedule.chunks, splits
+    return activations, schedule.chunks, splits

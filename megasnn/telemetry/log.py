@@ -12,8 +12,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 FILE_NAME = "log.jsonl"
 
 
@@ -21,9 +19,6 @@ class BestEffort:
     """Contexts around reporting: an error in one is told once for each name, and goes no further.
 
     Nothing in which ranks wait for each other may stand in such a context: a rank would be missed there.
-
-    Args:
-        tell: takes a line for the log.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
@@ -47,9 +42,7 @@ class JsonLog:
     Every line has `time` (ISO 8601 with the offset from UTC) and `kind`: "start" (all flags), "iteration" (figures of a
     log line and the spikes of each layer), "validation", "scalars" (of a profile), "memory_predicted", "memory" and
     "message". Values that are not finite are the strings "nan", "inf" and "-inf".
-
-    Args:
-        directory: of the file; None writes nothing.
+    Without a directory nothing is written.
     """
 
     def __init__(self, directory: str | Path | None) -> None:
@@ -75,11 +68,7 @@ def _finite(value: Any) -> Any:
 
 
 class Console:
-    """Lines on standard output. A closed pipe behind it silences them; it ends nothing.
-
-    Args:
-        quiet: shows nothing, for the ranks that do not write.
-    """
+    """Lines on standard output. A closed pipe behind it silences them; it ends nothing."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet
@@ -92,9 +81,3 @@ class Console:
         except OSError:  # a closed pipe; what Python flushes at exit must not fail on it either
             self._quiet = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def byte_bar(title: str, size: int | None, quiet: bool = False) -> tqdm[Any]:
-    """Makes a bar on a terminal that counts bytes: `update(bytes)`. `size`: of all; None where nobody knows it."""
-    disable = True if quiet else None
-    return tqdm(total=size, desc=title, unit="B", unit_scale=True, disable=disable, dynamic_ncols=True)

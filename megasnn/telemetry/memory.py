@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-RANKS_ONE_BY_ONE = 8
-
 
 def peak_memory_mb(device: torch.device) -> float:
     """Returns the largest memory of this rank since it began, or since `reset_peak_memory`.
@@ -36,9 +34,9 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def memory_scalars(peaks: Sequence[float], kind: str = "peak") -> dict[str, float]:
-    """Returns a scalar for each rank; of more than eight ranks the largest and the mean. `kind`: peak or predicted."""
-    if len(peaks) <= RANKS_ONE_BY_ONE:
-        return {f"memory/{kind}_mb_rank{rank}": peak for rank, peak in enumerate(peaks)}
+    """Returns the largest and the mean of all ranks as scalars; none without ranks. `kind`: peak or predicted."""
+    if not peaks:
+        return {}
     return {f"memory/{kind}_mb_largest": max(peaks), f"memory/{kind}_mb_mean": sum(peaks) / len(peaks)}
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from megasnn.telemetry.callback import Callback
 from megasnn.telemetry.energy import LayerWork, describe_operations, synaptic_operations
@@ -54,6 +51,7 @@ class Reporter:
 
     Attributes:
         best_effort: contexts for other code that only reports.
+        board: takes texts and pictures for TensorBoard.
         asked_to_stop: True once a callback has asked for the end of the run.
         work: multiply-adds of the model's layers, for the operations and energy told beside an evaluation.
     """
@@ -65,7 +63,7 @@ class Reporter:
         self._log = JsonLog(outline.log_directory if is_writer else None)
         self.best_effort, self.asked_to_stop = BestEffort(self._console.line), False
         directory = outline.directory if is_writer else None
-        self._board = TensorBoard(directory, self.best_effort, done if outline.resumed else None)
+        self.board = TensorBoard(directory, self.best_effort, done if outline.resumed else None)
         self._done = self._iteration = done
         self.work: Sequence[LayerWork] = ()
         self._spikes: Sequence[LayerSpikes] = ()  # of the last log line
@@ -87,20 +85,13 @@ class Reporter:
         with self.best_effort(f"writing {self._log.path}"):
             self._log.add(kind, values)
 
-    def text(self, tag: str, markdown: str) -> None:
-        self._board.text(tag, markdown)
-
     def flags(self, values: Mapping[str, bool | int | float | str]) -> None:
         """Tells callbacks, once and before the first step, the flags by which runs are compared."""
         self._call("start", self._outline, values)
 
-    def picture(self, tag: str, draw: Callable[[], NDArray[np.uint8]], iteration: int) -> None:
-        """Writes a picture uint8 `[height, width, 3]` to TensorBoard; `draw` is called only where that is written."""
-        self._board.picture(tag, draw, iteration)
-
     def scalars(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
         """Writes scalars to TensorBoard and log.jsonl, beside those of a log line."""
-        self._board.scalars(values, iteration)
+        self.board.scalars(values, iteration)
         self.entry("scalars", {"iteration": iteration, "consumed_samples": samples, **values})
 
     def step(self, result: StepResult) -> None:
@@ -128,8 +119,8 @@ class Reporter:
         spikes = {layer.name: {k: v for k, v in asdict(layer).items() if k != "name"} for layer in layers}
         self.entry("iteration", {**asdict(record), **more, "layers": spikes})
         scalars = {**scalars_of(record), **mean_spikes(layers), **more}
-        self._board.scalars(scalars, iteration)
-        self._board.flush()
+        self.board.scalars(scalars, iteration)
+        self.board.flush()
         self._call("log", record, scalars)
 
     def _record(self, iteration: int, samples: int, skipped_samples: int) -> IterationRecord:
@@ -168,11 +159,10 @@ class Reporter:
         operations: dict[str, float] = {}
         with self.best_effort("counting synaptic operations"):
             if self.work and (operations := synaptic_operations(self.work, self._spikes)):
-                self._console.line(describe_operations(operations))
+                self._console.line(describe_operations(self.work, operations))
         self.entry("validation", {**asdict(record), **operations})
-        drawn = {name: value for name, value in operations.items() if "dense" not in name}  # which never changes
-        self._board.scalars({**scalars_of(record), **drawn}, record.iteration)
-        self._board.flush()
+        self.board.scalars({**scalars_of(record), **operations}, record.iteration)
+        self.board.flush()
         self._call("evaluation", record)
 
     def saved(self, iteration: int, path: Path) -> None:
@@ -198,4 +188,4 @@ class Reporter:
 
     def close(self) -> None:
         self._call("end", self._iteration)
-        self._board.close()
+        self.board.close()

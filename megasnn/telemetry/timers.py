@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 
@@ -23,15 +23,7 @@ class Timers:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         started = self._clock.mark()
-        try:
-            yield
-        except BaseException:
-            with suppress(Exception):  # a GPU that has failed answers with one more error; the first is to be told
-                self._end(name, started)
-            raise
-        self._end(name, started)
-
-    def _end(self, name: str, started: Mark) -> None:
+        yield
         self._open.append((name, started, self._clock.mark()))
         self._take_ended()
 
@@ -55,14 +47,6 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._zero: tuple[Mark, float] = 0.0, 0.0
-
-    def start(self) -> None:
-        """Sets the device's clock by that of the host. Waits for the device, so that nothing on it may wait for another
-        rank."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            self._zero = self.mark(), time.perf_counter()
 
     def wait(self) -> None:
         """Until the device has done what it was given so far; not for receives that are posted, which it does beside
@@ -88,12 +72,3 @@ class DeviceClock:
             return end - start
         assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event), "marks of two clocks"
         return start.elapsed_time(end) / 1e3
-
-    def seconds(self, mark: Mark) -> float:
-        """Time at which the device was there, in seconds of `time.perf_counter`; waits until it is."""
-        if isinstance(mark, float):
-            return mark
-        mark.synchronize()
-        event, seconds = self._zero
-        assert not isinstance(event, float), "the clock was not started"
-        return seconds + event.elapsed_time(mark) / 1e3

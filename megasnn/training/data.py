@@ -7,8 +7,8 @@ from functools import partial
 from megasnn.config import PretrainConfig
 from megasnn.data import BatchLoader, Datasets, open_datasets
 from megasnn.data.loader import epoch_samples, order_identity
+from megasnn.device_checks import placed
 from megasnn.engine import Engine
-from megasnn.engine.faults import placed
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel_state import ParallelState
 from megasnn.preprocess.sample import shards_of_sample

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
+from megasnn.device_checks import placed
 from megasnn.engine import Engine
 from megasnn.engine.debug import first_non_finite
-from megasnn.engine.faults import placed
 from megasnn.grid import HOLDING_AXES
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.replica_check import ReplicaCheck, ReplicaError
@@ -132,7 +132,6 @@ class TrainingRun:
                     self._iterate(batch, trace)
                     if self._should_exit():
                         break
-            trace.close()
             self._end()
 
     def _end(self) -> None:
@@ -156,8 +155,8 @@ class TrainingRun:
         logs = self._logs(number)
         self.metrics.spikes.enabled = logs
         self.pictures.begin(batch, self.iteration)
-        result = self.engine.train_on(batch)
-        trace.step()
+        with trace.around(number):
+            result = self.engine.train_on(batch)
         self.metrics.spikes.enabled = False
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         self._skipped_steps += result.skipped

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from megasnn.config import PretrainConfig
-from megasnn.engine.faults import cause_and_place, claim_fault, end_process, in_full, placed
+from megasnn.device_checks import placed
+from megasnn.engine.faults import claim_fault, end_process, in_full
 from megasnn.engine.mesh import join_ranks
 from megasnn.files import CheckpointError
 from megasnn.parallel.agreement import gather
@@ -47,8 +48,7 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
     except Exception as error:
         status = 1
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # torchrun prints what `record` has written there
-            cause, _ = cause_and_place(error)
-            is_mistake = isinstance(cause, (ValueError, OSError, CheckpointError, ReplicaError))
+            is_mistake = isinstance(error, (ValueError, OSError, CheckpointError, ReplicaError))
             text = in_full(error, with_traceback=not is_mistake)
             sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {text}\n")
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megasnn.config import PretrainConfig
@@ -23,52 +22,36 @@ SAMPLES = 8
 
 
 class StepTrace:
-    """Traces the iterations of --profile-steps on the ranks of the first replica. An error in it ends no run.
+    """Traces the iteration of --profile-step on the ranks of the first replica. An error in it ends no run.
 
     Args:
         span: iterations that were done before, and those of the whole run.
     """
 
     def __init__(self, config: PretrainConfig, state: ParallelState, span: tuple[int, int], reporter: Reporter) -> None:
-        options, (done, iterations) = config.logging, span
-        steps = options.profiled_steps
-        if steps and not done < steps[-1] <= iterations:
-            reporter.line(
-                f"WARNING: --profile-steps {options.profile_steps}, and the run has iterations {done + 1} to "
-                f"{iterations}: the trace has what lies in both"
-            )
-        self._reporter, self._number, self._rank = reporter, done, state.rank
-        self._steps = range(max(steps[0], done + 1), steps[-1] + 1) if steps else steps
-        self._folder = (log_folder(config) or Path()) / "traces"
-        self._profile: profile | None = None
-        if self._steps and state.dp.rank == 0:
-            gpu = [ProfilerActivity.CUDA] if state.device.type == "cuda" else []
-            with warnings.catch_warnings(action="ignore"):  # it would have steps of warm-up
-                wait, active = self._steps[0] - done - 1, len(self._steps)
-                due = torch.profiler.schedule(wait=wait, warmup=0, active=active, repeat=1)
-            self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], schedule=due, on_trace_ready=self._write)
-            self._try(self._profile.start)
+        step, (done, iterations) = config.logging.profile_step, span
+        if step is not None and not done < step <= iterations:
+            reporter.line(f"WARNING: --profile-step {step}, and the run has iterations {done + 1} to {iterations}")
+        self._step, self._reporter = step if state.dp.rank == 0 else None, reporter
+        gpu = [ProfilerActivity.CUDA] if state.device.type == "cuda" else []
+        self._activities = [ProfilerActivity.CPU, *gpu]
+        self._path = (log_folder(config) or Path()) / "traces" / f"rank{state.rank}-{step}.pt.trace.json"
 
-    def step(self) -> None:
-        """Ends an iteration; the trace is written behind the last one."""
-        self._number += 1
-        if self._profile is not None:
-            self._try(self._profile.step)
-
-    def close(self) -> None:
-        """Writes what there is of a trace that is being taken."""
-        if self._profile is not None:
-            self._try(self._profile.stop)
-
-    def _try(self, act: Callable[[], object]) -> None:
-        with self._reporter.best_effort("the trace of --profile-steps"):
-            act()
-
-    def _write(self, trace: profile) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"rank{self._rank}-{self._steps[0]}-{self._number}.pt.trace.json"
-        trace.export_chrome_trace(str(path))
-        self._reporter.line(f"wrote {path}")
+    @contextmanager
+    def around(self, number: int) -> Iterator[None]:
+        """Traces iteration `number` in the block, where it is due."""
+        if number != self._step:
+            yield
+            return
+        trace, tried = profile(activities=self._activities), self._reporter.best_effort
+        with tried("the trace of --profile-step"):
+            trace.start()
+        yield
+        with tried("the trace of --profile-step"):
+            trace.stop()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(str(self._path))
+            self._reporter.line(f"wrote {self._path}")
 
 
 class Pictures:
@@ -103,7 +86,7 @@ class Pictures:
             samples = list(micro.images[:SAMPLES].cpu().numpy())
             classes = self._labels[micro.sample_ids[: len(samples)].numpy()].tolist()
             captions = [f"class {label}" for label in classes]
-            self._reporter.picture("samples", lambda: sample_sheet(samples, captions), iteration)
+            self._reporter.board.picture("samples", lambda: sample_sheet(samples, captions), iteration)
         self._shown = True
 
     def end(self, iteration: int) -> None:
@@ -115,4 +98,4 @@ class Pictures:
         found = {name: raster for stage in of_stages for name, raster in stage.items()}
         rasters = {name: found[name] for name in sorted(found, key=lambda name: place_in_model(name, self._layers))}
         if self._state.rank == 0 and rasters:
-            self._reporter.picture("spikes/raster", lambda: raster_sheet(rasters), iteration)
+            self._reporter.board.picture("spikes/raster", lambda: raster_sheet(rasters), iteration)

@@ -21,15 +21,13 @@ from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.state_dict import read_state_dict
 from megasnn.config import PretrainConfig
 from megasnn.config.identity import changed_recipe, changed_samples, identity, recipe
+from megasnn.device_checks import placed
 from megasnn.engine import Engine
-from megasnn.engine.faults import placed
 from megasnn.files import CheckpointError, NoCheckpointError, in_message
 from megasnn.layers import ParallelNeuron
 from megasnn.parallel.agreement import broadcast_result, gather, run_on_all_ranks
 from megasnn.parallel.sharding import owner_name
 from megasnn.parallel_state import ParallelState
-
-SHARED_SECONDS = 3.0  # in which a host has to see a file of another one
 
 
 @placed("while looking at the checkpoint of --load")
@@ -47,11 +45,9 @@ def require_checkpoint(config: PretrainConfig, state: ParallelState) -> None:
 
 @dataclass(frozen=True)
 class Claim:
-    """The folder of --save, which no other run saves in meanwhile.
+    """The folder of --save, which no other run saves in meanwhile. The first rank's `job` holds the lock.
 
     Attributes:
-        folder: of the checkpoints.
-        job: holds the lock; only on the first rank.
         resumes: this is a job that goes on after a restart.
         notice: for the user; "" when nothing.
     """
@@ -104,11 +100,12 @@ def _require_shared(folder: Path, state: ParallelState) -> None:
     def see() -> None:
         if state.rank == 0:
             mark.touch()
-        deadline = time.monotonic() + SHARED_SECONDS
-        while not _sees(mark):
-            if time.monotonic() > deadline:
-                raise CheckpointError(f"{platform.node()} (rank {state.rank})")
+        for _ in range(30):  # within 3 s a host has to see a file of another one
+            with suppress(OSError):
+                if mark.name in os.listdir(folder):
+                    return
             time.sleep(0.1)
+        raise CheckpointError(f"{platform.node()} (rank {state.rank})")
 
     try:
         run_on_all_ranks(
@@ -117,15 +114,6 @@ def _require_shared(folder: Path, state: ParallelState) -> None:
     finally:
         if state.rank == 0:
             mark.unlink(missing_ok=True)
-
-
-def _sees(file: Path) -> bool:
-    """Returns True where this host sees a file. Listing the folder makes a file server's client look anew."""
-    with suppress(OSError):
-        os.listdir(file.parent)
-        os.stat(file)
-        return True
-    return False
 
 
 @dataclass(frozen=True)

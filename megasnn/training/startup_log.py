@@ -47,8 +47,8 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
         reporter.line(line)
     samples, dtype = model.context.largest_share(config.training.micro_batch_size), model.context.compute_dtype
     table = as_table(model.model.layers, plan.bounds, plan.schedules.placement, samples, dtype)
-    reporter.text("model", table)
-    reporter.text("configuration", textwrap.indent(to_json(config), "    "))
+    reporter.board.text("model", table)
+    reporter.board.text("configuration", textwrap.indent(to_json(config), "    "))
     grid = {"data_parallel_size": state.dp.size, "parameters": model.parameters}
     flat = {name: value for of_part in to_dict(config).values() for name, value in of_part.items()}
     reporter.flags({**{name: "none" if value is None else value for name, value in flat.items()}, **grid})
@@ -59,7 +59,6 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
         **{"iteration": engine.iteration, "iterations": length.iterations, "ranks": state.world.size},
         **grid,
         "layout": layers_per_chunk(plan.bounds),
-        "schedules_ms": {each.name: 1e3 * each.makespan for each in plan.named},
         "costs": costs,
         "config": with_model_name(config),
     }
@@ -68,7 +67,7 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     if simulation is not None:
         schedule = plan.schedules.training(plan.micro_batches)
         draw = partial(raster, schedule, simulation, "simulated")
-        reporter.picture("pipeline/simulated", draw, engine.iteration)
+        reporter.board.picture("pipeline/simulated", draw, engine.iteration)
     file = _config_file(config)
     if file is not None and state.rank == 0:
         with reporter.best_effort(f"writing {file}"):

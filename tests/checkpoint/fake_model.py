@@ -88,11 +88,11 @@ class Rank:
     def __init__(self, layout: Layout, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         rank = dist.get_rank() if layout.world_size > 1 else 0
         grid = Grid(pp=layout.pipeline, dp_replicate=layout.data, tp=layout.tensor)
-        at = grid.coordinates(rank)
+        place = grid.place(rank)
         self.group = dist.group.WORLD if layout.world_size > 1 else None
         per_stage = len(LAYERS) // layout.pipeline
-        chosen = list(LAYERS.items())[at.pp * per_stage : (at.pp + 1) * per_stage]
-        self.layers = [(name, kind(Place(grid, at), dtype)) for name, kind in chosen]
+        chosen = list(LAYERS.items())[place.pp * per_stage : (place.pp + 1) * per_stage]
+        self.layers = [(name, kind(place, dtype)) for name, kind in chosen]
         materialise(self.layers, CPU, seed)
         self.tensors = list(sharded_tensors(self.layers))
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)

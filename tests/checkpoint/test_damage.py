@@ -14,14 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint import tensor_io
-from megasnn.checkpoint.folder import LATEST, find_checkpoint
+from megasnn.checkpoint.folder import resolve
 from megasnn.checkpoint.format import Progress, read_metadata
-from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
+from megasnn.checkpoint.load import load_global_tensors
 from megasnn.checkpoint.save import save_checkpoint, save_global_tensors
-from megasnn.checkpoint.tensor_io import verify_checkpoint
+from megasnn.checkpoint.tensor_io import damage as damage_of
 from megasnn.files import DamagedError
-from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known, wrong
+from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known
 
 
 def cut(file: Path, seed: int) -> None:
@@ -89,9 +88,9 @@ def everything(folder: Path, step: int | None = None) -> tuple[float, str]:
 def test_without_damage_nothing_is_said(folder):
     loaded, said = everything(folder)
     assert loaded == 300 and "iter_" not in said
-    path = find_checkpoint(folder)
-    assert {problem for _, problem in verify_checkpoint(path)} == {None}
-    for name, told in read_metadata(path).files.items():  # checksums are those that other tools compute
+    (path, *_), metadata = resolve(folder, None), read_metadata(folder / "iter_0000300")
+    assert damage_of(path, metadata) == []
+    for name, told in metadata.files.items():  # checksums are those that other tools compute
         content = (path / name).read_bytes()
         assert (told.bytes, told.crc32) == (len(content), f"{zlib.crc32(content):08x}")
 
@@ -104,20 +103,11 @@ def test_a_damaged_file_is_never_loaded(folder, name, damage: Callable[[Path, in
         intact = file.read_bytes()
         damage(file, seed)
         loaded, said = everything(folder)
-        assert loaded == 200 and (name in said or (name, damage) == ("metadata.json", remove))
-        assert f"{folder}" in said and "300" in said
+        assert loaded == 200 and name in said and f"{folder}" in said and "300" in said
         with pytest.raises((DamagedError, ValueError), match="300"):
             everything(folder, 300)
         file.write_bytes(intact)
     assert everything(folder)[0] == 300
-
-
-@pytest.mark.parametrize("text", [None, "", "30\x010", "250", "100"])
-def test_a_damaged_latest_is_told(folder, text: str | None):
-    """It may come to name another checkpoint that is there: those after it are of a course that was given up."""
-    (folder / LATEST).unlink() if text is None else (folder / LATEST).write_text(text)
-    loaded, said = everything(folder)
-    assert loaded == {"100": 100, "250": 200}.get(text or "", 300) and (LATEST in said) is (text != "100")
 
 
 def reseal(path: Path, change: Callable[[dict], object]) -> None:
@@ -131,13 +121,10 @@ def reseal(path: Path, change: Callable[[dict], object]) -> None:
 
 @pytest.mark.parametrize(("change", "named"), [
     (lambda told: told["tensors"]["head.bias"].update(shape=[6]), "head.bias"),
-    (lambda told: told["tensors"]["head.bias"].update(dtype="float31"), "head.bias"),
     (lambda told: told["tensors"]["head.bias"]["boxes"][0].update(file="../decoy.safetensors"), "head.bias"),
-    (lambda told: told["tensors"]["head.bias"]["boxes"][0].update(file="absent.safetensors"), "absent"),
     (lambda told: told["tensors"]["stem.weight"]["boxes"].pop(), "stem.weight"),
     (lambda told: told["tensors"].update(huge={"shape": [2**40], "dtype": "float64", "boxes": [
         {"file": "rank_00000.safetensors", "name": "huge", "offsets": [0], "sizes": [2**40]}]}), "rank_00000"),
-    (lambda told: told.update(iteration=7), "iteration"),
     (lambda told: told.update(unknown=1), "unknown"),
     (lambda told: told["tensors"]["head.bias"]["boxes"][0].update(name="stem.weight"), "rank_0000"),
 ])  # fmt: skip
@@ -149,7 +136,7 @@ def test_a_description_of_what_cannot_be_is_refused(folder, change, named):
 
 def test_another_format_is_refused_by_its_number(folder):
     reseal(folder / "iter_0000300", lambda told: told.update(format=99))
-    with pytest.raises(ValueError, match="99.*5"):
+    with pytest.raises(ValueError, match="5, found 99"):
         load_global_tensors(folder, 300)
 
 
@@ -159,35 +146,6 @@ def test_when_none_is_intact_all_are_named(folder):
     with pytest.raises(DamagedError) as raised:
         everything(folder)
     assert all(f"iter_0000{step}/rank_00001.safetensors" in str(raised.value) for step in (100, 200, 300))
-
-
-def load_on_two(folder: Path, step: int | None) -> tuple[list[str], tuple[str, ...], list[str]]:
-    """Problems after a load, or the refusal, which changed nothing; the remarks; the files this rank checked."""
-    rank, files, checksum = Rank(Layout(pipeline=2), seed=1), [], tensor_io.checksum
-    before = rank.snapshot()
-    tensor_io.checksum = lambda file: (files.append(file.name), checksum(file))[1]
-    try:
-        state = load_checkpoint(folder, rank.state, step=step, process_group=rank.group)
-    except DamagedError as error:
-        assert all(torch.equal(value, before[name]) for name, value in rank.snapshot().items())
-        return [str(error)], (), files
-    finally:
-        tensor_io.checksum = checksum
-    for entry in rank.everything():
-        if entry.tensor.is_floating_point():
-            entry.tensor.detach().div_(scale(state.iteration))
-    return wrong(rank), state.remarks, files
-
-
-def test_ranks_share_out_the_checks_and_agree_on_what_is_damaged(ranks, folder):
-    (wrong_0, _, files_0), (wrong_1, _, files_1) = ranks(2, load_on_two, folder, 300)
-    assert wrong_0 == wrong_1 == [] and sorted(files_0 + files_1) == FILES[:2] and files_0 and files_1
-    flip_a_bit(folder / "iter_0000300" / FILES[1], 0)
-    (wrong_0, said_0, _), (wrong_1, said_1, _) = ranks(2, load_on_two, folder, None)
-    assert wrong_0 == wrong_1 == [] and said_0 == said_1 and len(said_0) == 1 and FILES[1] in said_0[0]
-    (folder / "iter_0000300" / FILES[0]).unlink()
-    (told_0, _, _), (told_1, _, _) = ranks(2, load_on_two, folder, 300)
-    assert told_0 == told_1 and all(name in told_0[0] for name in FILES[:2])
 
 
 def test_a_course_that_was_given_up_is_not_taken_up_again(tmp_path):

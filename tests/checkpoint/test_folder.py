@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint.folder import BEST, LATEST, go_back, list_checkpoints, prune
+from megasnn.checkpoint.folder import LATEST, go_back, list_checkpoints, name_best, prune
 from megasnn.checkpoint.job import FolderLock
 from megasnn.checkpoint.load import load_global_tensors
 from megasnn.checkpoint.save import save_global_tensors
-from megasnn.files import CheckpointError
+from megasnn.files import CheckpointError, NoCheckpointError
 
 
 def save(folder: Path, iteration: int, value: float = 0.0, **progress: int) -> None:
@@ -29,11 +29,10 @@ def loaded(folder: Path, step: int | None = None) -> float:
 
 
 def test_checkpoints_are_listed_in_order(tmp_path):
-    for iteration in (12345678, 20, 3):
+    for iteration in (3, 20, 12345678):
         save(tmp_path, iteration, iteration)
-    (tmp_path / "iter_0000007").mkdir()
     assert list_checkpoints(tmp_path) == [3, 20, 12345678] and list_checkpoints(tmp_path / "absent") == []
-    assert (loaded(tmp_path), loaded(tmp_path, 20), loaded(tmp_path, 12345678)) == (3, 20, 12345678)
+    assert (loaded(tmp_path), loaded(tmp_path, 20), loaded(tmp_path, 3)) == (12345678, 20, 3)
     for step in (None, 20):
         assert loaded(tmp_path / "iter_0000020", step) == 20
     with pytest.raises(CheckpointError, match="iter_0000020 .*not of 3"):
@@ -50,27 +49,32 @@ def test_what_a_killed_run_left_behind_never_counts(tmp_path):
     save(tmp_path, 20, 2.0)
     save(tmp_path, 20, 3.0)  # again: it is replaced
     assert loaded(tmp_path) == 3.0 and not (tmp_path / "iter_0000020" / "left.safetensors").exists()
-    (tmp_path / "iter_0000020").rename(tmp_path / "iter_0000020.replaced.tmp")  # killed while it was replaced
-    assert list_checkpoints(tmp_path) == [10, 20] and loaded(tmp_path) == 3.0
     (tmp_path / "iter_0000030.tmp").mkdir()
     FolderLock(tmp_path).release()  # the next run cleans up
-    assert sorted(path.name for path in tmp_path.glob("iter*")) == ["iter_0000010", "iter_0000020.replaced.tmp"]
+    assert sorted(path.name for path in tmp_path.glob("iter*")) == [
+        "iter_0000010", "iter_0000020", "iter_0000020.given_up"
+    ]  # fmt: skip
 
 
-def test_killed_before_any_step_of_a_save_an_intact_checkpoint_remains(tmp_path):
+@pytest.mark.parametrize("again", [20, 10])
+def test_killed_before_any_step_of_a_save_nothing_saved_is_lost(tmp_path, again):
     """A save is killed before its first fsync or rename, then before the second, until one gets through."""
     killed = 0
-    while _save_is_killed(tmp_path / f"{killed}", killed):
-        folder = tmp_path / f"{killed}"
-        latest = (folder / LATEST).read_text().strip()
-        assert (latest, loaded(folder)) in [("10", 1.0), ("20", 2.0)]
-        assert set(list_checkpoints(folder)) <= {10, 20}
+    while _save_is_killed(folder := tmp_path / f"{killed}", killed, again):
+        found = {path: loaded(path) for path in folder.glob("iter_*") if path.suffix != ".tmp"}
+        assert 1.0 in found.values() and set(found.values()) <= {1.0, 2.0}
+        if again == 20 or list_checkpoints(folder):
+            assert loaded(folder) == found[folder / f"iter_{list_checkpoints(folder)[-1]:07d}"]
+        else:  # the run would not begin anew
+            with pytest.raises(CheckpointError) as raised:
+                loaded(folder)
+            assert not isinstance(raised.value, NoCheckpointError)
         killed += 1
-    assert loaded(tmp_path / f"{killed}") == 2.0
+    assert loaded(folder) == 2.0 and (folder / LATEST).read_text() == f"{again}\n"
     assert killed >= 8  # the file of tensors, the description, three folders, two renames, and moving `latest`
 
 
-def _save_is_killed(folder: Path, call: int) -> bool:
+def _save_is_killed(folder: Path, call: int, again: int) -> bool:
     save(folder, 10, 1.0)
     child = os.fork()
     if child == 0:
@@ -78,7 +82,7 @@ def _save_is_killed(folder: Path, call: int) -> bool:
         for name in ("fsync", "rename", "replace"):
             setattr(os, name, _deadly(getattr(os, name), remaining))
         try:
-            save(folder, 20, 2.0)
+            save(folder, again, 2.0)
             os._exit(0)
         finally:
             os._exit(1)
@@ -110,20 +114,20 @@ def kept(folder: Path, steps: Iterable[int], *retention: int | None, bad: Iterab
 def test_so_many_are_kept(tmp_path):
     assert kept(tmp_path / "a", range(1, 8), 2) == [6, 7]
     assert kept(tmp_path / "b", range(1, 8), 2, 3) == [3, 6, 7]
-    assert kept(tmp_path / "c", (10, 20, 30, 5, 6), 2) == [5, 6, 20, 30]  # went back: the others stay
+    assert kept(tmp_path / "c", (10, 20, 30, 5, 6), 2) == [5, 6]  # went back: the others are put aside
+    assert len(list((tmp_path / "c").glob("*.given_up"))) == 2
     assert kept(tmp_path / "d", range(1, 4), None) == [1, 2, 3]
     assert not [path for path in tmp_path.glob("*/*") if path.name.endswith(".tmp")]
 
 
 def test_the_best_stays_and_a_course_that_was_given_up_is_put_aside(tmp_path):
     assert kept(tmp_path, (1, 2), 1) == [2]
-    (tmp_path / BEST).write_text("2\n")
+    name_best(tmp_path, 2)
     assert kept(tmp_path, (3, 4), 1) == [2, 4]
     save(tmp_path, 100, 1.0)
     go_back(tmp_path, 4)
-    assert loaded(tmp_path) == 0.0 and loaded(tmp_path, 100) == 1.0
-    assert kept(tmp_path, (5, 200), 2) == [2, 5, 200]  # not 100, which was never before 200
-    assert (tmp_path / "iter_0000100.given_up").is_dir() and loaded(tmp_path) == 0.0
+    assert loaded(tmp_path) == 0.0 and loaded(tmp_path / "iter_0000100.given_up") == 1.0
+    assert kept(tmp_path, (5, 200), 2) == [2, 5, 200] and loaded(tmp_path) == 0.0
 
 
 def test_a_bad_or_damaged_one_pushes_out_no_good_one(tmp_path):

@@ -18,7 +18,7 @@ from megasnn.checkpoint.load import load_checkpoint, load_globals_into, model_di
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import save_checkpoint
 from megasnn.files import CheckpointError, NoCheckpointError
-from megasnn.grid import Grid, Place
+from megasnn.grid import Grid
 from megasnn.parallel.sharding import Shard, ShardedTensor
 from tests.checkpoint.fake_model import CONFIG, Layout, Rank, expected, known
 
@@ -155,8 +155,9 @@ def test_all_ranks_refuse_with_the_same_words(ranks, checkpoint):
 
 def test_what_cannot_be_saved(tmp_path):
     rank = Rank(Layout())
-    with pytest.raises(CheckpointError, match="extra"):
-        save(tmp_path, rank, extra={"schedule": object()})
+    for value in (object(), float("nan")):
+        with pytest.raises(CheckpointError, match="JSON"):
+            save(tmp_path, rank, extra={"schedule": value})
     rank.step()
     state, tensors = rank.optimizer.state[rank.parameters()[0]], rank.tensors
     rank.tensors = [*tensors, ShardedTensor("odd", torch.zeros(2, dtype=torch.complex128), Shard((2,)), False)]
@@ -172,7 +173,7 @@ def save_on_ranks_that_cannot(folder: Path) -> list[str]:
     """Shards that are missing, and a disk that one rank cannot write."""
     rank = Rank(Layout(tensor=2))
     for index, entry in enumerate(rank.tensors):
-        place = Place(Grid(dp_replicate=2, tp=2), replace(entry.shard.place.coordinates, dp_replicate=dist.get_rank()))
+        place = replace(entry.shard.place, grid=Grid(dp_replicate=2, tp=2), dp_replicate=dist.get_rank())
         rank.tensors[index] = replace(entry, shard=replace(entry.shard, place=place))
     with pytest.raises(CheckpointError) as missing:
         save(folder, rank)

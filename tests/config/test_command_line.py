@@ -12,6 +12,7 @@ import pytest
 
 import pretrain_spikformer
 from megasnn import pretrain
+from megasnn.checkpoint.save import save_global_tensors
 from megasnn.config import ConfigError, PretrainConfig, parse
 from megasnn.config.cli import ORDER, flag_names
 from megasnn.config.fields import help_texts
@@ -34,7 +35,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> str:
 def test_flags_are_flat_and_megatrons() -> None:
     config = cli(
         *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-layout", "1|2|2|1"),
-        *("--micro-batch-size=4", "--train_iters", "7", "--lr", "3e-4", "--save", "out", "--async-save"),
+        *("--micro-batch-size=4", "--train-iters", "7", "--lr", "3e-4", "--save", "out", "--async-save"),
     )
     assert config.parallel.tensor_model_parallel_size == 2 and config.parallel.layout == (1, 2, 2, 1)
     assert (config.training.micro_batch_size, config.training.train_iters) == (4, 7)
@@ -119,12 +120,21 @@ def test_other_ranks_keep_quiet(capsys) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("flags", ["--lr -1", "--num-heads 5", "--config absent"])
-def test_it_is_refused_at_once_before_torch_is_imported(flags: str) -> None:
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--lr -1", "--lr"),
+        ("--num-heads 5", "--num-heads 5"),
+        ("--config absent", "--config"),
+        ("--train-iters 2 --load {}", "--tau 0.5 must be greater than 1"),
+    ],
+)
+def test_it_is_refused_at_once_before_torch_is_imported(tmp_path: Path, flags: str, told: str) -> None:
+    save_global_tensors(tmp_path, {}, model="spikformer", config={"model": {"depth": 10**15}, "neuron": {"tau": 0.5}})
     program = "import sys, pretrain_spikformer as p; print(p.main(sys.argv[1:]), 'torch' in sys.modules)"
-    before = time.process_time()
-    ended = subprocess.run([sys.executable, "-c", program, *flags.split()], cwd=ROOT, capture_output=True, text=True)
-    assert ended.stdout.split() == ["2", "False"] and "Traceback" not in ended.stderr
+    argv, before = flags.format(tmp_path).split(), time.process_time()
+    ended = subprocess.run([sys.executable, "-c", program, *argv], cwd=ROOT, capture_output=True, text=True)
+    assert ended.stdout.split()[-2:] == ["2", "False"] and "Traceback" not in ended.stderr and told in ended.stderr
     assert time.process_time() - before < 1
 
 

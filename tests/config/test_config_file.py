@@ -33,7 +33,7 @@ ODD = {
     "optimizer": {"lr": 1e30, "lr_warmup_init": 0.0, "lr_interval": "epoch"},
     "parallel": {"memory_budget": 0.1, "pipeline_model_parallel_layout": "1|2", "recompute": "always"},
     "checkpoint": {"save": "caf\udce9", "ckpt_step": 0, "keep_best": True, "load": "x"},
-    "logging": {"eval_iters": 0, "profile_steps": "1-2"},
+    "logging": {"eval_iters": 0, "profile_step": 1},
 }
 """Values of every type, far from the defaults; names of a folder and of shards are not UTF-8."""
 
@@ -91,13 +91,9 @@ def test_the_values_of_a_checkpoint_come_before_those_of_a_file(tmp_path) -> Non
     [
         ({"training": {"seeds": 1}}, ["training.seeds"]),
         ({"optimizer": {"lr": "fast"}, "model": {"depth": 2.5}}, ["--depth 2.5", "--lr fast"]),
-        ({"training": {"loss": "l3"}}, ["--loss 'l3'"]),
-        ({"data": {"shuffle": 1}}, ["--shuffle 1"]),
         ({"parallel": {"tensor_model_parallel_size": True}}, ["--tensor-model-parallel-size True"]),
-        ({"trainings": {}}, ["trainings"]),
         ({"about": {"model": "vgg_dvs"}, "training": {"seed": 1}}, ["vgg_dvs"]),
         ({"training": 3}, ["training"]),
-        ([1], [""]),
         ('{"optimizer": {"lr": NaN}}', ["lr"]),
         ("lr: 1", [""]),
         (json.dumps({"x" * 10: {"\x1b[2J" * 1000: 1}}), ["x" * 10]),
@@ -149,11 +145,11 @@ def test_an_evaluation_takes_nothing_of_a_file_about_checkpoints_and_logs(tmp_pa
     """What a run was given need not be taken back; what a flag gives is refused."""
     values = {
         "checkpoint": {"save": "a", "save_interval": 2, "keep_best": True, "load": "b", "ckpt_step": 3},
-        "logging": {"eval_iters": 0, "profile_steps": "3", "tensorboard_dir": "t"},
+        "logging": {"eval_iters": 0, "profile_step": 3, "tensorboard_dir": "t"},
         "training": {"train_iters": 9},
     }
     path = written(tmp_path, values)
-    found = spikformer(path, "--load", "a", "--evaluate_only")
+    found = spikformer(path, "--load", "a", "--evaluate-only")
     assert found.checkpoint == CheckpointConfig(load="a") and found.training.train_iters == 9
     validate(found, 1)
     assert spikformer(path, "--no-evaluate-only").checkpoint.save == "a"

@@ -15,10 +15,9 @@ from megasnn.augment.images import CROP_SHAPE, ImageRecipe, flip, random_box
 from megasnn.augment.mixing import Mixing
 from megasnn.augment.rand_augment import NAMES, RandAugment, operate, parse_rand_augment
 from megasnn.config import DataConfig
-from megasnn.data import open_datasets
 from megasnn.data.images import ImageFormat
 from megasnn.random import Draws
-from tests.data.shard_files import as_events, image_file, loader, write_shard
+from tests.data.shard_files import as_events, image_file, loader, open_datasets, write_shard
 
 events = np.random.default_rng(0).integers(1, 200, (3, 2, 24, 24)).astype(np.uint8)
 events[1:] = events[0]  # all frames of a sample must change alike

@@ -35,18 +35,18 @@ def numbers(micro_batch):
 
 
 def sequence(dataset, dp_size, batches, consumed=0, **changes):
-    """Per global batch, its micro-batches over all data parallel ranks: (index, start, samples, labels)."""
+    """Per global batch, its micro-batches over all data parallel ranks: (start, samples, labels)."""
     parts = [
         loader(dataset, dp_size=dp_size, dp_rank=rank, **changes).batches(consumed, batches) for rank in range(dp_size)
     ]
     return [
-        [(m.first, m.start, numbers(m), m.labels.tolist()) for batch in of_ranks for m in batch.micro_batches]
+        [(m.start, numbers(m), m.labels.tolist()) for batch in of_ranks for m in batch.micro_batches]
         for of_ranks in zip(*parts, strict=True)
     ]
 
 
 def flat(batches):
-    return [number for batch in batches for _, _, samples, _ in batch for number in samples]
+    return [number for batch in batches for _, samples, _ in batch for number in samples]
 
 
 @pytest.mark.parametrize("last_batch", ["continue", "drop"])
@@ -62,7 +62,7 @@ def test_global_batches_depend_on_neither_ranks_nor_workers_nor_interruptions(da
     if last_batch == "continue":
         torch.manual_seed(3)
         uneven = sequence(dataset, 1, 4)
-        assert all(tuple((start, len(samples)) for _, start, samples, _ in batch) == PARTS for batch in uneven)
+        assert all(tuple((start, len(samples)) for start, samples, _ in batch) == PARTS for batch in uneven)
         assert sequence(dataset, 4, 4, num_workers=3) == uneven
         drawn = torch.rand(2)
         torch.manual_seed(3)
@@ -105,7 +105,7 @@ def test_ranks_share_a_micro_batch_by_samples(dataset):
         assert [each.size for each in first] == [(each.size + 1) // 2 for each in expected]
         assert len(second) == sum(each.size > 1 for each in expected)
         for one, a, b in zip(expected, first, second, strict=False):
-            assert numbers(one) == numbers(a) + numbers(b) and one.first == a.first == b.first
+            assert numbers(one) == numbers(a) + numbers(b)
             assert (a.start, b.start) == (one.start, one.start + a.size)
 
 
@@ -161,7 +161,7 @@ def test_a_broken_image_is_named_when_its_batch_is_due(broken, num_workers):
 def test_the_next_sample_of_the_order_takes_the_place_and_no_other_moves(broken, dataset):
     sound, replaced = sequence(dataset, 1, 7), sequence(open_all(broken), 1, 7, skip_broken_samples=True)
     for batch, sound_batch in zip(replaced, sound, strict=True):
-        for (*place, samples, labels), (*sound_place, due, _) in zip(batch, sound_batch, strict=True):
+        for (place, samples, labels), (sound_place, due, _) in zip(batch, sound_batch, strict=True):
             assert place == sound_place and labels == [number % 3 for number in samples]
             for number, number_due in zip(samples, due, strict=True):
                 assert number not in BROKEN and (number == number_due or number_due in BROKEN)

@@ -59,7 +59,7 @@ def test_offsets_in_index_json_spare_the_scan_and_are_checked(tmp_path, monkeypa
     def write(**changes: object) -> None:
         record = {"file": "a.tar", "split": "train", "size": path.stat().st_size, "broken": []}
         record["members"] = members | changes
-        content = {"version": 1, "options": {}, "classes": [], "shards": [record]}
+        content = {"version": 1, "classes": [], "shards": [record]}
         (tmp_path / "index.json").write_text(json.dumps(content))
 
     write()

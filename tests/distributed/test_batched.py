@@ -162,7 +162,7 @@ def test_a_norm_of_several_layers_takes_their_statistics_one_after_another() -> 
     expected = by_itself(norm, records)
     vars(norm)["_calls"] = 1
     norm.pending = records[:1]
-    behind = [torch.stack([value.double()]) for value in (records[1][0], records[1][1] * 12 / 11)]
+    behind = records[1][0].double(), records[1][1].double() * 12 / 11
     merge_running_statistics([norm], alone("dp"), 1, lambda found: [*found, (norm, *behind)])
     assert norm.running_mean is not None and norm.running_var is not None
     assert torch.equal(norm.running_mean, expected[0])

@@ -117,7 +117,7 @@ def _exchanged(rows: tuple[int, ...]) -> tuple[int, int]:
 
     def sum_gradients() -> None:
         for bucket in data_parallel._buckets:
-            data_parallel._reduce(bucket)
+            data_parallel._reduce(bucket, bucket.owned)
         data_parallel.wait()
 
     peaks = []

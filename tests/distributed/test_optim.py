@@ -50,7 +50,7 @@ def _all_names() -> list[str]:
 def _norm_and_clip(tensor: int, pipeline: int) -> tuple:
     state = initialize_model_parallel(tp=tensor, pp=pipeline)
     try:
-        first, last = state.is_first_stage, state.is_last_stage
+        first, last = state.pp.rank == 0, state.pp.rank == pipeline - 1
         home = {"stem": first, "block": first if pipeline < 3 else state.pp.rank == 1, "head": last}
         layers = {name: layer for name, layer in _layers(replace(context(state.tp), dp=state.dp)).items() if home[name]}
         tensors = build(layers, {})
@@ -61,7 +61,7 @@ def _norm_and_clip(tensor: int, pipeline: int) -> tuple:
         norm = GradientNorm(_all_names(), tensors, state.device)
 
         def of_all() -> float:
-            return norm.of(all_reduce_sum(norm.squares(), state.world, "step").tolist())
+            return math.sqrt(math.fsum(all_reduce_sum(norm.squares(), state.world, "step").tolist()))
 
         value = of_all()
         norm.clip(value, 0.0)

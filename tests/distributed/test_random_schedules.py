@@ -112,7 +112,8 @@ def _step(schedule: Schedule, state: ParallelState, seed: int) -> tuple[float, d
     norms = {name: module for name, module in modules if isinstance(module, ParallelBatchNorm)}
     for norm in norms.values():
         norm.recording = True
-    transfers = Transfers(mine, schedule.placement, state, Boundaries(model, BuildContext()))
+    boundaries = Boundaries(model, BuildContext(), model.build(BuildContext()))
+    transfers = Transfers(mine, schedule.placement, state, boundaries)
     executor = PipelineExecutor(mine, state, transfers, _loss)
     executor.observer = Delays(seed, state.rank)
     images = random_tensor(MOST_MICRO_BATCHES, STEPS, 2, 3, SIDE, SIDE, dtype=torch.float32)

@@ -49,17 +49,24 @@ def test_they_compute_what_one_rank_computes(ranks, case: str) -> None:
             assert (theirs[name] - value).double().norm() <= 1e-8 * value.double().norm(), name
 
 
-def refusals() -> list[str]:
+def refusals(layout: dict[str, Any]) -> list[str]:
     images, labels, said = *batch(9), []
-    with Engine(MODEL, **SIZES, **CP2) as engine:
+    with Engine(MODEL, **{**SIZES, **layout}) as engine:
         for act in (lambda: engine.train_step(images, labels), lambda: engine.train_step(images[:1], labels[:1])):
             with pytest.raises(ValueError) as caught:
                 act()
             said.append(str(caught.value))
-        assert engine.train_step(images[:6], labels[:6]).loss > 0, "nothing was changed"
+        assert engine.train_step(images[:8], labels[:8]).loss > 0, "nothing was changed"
     return said
 
 
-def test_what_cannot_be_shared_is_refused_on_every_rank(ranks) -> None:
-    first, second = ranks(2, refusals)
-    assert first == second and all("context_parallel_size 2" in text for text in first)
+@pytest.mark.parametrize(
+    ("layout", "named"),
+    [
+        (CP2, "context_parallel_size 2"),
+        ({"weight_parallel_size": 2, "global_batch_size": 16}, "weight_parallel_size 2"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_on_every_rank(ranks, layout: dict[str, Any], named: str) -> None:
+    first, second = ranks(2, refusals, layout)
+    assert first == second and all(named in text for text in first)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,11 +19,10 @@ from torch import Tensor, nn
 import megasnn
 from megasnn import ConvNormNeuron, Engine, MeanLinear, layer
 from megasnn.config import TrainingConfig
-from megasnn.engine.mesh import WORKSPACE, WORKSPACES, set_precision
-from megasnn.parallel_state import TASKS, destroy_model_parallel
-from megasnn.telemetry.timers import DeviceClock
+from megasnn.engine.mesh import set_precision
+from megasnn.parallel_state import TASKS
 from tests.engine.test_engine import MODEL, PP2
-from tests.faults.launch import ROOT, held_port
+from tests.faults.launch import Ranks, Torchrun
 from tests.training.runs import train
 
 SIZES = {"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 9, "lr": 1e-2}
@@ -121,7 +118,7 @@ def refused_together() -> list[str]:
 
 def test_what_is_wrong_on_one_rank_is_raised_on_all_and_changes_nothing(ranks) -> None:
     first, second = ranks(2, refused_together)
-    assert first == second and "7 on rank 1" in first[1] and "labels" in first[2] and "rank 0 has no more" in first[3]
+    assert first == second and "[8, 7]" in first[1] and "labels" in first[2] and "[0, 8]" in first[3]
     x, y = torch.rand(8, *MODEL.input_shape, generator=torch.Generator().manual_seed(1)), torch.arange(8)
     with Engine(MODEL, **SIZES, ema_decay=0.9, precision="fp64") as alone:
         losses = [alone.train_step(x, y).loss for _ in range(2)]
@@ -137,10 +134,6 @@ def test_an_iterable_that_raises_ends_the_engine(engine: Engine) -> None:
         engine.evaluate(pairs())
     with pytest.raises(RuntimeError, match="no file"):
         engine.evaluate([batch()])
-
-
-def press_ctrl_c() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.parametrize("method", ["train_step", "evaluate", "predict"])
@@ -179,47 +172,25 @@ def of_nobody() -> None:
     engine.train_step(torch.rand(8, 1, 8, 8), torch.arange(8) % 10)
 
 
-def program(name: str, lives_on: bool = False) -> list[tuple[int, list[str]]]:
-    """Status and lines of two ranks without a launcher.
-
-    Args:
-        lives_on: the second one must, when the first has ended.
-    """
-    processes = []
-    with held_port() as holder:
-        for rank in ("0", "1"):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-            port = str(holder.getsockname()[1])
-            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
-            words = [sys.executable, "-c", f"from tests.engine.test_errors import {name}; {name}()"]
-            processes.append(
-                subprocess.Popen(words, env={**os.environ, **place, **where}, stdout=subprocess.PIPE, text=True)
-            )
-        try:
-            lines = [processes[0].communicate(timeout=90)[0].splitlines()]
-            if lives_on:
-                assert processes[1].poll() is None, "it ended, and with it the connections that the first waits for"
-                processes[1].kill()
-            lines.append(processes[1].communicate(timeout=120)[0].splitlines())
-        finally:
-            for process in processes:
-                process.kill()
-    return [(process.returncode, each) for process, each in zip(processes, lines, strict=True)]
-
-
-def test_an_error_on_one_rank_leaves_nobody_waiting() -> None:
-    (_, first), (_, second) = program("one_of_two", lives_on=True)
+def test_an_error_on_one_rank_leaves_nobody_waiting(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 2, target=one_of_two)
+    ranks.processes[0].join(90)
+    assert ranks.processes[1].is_alive(), "it ended, and with it the connections that the first waits for"
+    ranks.kill(signal.SIGKILL, 1)
+    first, second = (text.splitlines() for text in ranks.end().output)
     assert first[0] == second[0] == "0 8"
-    assert second[1].startswith("1 PipelineError rank 1, pipeline stage 1") and second[1].endswith("out of luck")
+    assert second[1] == "1 RuntimeError out of luck"
     # Its connection breaks when the other one leaves its groups, or its watch ends it before.
     assert len(first) == 1 or (first[1].startswith("1 ") and "Error" in first[1])
     for line in (*first[2:], *second[2:]):
         assert "RuntimeError this Engine has ended with an error" in line
+    assert "rank 1, pipeline stage 1, action 1F0, micro-batch 0" in second[2]
 
 
-def test_a_program_that_closes_no_engine_ends_well() -> None:
+def test_a_program_that_closes_no_engine_ends_well(tmp_path: Path) -> None:
     """A thread of Gloo's that is left would end it with an error."""
-    assert [status for status, _ in program("of_nobody")] == [0, 0]
+    (script := tmp_path / "script.py").write_text("from tests.engine.test_errors import of_nobody; of_nobody()")
+    assert Torchrun(tmp_path, 2, str(script)).end(90).status == [0]
 
 
 def gloo_threads() -> int:
@@ -255,51 +226,16 @@ def test_no_thread_is_left(ranks, tmp_path: Path) -> None:
         assert 0 < first == second, "but those of the world, which the tests have made"
 
 
-# --- errors of a GPU
-
-
-def broken(*args: Any, **options: Any) -> Any:
-    raise torch.AcceleratorError("CUDA error: asked again")
-
-
-def test_the_first_error_of_a_gpu_is_the_one_that_is_reported() -> None:
-    engine, first = Engine(MODEL, **SIZES), torch.AcceleratorError("CUDA error: the first")
-    try:
-        with mock.patch("megasnn.engine.mesh.destroy_model_parallel", broken), engine:
-            with mock.patch.object(DeviceClock, "mark", side_effect=[0.0, torch.AcceleratorError("CUDA error: again")]):
-                with pytest.raises(torch.AcceleratorError, match="the first"), engine.step.timers("part"):
-                    raise first
-            raise first
-    except torch.AcceleratorError as error:
-        assert error is first
-    finally:
-        destroy_model_parallel()
-
-
 def test_arithmetic_of_a_gpu_is_set_or_refused() -> None:
     cuda, wanted = torch.device("cuda", 0), TrainingConfig(precision="tf32", deterministic=True)
     operations = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul
-    with mock.patch.dict(os.environ), mock.patch("torch.cuda.get_device_name", return_value="Tesla T4"):
-        os.environ.pop(WORKSPACE, None)
+    with mock.patch("torch.cuda.get_device_name", return_value="Tesla T4"):
         with mock.patch("torch.cuda.get_device_capability", return_value=(7, 5)), pytest.raises(ValueError, match="T4"):
             set_precision(wanted, cuda)
         with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
-            with pytest.raises(ValueError, match=WORKSPACE):  # cuBLAS may have read its environment already
-                set_precision(wanted, cuda)
-            os.environ[WORKSPACE] = WORKSPACES[0]
             set_precision(wanted, cuda)
     assert [each.fp32_precision for each in operations] == ["tf32", "tf32", "ieee"]
     assert torch.are_deterministic_algorithms_enabled()
     set_precision(TrainingConfig(), cuda)
     assert [each.fp32_precision for each in operations] == ["ieee"] * 3
     assert not torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.allow_tf32
-
-
-def runs(cache: str) -> list[Any]:
-    return [train(cache, "--train-iters", "2", "--deterministic").pieces for _ in range(2)]
-
-
-def test_deterministic_runs_on_three_ranks_have_the_same_bits(ranks, tmp_path) -> None:
-    for first, second in ranks(3, runs, str(tmp_path)):
-        assert all(torch.equal(a, b) for (*_, mine), (*_, other) in zip(first, second, strict=True)
-                   for (_, a), (_, b) in zip(mine, other, strict=True))  # fmt: skip

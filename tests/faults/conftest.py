@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.shard_files import numbered, write_shard
-from tests.faults.launch import kill_all
+from tests.faults.launch import end_all
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,7 +20,7 @@ def cache(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def no_process_is_left():
     yield
-    kill_all()
+    end_all()
 
 
 @pytest.fixture

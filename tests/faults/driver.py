@@ -2,7 +2,7 @@
 
     torchrun ... tests/faults/driver.py FAULT RANK [flags of pretrain_spikformer.py]
 
-Faults happen at the second forward of the second step, unless their function says otherwise.
+Faults happen in the last micro-batch of the second step, unless their function says otherwise.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import errno
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,15 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain_spikformer
 from megasnn.checkpoint import save
-from megasnn.checkpoint.writer import Writer
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.engine import mesh as program
-from megasnn.kernels.layout import flat_in_memory
-from megasnn.parallel.replica_check import ReplicaCheck
 from megasnn.pipeline.chunk import PipelineChunk
-from megasnn.pipeline.executor import PipelineExecutor
-from megasnn.schedule import Action
 from megasnn.telemetry.records import StepResult
 from megasnn.telemetry.timers import DeviceClock
 from tests.sums import form_sums_where_few
@@ -39,22 +35,35 @@ MICRO_BATCHES = 2  # of a step, on every rank
 PID_FILE = "MEGASNN_TEST_PID_FILE"
 
 
-def _at_second_forward_of_second_step(act: Callable[[], None]) -> None:
-    forward, calls = PipelineChunk.forward, iter(range(1_000))
+def _in_second_step(method: str, act: Callable[[], None]) -> None:
+    """Acts in a chunk's work on the last micro-batch of the second step.
+
+    Args:
+        method: of a chunk, whose last argument is the number of the micro-batch.
+    """
+    original, calls = getattr(PipelineChunk, method), Counter[PipelineChunk]()
 
     def counted(self: PipelineChunk, *arguments: Any) -> Any:
-        if next(calls) == MICRO_BATCHES + 1:
-            act()
-        return forward(self, *arguments)
+        if arguments[-1] == MICRO_BATCHES - 1:
+            calls[self] += 1
+            if calls[self] == 2:
+                act()
+        return original(self, *arguments)
 
-    mock.patch.object(PipelineChunk, "forward", counted).start()
+    mock.patch.object(PipelineChunk, method, counted).start()
+
+
+def _fail() -> None:
+    raise RuntimeError("injected fault")
 
 
 def raise_in_step() -> None:
-    def fail() -> None:
-        raise RuntimeError("injected fault")
+    _in_second_step("forward", _fail)
 
-    _at_second_forward_of_second_step(fail)
+
+def raise_in_weight_gradient() -> None:
+    """After the weight gradient, where a schedule splits the backward."""
+    _in_second_step("finished", _fail)
 
 
 LOST = "CUDA error: an illegal memory access was encountered"
@@ -85,12 +94,12 @@ def _lose_the_gpu() -> None:
 
 def lose_the_gpu() -> None:
     """As torch tells of a kernel's error, at the first thing that asks the GPU for something."""
-    _at_second_forward_of_second_step(_lose_the_gpu)
+    _in_second_step("forward", _lose_the_gpu)
 
 
 def slow_evaluation() -> None:
     """Each forward without gradients takes a while. Writes down the process id in the third one."""
-    forward, calls = PipelineChunk.forward, iter(range(1_000))
+    forward, calls = PipelineChunk.forward, count()
 
     def slowed(self: PipelineChunk, *arguments: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -117,7 +126,7 @@ def stall_in_step() -> None:
         while True:
             time.sleep(0.1)
 
-    _at_second_forward_of_second_step(stall)
+    _in_second_step("forward", stall)
 
 
 def raise_while_saving() -> None:
@@ -132,29 +141,6 @@ def raise_while_saving() -> None:
     raise_in_step()
 
 
-def raise_in_weight_gradient() -> None:
-    """In the second step, at the first weight gradient of the last micro-batch."""
-    compute, calls = PipelineExecutor._weight_gradient, iter(range(1_000))
-
-    def counted(self: PipelineExecutor, run: Any, action: Action) -> None:
-        if next(calls) >= len(self._chunks) * MICRO_BATCHES and action.micro_batch == MICRO_BATCHES - 1:
-            raise RuntimeError("injected fault")
-        compute(self, run, action)
-
-    mock.patch.object(PipelineExecutor, "_weight_gradient", counted).start()
-
-
-def slow_rank() -> None:
-    """Each of its actions takes longer than all of the others' work."""
-    run = PipelineExecutor._run
-
-    def slowed(self: PipelineExecutor, *arguments: Any, **options: Any) -> Any:
-        self.observer = lambda action, start, end: time.sleep(0.02)
-        return run(self, *arguments, **options)
-
-    mock.patch.object(PipelineExecutor, "_run", slowed).start()
-
-
 def stall_the_first_time() -> None:
     """Not after torchrun has started all ranks anew."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
@@ -163,7 +149,15 @@ def stall_the_first_time() -> None:
 
 def full_disk() -> None:
     """From the second save on."""
-    _fail_saves(range(1, 1_000))
+    write, calls = save.write_safetensors, count()
+
+    def limited(*arguments: Any) -> Any:
+        results = write(*arguments)
+        if next(calls):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return results
+
+    mock.patch.object(save, "write_safetensors", limited).start()
 
 
 def disk_of_its_own() -> None:
@@ -171,26 +165,9 @@ def disk_of_its_own() -> None:
     os.chdir(Path(os.environ[PID_FILE]).parent)
 
 
-def _fail_saves(which: range) -> None:
-    calls = iter(range(1_000))
-
-    def limited(write: Callable[..., Any], *arguments: Any) -> Any:
-        results = write(*arguments)
-        if next(calls) in which:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return results
-
-    mock.patch.object(save, "write_safetensors", partial(limited, save.write_safetensors)).start()
-
-
 def leave_before_joining() -> None:
     """As a rank does whose program does not even start."""
     mock.patch.object(program, "start_process_group", side_effect=SystemExit(0)).start()
-
-
-def raise_in_save() -> None:
-    """At the first save."""
-    mock.patch.object(Writer, "save", side_effect=RuntimeError("injected fault while saving")).start()
 
 
 def nan_in_the_weights() -> None:
@@ -207,19 +184,6 @@ def nan_in_the_weights() -> None:
     mock.patch.object(Engine, "train_on", poisoned).start()
 
 
-def flip_in_a_weight() -> None:
-    """Before the comparison of the second iteration: no step has computed with it."""
-    compare = ReplicaCheck.__call__
-
-    def flipped(self: ReplicaCheck, iteration: int) -> None:
-        if iteration == 2:
-            (entry,) = [entry for entry in self._entries() if entry.name == "blocks.0.mlp.fc1.conv.weight"]
-            flat_in_memory(entry.tensor).view(torch.int32)[-1] ^= 1
-        compare(self, iteration)
-
-    mock.patch.object(ReplicaCheck, "__call__", flipped).start()
-
-
 FAULTS = {
     function.__name__: function
     for function in (
@@ -229,14 +193,11 @@ FAULTS = {
         slow_evaluation,
         stall_in_step,
         raise_in_weight_gradient,
-        slow_rank,
         stall_the_first_time,
         full_disk,
         disk_of_its_own,
         leave_before_joining,
-        raise_in_save,
         nan_in_the_weights,
-        flip_in_a_weight,
     )
 }
 

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.forking import forking
@@ -22,11 +24,13 @@ TINY = (
     *("--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "4"),
     *("--log-interval", "1", "--eval-iters", "0"),
 )
+ENDLESS = ("--train-iters", "100000")
 ONE_F_ONE_B = ("--pipeline-schedule", "1f1b")
 PP2 = (*ONE_F_ONE_B, "--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "5|3")
 PP3 = (*ONE_F_ONE_B, "--pipeline-model-parallel-size", "3", "--pipeline-model-parallel-layout", "4|2|2")
 TP2 = ("--tensor-model-parallel-size", "2")
 _PR_SET_PDEATHSIG = 1  # of Linux, prctl(2)
+_CLONE_NEWUTS = 0x04000000  # of Linux, unshare(2)
 
 
 @dataclass
@@ -39,18 +43,83 @@ class Ended:
         seconds: from the start, or from the kill, to the end of the last process.
     """
 
-    status: list[int]
+    status: list[int | None]
     output: list[str]
     seconds: float
 
 
-class Ranks:
+class Running:
+    """Processes that write to a file each.
+
+    Attributes:
+        pid_file: a rank with a fault writes its process id there.
+        started: the time from which `end` counts.
+    """
+
+    def __init__(self, folder: Path, processes: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.pid_file = folder, folder / "pid"
+        self.files = [folder / f"output{number}.txt" for number in range(processes)]
+        self.processes: list[BaseProcess] = []
+        self.started = time.monotonic()
+        _running.append(self)
+
+    def output(self) -> str:
+        return "\n".join(file.read_text() for file in self.files if file.exists())
+
+    def wait_for(self, text: str, seconds: float = 40.0) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in (output := self.output()):
+            assert time.monotonic() < deadline, f"{text!r} did not appear:\n{output}"
+            time.sleep(0.02)
+
+    def kill(self, number: signal.Signals, *which: int) -> None:
+        """Sends a signal to some of the processes."""
+        self.started = time.monotonic()
+        for index in which:
+            os.kill(self.processes[index].pid, number)
+
+    def kill_stalled(self, number: signal.Signals = signal.SIGKILL, seconds: float = 60.0) -> None:
+        """Waits until a rank has stalled, and sends it a signal."""
+        deadline = time.monotonic() + seconds
+        while not self.pid_file.exists():
+            alive = all(process.is_alive() for process in self.processes)
+            assert alive and time.monotonic() < deadline, f"no rank stalled:\n{self.output()}"
+            time.sleep(0.02)
+        self.started = time.monotonic()
+        os.kill(int(self.pid_file.read_text()), number)
+
+    def end(self, within: float = 15.0) -> Ended:
+        """Waits for all processes. Raises AssertionError when one is alive after `within` seconds."""
+        for process in self.processes:
+            process.join(max(0.0, self.started + within - time.monotonic()))
+        alive = [index for index, process in enumerate(self.processes) if process.is_alive()]
+        seconds = time.monotonic() - self.started
+        self.close()
+        assert not alive, f"{alive} still run after {within} s:\n{self.output()}"
+        status = [process.exitcode for process in self.processes]
+        return Ended(status, [file.read_text() for file in self.files], seconds)
+
+    def close(self) -> None:
+        """Ends all processes and their children: a launcher's ranks have sessions of their own."""
+        for process in self.processes:
+            if process.is_alive():
+                children = Path(f"/proc/{process.pid}/task").glob("*/children")
+                for child in [int(child) for file in children for child in file.read_text().split()]:
+                    with suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
+                process.kill()
+            process.join()
+
+
+class Ranks(Running):
     """Ranks without a launcher: when one ends, nobody ends the others but they themselves.
 
-    They are forked from a server that has imported torch once, and write to a file each.
+    They are forked from a server that has imported torch once.
 
     Args:
         argv: the program's flags.
+        target: runs instead of the program.
         fault: name and rank of a fault of tests.faults.driver.
         more: further environment of all ranks.
     """
@@ -60,130 +129,109 @@ class Ranks:
         folder: Path,
         size: int,
         *argv: str,
+        target: Callable[[], None] | None = None,
         fault: tuple[str, int] | None = None,
         more: dict[str, str] | None = None,
     ) -> None:
-        context = forking()
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.pid_file = folder, folder / "pid"
-        self.files = [folder / f"rank{rank}.txt" for rank in range(size)]
-        self.started = time.monotonic()
+        super().__init__(folder, size)
         self._port = held_port()
-        _running.append(self)
         environment = {
+            **os.environ,
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._port.getsockname()[1]),
-            "MEGASNN_CACHE": os.environ["MEGASNN_CACHE"],
             "MEGASNN_TEST_PID_FILE": str(self.pid_file),
             **(more or {}),
         }
-        self.processes = []
         for rank, file in enumerate(self.files):
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = context.Process(target=_rank, args=(file, own, list(argv), fault), daemon=True)
+            work = target or partial(_train, list(argv), fault)
+            process = forking().Process(target=_rank, args=(file, own, work), daemon=True)
             process.start()
             self.processes.append(process)
 
-    def kill_stalled(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Waits until a rank has stalled, and sends it a signal."""
-        process = wait_for_pid(self.pid_file, lambda: all(p.is_alive() for p in self.processes), self.output)
-        self.started = time.monotonic()
-        os.kill(process, number)
-
-    def output(self) -> str:
-        return "\n".join(file.read_text() for file in self.files if file.exists())
-
-    def end(self, within: float = 15.0) -> Ended:
-        """Waits for all ranks. Raises AssertionError when one is alive after `within` seconds."""
-        deadline = self.started + within
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        alive = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
-        seconds = time.monotonic() - self.started
-        self.kill()
-        assert not alive, f"ranks {alive} still run after {within} s:\n{self.output()}"
-        return Ended([process.exitcode for process in self.processes], [f.read_text() for f in self.files], seconds)
-
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
+    def close(self) -> None:
+        super().close()
         self._port.close()
 
 
-def _rank(file: Path, environment: dict[str, str], argv: list[str], fault: tuple[str, int] | None) -> None:
+def _rank(file: Path, environment: dict[str, str], work: Callable[[], None]) -> None:
     _end_with_parent(signal.SIGKILL)
     os.environ.update(environment)
     _write_to(file)
     import torch
 
     torch.set_num_threads(1)
+    work()
+
+
+def _train(argv: list[str], fault: tuple[str, int] | None) -> None:
     from tests.faults import driver
 
-    if fault is not None and fault[1] == int(environment["RANK"]):
+    if fault is not None and fault[1] == int(os.environ["RANK"]):
         driver.FAULTS[fault[0]]()
     sys.exit(driver.pretrain_spikformer.main(argv))
 
 
-class Torchrun:
+@dataclass(frozen=True)
+class Host:
+    """One of several hosts: a network namespace.
+
+    Attributes:
+        name: of the host, and with `megasnn-` before it of its namespace.
+        interface: the network interface there.
+        flags: of torchrun, which say where it meets the others.
+    """
+
+    name: str
+    interface: str
+    flags: tuple[str, ...]
+
+    def enter(self) -> None:
+        """Moves this process, which has one thread, and all that it starts from then on."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/megasnn-{self.name}") as namespace:
+            if libc.setns(namespace.fileno(), 0) or libc.unshare(_CLONE_NEWUTS):
+                raise OSError(ctypes.get_errno(), f"host {self.name} cannot be entered")
+        socket.sethostname(self.name)
+        os.environ["GLOO_SOCKET_IFNAME"] = self.interface
+
+
+class Torchrun(Running):
     """The program under torchrun, which is forked from the same server; everything that they write goes to one file.
 
     The ranks are processes that torchrun starts, as always.
     """
 
-    def __init__(self, folder: Path, size: int, program: str, *argv: str, restarts: int = 0) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file, self.pid_file = folder / "output.txt", folder / "pid"
-        flags = ["--standalone", "--nproc-per-node", str(size), "--max-restarts", str(restarts)]
+    def __init__(
+        self, folder: Path, size: int, program: str, *argv: str, restarts: int = 0, host: Host | None = None
+    ) -> None:
+        super().__init__(folder, 1)
+        where = host.flags if host is not None else ("--standalone",)
+        flags = [*where, "--nproc-per-node", str(size), "--max-restarts", str(restarts)]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             "MEGASNN_TEST_PID_FILE": str(self.pid_file),
         }
-        context = forking()
-        self.file.touch()
-        self.started = time.monotonic()
-        _running.append(self)
-        self.process = context.Process(
-            target=_torchrun, args=(self.file, environment, [*flags, str(ROOT / program), *argv])
-        )
-        self.process.start()
-
-    def kill_stalled(self, number: signal.Signals = signal.SIGKILL) -> None:
-        process = wait_for_pid(self.pid_file, self.process.is_alive, self.file.read_text)
-        self.started = time.monotonic()
-        os.kill(process, number)
-
-    def output(self) -> str:
-        return self.file.read_text()
-
-    def end(self, within: float) -> Ended:
-        self.process.join(max(0.0, self.started + within - time.monotonic()))
-        if self.process.is_alive():
-            self.kill()
-            raise AssertionError(f"still runs after {within} s:\n{self.file.read_text()}")
-        return Ended([self.process.exitcode], [self.file.read_text()], time.monotonic() - self.started)
-
-    def kill(self) -> None:
-        """The launcher and its ranks, each of which has a session of its own."""
-        if self.process.is_alive():
-            children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-            for process in (self.process.pid, *(int(child) for file in children for child in file.read_text().split())):
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            self.process.join()
+        (file,) = self.files
+        file.touch()
+        words = [*flags, str(ROOT / program), *argv]
+        self.processes = [forking().Process(target=_torchrun, args=(file, environment, words, host))]
+        self.processes[0].start()
 
 
-def _torchrun(file: Path, environment: dict[str, str], argv: list[str]) -> None:
+def _torchrun(file: Path, environment: dict[str, str], argv: list[str], host: Host | None) -> None:
     _end_with_parent(signal.SIGTERM)
     os.setsid()
     os.chdir(file.parent)
     os.environ.clear()
     os.environ.update(environment)
     _write_to(file)
+    if host is not None:
+        host.enter()
     from torch.distributed.run import main
 
     main(argv)
@@ -196,26 +244,18 @@ def _write_to(file: Path) -> None:
     os.dup2(descriptor, 2)
 
 
-_running: list[Ranks | Torchrun] = []
+_running: list[Running] = []
 
 
-def kill_all() -> None:
+def end_all() -> None:
     """Whatever a test has started and, since it failed, not waited for."""
     while _running:
-        _running.pop().kill()
+        _running.pop().close()
 
 
 def _end_with_parent(number: signal.Signals) -> None:
     """This process gets the signal when the one that started it ends, however that happens."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-
-
-def wait_for_pid(file: Path, alive: Callable[[], bool], output: Callable[[], str], seconds: float = 60.0) -> int:
-    deadline = time.monotonic() + seconds
-    while not file.exists():
-        assert alive() and time.monotonic() < deadline, f"no rank stalled:\n{output()}"
-        time.sleep(0.02)
-    return int(file.read_text())
 
 
 def held_port() -> socket.socket:
@@ -232,3 +272,12 @@ def held_port() -> socket.socket:
 def lines_of(rank: int, output: str) -> list[str]:
     """The lines that a rank wrote under its name."""
     return [line for line in output.splitlines() if line.startswith(f"[rank {rank}] ")]
+
+
+def refused(ended: Ended, *expected: str, place: str = "while ") -> None:
+    """Requires that one rank wrote the message, which says all that is expected and where, and nobody a traceback."""
+    assert ended.status == [1] * len(ended.output), ended.output
+    lines = [line for rank, text in enumerate(ended.output) for line in lines_of(rank, text)]
+    text = "".join(ended.output)
+    assert len(lines) == 1 and "Traceback" not in text, ended.output
+    assert all(part in text[text.index(lines[0]) :] for part in (*expected, place)), text

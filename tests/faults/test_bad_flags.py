@@ -26,13 +26,6 @@ REFUSALS = {
         8,
         ["out_channels 4", "--tensor-model-parallel-size 8"],
     ),
-    "layout": (
-        ["--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", "4|3"],
-        2,
-        ["--pipeline-model-parallel-layout", "4|3", "7"],
-    ),
-    "channels of images": (["--in-channels", "4"], 2, ["--in-channels 4", "1 (grey) or 3 (RGB)", "--event-frames"]),
-    "replicas without work": ([], 4, ["--global-batch-size 4", "--micro-batch-size 2", "4 data parallel replicas"]),
 }
 
 

@@ -21,13 +21,14 @@ def require_told_once(found: Ended, rank: int, place: str) -> None:
     """By the rank itself."""
     assert found.status == [1, 1], found.output
     text = "".join(found.output)
-    assert f"\n{place}: AcceleratorError: {LOST}\n" in found.output[rank] and text.count(place) == 1, found.output
+    lines = [line for line in found.output[rank].splitlines() if place in line]
+    assert text.count(place) == 1 and lines[0].endswith(f": AcceleratorError: {LOST}"), found.output
     assert text.count("Traceback") == 1, found.output
     assert ASKED_AGAIN not in text, "something asked the broken GPU, or hid its first error"
 
 
 def test_beside_a_replica_with_a_trace_and_a_save(tmp_path) -> None:
-    flags = ("--global-batch-size", "8", "--profile-steps", "2", "--tensorboard-dir", str(tmp_path / "board"))
+    flags = ("--global-batch-size", "8", "--profile-step", "2", "--tensorboard-dir", str(tmp_path / "board"))
     flags += ("--save", str(tmp_path / "run"), "--save-interval", "1", "--async-save")
     found = ended(tmp_path, "lose_the_gpu", 1, *flags)
     require_told_once(found, 1, "rank 1, pipeline stage 0, action 0F1, micro-batch 1")

@@ -44,9 +44,9 @@ def take_steps(
     count: int,
     weights: Path | None = None,
     micro_batch_size: int = SIZES[0],
+    options: OptimizerConfig = SGD,
 ) -> list[RankStep]:
-    """Steps of SGD on one batch, in its precision, on every rank of an initialised world. A single one is up to the
-    gradients.
+    """Steps on one batch, in its precision, on every rank of an initialised world. A single one is up to the gradients.
 
     Args:
         weights: a file of torch's with those to begin at, by global names, which all ranks read from one memory;
@@ -63,7 +63,7 @@ def take_steps(
         if weights is not None:
             values = torch.load(weights, mmap=True, weights_only=True)
             load_globals_into(engine.tensors, values, state.world.handle)
-        optimizer = build_optimizer(engine.owned, SGD, {axis: state.group(axis) for axis in HOLDING_AXES})
+        optimizer = build_optimizer(engine.owned, options, {axis: state.group(axis) for axis in HOLDING_AXES})
         steps = list[RankStep]()
         for _ in range(count):
             steps.append(record_step(engine, state, *batch, micro_batch_size))

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from megasnn.bundle import Bundle, entries_of, logits_of
 from megasnn.device_checks import DeviceChecks
 from megasnn.engine.model import DistributedModel
-from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
 from megasnn.layers.shape_inference import mark_spikes
 from megasnn.losses.sums import cross_entropy_sum
@@ -244,7 +243,7 @@ def test_what_does_not_fit_its_boundary_names_the_entry() -> None:
     pair, model, bounds = Group("pp", (0, 1), made=mock.Mock()), describe(Bundles()), [range(2), range(2, 6)]
     state = SimpleNamespace(pp=pair, pp_down=pair, device=CPU, wire=CPU)
     chunks = build_chunks(model, bounds, [0], BuildContext(), CPU, 0)
-    boundaries, checks = Boundaries(model, BuildContext()), DeviceChecks(CPU)
+    boundaries, checks = Boundaries(model, BuildContext(), model.build(BuildContext())), DeviceChecks(CPU)
     with mock.patch.object(p2p, "start_messages"):
         transfers = Transfers(chunks, (0, 1), state, boundaries)
     transfers.begin(Schedule("nothing", (0, 1), 1, ((), ())), [2])
@@ -357,7 +356,7 @@ def test_the_next_layer_gets_a_plain_tuple_or_dict_of_a_class_of_its_own(kind: C
 @pytest.mark.parametrize(("says", "content"), [(mark_spikes, "SPIKES"), (lambda y: mark_spikes(y, 2), "COUNTS")])
 def test_a_forward_says_what_does_not_follow_from_it(says: Callable[[Tensor], Tensor], content: str) -> None:
     described = describe(_model(gives(lambda y: says(2 * (0.5 * y)))))
-    assert described.layers[1].output.name == content
+    assert described.layers[1].entries[None].content.name == content
 
 
 def test_contents_are_found_for_each_entry() -> None:
@@ -367,7 +366,7 @@ def test_contents_are_found_for_each_entry() -> None:
         "spikes": "SPIKES",
         "fired": "COUNTS",
     }
-    assert isinstance(described.layers[0].output, Content) and not described.is_chain
+    assert list(described.layers[0].entries) == [None] and not described.is_chain
     assert [each.name for each in described.carried(2)][:2] == [
         "entry 'drive' of the output of block.0",
         "entry 'spikes' of the output of block.0",

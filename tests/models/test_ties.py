@@ -22,7 +22,7 @@ from megasnn.models.build import describe
 from megasnn.models.layer import layer
 from megasnn.models.model import Model
 from megasnn.models.registry import MODELS
-from megasnn.parallel.sharding import copied_tensors, materialise, parameter_count, sharded_tensors
+from megasnn.parallel.sharding import described_tensors, materialise, parameter_count, sharded_tensors
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import describe_tensors
@@ -116,7 +116,7 @@ def test_one_rank_computes_what_autograd_computes_with_one_module(ranks) -> None
 
 def test_a_tied_parameter_is_counted_initialised_and_described_once() -> None:
     described = describe(Tied())
-    entries = describe_tensors(described, BuildContext())
+    entries = describe_tensors(described)
     names = [entry.name for entry in entries]
     assert len(names) == len(set(names)) and "head.weight" not in names and "block.1.unit.conv.weight" not in names
     assert parameter_count(entries) == 4 * 27 + 8 + 16 + 4 + 144 + 4 + 8 + 1 + 16 + 8 + 8 + 4
@@ -130,7 +130,7 @@ def test_a_tied_parameter_is_counted_initialised_and_described_once() -> None:
     materialise(alone, CPU, 0)
     assert [name for name, _ in alone] == ["block.2", "late"]
     assert torch.equal(alone[1][1].conv.weight, of["block.0"].unit.conv.weight)
-    assert {entry.name for entry in copied_tensors(alone)} >= {"block.0.unit.conv.weight"}
+    assert {entry.name for entry in described_tensors(alone) if entry.is_copy} >= {"block.0.unit.conv.weight"}
     assert [entry.name for entry in sharded_tensors(alone)][0] == "late.norm.weight"
     assert {(tie.owner, tie.copy) for tie in described.ties} == {
         ("block.0", "block.1"),
@@ -196,11 +196,6 @@ def _model(make: Callable[[], list[nn.Module]]) -> Model:
     return between(lambda: (layer(f"made.{index}", module) for index, module in enumerate(make())))
 
 
-class Uncopied(ConvNormNeuron):
-    def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
-        raise TypeError("a file is open")
-
-
 def tied(**options: Any) -> list[nn.Module]:
     """Two units with one weight. Args: of the second one."""
     first, second = ConvNormNeuron(4, 4, style="row"), ConvNormNeuron(4, 4, **options)
@@ -211,8 +206,6 @@ def tied(**options: Any) -> list[nn.Module]:
 def test_what_cannot_be_tied_is_refused_with_the_layers_name() -> None:
     with pytest.raises(ValueError, match=r"made\.1\.conv\.weight .*made\.0\.conv\.weight: .* \[4, 4, 3, 3\]"):
         describe(_model(lambda: tied(kernel_size=3)))
-    with pytest.raises(ValueError, match=r"made\.1: this Uncopied .*: a file is open"):
-        describe(_model(lambda: [Uncopied(4, 4)] * 2))
     described = describe(_model(lambda: tied(style="column")))
     with pytest.raises(ValueError, match=r"made\.1\.conv\.weight .*`style`, or set --tensor-model"):
         described.build(BuildContext(Group("tp", (0, 1))))
@@ -258,7 +251,7 @@ def test_frozen_and_missing_gradients_are_paired_by_their_tensors(ranks, frozen:
 
 
 def test_weights_tied_inside_a_layer_and_modules_inside_of_two() -> None:
-    names = [entry.name for entry in describe_tensors(describe(_model(lambda: [TwoTied(4)])), BuildContext())]
+    names = [entry.name for entry in describe_tensors(describe(_model(lambda: [TwoTied(4)])))]
     assert "made.0.a.weight" in names and "made.0.b.weight" not in names and "made.0.b.bias" in names
 
     def nested() -> list[nn.Module]:

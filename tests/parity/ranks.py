@@ -159,9 +159,18 @@ def one_step(
 
 
 def record_step(
-    engine: DistributedModel, state: ParallelState, images: Tensor, labels: Tensor, micro_batch_size: int
+    engine: DistributedModel,
+    state: ParallelState,
+    images: Tensor,
+    labels: Tensor,
+    micro_batch_size: int,
+    observes: bool = True,
 ) -> RankStep:
-    """This rank's part of a step on the whole batch, and all that it came to."""
+    """This rank's part of a step on the whole batch, and all that it came to.
+
+    Args:
+        observes: spikes are counted.
+    """
     sizes = micro_batch_sizes(len(labels), micro_batch_size)
     mine = micro_batches_of(len(sizes), state.dp.size, state.dp.rank)
     batches = []
@@ -173,8 +182,12 @@ def record_step(
         batches.append(MicroBatchInput(x, y, len(own), samples))
     fired: list[int] = []
     counts = engine.context.counts_logits  # of what has no space, which ranks that share rows have alike
+
+    def count(spikes: Tensor) -> None:
+        fired.append(int(spikes.sum()) if spikes.ndim > 3 or counts else 0)
+
     for _, each in engine.neurons():
-        each.observer = lambda spikes: fired.append(int(spikes.sum()) if spikes.ndim > 3 or counts else 0)
+        each.observer = count if observes else None
     hooks = [
         node.register_forward_hook(lambda _module, _inputs, spikes: fired.append(int(spikes.sum())))
         for chunk in engine.chunks.values()
@@ -198,7 +211,7 @@ def record_step(
     for hook in hooks:
         hook.remove()
     merge_statistics(engine, most)
-    place = state.coordinates
+    place = state.place
     replica = state.dp.rank, place.cp
     result = RankStep((place.pp, *replica, place.tp), loss, engine.norm, logits, sum(fired))
     for entry in engine.tensors if state.dp_shard.size == 1 else engine.owned:

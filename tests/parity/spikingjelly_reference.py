@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib import get_data_path
+from PIL import Image
 from spikingjelly.activation_based import functional, neuron
 from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
@@ -19,7 +23,6 @@ from tests.distributed.whole import fill_mantissas
 
 DIMS = dict(T=3, in_channels=3, patch_size=4, num_classes=5, embed_dims=32, num_heads=4, mlp_ratio=2.0, depths=2)
 IMAGE_SIZE = 16
-AREA = 8
 
 
 @dataclass
@@ -41,18 +44,32 @@ def from_spikingjelly(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     return values_of(SPIKINGJELLY.to_ours(state_dict), state_dict)
 
 
-def data(samples: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Images with areas of nearly one colour, as photographs have them, and labels.
+@cache
+def photograph() -> Tensor:
+    """The photograph that comes with matplotlib, a JPEG, as `[3, height, width]` in float64."""
+    with Image.open(Path(get_data_path(), "sample_data", "grace_hopper.jpg")) as image:
+        return torch.from_numpy(np.array(image)).movedim(-1, 0).double() / 255
 
-    Neurons fire alike all over such an area. So what a convolution gives for its pixels is equal, and the gradient of
-    max pooling goes to the first of them, unless a sum was formed in another order at one of them.
+
+def photographs(samples: int, size: int) -> Tensor:
+    """Square parts of the photograph, normalised, `[N, 3, size, size]` in float64.
+
+    Real images have areas of one colour, in which neurons fire alike: what a convolution gives for the pixels of an
+    area is equal, and the gradient of max pooling goes to the first of them, unless a sum was formed in another order
+    at one of them.
     """
-    generator = torch.Generator().manual_seed(7)
-    randn = partial(torch.randn, generator=generator, dtype=torch.float64)
-    areas = randn(samples, 3, 3, 3).repeat_interleave(AREA, 2).repeat_interleave(AREA, 3)
-    inside = slice(AREA // 2, AREA // 2 + IMAGE_SIZE)
-    images = areas[:, :, inside, inside] + 0.1 * randn(samples, 3, IMAGE_SIZE, IMAGE_SIZE)
-    return images.to(dtype), torch.randint(0, DIMS["num_classes"], (samples,), generator=generator)
+    whole, generator = photograph(), torch.Generator().manual_seed(7)
+    parts = []
+    for _ in range(samples):
+        top, left = (int(torch.randint(0, side - size, (), generator=generator)) for side in whole.shape[1:])
+        parts.append(whole[:, top : top + size, left : left + size])
+    return (torch.stack(parts) - whole.mean()) / whole.std()
+
+
+def data(samples: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Photographs and labels."""
+    labels = torch.randint(0, DIMS["num_classes"], (samples,), generator=torch.Generator().manual_seed(7))
+    return photographs(samples, IMAGE_SIZE).to(dtype), labels
 
 
 def build(seed: int = 0, dtype: torch.dtype = torch.float64, **neuron_arguments: object) -> Spikformer:

@@ -20,14 +20,13 @@ from megasnn.models.build import describe
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.executor import PipelineError
-from megasnn.pipeline.graphs import ChunkGraphs, GraphOptions
+from megasnn.pipeline.graphs import ChunkGraphs
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from megasnn.telemetry.spikes import LayerSpikes
 from megasnn.training.metrics import Metrics
+from tests.gpu_waits import MODEL_FLAGS
 from tests.gradients import forward_backward, merge_statistics
-from tests.host_waits import MODEL_FLAGS
 from tests.models.networks import CLASSES, Random
 from tests.recorded_graphs import Pool, RecordedGraphs, recorded_graphs
 
@@ -93,8 +92,8 @@ def random_steps(seed: int, chunks: int, graphs: RecordedGraphs | None) -> list[
     plan, found = plan_schedule("interleaved", 1, chunks), []
     context = BuildContext(cast_weights=CastWeights(stay=graphs is not None), neuron_backend="torch")
     try:
-        state, options = initialize_model_parallel(), None if graphs is None else GraphOptions(graphs, False)
-        engine = DistributedModel(model, state, context, bounds, plan, options=ModelOptions(graphs=options))
+        state = initialize_model_parallel()
+        engine = DistributedModel(model, state, context, bounds, plan, options=ModelOptions(graphs=graphs))
         for step in range(3):
             random = torch.Generator().manual_seed(step)
             images = torch.rand(4, *model.input_shape, generator=random)
@@ -170,7 +169,7 @@ def test_memory_that_replays_in_another_order_must_not_share(ranks) -> None:
 def test_what_is_taken_from_the_host_is_refused() -> None:
     """Keys that are drawn while a graph is made, as one of them; the error names the layer."""
     with mock.patch("megasnn.layers.dropout.RefilledKeys.entered", lambda self: nullcontext()):
-        with pytest.raises(PipelineError, match="cannot be captured .*not permitted when stream is capturing"):
+        with pytest.raises(RuntimeError, match="cannot be captured .*not permitted when stream is capturing"):
             with_and_without("vgg_dvs", "--global-batch-size 4")
 
 

@@ -98,7 +98,7 @@ def one_step(model: Small, flags: dict[str, Any], weights: dict[str, Tensor] | N
         for _, each in engine.distributed.neurons():
             each.observer = lambda spikes: fired.append(int(spikes.sum()))
         result = engine.train_step(*data(model))
-        place = engine.state.coordinates
+        place = engine.state.place
         step = RankStep((place.pp, place.dp_replicate, 0, place.tp), result.loss, result.grad_norm, [], sum(fired))
         for entry in engine.distributed.tensors:
             tensors, value = (step.gradients, entry.tensor.grad) if entry.is_parameter else (step.buffers, entry.tensor)
@@ -198,7 +198,7 @@ def test_evaluation_does_not_depend_on_windows() -> None:
 
 
 def run_in_windows(cache: str, folder: str) -> None:
-    flags = "--train-iters 2 --eval-iters 1 --log-interval 1 --bptt-steps 1 --profile-steps 2".split()
+    flags = "--train-iters 2 --eval-iters 1 --log-interval 1 --bptt-steps 1 --profile-step 2".split()
     pipeline = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 3|5 --pipeline-schedule 1f1b".split()
     with without_trial():
         train(cache, *flags, *pipeline, "--save", folder)

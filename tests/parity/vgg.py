@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from megasnn.checkpoint.load import load_globals_into
 from megasnn.engine.model import DistributedModel
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.spike_codec import Content
 from megasnn.layers import BuildContext, DropPath
 from megasnn.losses.sums import cross_entropy_sum, mse_sum, tet_sum
 from megasnn.models.build import describe
-from megasnn.models.description import LayerDescription, ModelDescription
+from megasnn.models.description import Built, LayerDescription, ModelDescription
+from megasnn.models.layer import Layer
 from megasnn.models.vgg_dvs.model import VggDvs, parse_channels
 from megasnn.parallel_state import destroy_model_parallel
 from megasnn.random import Draws
@@ -143,11 +143,11 @@ def truth(variant: Variant, sizes: Sequence[int] = tuple(SIZES)) -> reference.Re
 def _with_drop_path(model: ModelDescription, p: float) -> ModelDescription:
     """With drop path before the classifier."""
 
-    def build(context: BuildContext) -> list[nn.Module]:
+    def build(context: BuildContext) -> list[Built]:
         *layers, last = model.build(context)
-        return [*layers, DropPath(p, "drop", context), last]
+        return [*layers, Built(Layer("drop", DropPath(p, "drop", context), "drop"), layers[-1].output), last]
 
-    drop = LayerDescription("drop", "drop", Content.DENSE)
+    drop = LayerDescription("drop", "drop", model.layers[-2].entries)
     return replace(model, layers=(*model.layers[:-1], drop, model.layers[-1]), build=build)
 
 

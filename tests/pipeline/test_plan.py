@@ -58,17 +58,15 @@ def _no_search(*_: object) -> None:
     raise AssertionError("this rank must not search")
 
 
-def test_ranks_get_the_plan_of_the_first_and_it_is_the_best(ranks) -> None:
+def test_ranks_get_the_plan_of_the_first(ranks) -> None:
     """Of nine micro-batches the replicas have five and four."""
     first, *others = ranks(4, _plan, 9, False, {})
     assert others == [first] * 3
     link = first.costs.link
-    assert link.latency + link.per_byte > 0 and first.named  # on a busy machine either may drown in noise
-    assert first.forecast(5).makespan <= min(each.makespan for each in first.named) * (1 + 1e-9)
+    assert link.latency + link.per_byte > 0  # on a busy machine either may drown in noise
     assert [schedule.micro_batches for schedule in first.schedules.decided] == [5, 4]
     assert all(schedule.placement == first.schedules.placement for schedule in first.schedules.decided)
-    said = "\n".join(first.describe("auto"))
-    assert "named ones: " in said and "micro-batches' activations" in said
+    assert "--pipeline-schedule auto: " in first.describe("auto")[0]
 
 
 def test_ranks_that_share_rows_get_the_plan_of_the_first(ranks) -> None:

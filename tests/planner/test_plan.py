@@ -238,7 +238,7 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--gpus", "8", "--gpus-per-node", "3"], "--gpus 6 or 9"),
         (["--bptt-steps", "2"], "--bptt-steps 2"),
         (["--weight-gradients", "scattered"], "--weight-gradients scattered"),
-        (["--cuda-graphs", "auto"], "--cuda-graphs auto"),
+        (["--cuda-graphs", "on"], "--cuda-graphs on"),
         (["--tau", "-1"], "--tau -1"),
         (["--memory", "80"], "--memory '80'"),
         (["--device-name", "cpu-core", "--precision", "bf16"], "--precision bf16"),

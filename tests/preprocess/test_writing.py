@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -46,11 +45,11 @@ def bytes_of(folder: Path) -> dict[str, str]:
 
 
 def test_the_index_tells_what_is_there(tmp_path) -> None:
-    index = make(tmp_path / "out", options={"some": 1})
+    index = make(tmp_path / "out")
     names = [f"train-{n:05d}.tar" for n in range(6)] + [f"test-{n:05d}.tar" for n in range(2)]
     assert sorted(bytes_of(tmp_path / "out")) == sorted([*names, "index.json"])
     assert [len(shard.members.keys) for shard in index.shards] == [4, 4, 4, 4, 4, 3, 4, 1]
-    assert index == read_index(tmp_path / "out") and index.options == {"some": 1}
+    assert index == read_index(tmp_path / "out")
     keys = []
     for shard in index.shards:
         data = (tmp_path / "out" / shard.file).read_bytes()
@@ -92,8 +91,7 @@ def test_a_broken_sample_ends_the_run_or_is_left_out_and_listed_and_a_dead_worke
         make(tmp_path / "all", tuple(range(23)), skip_broken=True)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_run_that_is_ended_leaves_nothing_that_looks_complete(tmp_path, how) -> None:
+def test_a_run_that_is_killed_leaves_nothing_that_looks_complete(tmp_path) -> None:
     code = (
         "from pathlib import Path; from tests.preprocess.test_writing import make\n"
         "if __name__ == '__main__':\n"
@@ -102,19 +100,14 @@ def test_a_run_that_is_ended_leaves_nothing_that_looks_complete(tmp_path, how) -
     (tmp_path / "script.py").write_text(code)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, tmp_path / "script.py"]
-    run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    run = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + 60
     while not list((tmp_path / "out.partial").glob("*.tar")):
         assert run.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    if how == signal.SIGKILL:
-        run.kill()  # nothing can be tidied up, and the workers lose their parent
-    else:
-        os.killpg(run.pid, how)  # as a terminal does it
-    problem = run.communicate(timeout=60)[1]
-    assert how == signal.SIGKILL or "KeyboardInterrupt" in problem and "SpawnProcess" not in problem
-    assert not (tmp_path / "out").exists()
-    assert (tmp_path / "out.partial").exists() == (how == signal.SIGKILL)
+    run.kill()  # nothing can be tidied up, and the workers lose their parent
+    run.wait(60)
+    assert not (tmp_path / "out").exists() and (tmp_path / "out.partial").exists()
     with pytest.raises(ProcessLookupError):  # the workers have ended
         while time.monotonic() < deadline:
             os.killpg(run.pid, 0)

@@ -75,21 +75,14 @@ class Ending(Kept):
             raise self.asks
 
 
-def asked_to_end(cache: str, folder: str, asks: type[BaseException]) -> tuple[int, list[str]]:
-    ending = Ending(asks())
-    flags = ("--train-iters", "9", "--save", folder, "--pipeline-model-parallel-size", "2")
+def test_a_callback_that_exits_ends_the_run_as_a_signal_does(tmp_path) -> None:
+    """After the next step, saved and not evaluated."""
+    ending, folder = Ending(SystemExit()), tmp_path / "run"
     with without_trial():
-        outcome = train(cache, *flags, callbacks=[ending])
-    return outcome.iteration, [name for name, _ in ending.calls]
-
-
-def test_a_callback_that_exits_ends_the_run_as_a_signal_does(ranks, tmp_path_factory, tmp_path) -> None:
-    """After the next step, on all ranks, saved and not evaluated."""
-    cache, folder = str(tmp_path_factory.getbasetemp() / "cache"), str(tmp_path / "run")
-    (first, told), (second, quiet) = ranks(2, asked_to_end, cache, folder, SystemExit)
-    assert first == second == 3 and list_checkpoints(tmp_path / "run") == [3]
-    assert told == ["start", "step", "step", "step", "save", "end"] and quiet == []
-    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+        outcome = train(str(tmp_path / "cache"), "--train-iters", "9", "--save", str(folder), callbacks=[ending])
+    assert outcome.iteration == 3 and list_checkpoints(folder) == [3]
+    assert [name for name, _ in ending.calls] == ["start", "step", "step", "step", "save", "end"]
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     texts = [line["text"] for line in log if line["kind"] == "message"]
     assert "Ending.step asks for the end of the run (SystemExit), as a signal does" in texts
     assert "asked to stop: the run ends at iteration 3 of 9" in texts

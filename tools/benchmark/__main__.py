@@ -26,7 +26,8 @@ CASES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0; 1 where a rank failed, 2 where flags do not go together, after saying so on stderr."""
-    from megasnn.config.tool_flags import command_line
+    import tyro
+
     from tools.benchmark.harness import run
     from tools.benchmark.ranks import RankError
 
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module, name = CASES[words.pop(0)]
     case = getattr(import_module(f"tools.benchmark.{module}"), name)
     try:
-        run(command_line(case, words, description=f"{case.__doc__}\n\n{__doc__}"))
+        run(tyro.cli(case, args=words, description=f"{case.__doc__}\n\n{__doc__}"))
     except RankError as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1

@@ -1,0 +1,176 @@
+"""`--load`: what it takes from a checkpoint where no flag says otherwise, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megasnn.checkpoint.load import load_global_tensors
+from megasnn.checkpoint.save import save_global_tensors
+from megasnn.config import PretrainConfig, to_json, validate
+from megasnn.config.identity import samples
+from megasnn.files import CheckpointError
+from megasnn.models.model import run_config
+from megasnn.models.registry import MODELS
+from megasnn.pretraining import configuration, pretrain
+from tests.convert.saved import MODELS as SAVED
+from tests.convert.saved import save_whole
+from tests.data.shard_files import image_file, write_shard
+from tests.training.runs import TINY, train
+
+DEFAULTS = run_config(MODELS["spikformer"])()
+DIMENSIONS = TINY[: TINY.index("--micro-batch-size")]
+NEURON = ["--neuron", "if", "--v-reset", "none"]
+BATCHES = "--micro-batch-size 4 --global-batch-size 8 --num-workers 0".split()
+WARNING = "WARNING: samples are made otherwise than those that the checkpoint was trained on: "
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def run(cache, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    train(cache, *NEURON, "--train-iters", "1", "--eval-iters", "0", "--save", str(folder))
+    return folder
+
+
+def read(*flags: str, model: str = "spikformer") -> PretrainConfig:
+    return configuration(MODELS[model], ["--train-iters", "2", *flags])
+
+
+def same_model(found: PretrainConfig, *flags: str) -> bool:
+    wanted = read(*DIMENSIONS, *flags)
+    return (found.model, found.neuron) == (wanted.model, wanted.neuron)
+
+
+def refused(cache: str, *flags: str) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        train(cache, "--train-iters", "1", *flags)
+    return str(raised.value)
+
+
+# --- dimensions
+
+
+@pytest.mark.parametrize("more", [[], ["--finetune"], ["--ckpt-step", "1"]])
+def test_what_no_flag_gives_is_the_checkpoints(run, more, capsys) -> None:
+    found = read("--load", str(run), *more)
+    assert same_model(found, *NEURON) and found.training.micro_batch_size == 8
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"--load {run} gives --image-size 8 --in-channels 1 ")
+    assert "--time-steps 2 --embed-dim 32 --depth 1" in line and "--neuron if --v-reset none" in line
+    validate(found, 1)
+
+
+def test_flags_variants_and_files_win(run, tmp_path) -> None:
+    assert read("--load", str(run), "--depth", "3").model.depth == 3
+    assert read("--load", str(run), "--finetune", "--num-classes", "7").model.num_classes == 7
+    named = read("--load", str(run), "--variant", "spikformer_ti").model
+    assert (named.embed_dim, named.depth, named.time_steps) == (256, 4, 2)
+    assert read("--load", str(run), "--config", "spikformer/digits").model.embed_dim == 64
+    whole = tmp_path / "config.json"
+    whole.write_text(to_json(read("--load", "absent")))
+    assert read("--config", str(whole), "--load", str(run)).model == DEFAULTS.model
+    assert same_model(read("--config", "none", "--load", str(run)), *NEURON)
+
+
+def test_a_folder_without_a_checkpoint_of_this_model_changes_nothing(cache, tmp_path, capsys) -> None:
+    save_whole(tmp_path / "vgg", SAVED["vgg"])
+    save_global_tensors(tmp_path / "weights", {}, model="SomebodysNet")
+    (tmp_path / "damaged" / "iter_0000001").mkdir(parents=True)
+    (tmp_path / "damaged" / "iter_0000001" / "metadata.json").write_text("{}")
+    for name in ("absent", "vgg", "weights", "damaged", "a" * 5000, "a\0b"):
+        found = read("--load", str(tmp_path / name))
+        assert (found.model, found.neuron) == (DEFAULTS.model, DEFAULTS.neuron)
+    assert capsys.readouterr().out == ""
+    assert read("--load", str(tmp_path / "vgg"), model="vgg_dvs").model != MODELS["vgg_dvs"]()
+    for name, model in (("vgg", "vgg_dvs"), ("weights", "SomebodysNet")):
+        error = refused(cache, "--load", str(tmp_path / name))
+        assert model in error and "spikformer" in error and str(tmp_path / name) in error
+
+
+def test_another_number_of_time_steps_is_evaluated_where_only_weights_are_taken(cache, run) -> None:
+    flags = ("--load", str(run), "--evaluate-only", "--time-steps", "3", *NEURON)
+    error = refused(cache, *flags)
+    assert "model.time_steps: saved" in error and "--finetune" in error
+    assert train(cache, *flags, "--finetune").iteration == 0
+
+
+def test_time_constants_that_weights_do_not_have_start_from_tau(cache, run, tmp_path, capsys) -> None:
+    learns = ("--neuron", "plif", "--tau", "3.0", "--finetune", "--load", str(run), "--lr", "1e-12")
+    train(cache, "--train-iters", "1", "--eval-iters", "0", *learns, "--save", str(tmp_path))
+    told = capsys.readouterr().out
+    assert "neuron.w" in told and "--tau 3.0" in told
+    found, before = load_global_tensors(tmp_path), load_global_tensors(run)
+    constants = {name for name in found if name.endswith(".w")}
+    assert constants == found.keys() - before.keys()
+    assert {round(found[name].item(), 5) for name in constants} == {round(-math.log(3.0 - 1.0), 5)}
+    weights = "blocks.0.mlp.fc1.conv.weight"
+    assert (found[weights] - before[weights]).abs().max() < 1e-9
+
+
+# --- how samples are made
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory) -> str:
+    """Images in colour that are larger than the model's."""
+    random, files = np.random.default_rng(5), {}
+    for number in range(24):
+        picture = random.integers(0, 256, (12, 12, 3), dtype=np.uint8)
+        files[f"s{number}"] = {"png": image_file(picture), "cls": str(number % 10).encode()}
+    return str(write_shard(tmp_path_factory.mktemp("shards") / "a.tar", files))
+
+
+def evaluated(log: Path, *flags: str) -> list[float]:
+    """The losses that a run has found on what it evaluated."""
+    assert pretrain("spikformer", [*BATCHES, "--tensorboard-dir", str(log), *flags]) == 0
+    lines = map(json.loads, (log / "log.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if line["kind"] == "validation"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, shard) -> tuple[str, list[float]]:
+    """A run by `--augment cifar` with a part of each image cut off, and the loss that it found at its end."""
+    folder = tmp_path_factory.mktemp("trained")  # the log lies beside the checkpoints
+    flags = ["--data-path", shard, "--valid-data-path", shard, "--augment", "cifar", "--center-crop", "0.5"]
+    flags += [*DIMENSIONS, "--in-channels", "3", "--v-threshold", "0.1", "--train-iters", "8", "--save", str(folder)]
+    return str(folder), evaluated(folder, *flags)
+
+
+def test_an_evaluation_makes_samples_as_the_training_did_or_says_that_it_does_not(
+    trained, shard, tmp_path, capsys
+) -> None:
+    """Whatever is said of the training data and of its augmentation, that has no part in an evaluation."""
+    folder, loss = trained
+    evaluate = ("--load", folder, "--evaluate-only", "--valid-data-path", shard)
+    training = ("--data-path", shard, "--augment", "cifar")
+    for number, flags in enumerate((training, ("--normalize-images", "cifar10", "--center-crop", "0.5"))):
+        assert evaluated(tmp_path / str(number), *evaluate, *flags) == loss
+        assert WARNING not in capsys.readouterr().out
+    other = evaluated(tmp_path / "other", *evaluate, "--normalize-images", "generic", "--center-crop", "1")
+    told = "--normalize-images from cifar10 to generic, --center-crop from 0.5 to 1.0"
+    assert other != loss and f"{WARNING}{told}\n" in capsys.readouterr().out
+
+
+def test_an_evaluation_makes_the_frames_of_the_training(tmp_path) -> None:
+    config = {"model": {}, "neuron": {}}
+    save_global_tensors(tmp_path, {}, model="vgg_dvs", config=config, extra={"samples": {"split_by": "time"}})
+    assert read("--load", str(tmp_path), "--evaluate-only", model="vgg_dvs").data.split_by == "time"
+
+
+def test_fine_tuning_takes_the_constants_and_a_run_that_goes_on_takes_none(trained, shard, tmp_path, capsys) -> None:
+    start = ["--load", trained[0], "--finetune", "--data-path", shard]
+    found = read(*start)
+    assert samples(found) == {"normalize_images": "cifar10", "center_crop": 1.0} and found.data.augment == "none"
+    assert capsys.readouterr().out.rstrip().endswith(" --normalize-images cifar10")
+    evaluated(tmp_path, *start, "--train-iters", "1", "--normalize-images", "imagenet")
+    assert f"{WARNING}--normalize-images from cifar10 to imagenet\n" in capsys.readouterr().out
+    assert samples(read("--load", trained[0], "--data-path", shard))["normalize_images"] == "generic"
