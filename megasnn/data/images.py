@@ -57,11 +57,9 @@ class ImageFormat(SampleFormat):
 
     Attributes:
         size: height and width in pixels.
-        channels: 1 (grey) or 3 (RGB).
         normalisation: a name in NORMALISATIONS.
         recipe: random changes in training beside `augment`.
         center: share of the shorter side that the middle of an image keeps.
-        augment: random change in training.
     """
 
     size: int
@@ -82,10 +80,7 @@ class ImageFormat(SampleFormat):
 
         A square in the middle is scaled to `size` (bilinear, with averaging when it shrinks), or a random part where
         `augment` crops (bicubic). Grey becomes RGB by repetition, RGB grey by luminance. The result is uint8, or
-        float32 where a rectangle was erased.
-
-        Raises:
-            ValueError: damaged bytes, or an image that is too large or of more than 8 bits a channel.
+        float32 where a rectangle was erased. Raises ValueError as `open_image`.
         """
         file = open_image(data)
         try:

@@ -65,11 +65,9 @@ def charts() -> dict[str, dict[str, list[object]]]:
 class TensorBoard:
     """Writes scalars, texts and pictures of a run. Scalars that were only ever zero are not shown.
 
-    After an error, such as a full disk, nothing more is written.
+    After an error, such as a full disk, nothing more is written; without a directory, nothing is.
 
     Args:
-        directory: of the event files; None writes nothing.
-        best_effort: context in which an error is told and goes no further.
         resumed_iteration: last iteration of the run that this one continues; later points of it are hidden.
     """
 
