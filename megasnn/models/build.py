@@ -103,10 +103,9 @@ def building_problems(
     context-parallel ranks."""
     try:
         described = describe(model, neuron)
-        if context_parallel > 1:
-            described.build(BuildContext(cp=Group("cp", tuple(range(context_parallel))), cut=cut))
-        if tensor_parallel > 1:
-            described.build(BuildContext(tp=Group("tp", tuple(range(tensor_parallel)))))
+        tp, cp = Group("tp", tuple(range(tensor_parallel))), Group("cp", tuple(range(context_parallel)))
+        if tp.size * cp.size > 1:
+            described.build(BuildContext(tp=tp, cp=cp, cut=cut))
     except ValueError as error:
         return [f"{model.name}: {error}"]
     return []

@@ -13,7 +13,6 @@ from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, 
 from torch import Tensor, nn
 
 from megasnn.checkpoint.load import load_globals_into
-from megasnn.engine.model import DistributedModel
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, DropPath
 from megasnn.losses.sums import cross_entropy_sum, mse_sum, tet_sum
@@ -25,7 +24,7 @@ from megasnn.parallel_state import destroy_model_parallel
 from megasnn.schedule import plan_schedule
 from tests.distributed.whole import drawn
 from tests.parity import spikingjelly_reference as reference
-from tests.parity.ranks import Layout, RankStep, even_bounds, gathering, join, record_step
+from tests.parity.ranks import Layout, RankStep, distributed, even_bounds, gathering, join, record_step
 
 # Each kind of step: with pooling and without, to fewer channels than half (there the cheaper style is by row) and more.
 CONFIG = VggDvs(channels="8,8,P,32,8,P,16,P", image_size=16, time_steps=3, num_classes=5)
@@ -175,7 +174,8 @@ def one_step(
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         bounds = even_bounds(len(model.layers), len(plan.placement))
         plan = gathering(plan, model, bounds, context, layout)
-        engine = DistributedModel(model, state, context, bounds, plan, loss=LOSSES[variant.loss])
+        engine = distributed(model, state, context, bounds, plan)
+        engine.loss = LOSSES[variant.loss]
         load_globals_into(engine.tensors, CONFIG.from_spikingjelly(weights), state.world.handle)
         return record_step(engine, state, *data(dtype), micro_batch_size)
     finally:
