@@ -24,14 +24,11 @@ from megasnn.recompute import recording, replaying
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, USES_WEIGHTS
 from megasnn.telemetry.ranges import named
-from megasnn.telemetry.timers import DeviceClock, Mark
 
 LossFunction = Callable[[Bundle, Tensor], Tensor]
 """(output of the model, labels) -> this micro-batch's share of the global batch's mean loss, a scalar."""
 OutputConsumer = Callable[[Bundle, Tensor], None]
 """Called with (output without gradient, labels), once for each micro-batch."""
-ActionObserver = Callable[[Action, Mark, Mark], None]
-"""Called with every action, its start and its end, as marks of `PipelineExecutor.clock`."""
 
 
 MOST_GRAPHED = 2  # sizes of steps with CUDA graphs, each of which takes memory: the usual one, and a smaller last one
@@ -48,8 +45,7 @@ class PipelineExecutor:
         weights: gathers weights when they are used; None where they are always there.
 
     Attributes:
-        observer: called after each action, in training and in evaluation. Nothing waits for it but the host.
-        clock: of its marks.
+        observer: called with each action behind it, in training and in evaluation.
     """
 
     def __init__(
@@ -64,8 +60,7 @@ class PipelineExecutor:
     ) -> None:
         self._chunks, self._state, self._transfers = chunks, state, transfers
         self._loss, self._sync, self._seen, self._weights = loss, sync, seen, weights
-        self.observer: ActionObserver | None = None
-        self.clock = DeviceClock(state.device)
+        self.observer: Callable[[Action], None] | None = None
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
         self._consume: OutputConsumer | None = None
         modules = [module for chunk in chunks.values() for module in chunk.modules()]
@@ -116,11 +111,10 @@ class PipelineExecutor:
         with nullcontext() if trains else torch.no_grad():
             self._begin(schedule, tuple(micro.size for micro in micro_batches), trains)
             for action in actions:
-                start = None if self.observer is None else self.clock.mark()
                 with placed(partial(self._place, action)):
                     self._do(run, action)
-                if self.observer is not None and start is not None:
-                    self.observer(action, start, self.clock.mark())
+                if self.observer is not None:
+                    self.observer(action)
         self._transfers.wait()
         if self._sync is not None and trains:
             self._sync.wait()

@@ -90,8 +90,7 @@ class Delays:
     def __init__(self, seed: int, rank: int) -> None:
         self._draw = random.Random(f"{seed} {rank}")
 
-    def __call__(self, action: Action, start: float, end: float) -> None:
-        assert start <= end
+    def __call__(self, action: Action) -> None:
         if self._draw.random() < 0.3:
             time.sleep(0.02 if self._draw.random() < 0.03 else self._draw.random() / 1000)
 

@@ -57,7 +57,7 @@ class _Live:
         self._inputs: weakref.WeakSet[PackedInput] = weakref.WeakSet()
         known = [each.tensor for each in engine.tensors] + [each.images for each in batches if each.images is not None]
         self._known = {each.untyped_storage().data_ptr() for each in known}
-        engine.executor.observer = lambda action, start, end: self.after.append((action, self._bytes()))
+        engine.executor.observer = lambda action: self.after.append((action, self._bytes()))
 
     def pack(self, tensor: Tensor) -> _Holder:
         self._holders.add(holder := _Holder(tensor))
