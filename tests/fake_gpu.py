@@ -1,4 +1,4 @@
-"""A step as a GPU would compute it, on tensors without values: what is started, how many bytes it moves, what waits.
+"""A step as a GPU would compute it, on tensors without values: what is started, and what waits.
 
 Tensors say that they are on the CPU, because torch built without CUDA cannot differentiate others, and wherever the
 code asks for the device it is answered as on a GPU. Nothing is computed, so that models may have any size.
@@ -7,7 +7,7 @@ code asks for the device it is answered as on a GPU. Nothing is computed, so tha
 from __future__ import annotations
 
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,13 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megasnn.kernels.neuron import norm_pool_neuron
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.weight_grad import _cast
 
 OUTSIDE = "outside of units"
 _STARTS_NOTHING = ("empty", "detach", "_unsafe_view", "alias", "lift_fresh", "new_empty", "_reshape_alias", "resize_")
-_ONLY_WRITES = ("copy_", "zero_", "fill_")
 _WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select")
 _ON_GPU = {
     "megasnn.kernels.triton.available.interpreted": lambda: True,  # on a CPU the kernels are then not refused
@@ -43,38 +41,16 @@ _ON_GPU = {
 
 
 @dataclass
-class Work:
-    """
-    Attributes:
-        launches: operators that start something, by name.
-        moved: bytes that each of them reads and writes, by name.
-    """
-
-    launches: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    moved: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-
-    @property
-    def count(self) -> int:
-        return sum(self.launches.values())
-
-    def bytes_of(self, among: Callable[[str], bool]) -> int:
-        return sum(moved for name, moved in self.moved.items() if among(name))
-
-
-@dataclass
 class Counted:
     """
     Attributes:
-        forward, backward: what was started for each unit, by its name; the rest is in OUTSIDE.
-        neurons: neurons and time steps of each unit. values: what its norm has normalised.
+        forward, backward: operators that were started for each unit, by its name; the rest is in OUTSIDE.
         waits: where the host would have waited, as "file:line operator".
         numbers: what each operator was given besides tensors, which a graph would give it in every step.
     """
 
-    forward: dict[str, Work] = field(default_factory=lambda: defaultdict(Work))
-    backward: dict[str, Work] = field(default_factory=lambda: defaultdict(Work))
-    neurons: dict[str, int] = field(default_factory=dict)
-    values: dict[str, int] = field(default_factory=dict)
+    forward: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    backward: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     waits: list[str] = field(default_factory=list)
     numbers: list[tuple[Any, ...]] = field(default_factory=list)
 
@@ -97,44 +73,17 @@ class _Counting(TorchDispatchMode):
             and name not in _STARTS_NOTHING
             and not name.startswith("empty")
         ):
-            self.count(name, _moved(func, args, kwargs or {}, result), (args, kwargs))
+            self.count(name, (args, kwargs))
         return result
 
     def launch(self, kernel: Any, *args: Any, **constants: Any) -> None:
-        """Takes the place of that of the kernels; each of their tensors is read or written once."""
-        moved = sum(_size(each) for each in args if isinstance(each, Tensor))
-        self.count(kernel.fn.__name__, moved, (args, constants))
+        """Takes the place of that of the kernels."""
+        self.count(kernel.fn.__name__, (args, constants))
 
-    def count(self, name: str, moved: int, given: Any) -> None:
-        work = (self.counted.backward if self.backward else self.counted.forward)[self.unit]
-        work.launches[name] += 1
-        work.moved[name] += moved
+    def count(self, name: str, given: Any) -> None:
+        (self.counted.backward if self.backward else self.counted.forward)[self.unit][name] += 1
         numbers = (each.shape if isinstance(each, Tensor) else each for each in tree_leaves(given))
         self.counted.numbers.append((name, *numbers))
-
-
-def _moved(func: Any, args: Any, options: Any, result: Any) -> int:
-    """Bytes that an operator must read and write at least; what a tensor repeats (stride 0) counts once."""
-    name, total, changed = func.overloadpacket.__name__, 0, set[int]()
-    for index, argument in enumerate(func._schema.arguments):
-        value = args[index] if index < len(args) else options.get(argument.name)
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in (each for each in tree_leaves(value) if isinstance(each, Tensor)):
-            # A convolution's backward takes shapes of tensors that it does not read: it reads two and writes one.
-            # New tensors in the manner of another one do not read that.
-            if name.startswith("new_") or name.endswith("_like"):
-                continue
-            if name == "convolution_backward" and tensor is (args[2] if args[-1][1] else args[1]):
-                continue
-            total += _size(tensor) * (1 if not is_written or name in _ONLY_WRITES else 2)
-            if is_written:
-                changed.add(id(tensor))
-    return total + sum(_size(e) for e in tree_leaves(result) if isinstance(e, Tensor) and id(e) not in changed)
-
-
-def _size(tensor: Tensor) -> int:
-    different = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0]
-    return torch.Size(different).numel() * tensor.itemsize if tensor.numel() else 0
 
 
 def _caller() -> str:
@@ -169,7 +118,6 @@ def fake_gpu(names: dict[ConvNormNeuron, str] | None = None) -> Iterator[Counted
             x.register_hook(at(OUTSIDE, True))
         y = forward(unit, x)
         y.grad_fn.register_prehook(at(name, True))  # behind the hooks of y, which may be another unit's input
-        counted.neurons[name] = y.numel()
         counting.unit = OUTSIDE
         return y
 
@@ -184,10 +132,6 @@ def fake_gpu(names: dict[ConvNormNeuron, str] | None = None) -> Iterator[Counted
         counting.unit = unit
         return weight
 
-    def normalised(x: Tensor, *args: Any, **options: Any) -> Any:
-        counted.values[counting.unit] = x.numel()
-        return norm_pool_neuron(x, *args, **options)
-
     with ExitStack() as stack:
         for target, replacement in _ON_GPU.items():
             stack.enter_context(mock.patch(target, replacement))
@@ -196,7 +140,6 @@ def fake_gpu(names: dict[ConvNormNeuron, str] | None = None) -> Iterator[Counted
         stack.enter_context(mock.patch.object(ConvNormNeuron, "forward", marked))
         stack.enter_context(mock.patch("torch.autograd.backward", backward))
         stack.enter_context(mock.patch("megasnn.layers.weight_grad._cast", cast))
-        stack.enter_context(mock.patch("megasnn.layers.blocks.norm_pool_neuron", normalised))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(counting)
         yield counted

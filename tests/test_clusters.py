@@ -62,11 +62,6 @@ def test_a_host_that_fails_stops_the_others(tmp_path) -> None:
     assert ended.returncode != 0 and "stuck: $'\\003'" in ended.stdout
 
 
-def test_without_hosts_it_says_so(tmp_path) -> None:
-    ended = by_ssh(tmp_path, "", "-m", "megasnn")
-    assert ended.returncode != 0 and "the hosts, between spaces" in ended.stderr
-
-
 def documents(name: str) -> list[Any]:
     return list(yaml.safe_load_all((FOLDER / name).read_text()))
 
@@ -83,41 +78,39 @@ def program(template: dict[str, Any]) -> tuple[Any, list[str]]:
     return options, options.training_script_args[1:]
 
 
-def check_flags(flags: list[str], ranks: int) -> None:
-    """A job that is started again goes on where it was, on so many ranks."""
+def pods(name: str) -> tuple[dict[str, Any], int, dict[str, str]]:
+    """The template of a manifest's pods, how many there are, and the variables by which the operator tells torchrun."""
+    *services, job = documents(name)
+    spec = job["spec"]
+    if services:
+        (service,) = services
+        assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
+        assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+        assert service["spec"]["clusterIP"] == "None"
+        assert spec["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+        return spec["template"], spec["parallelism"], {}
+    policy, worker = spec["elasticPolicy"], spec["pytorchReplicaSpecs"]["Worker"]
+    assert policy["minReplicas"] == policy["maxReplicas"] == worker["replicas"]
+    told = {"PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}"}
+    return worker["template"], worker["replicas"], {**told, "PET_NPROC_PER_NODE": spec["nprocPerNode"]}
+
+
+@pytest.mark.parametrize("name", ["kubernetes_job.yaml", "kubernetes_pytorchjob.yaml"])
+def test_a_job_names_its_size_once_and_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    template, hosts, told = pods(name)
+    for variable, value in told.items():
+        monkeypatch.setenv(variable, value)
+    options, flags = program(template)
+    (container,) = template["spec"]["containers"]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(options.nnodes.partition(":")[0]) == hosts and int(options.nproc_per_node) == gpus
+    if told:
+        assert container["name"] == "pytorch"
+    else:
+        service, job = documents(name)
+        port = service["spec"]["ports"][0]["port"]
+        assert options.rdzv_endpoint == f"{job['metadata']['name']}-0.{service['metadata']['name']}:{port}"
     model = MODELS["spikformer"]
     config = parse(run_config(model), flags, recipes=model.recipes())
-    validate(config, ranks)
+    validate(config, hosts * gpus)
     assert config.checkpoint.save == config.checkpoint.load
-
-
-def test_the_job_finds_its_pods() -> None:
-    service, job = documents("kubernetes_job.yaml")
-    spec, name = job["spec"], job["metadata"]["name"]
-    options, flags = program(spec["template"])
-    hosts, gpus = (
-        int(options.nnodes),
-        spec["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"],
-    )
-    assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"] == hosts
-    assert int(options.nproc_per_node) == gpus
-    assert service["spec"]["selector"] == {"job-name": name} and service["spec"]["clusterIP"] == "None"
-    assert spec["template"]["spec"]["subdomain"] == service["metadata"]["name"]
-    port = service["spec"]["ports"][0]["port"]
-    assert options.rdzv_endpoint == f"{name}-0.{service['metadata']['name']}:{port}"
-    check_flags(flags, hosts * gpus)
-
-
-def test_the_operators_job_names_its_size_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    (job,) = documents("kubernetes_pytorchjob.yaml")
-    policy, worker = job["spec"]["elasticPolicy"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    assert policy["minReplicas"] == policy["maxReplicas"] == worker["replicas"]
-    # The operator tells torchrun by its variables.
-    monkeypatch.setenv("PET_NNODES", f"{policy['minReplicas']}:{policy['maxReplicas']}")
-    monkeypatch.setenv("PET_NPROC_PER_NODE", job["spec"]["nprocPerNode"])
-    options, flags = program(worker["template"])
-    (container,) = worker["template"]["spec"]["containers"]
-    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
-    assert container["name"] == "pytorch" and job["spec"]["nprocPerNode"] == str(gpus)
-    assert options.nnodes == "2:2" and int(options.nproc_per_node) == gpus
-    check_flags(flags, worker["replicas"] * gpus)

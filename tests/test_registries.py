@@ -153,8 +153,9 @@ def test_auto_takes_the_last_backend_that_can_be_used() -> None:
             neuron_multi_step(large, NeuronSpec(kind="if"), backend=NAME)
 
 
-@pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.flag[2:])
-def test_an_unknown_name_is_refused_with_those_that_there_are(registry) -> None:
-    with pytest.raises(ValueError) as refused:
-        registry[NAME]
-    assert registry.flag in str(refused.value) and all(name in str(refused.value) for name in (NAME, *registry.choices))
+def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
+    for registry in REGISTRIES:
+        with pytest.raises(ValueError) as refused:
+            registry[NAME]
+        told = str(refused.value)
+        assert registry.flag in told and all(name in told for name in (NAME, *registry.choices))

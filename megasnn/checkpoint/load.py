@@ -74,11 +74,9 @@ def load_checkpoint(
 
     Raises:
         NoCheckpointError: on every rank, when there is no checkpoint at all.
-        DamagedError: on every rank, when files are missing, cut or altered, of the checkpoint of this step or of all
-            that there are.
-        CheckpointError: on every rank, when this step does not exist, `check` finds something, tensors are missing,
-            unexpected, of another shape or of a precision that would be lost, or the optimizer is of another kind.
-        Nothing has changed then.
+        DamagedError: on every rank, when files of the checkpoint of this step, or of all, are missing, cut or altered.
+        CheckpointError: on every rank, when this step does not exist, `check` finds something, tensors do not fit, or
+            the optimizer is of another kind. Nothing has changed then.
     """
 
     def load(path: Path) -> LoadedState:
@@ -219,16 +217,12 @@ def _optimizer_difference(metadata: Metadata, optimizer: str | None) -> Iterator
 def load_global_tensors(
     folder: PathLike, step: int | None = None, *, prefix: str = "", with_optimizer: bool = False
 ) -> dict[str, Tensor]:
-    """Full tensors of a checkpoint by global name, on the CPU, in one process.
+    """Full tensors of a checkpoint by global name, on the CPU, in one process: those whose names start with `prefix`.
 
-    Warns when it is not the latest that they are of, because that one is damaged.
+    Warns when they are not of the latest, because that one is damaged. Raises CheckpointError as `load_checkpoint`.
 
     Args:
-        prefix: only names that start so.
         with_optimizer: the optimizer's state and the average of the weights too.
-
-    Raises:
-        CheckpointError: as `load_checkpoint`.
     """
 
     def load(path: Path) -> dict[str, Tensor]:
@@ -250,9 +244,7 @@ def load_globals_into(
     Collective over `process_group`, the group of all ranks (None for a process on its own): together they
     must take exactly these tensors.
 
-    Raises:
-        CheckpointError: on every rank, before anything is changed: a tensor is missing, one is taken by
-            no rank, or a shape differs.
+    Raises CheckpointError on every rank, before anything is changed, where one is missing or of another shape.
     """
     entries = list(tensors)
     given = {name: value for name, value in values.items() if isinstance(value, Tensor)}

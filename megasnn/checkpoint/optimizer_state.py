@@ -51,10 +51,8 @@ class LocalState:
 def describe(tensors: Iterable[ShardedTensor], states: Mapping[Tensor, Mapping[str, Any]]) -> list[ShardedTensor]:
     """An optimizer's `state`, by parameter, as tensors with a name and a shard.
 
-    A state of None (SGD without momentum has that) is nothing to store.
-
-    Raises:
-        CheckpointError: a value that is neither a tensor of the parameter's local shape nor a single-number tensor.
+    A state of None (SGD without momentum has that) is nothing to store. Raises CheckpointError for a value that is
+    neither a tensor of the parameter's local shape nor a single-number tensor.
     """
     entry_of, found = {id(entry.tensor): entry for entry in tensors}, []
     for parameter, state in states.items():

@@ -36,11 +36,8 @@ Written = tuple[str, SavedFile, list[tuple[str, SavedTensor]]]
 def save_checkpoint(folder: PathLike, progress: Progress, state: LocalState, process_group: Group = None) -> Path:
     """Writes `<folder>/iter_<iteration>` and makes it the latest; see `megasnn.checkpoint.folder` for an older one.
 
-    Args:
-        progress: that of the group's first rank is written.
-    Raises:
-        CheckpointError: on every rank, when a tensor cannot be described, the ranks together do not hold each
-            element of a tensor, or writing fails (names rank and cause). Earlier ones stay.
+    The progress of the group's first rank is written. Raises CheckpointError on every rank, when a tensor cannot be
+    described, the ranks do not hold each element of it, or writing fails (names rank and cause). Earlier ones stay.
     """
     content = prepare(lambda: content_of(state.entries(), process_group))
     return write_checkpoint(folder, progress, kind_of(state.optimizer), content, process_group)

@@ -54,9 +54,6 @@ def write_safetensors(path: Path, content: Content) -> SavedFile:
     """Writes a file one tensor after the other, safely on disk: `save_file` wants copies of all of them in memory.
 
     The format is the length of the header (8 bytes, little endian), the header of JSON, and the values in its order.
-
-    Raises:
-        OSError: it cannot be written.
     """
     header, end = {}, 0
     for _, saved, _ in content:
@@ -131,10 +128,7 @@ def read_full(path: Path, metadata: Metadata, names: Iterable[str]) -> dict[str,
 def read_boxes(path: Path, saved: Mapping[str, SavedTensor], entries: Iterable[ShardedTensor]) -> None:
     """Copies this rank's parts of saved tensors into its memory; boxes that only other ranks need are not read.
 
-    Args:
-        entries: each with the shape that it was saved in.
-    Raises:
-        DamagedError: a file cannot be read, or does not hold what the description says.
+    Raises DamagedError where a file cannot be read, or does not hold what the description says.
     """
     wanted = defaultdict[str, list[_Overlap]](list)
     needed: Counter[str] = Counter()

@@ -9,7 +9,6 @@ the size of micro-batches, it is chosen, too. Nothing is trained.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -22,13 +21,12 @@ import tyro
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError, at_least
 from megasnn.config.tool_flags import name_in, run_tool
-from megasnn.files import write_whole
 from megasnn.models.registry import MODELS
 from megasnn.planner.candidates import Prefer
 from megasnn.planner.cost_file import Analysis, read, write
 from megasnn.planner.machines import AUTO, DEVICES, Cluster, Machine
 from megasnn.planner.plan import apply, plan, problems, sizes_to_choose
-from megasnn.planner.report import as_json, cuts, table
+from megasnn.planner.report import cuts, table
 from megasnn.pretraining import configuration
 
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
@@ -55,8 +53,6 @@ class Options:
     """The costs file: read where it is there, otherwise written; with --measure always written."""
     output: Path | None = None
     """Write the configuration that --config takes here."""
-    json: Path | None = None
-    """Write all of the plan here, for programs."""
 
 
 def make_plan(arguments: Sequence[str] | None = None) -> None:
@@ -89,12 +85,10 @@ def make_plan(arguments: Sequence[str] | None = None) -> None:
         print(f"run it: {apply(found, config, options.output)}")
     else:
         print("run it: --output FILE writes the configuration of this plan, and tells the command that takes it")
-    if options.json is not None:
-        write_whole(options.json, json.dumps(as_json(found)))
 
 
 def _machine(options: Options, config: PretrainConfig, analysis: Analysis | None) -> Machine:
-    """Raises ValueError for a precision that the device has not, or a memory that programs alone take."""
+    """Raises ValueError for a precision that the device has not, or a memory that is no size."""
     if options.device_name == AUTO and analysis is not None and analysis.machine is not None:
         machine = analysis.machine
     else:
@@ -103,12 +97,7 @@ def _machine(options: Options, config: PretrainConfig, analysis: Analysis | None
         if precision not in machine.operations:
             known = ", ".join(machine.operations)
             raise ValueError(f"--precision {precision}: {name} is known for {known}; take another --device-name")
-    if options.memory is None:
-        return machine
-    if (memory := _bytes(options.memory)) <= machine.program:
-        alone = f"programs and libraries alone take {1e-9 * machine.program:.2f} GB of a rank"
-        raise ValueError(f"--memory {options.memory}: {alone} on {machine.name}; name more")
-    return replace(machine, memory=memory)
+    return machine if options.memory is None else replace(machine, memory=_bytes(options.memory))
 
 
 def _bytes(text: str) -> float:

@@ -27,11 +27,8 @@ else:  # so that the command line lists them
 def weights_as(source: Source, names: Names, averaged: bool = False) -> Source:
     """The model's tensors, without the optimizer's, under another program's names.
 
-    Args:
-        averaged: their running average in their place.
-    Raises:
-        CheckpointError: the source is of no model that the program has, tensors are missing or unexpected, or there is
-            no average of them.
+    With `averaged`, their running average in their place. Raises CheckpointError where the source is of no model that
+    the program has, tensors are missing or unexpected, or there is no average of them.
     """
     ours = in_our_names(source)
     if averaged:
@@ -46,13 +43,10 @@ def weights_as(source: Source, names: Names, averaged: bool = False) -> Source:
 
 
 def export_weights(source: Source, output: Path, names: Names, averaged: bool = False) -> Source:
-    """Writes the model's tensors, or their averages, to a new file. Returns what was written.
+    """Writes the model's tensors, or their averages, to a new file, and returns them: safetensors where its name ends
+    so; otherwise a state_dict of torch.save, for programs that read nothing else.
 
-    Args:
-        output: safetensors where its name ends so; otherwise a state_dict of torch.save, for programs that read nothing
-            else.
-    Raises:
-        CheckpointError: as `weights_as`, or there is such a file already.
+    Raises CheckpointError as `weights_as`, and where there is such a file already.
     """
     weights = weights_as(source, names, averaged)
     if output.exists():

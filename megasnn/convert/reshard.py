@@ -86,9 +86,8 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
     Returns:
         the new checkpoint, and the layers of each chunk as `--pipeline-model-parallel-layout` takes them.
     Raises:
-        CheckpointError: the source is of no model known here, the model cannot be cut like this, `save` holds
-            checkpoints already, or the source is damaged.
-        OSError: writing fails; nothing is left behind then.
+        CheckpointError: the source is of no model known here or damaged, the model cannot be cut like this, or `save`
+            holds checkpoints already. Nothing is left behind then, nor where writing fails.
     """
     folders.require_empty(save)
     saved = source.metadata
@@ -137,11 +136,7 @@ def target_ranks(
 ) -> list[list[ShardedTensor]]:
     """Tensors of each rank of the target, without memory, pipeline stage by pipeline stage.
 
-    Args:
-        tensors: of the checkpoint, for shapes and types.
-        bounds: the layers of each chunk.
-    Raises:
-        CheckpointError: the model cannot be cut like this, or the checkpoint does not hold exactly its tensors.
+    Raises CheckpointError where the model cannot be cut like this, or the checkpoint does not hold exactly its tensors.
     """
     ranks, wrong = [], list[str]()
     for stage in range(target.pipeline):

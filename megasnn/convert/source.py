@@ -45,10 +45,7 @@ class Source:
 def open_source(path: Path, values: bool = True) -> Source:
     """Opens a file of torch.save or safetensors, a run's folder of checkpoints, or one checkpoint in it.
 
-    Args:
-        values: read those of a checkpoint, too, and check its files.
-    Raises:
-        CheckpointError: there is nothing, or nothing that can be read; the checkpoint is damaged.
+    With `values` a checkpoint's files are read, too, and checked. Raises CheckpointError for what cannot be read.
     """
     if not path.is_dir():
         if not path.is_file():

@@ -42,19 +42,13 @@ def open_datasets(
 ) -> Datasets:
     """Opens the shards of ``--data-path`` and ``--valid-data-path`` and checks all labels.
 
-    ``sample`` stands for scikit-learn's digits, with their own validation split: as images, or as recordings of a
-    simulated event camera.
-
     Args:
         input_shape: of a sample, as the model takes it: (C, H, W) for images, (T, 2, H, W) for event frames.
         sample_shards: makes the shards of ``sample``, of recordings or (False) of images, to train and to validate on.
         decide: calls a function on one rank and gives its result to all: sizes of shards behind URLs are asked for so.
         evaluates: and trains on nothing.
-
     Raises:
-        ValueError: a shard is missing, cut or empty or cannot be fetched, a sample incomplete, a label out of range,
-            the cache not writable; the shards hold another kind of samples than the model takes, or frames of another
-            shape; an option does not go with them.
+        ValueError: a shard is missing, cut or empty or cannot be fetched; labels, samples or options do not fit.
     """
     os.environ[SAMPLE_LIMIT] = str(config.max_sample_mb)
     format = sample_format(config, input_shape, evaluates)
@@ -88,10 +82,7 @@ def open_shards(
 def sample_format(config: DataConfig, input_shape: Sequence[int], evaluates: bool = False) -> EventFormat | ImageFormat:
     """Format by which a shard's samples become the model's input, without reading any.
 
-    Args:
-        evaluates: and trains on nothing.
-    Raises:
-        ValueError: no shard holds such samples, or an option does not go with them.
+    Raises ValueError where no shard holds such samples, or an option does not go with them.
     """
     if len(input_shape) not in (3, 4):
         raise ValueError(

@@ -69,10 +69,6 @@ class EventFormat(SampleFormat):
     """Event samples as a model takes them.
 
     Kept events become frames here. Frames that preprocessing made are scaled where they have another size.
-
-    Attributes:
-        settings: time steps, size and, for kept events, how frames are made of them.
-        augment: change of the frames.
     """
 
     settings: FrameOptions

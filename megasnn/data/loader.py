@@ -33,9 +33,7 @@ class MicroBatch:
         start: place of its first sample in the global batch.
         sample_ids: int64 `[size]`, the samples of the order, the same on every rank of a pipeline: a broken sample
             that was replaced keeps its number here.
-        images: float32: images `[size, C, H, W]`, normalised, channels last in memory, or event frames
-            `[size, T, 2, H, W]`.
-        labels: int64 `[size]`.
+        images: float32 `[size, C, H, W]`, channels last in memory, or event frames `[size, T, 2, H, W]`.
         skipped: number of broken samples that were replaced; 0 on ranks that read nothing.
     """
 
@@ -101,8 +99,6 @@ class BatchLoader:
         config: `last_batch`: "continue" fills the last batch of an epoch with the beginning of the next one, "drop"
             leaves its samples out (others in each epoch). `skip_broken_samples`: the next sample of the epoch's order
             that decodes takes the place of one that does not, so that sizes and the places of all others stay.
-            `num_workers`: processes that read ahead, a global batch or more; with 0 a batch is read when it is asked
-            for.
         pin_memory: hand over images in pinned memory, from which a GPU copies them without the host waiting.
         timeout: seconds after which workers that give nothing end the run.
     Attributes:

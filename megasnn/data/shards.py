@@ -41,9 +41,7 @@ class Shard:
 
     Attributes:
         name: as the user named it, for messages.
-        tar: its file.
         state: size in bytes and time of change (ns) of `tar` when it was indexed.
-        members: its samples, in file order.
     """
 
     name: str
@@ -53,14 +51,9 @@ class Shard:
 
 
 def open_shard(source: Path, name: str | None = None) -> Shard:
-    """Opens a shard.
+    """Opens a tar, or one packed by gzip; messages call it `name`, by default its path.
 
-    Args:
-        source: a tar, or one packed by gzip.
-        name: for messages, by default its path.
-    Raises:
-        ValueError: it is cut, empty or no tar, a sample is incomplete, or it is not the one that index.json lists;
-            the message names the shard, and the sample.
+    Raises ValueError, as `scan`, and where it is not the one that index.json lists.
     """
     name, tar, members = name or str(source), source, _members_beside(source)
     if _is_packed(source):
@@ -77,10 +70,7 @@ def open_shard(source: Path, name: str | None = None) -> Shard:
 def scan(tar: Path, name: str) -> Members:
     """Reads the headers and the classes of a tar.
 
-    Args:
-        name: of the shard, for messages.
-    Raises:
-        ValueError: it is cut, damaged, empty or no tar, or a sample is incomplete; the message names the sample.
+    Raises ValueError where it is cut, damaged, empty or no tar, or a sample is incomplete; names shard and sample.
     """
     samples: dict[str, dict[str, tarfile.TarInfo]] = {}
     for member, key, suffix in _members(tar, name):

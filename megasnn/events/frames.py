@@ -38,14 +38,10 @@ class FrameOptions:
 
 
 def make_frames(recording: Recording, options: FrameOptions) -> NDArray[Any]:
-    """Counts the events of each frame, and scales as the options say.
-
-    Args:
-        recording: checked, as readers give it.
+    """Counts the events of each frame of a checked recording, and scales as the options say.
 
     Returns:
         [T, 2, H, W], polarity 0 before polarity 1: int32 counts, or float32 where they are scaled.
-
     Raises:
         ValueError: a recording too short for the number of frames by time, or frames that are too large.
     """

@@ -74,14 +74,8 @@ class Recording:
 
 
 def check_recording(recording: Recording, sort: bool = False) -> Recording:
-    """Checks that there are events, inside the sensor and in order of time.
-
-    Args:
-        sort: puts events in order of time instead of refusing those that are not; equal times keep their order.
-
-    Raises:
-        ValueError: naming the event.
-    """
+    """Checks that there are events, inside the sensor and in order of time; `sort` puts them in order instead, where
+    equal times keep theirs. Raises ValueError, naming the event."""
     events, sensor = recording.events, recording.sensor
     if not len(events):
         raise ValueError("has no events")

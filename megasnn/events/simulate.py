@@ -48,10 +48,6 @@ def simulate_recording(image: NDArray, *key: int | str, sensor: SimulatedSensor 
     Args:
         image: [h, w], values from 0 (background) to 1.
         key: of this recording's randomness, e.g. ("digits", seed, index); equal keys give equal recordings.
-        sensor: by default `SimulatedSensor()`.
-
-    Returns:
-        Recording in order of time, some thousand events for a digit.
     """
     sensor = sensor or SimulatedSensor()
     random = np.random.default_rng(keyed_seed("simulated recording", *key))

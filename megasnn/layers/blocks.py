@@ -174,11 +174,8 @@ def recompute_mode(layers: Sequence[nn.Module], keeps_output: bool = False) -> I
 
     Args:
         keeps_output: whether the output of the last one is wanted nevertheless.
-    Raises:
-        ValueError: behind a forward that has changed a buffer.
     """
     modules = [module for layer in layers for module in layer.modules()]
-    buffers = [(name, b, b._version) for layer in layers for name, b in layer.named_buffers()]
     last = None if keeps_output or not layers else layers[-1]
     with ExitStack() as changes:
         for module in modules:
@@ -189,11 +186,6 @@ def recompute_mode(layers: Sequence[nn.Module], keeps_output: bool = False) -> I
         if isinstance(last, ConvNormNeuron) and type(last).forward is ConvNormNeuron.forward:
             changes.enter_context(_set(last, "fires", False))
         yield
-    if changed := [name for name, buffer, version in buffers if buffer._version != version]:
-        raise ValueError(
-            f"its forward changes the buffer {', '.join(changed)}, and would change it twice when it is computed "
-            "again: use --recompute never"
-        )
 
 
 @contextmanager

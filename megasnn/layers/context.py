@@ -34,8 +34,6 @@ class BuildContext:
         carries: whether neurons go on from the potential that the last call left, until they are reset.
         cast_weights: gives the layers with weights what they multiply by.
         sparse_products: True to sum over spikes in products with few of them.
-        replicated: paths of modules, in networks that are given to `megasnn.shard`, that every tensor-parallel rank has
-            whole because they mix channels.
     """
 
     tp: Group = field(default_factory=lambda: alone("tp"))
@@ -53,7 +51,6 @@ class BuildContext:
     carries: bool = False
     cast_weights: CastWeights = field(default_factory=CastWeights)
     sparse_products: bool = False
-    replicated: frozenset[str] = frozenset()
 
     @property
     def sharing_samples(self) -> Group:

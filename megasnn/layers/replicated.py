@@ -13,7 +13,7 @@ inside a layer whose other parts are cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
@@ -29,7 +29,7 @@ from megasnn.layers.converted import ConvertedDropout, convert, our_batch_norm, 
 from megasnn.layers.dropout import KeyedLayer
 from megasnn.layers.init import ModuleInitialiser, initializer_from_module, note_paths, own_tensors, to_meta
 from megasnn.layers.norm import ParallelBatchNorm
-from megasnn.layers.plain import fold_time, is_stateful, refuse_attached, refuse_what_differs
+from megasnn.layers.refusals import SEQUENCES, is_stateful, note_stepped, refuse
 from megasnn.layers.shape_inference import mark_spikes
 from megasnn.parallel.collectives import gather_alike, own_channels
 from megasnn.parallel.sharding import Cut, describe_tensor
@@ -41,29 +41,24 @@ class Gathered:
 
     An output that does not divide by the ranks stays whole.
 
-    Args:
-        dim: in which the output is cut; None for that of the first input that is cut.
-        keeps_whole: whether the output is whole.
     Attributes:
-        cuts: of the input's tensors, in their order, which the check of cut layers finds; those that are missing are
-            whole.
+        dim: in which the output is cut; None for whole.
+        cuts: of the input's tensors, in their order; those that are missing are whole. The check of cut layers finds
+            them, and `dim` of a module inside a layer: that of its first input that is cut.
     """
 
-    def __init__(
-        self, inner: Callable[..., Any], context: BuildContext, dim: int | None = None, keeps_whole: bool = False
-    ) -> None:
+    def __init__(self, inner: Callable[..., Any], context: BuildContext, dim: int | None = None) -> None:
         self._inner, self._group, self._dtype = inner, context.tp, context.dtype
-        self._dim, self._keeps_whole = dim, keeps_whole
+        self.dim = dim
         self.cuts: Sequence[Cut | None] = ()
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         cuts = chain(self.cuts, repeat(None))
         given, named = tree_map_only(Tensor, lambda x: self._whole(x, next(cuts)), (inputs, options))
         output = self._inner(*given, **named)
-        dim = next((cut.dim for cut in self.cuts if cut is not None), None) if self._dim is None else self._dim
-        if dim is None or self._keeps_whole or self._group.size == 1:
+        if self.dim is None or self._group.size == 1:
             return output
-        return tree_map_only(Tensor, partial(self._own, dim), output)
+        return tree_map_only(Tensor, partial(self._own, self.dim), output)
 
     def _whole(self, x: Tensor, cut: Cut | None) -> Tensor:
         x = x.to(self._dtype) if x.is_floating_point() else x
@@ -90,25 +85,20 @@ def is_whole(module: nn.Module) -> bool:
 
 
 def replicate(
-    module: nn.Module,
-    context: BuildContext,
-    initialise: ModuleInitialiser | None,
-    dim: int | None = None,
-    keeps_whole: bool = False,
+    module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None, dim: int | None = None
 ) -> nn.Module:
     """Makes a plain module on the meta device whole on every rank: describes its tensors, and swaps its batch norms for
     ours.
 
     Args:
         initialise: called with each of its modules, after their own `reset_parameters`, to set initial values.
-        dim, keeps_whole: as of `Gathered`.
+        dim: as of `Gathered`.
     Returns:
         the module itself, or what it is swapped for.
     Raises:
-        ValueError: what cannot be computed alike on every layout: dropout, which draws without a key,
-            lazy modules, buffers that are not saved, SpikingJelly's single-step mode; a module with values.
+        ValueError: what cannot be computed alike on every layout.
     """
-    refuse_what_differs(module)
+    refuse(module, "plain")
     module = _with_our_norms(module, context, initialise)
     for each in module.modules():
         if isinstance(each, ParallelBatchNorm):
@@ -119,7 +109,7 @@ def replicate(
             shard = context.shard(tuple(tensor.shape), initialise=initializer_from_module(each, initialise, name))
             describe_tensor(each, name, shard)
         to_meta(each)
-    module.forward = Gathered(module.forward, context, dim, keeps_whole)
+    module.forward = Gathered(module.forward, context, dim)
     return module
 
 
@@ -143,7 +133,7 @@ class LayerCall:
         time_steps: that an input of a single one stands for.
         fold_time: whether it is given all time steps as one batch.
         dtype: of its input; None for what comes.
-        classes: of the last layer, whose output is gathered to so many channels.
+        classes: of the last layer, whose output is gathered to so many channels; 0 of all others.
     """
 
     group: Group
@@ -168,50 +158,61 @@ class LayerCall:
         return gather_alike(y, self.group) if is_cut else y
 
 
+def folds_time(module: nn.Module) -> bool:
+    """Tells whether a plain layer is given all time steps as one batch `[T * N, C, ...]`: it consists of torch's
+    modules, and none of them works along the first dimension, as attention and recurrent layers do."""
+    if not all(type(each).__module__.startswith("torch.nn.") for each in module.modules()):
+        return False
+    refuse(module, "torch")
+    return not any(
+        isinstance(each, SEQUENCES) or getattr(each, "dim", None) == 0 or getattr(each, "start_dim", None) == 0
+        for each in module.modules()
+    )
+
+
 def plain_layer(
     module: nn.Module,
+    name: str,
     context: BuildContext,
-    initialise: ModuleInitialiser | None = None,
+    initialise: ModuleInitialiser | None,
     *,
-    whole: bool = True,
-    keeps_whole: bool = False,
+    whole: bool,
+    classes: int = 0,
 ) -> nn.Module:
     """Makes a layer of a plain module: `whole` on every rank, or on a rank's channels.
 
-    Args and raises: as of `replicate`.
+    Args:
+        name: global name. classes: of the last layer of a model.
+    Raises:
+        ValueError: what cannot be computed alike on every layout.
     """
     note_paths(module)
-    refuse_what_differs(module)
-    folded = fold_time(module)
+    note_stepped(module)
+    refuse(module, "plain")
+    fold = folds_time(module)
     if whole:
-        module = replicate(module, context, initialise, 1 if folded else 2, keeps_whole)
-    return as_layer(module, context, folded, context.dtype)
+        module = replicate(module, context, initialise, None if classes else 1 if fold else 2)
+    return as_layer(module, name, context, LayerCall(context.tp, context.time_steps, fold, context.dtype, classes))
 
 
-def as_layer(module: nn.Module, context: BuildContext, fold_time: bool, dtype: torch.dtype | None = None) -> nn.Module:
+def as_layer(module: nn.Module, name: str, context: BuildContext, call: LayerCall) -> nn.Module:
     """Makes a layer of a module that knows nothing of ranks. Raises ValueError for state that cannot be detached."""
     if context.carries:
-        refuse_attached(module)
-    for each in module.modules():
-        if hasattr(each, "surrogate_function") and spec_of(each) is not None:
-            each.register_forward_hook(lambda node, inputs, spikes: mark_spikes(spikes))
-    vars(module)["_call"] = LayerCall(context.tp, context.time_steps, fold_time, dtype)
-    return module
-
-
-def knows_no_ranks(layer: nn.Module) -> bool:
-    """Tells whether a layer is plain, or made of a plain one."""
-    return "_call" in vars(layer)
-
-
-def placed(module: nn.Module, name: str, classes: int) -> nn.Module:
-    """A layer, told its global name and, where it is to gather them, the number of classes."""
-    if knows_no_ranks(module):
-        vars(module)["_call"] = replace(vars(module)["_call"], classes=classes)
+        refuse(module, "carries")
     for path, each in module.named_modules(prefix=name):
         if isinstance(each, ConvertedDropout):
             each.name = path
+        elif hasattr(each, "surrogate_function") and spec_of(each) is not None:
+            each.register_forward_hook(lambda node, inputs, spikes: mark_spikes(spikes))
+    vars(module)["_call"] = call
     return module
+
+
+def forget_state(layer: nn.Module) -> None:
+    """Resets modules that keep a state, as SpikingJelly's neurons do."""
+    for module in layer.modules():
+        if is_stateful(module):
+            module.reset()  # type: ignore[operator]
 
 
 def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundle, goes_on: bool = False) -> Bundle:

@@ -1,30 +1,27 @@
-"""Builds descriptions from models' dimensions: layers are built without memory, and run once without values."""
+"""Builds layers from models' dimensions, without memory and values: makes, checks and runs them, one after another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from traceback import walk_tb
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from megasnn.bundle import Bundle, Key, entries_of, logits_of, shapes_text
+from megasnn.bundle import Bundle, entries_of, logits_of, shapes_text
 from megasnn.config import ModelConfig
 from megasnn.config.checks import flag
 from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.spike_codec import Content
 from megasnn.layers.context import BuildContext, building
 from megasnn.layers.init import initialise_sharded, tensors_of, without_memory
-from megasnn.layers.plain import SHARDED, forget_state, is_plain, refuse_plain_parts, refuse_unshareable
-from megasnn.layers.replicated import Gathered, apply_layer, is_whole, knows_no_ranks, placed, plain_layer
-from megasnn.layers.row_context import one_height
+from megasnn.layers.refusals import SHARDED, is_plain, refuse, refuse_mixed_rows
+from megasnn.layers.replicated import apply_layer, forget_state, plain_layer
 from megasnn.layers.shape_inference import (
     MaxInference,
     content_of,
@@ -32,10 +29,13 @@ from megasnn.layers.shape_inference import (
     is_ours,
     note_never_called,
 )
-from megasnn.models.cut_check import Cuts, MixedChannels, check_cut, is_known
+from megasnn.models.convert_module import convert_network
+from megasnn.models.cut_check import MixedChannels, check_layer, cuts_by_shape
 from megasnn.models.description import (
     DRY_SAMPLES,
     INPUT,
+    Built,
+    Cuts,
     EntryDescription,
     LayerDescription,
     ModelDescription,
@@ -47,7 +47,7 @@ from megasnn.models.layer import Layer
 from megasnn.models.summary import OperationCounter
 from megasnn.models.ties import refuse_other_calls, separate, tie_all
 from megasnn.parallel.sharding import described_tensors, parameter_count, sharded_tensors
-from megasnn.parallel_state import Group
+from megasnn.parallel_state import Group, alone
 
 _LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 
@@ -61,46 +61,34 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
         ValueError: two layers have the same name, a layer cannot take what it is given or gives something else than it
             says, nothing takes what it gives, or the last one gives no logits.
     """
-    return _described(type(model), cast(Any, model), neuron or model.neuron().spec)
+    return _described(cast(Any, model), neuron or model.neuron().spec)
 
 
 @lru_cache(maxsize=8)
-def _described(kind: type, model: ModelConfig, neuron: NeuronSpec) -> ModelDescription:
-    layers = built(model, BuildContext(), neuron)
-    names = [each.name for each in layers]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise ValueError(f"two layers of {model.name} have the name {twice[0]!r}; a name is for one layer")
-    named = [(each.name, each.module) for each in layers]
-    counters = {each.name: OperationCounter(each.module) for each in layers}
-    outputs = dry_run(named, _inputs_of(layers), model.input_shape, learns=True, trackers=counters)
-    _require_logits(model, names[-1], outputs[-1])
+def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
+    one = build(model, neuron, BuildContext())
+    named = [(each.name, each.module) for each in one]
     refuse_other_calls(named)
     described = [
         LayerDescription(
             each.name,
-            each.unit,
-            _output_of(y),
-            each.takes or (),
-            tuple(tuple(entry.shape) for entry in entries_of(y).values()),
+            each.layer.unit,
+            {key: EntryDescription(content_of(x), tuple(x.shape)) for key, x in entries_of(each.output).items()},
+            each.layer.takes or (),
             parameter_count(list(sharded_tensors([(each.name, each.module)]))),
-            counters[each.name].of_a_sample,
+            each.operations,
         )
-        for each, y in zip(layers, outputs, strict=True)
+        for each in one
     ]
-    run = partial(
-        _built_and_run, model, neuron, layers, lru_cache(maxsize=None)(partial(_check, model, neuron, layers))
-    )
     return ModelDescription(
         tuple(described),
-        lambda context: [module for module, _ in run(context, DRY_SAMPLES)],
+        lambda context: build(model, neuron, context, one),
         model.time_steps,
         model.input_shape,
         model.num_classes,
         tuple(_ties(named)),
-        run,
         tuple(sharded_tensors(named)),
-        cast(Any, model).example_input,
+        model.example_input,
     )
 
 
@@ -115,10 +103,9 @@ def building_problems(
     context-parallel ranks."""
     try:
         described = describe(model, neuron)
-        if context_parallel > 1:
-            described.build(BuildContext(cp=Group("cp", tuple(range(context_parallel))), cut=cut))
-        if tensor_parallel > 1:
-            described.build(BuildContext(tp=Group("tp", tuple(range(tensor_parallel)))))
+        tp, cp = Group("tp", tuple(range(tensor_parallel))), Group("cp", tuple(range(context_parallel)))
+        if tp.size * cp.size > 1:
+            described.build(BuildContext(tp=tp, cp=cp, cut=cut))
     except ValueError as error:
         return [f"{model.name}: {error}"]
     return []
@@ -145,207 +132,190 @@ def _inputs_of(layers: Sequence[Layer]) -> tuple[tuple[int, ...], ...]:
     return taken
 
 
-def _require_logits(model: ModelConfig, name: str, output: Bundle, samples: int = DRY_SAMPLES) -> None:
+def _require_logits(model: ModelConfig, last: Built) -> None:
     """Raises ValueError for a last layer that gives something else."""
-    wanted, logits = [model.time_steps, samples, model.num_classes], logits_of(output)
+    wanted, logits = [model.time_steps, DRY_SAMPLES, model.num_classes], logits_of(last.output)
     if list(logits.shape) != wanted:
         raise ValueError(
-            f"{name}: the last layer gives {list(logits.shape)} for {samples} samples, where logits are {wanted}: "
-            "--time-steps, samples, --num-classes"
+            f"{last.name}: the last layer gives {list(logits.shape)} for {DRY_SAMPLES} samples, where logits are "
+            f"{wanted}: --time-steps, samples, --num-classes"
         )
-
-
-def _output_of(output: Bundle) -> Content | Mapping[Key, EntryDescription]:
-    """Content of a layer's output."""
-    found = {key: EntryDescription(content_of(x), tuple(x.shape)) for key, x in entries_of(output).items()}
-    return found[None].content if None in found else found
 
 
 # --- building
 
 
-def built(model: ModelConfig, context: BuildContext | None = None, neuron: NeuronSpec | None = None) -> list[Layer]:
-    """All layers, without memory. Raises ValueError for sizes that do not divide by the tensor parallel ranks."""
-    context = replace(context or BuildContext(), neuron=neuron or NeuronSpec(), time_steps=model.time_steps)
-    layers: list[Layer] = []
+def build(
+    model: ModelConfig, neuron: NeuronSpec, context: BuildContext, one: Sequence[Built] | None = None
+) -> list[Built]:
+    """Builds all layers for a rank, without memory. Each is made, compared with one rank's where a rank has some of the
+    channels, and run once on the meta device, where it learns what its inputs hold.
+
+    Args:
+        one: the layers of one rank, which none of these may be; None for these themselves.
+    Raises:
+        ValueError: names the layer, and what cannot be computed alike on this layout.
+    """
+    context = replace(context, neuron=neuron, time_steps=model.time_steps)
     with building(context), without_memory():
-        try:
-            for each in model.layers():
-                if not isinstance(each, Layer):
-                    kind = type(each).__name__
-                    raise ValueError(f'`layers` yields a {kind}; yield megasnn.layer("a name", module)')
-                layers.append(each)
-        except (ValueError, RuntimeError, ArithmeticError) as error:  # torch's own of sizes beyond all bounds
-            place = f"the layer behind {layers[-1].name}" if layers else "the first layer"
-            values = [f"{flag(each.name)} {getattr(model, each.name)}" for each in fields(cast(Any, model))]
-            flags = "" if isinstance(error, ValueError) else f" ({' '.join(values)})"
-            raise ValueError(f"{place}: {error}{flags}") from error
-        if not layers:
-            raise ValueError("`layers` yields nothing: a model has one layer or more, the last of which gives logits")
-        layers, ties = separate(layers)
-        last = len(layers) - 1
-        for number, each in enumerate(layers):
-            try:
-                module = _as_layer(each, context, number == 0, number == last, model.num_classes)
-                refuse_unshareable(module, context)
-            except ValueError as error:
-                raise ValueError(f"{each.name}: {error}") from error
-            layers[number] = replace(each, module=module)
-        tie_all(layers, ties)
-        return layers
+        layers, ties = separate(_yielded(model))
+    taken, built, size = _inputs_of(layers), list[Built](), context.tp.size
+    frames = torch.empty((DRY_SAMPLES, *model.input_shape), dtype=context.compute_dtype, device="meta")
+    outputs: dict[int, tuple[Bundle, Cuts]] = {INPUT: (frames_of(frames, model.input_shape), [None])}
+    wholes: dict[int, Bundle] = {}
+    if one is not None:
+        _refuse_made_before(one, layers)
+        example = cast(Any, model).example_input(DRY_SAMPLES, torch.Generator().manual_seed(0))
+        wholes = {INPUT: frames_of(example.double(), model.input_shape), **{n: one[n].output for n in range(len(one))}}
+    for number, each in enumerate(layers):
+        make = partial(_made, each, is_first=number == 0, classes=model.num_classes if each is layers[-1] else 0)
+        inputs, cuts = [outputs[source] for source in taken[number]], None
+        if one is None or size == 1:
+            module = make(context)
+        else:
+            given = [(wholes[source], outputs[source][1]) for source in taken[number]]
+            module, cuts = _made_and_checked(each, make, context, one[number].module, given)
+        with OperationCounter(module) if one is None else nullcontext() as counter:
+            output = dry_run(each.name, module, [x for x, _ in inputs])
+        if cuts is None:
+            cuts = cuts_by_shape(each.name, module, output, wholes.get(number, output), inputs[0][1], size)
+        outputs[number] = output, cuts
+        built.append(Built(replace(each, module=module), output, counter.of_a_sample if counter is not None else 0))
+    tie_all([each.layer for each in built], ties)
+    _require_logits(model, built[-1])
+    return built
 
 
-def _as_layer(each: Layer, context: BuildContext, first: bool, last: bool, classes: int) -> nn.Module:
-    """The module of a layer; a plain one is whole on every tensor parallel rank, or mixes no channels."""
-    for module in each.module.modules():
-        if getattr(module, "inplace", False) is True:  # would change what other stages, and a second forward, take
-            module.inplace = False  # type: ignore[assignment]
-    if knows_no_ranks(each.module):
-        return placed(each.module, each.name, classes if last else 0)
-    if is_plain(each.module):
-        has_tensors = next(tensors_of(each.module), None) is not None
-        whole = first or last or has_tensors or each.name in context.replicated
-        return plain_layer(each.module, context, each.initialise, whole=whole, keeps_whole=last)
-    refuse_plain_parts(each.module)
-    if each.initialise is not None:
-        initialise_sharded(each.module, each.initialise)
-    return each.module
+def _yielded(model: ModelConfig) -> list[Layer]:
+    """The layers as the model yields them. Raises ValueError for sizes that do not divide by the tensor parallel
+    ranks, and two layers of one name."""
+    layers: list[Layer] = []
+    try:
+        for each in model.layers():
+            if not isinstance(each, Layer):
+                kind = type(each).__name__
+                raise ValueError(f'`layers` yields a {kind}; yield megasnn.layer("a name", module)')
+            layers.append(each)
+    except (ValueError, RuntimeError, ArithmeticError) as error:  # torch's own of sizes beyond all bounds
+        place = f"the layer behind {layers[-1].name}" if layers else "the first layer"
+        values = [f"{flag(each.name)} {getattr(model, each.name)}" for each in fields(cast(Any, model))]
+        flags = "" if isinstance(error, ValueError) else f" ({' '.join(values)})"
+        raise ValueError(f"{place}: {error}{flags}") from error
+    if not layers:
+        raise ValueError("`layers` yields nothing: a model has one layer or more, the last of which gives logits")
+    names = [each.name for each in layers]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two layers of {model.name} have the name {twice[0]!r}; a name is for one layer")
+    return layers
 
 
-def _refuse_made_before(layers: Sequence[Layer], again: Sequence[Layer]) -> None:
-    """Raises ValueError for modules that are the same in two buildings: they know nothing of flags and ranks. Functions
-    as modules, like SpikingJelly's surrogates, may be shared."""
-    before = {id(module) for each in layers for module in each.module.modules()}
-    for each in again:
+def _refuse_made_before(one: Sequence[Built], layers: Sequence[Layer]) -> None:
+    """Raises ValueError for modules that one rank's layers have: they know nothing of flags and ranks. Functions as
+    modules, like SpikingJelly's surrogates, may be shared."""
+    before = {id(module) for each in one for module in each.module.modules()}
+    for each in layers:
         for module in each.module.modules():
             has_state = isinstance(module, SHARDED) or any(True for _ in module.parameters())
             if has_state and id(module) in before:
                 raise ValueError(f"{each.name}: made outside `layers`; make every module where it is yielded")
 
 
-def _built_and_run(
-    model: ModelConfig,
-    neuron: NeuronSpec,
-    before: Sequence[Layer],
-    check: Callable[[int], Checked],
-    context: BuildContext,
-    samples: int,
-) -> Sequence[tuple[nn.Module, Bundle]]:
-    """All layers for a rank, and what each of them gives in a dry run of so many samples.
+def _made(
+    each: Layer, context: BuildContext, whole: frozenset[str] = frozenset(), *, is_first: bool, classes: int
+) -> nn.Module:
+    """Makes the module of a layer for a rank; a plain one is whole on every tensor parallel rank, or mixes no channels.
 
     Args:
-        before: the layers of one rank, which none of these may be.
-        check: finds what mixes channels, for a number of tensor parallel ranks.
+        whole: paths of modules that mix channels, in a network that was given to shard, or of the layer.
+        classes: of the last layer; 0 of others.
     """
-    replicated, cuts = check(context.tp.size)
-    layers = built(model, replace(context, replicated=replicated), neuron)
-    _refuse_made_before(before, layers)
-    named = [(each.name, each.module) for each in layers]
-    for name, layer in named:
-        for path, each in layer.named_modules(prefix=name):
-            if is_whole(each):
-                cast(Gathered, each.forward).cuts = cuts.get(path, ())
-    outputs = dry_run(
-        named,
-        _inputs_of(layers),
-        model.input_shape,
-        context.compute_dtype,
-        samples,
-        learns=True,
-        replicated=context.dp.size * context.cp.size > 1,
-    )
-    _require_logits(model, layers[-1].name, outputs[-1], samples)
-    return [(each.module, output) for each, output in zip(layers, outputs, strict=True)]
-
-
-Checked = tuple[frozenset[str], Mapping[str, Cuts]]
-"""Paths of modules that are whole because they mix channels; how the inputs of all that are whole are cut."""
-
-
-def _check(model: ModelConfig, neuron: NeuronSpec, before: Sequence[Layer], size: int) -> Checked:
-    """Finds modules that mix channels, for so many tensor parallel ranks.
-
-    Raises MixedChannels for one that cannot be whole.
-    """
-    replicated, checked, mixed = frozenset[str](), dict[Any, Any](), None
-    while size > 1:
-        context = BuildContext(
-            dtype=torch.float64, compute_dtype=torch.float64, neuron_backend="torch", replicated=replicated
-        )
+    with building(context), without_memory():
         try:
-            layers = built(model, replace(context, tp=Group("tp", tuple(range(size)))), neuron)
+            module = _for_rank(each, context, whole, is_first, classes)
+            refuse_mixed_rows(module, context)
+        except (ValueError, RuntimeError) as error:  # torch's own of modules without sizes
+            raise ValueError(f"{each.name}: {error}") from error
+    return module
+
+
+def _for_rank(each: Layer, context: BuildContext, whole: frozenset[str], is_first: bool, classes: int) -> nn.Module:
+    for module in each.module.modules():
+        if getattr(module, "inplace", False) is True:  # would change what other stages, and a second forward, take
+            module.inplace = False  # type: ignore[assignment]
+    if each.is_sharded:
+        return convert_network(each, context, whole, classes)
+    if is_plain(each.module):
+        has_tensors = next(tensors_of(each.module), None) is not None
+        is_whole = is_first or classes > 0 or has_tensors or each.name in whole
+        return plain_layer(each.module, each.name, context, each.initialise, whole=is_whole, classes=classes)
+    refuse(each.module, "inside")
+    if each.initialise is not None:
+        initialise_sharded(each.module, each.initialise)
+    return each.module
+
+
+def _made_and_checked(
+    each: Layer,
+    make: Callable[..., nn.Module],
+    context: BuildContext,
+    one: nn.Module,
+    inputs: Sequence[tuple[Bundle, Cuts]],
+) -> tuple[nn.Module, Cuts | None]:
+    """The module of a layer, in which modules that mix channels are whole, and how its output is cut as far as that is
+    known. Raises MixedChannels for a module of the user's that cannot be whole, being inside a layer of ours."""
+    whole, mixed, size = frozenset[str](), None, context.tp.size
+    while True:
+        try:
+            module = make(context, whole)
+            one = make(replace(context, tp=alone("tp")), whole) if whole and each.is_sharded else one
         except ValueError as error:
             raise mixed or error from error
-        _refuse_made_before(before, layers)
-        if all(is_known(each.module) and not is_whole(each.module) for each in layers):
-            break
-        whole, cut = ([(each.name, each.module) for each in made] for made in (built(model, context, neuron), layers))
         try:
-            example = cast(Any, model).example_input(DRY_SAMPLES, torch.Generator().manual_seed(0))
-            frames = frames_of(example.double(), model.input_shape)
-            return replicated, check_cut(whole, cut, _inputs_of(layers), frames, size, checked)
+            cuts = check_layer(each.name, one, module, inputs, size)
+            if any(cut is not None and (cut.dim < 2 or cut.blocks > 1) for cut in cuts or ()):
+                raise MixedChannels(each.name, "a rank's channels are not side by side behind samples", size)
+            return module, cuts
         except MixedChannels as error:
-            layer = dict(cut)[error.layer]
-            path = error.layer if is_plain(layer) else error.path
-            if not knows_no_ranks(layer) or path in replicated:
+            path = error.path if each.is_sharded else each.name
+            if "_call" not in vars(module) or path in whole:
                 raise
-            replicated, mixed = replicated | {path}, error
-    return replicated, {}
+            whole, mixed = whole | {path}, error
 
 
 # --- the dry run
 
 
-def dry_run(
-    named_layers: Iterable[tuple[str, nn.Module]],
-    taken: Sequence[Sequence[int]],
-    input_shape: tuple[int, ...],
-    dtype: torch.dtype = torch.float32,
-    samples: int = DRY_SAMPLES,
-    learns: bool = False,
-    trackers: Mapping[str, AbstractContextManager[Any]] = MappingProxyType({}),
-    replicated: bool = False,
-) -> list[Bundle]:
-    """The outputs of layers on the meta device, one after another; the layers learn what their inputs hold.
+def dry_run(name: str, layer: nn.Module, inputs: Sequence[Bundle]) -> Bundle:
+    """The output of a layer on the meta device; the layer learns what its inputs hold.
 
-    Args:
-        taken: for each layer, the numbers of the layers whose outputs it takes.
-        samples: how many there are.
-        learns: whether the outputs show what needs a gradient.
-        trackers: by a layer's name, what is entered around its forward, and sees the functions in it.
-        replicated: whether other ranks run the same layers on other samples.
     Raises:
-        ValueError: a layer cannot take what it is given, changes what another one takes too, or gives no tensors; names
-            the layer.
+        ValueError: it cannot take what it is given, changes it or a buffer, or gives no tensors; names the layer.
     """
-    frames = frames_of(torch.empty((samples, *input_shape), dtype=dtype, device="meta"), input_shape)
-    outputs: list[Bundle] = []
-    with inferring_requires_grad() if learns else torch.no_grad(), MaxInference():
-        for (name, layer), numbers in zip(named_layers, taken, strict=True):
-            inputs = [frames if number == INPUT else outputs[number] for number in numbers]
-            before, buffers = _versions(inputs), dict(_buffers(layer))
-            try:
-                with one_height(layer), trackers.get(name, nullcontext()):
-                    output = apply_layer(layer, inputs[0], range(samples), *inputs[1:])
-                entries_of(output)
-                if _versions(inputs) != before:
-                    raise ValueError(
-                        "it changes its input in place, which other layers and a forward that is computed again take "
-                        "as it was: let it work on a clone"
-                    )
-                changed = [name for name, version in _buffers(layer) if buffers.get(name) != version]
-                if changed and replicated:
-                    raise ValueError(
-                        f"it changes its buffer {changed[0]!r} in its forward, and every replica would do so for its "
-                        "own samples: let it keep no state, or train with one replica"
-                    )
-            except Exception as error:
-                text = _explained(error, layer, len(inputs))
-                raise ValueError(f"{name}, given {shapes_text(*inputs)}: {text}") from error
-            forget_state(layer)
-            note_never_called(layer)
-            outputs.append(output)
-    return outputs
+    for module in layer.modules():
+        for noted in ("_calls", "_noted_height"):  # in the check, or for another layer that it was copied of
+            vars(module).pop(noted, None)
+    before, buffers = _versions(inputs), dict(_buffers(layer))
+    try:
+        with inferring_requires_grad(), MaxInference():
+            output = apply_layer(layer, inputs[0], range(DRY_SAMPLES), *inputs[1:])
+        if wrong := [x for x in entries_of(output).values() if x.shape[1:2] != (DRY_SAMPLES,)]:
+            raise ValueError(f"its output {list(wrong[0].shape)} is not [T, N, ...] of {DRY_SAMPLES} samples")
+        if _versions(inputs) != before:
+            raise ValueError(
+                "it changes its input in place, which other layers and a forward that is computed again take as it "
+                "was: let it work on a clone"
+            )
+        if changed := [name for name, version in _buffers(layer) if buffers.get(name) != version]:
+            raise ValueError(
+                f"it changes its buffer {changed[0]!r} in its forward, which replicas would do for their own samples, "
+                "and again when it is computed again: let it keep no state"
+            )
+    except Exception as error:
+        text = _explained(error, layer, len(inputs))
+        raise ValueError(f"{name}, given {shapes_text(*inputs)}: {text}") from error
+    forget_state(layer)
+    note_never_called(layer)
+    return output
 
 
 def _buffers(layer: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:

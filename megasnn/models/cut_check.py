@@ -11,29 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megasnn.bundle import Bundle, map_entries
+from megasnn.bundle import Bundle, entries_of, map_entries
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.converted import ConvertedDropout
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.layers.neuron import NeuronLayer, SpikingNeuron
-from megasnn.layers.replicated import Gathered, apply_layer, is_whole, placed
+from megasnn.layers.replicated import Gathered, apply_layer, forget_state, is_whole
 from megasnn.layers.shape_inference import inferring_requires_grad, is_ours
-from megasnn.models.description import DRY_SAMPLES, INPUT
+from megasnn.models.description import DRY_SAMPLES, Cuts
 from megasnn.models.layer import Computed
 from megasnn.parallel.sharding import Cut
 
-Cuts = Sequence[Cut | None]
-"""For each of some tensors how ranks cut it; None where all ranks have it whole."""
-NamedLayers = Sequence[tuple[str, nn.Module]]
 TOLERANCE = 1e-9  # relative to the largest value, in float64
 
 
@@ -41,30 +39,15 @@ class MixedChannels(ValueError):
     """A forward that computes something else where a rank has some of the channels.
 
     Attributes:
-        layer: its name. path: of the innermost module whose forward it is, with the layer's name.
+        path: of the innermost module whose forward it is, with the layer's name.
     """
 
-    def __init__(self, layer: str, path: str, why: str, size: int) -> None:
+    def __init__(self, path: str, why: str, size: int) -> None:
         super().__init__(
             f"{path}: {why}: with --tensor-model-parallel-size {size} a rank has its own channels only; set it to 1, "
             "or put what mixes channels into a plain module that is a layer by itself"
         )
-        self.layer, self.path = layer, path
-
-
-class Output(NamedTuple):
-    """Output of a layer.
-
-    Attributes:
-        shown: with all channels, on the meta device, or an example. cuts: of its entries.
-    """
-
-    shown: Bundle
-    cuts: Cuts
-
-
-Checked = tuple[Output, dict[str, Cuts]]
-"""Output of a layer, and how the inputs of modules in it that are whole are cut, by path."""
+        self.path = path
 
 
 def is_known(layer: nn.Module) -> bool:
@@ -77,49 +60,50 @@ def is_known(layer: nn.Module) -> bool:
     )
 
 
-def check_cut(
-    whole: NamedLayers,
-    cut: NamedLayers,
-    taken: Sequence[Sequence[int]],
-    frames: Tensor,
-    size: int,
-    checked: dict[Any, Checked],
-) -> dict[str, Cuts]:
-    """Checks layers that are built for the first of `size` ranks against those that are built for one, in float64.
+def check_layer(
+    name: str, one: nn.Module, layer: nn.Module, inputs: Sequence[tuple[Bundle, Cuts]], size: int
+) -> Cuts | None:
+    """Checks a layer that is built for one of `size` ranks against one that is built for one.
 
     Args:
-        taken: numbers, for each layer, of the layers whose outputs it takes.
-        frames: example of the model's input.
-        checked: what was found before, when fewer modules were whole; gets what is found.
+        inputs: what it takes, with all channels, on the meta device or an example; how ranks cut the entries.
     Returns:
-        how the inputs of each module that is whole are cut, by its path.
+        how the entries of its output are cut; None of a layer that is MegaSNN's or whole, which is not computed.
     Raises:
-        MixedChannels: a layer computes something else with a rank's channels.
-        ValueError: a layer cannot be computed on random numbers.
+        MixedChannels: it computes something else with a rank's channels.
+        ValueError: it cannot be computed on random numbers.
     """
-    outputs: list[Output] = []
-    gathered: dict[str, Cuts] = {}
-    for number, (name, layer) in enumerate(cut):
-        inputs = [Output(frames, [None]) if source == INPUT else outputs[source] for source in taken[number]]
-        placed(layer, name, classes=0)
-        key = name, tuple(cut for each in inputs for cut in each.cuts), tuple(map(is_whole, layer.modules()))
-        if key not in checked:
-            checked[key] = check_layer(name, whole[number][1], layer, inputs, size)
-        output, found = checked[key]
-        if any(c is not None and (c.dim < 2 or c.blocks > 1 and not is_known(layer)) for c in output.cuts):
-            raise MixedChannels(name, name, "a rank's channels of its output are not side by side behind samples", size)
-        outputs.append(output)
-        gathered |= found
-    return gathered
+    cuts = [cut for _, of_input in inputs for cut in of_input]
+    if is_whole(layer):
+        folded = vars(layer)["_call"].fold_time  # into one dimension less
+        moved = [None if cut is None else Cut(cut.dim - folded, cut.blocks) for cut in cuts]
+        cast(Gathered, layer.forward).cuts = moved
+        return None
+    if is_known(layer):
+        try:
+            _refuse_other_channels(layer, next(iter(entries_of(inputs[0][0]).values())), cuts[0])
+        except ValueError as error:
+            raise MixedChannels(name, str(error), size) from error
+        return None
+    whole = _Run(name, one, inputs)
+    first, *others = [_Run(name, layer, inputs, whole, rank, size) for rank in sorted({0, 1, size - 1})]
+    if any(each.cuts != first.cuts for each in others):
+        raise MixedChannels(name, "ranks have different parts", size)
+    return first.cuts
 
 
-def check_layer(name: str, whole: nn.Module, layer: nn.Module, inputs: Sequence[Output], size: int) -> Checked:
-    """Checks one layer. Raises as `check_cut`."""
-    one = _Run(name, whole, inputs)
-    first, *others = [_Run(name, layer, inputs, one, rank, size) for rank in sorted({0, 1, size - 1})]
-    if any((each.cuts, each.gathered) != (first.cuts, first.gathered) for each in others):
-        raise MixedChannels(name, name, "ranks have different parts", size)
-    return Output(map_entries(_on_meta, one.output), first.cuts), first.gathered
+def cuts_by_shape(name: str, layer: nn.Module, output: Bundle, one: Bundle, cuts: Cuts, size: int) -> Cuts:
+    """How the output of a layer is cut that is MegaSNN's or whole, by its shapes for a rank and for one rank.
+
+    Args:
+        cuts: of its first input.
+    """
+    blocks = 1 if is_whole(layer) else _blocks_of(layer, cuts)
+    pairs = zip(entries_of(output).values(), entries_of(one).values(), strict=True)
+    try:
+        return [_cut_by_shape(local, whole, size, blocks) for local, whole in pairs]
+    except ValueError as error:
+        raise MixedChannels(name, str(error), size) from error
 
 
 # --- cuts of tensors
@@ -176,7 +160,7 @@ def _refuse_other_channels(module: nn.Module, x: Tensor, cut: Cut | None) -> Non
     shards, dim = vars(module).get("_described_shards"), 2
     if isinstance(module, ParallelLinear) and not isinstance(module, MeanLinear):
         dim = x.ndim - 1
-    elif isinstance(module, ConvertedDropout) and x.shape[:2] != module.frames:
+    elif isinstance(module, ConvertedDropout) and module.frames not in ((), x.shape[:2]):
         dim = 1
     is_norm = shards and not isinstance(module, (ParallelConv, ParallelLinear))
     wrong = cut is not None and cut != Cut(dim, _blocks_of(module, ()) if is_norm else 1)
@@ -214,7 +198,6 @@ class _Run:
         one: the run with all channels, which a rank's is compared with.
     Attributes:
         output: of the layer. cuts: of its entries.
-        gathered: how the inputs of modules that are whole are cut, by path.
     Raises:
         MixedChannels: something differs.
     """
@@ -223,7 +206,7 @@ class _Run:
         self,
         name: str,
         layer: nn.Module,
-        inputs: Sequence[Output],
+        inputs: Sequence[tuple[Bundle, Cuts]],
         one: _Run | None = None,
         rank: int = 0,
         size: int = 1,
@@ -237,27 +220,31 @@ class _Run:
         self._shown: list[Tensor] = []  # outputs of those that are not computed, on the meta device
         self._leaves: list[_Leaf] = []
         self._loss = torch.zeros((), dtype=torch.float64)
-        self.gathered: dict[str, Cuts] = {}
-        for module in layer.modules():
-            vars(module).pop("_calls", None)  # counted in another run
-        cuts = iter([cut for each in inputs for cut in each.cuts])
+        cuts = iter([cut for _, of_input in inputs for cut in of_input])
+        _forget(layer)
         try:
             with self._watching(layer), inferring_requires_grad():
-                given = [map_entries(lambda x: self._leaf(x, next(cuts)), each.shown) for each in inputs]
+                given = [map_entries(lambda x: self._leaf(x, next(cuts)), shown) for shown, _ in inputs]
                 self.output = apply_layer(layer, given[0], range(DRY_SAMPLES), *given[1:])
                 self.cuts = self._compare(self.output)
             self._gradients = self._backward()
         except Exception as error:
             if one is None:
                 raise ValueError(f"{self._called[-1]}, on random numbers: {error}") from error
-            raise MixedChannels(name, self._called[-1], str(error), size) from error
+            raise MixedChannels(self._called[-1], str(error), size) from error
+        finally:
+            _forget(layer)
 
     @contextmanager
     def _watching(self, layer: nn.Module) -> Iterator[None]:
         """Replaces forwards of MegaSNN's classes, and sees calls of other modules, which get random parameters."""
+        call = vars(layer).get("_call")
         kinds = {kind for each in layer.modules() for kind in type(each).__mro__ if "forward" in vars(kind)}
         places = [(kind, "forward") for kind in kinds if kind.__module__.startswith("megasnn.")]
         with ExitStack() as changes:
+            if call is not None:  # in float64, and the channels of the last layer as they are
+                vars(layer)["_call"] = replace(call, dtype=None, classes=0)
+                changes.callback(vars(layer).update, _call=call)
             for kind, name in (*places, (Gathered, "__call__")):
                 original = vars(kind)[name]
                 changes.callback(setattr, kind, name, original)
@@ -265,6 +252,8 @@ class _Run:
             for each in dict.fromkeys(_foreign(layer)):
                 changes.callback(each.register_forward_pre_hook(self._before, with_kwargs=True).remove)
                 changes.callback(each.register_forward_hook(self._behind).remove)
+                changes.callback(each._parameters.update, dict(each._parameters))
+                changes.callback(each._buffers.update, dict(each._buffers))
                 self._fill(each)
             yield
 
@@ -306,9 +295,9 @@ class _Run:
             if self._one is not None and given:
                 _refuse_other_channels(module, given[0], cuts[0])
         else:
-            module.cuts = self.gathered.setdefault(self._paths[module], cuts)
-            if module.cuts != cuts:
+            if module.cuts not in ((), cuts):  # of an earlier call, or another rank
                 raise ValueError(f"{self._paths[module]} is called again with inputs that are cut otherwise")
+            module.cuts, module.dim = cuts, next((cut.dim for cut in cuts if cut is not None), None)
         kept = vars(module).copy()
         vars(module).update({n: tree_map_only(Tensor, _on_meta, dict(kept[n])) for n in _TENSORS if n in kept})
         self._is_inside = True
@@ -394,6 +383,15 @@ def _foreign(module: nn.Module) -> Iterator[nn.Module]:
         yield module
         for child in module.children():
             yield from _foreign(child)
+
+
+def _forget(layer: nn.Module) -> None:
+    """Leaves nothing of a run in a layer, whose tensors may be of another rank."""
+    forget_state(layer)
+    for module in layer.modules():
+        vars(module).pop("_calls", None)
+        if isinstance(module, (NeuronLayer, ParallelDropout)):
+            module.forget()
 
 
 def _is_stubbed(module: nn.Module) -> bool:

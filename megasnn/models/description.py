@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +13,39 @@ from torch import Tensor, nn
 from megasnn.bundle import Bundle, Key
 from megasnn.kernels.spike_codec import Content, encoded_like
 from megasnn.layers.context import BuildContext
-from megasnn.parallel.sharding import ShardedTensor
+from megasnn.parallel.sharding import Cut, ShardedTensor
+
+if TYPE_CHECKING:
+    from megasnn.models.layer import Layer
 
 INPUT = -1
 """In place of a layer's number: the model's input."""
 DRY_SAMPLES = 2  # of the dry run: a norm in training needs more than one value
+
+
+Cuts = Sequence[Cut | None]
+"""For each of some tensors how ranks cut it; None where all ranks have it whole."""
+
+
+class Built(NamedTuple):
+    """Layer that is built for a rank, on the meta device.
+
+    Attributes:
+        output: of a dry run with `DRY_SAMPLES` samples.
+        operations: multiply-adds in a sample's forward, as far as they were counted.
+    """
+
+    layer: Layer
+    output: Bundle
+    operations: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.layer.name
+
+    @property
+    def module(self) -> nn.Module:
+        return self.layer.module
 
 
 @dataclass(frozen=True)
@@ -25,11 +54,11 @@ class EntryDescription:
 
     Attributes:
         content: what it is known to hold, which decides how it crosses to another stage.
-        shape: that of the dry run, of `DRY_SAMPLES` samples and one tensor-parallel rank; None: any.
+        shape: that of the dry run, of `DRY_SAMPLES` samples and one rank.
     """
 
     content: Content
-    shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -38,9 +67,8 @@ class LayerDescription:
     Attributes:
         name: global name, the prefix of its parameters' names.
         unit: the coarser part that it belongs to ("patch_embed", "blocks.0", "head"), for explicit layouts.
-        output: what the layer's output is known to hold, or of a bundle, each of its entries.
+        entries: tensors of its output; one without a key is no bundle.
         takes: names of the layers whose outputs are its inputs; empty: the layer before it.
-        shapes: of the tensors of its output, of `DRY_SAMPLES` samples and one rank.
         parameters: number of their elements.
         operations: multiply-adds in a sample's forward: of convolutions, linear layers and products of matrices, each
             as often as it is computed here (of an image that all time steps see, once).
@@ -48,19 +76,13 @@ class LayerDescription:
 
     name: str
     unit: str
-    output: Content | Mapping[Key, EntryDescription]
+    entries: Mapping[Key, EntryDescription]
     takes: tuple[str, ...] = ()
-    shapes: tuple[tuple[int, ...], ...] = ()
     parameters: int = 0
     operations: int = 0
 
-    @property
-    def entries(self) -> Mapping[Key, EntryDescription]:
-        """The tensors of its output."""
-        return {None: EntryDescription(self.output)} if isinstance(self.output, Content) else self.output
-
     def output_shapes(self, samples: int) -> list[tuple[int, ...]]:
-        return [(shape[0], samples, *shape[2:]) for shape in self.shapes]
+        return [(each.shape[0], samples, *each.shape[2:]) for each in self.entries.values()]
 
     def output_bytes(self, samples: int, dtype: torch.dtype) -> int:
         """Bytes of its output, packed as it travels and is kept."""
@@ -105,25 +127,22 @@ class ModelDescription:
         input_shape: of one sample, (C, H, W) for images and (T, C, H, W) for event frames.
         num_classes: size of the logits `[T, N, num_classes]`.
         ties: copies of tensors, in the order of the layers that have them.
-        dry_run: gives a rank's layers, built anew, and what each of them gives for a micro-batch of so many samples,
-            all without values.
         example_input: makes samples that layers are measured on.
         tensors: parameters and buffers, as one rank has them.
     """
 
     layers: tuple[LayerDescription, ...]
-    build: Callable[[BuildContext], Sequence[nn.Module]]
+    build: Callable[[BuildContext], Sequence[Built]]
     time_steps: int
     input_shape: tuple[int, ...]
     num_classes: int
     ties: tuple[Tie, ...]
-    dry_run: Callable[[BuildContext, int], Sequence[tuple[nn.Module, Bundle]]]
     tensors: tuple[ShardedTensor, ...]
     example_input: Callable[[int, torch.Generator], Tensor]
 
     def named_layers(self, context: BuildContext) -> list[tuple[str, nn.Module]]:
         """All layers for a rank with their names, without memory."""
-        return list(zip([layer.name for layer in self.layers], self.build(context), strict=True))
+        return [(each.name, each.module) for each in self.build(context)]
 
     @cached_property
     def inputs(self) -> tuple[tuple[int, ...], ...]:
@@ -133,7 +152,7 @@ class ModelDescription:
     @property
     def is_chain(self) -> bool:
         """Tells whether each layer takes one tensor, the output of the layer before it, and nothing else."""
-        return not any(layer.takes or not isinstance(layer.output, Content) for layer in self.layers)
+        return not any(layer.takes or None not in layer.entries for layer in self.layers)
 
     def needed_from(self, stop: int) -> list[int]:
         """The layers before layer `stop` whose outputs are still needed from there on, in their order.

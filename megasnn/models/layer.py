@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from megasnn.layers.init import ModuleInitialiser
-from megasnn.layers.plain import ELEMENTWISE
 
 if TYPE_CHECKING:
     from megasnn.models.convert_module import Sharded
@@ -26,6 +27,7 @@ class Layer:
         unit: the coarser part that it belongs to ("patch_embed", "blocks.0"), for explicit layouts.
         initialise: of a plain module: sets initial values of each module in it, after their `reset_parameters`.
         takes: names of the earlier layers whose outputs are its inputs; None: the layer before it.
+        is_sharded: the module was given to `megasnn.shard`, and the layer is made of a copy.
     """
 
     name: str
@@ -33,26 +35,22 @@ class Layer:
     unit: str
     initialise: ModuleInitialiser | None = None
     takes: tuple[str, ...] | None = None
+    is_sharded: bool = False
+
+
+ELEMENTWISE = {torch.add, torch.mul, torch.sub, torch.maximum, torch.minimum, operator.add, operator.mul, operator.sub}
 
 
 class Computed(nn.Module):
-    """A function of the inputs as a module. It is whole on every tensor parallel rank, and learns nothing.
-
-    Raises:
-        ValueError: the function holds modules or tensors, whose values nobody would initialise, cut, train or save.
-    """
+    """A function of the inputs as a module. It is whole on every tensor parallel rank, and learns nothing."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        if held := [each for each in _held(function) if isinstance(each, (nn.Module, Tensor))]:
-            raise ValueError(
-                f"a function that holds a {type(held[0]).__name__}: make a module of both, and yield it as a layer"
-            )
         self.function = function
 
     @property
     def mixes_rows(self) -> bool:
-        """See `megasnn.layers.plain`."""
+        """See `megasnn.layers.refusals`."""
         return self.function not in ELEMENTWISE
 
     def forward(self, *inputs: Any) -> Any:
@@ -60,17 +58,6 @@ class Computed(nn.Module):
 
     def extra_repr(self) -> str:
         return getattr(self.function, "__qualname__", repr(self.function))
-
-
-def _held(function: Callable[..., Any]) -> Iterator[object]:
-    """Values that a function computes with beside its arguments."""
-    if isinstance(function, partial):
-        yield from (*function.args, *function.keywords.values(), *_held(function.func))
-    elif inspect.ismethod(function):
-        yield from (function.__self__, *_held(function.__func__))
-    elif inspect.isfunction(function):
-        names = inspect.getclosurevars(function)
-        yield from (*names.nonlocals.values(), *names.globals.values(), *(function.__defaults__ or ()))
 
 
 def require_module(what: str, module: object) -> nn.Module:
@@ -98,15 +85,16 @@ def layer(
     module nor a function of its inputs alone.
     """
     given: Any = module
+    is_sharded = False
     try:
         if inspect.isroutine(given) or isinstance(given, partial):
             given = Computed(given)
-        elif not isinstance(given, nn.Module) and hasattr(type(given), "as_layer"):
+        elif not isinstance(given, nn.Module) and hasattr(type(given), "give"):
             if initialise is not None:
                 raise ValueError("give initialise=... to megasnn.shard, which describes the initial values")
-            given, initialise = given.as_layer(name)
+            given, initialise, is_sharded = given.give(), given.initialise, True
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     made = require_module(f"layer {name!r}", given)
     names = (takes,) if isinstance(takes, str) else takes
-    return Layer(name, made, unit or name, initialise, None if names is None else tuple(names))
+    return Layer(name, made, unit or name, initialise, None if names is None else tuple(names), is_sharded)

@@ -81,9 +81,9 @@ class Model(ABC):
 
     def units(self) -> list[str]:
         """The unit of each layer, from input to output."""
-        from megasnn.models.build import built
+        from megasnn.models.build import describe
 
-        return [each.unit for each in built(self)]
+        return [each.unit for each in describe(self).layers]
 
     def problems(self, tensor_parallel: int) -> list[str]:
         """Problems of the dimensions, with value and flag; what does not divide by the tensor parallel ranks is found

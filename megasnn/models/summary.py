@@ -74,13 +74,4 @@ def as_table(
 
 def multiply_adds(layers: Sequence[LayerDescription]) -> str:
     """Multiply-adds of some layers together, in short."""
-    number, unit = float(sum(each.operations for each in layers)), ""
-    for unit in ("", " k", " M", " G"):
-        if number < 1000 or unit == " G":
-            break
-        number /= 1000
-    return (
-        f"{number:,.3g}{unit} multiply-adds a sample"
-        if number < 1000
-        else f"{number:,.0f}{unit} multiply-adds a sample"
-    )
+    return f"{1e-9 * sum(each.operations for each in layers):,.3g} G multiply-adds a sample"

@@ -8,38 +8,32 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megasnn.layers import DropPath, ParallelBatchNorm, ParallelDropout
-from megasnn.layers.plain import SHARDED
+from megasnn.layers.refusals import SHARDED
 from megasnn.layers.shape_inference import calls_of
 from megasnn.models.layer import Layer
 from megasnn.parallel.sharding import owner_name, tie
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A tensor of a layer, by the layer's number, the path of the module in it, and its name there."""
-
+class _Place(NamedTuple):
     layer: int
     path: str
     name: str
 
 
 Ties = dict[_Place, _Place]
-"""Copy -> owner."""
+"""Copy -> owner: tensors by the layer's number, the path of the module in it, and its name there."""
 
 
 def separate(layers: Sequence[Layer]) -> tuple[list[Layer], Ties]:
-    """The layers with modules and tensors of their own, without memory, and which of them are copies of which.
-
-    Raises:
-        ValueError: a module that several layers have cannot be copied.
-    """
+    """The layers with modules and tensors of their own, without memory, and which of them are copies of which."""
     owners: dict[int, _Place] = {}
     modules: set[int] = set()
     separated: list[Layer] = []
@@ -105,12 +99,7 @@ def _is_one_layers(module: nn.Module) -> bool:
 
 
 def _copied(each: Layer) -> nn.Module:
-    try:
-        made = copy.deepcopy(each.module)
-    except Exception as error:  # whatever a module of the user's keeps
-        raise ValueError(
-            f"{each.name}: this {type(each.module).__name__} cannot be copied to be used again: {error}"
-        ) from error
+    made = copy.deepcopy(each.module)
     for module in made.modules():
         if isinstance(module, (ParallelDropout, DropPath)):
             module.name = f"{module.name}, {each.name}"  # the same layer draws other numbers the next time
@@ -119,9 +108,6 @@ def _copied(each: Layer) -> nn.Module:
 
 def _renew(module: nn.Module, name: str) -> None:
     """A tensor of its own in place of one that it shares."""
-    old = module._parameters[name] if name in module._parameters else module._buffers[name]
-    assert old is not None
-    if isinstance(old, nn.Parameter):
-        module._parameters[name] = nn.Parameter(torch.empty_like(old), old.requires_grad)
-    else:
-        module._buffers[name] = torch.empty_like(old)
+    old = getattr(module, name)
+    made = torch.empty_like(old)
+    setattr(module, name, nn.Parameter(made, old.requires_grad) if isinstance(old, nn.Parameter) else made)

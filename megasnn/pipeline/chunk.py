@@ -20,7 +20,7 @@ from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.replicated import apply_layer
 from megasnn.layers.row_context import own_rows_of
 from megasnn.layers.shape_inference import to_channels_last
-from megasnn.models.description import Carried, LayerDescription, ModelDescription, frames_of
+from megasnn.models.description import Built, Carried, LayerDescription, ModelDescription, frames_of
 from megasnn.parallel.sharding import ShardedTensor, described_tensors, materialise, sharded_tensors
 from megasnn.pipeline.graphs import Capture, ChunkGraphs, why_not
 from megasnn.telemetry.ranges import named
@@ -63,6 +63,8 @@ class PipelineChunk(nn.Module):
         self.receives, self.hands_on = model.carried(span.start), model.carried(span.stop)
         self._carrying = carrying_layers(self.layers)
         self._last = [{*model.inputs[number]} - {*model.needed_from(number + 1)} for number in span]
+        self._gives_one = [model.layers[number].entries.keys() == {None} for number in span]
+        self._is_chain = model.is_chain
         self._context = context
         self.graphs: ChunkGraphs | None = None
 
@@ -93,7 +95,7 @@ class PipelineChunk(nn.Module):
         Returns:
             tensors of `hands_on`; of the last chunk, the output of the model.
         """
-        if not goes_on:
+        if not goes_on and self._carrying:
             self.forget()
         given = [own_rows_of(frames_of(x, self._model.input_shape), self._context)] if isinstance(x, Tensor) else x
         if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
@@ -103,27 +105,25 @@ class PipelineChunk(nn.Module):
         return self._run(given, samples, goes_on)
 
     def _run(self, given: list[Tensor], samples: range | None, goes_on: bool = False) -> Any:
-        outputs = _unpacked(self.receives, given)
+        outputs: dict[int, Bundle] = {self.receives[0].layer: given[0]}
+        if not self._is_chain:
+            outputs = _unpacked(self.receives, given)
         given.clear()
-        for number, last, layer in zip(self._span, self._last, self.layers, strict=True):
+        for number, last, layer, gives_one in zip(self._span, self._last, self.layers, self._gives_one, strict=True):
             description = self._model.layers[number]
             inputs, name = [outputs[source] for source in self._model.inputs[number]], description.name
             for source in last:  # nothing behind this layer needs them
                 del outputs[source]
             with explained(partial("{}: {}".format, name)), named(name):
                 y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
-            _require_described(description, y)
+            if not (gives_one and isinstance(y, Tensor)):
+                _require_described(description, y)
             y = map_entries(to_channels_last, y)
-            outputs[number] = y if self._model.is_chain else _with_edges_of_their_own(y, inputs)
+            outputs[number] = y if self._is_chain else _with_edges_of_their_own(y, inputs)
         if self.is_last:
             (output,) = outputs.values()
             return output
         return [entries_of(outputs[each.layer])[each.key] for each in self.hands_on]
-
-    def finished(self, micro_batch: int) -> None:
-        """Ends a micro-batch, after all of its backward."""
-        if self.graphs is not None:
-            self.graphs.done(micro_batch)
 
     def forget(self) -> None:
         """Lets neurons forget the state that the last forward left, and dropout its time steps."""
@@ -185,6 +185,7 @@ def _with_edges_of_their_own(y: Bundle, inputs: Sequence[Bundle]) -> Bundle:
 
 
 Keep = Callable[[int, Sequence[nn.Module]], None]
+"""Called with the number of a part and its layers when they have their values, before others get theirs."""
 
 
 def build_chunks(
@@ -194,38 +195,42 @@ def build_chunks(
     context: BuildContext,
     device: torch.device,
     seed: int,
-    parts: Sequence[range] = (),
-    keep: Keep = lambda part, layers: None,
+    keep: tuple[Sequence[range], Keep] | None = None,
+    built: Sequence[Built] | None = None,
 ) -> dict[int, PipelineChunk]:
     """Builds a rank's chunks: of all layers, only their own get memory, and keyed initial values.
 
     Args:
         indices: of these chunks.
-        parts: layers that get their values at once, each part within one chunk; by default the chunks.
-        keep: called with the number of a part and its layers when they have their values, before others get theirs.
+        keep: layers that get their values at once, each part within one chunk, and what is called with each; None: the
+            chunks.
+        built: all layers for this rank; None to build them.
     """
-    layers = model.build(context)
+    layers = [each.module for each in built or model.build(context)]
+    parts, kept = keep or (bounds, lambda part, layers: None)
     chunks = {
         index: PipelineChunk(model, bounds, index, [layers[number] for number in bounds[index]], context)
         for index in indices
     }
     for index, chunk in chunks.items():
         span = bounds[index]
-        for number, part in enumerate(parts or bounds):
+        for number, part in enumerate(parts):
             if part and part.start in span:
                 within = [named for at, named in zip(span, chunk.named_layers(), strict=True) if at in part]
                 materialise(within, device, seed)
-                keep(number, [layer for _, layer in within])
+                kept(number, [layer for _, layer in within])
     return chunks
 
 
-def describe_tensors(model: ModelDescription, context: BuildContext) -> list[ShardedTensor]:
-    """Describes every tensor of the whole model, on the meta device: nothing is allocated."""
-    if context.place != BuildContext().place:
-        return list(sharded_tensors(model.named_layers(context)))
+def describe_tensors(model: ModelDescription, dtype: torch.dtype = torch.float32) -> list[ShardedTensor]:
+    """Describes every tensor of the whole model, on the meta device: nothing is allocated.
+
+    Args:
+        dtype: of those that are floating point.
+    """
 
     def typed(like: Tensor) -> Tensor:
-        dtype = context.dtype if like.is_floating_point() else like.dtype
-        return torch.empty_like(like, dtype=dtype).requires_grad_(like.requires_grad)
+        dtype_here = dtype if like.is_floating_point() else like.dtype
+        return torch.empty_like(like, dtype=dtype_here).requires_grad_(like.requires_grad)
 
     return [replace(entry, tensor=typed(entry.tensor)) for entry in model.tensors]

@@ -15,9 +15,9 @@ A message has the size that was planned, whatever the values: a packed one that 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,13 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.init import tensors_of
 from megasnn.layers.row_context import WholeImages
 from megasnn.layers.shape_inference import is_channels_last
-from megasnn.models.description import DRY_SAMPLES, INPUT, Carried, ModelDescription, frames_of
+from megasnn.models.description import DRY_SAMPLES, INPUT, Built, Carried, ModelDescription, frames_of
 from megasnn.parallel.sharding import own_rows
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, ParallelState, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.schedule import Action, Kind, Schedule
+from megasnn.schedule.actions import RECEIVES, SENDS
 from megasnn.schedule.receives import known_arrivals, sent_by_then
 
 
@@ -85,58 +86,44 @@ class TensorSpec:
 class Boundaries:
     """Tensors that boundaries between stages carry, on this rank; a boundary is between ranks with the same part of it.
 
-    Shapes grow in a straight line with the samples: two dry runs of the whole model give them for any number.
-
     Args:
-        context: what this rank's layers were built with.
-    Raises:
-        ValueError: a layer cannot be tried out.
+        context: what this rank's layers were built with. built: these, with outputs of a dry run.
     """
 
-    def __init__(self, model: ModelDescription, context: BuildContext) -> None:
-        self._model, self._context = model, context
-        self._specs: dict[tuple[int, Key], tuple[TensorSpec | None, TensorSpec | None]] = {}
+    def __init__(self, model: ModelDescription, context: BuildContext, built: Sequence[Built]) -> None:
+        self._context = context
+        frames = frames_of(torch.empty((DRY_SAMPLES, *model.input_shape), device="meta"), model.input_shape)
+        self._image_dims = frames.ndim
+        self._specs: dict[tuple[int, Key], TensorSpec] = {}
+        self._add(INPUT, None, TensorSpec(tuple(frames.shape), context.dtype), True)
         learns, by_rows = {INPUT: False}, {INPUT: True}
-        few, more = (model.dry_run(context, samples) for samples in (DRY_SAMPLES, 2 * DRY_SAMPLES))
-        for number, ((layer, output), (_, larger)) in enumerate(zip(few, more, strict=True)):
-            takes, described = model.inputs[number], model.layers[number].entries
-            learns[number] = any(each.requires_grad for each in tensors_of(layer)) or any(learns[n] for n in takes)
-            joins = any(isinstance(each, WholeImages) for each in layer.modules())
+        for number, (layer, takes) in enumerate(zip(built, model.inputs, strict=True)):
+            learns[number] = any(x.requires_grad for x in tensors_of(layer.module)) or any(learns[n] for n in takes)
+            joins = any(isinstance(each, WholeImages) for each in layer.module.modules())
             by_rows[number] = not joins and all(by_rows[n] for n in takes)
-            for (key, small), large in zip(entries_of(output).items(), entries_of(larger).values(), strict=True):
-                content, learning = described[key].content, learns[number] and small.is_floating_point()
-                shapes = (self._own_shape(each, by_rows[number]) for each in (small, large))
-                first, second = (shape and TensorSpec(shape, small.dtype, content, learning) for shape in shapes)
-                self._specs[number, key] = first or None, second or None
-        few_rows, more_rows = (self._own_shape(self._frames(n), True) for n in (DRY_SAMPLES, 2 * DRY_SAMPLES))
-        assert few_rows is not None and more_rows is not None
-        self._specs[INPUT, None] = TensorSpec(few_rows, context.dtype), TensorSpec(more_rows, context.dtype)
-        self.spec = lru_cache(maxsize=None)(self._spec)
+            for key, entry in entries_of(layer.output).items():
+                content = model.layers[number].entries[key].content
+                learning = learns[number] and entry.is_floating_point()
+                self._add(number, key, TensorSpec(tuple(entry.shape), entry.dtype, content, learning), by_rows[number])
 
-    def _frames(self, samples: int) -> Tensor:
-        """The model's input as its first layer takes it, and later ones that take it too; on the meta device."""
-        shape = self._model.input_shape
-        return frames_of(torch.empty((samples, *shape), device="meta"), shape)
+    def _add(self, number: int, key: Key, spec: TensorSpec, by_rows: bool) -> None:
+        """Notes this rank's part, where ranks share the rows of images, which a dry run sees whole."""
+        rows, shape = self._context.cp, spec.shape
+        if self._context.cut == "rows" and rows.size > 1 and len(shape) >= 4:
+            if not by_rows or len(shape) != self._image_dims:
+                return
+            shape = (*shape[:3], len(own_rows(shape[3], rows.sizes, rows.rank)), *shape[4:])
+        self._specs[number, key] = replace(spec, shape=shape)
 
-    def _own_shape(self, entry: Tensor, by_rows: bool) -> tuple[int, ...] | None:
-        """Shape of this rank's part, where ranks share the rows of images, which a dry run sees whole."""
-        rows, frames = self._context.cp, 2 + len(self._model.input_shape[-3:])
-        if self._context.cut != "rows" or rows.size == 1 or entry.ndim < 4:
-            return tuple(entry.shape)
-        if not by_rows or entry.ndim != frames:
-            return None
-        return (*entry.shape[:3], len(own_rows(entry.shape[3], rows.sizes, rows.rank)), *entry.shape[4:])
-
-    def _spec(self, carried: Carried, samples: int) -> TensorSpec:
+    def spec(self, carried: Carried, samples: int) -> TensorSpec:
         """Tensor of a micro-batch of so many samples. Raises ValueError where its shape is not known."""
-        few, more = self._specs.get((carried.layer, carried.key), (None, None))
-        if few is None or more is None:
+        spec = self._specs.get((carried.layer, carried.key))
+        if spec is None:
             raise ValueError(
                 f"a stage cannot begin behind {carried.name}, whose shape does not follow from the dry run: choose "
                 "another --pipeline-model-parallel-layout"
             )
-        pairs = zip(few.shape, more.shape, strict=True)
-        return replace(few, shape=tuple(a + (b - a) * (samples - DRY_SAMPLES) // DRY_SAMPLES for a, b in pairs))
+        return replace(spec, shape=(spec.shape[0], samples, *spec.shape[2:]))
 
 
 def on_wire(message: Tensor, wire: torch.device) -> Tensor:
@@ -204,6 +191,10 @@ class Link:
         self.transfers = 0
 
 
+Message = tuple[Link, dict[int, tuple[TensorSpec, str]]]
+"""Tensors of a transfer with their names, by their places among those that the boundary carries."""
+
+
 class Transfers:
     """One rank's links, used action by action.
 
@@ -229,24 +220,31 @@ class Transfers:
                 ways, peer = ((up, down), high) if self._rank == low else ((down, up), low)
                 self.links[peer] = Link(*ways, up.ranks[peer], wire, state.device)
         self._sizes: Sequence[int] = ()
-        self._schedule: Schedule | None = None  # the last one, of which the next two are
+        self._schedule: Schedule | None = None  # the last one, for which the next three are made
+        self._arrivals, self._posts = dict[Action, int](), dict[Action, list[Action]]()
+        self._messages: dict[Action, Message] = {}
 
     def begin(self, schedule: Schedule, sizes: Sequence[int]) -> None:
         """Begins a step. Args: sizes: samples of each micro-batch."""
+        self._posted = set[Action]()
         if schedule is not self._schedule:  # large ones take a second to read
             self._schedule, self._arrivals = schedule, known_arrivals(schedule, self._rank)
             self._posts = sent_by_then(schedule, self._rank)
-        self._sizes, self._posted = sizes, set[Action]()
+        elif sizes == self._sizes:
+            return
+        self._sizes = sizes
+        transfers = [each for each in schedule.actions[self._rank] if each.kind in SENDS | RECEIVES]
+        self._messages = {each: self._message(each, sizes, schedule.forward_only) for each in transfers}
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
         """Does not wait for the peer.
 
         Raises ValueError, naming the tensor, for one that is not as it was planned, and for values that do not fit.
         """
-        link = self.links[self._peer(action)]
+        link, carried = self._messages[action]
         link.transfers += 1
         group, direction = ("pp", "forward") if action.kind is Kind.SEND_FORWARD else ("backward", "backward")
-        for tensor, (spec, name) in zip(tensors, self._carried(action), strict=True):
+        for tensor, (spec, name) in zip(tensors, carried.values(), strict=True):
             with explained(partial("{1}: {0}".format, name)):
                 if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
                     raise ValueError(
@@ -265,17 +263,18 @@ class Transfers:
 
     def _post(self, receive: Action) -> None:
         self._posted.add(receive)
-        for spec, _ in self._carried(receive):
-            self.links[self._peer(receive)].post(spec)
+        link, carried = self._messages[receive]
+        for spec, _ in carried.values():
+            link.post(spec)
 
-    def receive(self, action: Action) -> list[Tensor]:
-        """Waits for the tensors."""
+    def receive(self, action: Action) -> dict[int, Tensor]:
+        """Waits for the tensors, which are given by their places among those that the boundary carries."""
         self.announce(action)
         if action not in self._posted:
             self._post(action)
-        link = self.links[self._peer(action)]
+        link, carried = self._messages[action]
         let_go = partial(link.arrived, self._arrivals[action])
-        tensors = [link.receive(spec, let_go) for spec, _ in self._carried(action)]
+        tensors = {place: link.receive(spec, let_go) for place, (spec, _) in carried.items()}
         let_go()
         return tensors
 
@@ -284,24 +283,15 @@ class Transfers:
         for link in self.links.values():
             link.finish()
 
-    def learning(self, carried: Sequence[Carried], micro_batch: int) -> list[int]:
-        """Places of the tensors whose gradients come back."""
-        return [index for index, each in enumerate(carried) if self._spec(each, micro_batch).learns]
-
-    def _carried(self, action: Action) -> Iterator[tuple[TensorSpec, str]]:
-        """Tensors of a transfer, with their names; of a gradient's those that learn."""
-        assert action.micro_batch is not None
+    def _message(self, action: Action, sizes: Sequence[int], forward_only: bool) -> Message:
+        """Link and tensors of a transfer; of gradients, those of the tensors that learn."""
         chunk, forward = self._chunks[action.chunk], action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
-        for each in chunk.receives if action.kind.is_receive == forward else chunk.hands_on:
-            spec = self._spec(each, action.micro_batch)
+        boundaries, samples, carried = self._boundaries, sizes[action.key[1]], dict[int, tuple[TensorSpec, str]]()
+        assert boundaries is not None
+        for place, each in enumerate(chunk.receives if action.kind.is_receive == forward else chunk.hands_on):
+            spec = boundaries.spec(each, samples)
             if forward:
-                yield replace(spec, learns=spec.learns and torch.is_grad_enabled()), each.name
+                carried[place] = replace(spec, learns=spec.learns and not forward_only), each.name
             elif spec.learns:
-                yield replace(spec, content=Content.DENSE, learns=False), f"gradient of {each.name}"
-
-    def _spec(self, carried: Carried, micro_batch: int) -> TensorSpec:
-        assert self._boundaries is not None
-        return self._boundaries.spec(carried, self._sizes[micro_batch])
-
-    def _peer(self, action: Action) -> int:
-        return self.placement[action.peer.chunk]
+                carried[place] = replace(spec, content=Content.DENSE, learns=False), f"gradient of {each.name}"
+        return self.links[self.placement[action.peer.chunk]], carried

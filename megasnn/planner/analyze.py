@@ -99,7 +99,7 @@ def counted_sizes(
 
 
 def _facts(told: LayerDescription) -> LayerFacts:
-    rows = max((shape[3] for shape in told.shapes if len(shape) == 5), default=1)
+    rows = max((each.shape[3] for each in told.entries.values() if len(each.shape) == 5), default=1)
     return LayerFacts(told.name, told.unit, told.parameters, told.operations, rows)
 
 

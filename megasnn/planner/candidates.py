@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
+from itertools import product
 from typing import Literal
 
 from megasnn.batching import micro_batches_of
@@ -13,7 +14,7 @@ from megasnn.config.parallel import ParallelConfig
 from megasnn.config.validate import layout_problems
 from megasnn.grid import AXES, ContextCut, Grid
 from megasnn.planner.cost_file import Analysis
-from megasnn.schedule.named import RECIPES, SCHEDULES
+from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.partition import layout_text
 from megasnn.schedule.passes import NEVER
 
@@ -28,6 +29,7 @@ class Layout:
         grid: sizes of the axes. cut: how context parallel ranks share a micro-batch.
         schedule: its name. chunks: on each pipeline rank.
         recompute: a name in `RECOMPUTE`. shards_optimizer: replicas own rows (ZeRO-1).
+        micro_batch_size: samples of a micro-batch; None: as the configuration has it.
     """
 
     grid: Grid
@@ -36,6 +38,7 @@ class Layout:
     chunks: int = 1
     recompute: str = NEVER
     shards_optimizer: bool = False
+    micro_batch_size: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -58,10 +61,6 @@ class Layout:
         """Number of parts of a layout: axes besides data, and what is no default. Simpler layouts have fewer."""
         shared = sum(self.grid.size(axis) > 1 for axis in AXES if axis != "dp_replicate")
         return shared + (self.chunks > 1) + (self.recompute != NEVER) + self.shards_optimizer
-
-    def chunks_of(self, rank: int) -> list[int]:
-        """Chunks of a pipeline rank."""
-        return [chunk for chunk, place in enumerate(self.placement) if place == rank]
 
     def micro_batches(self, count: int) -> int:
         """Micro-batches of a global batch of so many, for the replica that has the most."""
@@ -102,32 +101,36 @@ class Layout:
             words.append(self.schedule + (f" with {self.chunks} chunks a rank" if self.chunks > 1 else ""))
         words += [f"recompute {self.recompute}"] * (self.recompute != NEVER)
         words += ["sharded optimizer"] * self.shards_optimizer
+        words += [f"micro-batches of {self.micro_batch_size}"] * (self.micro_batch_size is not None)
         return ", ".join(words)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with a size of micro-batches that was looked at.
+    """A layout that was looked at.
 
     Attributes:
-        seconds, bytes: of a step, and that the largest rank needs; closed bounds, or simulated. None: it cannot be.
+        seconds, bytes: of a step, and that the largest rank needs; estimated, or simulated. None: it cannot be.
         reason: why it was not taken; "" of the one that was.
     """
 
     layout: Layout
-    micro_batch_size: int
     seconds: float | None
     bytes: float | None
     simulated: bool = False
     reason: str = ""
 
 
-def with_layout(
-    config: PretrainConfig, layout: Layout, bounds: tuple[range, ...] | None = None, micro_batch_size: int | None = None
-) -> PretrainConfig:
-    """Configuration of a run on a layout. Args: bounds: as in `Layout.parallel`. micro_batch_size: None: the given."""
-    if micro_batch_size not in (None, config.training.micro_batch_size):
-        config = replace(config, training=replace(config.training, micro_batch_size=micro_batch_size))
+def with_size(config: PretrainConfig, micro_batch_size: int | None) -> PretrainConfig:
+    """Configuration with micro-batches of so many samples; None: unchanged."""
+    if micro_batch_size is None:
+        return config
+    return replace(config, training=replace(config.training, micro_batch_size=micro_batch_size))
+
+
+def with_layout(config: PretrainConfig, layout: Layout, bounds: tuple[range, ...] | None = None) -> PretrainConfig:
+    """Configuration of a run on a layout. Args: bounds: as in `Layout.parallel`."""
+    config = with_size(config, layout.micro_batch_size)
     return replace(config, parallel=layout.parallel(config.parallel, bounds))
 
 
@@ -136,19 +139,20 @@ def layouts(
     config: PretrainConfig,
     counts: list[int],
     may_be_best: Callable[[Layout], bool] = lambda _: True,
+    sizes: Sequence[int | None] = (None,),
 ) -> Iterator[tuple[Layout, str]]:
     """Yields every layout with the reason why it cannot be, "" where it can; most devices first.
 
     Args:
-        counts: numbers of devices.
+        counts: numbers of devices. sizes: of micro-batches; None: as the configuration has it.
         may_be_best: asked of a grid's plain layout (1F1B); the others of the grid are left out where it says no.
     """
     tensors, contexts = analysis.possible["tensor"], sorted({1, *analysis.possible["samples"]})
-    for count in reversed(counts):
+    for size, count in product(sizes, reversed(counts)):
         for grid in _grids(count, list(tensors), contexts, len(analysis.layers)):
             cuts: tuple[ContextCut, ...] = ("samples", "rows") if grid.cp > 1 else ("samples",)
             for cut in cuts:
-                yield from _of_grid(analysis, config, Layout(grid, cut), may_be_best)
+                yield from _of_grid(analysis, config, Layout(grid, cut, micro_batch_size=size), may_be_best)
 
 
 def _grids(ranks: int, tensor: list[int], context: list[int], layers: int) -> Iterator[Grid]:
@@ -176,16 +180,11 @@ def _of_grid(
     if refused is not None or not may_be_best(plain):
         yield plain, refused or ""
         return
-    count, first_of = plain.micro_batches(config.training.micro_batches), dict[Hashable, str]()
     for name, chunks in _schedules(grid.pp, len(analysis.layers)):
         for recompute in (NEVER, "always"):
             for shards in (False, True)[: 1 + (plain.copies > 1)]:
-                layout = Layout(grid, plain.cut, name, chunks, recompute, shards)
+                layout = Layout(grid, plain.cut, name, chunks, recompute, shards, plain.micro_batch_size)
                 if not _is_asked(config, layout, whole=True):
-                    continue
-                what = _identity_of(name, grid.pp, count), chunks, recompute, shards
-                if (first := first_of.setdefault(what, name)) != name:
-                    yield layout, f"the same as {first} with {count} micro-batch(es) on {grid.pp} stages"
                     continue
                 problems = layout_problems(with_layout(config, layout), grid.world_size, lambda: analysis.units)
                 yield layout, problems[0] if problems else ""
@@ -199,16 +198,6 @@ def _schedules(stages: int, layers: int) -> Iterator[tuple[str, int]]:
     for name, named in SCHEDULES.items():
         most = min(MOST_CHUNKS if named.any_chunks else named.chunks, layers // stages)
         yield from ((name, count) for count in range(named.chunks, most + 1) if named.can_place(count))
-
-
-def _identity_of(name: str, stages: int, micro_batches: int) -> Hashable:
-    """Equal for named schedules that are the same whatever the costs: few stages, or few micro-batches, leave some of
-    them no choice."""
-    if name not in RECIPES:
-        return name
-    recipe = RECIPES[name](stages)
-    ahead = tuple(min(recipe.pace * behind, micro_batches) for behind in range(stages))
-    return recipe.v, min(recipe.limit, micro_batches), ahead
 
 
 def _is_asked(config: PretrainConfig, layout: Layout, whole: bool) -> bool:

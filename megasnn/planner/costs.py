@@ -137,15 +137,18 @@ def _of_both(of_tensor: LayerCost, by_rows: LayerCost, alone: LayerCost, share: 
 _CUT = "held", "message", "gradient", "found", "deferred", "output"
 
 
-def layer_costs(analysis: Analysis, machine: Machine, share: Share, links: Links) -> tuple[LayerCost, ...]:
-    """With seconds. Raises ValueError for a size that cannot be."""
+def layer_costs(analysis: Analysis, machine: Machine, share: Share, link: LinkCost) -> tuple[LayerCost, ...]:
+    """With seconds. Raises ValueError for a size that cannot be.
+
+    Args:
+        link: the slower one between the ranks that share layers.
+    """
     costs = counted_costs(analysis, share)
     reference = _nearest(analysis.timed, share)
     computed = _computed(analysis, machine, costs, share)
     if reference is None:
         return tuple(
-            _with_exchanges(replace(cost, **vars(each)), share, links, True)
-            for cost, each in zip(costs, computed, strict=True)
+            _with_exchanges(replace(cost, **vars(each)), link, True) for cost, each in zip(costs, computed, strict=True)
         )
     of_reference = Share(reference.tensor, reference.context, reference.cut, reference.samples, reference.ranks)
     then = _computed(analysis, machine, counted_costs(analysis, of_reference), of_reference)
@@ -156,16 +159,8 @@ def layer_costs(analysis: Analysis, machine: Machine, share: Share, links: Links
             name: value * (getattr(now, name) / getattr(before, name) if getattr(before, name) else 1.0)
             for name, value in vars(seconds).items()
         }
-        found.append(_with_exchanges(replace(cost, **scaled), share, links, not shared_there))
+        found.append(_with_exchanges(replace(cost, **scaled), link, not shared_there))
     return tuple(found)
-
-
-@dataclass(frozen=True)
-class Links:
-    """Between the ranks of each group."""
-
-    tensor: LinkCost
-    context: LinkCost
 
 
 def _nearest(timed: Sequence[Timed], share: Share) -> Timed | None:
@@ -199,11 +194,9 @@ def _computed(analysis: Analysis, machine: Machine, costs: Sequence[LayerCost], 
     return found
 
 
-def _with_exchanges(cost: LayerCost, share: Share, links: Links, adds: bool) -> LayerCost:
+def _with_exchanges(cost: LayerCost, link: LinkCost, adds: bool) -> LayerCost:
     """Exchanges between the ranks that share a layer hold up its computing; most of their bytes are gradients."""
     if not adds or not cost.collectives:
         return cost
-    link = links.tensor if share.tensor > 1 else links.context
-    slowest = max(link.per_byte, links.context.per_byte if share.context > 1 else 0.0)
-    seconds = cost.collectives * link.latency + cost.exchanged * slowest
+    seconds = cost.collectives * link.latency + cost.exchanged * link.per_byte
     return replace(cost, input_gradient=cost.input_gradient + seconds)

@@ -1,22 +1,19 @@
 """Memory of a rank: the forecast of a run, and weights, gradients and optimizer state of a layout that is planned.
 
-Sums of states are those of a run: `GradientBuckets`, `GatheredWeights` and `forecast_memory` come to the same.
+Sums of states are those of a run but for what aligns tensors in their buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import groupby
 from math import prod
 
 from megasnn.config import PretrainConfig
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.optimizers import OPTIMIZERS
-from megasnn.planner.candidates import Layout
 from megasnn.planner.cost_file import HeldTensor
 
-ALIGNMENT = 64  # bytes: each gradient and each gathered weight begins at a multiple
 BUCKET_BYTES = 8 << 20  # on a CPU
 GPU_BUCKET_BYTES = 32 << 20
 
@@ -104,28 +101,27 @@ class States:
 
 
 def states_of(
-    chunks: Sequence[Sequence[HeldTensor]], layout: Layout, optimizer: OptimizerConfig, on_gpu: bool
+    tensors: Sequence[HeldTensor], weight: int, owners: int, optimizer: OptimizerConfig, on_gpu: bool
 ) -> States:
-    """States of a rank with these chunks, each of which has its buckets; the rank that owns most rows."""
-    weight, copies = layout.grid.dp_shard, (layout.grid.dp_replicate, layout.grid.cp)
-    owners = copies if layout.shards_optimizer and layout.copies > 1 else (1,)
-    tensors = [each for chunk in chunks for each in chunk]
+    """States of the rank that owns most rows.
+
+    Args:
+        tensors: of its layers. weight: replicas that share weights. owners: ranks that share the rows of each of them.
+    """
     trained = [each for each in tensors if each.is_parameter]
     kept = {each.name: row_bytes([each], weight) for each in tensors if each.is_parameter}
-    owned = {each.name: row_bytes([each], weight, *owners) for each in tensors if each.is_parameter}
+    owned = {each.name: row_bytes([each], weight * owners) for each in tensors if each.is_parameter}
     buffers = sum(_bytes(each) for each in tensors if not each.is_parameter)
     averages = 0 if not optimizer.ema_decay else sum(owned.values()) + buffers
     sums = sum(kept[each.name] for each in trained) * (weight > 1)
-    sums += sum(owned[each.name] for each in trained) * (prod(owners) > 1)
+    sums += sum(owned[each.name] for each in trained) * (owners > 1)
     kinds = OPTIMIZERS[optimizer.optimizer].state
     exchanged, whole = 0, sum(_bytes(each) for each in trained)
-    if weight > 1:
-        exchanged = _exchanged(whole, weight, on_gpu)
-    elif prod(owners) > 1:
-        exchanged = _exchanged(whole, prod(owners), on_gpu)
+    if weight * owners > 1:
+        exchanged = _exchanged(whole, weight if weight > 1 else owners, on_gpu)
     return States(
         weights=sum(kept.values()) + buffers + averages,
-        gradients=sum(_aligned(_bytes(each)) for each in trained) + sums,
+        gradients=whole + sums,
         optimizer=sum(4 if kind == "step" else owned[each.name] for each in trained for kind in kinds),
         exchanged=exchanged,
         reduced=sum(kept[each.name] for each in trained),
@@ -139,15 +135,12 @@ def bucket_bytes(on_gpu: bool) -> int:
     return GPU_BUCKET_BYTES if on_gpu else BUCKET_BYTES
 
 
-def row_bytes(tensors: Iterable[HeldTensor], *sizes: int) -> int:
-    """Bytes that the first rank, which has most rows, has of these where ranks along axes of such sizes share them."""
+def row_bytes(tensors: Iterable[HeldTensor], ranks: int) -> int:
+    """Bytes of the first rank, which has most rows, where so many share them."""
     total = 0
     for each in tensors:
         rows = each.shape[0] if each.shape else 1
-        mine = rows
-        for size in sizes:
-            mine = -(-mine // size)
-        total += _bytes(each) // max(rows, 1) * mine
+        total += _bytes(each) // max(rows, 1) * -(-rows // ranks)
     return total
 
 
@@ -159,32 +152,8 @@ def _exchanged(trained: int, ranks: int, on_gpu: bool) -> int:
 
 def gathered_bytes(tensors: Iterable[HeldTensor]) -> int:
     """Bytes of the gathered weights of a unit."""
-    return sum(_aligned(prod(each.shape) * each.travels) for each in tensors if each.is_parameter)
-
-
-def travelling_bytes(tensors: Iterable[HeldTensor], ranks: int) -> int:
-    """Bytes of a buffer that the weights of a unit can be gathered in."""
-
-    def kind(each: HeldTensor) -> tuple[int, int]:
-        return each.itemsize, each.travels
-
-    total = 0
-    for (itemsize, travels), together in groupby(sorted((e for e in tensors if e.is_parameter), key=kind), key=kind):
-        counts = [0] * ranks
-        for each in together:
-            rows = each.shape[0] if each.shape else 1
-            length, ends = prod(each.shape) // max(rows, 1), [-(-rows * rank // ranks) for rank in range(ranks + 1)]
-            counts = [
-                count + (last - first) * length for count, first, last in zip(counts, ends, ends[1:], strict=False)
-            ]
-        copies = 0 if ranks == 2 and itemsize == travels else ranks - 1
-        total += max(_aligned((sum(counts) - own) * travels) + _aligned(copies * own * travels) for own in counts)
-    return total
+    return sum(prod(each.shape) * each.travels for each in tensors if each.is_parameter)
 
 
 def _bytes(tensor: HeldTensor) -> int:
     return prod(tensor.shape) * tensor.itemsize
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -16,7 +16,6 @@ from typing import get_args
 
 from megasnn.config import ConfigError, PretrainConfig
 from megasnn.config.checks import flag
-from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import LENGTHS
 from megasnn.config.values import to_json
 from megasnn.files import write_whole
@@ -27,8 +26,11 @@ from megasnn.planner.predict import Predicted
 from megasnn.planner.search import PlanError, Search
 
 SIMULATIONS, SECONDS = 20, 20.0
+NOT_PLANNED = (
+    *("memory_budget", "pipeline_model_parallel_layout", "weight_gradients"),
+    *("bptt_steps", "cuda_graphs"),
+)
 LARGEST, CHOICES = 64, 5  # samples of a micro-batch that is chosen, and of how many sizes
-DECIDED = ("memory_budget", "pipeline_model_parallel_layout")
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Plan:
     """Layout to take, and why.
 
     Attributes:
-        layout, micro_batch_size: to take. predicted: its step.
+        layout: to take. predicted: its step.
         bytes: that its largest rank needs, with what an allocator keeps. largest_micro_batch: samples of the largest
             micro-batch that would fit.
         candidates: all that were looked at, the one that was taken first, then the others from the best one on.
@@ -45,7 +47,6 @@ class Plan:
     """
 
     layout: Layout
-    micro_batch_size: int
     predicted: Predicted
     bytes: float
     largest_micro_batch: int
@@ -59,7 +60,7 @@ class Plan:
 
     def configuration(self, config: PretrainConfig) -> PretrainConfig:
         """Configuration of a run on the layout of the plan, with the cut that was planned."""
-        return with_layout(config, self.layout, self.predicted.bounds, self.micro_batch_size)
+        return with_layout(config, self.layout, self.predicted.bounds)
 
 
 def plan(
@@ -71,14 +72,14 @@ def plan(
     seconds: float = SECONDS,
     micro_batch_sizes: Sequence[int] = (),
 ) -> Plan:
-    """Looks at all layouts by bounds, and simulates the best of them.
+    """Looks at all layouts by estimates, and simulates the best of them.
 
     Flags of layouts that the configuration gives are kept: only layouts with these are looked at.
 
     Args:
         prefer: the fastest step; the smallest peak of a rank's memory; or room for the largest micro-batches. The
             latter two take nothing that is slower than one device, where that fits.
-        simulations: at most. seconds: for them.
+        simulations: of layouts that fit, at most. seconds: for them.
         micro_batch_sizes: to choose from; by default that of the configuration, which defines what is computed.
     Raises:
         ConfigError: what no layout can be right for. PlanError: costs of another model, or no layout that fits.
@@ -92,12 +93,11 @@ def plan(
         raise PlanError(f"these costs do not serve: {'; '.join(other)}; analyze this model (--costs with a new file)")
     if _is_of_another(analysis, cluster):
         analysis = replace(analysis, timed=())  # seconds of one device say nothing of another
-    search = Search(analysis, config, cluster, prefer, micro_batch_sizes or (config.training.micro_batch_size,))
+    search = Search(analysis, config, cluster, prefer, micro_batch_sizes or (None,))
     chosen, predicted, looked_at, simulated = search.best(simulations, seconds)
     rest = sorted((each for each in looked_at if each != chosen), key=search.rank)
     return Plan(
         layout=chosen.layout,
-        micro_batch_size=chosen.micro_batch_size,
         predicted=predicted,
         bytes=chosen.bytes or 0.0,
         largest_micro_batch=search.largest_micro_batch(chosen),
@@ -106,9 +106,7 @@ def plan(
         candidates=(chosen, *(search.with_reason(each, chosen) for each in rest)),
         simulated=simulated,
         seconds=time.monotonic() - begin,
-        advice=tuple(
-            _advice(with_layout(config, chosen.layout, None, chosen.micro_batch_size), chosen.layout, cluster)
-        ),
+        advice=tuple(_advice(with_layout(config, chosen.layout), chosen.layout, cluster)),
         warnings=tuple(_warnings(analysis, config, cluster)),
     )
 
@@ -123,24 +121,11 @@ def sizes_to_choose(config: PretrainConfig, ranks: int) -> tuple[int, ...]:
 
 def problems(config: PretrainConfig, cluster: Cluster) -> list[str]:
     """Problems that no layout can mend, or that the planner does not plan for; needs no costs."""
-    training, parallel, default = config.training, config.parallel, ParallelConfig()
     wrong = cluster.problems()
-    wrong += [
-        f"{flag(name)} is decided by the plan, or given to the run behind it: leave it out"
-        for name in DECIDED
-        if getattr(parallel, name) != getattr(default, name)
-    ]
-    changes = {
-        "--weight-gradients": parallel.weight_gradients if parallel.weight_gradients != "once" else None,
-        "--cuda-graphs": training.cuda_graphs if training.cuda_graphs != "off" else None,
-        "--bptt-steps": training.bptt_steps,
-    }
-    wrong += [
-        f"{name} {value} is not planned, and changes what a rank needs: give it to the run"
-        for name, value in changes.items()
-        if value is not None
-    ]
-    parts = config.neuron, training, config.optimizer, config.data, config.checkpoint
+    for part in (config.parallel, config.training):
+        changed = [name for name in NOT_PLANNED if getattr(part, name, None) != getattr(type(part)(), name, None)]
+        wrong += [f"{flag(name)} {getattr(part, name)} is not planned: give it to the run" for name in changed]
+    parts = config.neuron, config.training, config.optimizer, config.data, config.checkpoint
     return wrong + [problem for part in parts for problem in part.problems()]
 
 

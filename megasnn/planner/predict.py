@@ -1,21 +1,49 @@
-"""Time and memory of a step on a layout, by simulating one replica."""
+"""Time and memory of a step on a layout: estimated for a hundred thousand layouts, simulated for a few of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
 from itertools import chain
+from typing import NamedTuple
 
 from megasnn.batching import micro_batches_of
-from megasnn.pipeline.cost_model import PipelineCosts
-from megasnn.pipeline.peak_memory import peak_moments
-from megasnn.planner.bounds import Bounds
-from megasnn.planner.candidates import Layout
-from megasnn.planner.memory import MemoryForecast, bucket_bytes, gathered_bytes, travelling_bytes
-from megasnn.schedule import ChunkCost, Schedule, SchedulePlan, Simulation, plan_schedule, simulate
-from megasnn.schedule.actions import FINISHING
-from megasnn.schedule.fsdp_passes import SharedWeights
-from megasnn.schedule.passes import NEVER
+from megasnn.config import PretrainConfig
+from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
+from megasnn.pipeline.peak_memory import peak_moments, unit_memory
+from megasnn.planner.candidates import Layout, with_size
+from megasnn.planner.cost_file import Analysis
+from megasnn.planner.costs import Share, held_tensors, layer_costs
+from megasnn.planner.machines import Cluster
+from megasnn.planner.memory import (
+    MemoryForecast,
+    States,
+    bucket_bytes,
+    gathered_bytes,
+    sample_bytes,
+    states_of,
+)
+from megasnn.precisions import PRECISIONS
+from megasnn.schedule import (
+    ChunkCost,
+    Kind,
+    Schedule,
+    SchedulePlan,
+    Simulation,
+    generate,
+    per_stage,
+    plan_schedule,
+    simulate,
+)
+from megasnn.schedule.fsdp_passes import AT_ONCE, SharedWeights
+from megasnn.schedule.named import SCHEDULES
+from megasnn.schedule.partition import placed_bounds
+from megasnn.schedule.passes import NEVER, crosses
+
+ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2}
+Placement = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -52,8 +80,58 @@ class Predicted:
     simulation: Simulation
 
 
-class Predictor(Bounds):
-    """Predictor of a model's step on a cluster, layout by layout: at least, and simulated."""
+class Stage(NamedTuple):
+    """Layers of a pipeline rank, and costs of one micro-batch.
+
+    Attributes:
+        spans: layers of each chunk.
+        seconds, backward: to compute all, and the backward of that.
+        kept: bytes that forwards leave for the backward. deferred: that this leaves for a weight gradient of its own.
+        working: that the largest layer computes with. messages: to and from other ranks.
+    """
+
+    spans: tuple[range, ...]
+    seconds: float
+    backward: float
+    kept: int
+    deferred: int
+    working: int
+    messages: int
+
+
+class Predictor:
+    """Predictor of a model's step on a cluster, layout by layout: estimated, and simulated."""
+
+    def __init__(self, analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> None:
+        self._config, self._cluster = config, cluster
+        self._on_gpu = cluster.machine.kind == "cuda"
+        self._held = lru_cache(maxsize=None)(partial(held_tensors, analysis))
+        self._sized = lru_cache(maxsize=None)(partial(with_size, config))
+        self._layers = lru_cache(maxsize=None)(partial(layer_costs, analysis, cluster.machine))
+        self._stages_of = lru_cache(maxsize=None)(self._balanced_stages)
+        self._states_of = lru_cache(maxsize=None)(self._states_of_spans)
+        self._unit_bytes = lru_cache(maxsize=None)(self._gathered_layers)
+
+    def estimate(self, layout: Layout) -> tuple[float, float]:
+        """Seconds of a step and bytes of its largest rank, about: stages are taken for equal where ranks wait.
+
+        Raises ValueError as `predict`.
+        """
+        stages, states, count = self._stages(layout), self.states(layout), self.micro_batches(layout)
+        longest, mean = max(each.seconds for each in stages), sum(each.seconds for each in stages) / len(stages)
+        waits, held = self._shape(layout, stages, mean)
+        waits_for_weights, gathered = self._gathers(layout, stages)
+        # Others fill and drain the pipeline for the first micro-batch, then the longest stage decides.
+        seconds = waits_for_weights + max(count * longest, (count - 1) * longest + (1 + waits) * mean)
+        exposed, sharing = self._gradients(layout, states, stages[0].backward)
+        update = max(each.updated for each in states) * self._cluster.machine.update
+        splits, need = SCHEDULES[layout.schedule].looks_at_costs, 0.0
+        for rank, (stage, of_rank) in enumerate(zip(stages, states, strict=True)):
+            # Of the micro-batches that are held, about half wait for their weight gradients where these are put off.
+            kept = max(stage.kept, (stage.kept + stage.deferred) // 2) if splits else stage.kept
+            moment = max(held[rank] * kept + stage.working + stage.messages, of_rank.exchanged)
+            need = max(need, _held(of_rank) + self.samples(layout, rank) + gathered + moment)
+        return seconds + exposed + self.agreement(layout) + update + sharing, self.with_program(need)
 
     def predict(self, layout: Layout) -> Predicted:
         """By the simulation of one replica. Raises ValueError for what the schedule cannot place or keep."""
@@ -64,35 +142,142 @@ class Predictor(Bounds):
         if plan.weights is not None:
             of_replicas = replace(costs, link=self._cluster.link(layout.grid, "dp_shard"))
             of_units = of_replicas.with_unshards(of_units, plan.weights.unit_bytes, layout.grid.dp_shard)
-        result = simulate(schedule, of_units)
-        states = self.states(layout)
-        sums = [self.sums(layout, each.reduced, each.updated) for each in states]
-        update = max(each.updated for each in states) * self._cluster.machine.update
+        result, states = simulate(schedule, of_units), self.states(layout)
+        exposed, sharing = self._gradients(layout, states, self._stages(layout)[0].backward)
         time = StepTime(
             pipeline=result.makespan,
-            reduction=max(self._exposed(layout, rank, result) for rank in range(layout.grid.pp)),
+            reduction=exposed,
             agreement=self.agreement(layout),
-            update=update,
-            sharing=max(each.sharing for each in sums),
+            update=max(each.updated for each in states) * self._cluster.machine.update,
+            sharing=sharing,
         )
         memory = self._memory(layout, plan, schedule, executed, costs)
         return Predicted(time, memory, bounds, result.idle_share, schedule, result)
 
-    def _exposed(self, layout: Layout, rank: int, result: Simulation) -> float:
-        """Seconds of a rank's sums behind the last action of all ranks.
+    def costs(self, layout: Layout) -> PipelineCosts:
+        """Costs of all layers on a rank, and of its links. Raises ValueError for a size that cannot be."""
+        return PipelineCosts(self._layers(*self._share(layout)), self._cluster.link(layout.grid, "pp"))
 
-        Gradients travel in buckets of equal size, the first when its part of the last micro-batch's backward is done,
-        and the last behind the rank's own last backward. Ranks that keep the same rows sum theirs behind all.
+    def bounds(self, layout: Layout, placement: Placement | None = None) -> tuple[range, ...]:
+        """Layers of each chunk, balanced by their seconds."""
+        return _balanced(self._layers(*self._share(layout)), placement or layout.placement)
+
+    def states(self, layout: Layout) -> list[States]:
+        """States of each pipeline rank."""
+        grid, owners = layout.grid, layout.copies if layout.shards_optimizer else 1
+        return [self._states_of(each.spans, grid.tp, grid.dp_shard, owners) for each in self._stages(layout)]
+
+    def samples(self, layout: Layout, rank: int) -> int:
+        """Bytes of images, which the first stage has."""
+        if rank != layout.placement[0]:
+            return 0
+        config = self._sized(layout.micro_batch_size)
+        itemsize = ITEM_SIZES[PRECISIONS[config.training.precision].weights]
+        share = layout.own_samples(config.training.micro_batch_size)
+        return sample_bytes(config, itemsize, self.micro_batches(layout), share, not self._on_gpu)
+
+    def micro_batches(self, layout: Layout) -> int:
+        """Micro-batches of the replica that has the most."""
+        return layout.micro_batches(self._sized(layout.micro_batch_size).training.micro_batches)
+
+    def agreement(self, layout: Layout) -> float:
+        """Seconds of what a step reads, which is a sum over all ranks of a few numbers."""
+        machine = self._cluster.machine
+        link = machine.within if layout.ranks <= self._cluster.ranks_of_node else machine.between
+        return link.all_reduce(layout.ranks, 0, self._on_gpu)
+
+    def without_samples(self, layout: Layout) -> float:
+        """Bytes of the largest rank that do not depend on the size of micro-batches."""
+        return self.with_program(max(map(_held, self.states(layout))))
+
+    def with_program(self, tensors: float) -> float:
+        """Bytes of a rank whose tensors take so many."""
+        machine = self._cluster.machine
+        return machine.program + tensors * (1 + machine.rest)
+
+    def _share(self, layout: Layout) -> tuple[Share, LinkCost]:
+        """Share of a rank, and the slowest link between ranks that share layers with it."""
+        grid, size = layout.grid, self._sized(layout.micro_batch_size).training.micro_batch_size
+        at_work = min(layout.ranks, self._cluster.ranks_of_node)
+        share = Share(grid.tp, grid.cp, layout.cut, layout.own_samples(size), at_work)
+        return share, self._cluster.link(grid, "cp")  # tensor parallel ranks are neighbours
+
+    def _stages(self, layout: Layout) -> list[Stage]:
+        return self._stages_of(*self._share(layout), layout.placement, layout.recompute != NEVER)
+
+    def _balanced_stages(self, share: Share, link: LinkCost, placement: Placement, recomputes: bool) -> list[Stage]:
+        layers = self._layers(share, link)
+        bounds, costs = _balanced(layers, placement), PipelineCosts(layers, LinkCost())
+        units = unit_memory(costs, [range(i, i + 1) for i in range(len(layers))])
+        crossed = [chunk for chunk in range(len(placement)) if crosses(placement, chunk)]
+        found = []
+        for rank in range(max(placement) + 1):
+            spans = tuple(span for span, place in zip(bounds, placement, strict=True) if place == rank)
+            mine = list(chain(*spans))
+            forward = sum(layers[i].forward for i in mine)
+            # The last layer of a chunk goes backward right behind its forward.
+            again = sum(layers[i].forward for span in spans for i in span[:-1]) if recomputes else 0.0
+            backward = again + sum(layers[i].seconds for i in mine) - forward
+            kept = sum(units[i].entering if recomputes else units[i].held for i in mine)
+            working = max(units[i].working[Kind.BACKWARD] + recomputes * units[i].held for i in mine)
+            working += sum(units[i].cast for i in mine)
+            sides = (bounds[chunk].stop - 1 for chunk in crossed if rank in placement[chunk : chunk + 2])
+            messages = sum(units[i].transfers for i in sides)
+            deferred = sum(units[i].deferred for i in mine)
+            found.append(Stage(spans, forward + backward, backward, kept, deferred, working, messages))
+        return found
+
+    def _shape(self, layout: Layout, stages: Sequence[Stage], mean: float) -> tuple[float, tuple[float, ...]]:
+        """As `_step_of_equal_stages`, for a layout. Args: mean: seconds of its stages."""
+        count, boundaries = self.micro_batches(layout), max(1, len(layout.placement) - 1)
+        size = sum(each.messages for each in stages) / (4 * boundaries)  # two ranks, a message each way
+        message = self._cluster.link(layout.grid, "pp").message(size) if len(stages) > 1 else 0.0
+        share = 0.0 if message < mean / 64 else 2 ** (round(2 * math.log2(message / mean)) / 2)
+        # With more micro-batches each stage computes longer, and waits no longer.
+        seen, recomputes = min(count, 2 * len(stages)), layout.recompute != NEVER
+        waits, held = _step_of_equal_stages(layout.schedule, len(stages), seen, layout.chunks, recomputes, share)
+        return waits, (float(count),) * len(stages) if layout.schedule == "gpipe" else held
+
+    def _gathers(self, layout: Layout, stages: Sequence[Stage]) -> tuple[float, int]:
+        """Seconds that a rank waits for weights that replicas share, and bytes of two units and their buffers."""
+        ranks, link, units = layout.grid.dp_shard, self._cluster.link(layout.grid, "dp_shard"), self._unit_bytes
+        count, waits, most = self.micro_batches(layout), 0.0, 0
+        for stage in stages if ranks > 1 else ():
+            sizes = [size for i in chain(*stage.spans) if (size := units(layout.grid.tp)[i])]
+            all_units = sum(link.exchange(ranks, size / ranks) for size in sizes)
+            # Forwards and backwards find two units that the one before them has used last.
+            times = max(0, 1 - AT_ONCE / max(1, len(sizes)))
+            forward = all_units * (1 + (count - 1) * times) - count * (stage.seconds - stage.backward)
+            waits = max(waits, max(0.0, forward) + max(0.0, all_units * count * times - count * stage.backward))
+            most = max(most, 2 * sum(sorted(sizes)[-AT_ONCE:]))
+        return waits, most
+
+    def _gathered_layers(self, tensor: int) -> list[int]:
+        return [gathered_bytes(each) for each in self._held(tensor)]
+
+    def _states_of_spans(self, spans: tuple[range, ...], tensor: int, weight: int, owners: int) -> States:
+        tensors = list(chain(*(self._held(tensor)[i] for i in chain(*spans))))
+        return states_of(tensors, weight, owners, self._config.optimizer, self._on_gpu)
+
+    def _gradients(self, layout: Layout, states: Sequence[States], backward: float) -> tuple[float, float]:
+        """Seconds of the gradients' sums that are not hidden, and of the rows that owners give to the others behind.
+
+        Gradients travel in buckets of equal size beside the backward of the last micro-batch, the last one behind it.
+        Ranks that keep the same rows sum theirs behind all.
         """
-        states, shares = self.states(layout)[rank], layout.grid.dp_shard > 1
-        count = max(1, -(-states.reduced // bucket_bytes(self._on_gpu)))
-        sums = self.sums(layout, states.reduced // count, states.updated // count)
-        each = sums.to_keepers if shares else sums.over_copies
-        ends = {timed.action.chunk: timed for timed in result.timeline[rank] if timed.action.kind in FINISHING}
-        first = min(timed.start + (timed.end - timed.start) / count for timed in ends.values())
-        last = max(timed.end for timed in ends.values())
-        free = max(last + each, first + count * each)
-        return max(0.0, free - result.makespan) + (count * sums.over_copies if shares else 0.0)
+        copies, weight = layout.copies, layout.grid.dp_shard
+        link, keepers = (self._cluster.link(layout.grid, axis) for axis in ("dp_replicate", "dp_shard"))
+        reduced, updated = max(each.reduced for each in states), max(each.updated for each in states)
+        buckets = max(1, -(-reduced // bucket_bytes(self._on_gpu)))
+        over_copies = sharing = 0.0
+        if copies > 1 and layout.shards_optimizer:
+            over_copies, sharing = link.exchange(copies, updated / buckets), link.exchange(copies, updated)
+        elif copies > 1:
+            over_copies = link.all_reduce(copies, reduced / buckets, self._on_gpu)
+        each, behind = over_copies, 0.0
+        if weight > 1:
+            each, behind = keepers.exchange(weight, reduced / buckets), buckets * over_copies
+        return max(each, buckets * each - backward) + behind, sharing
 
     def _schedule_plan(
         self, layout: Layout, bounds: tuple[range, ...], costs: PipelineCosts, count: int
@@ -103,16 +288,18 @@ class Predictor(Bounds):
         plan = plan_schedule(layout.schedule, layout.grid.pp, layout.chunks, count, costs_of)
         counts = [count]
         if layout.grid.dp_shard > 1:  # which cannot be where replicas would gather in other orders
-            all_of_step, replicas = self._config.training.micro_batches, layout.grid.replicas
+            all_of_step = self._sized(layout.micro_batch_size).training.micro_batches
+            replicas = layout.grid.replicas
             counts = list(dict.fromkeys([count, len(micro_batches_of(all_of_step, replicas, replicas - 1))]))
         plan = replace(plan, decided=tuple(map(plan.of_chunks, counts)))
         if layout.recompute != NEVER or layout.grid.dp_shard > 1:
             plan = plan.in_units(bounds, layout.recompute)
         if layout.grid.dp_shard > 1:
-            tensors, ranks = self.tensors(layout), layout.grid.dp_shard
-            units = [list(chain(*(tensors[i] for i in span))) for span in plan.unit_bounds(bounds)]
-            travelling = tuple(travelling_bytes(unit, ranks) for unit in units)
-            plan = plan.sharing(SharedWeights(tuple(map(gathered_bytes, units)), travelling=travelling), counts)
+            sizes, ranks = self._unit_bytes(layout.grid.tp), layout.grid.dp_shard
+            units = tuple(sum(sizes[i] for i in span) for span in plan.unit_bounds(bounds))
+            # Others' rows come as they lie there; with more than one other, a copy in their order is made.
+            travelling = tuple(size * (ranks - 1) // ranks * (1 if ranks == 2 else 2) for size in units)
+            plan = plan.sharing(SharedWeights(units, travelling=travelling), counts)
         return plan
 
     def _memory(
@@ -139,3 +326,28 @@ class Predictor(Bounds):
                 )
             )
         return tuple(found)
+
+
+def _held(states: States) -> int:
+    return states.weights + states.gradients + states.optimizer
+
+
+@cache
+def _balanced(layers: tuple[LayerCost, ...], placement: Placement) -> tuple[range, ...]:
+    return tuple(placed_bounds([layer.seconds for layer in layers], placement))
+
+
+@cache
+def _step_of_equal_stages(
+    name: str, stages: int, count: int, chunks: int, recomputes: bool, message: float
+) -> tuple[float, tuple[float, ...]]:
+    """Time that a rank waits in a step, and micro-batches that each rank holds at most.
+
+    Args:
+        message: time of one. All times are in those that a stage computes for a micro-batch.
+    """
+    whole = 3 + recomputes
+    costs_of = per_stage([ChunkCost(1, 1 + recomputes, 1, whole * message, whole * message)] * stages)
+    schedule = generate(name, stages, count, chunks, costs_of)
+    result = simulate(schedule, costs_of(schedule.placement))
+    return result.makespan / whole - count, result.peak_activations

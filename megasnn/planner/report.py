@@ -1,10 +1,8 @@
-"""A plan as people read it, and as programs do."""
+"""A plan as people read it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, fields
-from typing import Any
 
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.planner.candidates import Candidate
@@ -45,7 +43,7 @@ def table(plan: Plan) -> str:
     unused = 1e-6 * plan.bytes - largest.total
     lines = [
         f"plan for {cluster.ranks} x {cluster.machine.name}, {cluster.ranks_of_node} a node, preferring {plan.prefer}: "
-        f"{layout}, micro-batches of {plan.micro_batch_size} samples",
+        f"{layout}",
         f"  step {1e3 * time.total:.1f} ms = forward and backward {1e3 * time.pipeline:.1f} (ranks idle "
         f"{plan.predicted.idle:.1%}) + sums of gradients that are not hidden {1e3 * time.reduction:.1f} + loss and "
         f"norm of all ranks {1e3 * time.agreement:.1f} + optimizer {1e3 * time.update:.1f} "
@@ -62,7 +60,7 @@ def table(plan: Plan) -> str:
         f"  {len(plan.candidates)} layouts looked at in {plan.seconds:.1f} s, {plan.simulated} of them simulated"
     )
     lines += [f"advice: {each}" for each in plan.advice] + [f"WARNING: {each}" for each in plan.warnings]
-    rows = [("layout, samples of a micro-batch", "step, ms", "GB", "", "why not"), *map(_row, plan.candidates[:SHOWN])]
+    rows = [("layout", "step, ms", "GB", "", "why not"), *map(_row, plan.candidates[:SHOWN])]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for row in rows:
         cells = [text.ljust(width) for text, width in zip(row[:4], widths, strict=True)]
@@ -73,22 +71,8 @@ def table(plan: Plan) -> str:
 
 
 def _row(each: Candidate) -> tuple[str, str, str, str, str]:
-    name = f"{each.layout}, {each.micro_batch_size}"
+    name = str(each.layout)
     if each.seconds is None or each.bytes is None:
         return name, "-", "-", "", each.reason
-    how = "simulated" if each.simulated else "at least"
+    how = "simulated" if each.simulated else "about"
     return name, f"{1e3 * each.seconds:.1f}", f"{each.bytes / GB:.2f}", how, each.reason or "taken"
-
-
-def as_json(plan: Plan) -> dict[str, Any]:
-    """All of it, for programs; seconds, bytes, and MB of memory."""
-    predicted = plan.predicted
-    return {
-        **{each.name: getattr(plan, each.name) for each in fields(plan)},
-        "layout": asdict(plan.layout),
-        "predicted": {"step": predicted.time.total, "idle": predicted.idle, "time": asdict(predicted.time),
-                      "memory": [asdict(each) for each in predicted.memory],
-                      "layers": [len(span) for span in predicted.bounds]},
-        "cluster": asdict(plan.cluster),
-        "candidates": [asdict(each) for each in plan.candidates],
-    }  # fmt: skip

@@ -1,11 +1,11 @@
-"""The search: every layout by its bounds, the best of them simulated, and why the others are not taken."""
+"""The search: every layout by an estimate, the best of them simulated, and why the others are not taken."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -18,9 +18,10 @@ from megasnn.planner.predict import Predicted, Predictor
 from megasnn.schedule.passes import NEVER
 
 AS_FAST = 1.01  # times as long as the fastest is as fast, as far as the planner can tell
+NEAR = 1.1  # times the memory: of an estimate that is no larger a simulation decides
 SLOWER = 4.0  # times the fastest step: a grid whose 1F1B takes longer has no better one
+OF_GRID = 4  # layouts of one grid that are simulated before those of others
 MOST_COMPUTATIONS = 40_000  # of a schedule that is simulated
-PATIENCE = 1.4  # times the time for simulations, where nothing has fitted yet
 MOST_REASONS = 4  # told of a search that finds nothing
 GB = 1e9
 
@@ -30,80 +31,80 @@ class PlanError(ValueError):
 
 
 class Search:
-    """Candidates, and which of them is the best. Args: sizes: of micro-batches, the most promising first."""
+    """Candidates, and which of them is the best. Args: sizes: of micro-batches; None: as the configuration has it."""
 
     def __init__(
-        self, analysis: Analysis, config: PretrainConfig, cluster: Cluster, prefer: Prefer, sizes: Sequence[int]
+        self,
+        analysis: Analysis,
+        config: PretrainConfig,
+        cluster: Cluster,
+        prefer: Prefer,
+        sizes: Sequence[int | None],
     ) -> None:
-        self._analysis, self._cluster, self._prefer = analysis, cluster, prefer
-        self._configs = {size: _with_size(config, size) for size in sizes}
-        first = Predictor(analysis, self._configs[sizes[0]], cluster)
-        self._predictors = {size: Predictor(analysis, each, cluster, first) for size, each in self._configs.items()}
-        self._fastest = math.inf  # bound of the fastest step that fits, so far
+        self._analysis, self._config, self._cluster, self._prefer = analysis, config, cluster, prefer
+        self._sizes, self._predictor = sizes, Predictor(analysis, config, cluster)
+        self._fastest = math.inf  # estimate of the fastest step that fits, so far
         self._slowest = math.inf  # seconds of one device, where that fits: no plan for memory or room is slower
-        self._simulated: dict[tuple[Layout, int], tuple[Candidate, Predicted | None]] = {}
+        self._simulated: dict[Layout, tuple[Candidate, Predicted | None]] = {}
 
     def best(self, simulations: int, seconds: float) -> tuple[Candidate, Predicted, list[Candidate], int]:
         """The candidate to take, its step, all candidates, and how many of them were simulated.
 
         Args:
-            simulations: at most. seconds: for all of it, half of them for simulations at least.
+            simulations: that fit, at most. seconds: for all of it, half of them for simulations at least.
         Raises:
             PlanError: none fits, or none can be.
         """
         begin = time.monotonic()
-        looked_at = [each for size in self._configs for each in self._looked_at(size)]
+        looked_at = list(self._looked_at())
         until = max(begin + seconds, time.monotonic() + seconds / 2)
-        fitting = sorted((each for each in looked_at if each.seconds is not None and not each.reason), key=self.rank)
+        fitting = sorted((each for each in looked_at if not each.reason), key=self.rank)
+        smallest = sorted((each for each in looked_at if each.bytes is not None), key=_bytes)[:simulations]
         one = sorted((each for each in fitting if each.layout.ranks == 1), key=_seconds)[:1]
-        last = time.monotonic() + PATIENCE * (until - time.monotonic())
-        # Where bounds fit and no simulation does, what needs least is tried before the time is up.
-        for number, each in enumerate(chain(one, fitting, sorted(fitting, key=_bytes))):
-            enough = len(self._able()) >= simulations or time.monotonic() > until
-            if number and ((self._taken() and enough) or time.monotonic() > last):
+        # Where no simulation fits, what needs least is tried, although its estimate may be too large.
+        for each in chain(one, _mixed(fitting), smallest):
+            if len(self._able()) >= simulations or (self._simulated and time.monotonic() > until):
                 break
-            if (each.layout, each.micro_batch_size) not in self._simulated and (not number or self._may_be_taken(each)):
+            if each.layout not in self._simulated:
                 self._simulate(each)
-                if number == 0 and one and self._prefer != "speed":
-                    alone = self._simulated[each.layout, each.micro_batch_size][0]
-                    self._slowest = math.inf if alone.reason else _seconds(alone)
+            if one and self._prefer != "speed" and len(self._simulated) == 1:
+                alone = self._simulated[each.layout][0]
+                self._slowest = math.inf if alone.reason else _seconds(alone)
         taken = self._taken()
-        found = [self._simulated.get((each.layout, each.micro_batch_size), (each, None))[0] for each in looked_at]
+        found = [self._simulated.get(each.layout, (each, None))[0] for each in looked_at]
         if taken is None:
             raise PlanError(self._why_none(found))
-        predicted = self._simulated[taken.layout, taken.micro_batch_size][1]
+        predicted = self._simulated[taken.layout][1]
         assert predicted is not None, "it was simulated"
         return taken, predicted, found, len(self._simulated)
 
-    def _looked_at(self, size: int) -> list[Candidate]:
-        """Every layout with micro-batches of so many samples, by bounds."""
-        predictor, found = self._predictors[size], []
-
-        def bounded(layout: Layout) -> Candidate:
-            try:
-                seconds, need = predictor.least(layout)
-            except ValueError as error:
-                return Candidate(layout, size, None, None, reason=str(error))
-            return Candidate(layout, size, seconds, need, reason=self._misfit(need))
-
-        def may_be_best(plain: Layout) -> bool:
-            """On 4,096 devices this leaves a fifth of 113,000 layouts. No schedule gains that much over 1F1B by less
-            bubble where as many micro-batches as stages are there; one device is always looked at."""
-            if self._prefer != "speed" or plain.ranks == 1:
-                return True
-            seconds = bounded(plain).seconds
-            return seconds is None or seconds < SLOWER * self._fastest
-
-        for layout, refused in layouts(self._analysis, self._configs[size], self._cluster.counts(), may_be_best):
-            each = Candidate(layout, size, None, None, reason=refused) if refused else bounded(layout)
+    def _looked_at(self) -> Iterator[Candidate]:
+        """Every layout by its estimate."""
+        counts = self._cluster.counts()
+        for layout, refused in layouts(self._analysis, self._config, counts, self._may_be_best, self._sizes):
+            each = Candidate(layout, None, None, reason=refused) if refused else self._estimated(layout)
             if not each.reason:
                 self._fastest = min(self._fastest, _seconds(each))
-            found.append(each)
-        return found
+            yield each
 
-    def _misfit(self, need: float) -> str:
+    def _estimated(self, layout: Layout) -> Candidate:
+        try:
+            seconds, need = self._predictor.estimate(layout)
+        except ValueError as error:
+            return Candidate(layout, None, None, reason=str(error))
+        return Candidate(layout, seconds, need, reason=self._misfit(need, NEAR))
+
+    def _may_be_best(self, plain: Layout) -> bool:
+        """On 4,096 devices this leaves a fifth of 113,000 layouts. No schedule gains that much over 1F1B by less bubble
+        where as many micro-batches as stages are there; one device is always looked at."""
+        if self._prefer != "speed" or plain.ranks == 1:
+            return True
+        seconds = self._estimated(plain).seconds
+        return seconds is None or seconds < SLOWER * self._fastest
+
+    def _misfit(self, need: float, near: float = 1.0) -> str:
         limit = self._cluster.machine.memory
-        return "" if need <= limit else f"needs {need / GB:.2f} GB a rank, and there are {limit / GB:.2f}"
+        return "" if need <= near * limit else f"needs {need / GB:.2f} GB a rank, and there are {limit / GB:.2f}"
 
     def rank(self, each: Candidate) -> tuple[object, ...]:
         """The best first: what fits, by what is preferred, then by the other; those that cannot be come last."""
@@ -115,34 +116,36 @@ class Search:
             return misfits, each.bytes, each.seconds, parts
         if self._prefer == "capacity":
             return misfits, -self.largest_micro_batch(each), step, parts, each.seconds
-        return misfits, step, parts, -each.micro_batch_size, each.seconds, each.bytes
+        return misfits, step, parts, -self._samples(each), each.seconds, each.bytes
 
     def largest_micro_batch(self, each: Candidate) -> int:
-        """Samples of the largest micro-batch that would fit, as far as bounds tell: states do not grow with it."""
-        states = self._predictors[each.micro_batch_size].without_samples(each.layout)
+        """Samples of the largest micro-batch that would fit, as far as this one tells: states do not grow with it."""
+        states = self._predictor.without_samples(each.layout)
         growing = max(_bytes(each) - states, 1.0)
-        return max(0, int(each.micro_batch_size * (self._cluster.machine.memory - states) / growing))
+        return max(0, int(self._samples(each) * (self._cluster.machine.memory - states) / growing))
+
+    def _samples(self, each: Candidate) -> int:
+        return each.layout.micro_batch_size or self._config.training.micro_batch_size
 
     def _simulate(self, each: Candidate) -> None:
-        key = each.layout, each.micro_batch_size
-        predictor, count = self._predictors[each.micro_batch_size], self._configs[each.micro_batch_size].training
         units = len(each.layout.placement)
         if each.layout.recompute != NEVER or each.layout.grid.dp_shard > 1:
             units = len(self._analysis.layers)
-        if 3 * each.layout.micro_batches(count.micro_batches) * units > MOST_COMPUTATIONS:
-            self._simulated[key] = replace(each, reason="too many computations to simulate"), None
+        if 3 * self._predictor.micro_batches(each.layout) * units > MOST_COMPUTATIONS:
+            self._simulated[each.layout] = replace(each, reason="too many computations to simulate"), None
             return
         try:
-            predicted = predictor.predict(each.layout)
+            predicted = self._predictor.predict(each.layout)
         except ValueError as error:  # what the schedule cannot place or keep
-            self._simulated[key] = replace(each, seconds=None, bytes=None, reason=str(error)), None
+            self._simulated[each.layout] = replace(each, seconds=None, bytes=None, reason=str(error)), None
             return
-        need = predictor.with_program(max(1e6 * (of_rank.total - of_rank.program) for of_rank in predicted.memory))
+        need = self._predictor.with_program(max(1e6 * (rank.total - rank.program) for rank in predicted.memory))
         seconds, reason = predicted.time.total, self._misfit(need)
-        self._simulated[key] = replace(each, seconds=seconds, bytes=need, simulated=True, reason=reason), predicted
+        found = replace(each, seconds=seconds, bytes=need, simulated=True, reason=reason)
+        self._simulated[each.layout] = found, predicted
 
     def _preferred(self, each: Candidate) -> float:
-        """Quantity that is to be least, before the time of a step decides; of bounds, a bound."""
+        """Quantity that is to be least, before the time of a step decides."""
         if self._prefer == "speed":
             return 0.0
         return float(-self.largest_micro_batch(each)) if self._prefer == "capacity" else _bytes(each)
@@ -152,78 +155,68 @@ class Search:
         found = [each for each, _ in self._simulated.values() if each.simulated and not each.reason]
         return [each for each in found if _seconds(each) <= AS_FAST * self._slowest]
 
-    def _alike(self) -> list[Candidate]:
-        """Those of them that have the least of what is preferred."""
-        found = self._able()
-        least = min(map(self._preferred, found), default=0.0)
-        return [each for each in found if self._preferred(each) == least]
-
     def _taken(self) -> Candidate | None:
-        """Picks the simplest of those no more than 1 % slower than the fastest; of alike ones, larger micro-batches."""
-        alike = self._alike()
-        longest = AS_FAST * min(map(_seconds, alike), default=0.0)
-        return min((each for each in alike if _seconds(each) <= longest), key=_simplicity, default=None)
+        """Of those that have the least of what is preferred, the simplest within 1 % of the fastest; of alike ones,
+        larger micro-batches."""
+        able = self._able()
+        least = min(map(self._preferred, able), default=0.0)
+        able = [each for each in able if self._preferred(each) == least]
+        longest = AS_FAST * min(map(_seconds, able), default=0.0)
+        return min((each for each in able if _seconds(each) <= longest), key=self._simplicity, default=None)
 
-    def _may_be_taken(self, each: Candidate) -> bool:
-        """True where a simulation, which shows no less than bounds, may change what is taken."""
-        if _seconds(each) > AS_FAST * self._slowest:
-            return False
-        taken, mine = self._taken(), self._preferred(each)
-        if taken is None or mine != self._preferred(taken):
-            return taken is None or mine < self._preferred(taken)
-        longest = AS_FAST * min(map(_seconds, self._alike()))
-        simpler = _seconds(each) <= longest and _simplicity(each) < _simplicity(taken)
-        return simpler or AS_FAST * _seconds(each) < _seconds(taken)
+    def _simplicity(self, each: Candidate) -> tuple[float, ...]:
+        return each.layout.parts, -self._samples(each), _seconds(each), _bytes(each)
 
     def _why_none(self, looked_at: Sequence[Candidate]) -> str:
-        machine, devices = self._cluster.machine, f"no layout of {self._cluster.ranks} device(s)"
-        possible = [each for each in looked_at if each.bytes is not None and each.reason]
-        if not possible:
+        devices = f"no layout of {self._cluster.ranks} device(s)"
+        simulated = [each for each in looked_at if each.simulated]
+        if not simulated:
             reasons = Counter(each.reason for each in looked_at if each.reason).most_common(MOST_REASONS)
-            given = next(iter(self._configs.values())).parallel
+            given = self._config.parallel
             asked = ", ".join(f"{flag(name)} {getattr(given, name)}" for name in given_flags(given))
             told = "; ".join(reason for reason, _ in reasons) or f"none has {asked}; leave some of these out"
             return f"{devices} can be: {told}"
-        least = min(possible, key=lambda each: (_bytes(each), each.layout.parts))
-        if not least.simulated:  # bounds promise too much
-            self._simulate(least)
-            least = self._simulated[least.layout, least.micro_batch_size][0]
-        ways = [f"--memory {math.ceil(1e-6 * _bytes(least))}MB for each device"]
-        states = self._predictors[least.micro_batch_size].without_samples(least.layout)
-        if machine.memory > states and least.micro_batch_size > 1:
-            ways.append(f"a smaller --micro-batch-size than {least.micro_batch_size}, which changes what norms see")
-        if machine.memory > machine.program:
-            ways.append("more devices (--gpus)")
+        least = min(simulated, key=_bytes)
         return (
-            f"{devices} fits into {machine.memory / GB:.3g} GB each: {least.layout} needs {_bytes(least) / GB:.2f} GB, "
-            f"{machine.program / GB:.2f} of it for programs and libraries; what would do: {'; or '.join(ways)}"
+            f"{devices} fits into {self._cluster.machine.memory / GB:.3g} GB each: {least.layout} needs "
+            f"{_bytes(least) / GB:.2f} GB; what would do: --memory {math.ceil(1e-6 * _bytes(least))}MB for each "
+            "device; a smaller --micro-batch-size, which changes what norms see; or more devices (--gpus)"
         )
 
     def with_reason(self, each: Candidate, chosen: Candidate) -> Candidate:
         """Why it was not taken."""
         if each.reason or each.seconds is None or each.bytes is None:
             return each
-        least = "" if each.simulated else "at least "
+        about = "" if each.simulated else "about "
         slower = _seconds(each) / _seconds(chosen)
         mine, best = self._preferred(each), self._preferred(chosen)
         if each.seconds > AS_FAST * self._slowest:
-            reason = f"slower than one device: {least}{each.seconds / self._slowest:.2f} times its step"
-        elif self._prefer == "memory" and mine >= best:
-            reason = f"needs more memory: {least}{mine / best:.2f} times as much"
+            reason = f"slower than one device: {about}{each.seconds / self._slowest:.2f} times its step"
+        elif self._prefer == "memory" and mine > best:
+            reason = f"needs more memory: {about}{mine / best:.2f} times as much"
         elif self._prefer == "capacity" and mine > best:
-            reason = f"micro-batches of {-mine:.0f} samples fit at most, and of {-best:.0f} in the other"
-        elif mine == best and 1 / AS_FAST <= slower <= AS_FAST and _simplicity(each) >= _simplicity(chosen):
-            reason = f"takes {least}as long within 1 %, and is no simpler"
-        elif mine == best and slower >= 1:
-            reason = f"slower: {least}{slower:.2f} times its step"
+            reason = f"micro-batches of {about}{-mine:.0f} samples fit at most, and of {-best:.0f} in the other"
+        elif mine == best and slower > AS_FAST:
+            reason = f"slower: {about}{slower:.2f} times its step"
+        elif each.simulated:
+            reason = "takes as long within 1 %, and is no simpler"
         else:
-            reason = "not simulated: others were taken first, and time or number of simulations was up"
+            reason = f"not simulated: others were taken first; {about}{slower:.2f} times its step"
         return replace(each, reason=reason)
 
 
-def _with_size(config: PretrainConfig, size: int) -> PretrainConfig:
-    """The configuration with micro-batches of so many samples."""
-    return replace(config, training=replace(config.training, micro_batch_size=size))
+def _mixed(fitting: Sequence[Candidate]) -> list[Candidate]:
+    """The same, with a few of each grid first: those that are not estimated alike."""
+    seen, of_grid = set[object](), Counter[object]()
+    first, later = list[Candidate](), list[Candidate]()
+    for each in fitting:
+        grid = each.layout.grid, each.layout.cut, each.layout.micro_batch_size
+        alike = *grid, each.seconds, each.bytes
+        takes = alike not in seen and of_grid[grid] < OF_GRID
+        seen.add(alike)
+        of_grid[grid] += takes
+        (first if takes else later).append(each)
+    return first + later
 
 
 def _seconds(each: Candidate) -> float:
@@ -232,7 +225,3 @@ def _seconds(each: Candidate) -> float:
 
 def _bytes(each: Candidate) -> float:
     return math.inf if each.bytes is None else each.bytes
-
-
-def _simplicity(each: Candidate) -> tuple[float, ...]:
-    return each.layout.parts, -each.micro_batch_size, _seconds(each), _bytes(each)

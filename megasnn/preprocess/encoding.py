@@ -45,10 +45,7 @@ def encode_recording(
 ) -> Mapping[str, bytes]:
     """Reads an item's recording, cuts out its clip, if it is one, and makes the files of a sample.
 
-    Args:
-        frames: how they are made; None keeps the events.
-        sensor: height and width, for files that do not say them.
-        sort: puts events in order of time.
+    Without options of `frames` the events are kept.
     """
     recording = _read(item.source, sensor, sort)
     if item.part:

@@ -50,8 +50,7 @@ def preprocess(
         skip_broken: leaves out and counts items that cannot be used.
 
     Raises:
-        ValueError: the folder exists, or cannot be written; an item cannot be used (without `skip_broken`); a worker
-            process was killed. Nothing is left then.
+        ValueError: the folder exists, or cannot be written, or an item cannot be used. Nothing is left then.
     """
     aside = output.with_name(f"{output.name}.partial")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

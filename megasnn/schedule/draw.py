@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from megasnn.schedule.actions import Action, Kind, Schedule
 from megasnn.schedule.simulate import Simulation, TimedAction
+from megasnn.telemetry.pictures import pixels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,11 +38,7 @@ WIDE, NARROW = 0.025, 0.011  # parts of the width that a bar needs for its actio
 
 def raster(schedule: Schedule, simulation: Simulation, title: str) -> NDArray[np.uint8]:
     """Gantt chart of times in seconds as a picture, uint8 `[height, width, 3]`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(chart(schedule, simulation, title, 1e3, "ms"))
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    return pixels(chart(schedule, simulation, title, 1e3, "ms"))
 
 
 def chart(

@@ -19,9 +19,6 @@ class BestEffort:
     """Contexts around reporting: an error in one is told once for each name, and goes no further.
 
     Nothing in which ranks wait for each other may stand in such a context: a rank would be missed there.
-
-    Args:
-        tell: takes a line for the log.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
@@ -43,11 +40,8 @@ class JsonLog:
     """Appends to `log.jsonl` beside a run: one JSON object a line; a run that continues another adds to its file.
 
     Every line has `time` (ISO 8601 with the offset from UTC) and `kind`: "start" (all flags), "iteration" (figures of a
-    log line and the spikes of each layer), "validation", "scalars" (of a profile), "memory_predicted", "memory" and
-    "message". Values that are not finite are the strings "nan", "inf" and "-inf".
-
-    Args:
-        directory: of the file; None writes nothing.
+    log line and the spikes of each layer), "validation", "memory_predicted", "memory" and "message". Values that are
+    not finite are the strings "nan", "inf" and "-inf". Without a directory nothing is written.
     """
 
     def __init__(self, directory: str | Path | None) -> None:
@@ -73,11 +67,7 @@ def _finite(value: Any) -> Any:
 
 
 class Console:
-    """Lines on standard output. A closed pipe behind it silences them; it ends nothing.
-
-    Args:
-        quiet: shows nothing, for the ranks that do not write.
-    """
+    """Lines on standard output. A closed pipe behind it silences them; it ends nothing."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet

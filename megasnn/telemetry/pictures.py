@@ -25,10 +25,7 @@ def to_rgb(sample: NDArray[Any]) -> Picture:
 
     Event frames `[T, 2, H, W]` stand side by side, on white, red where it became brighter (polarity 1) and blue where
     darker; the darkest shade is the 99.5th percentile of what is not zero. Images are uint8 `[H, W]` or `[H, W, C]`, or
-    floats `[C, H, W]`, which are stretched from black to white.
-
-    Raises:
-        ValueError: another shape.
+    floats `[C, H, W]`, which are stretched from black to white. Raises ValueError for another shape.
     """
     if sample.ndim == 4 and sample.shape[1] == 2:
         values = sample.astype(np.float32)
@@ -48,13 +45,7 @@ def to_rgb(sample: NDArray[Any]) -> Picture:
 
 
 def sample_sheet(samples: Sequence[NDArray[Any]], captions: Sequence[str]) -> Picture:
-    """Draws samples with captions on a sheet: recordings one below the other, images four in a row.
-
-    Raises:
-        ValueError: no samples, another number of captions, or a sample that is no picture.
-    """
-    if not samples or len(samples) != len(captions):
-        raise ValueError(f"a sheet needs a caption for each sample: {len(samples)} samples, {len(captions)} captions")
+    """Draws samples with captions on a sheet: recordings one below the other, images four in a row."""
     is_events = any(sample.ndim == 4 for sample in samples)
     return _sheet([to_rgb(sample) for sample in samples], captions, EVENT_LEGEND if is_events else "", is_events)
 
@@ -75,26 +66,24 @@ def raster_picture(raster: Raster) -> Picture:
 
 
 def _sheet(pictures: Sequence[Picture], captions: Sequence[str], title: str, one_a_row: bool = False) -> Picture:
+    from matplotlib.figure import Figure
+
     columns = 1 if one_a_row else min(4, len(pictures))
     rows = -(-len(pictures) // columns)
     height = 12 * pictures[0].shape[0] / pictures[0].shape[1] if one_a_row else 12 / columns
-    figure = _figure(12, max(rows * (min(height, 4) + 0.3), 1.0) + 0.4)
+    size = 12, max(rows * (min(height, 4) + 0.3), 1.0) + 0.4
+    figure = Figure(size, DPI, layout="constrained")
     figure.suptitle(title, fontsize=9)
     for place, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
         axes = figure.add_subplot(rows, columns, place + 1)
         axes.imshow(picture, interpolation="nearest")
         axes.set_title(caption, fontsize=8)
         axes.axis("off")
-    return _pixels(figure)
+    return pixels(figure)
 
 
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure((width, height), DPI, layout="constrained")
-
-
-def _pixels(figure: Figure) -> Picture:
+def pixels(figure: Figure) -> Picture:
+    """Draws a figure of matplotlib's."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas = FigureCanvasAgg(figure)

@@ -7,12 +7,13 @@ and ranks that share micro-batches by samples) are added up neuron by neuron; th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -37,14 +38,6 @@ class LayerSpikes:
     saturated: float
 
 
-@dataclass
-class _Count:
-    """Spikes `[neurons]` of this rank's neurons, and presentations (steps x samples) of each."""
-
-    spikes: Tensor
-    presentations: int
-
-
 class SpikeRecorder:
     """Counts spikes while `enabled`; `reduce` merges the counts of all ranks.
 
@@ -53,7 +46,7 @@ class SpikeRecorder:
 
     def __init__(self) -> None:
         self.enabled = False
-        self._counts: dict[str, _Count] = {}
+        self._counts: dict[str, Tensor] = {}  # spikes of each neuron, and behind them the presentations of one
 
     @torch.no_grad()
     def observe(self, name: str, spikes: Tensor) -> None:
@@ -61,23 +54,29 @@ class SpikeRecorder:
         if not self.enabled:
             return
         fired = spikes.sum(dim=(0, 1), dtype=torch.float32).to(torch.int32).reshape(-1)
-        count = self._counts.setdefault(name, _Count(torch.zeros_like(fired), 0))
-        count.spikes += fired
-        count.presentations += spikes.shape[0] * spikes.shape[1]
+        count = F.pad(fired, (0, 1), value=spikes.shape[0] * spikes.shape[1])
+        self._counts[name] = self._counts[name] + count if name in self._counts else count
 
-    def reduce(
-        self,
-        same: dist.ProcessGroup | None,
-        others: Sequence[dist.ProcessGroup | None],
-    ) -> list[LayerSpikes]:
+    def reduce(self, same: dist.ProcessGroup | None, others: Sequence[dist.ProcessGroup | None]) -> list[LayerSpikes]:
         """Returns the statistics of this stage's layers, the same on all its ranks, and forgets the counts. Collective.
 
         Args:
             same: ranks that hold the same neurons; others: groups of ranks that hold other neurons of the same layers.
                 None: a group of one rank.
         """
-        counts, self._counts = _sum_counts(self._counts, same), {}
-        return _statistics(counts, others)
+        counts, self._counts = self._counts, {}
+        if not counts:
+            return []
+        if same is not None:  # in one all-reduce; all have observed the same layers
+            flat = torch.cat([*counts.values()])
+            dist.all_reduce(flat, group=same)
+            counts = dict(zip(counts, flat.split([len(count) for count in counts.values()]), strict=True))
+        sums = torch.stack([_sums(count) for count in counts.values()])
+        for group in others:
+            if group is not None:
+                dist.all_reduce(sums, group=group)
+        shares = (sums[:, 1:] / sums[:, :1]).tolist()
+        return [LayerSpikes(name, *share) for name, share in zip(counts, shares, strict=True)]
 
 
 class RasterRecorder:
@@ -114,34 +113,9 @@ def place_in_model(neuron: str, order: Sequence[str]) -> int:
     return next(fits, len(order))
 
 
-def _sum_counts(counts: dict[str, _Count], group: dist.ProcessGroup | None) -> dict[str, _Count]:
-    """Adds counts neuron by neuron, in one all-reduce; all ranks have observed the same layers."""
-    if group is None or not counts:
-        return counts
-    presented: list[dict[str, int]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(presented, {name: count.presentations for name, count in counts.items()}, group=group)
-    flat = torch.cat([count.spikes for count in counts.values()])
-    dist.all_reduce(flat, group=group)
-    parts = flat.split([count.spikes.numel() for count in counts.values()])
-    summed = zip(counts, parts, strict=True)
-    return {name: _Count(part, sum(each[name] for each in presented)) for name, part in summed}
-
-
-def _statistics(counts: Mapping[str, _Count], groups: Sequence[dist.ProcessGroup | None]) -> list[LayerSpikes]:
-    """Computes rates and shares over the channels and rows of all ranks, in a small all-reduce for each group."""
-    if not counts:
-        return []
-    sums = torch.stack([_sums(count) for count in counts.values()])
-    for group in groups:
-        if group is not None:
-            dist.all_reduce(sums, group=group)
-    shares = (sums[:, 1:] / sums[:, :1]).tolist()
-    return [LayerSpikes(name, *share) for name, share in zip(counts, shares, strict=True)]
-
-
-def _sums(count: _Count) -> Tensor:
+def _sums(count: Tensor) -> Tensor:
     """Returns float64 `[4]`: neurons, sum of their rates, silent neurons, saturated neurons."""
-    spikes = count.spikes.double()
-    number = torch.full_like(spikes[0], spikes.numel())
-    silent, saturated = (count.spikes == 0).sum(), (count.spikes == count.presentations).sum()
-    return torch.stack([number, spikes.sum() / count.presentations, silent.double(), saturated.double()])
+    spikes, presentations = count[:-1].double(), count[-1].double()
+    number = torch.full_like(presentations, len(spikes))
+    silent, saturated = (spikes == 0).sum(), (spikes == presentations).sum()
+    return torch.stack([number, spikes.sum() / presentations, silent.double(), saturated.double()])

@@ -56,7 +56,7 @@ def charts() -> dict[str, dict[str, list[object]]]:
         },
         "Resources": {
             "time of an iteration and its phases, ms": ["Multiline", [r"^\d_time/"]],
-            "peak memory of each rank, MB": ["Multiline", [r"^\d_memory/"]],
+            "peak memory of a rank, largest and mean, MB": ["Multiline", [r"^\d_memory/"]],
             "traffic of all ranks per iteration, MB": ["Multiline", [r"^\d_communication/.*_mb"]],
         },
     }
@@ -65,11 +65,9 @@ def charts() -> dict[str, dict[str, list[object]]]:
 class TensorBoard:
     """Writes scalars, texts and pictures of a run. Scalars that were only ever zero are not shown.
 
-    After an error, such as a full disk, nothing more is written.
+    After an error, such as a full disk, nothing more is written; without a directory, nothing is.
 
     Args:
-        directory: of the event files; None writes nothing.
-        best_effort: context in which an error is told and goes no further.
         resumed_iteration: last iteration of the run that this one continues; later points of it are hidden.
     """
 

@@ -45,11 +45,9 @@ def require_checkpoint(config: PretrainConfig, state: ParallelState) -> None:
 
 @dataclass(frozen=True)
 class Claim:
-    """The folder of --save, which no other run saves in meanwhile.
+    """The folder of --save, which no other run saves in meanwhile. The first rank's `job` holds the lock.
 
     Attributes:
-        folder: of the checkpoints.
-        job: holds the lock; only on the first rank.
         resumes: this is a job that goes on after a restart.
         notice: for the user; "" when nothing.
     """

@@ -14,13 +14,7 @@ from megasnn.training.resume import Best, Claim, StartingPoint
 
 
 class Saves:
-    """Checkpoints of one run. Making one is collective.
-
-    Args:
-        claim: of the folder to save in; None: nothing is saved.
-        place: identity of the data and its order; see `megasnn.training.data`.
-        begin: where the run has started.
-    """
+    """Checkpoints of one run. Making one is collective. Without a claim of a folder nothing is saved."""
 
     def __init__(
         self,

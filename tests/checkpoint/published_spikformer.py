@@ -1,7 +1,7 @@
 """The structure of the published Spikformer, as far as its state_dict and what it computes are concerned.
 
-Written from the paper's description and the names of the published weights. `pool_first` puts the stem's pooling
-before the neuron, where SpikingJelly has it; the published code has it behind.
+Written from the paper's description and the names of the published weights. The stem pools before the neuron, as
+SpikingJelly does; the published code does it behind.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def pointwise(kind: str, inputs: int, outputs: int, spatial: int, bias: bool) ->
 
 
 class Stem(Named):
-    def __init__(self, channels: int, dim: int, pool_from: int, pool_first: bool) -> None:
+    def __init__(self, channels: int, dim: int, pool_from: int) -> None:
         super().__init__()
-        self.pool_from, self.pool_first = pool_from, pool_first
+        self.pool_from = pool_from
         sizes = [channels, dim // 8, dim // 4, dim // 2, dim]
         self.names = [(f"proj_conv{n or ''}", f"proj_bn{n or ''}") for n in range(4)]
         for (conv, norm), inputs, outputs in zip(self.names, sizes, sizes[1:], strict=False):
@@ -56,9 +56,7 @@ class Stem(Named):
     def forward(self, x: Tensor) -> Tensor:
         for stage, (conv, norm) in enumerate(self.names):
             x = self.unit(conv, norm, x)
-            pools = stage >= self.pool_from
-            x = lif()(pool(x) if pools and self.pool_first else x)
-            x = pool(x) if pools and not self.pool_first else x
+            x = lif()(pool(x) if stage >= self.pool_from else x)
         return x + lif()(self.unit("rpe_conv", "rpe_bn", x))
 
 
@@ -109,9 +107,9 @@ class Block(nn.Module):
 
 
 class PublishedSpikformer(nn.Module):
-    def __init__(self, kind: str, dim: int = 16, depth: int = 2, heads: int = 2, pool_first: bool = True) -> None:
+    def __init__(self, kind: str, dim: int = 16, depth: int = 2, heads: int = 2) -> None:
         super().__init__()
-        self.patch_embed = Stem(3, dim, pool_from=2 if kind == "cifar10" else 0, pool_first=pool_first)
+        self.patch_embed = Stem(3, dim, pool_from=2 if kind == "cifar10" else 0)
         self.block = nn.ModuleList(Block(kind, dim, heads, 4 * dim) for _ in range(depth))
         self.head = nn.Linear(dim, 5)
 

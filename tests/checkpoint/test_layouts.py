@@ -125,16 +125,8 @@ def test_of_the_files_of_many_ranks_those_are_opened_that_a_rank_needs(tmp_path,
         assert torch.equal(entry.tensor, entry.shard.cut(values)) and len(opened) == len(set(opened)) <= most
 
 
-def test_boxes_of_a_few_shapes():
-    for shape, boxes, expected in (
-        ((), [((), ())], True),
-        ((), [((), ()), ((), ())], False),
-        ((2,), [], False),
-        ((0, 3), [], True),
-        ((4,), [((0,), (2,)), ((2,), (3,))], False),
-        ((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 2))], False),
-    ):
-        assert covers_once(shape, boxes) is expected, shape
+def test_boxes_of_numbers_and_of_nothing():
+    assert covers_once((), [((), ())]) and covers_once((0, 3), []) and not covers_once((), [((), ()), ((), ())])
 
 
 def cut(draw: random.Random, offsets: tuple[int, ...], sizes: tuple[int, ...], depth: int) -> list:

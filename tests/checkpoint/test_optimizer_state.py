@@ -43,17 +43,6 @@ def test_goes_on_bit_for_bit(tmp_path, kind, steps_before):
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
 
 
-def test_precision_follows_the_model(tmp_path):
-    single, double = Rank(Layout()), Rank(Layout(), seed=1, dtype=torch.float64)
-    single.step()
-    saved(single, tmp_path)
-    load_checkpoint(tmp_path, double.state)
-    state = double.optimizer.state[double.parameters()[0]]
-    assert (state["exp_avg"].dtype, state["step"].dtype) == (torch.float64, torch.float32)
-    for name, value in single.snapshot().items():
-        assert torch.equal(value.to(double.snapshot()[name].dtype), double.snapshot()[name])
-
-
 def test_a_frozen_parameter_has_no_state(tmp_path):
     rank, other = Rank(Layout()), Rank(Layout(), seed=1)
     for parameter in rank.parameters()[1:]:

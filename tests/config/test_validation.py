@@ -93,9 +93,9 @@ REFUSED = [
     ("--pipeline-schedule zbv --pipeline-model-parallel-layout 1|2|3", 1, "3 entries", "2 chunks"),
     ("--pipeline-model-parallel-layout 1|x", 1, "--pipeline-model-parallel-layout", "1|x"),
     ("--pipeline-model-parallel-layout 5", 1, "sums to 5", "6 units"),
-    ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 6, "world size 6", "tp 2"),
+    ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 6, "world size 6", "parallel-size 2"),
     ("--global-batch-size 8 --micro-batch-size 4", 3, "--global-batch-size 8", "3 data parallel replicas"),
-    ("--context-parallel-size 3", 4, "world size 4", "cp 3"),
+    ("--context-parallel-size 3", 4, "world size 4", "--context-parallel-size 3"),
     ("--context-parallel-size 4 --context-parallel-cut samples --micro-batch-size 2", 4, "-size 4", "-size 2"),
     ("--context-parallel-size 2 --micro-batch-size 4 --global-batch-size 9", 2, "--global-batch-size 9", "1 sample"),
 ]

@@ -115,9 +115,7 @@ def test_damage_is_found_and_nothing_is_made_of_it(run, tmp_path, capsys):
         assert status == 2 and str(file) in text and not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(("part", "field", "value"), [
-    ("model", "depth", 1), ("model", "depth", "2"), ("model", "unknown", 1), ("neuron", "tau", 0.5),
-])  # fmt: skip
+@pytest.mark.parametrize(("part", "field", "value"), [("model", "depth", 1), ("neuron", "tau", 0.5)])
 def test_a_configuration_of_another_model_is_found(run, tmp_path, capsys, part, field, value):
     metadata = read_metadata(run / "iter_0000100")
     config = json.loads(json.dumps(metadata.config))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
+import struct
 import subprocess
 import sys
 import time
+import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +24,6 @@ from megasnn.data.formats import EventFormat
 from megasnn.data.images import ImageFormat
 from megasnn.data.shards import open_shard
 from megasnn.events import FrameOptions
-from tests.data import hostile
 from tests.data.shard_files import image_file, loader, numbered, open_all, write_shard
 
 ROOT = Path(__file__).parents[2]
@@ -29,10 +32,93 @@ SPACE = 160 << 20
 IMAGE, EVENTS = ImageFormat(8, 3), EventFormat(FrameOptions(4, size=8))
 
 
+PIXELS = np.zeros((8, 8, 3), np.uint8)
+
+
+def npy(array: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, array)
+    return buffer.getvalue()
+
+
+def npy_header(shape: object) -> bytes:
+    text = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY\2\0" + struct.pack("<I", len(text)) + text
+
+
+def npz(**members: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(f"{name}.npy", content)
+    return buffer.getvalue()
+
+
+def zeros(megabytes: int) -> bytes:
+    """A raw deflate stream of zeros, a kilobyte for each megabyte."""
+    packer = zlib.compressobj(9, wbits=-15)
+    block = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
+    return block * megabytes + packer.flush()
+
+
+def zip_bomb(megabytes: int, declared: int) -> bytes:
+    """frames.npy of so many zeros, with any size in its headers."""
+    content, name = zeros(megabytes), b"frames.npy"
+    common = struct.pack("<HHHHHIIIHH", 20, 0, 8, 0, 0, 0, len(content), declared, len(name), 0)
+    local = b"PK\3\4" + common + name + content
+    central = b"PK\1\2" + struct.pack("<H", 20) + common + struct.pack("<HHHII", 0, 0, 0, 0, 0) + name
+    return local + central + b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, 1, 1, len(central), len(local), 0)
+
+
+def events(**changes: object) -> bytes:
+    fields: dict[str, object] = {"t": [1, 2], "x": [0, 1], "y": [0, 1], "p": [0, 1], "height": 34, "width": 34}
+    return npz(**{name: npy(np.asarray(value)) for name, value in (fields | changes).items()})
+
+
+class Runs:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, decoy: Path) -> None:
+        self.decoy = decoy
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.decoy),)
+
+
+def png(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"\x78\x9c" + zeros(1)) + chunk(b"IEND", b"")
+
+
+def jpeg(width: int, height: int) -> bytes:
+    data = bytearray(image_file(PIXELS, "JPEG"))
+    struct.pack_into(">HH", data, data.index(b"\xff\xc0") + 5, height, width)
+    return bytes(data)
+
+
+def hostile(folder: Path) -> dict[str, tuple[str, bytes]]:
+    """Contents of small files that were made to take the machine, or to run code, by what is wrong with them."""
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([Runs(folder / "run"), None], object), allow_pickle=True)
+    frames = np.zeros((4, 2, 8, 8), np.float32)
+    return {
+        "npz of 1 GB that declares little": ("frames.npz", zip_bomb(1000, 5000)),
+        "npy of 8 TB": ("frames.npz", npz(frames=npy_header((10**12,)))),
+        "objects": ("frames.npz", npz(frames=buffer.getvalue())),
+        "frames with NaN": ("frames.npz", npz(frames=npy(frames * np.nan))),
+        "sensor of 60,000 x 60,000": ("events.npz", events(height=60_000, width=60_000)),
+        "PNG of 13,000 x 13,000": ("png", png(13_000, 13_000)),
+        "JPEG of 65,500 x 65,500": ("jpg", jpeg(65_500, 65_500)),
+    }
+
+
 def read_all(folder: Path) -> None:
     """Reads each sample with a limit on the address space; prints the outcomes."""
     datasets = {}
-    for number, (name, (suffix, data)) in enumerate(hostile.samples(folder).items()):
+    for number, (name, (suffix, data)) in enumerate(hostile(folder).items()):
         shard = open_shard(write_shard(folder / f"{number}.tar", {"victim": {suffix: data, "cls": b"1"}}))
         datasets[name] = ShardDataset([shard], EVENTS if suffix.endswith("npz") else IMAGE, 10)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -54,19 +140,19 @@ def test_each_is_refused_by_name_at_once_and_in_little_memory(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = list(map(json.loads, done.stdout.splitlines()))
     wrong = [each for each in outcomes if not each[1].startswith("BrokenSample: sample 'victim' of") or each[2] > 5]
-    assert len(outcomes) == 13 and not wrong, wrong
+    assert len(outcomes) == 7 and not wrong, wrong
     assert not (tmp_path / "run").exists(), "something ran code"
 
 
 def test_a_flag_bounds_file_and_decoded_sample_and_too_large_ones_can_be_skipped(tmp_path, limits):
-    large = hostile.png(13_000, 13_000)
+    large = png(13_000, 13_000)
     with pytest.raises(ValueError, match="13000 x 13000 .*--max-sample-mb"):
         IMAGE.decode(large)
     limits(1 << 30)
     with pytest.raises(ValueError, match="truncated|cut|broken"):
         IMAGE.decode(large[:200])
     path = tmp_path / "a.tar"
-    shard = open_shard(write_shard(path, {"a": {"png": image_file(hostile.PIXELS) + bytes(300), "cls": b"0"}}))
+    shard = open_shard(write_shard(path, {"a": {"png": image_file(PIXELS) + bytes(300), "cls": b"0"}}))
     limits(200)
     with pytest.raises(BrokenSample, match="'a' of shard .*its file.*--max-sample-mb"):
         ShardDataset([shard], IMAGE, 3).sample(0)
@@ -79,8 +165,8 @@ def test_a_flag_bounds_file_and_decoded_sample_and_too_large_ones_can_be_skipped
 PICTURE = np.arange(192, dtype=np.uint8).reshape(8, 8, 3)
 SOUND = {
     **{suffix: image_file(PICTURE, kind) for suffix, kind in (("png", "PNG"), ("jpg", "JPEG"), ("webp", "WEBP"))},
-    "frames.npz": hostile.npz(frames=hostile.npy(np.zeros((4, 2, 8, 8), np.uint8))),
-    "events.npz": hostile.events(t=list(range(9)), x=[1] * 9, y=[2] * 9, p=[0] * 9),
+    "frames.npz": npz(frames=npy(np.zeros((4, 2, 8, 8), np.uint8))),
+    "events.npz": events(t=list(range(9)), x=[1] * 9, y=[2] * 9, p=[0] * 9),
 }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from itertools import islice
 
 import numpy as np
@@ -12,9 +10,9 @@ import torch
 
 from megasnn.config import DataConfig
 from megasnn.data.datasets import sample_format
-from megasnn.data.formats import EventFormat, decode_events, encode_events, encode_frames
+from megasnn.data.formats import decode_events, encode_events, encode_frames
 from megasnn.data.images import NORMALISATIONS, ImageFormat
-from megasnn.events import FrameOptions, Recording, make_frames
+from megasnn.events import FrameOptions, Recording
 from megasnn.preprocess import sample
 from tests.data.shard_files import (
     as_events,
@@ -101,12 +99,6 @@ def test_kept_events_and_finished_frames_are_the_same_to_the_model(tmp_path, set
     assert batches[0].shape == (4, *shape) and batches[0].dtype == torch.float32
 
 
-def test_frames_are_scaled_to_the_model() -> None:
-    frames = make_frames(recording(0, sensor=(16, 16)), FrameOptions(4))
-    scaled = EventFormat(FrameOptions(4, size=8)).decode(encode_frames(frames))
-    assert scaled.shape == (4, 2, 8, 8) and np.allclose(scaled.mean(), frames.mean(), rtol=0.05)
-
-
 def test_samples_of_another_length_or_shape_are_refused(tmp_path) -> None:
     shard = write_shard(tmp_path / "a.tar", as_frames(range(3), FrameOptions(5)))
     with pytest.raises(ValueError, match=rf"{shard} .*5 frames.*--time-steps 8"):
@@ -163,31 +155,9 @@ def test_training_and_validation_paths_kinds_and_constants(tmp_path):
         assert format.normalisation == name in NORMALISATIONS
 
 
-def _open_in_a_process(barrier, folder, results):
-    os.environ["MEGASNN_CACHE"] = folder
-    import sklearn.datasets  # noqa: F401  (so that all reach the cache together)
-    import webdataset  # noqa: F401
-
-    barrier.wait()
-    datasets = open_datasets(DataConfig(), input_shape=(1, 8, 8), num_classes=10)
-    results.put((datasets.train.fingerprint(), datasets.valid.fingerprint()))
-
-
-def test_the_sample_is_the_digits_and_ranks_that_start_together_make_it_once(cache, monkeypatch):
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(2), context.SimpleQueue()
-    ranks = [context.Process(target=_open_in_a_process, args=(barrier, str(cache), results)) for _ in range(2)]
-    for rank in ranks:
-        rank.start()
-    found = {results.get() for _ in ranks}
-    for rank in ranks:
-        rank.join()
-    made = [path.name for path in cache.rglob("*") if path.is_file() and not path.name.startswith(".")]
-    assert len(made) == 4, "two shards and their indexes"
-
+def test_the_sample_is_the_digits(cache, monkeypatch):
     scans, labels = sample.read_digits()
     datasets = open_datasets(DataConfig(), input_shape=(1, 8, 8), num_classes=10)
-    assert found == {(datasets.train.fingerprint(), datasets.valid.fingerprint())}
     assert (len(datasets.train), len(datasets.valid)) == (1442, 355)
     seen = set()
     for dataset in (datasets.train, datasets.valid):

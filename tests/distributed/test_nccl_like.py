@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.nccl_like import nccl_like
-from tests.queued_device import Device
+from tests.nccl_like import Device, nccl_like
 from tools.benchmark.ranks import RankError
 
 LIMIT = 1.5  # seconds
@@ -53,13 +52,6 @@ def _both_receive_first(_: Device, up: dist.ProcessGroup, down: dist.ProcessGrou
     received.wait()
 
 
-def _receives_before_sends_in_one_queue(_: Device, up: dist.ProcessGroup, down: dist.ProcessGroup) -> None:
-    received = dist.irecv(_value(), 1 - dist.get_rank(), group=up)
-    sent = dist.isend(_value(), 1 - dist.get_rank(), group=up)
-    sent.wait()
-    received.wait()
-
-
 def _synchronises_under_a_receive(device: Device, up: dist.ProcessGroup, down: dist.ProcessGroup) -> None:
     rank = dist.get_rank()
     dist.all_reduce(_value())
@@ -69,11 +61,6 @@ def _synchronises_under_a_receive(device: Device, up: dist.ProcessGroup, down: d
     device.synchronize()
     dist.isend(_value(), 1 - rank, group=down if rank else up).wait()
     received.wait()
-
-
-def _collectives_first_used_in_opposite_order(_: Device, up: dist.ProcessGroup, down: dist.ProcessGroup) -> None:
-    for group in (up, down) if dist.get_rank() else (down, up):
-        dist.all_reduce(_value(), group=group)
 
 
 def _collectives_in_opposite_order(_: Device, up: dist.ProcessGroup, down: dist.ProcessGroup) -> None:
@@ -91,9 +78,7 @@ def _run(case: Callable[[Device, dist.ProcessGroup, dist.ProcessGroup], None]) -
 
 WAITS = {
     _both_receive_first: "rank {} waits for rank {} to start the communicator for messages of ranks 0-1",
-    _receives_before_sends_in_one_queue: r"rank {} waits until it can send to rank {} .*, behind an order to receive",
     _synchronises_under_a_receive: "rank {} synchronises its device, which is to receive from rank {}",
-    _collectives_first_used_in_opposite_order: "rank {} waits for rank {} to start the communicator for collectives",
     _collectives_in_opposite_order: "rank {} waits until it can allreduce over the communicator",
 }
 

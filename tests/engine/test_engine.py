@@ -249,17 +249,10 @@ def test_one_engine_at_a_time_and_whoever_made_the_grid_destroys_it() -> None:
     ("flags", "named"),
     [
         ({"learning_rate": 1.0}, "learning_rate"),
-        ({"micro_batchsize": 1}, "micro_batch_size"),
-        ({"embed_dim": 64}, "embed_dim"),
-        ({"train_epochs": 1}, "--train-epochs 1"),
         ({"save": "there"}, "save"),
         ({"mixup_alpha": 0.2, "mixup_off_epoch": 3, "log_interval": 1}, "^2 problems"),
-        ({"lr": "fast"}, "--lr fast"),
         ({"train_iters": None}, "train_iters"),
-        ({"micro_batch_size": 128}, "--micro-batch-size 128"),
         ({"tensor_model_parallel_size": 2}, "world size 1"),
-        ({"precision": "fp16"}, "bf16"),
-        ({"precision": "tf32"}, "tf32"),
         ({"neuron_backend": "triton"}, "triton"),
     ],
 )

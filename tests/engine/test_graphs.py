@@ -76,12 +76,6 @@ def test_layers_that_cannot_have_graphs_are_named(layers: Any, named: str) -> No
         trained(between(layers), "on")
 
 
-def test_a_number_that_python_knows_would_stay() -> None:
-    model = between(counting)
-    with mock.patch("megasnn.pipeline.graphs.KNOWN", ("megasnn", "torch", "tests")), recorded_graphs():
-        assert trained(model, "on") != trained(model, "off")
-
-
 def test_graphs_are_captured_in_the_second_step_of_two_sizes() -> None:
     captures: list[int] = []
     begin, graphs = Transfers.begin, RecordedGraphs()
@@ -141,12 +135,7 @@ def test_what_a_check_finds_in_a_replay() -> None:
         assert graphs.replays > before
 
 
-@pytest.mark.parametrize(("flags", "why"), [
-    ({"device": "cpu"}, "--device cpu"),
-    ({}, "a CPU"),
-    ({"recompute": "always"}, "--recompute or --memory-budget"),
-    ({"bptt_steps": 1}, "--bptt-steps"),
-])  # fmt: skip
+@pytest.mark.parametrize(("flags", "why"), [({"device": "cpu"}, "--device cpu"), ({"bptt_steps": 1}, "--bptt-steps")])
 def test_where_no_layer_has_them(flags: dict[str, Any], why: str) -> None:
     with mock.patch("torch.cuda.device_count", return_value=0):
         with pytest.raises(ValueError, match=f"--cuda-graphs on: .*{why}"):

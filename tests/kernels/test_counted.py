@@ -1,4 +1,4 @@
-"""A step of both models as a GPU would compute it, on tensors without values: launches and bytes of every unit."""
+"""A step of both models as a GPU would compute it, on tensors without values: launches of every unit."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 
 from megasnn import Engine
 from megasnn.layers.blocks import ConvNormNeuron
+from megasnn.layers.dropout import drawing_for
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.pipeline.microbatch_state import MicroBatchInput
-from tests.fake_gpu import OUTSIDE, Counted, fake_gpu
+from tests.fake_gpu import Counted, fake_gpu
 from tests.gradients import forward_backward
 from tests.kernels.triton_process import without_triton
 from tests.parity.zoo import CASES
@@ -22,17 +23,12 @@ pytestmark = without_triton
 
 MODELS = {"spikformer_ti": (Spikformer(variant="spikformer_ti", image_size=224), 8), "vgg_dvs": (VggDvs(), 128)}
 MOST_FORWARD, MOST_BACKWARD = 15, 20  # launches
-LAUNCHES = 534  # of a step of the VGG, two micro-batches; 50 look whether statistics are finite
+LAUNCHES = 542  # of a step of the VGG, two micro-batches; 50 look whether statistics are finite, 10 make keys
 WITH_NEURONS_ALONE = {
     "spikformer": Spikformer(image_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=4, time_steps=2),
     "spike_driven": CASES["spike_driven"].model,
 }
 LAUNCHES_OF_NEURONS_ALONE = {"spikformer": (158, 0), "spike_driven": (237, 3)}  # of a forward, and which pack bits
-MOST_BYTES = 20  # of norm and neuron, forward and backward together, for a value in bfloat16
-MOST_BYTES_POOLED = 53  # for a neuron, which pools from four values
-# `add_` adds to gradients of weights, `add` sums up the gradients of what several layers take.
-OF_PRODUCTS = ("convolution", "convolution_backward", "add_", "add", "avg_pool2d", "avg_pool2d_backward")
-OF_BITS = ("pack_bits_kernel", "pack_counts_kernel", "unpack_bits_kernel")
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -60,24 +56,9 @@ def units(engine: Engine) -> Iterator[tuple[str, ConvNormNeuron]]:
 
 def test_launches_of_a_unit(counted) -> None:
     engine, found = counted
-    assert set(found.neurons) == {name for name, _ in units(engine)} and OUTSIDE not in found.neurons
-    for name in found.neurons:
-        assert 6 <= found.forward[name].count <= MOST_FORWARD, name
-        assert 8 <= found.backward[name].count <= MOST_BACKWARD, name
-
-
-def test_bytes_of_norm_and_neuron(counted) -> None:
-    """For a neuron and step; where pooling leaves fewer neurons than values, for a value that is normalised."""
-    _, found = counted
-    for name, values in found.values.items():
-        moved = sum(
-            work[name].bytes_of(lambda operator: operator not in (*OF_PRODUCTS, *OF_BITS))
-            for work in (found.forward, found.backward)
-        )
-        least = 46 / 4 if values > found.neurons[name] else 14
-        assert least * values <= moved <= MOST_BYTES * values, (name, moved / values)
-        if values > found.neurons[name]:
-            assert moved <= MOST_BYTES_POOLED * found.neurons[name], (name, moved / found.neurons[name])
+    for name, _ in units(engine):
+        assert 6 <= found.forward[name].total() <= MOST_FORWARD, name
+        assert 8 <= found.backward[name].total() <= MOST_BACKWARD, name
 
 
 def test_the_host_waits_once(counted) -> None:
@@ -91,7 +72,8 @@ def test_launches_of_a_step() -> None:
     """Of two micro-batches; kernels get the same numbers for other samples: none would be wrong in a CUDA graph."""
     model, samples = MODELS["vgg_dvs"]
     flags = {"micro_batch_size": samples, "global_batch_size": 2 * samples, "train_iters": 1, "precision": "bf16"}
-    with Engine(model, **flags) as engine, fake_gpu() as found:
+    positions = torch.zeros(samples, dtype=torch.int64)  # in memory that stays, as graphs have them
+    with Engine(model, **flags) as engine, fake_gpu() as found, drawing_for(positions):
         given = list[list[tuple[Any, ...]]]()
         images, labels = torch.empty(samples, *engine.distributed.model.input_shape), torch.zeros(samples).long()
         for step in range(2):
@@ -102,7 +84,7 @@ def test_launches_of_a_step() -> None:
                 engine.distributed, [MicroBatchInput(images, labels, samples, e) for e in places], 2 * samples
             )
             given.append(list(found.numbers))
-        launches = sum(work.count for of in (found.forward, found.backward) for work in of.values())
+        launches = sum(work.total() for of in (found.forward, found.backward) for work in of.values())
     assert launches == LAUNCHES and given[0] == given[1]
 
 
@@ -114,6 +96,6 @@ def test_what_neurons_alone_give_is_not_packed_again(name: str) -> None:
     with Engine(model, **flags) as engine, fake_gpu() as found:
         images, labels = torch.empty(samples, *engine.distributed.model.input_shape), torch.zeros(samples).long()
         forward_backward(engine.distributed, [MicroBatchInput(images, labels, samples, range(samples))], samples)
-    packs = sum(work.launches["pack_bits_kernel"] for work in found.forward.values())
-    launches = sum(work.count for work in found.forward.values())
+    packs = sum(work["pack_bits_kernel"] for work in found.forward.values())
+    launches = sum(work.total() for work in found.forward.values())
     assert (launches, packs) == LAUNCHES_OF_NEURONS_ALONE[name]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelLinear
 from megasnn.models.build import describe
-from megasnn.models.cut_check import MixedChannels, Output, check_layer
+from megasnn.models.cut_check import MixedChannels, check_layer
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import Cut
@@ -40,8 +40,9 @@ class Block(nn.Module):
 def followed(block: nn.Module, shape: tuple[int, ...], ranks: int = 2) -> Cut | None:
     """How the block's output is cut where channels (dimension 2) are. Raises MixedChannels."""
     given = torch.empty(shape, device="meta", requires_grad=True)
-    output, _ = check_layer("a", block, block, [Output(given, [Cut(2)])], ranks)
-    return output.cuts[0]
+    cuts = check_layer("a", block, block, [(given, [Cut(2)])], ranks)
+    assert cuts is not None
+    return cuts[0]
 
 
 def assert_same(block: nn.Module, cut: Cut | None, x: Tensor, ranks: int = 2) -> None:
@@ -261,7 +262,7 @@ def test_what_all_ranks_have_whole_and_learn_from_meets_nothing_cut() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_check_says_how_the_inputs_of_whole_modules_are_cut(size: int) -> None:
     found = [
-        check_layer("a", block, block, [Output(torch.empty(SHAPE, device="meta"), [cut])], size)[0].cuts
+        check_layer("a", block, block, [(torch.empty(SHAPE, device="meta"), [cut])], size)
         for block in (nn.Sequential(nn.ReLU(), nn.Flatten(0, 1)), nn.Softmax(3))
         for cut in (Cut(2), Cut(2, 2) if size == 2 else None)
     ]

@@ -144,7 +144,7 @@ def test_a_neuron_of_ones_own_computes_what_the_same_neuron_of_the_table_does() 
 
 def test_its_spikes_travel_as_bits_and_its_parameters_are_described_by_channel() -> None:
     described = describe(Own())
-    assert [each.output.name for each in described.layers] == ["SPIKES", "SPIKES", "SPIKES", "DENSE"]
+    assert [each.entries[None].content.name for each in described.layers] == ["SPIKES", "SPIKES", "SPIKES", "DENSE"]
     built = dict(described.named_layers(BuildContext()))
     assert built["b"].conv.plan.content.name == "SPIKES"
     materialise(built.items(), torch.device("cpu"), 0)
@@ -170,7 +170,7 @@ def test_what_a_neuron_gives_besides_spikes_it_says_and_otherwise_the_layer_is_n
         chunk.layers[0].neuron = torch.nn.Identity()  # potentials, so that several spikes come
         return chunk(torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(0)), range(2))
 
-    contents = [describe(Counting(largest=largest)).layers[1].output.name for largest in (4, None)]
+    contents = [describe(Counting(largest=largest)).layers[1].entries[None].content.name for largest in (4, None)]
     assert contents == ["COUNTS", "DENSE"] and torch.equal(forward(4), forward(None))
     with pytest.raises(ValueError, match="after: .*largest="):
         forward(1)

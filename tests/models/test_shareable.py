@@ -59,15 +59,6 @@ class WithUnit(nn.Module):
         return self.unit(x).flip(3)
 
 
-class Mixing(nn.Module):
-    """Takes the mean over the samples away."""
-
-    mixes_samples, mixes_rows = True, False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(1, keepdim=True)
-
-
 class TwoHeights(nn.Module):
     """Calls a layer with images of two heights."""
 
@@ -118,7 +109,6 @@ REFUSED: dict[str, tuple[str, Callable[[], nn.Module], str]] = {
             "WholeImages": WholeImages,
         }.items()
     },
-    "samples": ("samples", Mixing, "Mixing .*--context-parallel-size 2"),
     "too few rows": ("rows", lambda: ConvNormNeuron(4, 4, 6, padding=0), "--context-parallel-size may be 1 at most"),
 }
 

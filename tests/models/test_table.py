@@ -76,7 +76,7 @@ def test_every_model_is_in_the_table_under_the_name_of_its_folder():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_marker_is_of_its_model_alone(name):
-    tensors = [entry.name for entry in describe_tensors(describe(MODELS[name]()), BuildContext())]
+    tensors = [entry.name for entry in describe_tensors(describe(MODELS[name]()))]
     assert [model.name for model in MODELS.values() if model.marker in tensors] == [name]
     for dialect in MODELS[name].dialects():
         assert dialect.marker not in tensors

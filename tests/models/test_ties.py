@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from megasnn.checkpoint.load import load_global_tensors
 from megasnn.convert.reshard import Target, reshard, saved_model
 from megasnn.convert.source import open_source
-from megasnn.engine.model import DistributedModel
 from megasnn.layers import BuildContext, ConvNormNeuron
 from megasnn.losses.sums import cross_entropy_sum
 from megasnn.models.build import describe
@@ -31,7 +30,7 @@ from megasnn.schedule import plan_schedule
 from tests.gradients import forward_backward, merge_statistics
 from tests.models.networks import Again, Tied, TwoTied, between
 from tests.models.steps import assert_equal, images, one_step
-from tests.parity.ranks import Layout, assemble
+from tests.parity.ranks import Layout, assemble, distributed
 from tests.parity.test_layouts import error, name_of
 from tests.training.runs import train_model
 
@@ -72,8 +71,8 @@ def _one_micro_batch() -> dict[str, Tensor]:
     model = Tied(plain=True)
     state = initialize_model_parallel()
     try:
-        context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64)
-        engine = DistributedModel(describe(model), state, context, [range(9)], plan_schedule("1f1b", 1), 5)
+        context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64, seed=5)
+        engine = distributed(describe(model), state, context, [range(9)], plan_schedule("1f1b", 1))
         before = {f"before {entry.name}": entry.tensor.detach().clone() for entry in engine.tensors}
         x, labels = images(model)
         forward_backward(engine, [MicroBatchInput(x, labels, len(x), range(len(x)))], len(x))
@@ -116,7 +115,7 @@ def test_one_rank_computes_what_autograd_computes_with_one_module(ranks) -> None
 
 def test_a_tied_parameter_is_counted_initialised_and_described_once() -> None:
     described = describe(Tied())
-    entries = describe_tensors(described, BuildContext())
+    entries = describe_tensors(described)
     names = [entry.name for entry in entries]
     assert len(names) == len(set(names)) and "head.weight" not in names and "block.1.unit.conv.weight" not in names
     assert parameter_count(entries) == 4 * 27 + 8 + 16 + 4 + 144 + 4 + 8 + 1 + 16 + 8 + 8 + 4
@@ -196,11 +195,6 @@ def _model(make: Callable[[], list[nn.Module]]) -> Model:
     return between(lambda: (layer(f"made.{index}", module) for index, module in enumerate(make())))
 
 
-class Uncopied(ConvNormNeuron):
-    def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
-        raise TypeError("a file is open")
-
-
 def tied(**options: Any) -> list[nn.Module]:
     """Two units with one weight. Args: of the second one."""
     first, second = ConvNormNeuron(4, 4, style="row"), ConvNormNeuron(4, 4, **options)
@@ -211,8 +205,6 @@ def tied(**options: Any) -> list[nn.Module]:
 def test_what_cannot_be_tied_is_refused_with_the_layers_name() -> None:
     with pytest.raises(ValueError, match=r"made\.1\.conv\.weight .*made\.0\.conv\.weight: .* \[4, 4, 3, 3\]"):
         describe(_model(lambda: tied(kernel_size=3)))
-    with pytest.raises(ValueError, match=r"made\.1: this Uncopied .*: a file is open"):
-        describe(_model(lambda: [Uncopied(4, 4)] * 2))
     described = describe(_model(lambda: tied(style="column")))
     with pytest.raises(ValueError, match=r"made\.1\.conv\.weight .*`style`, or set --tensor-model"):
         described.build(BuildContext(Group("tp", (0, 1))))
@@ -233,8 +225,8 @@ def _two_stages(frozen: tuple[str, ...], unused: bool) -> dict[str, Tensor]:
     try:
         bounds = [range(4)] if size == 1 else [range(2), range(2, 4)]
         model, double = describe(_model(make)), torch.float64
-        context = BuildContext(dtype=double, compute_dtype=double)
-        engine = DistributedModel(model, state, context, bounds, plan_schedule("1f1b", size), 5)
+        context = BuildContext(dtype=double, compute_dtype=double, seed=5)
+        engine = distributed(model, state, context, bounds, plan_schedule("1f1b", size))
         x, labels = images(_model(make))
         lost = [e for e in engine.copies if unused and e.name == "made.0.conv.weight" and e.tensor.requires_grad]
         for entry in lost:
@@ -258,7 +250,7 @@ def test_frozen_and_missing_gradients_are_paired_by_their_tensors(ranks, frozen:
 
 
 def test_weights_tied_inside_a_layer_and_modules_inside_of_two() -> None:
-    names = [entry.name for entry in describe_tensors(describe(_model(lambda: [TwoTied(4)])), BuildContext())]
+    names = [entry.name for entry in describe_tensors(describe(_model(lambda: [TwoTied(4)])))]
     assert "made.0.a.weight" in names and "made.0.b.weight" not in names and "made.0.b.bias" in names
 
     def nested() -> list[nn.Module]:

@@ -16,9 +16,8 @@ from tests.parity.vgg import CONFIG, Variant
 
 DROPOUT = Variant(dropout=0.3)
 LAYOUTS = [
-    *(Layout(data, tensor, pipeline) for data in (1, 2) for tensor in (1, 2) for pipeline in (1, 2)),
+    Layout(),
     Layout(1, 4, 1),
-    Layout(1, 1, 4, "gpipe"),
     Layout(1, 2, 3),
     Layout(2, 1, 3),
     Layout(1, 1, 4, "interleaved", 2),
@@ -75,9 +74,8 @@ def test_layout_equals_spikingjelly_with_dropout(ranks, layout: Layout) -> None:
     assert_equal_to_reference(run_step(ranks, layout, DROPOUT), truth(DROPOUT))
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=4), Layout(2, 2, 2)], ids=name_of)
-def test_layout_equals_spikingjelly_without_dropout(ranks, layout: Layout) -> None:
-    assert_equal_to_reference(run_step(ranks, layout, Variant()), truth(Variant()))
+def test_a_full_grid_equals_spikingjelly_without_dropout(ranks) -> None:
+    assert_equal_to_reference(run_step(ranks, Layout(2, 2, 2), Variant()), truth(Variant()))
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(2, 1, 2), Layout(1, 2, 2, "zbv")], ids=name_of)

@@ -209,7 +209,6 @@ def test_a_run_in_windows_is_logged_profiled_and_evaluated(ranks, tmp_path_facto
     ranks(2, run_in_windows, str(tmp_path_factory.getbasetemp() / "cache"), str(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert sum(line["kind"] == "iteration" for line in lines) == 2
-    assert sum(line["kind"] == "scalars" and "pipeline/ms_measured" in line for line in lines) >= 1
     assert next(line for line in lines if line["kind"] == "validation")["samples"] == 10
 
 

@@ -73,7 +73,6 @@ def test_gathers_count_in_the_forecast() -> None:
     assert plan.schedules.units is not None and seconds(plan) > 1.2 * seconds(chosen("auto"))
 
 
-@pytest.mark.slow
 def test_a_large_pipeline_is_decided_in_seconds() -> None:
     begun = time.thread_time()
     costs = PipelineCosts((LAYER,) * 32, LinkCost())

@@ -38,7 +38,7 @@ def test_costs_of_a_layer_are_what_it_does() -> None:
     stem, block = four[0], four[5]
     assert stem.message == stem.gradient // 32  # a bit in place of a float32
     assert block.message == block.gradient // 4
-    described = describe_tensors(MODEL, BuildContext())
+    described = describe_tensors(MODEL)
     sizes = [prod(entry.shard.global_shape) for entry in described if entry.is_parameter]
     assert sum(cost.parameters for cost in four) == sum(cost.parameters for cost in eight) == 4 * sum(sizes)
     assert all((cost.collectives, cost.exchanged) == (0, 0) for cost in four)

@@ -11,12 +11,12 @@ from megasnn.models.build import building_problems, describe
 from megasnn.pipeline.cost_model import LinkCost
 from megasnn.planner.analyze import analyze, counted_sizes
 from megasnn.planner.cost_file import Analysis, LayerSeconds, Timed
-from megasnn.planner.costs import Links, Share, counted_costs, layer_costs
+from megasnn.planner.costs import Share, counted_costs, layer_costs
 from megasnn.planner.machines import DEVICES
 from megasnn.planner.measure import measured
 from tests.planner.models import analysis, config
 
-FREE = Links(LinkCost(), LinkCost())
+FREE = LinkCost()
 SECONDS = LayerSeconds(2e-3, 3e-3, 1e-3)
 
 
@@ -60,8 +60,7 @@ def test_measured_seconds_are_taken_and_scaled() -> None:
     assert [cost.forward for cost in twice] == pytest.approx([4e-3] * count, rel=0.05)
     halves = layer_costs(timed, machine, Share(2, 1, "samples", 4, 2), FREE)
     assert all(cost.forward < 4e-3 for cost in halves[:-1])
-    slow = Links(LinkCost(latency=1.0), LinkCost())
-    waiting = layer_costs(timed, machine, Share(2, 1, "samples", 4, 2), slow)
+    waiting = layer_costs(timed, machine, Share(2, 1, "samples", 4, 2), LinkCost(latency=1.0))
     extra = [slower.input_gradient - cost.input_gradient for slower, cost in zip(waiting, halves, strict=True)]
     assert extra == pytest.approx([cost.collectives for cost in waiting])
 

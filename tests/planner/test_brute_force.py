@@ -1,4 +1,4 @@
-"""Every layout of a small cluster is simulated in full: the plan is the best of them, and no bound is too high."""
+"""Every layout of a small cluster is simulated in full: the plan is the best of them, and estimates are near."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ CLUSTERS = {
 
 @cache
 def simulated(name: str) -> dict[Layout, tuple[float, float, Predicted]]:
-    """Every layout that can be, with its bounds of seconds and bytes, and its step."""
+    """Every layout that can be, with its estimates of seconds and bytes, and its step."""
     where = CLUSTERS[name]
     predictor, found = Predictor(analysis(), config(), where), {}
     for layout, refused in layouts(analysis(), config(), where.counts()):
         if not refused:
-            found[layout] = *predictor.least(layout), predictor.predict(layout)
+            found[layout] = *predictor.estimate(layout), predictor.predict(layout)
     return found
 
 
@@ -58,12 +58,17 @@ def need(name: str, predicted: Predicted) -> float:
     return predictor.with_program(1e6 * max(each.total - each.program for each in predicted.memory))
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_no_bound_is_above_what_is_simulated(name: str) -> None:
-    assert len(simulated(name)) > 100
-    for layout, (seconds, size, predicted) in simulated(name).items():
-        assert seconds <= predicted.time.total * (1 + 1e-9), layout
-        assert size <= need(name, predicted) * (1 + 1e-9), layout
+def test_estimates_are_near_what_is_simulated() -> None:
+    """Within 15 % for 95 % of the layouts of all clusters, and none by more than a half."""
+    times, sizes = [], []
+    for name in CLUSTERS:
+        for seconds, size, predicted in simulated(name).values():
+            times.append(seconds / predicted.time.total)
+            sizes.append(size / need(name, predicted))
+    for ratios in (times, sizes):
+        assert len(ratios) > 600
+        assert sum(abs(ratio - 1) <= 0.15 for ratio in ratios) >= 0.95 * len(ratios)
+        assert all(0.6 <= ratio <= 1.5 for ratio in ratios)
 
 
 def least_need(name: str) -> float:
@@ -84,16 +89,14 @@ def test_the_plan_is_the_best_of_all(name: str) -> None:
     fast, small = (plan(analysis(), config(), CLUSTERS[name], prefer, simulations=1000) for prefer in PREFERRED)
     assert fast.layout in as_fast and fast.layout.parts == min(layout.parts for layout in as_fast)
     assert small.bytes == least_need(name)
-    assert fast.simulated < len(simulated(name)), "bounds leave some of them out"
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_twenty_simulations_are_enough(name: str) -> None:
-    """Also where little fits: what cannot is seen without a simulation, nearly always."""
     fitting = [each for *_, each in simulated(name).values() if need(name, each) <= CLUSTERS[name].machine.memory]
     fast, small = (plan(analysis(), config(), CLUSTERS[name], prefer) for prefer in PREFERRED)
     assert fast.predicted.time.total <= 1.02 * min(each.time.total for each in fitting)
-    assert small.bytes == least_need(name)
+    assert small.bytes <= 1.02 * least_need(name)
 
 
 def test_slow_links_leave_one_device() -> None:

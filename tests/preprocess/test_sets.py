@@ -212,7 +212,6 @@ def test_cifar(tmp_path, capsys, classes, labels) -> None:
     ("damage", "named"),
     [
         (lambda folder: (folder / "trials_to_test.txt").unlink(), "trials_to_test.txt"),
-        (lambda folder: (folder / "user02_lab_labels.csv").unlink(), "user02_lab_labels.csv"),
         (lambda folder: (folder / "user02_lab_labels.csv").write_text("h\n1,2\n"), "1,2"),
         (lambda folder: (folder / "user02_lab_labels.csv").write_text("h\n1,9000000,9000001\n"), "9000000"),
     ],
@@ -226,11 +225,9 @@ def test_what_is_missing_in_dvs128_gesture(tmp_path, capsys, damage, named) -> N
 @pytest.mark.parametrize(
     ("data_set", "paths", "named"),
     [
-        ("cifar10-dvs", [], "in"),
         ("cifar10-dvs", ["cat/1.aedat"], "'cat'"),
         ("n-mnist", ["Train/0/a.bin", "Train/1/a.bin", "Test/0/a.bin"], "Test/1"),
         ("image-folder", [os.fsdecode(b"cat/caf\xe9.png")], "UTF-8"),
-        ("image-folder", ["cat/1.png"], "cat/1.png"),
         ("tiny-imagenet", ["train/n01/images/1.jpg"], "val_annotations.txt"),
         ("cifar10", ["cifar-10-batches-py/data_batch_1"], "cifar-10-batches-bin"),
     ],
@@ -243,12 +240,7 @@ def test_what_is_missing_or_cannot_be_used_is_named(tmp_path, capsys, data_set, 
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        ["--keep-events", "--size", "48"],
-        *([flag, "0"] for flag in ("--time-steps", "--size", "--samples-per-shard", "--max-sample-mb")),
-        ["--sensor-size", "0", "34"],
-    ],
+    "flags", [["--keep-events", "--size", "48"], ["--time-steps", "0"], ["--sensor-size", "0", "34"]]
 )
 def test_flags_that_cannot_be_meant(tmp_path, capsys, flags) -> None:
     with pytest.raises(SystemExit) as status:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gc
 import mmap
-import subprocess
-import sys
 import weakref
 
-import numpy as np
 import pytest
 import torch
 
@@ -31,16 +28,6 @@ def test_a_peak_starts_anew() -> None:
     assert 80 < peak_memory_mb(CPU) - before < 150, "of memory that is already given back"
     reset_peak_memory(CPU)
     assert peak_memory_mb(CPU) < before + 50
-
-
-def test_a_rank_does_not_report_its_launchers_memory():
-    block = np.ones(400_000_000, dtype=np.uint8)
-    code = (
-        "import torch; from megasnn.telemetry.memory import peak_memory_mb; print(peak_memory_mb(torch.device('cpu')))"
-    )
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    del block
-    assert float(child.stdout) < 400  # torch itself takes less
 
 
 @pytest.mark.gpu

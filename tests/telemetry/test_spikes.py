@@ -1,11 +1,9 @@
-"""Rates, silent and saturated neurons of all ranks are those of one rank; rasters of a few neurons."""
+"""Rates, silent and saturated neurons; rasters of a few neurons."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from megasnn.telemetry.energy import LayerWork, describe_operations, synaptic_operations
 from megasnn.telemetry.spikes import (
@@ -17,8 +15,6 @@ from megasnn.telemetry.spikes import (
     mean_spikes,
     place_in_model,
 )
-
-SHAPES = {"stem.neuron": (4, 3, 3), "block.qkv": (8, 5), "head.neuron": (2,)}
 
 
 def enabled() -> SpikeRecorder:
@@ -58,55 +54,6 @@ def test_counts_are_exact_in_every_type_and_forgotten_once_they_are_taken(dtype)
     (layer,) = recorder.reduce(None, ())
     assert layer.firing_rate == pytest.approx(2399 / 2400, rel=1e-12) and layer.saturated == 0.5
     assert recorder.reduce(None, ()) == []
-
-
-def _spikes(name: str) -> Tensor:
-    """All spikes of a layer, ``[T 3, N 5, C, ...]``: about a third, some neurons silent, some saturated."""
-    generator = torch.Generator().manual_seed(len(name))
-    shape = SHAPES[name]
-    spikes = (torch.rand(3, 5, *shape, generator=generator) < 0.3).float()
-    kind = torch.rand(shape, generator=generator)
-    return torch.where(kind < 0.2, torch.zeros(()), torch.where(kind > 0.8, torch.ones(()), spikes))
-
-
-def _group(of_rank: list[list[int]]) -> dist.ProcessGroup | None:
-    """This rank's group; every rank makes all of them, in the same order."""
-    mine = None
-    for members in of_rank:
-        group = dist.new_group(members)
-        if dist.get_rank() in members and len(members) > 1:
-            mine = group
-    return mine
-
-
-def _shared(samples_of_first: list[int]) -> list[list[LayerSpikes]]:
-    """Ranks 0..3 are (dp 0, tp 0), (dp 0, tp 1), (dp 1, tp 0), (dp 1, tp 1)."""
-    data, tensor = divmod(dist.get_rank(), 2)
-    data_group, tensor_group = _group([[0, 2], [1, 3]]), _group([[0, 1], [2, 3]])
-    found = []
-    for samples in samples_of_first:
-        recorder = enabled()
-        for name in SHAPES:
-            shard = _spikes(name).chunk(2, dim=2)[tensor]
-            mine = shard[:, :samples] if data == 0 else shard[:, samples:]
-            for sample in mine.split(1, dim=1):
-                recorder.observe(name, sample)
-        found.append(recorder.reduce(data_group, (tensor_group,)))
-    return found
-
-
-def test_ranks_give_the_statistics_of_one(ranks):
-    """Two by two, with unequally many samples."""
-    recorder = enabled()
-    for name in SHAPES:
-        recorder.observe(name, _spikes(name))
-    alone = recorder.reduce(None, ())
-    assert any(layer.silent > 0 for layer in alone) and any(layer.saturated > 0 for layer in alone)
-    for cases in ranks(4, _shared, [2, 4]):
-        for layers in cases:
-            for mine, expected in zip(layers, alone, strict=True):
-                assert (mine.name, mine.silent, mine.saturated) == (expected.name, expected.silent, expected.saturated)
-                assert mine.firing_rate == pytest.approx(expected.firing_rate, rel=1e-12)
 
 
 def test_synaptic_operations_are_counted_where_neurons_fire() -> None:

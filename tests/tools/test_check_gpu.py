@@ -35,7 +35,6 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
-@pytest.mark.slow
 def test_all_parts_run_without_libraries_of_files_and_command_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

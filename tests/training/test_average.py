@@ -42,19 +42,6 @@ def test_it_is_the_average_of_the_weights_and_statistics(cache, tmp_path) -> Non
     assert not torch.equal(found["head.weight"], now["head.weight"])
 
 
-def test_evaluating_it_changes_no_bit_of_the_training(ranks, cache, tmp_path) -> None:
-    """Also while a checkpoint is written; and the size of the pipeline changes no bit of the average."""
-    flags = ("--train-iters", "4", "--ema-decay", "0.75")
-    often = ("--eval-interval", "1", "--save-interval", "1", "--async-save", "--eval-iters", "1")
-    one = whole([train(cache, *flags, "--eval-iters", "0", "--save", str(tmp_path / "one"))])
-    two = whole(
-        ranks(2, train, cache, *flags, *often, "--save", str(tmp_path / "two"), "--pipeline-model-parallel-size", "2")
-    )
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    ours, theirs = averages(tmp_path / "one"), averages(tmp_path / "two")
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def test_with_and_without_it(cache, tmp_path, capsys) -> None:
     train(cache, *COMMON, "--exit-interval", "1", "--save", str(tmp_path / "run"))
     weights = load_global_tensors(tmp_path / "run")

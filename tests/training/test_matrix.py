@@ -3,8 +3,7 @@
 Each layout trains three steps without a stop and saves after two. Then each layout goes on from what each layout saved:
 to the very bits of its own uninterrupted run where it is the same layout, and otherwise to what float64 promises. The
 samples, their order, dropout and the learning rate's schedule must go on with it, or the ends could not agree. The
-suite takes two sources for each layout, itself and the one after it; `pytest -m matrix`
-takes all of them, and the VGG.
+suite takes five layouts, each from itself and from the one after it; `pytest -m matrix` takes all from all.
 """
 
 from __future__ import annotations
@@ -18,36 +17,38 @@ from torch import Tensor
 
 from megasnn.data.formats import FRAMES, encode_frames
 from megasnn.preprocess.writing import write_shard
-from tests.training.runs import Outcome, train, train_vgg, whole, without_trial
+from tests.training.runs import Outcome, train_vgg, whole, without_trial
 
 STEPS, SAVED_AT = 3, 2
 TENSOR, PIPELINE = "--tensor-model-parallel-size {}".format, "--pipeline-model-parallel-size {}".format
 LAYOUTS = {
     "one": (1, ""),
+    "dp3": (3, ""),
+    "tp4": (4, TENSOR(4)),
+    "dp2pp2": (4, f"{PIPELINE(2)} --pipeline-schedule gpipe"),
+    "tp2pp2v": (4, f"{TENSOR(2)} {PIPELINE(2)} --pipeline-schedule zbv"),
     "dp2": (2, ""),
     "tp2": (2, TENSOR(2)),
-    "tp4": (4, TENSOR(4)),
     "pp4": (4, f"{PIPELINE(4)} --pipeline-schedule 1f1b"),
-    "dp2pp2": (4, f"{PIPELINE(2)} --pipeline-schedule gpipe"),
     "pp2v2": (2, f"{PIPELINE(2)} --pipeline-schedule interleaved"),
-    "tp2pp2v": (4, f"{TENSOR(2)} {PIPELINE(2)} --pipeline-schedule zbv"),
 }
+USUAL = 5  # of these, in the suite
 COMMON = f"--precision fp64 --train-iters {STEPS} --global-batch-size 8 --micro-batch-size 2 --eval-iters 0".split()
 
 
-def straight(cache: str, data: str, flags: str, save: str) -> Outcome:
+def straight(data: str, flags: str, save: str) -> Outcome:
     """On a rank: a run that saves on its way."""
-    return run(cache, data, [*flags.split(), "--save", save, "--save-interval", str(SAVED_AT)])
+    return run(data, [*flags.split(), "--save", save, "--save-interval", str(SAVED_AT)])
 
 
-def continued(cache: str, data: str, flags: str, saves: list[str]) -> list[Outcome]:
+def continued(data: str, flags: str, saves: list[str]) -> list[Outcome]:
     """On a rank: a run from each of the checkpoints."""
-    return [run(cache, data, [*flags.split(), "--load", saved, "--ckpt-step", str(SAVED_AT)]) for saved in saves]
+    return [run(data, [*flags.split(), "--load", saved, "--ckpt-step", str(SAVED_AT)]) for saved in saves]
 
 
-def run(cache: str, data: str, flags: list[str]) -> Outcome:
+def run(data: str, flags: list[str]) -> Outcome:
     with without_trial():
-        return train_vgg(*COMMON, "--data-path", data, *flags) if data else train(cache, *COMMON, *flags)
+        return train_vgg(*COMMON, "--data-path", data, *flags)
 
 
 @pytest.fixture(scope="module")
@@ -64,35 +65,23 @@ def frames(tmp_path_factory) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("cache"))
-
-
 def relative_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     assert a.keys() == b.keys()
     return max(((a[n].double() - b[n].double()).norm() / b[n].double().norm().clamp_min(1e-30)).item() for n in a)
 
 
-def sources_of(name: str, count: int) -> list[str]:
-    """The layout after this one, this one itself, then all others."""
-    names = [*LAYOUTS, *LAYOUTS]
-    after = names[names.index(name) + 1 :][: len(LAYOUTS) - 1]
-    return [after[0], name, *after[1:]][:count]
-
-
-EVERY = [pytest.param(model, len(LAYOUTS), marks=pytest.mark.matrix) for model in ("spikformer", "vgg")]
-
-
-@pytest.mark.parametrize(("model", "count"), [("spikformer", 2), *EVERY])
-def test_every_layout_goes_on_from_others(ranks, cache, frames, tmp_path: Path, model: str, count: int) -> None:
-    data = frames if model == "vgg" else ""
-    ends: dict[str, dict[str, Tensor]] = {}
-    for name, (size, flags) in LAYOUTS.items():
-        ends[name] = whole(ranks(size, straight, cache, data, flags, str(tmp_path / name)))
-    for name, (size, flags) in LAYOUTS.items():
-        sources = sources_of(name, count)
-        of_ranks = ranks(size, continued, cache, data, flags, [str(tmp_path / source) for source in sources])
+@pytest.mark.parametrize(
+    ("layouts", "sources_of_each"), [(USUAL, 2), pytest.param(len(LAYOUTS), len(LAYOUTS), marks=pytest.mark.matrix)]
+)
+def test_every_layout_goes_on_from_others(ranks, frames, tmp_path: Path, layouts: int, sources_of_each: int) -> None:
+    names, ends = list(LAYOUTS)[:layouts], dict[str, dict[str, Tensor]]()
+    for name in names:
+        size, flags = LAYOUTS[name]
+        ends[name] = whole(ranks(size, straight, frames, flags, str(tmp_path / name)))
+    for number, name in enumerate(names):
+        size, flags = LAYOUTS[name]
+        sources = [*names[number:], *names[:number]][:sources_of_each]
+        of_ranks = ranks(size, continued, frames, flags, [str(tmp_path / source) for source in sources])
         for source, outcomes in zip(sources, zip(*of_ranks, strict=True), strict=True):
             assert {(one.iteration, one.consumed_samples) for one in outcomes} == {(STEPS, 8 * STEPS)}
             end = whole(list(outcomes))

@@ -1,0 +1,242 @@
+"""Replicas that own rows of the optimizer's state, or share the weights by rows: equal training, and its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megasnn.checkpoint.folder import list_checkpoints
+from megasnn.checkpoint.format import read_metadata
+from megasnn.config import parse
+from megasnn.config.training import Length
+from megasnn.engine import Engine
+from megasnn.layers import ParallelConv, ParallelLinear
+from megasnn.models.model import run_config
+from megasnn.models.registry import MODELS
+from megasnn.optim.build import held_state_bytes
+from megasnn.parallel import fsdp
+from megasnn.parallel.fsdp import FlatParameter, GatheredWeights
+from megasnn.parallel.traffic import statistics
+from megasnn.schedule import Kind
+from megasnn.schedule.memory import weights_held
+from tests.training.runs import TINY, close, same, saved, train, without_trial
+
+SHARDED = "--use-distributed-optimizer"
+BY_TWO = ("--weight-parallel-size", "2")
+BY_FOUR = ("--weight-parallel-size", "4")
+SCATTERED = ("--weight-gradients", "scattered")
+THREE = "--train-iters 3 --clip-grad 0.05 --eval-iters 0 --micro-batch-size 2 --global-batch-size 8".split()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+def trained(cache: str, *flags: str) -> None:
+    with without_trial():
+        train(cache, *THREE, "--precision", "fp64", "--neuron", "plif", *flags)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shared"), [(2, (SHARDED,)), (4, (*BY_FOUR, "--recompute", "always"))], ids=["state", "weights"]
+)
+def test_it_trains_as_plain_data_parallelism(ranks, cache, tmp_path, replicas: int, shared: tuple[str, ...]) -> None:
+    """Weights, their average, and the optimizer's state behind three steps with clipping."""
+    common = "--ema-decay 0.75 --eval-interval 2 --eval-iters 1".split()
+    for name, more in (("plain", ()), ("shared", shared)):
+        ranks(replicas, trained, cache, *common, "--save", str(tmp_path / name), *more)
+    plain, ours = saved(tmp_path / "plain"), saved(tmp_path / "shared")
+    assert any(name.startswith("optimizer.") for name in plain) and close(plain, ours)
+    files = [read_metadata(tmp_path / name / "iter_0000003").files for name in ("plain", "shared")]
+    written = [sum(name.endswith(".safetensors") for name in each) for each in files]
+    assert written[1] == replicas > written[0], "every rank writes what it owns"
+
+
+def test_a_run_goes_on_on_any_layout(ranks, cache, tmp_path) -> None:
+    """A step on each layout, from what the one before has saved, ends as all steps on one rank."""
+    layouts = [
+        (4, (SHARDED, "--async-save")),
+        (3, ()),
+        (2, (SHARDED,)),
+        (2, ("--pipeline-model-parallel-size", "2", "--pipeline-schedule", "1f1b")),
+        (4, (*BY_TWO, "--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zbv", "--async-save")),
+        (2, ("--context-parallel-size", "2", SHARDED)),
+        (4, (*BY_TWO, SHARDED, *SCATTERED)),
+    ]
+    common = ("--train-iters", str(len(layouts)), "--global-batch-size", "24", "--ema-decay", "0.5")
+    common = (*common, "--optimizer", "lamb", "--lr", "1e-2", "--weight-decay", "0.05")
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    trained(cache, *common, "--save", str(straight))
+    for number, (size, flags) in enumerate(layouts, start=1):
+        folders = ("--load", str(run), "--save", str(run))
+        ranks(size, trained, cache, *common, *folders, *flags, "--exit-interval", str(number))
+    assert list_checkpoints(run) == [1, 2, 3, 4, 5, 6, 7]
+    assert close(saved(run), saved(straight))
+
+
+def engine(*flags: str) -> Engine:
+    return Engine(parse(run_config(MODELS["spikformer"]), [*TINY, *THREE, *flags]), length=Length(3))
+
+
+def step(made: Engine) -> Any:
+    images = torch.rand(8, *made.config.model.input_shape, generator=torch.Generator().manual_seed(0))
+    return made.train_step(images, torch.arange(8) % 10)
+
+
+def state_accounts() -> tuple[int, int, int, int, int]:
+    """Bytes that the second step has received, of all trained parameters, of this rank's state; at most of the state by
+    rows; and of all state on one rank."""
+    with engine("--neuron", "plif", SHARDED) as made:
+        step(made)
+        statistics.reset()
+        with statistics.counting():
+            step(made)
+        received = statistics.total("dp", "all_to_all").bytes
+        statistics.reset()
+        parameters = [e.tensor for e in made.distributed.tensors if e.is_parameter]
+        most = 0
+        for parameter in parameters:
+            rows = len(parameter) if parameter.ndim else 1
+            most += 2 * (parameter.nbytes // made.state.dp.size + parameter.nbytes // rows) + 4
+        size = 4 * made.distributed.trained_parameters
+        return received, size, held_state_bytes(made.step.optimizer), most, 2 * size + 4 * len(parameters)
+
+
+def test_what_a_step_receives_and_a_rank_holds_of_the_optimizers_state(ranks) -> None:
+    found = ranks(3, state_accounts)
+    assert sum(received for received, *_ in found) == 2 * 2 * found[0][1]
+    for _, _, held, most, all_state in found:
+        assert held <= most < all_state
+
+
+def spoiled() -> tuple[bool, str, bool, bool]:
+    """A step with an infinite gradient and one without, against a run with the second alone."""
+    with engine(SHARDED) as undisturbed:
+        step(undisturbed)
+        expected = undisturbed.state_dict()
+    with engine(SHARDED) as made:
+        before = made.state_dict()
+        (weight,) = [e.tensor for e in made.distributed.tensors if e.name == "head.weight"]
+        (gradients,) = [chunk.weight_gradients for chunk in made.distributed.chunks.values()]
+        accumulated = gradients.observer
+        assert accumulated is not None
+
+        def spoiling(parameter: Tensor) -> None:
+            if parameter is weight and weight.grad is not None and made.state.rank == 1:
+                weight.grad[0] = float("inf")
+            accumulated(parameter)
+
+        with mock.patch.object(gradients, "observer", spoiling):
+            result = step(made)
+        unchanged = same(made.state_dict(), before) and not held_state_bytes(made.step.optimizer)
+        made.step.iteration = made.step.consumed_samples = 0
+        step(made)
+        return result.skipped, str(result.not_finite), unchanged, same(made.state_dict(), expected)
+
+
+def test_a_step_that_does_not_count_changes_nothing(ranks) -> None:
+    for skipped, where, unchanged, same_end in ranks(2, spoiled):
+        assert skipped and "gradient of head.weight" in where and unchanged and same_end
+
+
+# --- weights by rows
+
+
+def weight_accounts(*flags: str) -> dict[str, float]:
+    """Bytes of this rank: received in a step's gathers, and as the schedule plans them; rows of weights kept, and what
+    of them is allowed; of gathered weights the most at once, what may be, and what is left behind the step."""
+    pieces, live, of_units = list[FlatParameter](), [0], dict[int, list[nn.Module]]()
+    shard, wait_unshard = GatheredWeights.shard, GatheredWeights.wait_unshard
+
+    class Listed(FlatParameter):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            pieces.append(self)
+
+    def noted(self: GatheredWeights, unit: int, layers: Sequence[nn.Module]) -> None:
+        of_units.setdefault(unit, []).extend(layers)
+        shard(self, unit, layers)
+
+    def watched(self: GatheredWeights, unit: int) -> None:
+        wait_unshard(self, unit)
+        live.append(sum(piece.values[0].untyped_storage().nbytes() for piece in pieces))
+
+    with (
+        mock.patch.object(fsdp, "FlatParameter", Listed),
+        mock.patch.object(GatheredWeights, "shard", noted),
+        engine("--neuron", "plif", *flags) as made,
+    ):
+        distributed, weights = made.distributed, made.plan.schedules.weights
+        of_layers = [each for chunk in distributed.chunks.values() for each in chunk.parameters()]
+        multiplied = {
+            each.weight: each.compute_dtype.itemsize
+            for chunk in distributed.chunks.values()
+            for each in chunk.modules()
+            if isinstance(each, (ParallelConv, ParallelLinear))
+        }
+        step(made)
+        statistics.reset()
+        with statistics.counting(), mock.patch.object(GatheredWeights, "wait_unshard", watched):
+            step(made)
+        traffic = statistics.read()
+        statistics.reset()
+        schedule = made.plan.schedules.training(4 // made.state.dp.size)
+        sizes = {
+            unit: sum(w.numel() * multiplied.get(w, w.itemsize) for each in layers for w in each.parameters())
+            for unit, layers in of_units.items()
+        }
+        gathers = [action.chunk for action in schedule.actions[0] if action.kind is Kind.UNSHARD]
+        kept = [e.tensor for e in distributed.tensors if e.is_parameter]
+        shares = made.state.dp_shard.size
+        assert weights is not None
+        return dict(
+            gathered=traffic["dp_shard", "all_to_all", "step"].bytes,
+            planned=sum(sizes[unit] for unit in gathers),
+            parameters=4 * distributed.parameters,
+            kept=sum(each.nbytes for each in kept),
+            allowed=sum(each.nbytes / shares + each.nbytes / (len(each) if each.ndim else 1) for each in of_layers),
+            live=max(live),
+            left=sum(each.untyped_storage().nbytes() for each in of_layers),
+            limit=max(weights_held(schedule, made.state.pp.rank, weights.unit_bytes)),
+        )
+
+
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [(4, (*BY_TWO, SHARDED)), (4, (*BY_FOUR, *SCATTERED)), (2, (*BY_TWO, "--precision", "bf16"))],
+    ids=["sharded", "scattered", "bf16"],
+)
+def test_what_a_step_receives_and_a_rank_holds_of_the_weights(ranks, size: int, flags: tuple[str, ...]) -> None:
+    """Gathers receive what the schedule says: of a unit, each rank the rows of the others."""
+    found, shared = ranks(size, weight_accounts, *flags), int(flags[1])
+    times = size // shared * (shared - 1)
+    assert sum(each["gathered"] for each in found) == times * found[0]["planned"]
+    for each in found:
+        assert each["kept"] <= each["allowed"] < each["parameters"]
+        assert 0 < each["live"] <= each["limit"] < each["parameters"] and not each["left"]
+
+
+def built_by_layers() -> list[tuple[int, int]]:
+    """The memory of this rank's whole parameters whenever a layer has got its values, and the layer's own."""
+    held, seen = list[tuple[int, int]](), list[nn.Module]()
+    keep = GatheredWeights.shard
+
+    def watched(self: GatheredWeights, unit: int, layers: Sequence[nn.Module]) -> None:
+        seen.extend(layers)
+        whole = sum(each.untyped_storage().nbytes() for layer in seen for each in layer.parameters())
+        held.append((whole, sum(each.nbytes for layer in layers for each in layer.parameters())))
+        keep(self, unit, layers)
+
+    with mock.patch.object(GatheredWeights, "shard", watched), engine(*BY_TWO):
+        return held
+
+
+def test_a_rank_builds_one_layer_at_a_time(ranks) -> None:
+    for held in ranks(2, built_by_layers):
+        assert len(held) > 1 and all(whole == own for whole, own in held)
