@@ -40,11 +40,6 @@ class KeyedLayer(nn.Module):
     forward that is computed again sees the same. None where positions mean nothing, in evaluation.
     """
 
-    @property
-    def draws(self) -> bool:
-        """Tells whether it draws random numbers itself, in training."""
-        return False
-
 
 class _Drop(KeyedLayer):
     """Multiplies by 0 with probability p, and by 1 / (1 - p) otherwise, in training.
@@ -62,10 +57,6 @@ class _Drop(KeyedLayer):
         if not 0 <= p < 1:
             raise ValueError(f"{name}: the rate of {self.purpose} must be at least 0 and below 1, got {p}")
         self.p, self.name, self.seed = p, name, context.seed
-
-    @property
-    def draws(self) -> bool:
-        return self.p > 0
 
     def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
         if not self.training or self.p == 0:
