@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from megasnn.bundle import Bundle, entries_of, map_entries, plain_bundle
@@ -114,7 +113,7 @@ def replicate(
 
 
 def _with_our_norms(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    conversion = our_batch_norm(module) if isinstance(module, _BatchNorm) else None
+    conversion = our_batch_norm(module)
     if conversion is not None:
         return convert(module, conversion, context, initialise, True)
     for name, child in module.named_children():
