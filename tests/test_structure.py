@@ -108,12 +108,6 @@ def test_no_circles_between_files(folder: str) -> None:
     assert not circle(graph), f"a circle of imports: {' imports '.join(circle(graph))}"
 
 
-def test_a_circle_is_found() -> None:
-    assert circle({"top": {"left", "right"}, "left": {"bottom"}, "right": {"bottom"}, "bottom": set()}) == []
-    found = circle({"top": {"a"}, "a": {"b", "bottom"}, "b": {"c"}, "c": {"a"}, "bottom": set()})
-    assert found[0] == found[-1] and "".join(found) in ("abca", "bcab", "cabc")
-
-
 def test_what_counts_as_an_import(tmp_path: Path) -> None:
     """Two packages; `part.a` and `other.b` import each other through the name that other/__init__.py hands on."""
     files = {

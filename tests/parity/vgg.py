@@ -21,8 +21,8 @@ from megasnn.models.description import Built, LayerDescription, ModelDescription
 from megasnn.models.layer import Layer
 from megasnn.models.vgg_dvs.model import VggDvs, parse_channels
 from megasnn.parallel_state import destroy_model_parallel
-from megasnn.random import Draws
 from megasnn.schedule import plan_schedule
+from tests.distributed.whole import drawn
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, RankStep, distributed, even_bounds, gathering, join, record_step
 
@@ -69,8 +69,7 @@ class _Masks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = []
         for sample in x.unbind(1):
-            draws = Draws(SEED, "dropout", "classifier.dropout", self.position)
-            uniform = torch.from_numpy(draws.words(sample.numel()) >> 8).double().view(sample.shape) / 2**24
+            uniform = drawn("dropout", "classifier.dropout", self.position, sample.numel(), SEED).view(sample.shape)
             out.append(sample * (uniform >= self.p) / (1 - self.p))
             self.position += 1
         return torch.stack(out, dim=1)
@@ -86,8 +85,8 @@ class _Paths(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         places = range(self.position, self.position + x.shape[1])
         self.position = places.stop
-        kept = [Draws(SEED, "drop path", "drop", place).unit() >= self.p for place in places]
-        return x * torch.tensor(kept).view(1, -1, 1) / (1 - self.p)
+        kept = torch.cat([drawn("drop path", "drop", place, 1, SEED) for place in places]) >= self.p
+        return x * kept.view(1, -1, 1) / (1 - self.p)
 
 
 class SmallVgg(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -91,19 +90,3 @@ def test_who_sends_something_has_received_what_it_was_to_receive_before() -> Non
     schedule = generate("1f1b", 2, 3)
     assert list(known_arrivals(schedule, 0).values()) == [1, 2, 3]
     assert list(known_arrivals(schedule, 1).values()) == [0, 0, 1]
-
-
-class _NotRead(tuple[Action, ...]):
-    """Actions of a rank that nobody has to look at."""
-
-    def __iter__(self) -> Iterator[Action]:
-        raise AssertionError("actions of a rank that exchanges nothing with this one")
-
-
-def test_only_ranks_that_exchange_tensors_are_looked_at() -> None:
-    """Otherwise what all ranks need takes the square of their number."""
-    schedule = generate("zbv", 8, 4)
-    for rank in range(8):
-        near = {rank - 1, rank, rank + 1}
-        rows = tuple(row if other in near else _NotRead(row) for other, row in enumerate(schedule.actions))
-        assert known_arrivals(replace(schedule, actions=rows), rank) == known_arrivals(schedule, rank)
