@@ -61,7 +61,8 @@ class PipelineChunk(nn.Module):
         self.weight_gradients = context.weight_gradients
         self.layers = nn.ModuleList(layers)
         self.receives, self.hands_on = model.carried(span.start), model.carried(span.stop)
-        self._carrying = carrying_layers(self.layers)
+        stateful = [each for each in self.layers.modules() if isinstance(each, (NeuronLayer, ParallelDropout))]
+        self._carrying = [each for each in stateful if each.carries]
         self._last = [{*model.inputs[number]} - {*model.needed_from(number + 1)} for number in span]
         self._gives_one = [model.layers[number].entries.keys() == {None} for number in span]
         self._is_chain = model.is_chain
@@ -145,12 +146,6 @@ class PipelineChunk(nn.Module):
     def copied_tensors(self) -> list[ShardedTensor]:
         """Tensors that another one owns."""
         return [entry for entry in described_tensors(self.named_layers()) if entry.is_copy]
-
-
-def carrying_layers(module: nn.Module) -> list[NeuronLayer | ParallelDropout]:
-    """Layers in a module that keep something from one forward to the next."""
-    found = (each for each in module.modules() if isinstance(each, (NeuronLayer, ParallelDropout)))
-    return [each for each in found if each.carries]
 
 
 def _require_described(description: LayerDescription, y: Bundle) -> None:

@@ -226,7 +226,6 @@ class Transfers:
 
     def begin(self, schedule: Schedule, sizes: Sequence[int]) -> None:
         """Begins a step. Args: sizes: samples of each micro-batch."""
-        self._posted = set[Action]()
         if schedule is not self._schedule:  # large ones take a second to read
             self._schedule, self._arrivals = schedule, known_arrivals(schedule, self._rank)
             self._posts = sent_by_then(schedule, self._rank)
@@ -257,21 +256,15 @@ class Transfers:
             link.send(message)
 
     def announce(self, action: Action) -> None:
-        """Posts what was sent for certain before this rank does what comes now."""
+        """Posts what was sent for certain before this rank does what comes now, a receive itself at the latest."""
         for receive in self._posts.get(action, ()):
-            self._post(receive)
-
-    def _post(self, receive: Action) -> None:
-        self._posted.add(receive)
-        link, carried = self._messages[receive]
-        for spec, _ in carried.values():
-            link.post(spec)
+            link, carried = self._messages[receive]
+            for spec, _ in carried.values():
+                link.post(spec)
 
     def receive(self, action: Action) -> dict[int, Tensor]:
         """Waits for the tensors, which are given by their places among those that the boundary carries."""
         self.announce(action)
-        if action not in self._posted:
-            self._post(action)
         link, carried = self._messages[action]
         let_go = partial(link.arrived, self._arrivals[action])
         tensors = {place: link.receive(spec, let_go) for place, (spec, _) in carried.items()}

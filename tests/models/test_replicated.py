@@ -353,6 +353,11 @@ def test_a_norm_in_evaluation_mode_keeps_its_statistics(ranks) -> None:
     assert buffers["stem.norm.running_mean"].abs().max() > 0
 
 
+def test_a_norm_at_two_places_stays_one() -> None:
+    norm = with_values(model_of(lambda: nn.Sequential(*[nn.BatchNorm2d(8)] * 2)))["plain.0"]
+    assert norm[0] is norm[1] and isinstance(norm[1], ParallelBatchNorm) and norm[1].calls == 2
+
+
 def test_torchs_modules_that_work_in_place_do_it_aside() -> None:
     relu = with_values(model_of(lambda: nn.ReLU(inplace=True), lambda: nn.Conv2d(8, 8, 1)))["plain.0"]
     x = -torch.ones(2, 1, 8, 2, 2)

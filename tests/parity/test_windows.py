@@ -257,7 +257,7 @@ class Weighted(Small):
     [
         (Small(), 3, "--time-steps 4 does not divide by --bptt-steps 3"),
         (Small(), 8, "--time-steps 4 does not divide by --bptt-steps 8"),
-        (Attached(), 2, r"stateful: Forgetful \(Forgetful\) has a `reset` but no `detach`"),
+        (Attached(), 2, "stateful: Forgetful .*no `detach`"),
         (Weighted(), 2, "weighted.weight depends on --time-steps 4: .* windows of --bptt-steps 2"),
     ],
 )

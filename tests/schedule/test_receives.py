@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import pytest
 
@@ -59,8 +60,11 @@ class Waiting:
 
 
 def ends(schedule: Schedule, with_posts: bool = True) -> bool:
-    """Whether all ranks come to their ends, each as fast as chance has it."""
+    """Whether all ranks come to their ends, each as fast as chance has it, and post every receive once."""
     posts = [sent_by_then(schedule, rank) if with_posts else {} for rank in range(schedule.ranks)]
+    for rank, each in enumerate(posts):
+        receives = [action for action in schedule.actions[rank] if action.kind.is_receive]
+        assert not with_posts or Counter(receives) == Counter(chain.from_iterable(each.values()))
     for seed in range(3):
         ranks = [Waiting(schedule, rank, each) for rank, each in enumerate(posts)]
         draw, sent, posted = random.Random(seed), set[Action](), set[Action]()
