@@ -118,6 +118,7 @@ def computed(flags: dict[str, Any], evaluates: bool, inference: bool = False) ->
             if evaluates:
                 with torch.inference_mode(inference):
                     engine.evaluate(images.float(), labels), engine.predict(images.float())
+                    engine.predict(images[:1].float())  # an even number of exchanges would undo each other
             losses.append(engine.train_step(images[:10].float(), labels[:10]).loss)
         averages = [] if engine.step.average is None else [e.tensor.clone() for e in engine.step.average.tensors]
         return [*losses, *engine.state_dict().values(), *averages]

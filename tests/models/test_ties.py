@@ -141,8 +141,9 @@ def test_a_tied_parameter_is_counted_initialised_and_described_once() -> None:
 
 FLAGS = (
     "--image-size 8 --num-classes 10 --micro-batch-size 4 --global-batch-size 10 --num-workers 0 --lr 1e-2 "
-    "--precision fp64 --ema-decay 0.5 --train-iters 3 --eval-iters 1 --eval-interval 1 --log-interval 1"
+    "--precision fp64 --ema-decay 0.5 --train-iters 3 --eval-iters 1 --eval-interval 2 --log-interval 1"
 ).split()
+"""A step follows another without an evaluation between them, which would give the copies new values by itself."""
 
 
 def _train(*flags: str) -> None:
@@ -168,7 +169,7 @@ def test_runs_are_saved_resumed_on_another_layout_and_converted(ranks, tmp_path,
     ranks(1, _train, *_flags(one, Layout()))
     expected, losses = _saved(one)
     assert "ema.block.0.unit.conv.weight" in expected and "optimizer.exp_avg.mix.linear.weight" in expected
-    assert not [name for name in expected if "block.1" in name or "head.weight" in name] and len(losses) == 3
+    assert not [name for name in expected if "block.1" in name or "head.weight" in name] and len(losses) == 2
     ranks(3, _train, *_flags(three, Layout(pipeline=3)))
     found, theirs = _saved(three)
     assert theirs == losses and found.keys() == expected.keys()
