@@ -49,8 +49,3 @@ def without_waiting(values: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or values.device.type != "cpu":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
-
-
-def copy_without_waiting(values: Tensor, place: Tensor) -> None:
-    """Copies values of the host to a place on a device, as `without_waiting` does."""
-    place.copy_(values.pin_memory() if place.is_cuda else values, non_blocking=True)

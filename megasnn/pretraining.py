@@ -59,7 +59,6 @@ def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callbac
         config = configuration(model, flags, speaks)
         validate(config, world_size)
         refuse_unbuildable(config)
-        refuse_other_samples(config)
         refuse_other_device(config, world_size)
     except ConfigError as error:
         if speaks:
@@ -81,20 +80,13 @@ def _in_table(model: str | type[Model]) -> type[Model]:
 
 
 def refuse_unbuildable(config: PretrainConfig) -> None:
-    """Raises ConfigError when the layers of the model cannot be built, or do not fit together. Imports torch."""
+    """Raises ConfigError when the layers of the model cannot be built or do not fit together, or when no shard holds
+    what it takes, as the flags of the data say. Imports torch."""
+    from megasnn.data.datasets import sample_format
     from megasnn.engine.build import model_problems
 
-    if problems := model_problems(config):
-        raise ConfigError(problems)
-
-
-def refuse_other_samples(config: PretrainConfig) -> None:
-    """Raises ConfigError when the model takes what no shard holds, or the flags of the data do not go with it. Imports
-    torch."""
-    from megasnn.data.datasets import sample_format
-
     data, shape, evaluates = config.data, config.model.input_shape, config.training.evaluate_only
-    if wrong := refusal(sample_format, data, shape, evaluates):
+    if wrong := model_problems(config) or refusal(sample_format, data, shape, evaluates):
         raise ConfigError(wrong)
 
 

@@ -57,7 +57,7 @@ MAKERS = {
     *("tensor", "as_tensor", "arange", "linspace", "eye", "empty", "empty_strided", "zeros", "ones", "full"),
     *("rand", "randn", "randint", "randperm", "scalar_tensor"),
 }
-BY_PINNED_MEMORY = {host_memory.without_waiting.__code__, host_memory.copy_without_waiting.__code__}
+BY_PINNED_MEMORY = {host_memory.without_waiting.__code__}
 
 
 class _Operations(TorchDispatchMode):

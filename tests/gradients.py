@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from megasnn.bundle import Bundle, logits_of
 from megasnn.engine.model import DistributedModel
+from megasnn.losses.sums import correct_predictions
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 
@@ -24,4 +27,12 @@ def merge_statistics(model: DistributedModel, most_micro_batches: int) -> None:
 
 def evaluated(model: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> list[float]:
     """Returns the sums of an evaluation over all replicas: losses, samples, correct in top 1, in top 5."""
-    return model.of_all_replicas(torch.tensor(model.evaluate(micro_batches), dtype=torch.float64)).tolist()
+    totals = torch.zeros(4, dtype=torch.float64)
+
+    def count(output: Bundle, labels: Tensor) -> None:
+        totals[0] += model.loss(output, labels)
+        totals[1] += len(labels)
+        totals[2:] += correct_predictions(logits_of(output), labels)
+
+    model.forward(micro_batches, count)
+    return model.of_all_replicas(totals).tolist()

@@ -15,6 +15,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -194,6 +195,37 @@ def test_the_loop_of_the_readme_computes_the_same_on_two_ranks(ranks, tmp_path: 
     for each in ranks(2, printed, path, str(tmp_path / "2")):
         assert [float(line) for line in each[:2]] == pytest.approx(losses, rel=1e-6)
     assert "torch.Size([8, 10])" in "".join(alone) and (tmp_path / "2" / "checkpoints" / "iter_0000002").is_dir()
+
+
+MODEL = "Your own network on many devices"
+
+
+def continued(path: str, *argv: str) -> str:
+    """Output of a program on a rank that has joined the others."""
+    rank, printed = str(torch.distributed.get_rank()), io.StringIO()
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+    with mock.patch.dict(os.environ, place), mock.patch.object(sys, "argv", [path, *argv]):
+        with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
+            runpy.run_path(path, run_name="__main__")
+    assert ended.value.code == 0
+    return printed.getvalue()
+
+
+def test_the_model_of_the_page_trains_and_goes_on_on_two_ranks(ranks, tmp_path: Path) -> None:
+    path, flags = program("docs/models.md", MODEL, tmp_path), [*SHORT, "--image-size", "8", "--time-steps", "2"]
+    alone = run(ROOT, path, *flags, "--eval-iters", "1", "--save", tmp_path)
+    assert "SmallSewResNet with" in alone and "validation at iteration 2" in alone
+    more = ("--eval-iters", "1", "--load", str(tmp_path), "--train-iters", "3", "--tensor-model-parallel-size", "2")
+    first, _ = ranks(2, continued, str(path), *flags, *more)
+    assert "continuing at iteration 2" in first and "iteration 3/ 3" in first.replace("  ", " ")
+
+
+def test_its_fields_are_flags_and_the_models_of_the_registry_train_by_their_name(tmp_path: Path) -> None:
+    shown = run(ROOT, program("docs/models.md", MODEL, tmp_path), "--help")
+    assert "--blocks INT" in shown and "Channels of the first stage." in shown
+    run(ROOT, "-m", "megasnn", "sew_resnet", *SHORT, "--eval-iters", "1", "--width", "8", "--image-size", "32")
+    unknown = run_program(ROOT, "-m", "megasnn", "sew_resnett")
+    assert unknown.returncode == 2 and "'sew_resnett'" in unknown.stderr
 
 
 def test_the_tracker_of_the_page_keeps_what_a_run_tells(tmp_path: Path) -> None:

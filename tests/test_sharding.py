@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasnn.grid import AXES, HOLDING_AXES, Grid, Place
-from megasnn.parallel.sharding import Cut, Shard, own_rows
+from megasnn.layers import BuildContext, ConvNormNeuron
+from megasnn.models.build import describe
+from megasnn.models.layer import layer
+from megasnn.parallel.sharding import Cut, Initialiser, Shard, own_rows
+from megasnn.parallel_state import Group
+from megasnn.pipeline.chunk import build_chunks
+from tests.models.networks import between
 
 
 @st.composite
@@ -97,3 +103,23 @@ def test_a_description_does_not_grow_with_the_ranks() -> None:
     place = Place(Grid(dp_replicate=10**12), dp_replicate=3 * 10**11)
     shard = Shard((10, 4), place=place).by_rows("dp_replicate")
     assert shard.local_shape == (1, 4) and [piece.global_offset for piece in shard.pieces()] == [(3, 0)]
+
+
+def test_a_stage_gives_memory_to_its_own_parts_of_its_own_layers() -> None:
+    drawn: list[int] = []
+
+    def noted(number: int) -> Initialiser:
+        def fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
+            drawn.append(number)
+            tensor.zero_()
+
+        return fill
+
+    units = lambda: [layer(f"unit.{n}", ConvNormNeuron(4, 4, initialise=noted(n))) for n in range(3)]  # noqa: E731
+    model, context = describe(between(units)), BuildContext(Group("tp", (0, 1), 0))
+    bounds = [range(0, 2), range(2, 5)]  # the first and the last layer are of `between`
+    chunk = build_chunks(model, bounds, [1], context, torch.device("cpu"), 0)[1]
+    assert drawn == [1, 2]
+    held = {entry.name: entry.tensor for entry in chunk.sharded_tensors()}
+    assert held["unit.1.conv.weight"].numel() == 4 * 4 // 2
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in held.values())

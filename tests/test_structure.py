@@ -59,6 +59,9 @@ def test_imports_go_downward() -> None:
         for name in (name for node in ast.walk(ast.parse(file.read_text())) for name in named(node)):
             other = part_of(name)
             upward = mine != "__init__" and other is not None and LEVEL[other] > LEVEL[mine]
+            # What is global is read at the top, and groups are passed below.
+            below = mine != "__init__" and LEVEL[mine] < LEVEL["engine"]
+            upward |= below and name == "megasnn.parallel_state.get_parallel_state"
             if upward or name.split(".")[0] in ("tools", "tests"):
                 wrong.append(f"{file.relative_to(PACKAGE)} imports {name}")
     assert not wrong
@@ -106,12 +109,6 @@ def test_no_circles_between_files(folder: str) -> None:
     graph = import_graph(ROOT / folder, ROOT)
     assert sum(map(len, graph.values())) > len(graph)  # imports were found
     assert not circle(graph), f"a circle of imports: {' imports '.join(circle(graph))}"
-
-
-def test_a_circle_is_found() -> None:
-    assert circle({"top": {"left", "right"}, "left": {"bottom"}, "right": {"bottom"}, "bottom": set()}) == []
-    found = circle({"top": {"a"}, "a": {"b", "bottom"}, "b": {"c"}, "c": {"a"}, "bottom": set()})
-    assert found[0] == found[-1] and "".join(found) in ("abca", "bcab", "cabc")
 
 
 def test_what_counts_as_an_import(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.random import Draws
+from megasnn.random import keyed_numbers
 
 _ROLL = 5  # pixels
 _DEGREES = 30.0
@@ -19,7 +19,7 @@ def flip_and_roll(frames: NDArray[Any], seed: int, epoch: int, sample: int) -> N
 
     Same shape out; all frames of a sample are changed alike. Deng et al. 2022 (TET) and those after them.
     """
-    draws = Draws(seed, "dvs", epoch, sample)
+    draws = keyed_numbers(seed, "dvs", epoch, sample)
     return _roll(_flip(frames, draws), draws)
 
 
@@ -32,27 +32,27 @@ def flip_and_one_more(frames: NDArray[Any], seed: int, epoch: int, sample: int) 
 
     Li et al. 2022 (arXiv 2203.06145), with the magnitudes of their program for 48 x 48 pixels.
     """
-    draws = Draws(seed, "nda", epoch, sample)
-    frames, which = _flip(frames, draws), draws.below(4)
+    draws = keyed_numbers(seed, "nda", epoch, sample)
+    frames, which = _flip(frames, draws), draws.integers(4)
     if which == 0:
         return _roll(frames, draws)
     if which == 1:
         return _cut_out(frames, draws)
-    angle = np.radians(draws.between(-_DEGREES, _DEGREES))
+    angle = np.radians(draws.uniform(-_DEGREES, _DEGREES))
     cos, sin, shear = float(np.cos(angle)), float(np.sin(angle)), float(np.tan(angle))
     return _sample_at(frames, *((cos, sin, -sin, cos) if which == 2 else (1.0, shear, 0.0, 1.0)))
 
 
-def _flip(frames: NDArray[Any], draws: Draws) -> NDArray[Any]:
-    return frames[..., ::-1] if draws.coin() else frames
+def _flip(frames: NDArray[Any], draws: np.random.Generator) -> NDArray[Any]:
+    return frames[..., ::-1] if draws.integers(2) else frames
 
 
-def _roll(frames: NDArray[Any], draws: Draws) -> NDArray[Any]:
-    return np.roll(frames, [draws.below(2 * _ROLL + 1) - _ROLL for _ in range(2)], (-2, -1))
+def _roll(frames: NDArray[Any], draws: np.random.Generator) -> NDArray[Any]:
+    return np.roll(frames, [draws.integers(2 * _ROLL + 1) - _ROLL for _ in range(2)], (-2, -1))
 
 
-def _cut_out(frames: NDArray[Any], draws: Draws) -> NDArray[Any]:
-    y, x = (draws.below(side) for side in frames.shape[-2:])
+def _cut_out(frames: NDArray[Any], draws: np.random.Generator) -> NDArray[Any]:
+    y, x = (draws.integers(side) for side in frames.shape[-2:])
     half, frames = _CUT_OUT // 2, frames.copy()
     frames[..., max(0, y - half) : y + half, max(0, x - half) : x + half] = 0
     return frames

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasnn.augment.rand_augment import RandAugment
-from megasnn.random import Draws
+from megasnn.random import keyed_numbers
 
 _MARGIN = 4
 _ATTEMPTS = 10  # to find a part of the wanted size and shape that fits
@@ -43,22 +43,22 @@ def crop_and_flip(image: NDArray[Any], seed: int, epoch: int, sample: int) -> ND
 
     Same shape out. Shifts are uniform over the 9 × 9 positions.
     """
-    draws = Draws(seed, "augment", epoch, sample)
-    down, right = (draws.below(2 * _MARGIN + 1) - _MARGIN for _ in range(2))
+    draws = keyed_numbers(seed, "augment", epoch, sample)
+    down, right = (draws.integers(2 * _MARGIN + 1) - _MARGIN for _ in range(2))
     shifted = np.zeros_like(image)
     height, width = image.shape[:2]
     shifted[max(-down, 0) : height - max(down, 0), max(-right, 0) : width - max(right, 0)] = image[
         max(down, 0) : height - max(-down, 0), max(right, 0) : width - max(-right, 0)
     ]
-    return shifted[:, ::-1] if draws.coin() else shifted
+    return shifted[:, ::-1] if draws.integers(2) else shifted
 
 
 def flip(image: NDArray[Any], seed: int, epoch: int, sample: int) -> NDArray[Any]:
     """Mirrors half of the images."""
-    return image[:, ::-1] if Draws(seed, "flip", epoch, sample).coin() else image
+    return image[:, ::-1] if keyed_numbers(seed, "flip", epoch, sample).integers(2) else image
 
 
-def random_box(size: tuple[int, int], scale: float, ratio: float, draws: Draws) -> Box:
+def random_box(size: tuple[int, int], scale: float, ratio: float, draws: np.random.Generator) -> Box:
     """A part of `scale` to all of an image's area, `1 / ratio` to `ratio` times as wide as high, anywhere in it.
 
     Where ten attempts give none that fits, the largest part in the middle of an allowed shape. Szegedy et al. 2015
@@ -69,35 +69,35 @@ def random_box(size: tuple[int, int], scale: float, ratio: float, draws: Draws) 
     """
     width, height = size
     for _ in range(_ATTEMPTS):
-        area = width * height * draws.between(scale, 1)
-        shape = math.exp(draws.between(-math.log(ratio), math.log(ratio)))
+        area = width * height * draws.uniform(scale, 1)
+        shape = math.exp(draws.uniform(-math.log(ratio), math.log(ratio)))
         w, h = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
         if 0 < w <= width and 0 < h <= height:
-            top, left = draws.below(height - h + 1), draws.below(width - w + 1)
+            top, left = int(draws.integers(height - h + 1)), int(draws.integers(width - w + 1))
             return left, top, left + w, top + h
     w, h = min(width, round(height * ratio)), min(height, round(width * ratio))
     left, top = (width - w) // 2, (height - h) // 2
     return left, top, left + w, top + h
 
 
-def erase(image: NDArray[Any], probability: float, mean: Sequence[float], draws: Draws) -> NDArray[Any]:
+def erase(image: NDArray[Any], probability: float, mean: Sequence[float], draws: np.random.Generator) -> NDArray[Any]:
     """Replaces a rectangle of 2 to 33 percent of the area by the mean (Zhong et al. 2017, arXiv 1708.04896).
 
     As timm does it in mode "const": zero once the image is normalised. An erased image is float32, since means are no
     whole numbers.
     """
-    if draws.unit() >= probability:
+    if draws.random() >= probability:
         return image
     height, width, _ = image.shape
     for _ in range(_ATTEMPTS):
-        area = height * width * draws.between(*_ERASED)
-        shape = math.exp(draws.between(math.log(_ERASED_SHAPE), -math.log(_ERASED_SHAPE)))
+        area = height * width * draws.uniform(*_ERASED)
+        shape = math.exp(draws.uniform(math.log(_ERASED_SHAPE), -math.log(_ERASED_SHAPE)))
         h, w = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
         if h < height and w < width:
             break
     else:
         return image
-    top, left = draws.below(height - h + 1), draws.below(width - w + 1)
+    top, left = draws.integers(height - h + 1), draws.integers(width - w + 1)
     erased = image.astype(np.float32)
     erased[top : top + h, left : left + w] = mean
     return erased

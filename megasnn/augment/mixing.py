@@ -10,7 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from megasnn.random import Draws
+import numpy as np
+
+from megasnn.random import keyed_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,13 +55,13 @@ class Mixing:
         """Mixing of the micro-batch of `count` samples from position `first` on; None where it stays as it is."""
         if self.until is not None and first >= self.until:
             return None
-        draws = Draws(self.seed, "mixing", first)
-        cuts = self.mixup_alpha is None or (self.cutmix_alpha is not None and draws.coin())
+        draws = keyed_numbers(self.seed, "mixing", first)
+        cuts = self.mixup_alpha is None or (self.cutmix_alpha is not None and bool(draws.integers(2)))
         alpha = self.cutmix_alpha if cuts else self.mixup_alpha
         if alpha is None:
             return None
-        share = draws.beta(alpha)
-        order = draws.order(count)  # a circle through all samples: nobody is his own partner
+        share = draws.beta(alpha, alpha)
+        order = draws.permutation(count).tolist()  # a circle through all samples: nobody is his own partner
         partners = [partner for _, partner in sorted(zip(order, order[1:] + order[:1], strict=True))]
         if not cuts:
             return Mix(share, partners, None)
@@ -96,7 +98,7 @@ def _chosen(values: Tensor, places: list[int]) -> Tensor:
     return values[without_waiting(torch.tensor(places), values.device)]
 
 
-def _span(side: int, share: float, draws: Draws) -> slice:
+def _span(side: int, share: float, draws: np.random.Generator) -> slice:
     """Rows or columns of a box of this share of the side about a random middle, as far as they lie inside."""
-    half, middle = int(side * share) // 2, draws.below(side)
+    half, middle = int(side * share) // 2, int(draws.integers(side))
     return slice(max(0, middle - half), min(side, middle + half))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
-
-from megasnn.random import Draws
 
 Fill = tuple[int, ...]
 NAMES = (
@@ -37,13 +36,13 @@ class RandAugment:
     deviation: float = 0.0
     names: tuple[str, ...] = NAMES
 
-    def __call__(self, image: Image.Image, draws: Draws, fill: Fill) -> Image.Image:
+    def __call__(self, image: Image.Image, draws: np.random.Generator, fill: Fill) -> Image.Image:
         """Args: fill: what moves in from outside the image."""
-        for chosen in [draws.below(len(self.names)) for _ in range(self.count)]:
-            if draws.unit() < 0.5:
+        for chosen in [draws.integers(len(self.names)) for _ in range(self.count)]:
+            if draws.random() < 0.5:
                 magnitude = self.magnitude
                 if self.deviation:
-                    magnitude += self.deviation * float(draws.normals(1)[0])
+                    magnitude += self.deviation * draws.normal()
                 strength = max(0.0, min(magnitude, _STRONGEST)) / _STRONGEST
                 image = operate(self.names[chosen], image, strength, draws, fill)
         return image
@@ -64,7 +63,7 @@ def parse_rand_augment(text: str, only: str | None = None) -> RandAugment:
     return RandAugment(float(found[1]), int(found[2] or 2), float(found[3] or 0), names)
 
 
-def operate(name: str, image: Image.Image, strength: float, draws: Draws, fill: Fill) -> Image.Image:
+def operate(name: str, image: Image.Image, strength: float, draws: np.random.Generator, fill: Fill) -> Image.Image:
     """Applies one operation, the stronger the larger `strength` is, from 0 to 1 (timm's increasing variants)."""
     match name:
         case "auto-contrast":
@@ -95,8 +94,8 @@ def operate(name: str, image: Image.Image, strength: float, draws: Draws, fill: 
             return _ENHANCERS[name](image).enhance(max(0.1, 1 + _sign(draws) * 0.9 * strength))
 
 
-def _sign(draws: Draws) -> int:
-    return -1 if draws.coin() else 1
+def _sign(draws: np.random.Generator) -> int:
+    return -1 if draws.integers(2) else 1
 
 
 def _affine(image: Image.Image, matrix: tuple[float, ...], fill: Fill) -> Image.Image:

@@ -72,11 +72,6 @@ class DataConfig:
         """True when samples are mixed with each other, and labels are probabilities."""
         return self.mixup_alpha > 0 or self.cutmix_alpha > 0
 
-    @property
-    def draws(self) -> bool:
-        """True when samples are changed at random."""
-        return self.augment != "none" or self.mixes or self.random_erasing > 0 or self.rand_augment is not None
-
     def changed(self, *names: str) -> list[str]:
         """Flags of these fields that differ from their defaults."""
         return [

@@ -64,3 +64,9 @@ class PretrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def windows(self) -> int:
+        """Number of windows of time steps in which each sample is shown; 1 without --bptt-steps."""
+        steps = self.training.bptt_steps
+        return 1 if steps is None else self.model.time_steps // steps

@@ -96,10 +96,6 @@ class TrainingConfig:
         """Micro-batches of a global batch, over all replicas; the last one may be smaller than the others."""
         return -(-self.global_batch_size // self.micro_batch_size)
 
-    def windows(self, time_steps: int) -> int:
-        """Number of windows in which a sample of so many time steps is shown."""
-        return 1 if self.bptt_steps is None else time_steps // self.bptt_steps
-
     def problems(self) -> list[str]:
         """Contradictions, with values and flags."""
         wrong = []

@@ -60,7 +60,7 @@ def _no_graphs(config: PretrainConfig) -> str | None:
     for size in ("tensor_model_parallel_size", "context_parallel_size"):
         if getattr(parallel, size) > 1:
             return f"with {flag(size)} above 1 ranks exchange inside of layers"
-    if config.training.windows(config.model.time_steps) > 1:
+    if config.windows > 1:
         return "with --bptt-steps neurons go on from the window before"
     if parallel.weight_parallel_size > 1:
         return "with --weight-parallel-size above 1 weights do not stay in memory"

@@ -16,7 +16,7 @@ from megasnn.augment import AUGMENTATIONS, IMAGES, Augmentation, Key
 from megasnn.augment.images import CROP_SHAPE, ImageRecipe, erase, random_box
 from megasnn.data.formats import SampleFormat
 from megasnn.files import require_size
-from megasnn.random import Draws
+from megasnn.random import keyed_numbers
 
 # Mean and standard deviation of a channel, of pixel values in [0, 1]. "generic" brings any photograph to
 # about zero mean and unit variance; the first batch norm takes care of the rest.
@@ -99,7 +99,7 @@ class ImageFormat(SampleFormat):
         right, bottom, resample = left + side, top + side, Image.Resampling.BILINEAR
         if key and self.augment.crops:
             seed, epoch, sample = key
-            draws, resample = Draws(seed, "crop", epoch, sample), Image.Resampling.BICUBIC
+            draws, resample = keyed_numbers(seed, "crop", epoch, sample), Image.Resampling.BICUBIC
             left, top, right, bottom = random_box(file.size, self.recipe.crop_scale, CROP_SHAPE, draws)
         shorter = min(right - left, bottom - top)
         if shorter >= 2 * self.size:  # JPEG: decode at 1/2, 1/4 or 1/8
@@ -117,10 +117,10 @@ class ImageFormat(SampleFormat):
         mean = tuple(255 * value for value in mean * (self.channels // len(mean)))
         if self.recipe.rand_augment:
             fill = tuple(min(255, round(value)) for value in mean)
-            draws = Draws(seed, "rand-augment", epoch, sample)
+            draws = keyed_numbers(seed, "rand-augment", epoch, sample)
             image = np.asarray(self.recipe.rand_augment(Image.fromarray(image), draws, fill))
         if self.recipe.erasing:
-            image = erase(image, self.recipe.erasing, mean, Draws(seed, "erasing", epoch, sample))
+            image = erase(image, self.recipe.erasing, mean, keyed_numbers(seed, "erasing", epoch, sample))
         return image
 
     def batch(self, samples: Sequence[NDArray[Any]], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:

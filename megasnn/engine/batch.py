@@ -214,17 +214,17 @@ class Batches:
                 first, size = first + own.start, len(own)
             whole.append(MicroBatchInput(images, labels, size, range(first, first + size)))
         model = self._config.model
-        count = self._config.training.windows(model.time_steps)
-        steps, has_frames = model.time_steps // count, len(model.input_shape) == 4
-
-        def window(micro: MicroBatchInput, number: int) -> MicroBatchInput:
-            """Images stand for all time steps, frames have theirs."""
-            images = micro.images
-            if images is not None and has_frames:
-                images = images[:, number * steps : (number + 1) * steps]
-            return replace(micro, images=images, goes_on=number > 0)
-
-        return [window(micro, number) for micro in whole + padding for number in range(count)]
+        count = self._config.windows
+        if count == 1:
+            return whole + padding
+        steps, has_frames, windows = model.time_steps // count, len(model.input_shape) == 4, list[MicroBatchInput]()
+        for each in whole + padding:
+            for number in range(count):
+                images = each.images  # which stand for all time steps; frames have theirs
+                if images is not None and has_frames:
+                    images = images[:, number * steps : (number + 1) * steps]
+                windows.append(replace(each, images=images, goes_on=number > 0))
+        return windows
 
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
         """Micro-batches without samples of the batch: all that share a micro-batch need equally many, and so do all

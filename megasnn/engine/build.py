@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,19 +14,18 @@ from megasnn.augment.mixing import Mixing
 from megasnn.config import ConfigError, PretrainConfig, validate
 from megasnn.config.values import build_part, to_dict, with_keywords
 from megasnn.device_checks import placed
-from megasnn.engine.model import DistributedModel, ModelOptions, SampleLoss
+from megasnn.engine.model import DistributedModel
 from megasnn.kernels.backends import BACKENDS, backend_for
 from megasnn.kernels.products import can_be_sparse
 from megasnn.layers import BuildContext
 from megasnn.layers.weight_grad import CastWeights
-from megasnn.losses import LOSSES
 from megasnn.models.build import building_problems, describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model, run_config
 from megasnn.parallel.agreement import gather
 from megasnn.parallel_state import Group, ParallelState
 from megasnn.pipeline.graphs import Capture, CudaCapture
-from megasnn.pipeline.plan import PipelinePlan, plan_pipeline
+from megasnn.pipeline.plan import plan_pipeline
 from megasnn.precisions import PRECISIONS
 
 _ENDLESS = 10**12  # steps of a training whose learning rate does not decay
@@ -105,11 +103,6 @@ def require_kernels(config: PretrainConfig, device: torch.device) -> None:
 # --- the model
 
 
-def sample_windows(config: PretrainConfig) -> int:
-    """Number of windows in which each sample is shown; 1 without --bptt-steps."""
-    return config.training.windows(config.model.time_steps)
-
-
 def describe_windows(config: PretrainConfig) -> ModelDescription:
     """Describes what is built: the model, with the time steps of one window.
 
@@ -129,12 +122,6 @@ def describe_windows(config: PretrainConfig) -> ModelDescription:
             f"--bptt-steps {steps}"
         )
     return of_window
-
-
-def sample_loss(config: PretrainConfig) -> SampleLoss:
-    """Returns (logits, labels) -> the sum of the samples' losses."""
-    training = config.training
-    return partial(LOSSES[training.loss].sum, label_smoothing=training.label_smoothing)
 
 
 def mixing_of(config: PretrainConfig, model: ModelDescription, epoch_samples: int) -> Mixing | None:
@@ -160,13 +147,9 @@ def build_model(
     model: ModelDescription,
     state: ParallelState,
     wants_to_stop: Callable[[], bool] = lambda: False,
-) -> tuple[PipelinePlan, DistributedModel]:
-    """Plans the pipeline, and builds this rank's part of the model. Collective.
-
-    Args:
-        wants_to_stop: see ModelOptions.
-    """
-    training, parallel, windows = config.training, config.parallel, sample_windows(config)
+) -> DistributedModel:
+    """Plans the pipeline, and builds this rank's part of the model. Collective. Args: as of DistributedModel."""
+    training, parallel = config.training, config.parallel
     types = PRECISIONS[training.precision]
     graphs = capture_on(state.device) if training.cuda_graphs == "on" else None
     products = getattr(torch, types.products)
@@ -180,13 +163,11 @@ def build_model(
         dp_shard=state.dp_shard,
         cp=state.cp,
         cut=parallel.context_cut(training.micro_batch_size),
-        carries=windows > 1,
+        carries=config.windows > 1,
         cast_weights=CastWeights(stay=graphs is not None),
         sparse_products=training.sparse_products == "auto" and can_be_sparse(state.device, products),
     )
     with placed("while planning the pipeline"):
-        plan = plan_pipeline(config, model, context, state, sample_windows(config))
-    options = ModelOptions(windows, wants_to_stop, parallel.use_distributed_optimizer, graphs)
+        plan = plan_pipeline(config, model, context, state)
     with placed("while building the model"):
-        schedules, seed = plan.schedules, training.seed
-        return plan, DistributedModel(model, state, context, plan.bounds, schedules, seed, sample_loss(config), options)
+        return DistributedModel(model, state, context, plan, config, graphs, wants_to_stop)

@@ -15,7 +15,6 @@ from megasnn.engine.step import TrainStep
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import Piece, ShardedTensor
 from megasnn.pipeline.cost_model import layers_per_chunk
-from megasnn.pipeline.plan import PipelinePlan
 
 
 class Checkpoints:
@@ -27,8 +26,8 @@ class Checkpoints:
         state: what this rank holds of a checkpoint.
     """
 
-    def __init__(self, config: PretrainConfig, step: TrainStep, plan: PipelinePlan) -> None:
-        self._config, self._step, self._plan, self._model = config, step, plan, step.model
+    def __init__(self, config: PretrainConfig, step: TrainStep) -> None:
+        self._config, self._step, self._model = config, step, step.model
         self._world = step.model.state.world
         if refused := [entry.name for entry in self._model.tensors if entry.name.startswith(BESIDE)]:
             raise ValueError(f"{refused[0]}: names that begin with {' or '.join(BESIDE)} are not for layers")
@@ -45,7 +44,7 @@ class Checkpoints:
         grid = self._model.state.grid
         sizes = {"tp": grid.tp, "pp": grid.pp, "dp": grid.replicas, "dp_shard": grid.dp_shard}
         layout: dict[str, object] = {**sizes, "cp": grid.cp, "virtual": len(self._model.chunks)}
-        layout["bounds"] = layers_per_chunk(self._plan.bounds)
+        layout["bounds"] = layers_per_chunk(self._model.plan.bounds)
         return Progress(
             self._step.iteration,
             self._step.consumed_samples,

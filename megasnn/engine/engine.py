@@ -30,13 +30,13 @@ from megasnn.engine.build import (
     require_alike,
     require_kernels,
     run_configuration,
-    sample_windows,
 )
 from megasnn.engine.checkpoint import Checkpoints
 from megasnn.engine.faults import claim_fault
 from megasnn.engine.mesh import join_ranks
 from megasnn.engine.step import TrainStep
 from megasnn.host_memory import keep_free_memory
+from megasnn.losses.sums import correct_predictions
 from megasnn.models.model import Model
 from megasnn.optim.rates import learning_rate, require_schedule
 from megasnn.parallel.agreement import broadcast_result
@@ -60,16 +60,12 @@ class Engine:
             print(result.loss, engine.evaluate(test_images, test_labels).top1)
             engine.save("checkpoints")
 
-    Flags are those of the command line, with underscores. A step is bit for bit that of `megasnn.pretrain`.
-
-    All methods are collective: every rank calls them in the same order, with the whole batch, and takes its share. A
-    rank without the first stage (`takes_images` is False) only looks at the number of images, and one without the last
-    stage (`takes_labels`) at that of the labels: there a tensor on the meta device will do. A wrong argument on one
-    rank is a ValueError on all of them, and changes nothing. Any other error within a step, an evaluation or a
-    prediction, Ctrl-C included, ends the Engine: whatever is asked of it then is a RuntimeError.
-
-    A process has one open Engine at a time. Process groups that nobody has made are made here, and freed by `close`, or
-    at the end of a `with` block. Torch's switches for precision and deterministic algorithms stay.
+    A step is bit for bit that of `megasnn.pretrain`. All methods are collective: every rank calls them in the same
+    order, with the whole batch, and takes its share. A rank without the first stage (`takes_images` is False) only
+    looks at the number of images, and one without the last stage (`takes_labels`) at that of the labels: there a tensor
+    on the meta device will do. A wrong argument on one rank is a ValueError on all of them, and changes nothing. Any
+    other error within a step, an evaluation or a prediction, Ctrl-C included, ends the Engine: whatever is asked of it
+    then is a RuntimeError. A process has one open Engine at a time, and `close` frees the process groups that it made.
 
     Args:
         model: an instance of one's own class or of one in `megasnn.MODELS`; or a validated configuration.
@@ -77,17 +73,16 @@ class Engine:
         length: of the training; by default `train_iters` of the flags.
         wants_to_stop: asked on every rank in each step and each batch of an evaluation; `stop_votes` counts the ranks
             that have answered True.
-        flags: values for all that the configuration leaves at its defaults.
+        flags: those of the command line, with underscores.
 
     Attributes:
-        config: with the flags in it. state: the grid of ranks. plan: of the pipeline.
-        distributed: the model's chunks on this rank. batches: cuts batches. step: takes micro-batches to new weights.
-        optimizer: of the parameters that this rank owns. checkpoints: what is saved.
+        config: with the flags in it. state: the grid of ranks.
+        optimizer: of the parameters that this rank owns.
         takes_images, takes_labels: True where this rank needs their values.
     Raises:
         ConfigError: flags that do not go together, or a model that cannot be built; lists all of it.
-        ValueError: patterns of flags that no parameter matches, a pipeline that cannot be planned, another Engine that
-            is open, ranks that are laid out otherwise already, or that are given different flags.
+        ValueError: a pipeline that cannot be planned, another Engine that is open, ranks that are laid out otherwise
+            already, or that are given different flags.
     """
 
     def __init__(
@@ -101,7 +96,7 @@ class Engine:
     ) -> None:
         self.config = config = run_configuration(model, flags, lr_schedule is not None)
         self.length = length or Length(config.training.train_iters or 0)
-        described, self.windows = describe_windows(config), sample_windows(config)
+        described = describe_windows(config)
         if not config.training.evaluate_only and lr_schedule is None:
             require_schedule(config.optimizer, self.length.iterations, self.length.epoch)
         # Others may have freed its grid.
@@ -118,14 +113,15 @@ class Engine:
             require_kernels(config, self.state.device)
             if self.state.device.type == "cpu":
                 keep_free_memory()
-            self.plan, self.distributed = build_model(config, described, self.state, wants_to_stop)
+            self.distributed = build_model(config, described, self.state, wants_to_stop)
+            self.plan = self.distributed.plan
             self.batches = Batches(config, self.distributed, mixing_of(config, described, self.length.epoch_samples))
             steps, epoch = self.length.iterations, self.length.epoch
             rate = partial(learning_rate, config.optimizer, iterations=steps, epoch=epoch)
             self.step = TrainStep(config, self.distributed, lr_schedule or rate)
             self.optimizer = self.step.optimizer
             self.takes_images, self.takes_labels = self.distributed.takes_images, self.distributed.gives_logits
-            self.checkpoints = Checkpoints(config, self.step, self.plan)
+            self.checkpoints = Checkpoints(config, self.step)
             undo.pop_all()
 
     @property
@@ -189,13 +185,17 @@ class Engine:
 
     def evaluate_on(self, batches: Iterable[GlobalBatch]) -> EvaluationRecord:
         """`evaluate` on this rank's shares of global batches, as `megasnn.data.BatchLoader` gives them."""
-        totals = [0.0, 0.0, 0.0, 0.0]
+        model, totals = self.distributed, torch.zeros(4, dtype=torch.float64, device=self.state.device)
+
+        def count(output: Bundle, labels: Tensor) -> None:
+            totals[0] += model.loss(output, labels)
+            totals[1] += len(labels)
+            totals[2:] += correct_predictions(logits_of(output), labels)
+
         with self._running(), self._averaged_weights():
             for batch in batches:
-                parts = self.distributed.evaluate(self.batches.inputs(batch, trains=False))
-                totals = [a + b for a, b in zip(totals, parts, strict=True)]
-            sums = torch.tensor(totals, dtype=torch.float64, device=self.state.device)
-            loss, samples, top1, top5 = self.distributed.of_all_replicas(sums).tolist()
+                model.forward(self.batches.inputs(batch, trains=False), count)
+            loss, samples, top1, top5 = model.of_all_replicas(totals).tolist()
         if not samples:
             raise ValueError("there are no samples to evaluate")
         return EvaluationRecord(
@@ -215,7 +215,7 @@ class Engine:
 
             with self._averaged_weights():  # and places in the labels' stead
                 for batch in self.batches.evaluated(images, torch.arange(samples), samples):
-                    self.distributed.predict(self.batches.inputs(batch, trains=False), keep)
+                    self.distributed.forward(self.batches.inputs(batch, trains=False), keep)
             return self.distributed.of_all_replicas(logits).cpu()
 
     @contextmanager
@@ -224,15 +224,13 @@ class Engine:
         if self.step.average is None:
             yield
             return
-        refused: BatchError | None = None
         self.step.exchange_average()
         try:
             yield
-        except BatchError as error:
-            refused = error
+        except BatchError:
+            self.step.exchange_average()
+            raise
         self.step.exchange_average()
-        if refused is not None:
-            raise refused
 
     # --- weights and checkpoints
 

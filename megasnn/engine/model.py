@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megasnn.bundle import Bundle, bundle_of, entries_of, logits_of
+from megasnn.bundle import Bundle, Key, bundle_of, entries_of, logits_of, map_entries
+from megasnn.config import PretrainConfig
 from megasnn.device_checks import DeviceChecks, placed
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.shape_inference import calls_of
 from megasnn.layers.weight_grad import WeightGradients
-from megasnn.losses.sums import correct_predictions, cross_entropy_sum
+from megasnn.losses import LOSSES
+from megasnn.losses.sums import correct_predictions
 from megasnn.models.description import ModelDescription
 from megasnn.optim.norms import GradientNorm
 from megasnn.parallel.agreement import gather
@@ -27,36 +29,16 @@ from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel.sharding import ShardedTensor, parameter_count
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import build_chunks, describe_tensors
-from megasnn.pipeline.executor import OutputConsumer, PipelineExecutor
+from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.pipeline.graphs import Capture
-from megasnn.pipeline.microbatch_state import MicroBatchInput
+from megasnn.pipeline.microbatch_state import MicroBatchInput, OutputConsumer
 from megasnn.pipeline.p2p import Boundaries, Transfers
+from megasnn.pipeline.plan import PipelinePlan
 from megasnn.pipeline.ties import Ties
-from megasnn.schedule import SchedulePlan
-
-SampleLoss = Callable[[Any, Tensor], Tensor]
-"""(output of the last layer: logits, or a bundle with them; labels) -> the sum of the samples' losses."""
+from megasnn.schedule import Schedule
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """
-    Attributes:
-        windows: micro-batches that together are all time steps of the same samples, one after the other. The loss is
-            the mean over them; evaluation sees the logits of all time steps.
-        wants_to_stop: asked in each step and each batch of an evaluation.
-        rows_have_owners: True to shard gradients and optimizer state over the replicas by rows (ZeRO-1).
-        graphs: makes CUDA graphs of the layers; None for none.
-    """
-
-    windows: int = 1
-    wants_to_stop: Callable[[], bool] = lambda: False
-    rows_have_owners: bool = False
-    graphs: Capture | None = None
-
-
-@dataclass(frozen=True)
-class StepSums:
+class StepSums(NamedTuple):
     """Sums of a step over all ranks, on the device: the host has not waited for them.
 
     Attributes:
@@ -77,24 +59,20 @@ class DistributedModel:
 
     Args:
         model: description of the whole model; only this rank's chunks are built.
-        bounds: the layers of each chunk.
-        schedule: order of the actions and placement of the chunks.
-        seed: of the initial values.
+        graphs: makes CUDA graphs of the layers; None for none.
+        wants_to_stop: asked in each step and each batch of an evaluation.
 
     Attributes:
-        chunks: this rank's chunks by index.
-        takes_images, gives_logits: True where micro-batches need images, on the first chunk's rank, and labels, on the
-            last one's, which computes the loss.
+        chunks: this rank's, by index.
+        takes_images, gives_logits: True on the first chunk's rank, and on the last one's, which computes the loss.
         tensors: parameters and buffers of this rank. copies: those that another layer of the model owns (ties).
         owned: the part of each of `tensors` that this rank updates and saves: with ZeRO-1 its rows, otherwise all.
         described: parameters and buffers of the whole model, without values.
         parameters, trained_parameters: elements of the whole model's parameters.
-        loss: sum of the samples' losses of a micro-batch.
+        loss: sum of the samples' losses, of the last layer's output and labels.
         mean_loss, correct, norm, is_finite, stop_votes: of the last step, the same on every rank: loss of the global
-            batch, samples whose class had the highest logit, norm of the gradient, whether the step may change
-            anything, ranks that want to stop.
+            batch, samples in top 1, norm of the gradient, False where nothing may change, ranks that want to stop.
         checks: values that were wrong on this rank. ties: tensors and layers that several chunks share.
-        executor: works off the schedules; its `observer` sees every action.
     """
 
     def __init__(
@@ -102,25 +80,27 @@ class DistributedModel:
         model: ModelDescription,
         state: ParallelState,
         context: BuildContext,
-        bounds: Sequence[range],
-        schedule: SchedulePlan,
-        seed: int = 0,
-        loss: SampleLoss = cross_entropy_sum,
-        options: ModelOptions = ModelOptions(),  # noqa: B008  (frozen)
+        plan: PipelinePlan,
+        config: PretrainConfig,
+        graphs: Capture | None = None,
+        wants_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.context = context = replace(context, weight_gradients=WeightGradients())
-        self.model, self.state, self._options = model, state, options
-        self.loss, self._outputs = loss, list[Any]()
-        self.plan = plan = schedule
-        units = plan.unit_bounds(bounds)
+        self.model, self.state, self.plan, self._wants_to_stop = model, state, plan, wants_to_stop
+        training, schedules, bounds = config.training, plan.schedules, plan.bounds
+        self.loss: Callable[[Any, Any], Tensor] = partial(
+            LOSSES[training.loss].sum, label_smoothing=training.label_smoothing
+        )
+        self._windows, self._outputs = config.windows, list[dict[Key, Tensor]]()
+        units, placement = plan.executed_bounds, schedules.placement
         self._weights: GatheredWeights | None = None
         if state.dp_shard.size > 1:
             self._weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
-        here = [index for index, home in enumerate(plan.placement) if home == state.pp.rank]
+        here = [index for index, home in enumerate(placement) if home == state.pp.rank]
         keep = None if self._weights is None else (units, self._weights.shard)
         built = model.build(context)
-        self.chunks = build_chunks(model, bounds, here, context, state.device, seed, keep, built)
-        self.takes_images, self.gives_logits = 0 in self.chunks, len(plan.placement) - 1 in self.chunks
+        self.chunks = build_chunks(model, bounds, here, context, state.device, training.seed, keep, built)
+        self.takes_images, self.gives_logits = 0 in self.chunks, len(placement) - 1 in self.chunks
         self._reports = self.gives_logits and state.tp.rank == 0 and context.counts_logits
         kept = (lambda entry: entry) if self._weights is None else self._weights.kept
         self.tensors: list[ShardedTensor] = [kept(t) for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
@@ -129,27 +109,27 @@ class DistributedModel:
         self.norms = [module for module in modules if isinstance(module, ParallelBatchNorm)]
         # Actions name chunks, or units of them. Gradients that are scattered after each micro-batch are reduced after
         # each unit; otherwise a chunk's are complete when its first unit's are.
-        first, executed = [0, *accumulate(plan.units_of_chunks)], self.chunks
-        if plan.units is not None:
+        first, executed = [0, *accumulate(schedules.units_of_chunks)], self.chunks
+        if schedules.units is not None:
             executed = {n: self.chunks[i].part(units, n) for i in self.chunks for n in range(first[i], first[i + 1])}
-        scatters = plan.weights is not None and bool(plan.weights.scattered)
+        scatters = schedules.weights is not None and bool(schedules.weights.scattered)
         reduced = executed if scatters else {first[index]: chunk for index, chunk in self.chunks.items()}
         self.data_parallel = GradientBuckets(
             [(index, part.sharded_tensors() + part.copied_tensors()) for index, part in reduced.items()],
             state.dp_replicate_cp,
             state.tp,
             additions={m.weight: calls_of(m) for m in modules if isinstance(m, (ParallelConv, ParallelLinear))},
-            rows_have_owners=options.rows_have_owners,
+            rows_have_owners=config.parallel.use_distributed_optimizer,
             weights=self._weights,
             scattered=scatters,
         )
         self.owned = [self.data_parallel.owned(entry) for entry in self.tensors]
         gradient = self.data_parallel.gradient
-        self.ties = Ties(model, bounds, plan.placement, self.chunks, state.pp, state.wire, gradient, kept)
+        self.ties = Ties(model, bounds, placement, self.chunks, state.pp, state.wire, gradient, kept)
         for chunk in self.chunks.values():
             chunk.weight_gradients.observer = self.data_parallel.accumulated
-            if options.graphs is not None:
-                chunk.capture_graphs(options.graphs)
+            if graphs is not None:
+                chunk.capture_graphs(graphs)
         self.described = describe_tensors(model, context.dtype)
         self.parameters = parameter_count(self.described)
         trained = (e for e in self.described if e.tensor.requires_grad)
@@ -162,12 +142,10 @@ class DistributedModel:
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
         self.checks = DeviceChecks(state.device)
         known = Boundaries(model, context, built) if state.pp.size > 1 else None
-        transfers = Transfers(executed, plan.executed_placement, state, known)
+        transfers = Transfers(executed, schedules.executed_placement, state, known)
         self.executor = PipelineExecutor(
-            executed, state, transfers, self._micro_batch_loss, self.data_parallel, self._count_correct, self._weights
+            executed, state, transfers, self._micro_batch_loss, self.data_parallel, self._weights
         )
-        self._training_schedule = lru_cache(maxsize=None)(plan.training)
-        self._evaluation_schedule = lru_cache(maxsize=None)(plan.evaluation)
 
     def neurons(self) -> list[tuple[str, NeuronLayer]]:
         """(global name, layer) of this rank's neurons, in the order of the model."""
@@ -196,10 +174,7 @@ class DistributedModel:
         for norm in self.norms:
             norm.pending.clear()
         self._correct_here.zero_()
-        self._set_mode(training=True)
-        with self.checks.collecting(), self.context.cast_weights.kept():
-            loss = self.executor.train_step(self._training_schedule(len(micro_batches)), micro_batches)
-        self._forget_windows()
+        loss = self._run(self.plan.schedules.training(len(micro_batches)), micro_batches)
         self.ties.sum_gradients()
         here = torch.stack([loss, self._correct_here])
         mine = [here if self._reports else torch.zeros_like(here), self._votes_and_findings()]
@@ -215,34 +190,74 @@ class DistributedModel:
         read = torch.cat([sums.is_void.to(sums.values.dtype).reshape(1), sums.values]).tolist()
         is_void, self.mean_loss, self.correct, self.stop_votes, found, _, *squares = read
         self.is_finite = not is_void
-        self._refuse_findings(found)
+        if found:
+            self._refuse_findings()
         self.norm = math.sqrt(math.fsum(squares))
 
-    def _refuse_findings(self, found: float) -> None:
-        """Raises ValueError on every rank, with the first finding, where there are findings on any."""
+    def forward(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
+        """Evaluates: `consume` gets outputs for all time steps, and labels, where the logits are. Raises ValueError on
+        every rank, where the checks of one have found something."""
+        if micro_batches:
+            self._run(self.plan.schedules.evaluation(len(micro_batches)), micro_batches, consume)
+        self.stop_votes, found = all_reduce_sum(self._votes_and_findings(), self.state.world, "step").tolist()
         if found:
-            of_ranks = gather(self.state.world.handle, self.checks.findings())
-            first, *others = [each for findings in of_ranks for each in findings]
-            with placed(first.place):
-                raise ValueError(f"{first.text}; and {len(others)} more" if others else first.text)
+            self._refuse_findings()
 
-    def _micro_batch_loss(self, output: Bundle, labels: Tensor) -> Tensor:
-        loss = self.loss(output, labels) / (self._global_batch_size * self._options.windows)
+    def run_again(self, micro_batches: Sequence[MicroBatchInput]) -> None:
+        """Repeats the forward of the step before, for `debug`; changes nothing that training keeps. Collective."""
+        for norm in self.norms:
+            norm.recording = False
+        with self.checks.collecting():  # these findings were those of the step
+            schedule = self.plan.schedules.evaluation(len(micro_batches))
+            self.executor.run(schedule, micro_batches, lambda output, labels: None)
+
+    def _run(
+        self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer | None = None
+    ) -> Tensor:
+        """Trains, or with `consume` evaluates; windows leave no state behind. Returns the sum of this rank's losses."""
+        trains, taken = consume is None, None if consume is None else partial(self._consume, consume)
+        for chunk in self.chunks.values():
+            chunk.train(trains)
+        for norm in self.norms:
+            norm.recording = trains
+        with self.checks.collecting(), self.context.cast_weights.kept():
+            loss = self.executor.run(schedule, micro_batches, taken)
+        if self._windows > 1:
+            self._outputs.clear()
+            for chunk in self.chunks.values():
+                chunk.forget()
+        return loss
+
+    def _micro_batch_loss(self, output: Bundle, labels: Tensor, again: bool) -> Tensor:
+        loss = self.loss(output, labels) / (self._global_batch_size * self._windows)
+        if not again:
+            self._consume(self._count_correct, map_entries(Tensor.detach, output), labels)
         return loss if self.context.counts_logits else 0 * loss
 
     def _count_correct(self, output: Bundle, labels: Tensor) -> None:
-        if (joined := self._joined(output)) is not None:
-            self._correct_here += correct_predictions(logits_of(joined), labels, (1,))[0]
+        self._correct_here += correct_predictions(logits_of(output), labels, (1,))[0]
 
-    def _joined(self, output: Bundle) -> Bundle | None:
-        """Returns the output for all time steps with the last window of the samples, None before."""
-        if self._options.windows == 1:
-            return output
-        self._outputs.append(entries_of(output))
-        if len(self._outputs) < self._options.windows:
-            return None
-        windows, self._outputs = self._outputs, []
-        return bundle_of({key: torch.cat([each[key] for each in windows]) for key in windows[0]})
+    def _consume(self, consume: OutputConsumer, output: Bundle, labels: Tensor) -> None:
+        """Hands on the output for all time steps, with the last window of the samples."""
+        if self._windows > 1:
+            self._outputs.append(entries_of(output))
+            if len(self._outputs) < self._windows:
+                return
+            output = bundle_of({key: torch.cat([each[key] for each in self._outputs]) for key in self._outputs[0]})
+            self._outputs.clear()
+        consume(output, labels)
+
+    def _votes_and_findings(self) -> Tensor:
+        """Returns this rank's vote to stop and its findings, `[2]`."""
+        vote = torch.full((1,), float(self._wants_to_stop()), dtype=torch.float64, device=self.state.device)
+        return torch.cat([vote, self.checks.count()])
+
+    def _refuse_findings(self) -> None:
+        """Raises ValueError on every rank, with the first finding of any."""
+        of_ranks = gather(self.state.world.handle, self.checks.findings())
+        first, *others = [each for findings in of_ranks for each in findings]
+        with placed(first.place):
+            raise ValueError(f"{first.text}; and {len(others)} more" if others else first.text)
 
     def _overflowing(self) -> Tensor:
         """Counts statistics of the step that the running ones cannot hold, `[1]`: an unbiased variance is at most twice
@@ -254,52 +269,6 @@ class DistributedModel:
         largest = torch.stack([each.double() for each in torch._foreach_norm(recorded, math.inf)])
         return (~(largest <= torch.finfo(self.context.dtype).max / 2)).sum(0, keepdim=True, dtype=torch.float64)
 
-    # --- evaluation
-
-    def evaluate(self, micro_batches: Sequence[MicroBatchInput]) -> list[float]:
-        """Returns [sum of losses, samples, correct in top 1, correct in top 5] where the logits are, else zeros."""
-        totals = torch.zeros(4, dtype=torch.float64, device=self.state.device)
-
-        def consume(output: Bundle, labels: Tensor) -> None:
-            totals[0] += self.loss(output, labels)
-            totals[1] += len(labels)
-            totals[2:] += correct_predictions(logits_of(output), labels)
-
-        *values, self.stop_votes, found = torch.cat([totals, self._forward(micro_batches, consume)]).tolist()
-        self._refuse_findings(found)
-        return values
-
-    def predict(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
-        """Runs forward; `consume` gets outputs for all time steps, and labels, where the logits are."""
-        self._refuse_findings(self._forward(micro_batches, consume)[1].item())
-
-    def _forward(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> Tensor:
-        """Returns votes to stop and findings of all ranks, `[2]`."""
-
-        def consume_joined(output: Bundle, labels: Tensor) -> None:
-            if (joined := self._joined(output)) is not None:
-                consume(joined, labels)
-
-        self._set_mode(training=False)
-        if micro_batches:
-            with self.checks.collecting(), self.context.cast_weights.kept():
-                self.executor.evaluate(self._evaluation_schedule(len(micro_batches)), micro_batches, consume_joined)
-            self._forget_windows()
-        return all_reduce_sum(self._votes_and_findings(), self.state.world, "step")
-
-    def _votes_and_findings(self) -> Tensor:
-        """Returns this rank's vote to stop and its findings, `[2]`."""
-        vote = torch.full((1,), float(self._options.wants_to_stop()), dtype=torch.float64, device=self.state.device)
-        return torch.cat([vote, self.checks.count()])
-
-    def run_again(self, micro_batches: Sequence[MicroBatchInput]) -> None:
-        """Repeats the forward of the step before, for `debug`; changes nothing that training keeps. Collective."""
-        for norm in self.norms:
-            norm.recording = False
-        with self.checks.collecting():  # these findings were those of the step
-            schedule = self._evaluation_schedule(len(micro_batches))
-            self.executor.evaluate(schedule, micro_batches, lambda output, labels: None)
-
     # --- sums over ranks
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
@@ -309,15 +278,3 @@ class DistributedModel:
     def of_all_replicas(self, values: Tensor) -> Tensor:
         """Sums over all replicas a tensor that is where their logits are. It may be changed in place."""
         return all_reduce_sum(values if self._reports else torch.zeros_like(values), self.state.world, "step")
-
-    def _set_mode(self, training: bool) -> None:
-        for chunk in self.chunks.values():
-            chunk.train(training)
-        for norm in self.norms:
-            norm.recording = training
-
-    def _forget_windows(self) -> None:
-        """Drops the state that windows left for the next ones."""
-        self._outputs.clear()
-        for chunk in self.chunks.values():
-            chunk.forget()

@@ -28,11 +28,8 @@ class TrainStep:
 
     Args:
         rate: (step, from 0 on) -> its learning rate.
-
     Attributes:
-        optimizer: of the parameters that this rank owns. average: of what it owns; None without `ema_decay`.
-        timers: of the phases of a step.
-        iteration, consumed_samples: optimizer steps done, and training samples used.
+        average: of what this rank owns; None without `ema_decay`.
     """
 
     def __init__(self, config: PretrainConfig, model: DistributedModel, rate: Callable[[int], float]) -> None:
@@ -46,7 +43,6 @@ class TrainStep:
         self.iteration = self.consumed_samples = 0
         self._groups_set = self._groups()
         self._masks = takes_found_inf(self.optimizer, config.optimizer)
-        self._windows = config.training.windows(config.model.time_steps)
 
     def __call__(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
         """Takes one step on this replica's micro-batches of a global batch. Collective.
@@ -69,7 +65,7 @@ class TrainStep:
             model.check(sums)  # reads loss and norm; raises what was found on the device
             if model.is_finite:
                 count = math.ceil(batch.size / self._config.training.micro_batch_size)
-                most = self._windows * math.ceil(count / model.state.dp.size)  # micro-batches of any replica
+                most = self._config.windows * math.ceil(count / model.state.dp.size)  # micro-batches of any replica
                 merge_running_statistics(model.norms, model.state.dp, most, model.ties.statistics_of_owners)
                 if not updates_unread:
                     self._update(rate, model.norm)

@@ -36,14 +36,17 @@ def output_space(space: torch.Size, sides: torch.Size, geometry: Geometry) -> to
 def convolve(images: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """`[frames, C_in, H, W]` and `[C_out, C_in / groups, k, k]` -> `[frames, C_out, H', W']`."""
     if _is_matrix_product(images, weight, geometry):
-        return _from_rows(_rows(images) @ weight.flatten(1).t(), images.shape[0], images.shape[2:])
+        pixels = images.movedim(1, -1)
+        rows = pixels.reshape(-1, images.shape[1]) @ weight.flatten(1).t()
+        return rows.view(*pixels.shape[:-1], -1).movedim(-1, 1)
     return torch.conv2d(images, weight, None, geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
 
 
 def input_gradient(grad: Tensor, weight: Tensor, geometry: Geometry, space: torch.Size) -> Tensor:
     """The gradient of the input, whose spatial size is `space`, from that of the output."""
     if _is_matrix_product(grad, weight, geometry):
-        return _from_rows(_rows(grad) @ weight.flatten(1), grad.shape[0], space)
+        rows = grad.movedim(1, -1).reshape(-1, grad.shape[1]) @ weight.flatten(1)
+        return rows.view(grad.shape[0], *space, -1).movedim(-1, 1)
     if grad.device.type != "cpu" and geometry.groups == 1:
         return _transposed(grad, weight, geometry, space)
     # Only the shape and memory format of the input enter its gradient; a CPU gives no memory to what is not written to.
@@ -67,19 +70,15 @@ def add_weight_gradient(total: Tensor, grad: Tensor, images: Tensor, geometry: G
         grad: of the output. images: the input.
     """
     if _is_matrix_product(images, total, geometry, FEW_SUMMED_ROWS):
-        _add_product(total.flatten(1), _rows(grad).t(), _rows(images))
+        a, b = (each.movedim(1, -1).reshape(-1, each.shape[1]) for each in (grad, images))
+        if total.dtype == a.dtype:
+            total.flatten(1).addmm_(a.t(), b)
+        else:
+            total.flatten(1).add_(a.t() @ b)
         return
     # Only the shape and type of the weight enter its gradient.
     weight = total if total.dtype == grad.dtype else torch.empty_like(total, dtype=grad.dtype)
     total += _convolution_backward(grad, images, weight, geometry, (False, True, False))[1]
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in one go where the types are the same."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
 
 
 def _is_matrix_product(images: Tensor, weight: Tensor, geometry: Geometry, few_rows: int = FEW_ROWS) -> bool:
@@ -90,20 +89,10 @@ def _is_matrix_product(images: Tensor, weight: Tensor, geometry: Geometry, few_r
     twice as fast on processors that MKL is not written for. The gradient of the weight is a product for longer, since
     it is added where it is to be, and what a convolution gives is brought into order and then added.
     """
+    if weight.shape[2:] != (1, 1) or geometry != Geometry():
+        return False
     few = images.shape[0] < FEW_FRAMES or images.numel() // images.shape[1] < few_rows
-    return _is_pointwise(weight, geometry) and (images.shape[2:] == (1, 1) or (images.device.type == "cpu" and few))
-
-
-def _is_pointwise(weight: Tensor, geometry: Geometry) -> bool:
-    return weight.shape[2:] == (1, 1) and geometry == Geometry()
-
-
-def _rows(images: Tensor) -> Tensor:
-    return images.movedim(1, -1).reshape(-1, images.shape[1])
-
-
-def _from_rows(rows: Tensor, frames: int, space: torch.Size) -> Tensor:
-    return rows.view(frames, *space, rows.shape[1]).movedim(-1, 1)
+    return images.shape[2:] == (1, 1) or (images.device.type == "cpu" and few)
 
 
 def _convolution_backward(

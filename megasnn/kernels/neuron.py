@@ -246,7 +246,7 @@ class _Neuron(torch.autograd.Function):
         if packed:
             bits = pack_bits(spikes) if bits is None else bits
             ctx.mark_non_differentiable(bits)
-        return spikes.movedim(-1, _channels(x, 2)), last.movedim(-1, _channels(last, 1)), bits
+        return spikes.movedim(-1, min(2, x.ndim - 1)), last.movedim(-1, min(1, last.ndim - 1)), bits
 
     @staticmethod
     @once_differentiable
@@ -257,21 +257,16 @@ class _Neuron(torch.autograd.Function):
         inputs = _rows(x, 2), _rows(v0, 1), _rows(g_spikes, 2), _rows(g_last, 1)
         g_x, g_before, total = ctx.calls.backward_alone(*inputs, w, ctx.spec, need_w)
         return (
-            g_x.movedim(-1, _channels(x, 2)) if need_x else None,
-            g_before.movedim(-1, _channels(v0, 1)).to(v0.dtype) if need_v else None,
+            g_x.movedim(-1, min(2, x.ndim - 1)) if need_x else None,
+            g_before.movedim(-1, min(1, v0.ndim - 1)).to(v0.dtype) if need_v else None,
             gradient_of_w(total, w, ctx.spec) if need_w else None,
             *(None,) * 3,
         )
 
 
-def _channels(x: Tensor, dim: int) -> int:
-    """Dimension of the channels; of `[T, N]`, which has none, the last one."""
-    return min(dim, x.ndim - 1)
-
-
 def _rows(x: Any, dim: int) -> Any:
-    """A tensor with the channels last, contiguous; of None, None."""
-    return None if x is None else x.detach().movedim(_channels(x, dim), -1).contiguous()
+    """A tensor with its channels, in that dimension or the last one there is, last and contiguous; of None, None."""
+    return None if x is None else x.detach().movedim(min(dim, x.ndim - 1), -1).contiguous()
 
 
 def channels_last(x: Tensor) -> Tensor:

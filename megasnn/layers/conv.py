@@ -32,7 +32,15 @@ from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import Content, bits_of, encode, may_be_sparse, pack_bits, remember_bits
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import uniform
-from megasnn.layers.row_context import RowMove, move_rows, rows_of, rows_to_pool, shared_rows, window_rows
+from megasnn.layers.row_context import (
+    RowMove,
+    move_rows,
+    note_height,
+    rows_of,
+    rows_to_pool,
+    shared_rows,
+    window_rows,
+)
 from megasnn.layers.shape_inference import content_of, count_call, join_content
 from megasnn.layers.weight_grad import Leave
 from megasnn.parallel.collectives import (
@@ -43,7 +51,7 @@ from megasnn.parallel.collectives import (
     sum_and_scatter_columns,
     to_rows,
 )
-from megasnn.parallel.sharding import Initialiser, declare
+from megasnn.parallel.sharding import Initialiser, Shard, declare
 from megasnn.parallel_state import Group
 from megasnn.recompute import cached_collective
 
@@ -56,7 +64,46 @@ def cheaper_style(in_channels: int, out_channels: int) -> Style:
     return "row" if in_channels > 2 * out_channels else "column"
 
 
-class ParallelConv(nn.Module):
+class WeightedLayer(nn.Module):
+    """A layer with a weight and perhaps a bias, and the plan of what is exchanged around the product with them."""
+
+    weight: Tensor
+    bias: Tensor | None
+    plan: ConvPlan
+
+    def __init__(self, context: BuildContext, weight: Shard, bias: Shard | None) -> None:
+        super().__init__()
+        declare(self, "weight", weight, context.dtype)
+        self.register_parameter("bias", None)
+        if bias is not None:
+            declare(self, "bias", bias, context.dtype)
+        self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
+        self._cast_weights, self._has_whole_input = context.cast_weights, False
+
+    def product(self, x: Tensor, bits: Tensor | None) -> Tensor:
+        """The product with the weight, of `[T, N, C, H, W]`. Args: bits: of the same spikes, where they are packed."""
+        owed = self.weight_gradients.of(self.weight)
+        weight = self._cast_weights.of(self.weight, self.compute_dtype)
+        return Convolve.apply(x.to(self.compute_dtype), bits, weight, *owed, self.plan)
+
+    def learn_input(self, x: Tensor, dim: int, channels: int) -> bool:
+        """Learns in the dry run what the input holds; tells whether every rank has all of its channels.
+
+        Raises ValueError for another number of them, and for two inputs in one forward of which only one has all.
+        """
+        again, size = count_call(self) > 1, self.plan.group.size
+        whole = size > 1 and x.shape[dim] == channels
+        if again and whole != self._has_whole_input:
+            raise ValueError("it is called again, and of the two inputs every tensor parallel rank has only one whole")
+        have = x.shape[dim] * (1 if whole else size)
+        if have != channels:
+            raise ValueError(f"a layer of {channels} input channels is given {have}")
+        content = join_content(self.plan.content, content_of(x)) if again else content_of(x)
+        self.plan, self._has_whole_input = replace(self.plan, content=content), whole
+        return whole
+
+
+class ParallelConv(WeightedLayer):
     """A convolution over the channels of `[T, N, C_in/size, H, W]`, giving `[T, N, C_out/size, H', W']`.
 
     Args:
@@ -84,8 +131,6 @@ class ParallelConv(nn.Module):
 
     multiplies_by_weight = True  # and uses it in no other way: see megasnn.parallel.fsdp
 
-    weight: Tensor
-    bias: Tensor | None
     _move: RowMove | None
 
     def __init__(
@@ -110,9 +155,8 @@ class ParallelConv(nn.Module):
         row_above: bool = False,
         initialise_bias: Initialiser | None = None,
     ) -> None:
-        super().__init__()
         context = context_for(context)
-        group, self._rows, self._row_above = context.tp, rows_of(context), row_above
+        group, rows = context.tp, rows_of(context)
         style = style or cheaper_style(in_channels, out_channels)
         if style not in ("column", "row"):
             raise ValueError(f"style must be 'column' or 'row', got {style!r}")
@@ -121,17 +165,15 @@ class ParallelConv(nn.Module):
         shape = (out_channels, in_channels // groups, *(kernel[:1] if pointwise else kernel[:dims]))
         cut = 1 if style == "row" and groups == 1 else 0
         default = uniform(torch.Size(shape[1:]).numel())
-        weight = context.shard(shape, cut, blocks if cut == 0 else 1, initialise=initialise or default)
-        declare(self, "weight", weight, context.dtype)
-        self.register_parameter("bias", None)
-        if bias:
-            shard = context.shard((out_channels,), 0, blocks, initialise=initialise_bias or default)
-            declare(self, "bias", shard, context.dtype)
+        super().__init__(
+            context,
+            context.shard(shape, cut, blocks if cut == 0 else 1, initialise=initialise or default),
+            context.shard((out_channels,), 0, blocks, initialise=initialise_bias or default) if bias else None,
+        )
+        self._rows, self._row_above = rows, row_above
         self.in_channels, self.out_channels, self.dims, self.pointwise = in_channels, out_channels, dims, pointwise
         self._kernel, self._move = kernel, None
-        self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
-        self._sparse = context.sparse_products and not (pooled_behind and self._rows is not None)
-        self._cast_weights = context.cast_weights
+        self._sparse = context.sparse_products and not (pooled_behind and rows is not None)
         geometry = Geometry(
             stride=along_each("stride", stride, dims),
             padding=along_each("padding", padding, dims),
@@ -159,9 +201,7 @@ class ParallelConv(nn.Module):
         if self._rows is not None and self._move is not None:
             x = move_rows(x, self._move, self._rows, self.plan.content)
             bits = pack_bits(x) if self.plan.content is Content.SPIKES else None
-        owed = self.weight_gradients.of(self.weight)
-        weight = self._cast_weights.of(self.weight, self.compute_dtype)
-        y = Convolve.apply(x.to(self.compute_dtype), bits, weight, *owed, self.plan)
+        y = self.product(x, bits)
         # After a row style's sum each rank holds its own channels, so the bias is added once, to those.
         y = y if self.bias is None or not add_bias else y + self.bias.to(y.dtype).view(-1, 1, 1)
         return y.squeeze(-1) if is_signal else y
@@ -169,26 +209,18 @@ class ParallelConv(nn.Module):
     def _dry_run(self, x: Tensor, is_signal: bool) -> Tensor:
         """Learns from the input what it holds and whether it has all channels; gives the shape of the output.
 
-        Raises ValueError for dimensions and a number of channels that do not fit, and for two inputs in one forward of
-        which only one has all channels.
+        Raises ValueError for dimensions that do not fit, and as `learn_input`.
         """
-        again = count_call(self) > 1
         if x.ndim != 5 or is_signal != (self.dims == 1) and not self.pointwise:
             wanted = "signals [T, N, C, L]" if self.dims == 1 else "frames [T, N, C, H, W]"
             raise ValueError(f"a convolution with dims={self.dims} takes {wanted}, and is given {x.ndim} dimensions")
-        group, plan, geometry = self.plan.group, self.plan, self.plan.products.geometry
-        whole = group.size > 1 and x.shape[2] == self.in_channels
-        if again and whole != plan.whole:
-            raise ValueError("it is called again, and of the two inputs every tensor parallel rank has only one whole")
+        whole = self.learn_input(x, 2, self.in_channels)
+        plan, geometry = self.plan, self.plan.products.geometry
         if whole and (plan.scatter or geometry.groups > 1):
             raise ValueError(
                 f"a convolution whose input every tensor parallel rank has whole is cut by its outputs: give it style "
                 f"'column', and no groups; it has {self.in_channels} channels in and {self.out_channels} out"
             )
-        content = join_content(plan.content, content_of(x)) if again else content_of(x)
-        have = x.shape[2] * (1 if whole else group.size)
-        if have != self.in_channels:
-            raise ValueError(f"a convolution of {self.in_channels} input channels is given {have}")
         options = self._kernel, self._padding, geometry.stride, geometry.dilation
         space = [
             (side // plan.pool + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
@@ -198,14 +230,15 @@ class ParallelConv(nn.Module):
             raise ValueError(f"a convolution with kernel_size {self._kernel} is given {list(x.shape[3:])} pixels")
         if self._rows is not None:
             geometry = self._learn_rows(self._rows, x, space[0])
-        products = Products(self._sparse and may_be_sparse(content, plan.pool), geometry)
-        self.plan = replace(plan, content=content, gather=plan.gather and not whole, whole=whole, products=products)
-        return x.new_empty((*x.shape[:2], self.out_channels // group.size, *space), dtype=self.compute_dtype)
+        products = Products(self._sparse and may_be_sparse(plan.content, plan.pool), geometry)
+        self.plan = replace(plan, gather=plan.gather and not whole, whole=whole, products=products)
+        return x.new_empty((*x.shape[:2], self.out_channels // plan.group.size, *space), dtype=self.compute_dtype)
 
     def _learn_rows(self, rows: Group, x: Tensor, output_height: int) -> Geometry:
         """Finds in the dry run which rows move to which rank. What is above and below an image comes with them, so that
         the geometry, which is returned, has no padding there."""
         height, geometry = x.shape[3], self.plan.products.geometry
+        note_height(self, height)
         outputs = (rows_to_pool if self._row_above else shared_rows)(output_height, rows.size)
         along = self._kernel[0], geometry.stride[0], geometry.dilation[0], self._padding[0], self.plan.pool
         needed = tuple(window_rows(each, *along) for each in outputs)
@@ -221,9 +254,6 @@ class ParallelConv(nn.Module):
             return None, y
         above, own = y.split((1, y.shape[3] - 1), dim=3)
         return above, own
-
-    def extra_repr(self) -> str:
-        return f"{self.in_channels}, {self.out_channels}, kernel_size={self._kernel}, {self.plan}"
 
 
 def along_each(name: str, size: Size, dims: int) -> tuple[int, int]:
@@ -313,13 +343,15 @@ class Convolve(torch.autograd.Function):
         grad_rows = to_rows(grad)
         if plan.scatter:
             grad_rows, _ = gather_columns(grad_rows, plan.group, Content.DENSE, "backward")
-        grad_images = _as_images(grad_rows, grad.shape)
-        finish = None
+        grad_images = from_rows(grad_rows, grad.shape).flatten(0, 1)
+        finish: Callable[[], Tensor] | None = None
         if ctx.needs_input_grad[0]:
-            kernel = _images_kernel(weight, grad.dtype)
-            finish = _start_input_gradient(grad_images, kernel, plan, pooled_space(ctx.input_shape[3:], plan.pool))
+            space = pooled_space(ctx.input_shape[3:], plan.pool)
+            product = plan.products.input_gradient(grad_images, _images_kernel(weight, grad.dtype), space)
+            rows = product.movedim(1, -1).reshape(-1, product.shape[1])
+            finish = sum_and_scatter_columns(rows, plan.group, "backward") if plan.gather else lambda: rows
             if plan.whole:  # each rank has computed what its own output channels contribute
-                all_reduce_sum(finish(), plan.group, "backward")
+                all_reduce_sum(rows, plan.group, "backward")
         if ctx.leave is not None:
             add = partial(_add_weight_gradient, plan, payloads, ctx.input_shape, grad_images)
             ctx.leave(add)
@@ -367,22 +399,5 @@ def _unpooled(rows: Tensor, shape: torch.Size, pool: int) -> Tensor:
     """Rows of the gradient of the pooled input as the gradient of the input, which has this `shape`."""
     if pool == 1:
         return from_rows(rows, shape)
-    images = _as_images(rows, torch.Size((*shape[:3], *pooled_space(shape[3:], pool))))
+    images = from_rows(rows, (*shape[:3], *pooled_space(shape[3:], pool))).flatten(0, 1)
     return average_pool_gradient(images, pool, shape[3:]).unflatten(0, shape[:2])
-
-
-def _start_input_gradient(grad: Tensor, weight: Tensor, plan: ConvPlan, space: torch.Size) -> Callable[[], Tensor]:
-    """Computes the input gradient and, where the input was gathered, starts summing it over the ranks; the returned
-    function waits and gives this rank's rows."""
-    product = _image_rows(plan.products.input_gradient(grad, weight, space))
-    return sum_and_scatter_columns(product, plan.group, "backward") if plan.gather else lambda: product
-
-
-def _as_images(rows: Tensor, like: torch.Size) -> Tensor:
-    """Rows as `[T*N, C, H, W]`, channels last; the first two and the spatial sizes are those of `like`."""
-    return from_rows(rows, like).flatten(0, 1)
-
-
-def _image_rows(images: Tensor) -> Tensor:
-    """`[T*N, C, H, W]` as rows `[T*N*H*W, C]`."""
-    return images.movedim(1, -1).reshape(-1, images.shape[1])

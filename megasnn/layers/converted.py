@@ -31,13 +31,6 @@ def _values(module: nn.Module, initialise: ModuleInitialiser | None) -> dict[str
     return {option: initializer_from_module(module, initialise, name) for option, name in names.items()}
 
 
-def as_called(ours: nn.Module, module: nn.Module) -> nn.Module:
-    """A layer of ours, which takes `[T, N, C, ...]`, called as the plain one was."""
-    if not is_multi_step(module):
-        ours.forward = partial(_without_time, ours)
-    return ours
-
-
 def _without_time(ours: nn.Module, x: Tensor, *args: Any) -> Tensor:
     """Forward of a layer of ours on `[N, C, ...]`. A linear one takes any other dimensions as well."""
     forward: Any = type(ours).forward
@@ -48,7 +41,7 @@ def _without_time(ours: nn.Module, x: Tensor, *args: Any) -> Tensor:
 
 def convolution(conv: nn.Conv1d | nn.Conv2d, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
     """Stands for a Conv1d or Conv2d."""
-    ours = ParallelConv(
+    return ParallelConv(
         conv.in_channels,
         conv.out_channels,
         conv.kernel_size,
@@ -61,12 +54,11 @@ def convolution(conv: nn.Conv1d | nn.Conv2d, context: BuildContext, initialise: 
         bias=conv.bias is not None,
         **_values(conv, initialise),
     )
-    return as_called(ours, conv)
 
 
 def linear(module: nn.Linear, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
     """Stands for a Linear. Its output is cut, or, where it does not divide by the ranks, whole on each of them."""
-    ours = ParallelLinear(
+    return ParallelLinear(
         module.in_features,
         module.out_features,
         context,
@@ -74,7 +66,6 @@ def linear(module: nn.Linear, context: BuildContext, initialise: ModuleInitialis
         bias=module.bias is not None,
         **_values(module, initialise),
     )
-    return as_called(ours, module)
 
 
 def batch_norm(
@@ -100,10 +91,11 @@ def batch_norm(
     )
     ours.time_steps = 1  # the input has all time steps
     if norm.affine and norm.bias is None:  # in SpikingJelly's BatchNormThroughTime
-        drop_tensor(ours, "bias")
+        ours.register_parameter("bias", None)
+        vars(ours)["_described_shards"].pop("bias")
     if not norm.training:
         vars(ours)["train"] = lambda mode=True: ours
-    return as_called(ours, norm)
+    return ours
 
 
 def temporal_batch_norm(
@@ -197,9 +189,13 @@ def class_name(module: nn.Module) -> str | None:
     return type(module).__name__ if known else None
 
 
-def our_batch_norm(norm: _BatchNorm) -> Callable[..., nn.Module] | None:
-    """Conversion of a batch norm; None where it has a forward of its own."""
-    conversion = CONVERSIONS.get(class_name(norm) or "")
+def in_table(module: nn.Module) -> Conversion | None:
+    return CONVERSIONS.get(class_name(module) or "")
+
+
+def our_batch_norm(module: nn.Module) -> Callable[..., nn.Module] | None:
+    """Conversion of a batch norm; None of other modules, and where it has a forward of its own."""
+    conversion = in_table(module)
     return conversion if conversion in (batch_norm, temporal_batch_norm) else None
 
 
@@ -209,8 +205,11 @@ def is_multi_step(module: nn.Module) -> bool:
 
 
 def convert(module: nn.Module, conversion: Callable[..., nn.Module], *args: Any) -> nn.Module:
-    """The layer that a plain one becomes: with its hooks, with what was set on it and on its parameters."""
+    """The layer that a plain one becomes: called as it was, with its hooks, with what was set on it and on its
+    parameters."""
     ours = conversion(module, *args)
+    if isinstance(ours, (ParallelConv, ParallelLinear, ParallelBatchNorm)) and not is_multi_step(module):
+        vars(ours)["forward"] = partial(_without_time, ours)
     for name, value in vars(module).items():
         is_public = not name.startswith("_") and name not in vars(ours)
         if is_public or "hook" in name:
@@ -223,9 +222,3 @@ def convert(module: nn.Module, conversion: Callable[..., nn.Module], *args: Any)
         new.requires_grad_(old.requires_grad)
         vars(new).update(vars(old))
     return ours
-
-
-def drop_tensor(module: nn.Module, name: str) -> None:
-    """Takes a declared parameter away from a layer."""
-    module.register_parameter(name, None)
-    vars(module)["_described_shards"].pop(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import ClassVar
@@ -11,14 +11,25 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from megasnn.host_memory import copy_without_waiting, without_waiting
+from megasnn.host_memory import without_waiting
 from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.row_context import rows_of, shared_rows
 from megasnn.layers.shape_inference import refuse_second_call
-from megasnn.random import philox_key
+from megasnn.random import WORD, philox_key
 
-KeysOf = Callable[[range], Tensor]
+_positions: ContextVar[Tensor | None] = ContextVar("positions", default=None)
+
+
+@contextmanager
+def drawing_for(positions: Tensor | None) -> Iterator[None]:
+    """Lets layers draw for the samples at these positions, int64 `[N]`, in place of those that they are given. Memory
+    that stays where it is lets them draw for other samples when kernels are started again."""
+    token = _positions.set(positions)
+    try:
+        yield
+    finally:
+        _positions.reset(token)
 
 
 class KeyedLayer(nn.Module):
@@ -28,11 +39,6 @@ class KeyedLayer(nn.Module):
     keyed random number hangs on. They come with every call, so that several micro-batches can be under way, and a
     forward that is computed again sees the same. None where positions mean nothing, in evaluation.
     """
-
-    @property
-    def draws(self) -> bool:
-        """Tells whether it draws random numbers itself, in training."""
-        return False
 
 
 class _Drop(KeyedLayer):
@@ -52,10 +58,6 @@ class _Drop(KeyedLayer):
             raise ValueError(f"{name}: the rate of {self.purpose} must be at least 0 and below 1, got {p}")
         self.p, self.name, self.seed = p, name, context.seed
 
-    @property
-    def draws(self) -> bool:
-        return self.p > 0
-
     def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
         if not self.training or self.p == 0:
             return x
@@ -68,16 +70,16 @@ class _Drop(KeyedLayer):
             why = f"would draw the same both times: make a second one, of another name than {self.name!r}"
             refuse_second_call(self, why)
             return torch.empty_like(x)
-        keys = sample_keys(self.seed, self.purpose, self.name, samples, x.device)
+        positions = _positions.get()
+        positions = torch.arange(samples.start, samples.stop) if positions is None else positions
+        low, high = philox_key(self.seed, self.purpose, self.name)
+        keys = without_waiting(torch.stack([(positions & WORD) ^ low, (positions >> 32) ^ high]), x.device)
         return (x * self.kept(x, keys)).mul_(1 / (1 - self.p))
 
     def kept(self, x: Tensor, keys: Tensor) -> Tensor:
         """Mask of the values that are kept: bool, of a shape that meets `x`. Args: keys: of the samples, int64 `[2,
         N]`."""
         raise NotImplementedError
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}, name={self.name!r}"
 
 
 class ParallelDropout(_Drop):
@@ -147,55 +149,3 @@ class DropPath(_Drop):
 
     def kept(self, x: Tensor, keys: Tensor) -> Tensor:
         return kept(self.p, keys, 1, 1, range(1), 1).view(1, -1, *[1] * (x.ndim - 2))
-
-
-_entered: ContextVar[RefilledKeys | None] = ContextVar("RefilledKeys", default=None)
-
-
-def sample_keys(seed: int, purpose: str, name: str, samples: range, device: torch.device) -> Tensor:
-    """A key for each sample, as `megasnn.kernels.philox.kept` takes them: int64 `[2, N]`."""
-
-    def of(positions: range) -> Tensor:
-        keys = [philox_key(seed, purpose, name, position) for position in positions]
-        return torch.tensor(keys, dtype=torch.int64).view(-1, 2).t().contiguous()
-
-    refilled = _entered.get()
-    return without_waiting(of(samples), device) if refilled is None else refilled.place(of)
-
-
-class RefilledKeys:
-    """The keys of layers whose kernels are taken down and started again, for other samples each time.
-
-    Their memory is taken before anything is taken down: written before kernels start, it must be none that they use for
-    something else first.
-
-    Args:
-        module: its layers draw. samples: None where they do not.
-    """
-
-    def __init__(self, module: nn.Module, samples: range | None, device: torch.device) -> None:
-        draws = sum(isinstance(each, _Drop) for _, each in module.named_modules(remove_duplicate=False))
-        count = 0 if samples is None else len(samples)
-        self._free = [torch.empty(2, count, dtype=torch.int64, device=device) for _ in range(draws)]
-        self._places: list[tuple[Tensor, KeysOf]] = []
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Lets layers draw with keys that are here, and have no values yet."""
-        token = _entered.set(self)
-        try:
-            yield
-        finally:
-            _entered.reset(token)
-
-    def place(self, of: KeysOf) -> Tensor:
-        """Place for the keys of the samples."""
-        place = self._free.pop()
-        self._places.append((place, of))
-        return place
-
-    def refill(self, samples: range | None) -> None:
-        """Writes the keys of these samples."""
-        for place, of in self._places:
-            assert samples is not None
-            copy_without_waiting(of(samples), place)

@@ -79,22 +79,27 @@ class _Numbers(TorchFunctionMode):
 
 def without_values(module: nn.Module) -> nn.Module:
     """A copy on the meta device, in which single numbers alone have values, and neurons no state."""
+    made = copied(module, lambda _, __, old: old.detach().clone() if old.ndim == 0 else old.detach().to("meta"))
+    for each in made.modules():
+        reset = getattr(each, "reset", None)
+        if callable(reset):
+            reset()
+    return made
+
+
+def copied(module: nn.Module, value_of: Callable[[nn.Module, str, Tensor], Tensor]) -> nn.Module:
+    """A copy of a module, with values in place of its tensors: of the module that has one, its name there, and it."""
     copies: dict[int, Any] = {}
     for each in module.modules():
-        for _, tensor in own_tensors(each):
-            values = tensor.detach().clone() if tensor.ndim == 0 else tensor.detach().to("meta")
-            new: Tensor = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+        for name, tensor in own_tensors(each):
+            value = value_of(each, name, tensor)
+            new: Tensor = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
             vars(new).update(vars(tensor))
             copies.setdefault(id(tensor), new)
         for state in vars(each).get("_memories", {}).values():
             if isinstance(state, Tensor):
                 copies[id(state)] = state.detach()
-    copied: nn.Module = copy.deepcopy(module, copies)
-    for each in copied.modules():
-        reset = getattr(each, "reset", None)
-        if callable(reset):
-            reset()
-    return copied
+    return copy.deepcopy(module, copies)
 
 
 def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | None, name: str) -> Initialiser:
@@ -146,7 +151,17 @@ def _fresh(
     generator: torch.Generator,
 ) -> None:
     """Fills a tensor with the initial values that the module's own `reset_parameters` gives it."""
-    fresh = _with_memory(module, numbers)
+
+    def memory(each: nn.Module, own: str, old: Tensor) -> Tensor:
+        shards: dict[str, Shard] = vars(each).get("_described_shards", {})
+        shape = shards[own].global_shape if own in shards else old.shape
+        # In float32 whatever the precision, as materialise draws: torch draws other numbers in float64.
+        dtype = torch.float32 if old.is_floating_point() else old.dtype
+        if each is module and own in numbers:
+            return numbers[own].to(dtype, copy=True)
+        return torch.full(shape, math.nan if old.is_floating_point() else 0, dtype=dtype)
+
+    fresh = copied(module, memory)
     before, version = getattr(fresh, name), getattr(fresh, name)._version
     reset = getattr(fresh, "reset_parameters", None) or getattr(fresh, "_reset_parameters", None)
     with torch.random.fork_rng(devices=[]):
@@ -167,24 +182,6 @@ def _fresh(
             "give the module a method reset_parameters that sets them, or the layer a function initialise=..."
         )
     tensor.copy_(values)
-
-
-def _with_memory(module: nn.Module, numbers: dict[str, Tensor]) -> nn.Module:
-    """A copy with memory for its tensors, of global shapes: `numbers` as they are, others NaN, and integers zero."""
-    copies: dict[int, Any] = {}  # the module's own memory may be gone by now
-    for each in module.modules():
-        shards: dict[str, Shard] = vars(each).get("_described_shards", {})
-        for name, value in own_tensors(each):
-            shape = shards[name].global_shape if name in shards else value.shape
-            # In float32 whatever the precision, as materialise draws: torch draws other numbers in float64.
-            dtype = torch.float32 if value.is_floating_point() else value.dtype
-            if each is module and name in numbers:
-                memory = numbers[name].to(dtype, copy=True)
-            else:
-                memory = torch.full(shape, math.nan if value.is_floating_point() else 0, dtype=dtype)
-            is_parameter = isinstance(value, nn.Parameter)
-            copies[id(value)] = nn.Parameter(memory, value.requires_grad) if is_parameter else memory
-    return copy.deepcopy(module, copies)
 
 
 def call_initialiser(initialise: ModuleInitialiser, module: nn.Module) -> None:

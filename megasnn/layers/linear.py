@@ -5,20 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import Content, bits_of, may_be_sparse
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.conv import Convolve, ConvPlan
+from megasnn.layers.conv import ConvPlan, WeightedLayer
 from megasnn.layers.init import uniform
 from megasnn.layers.row_context import MeanOverSpace
-from megasnn.layers.shape_inference import content_of, count_call, join_content
 from megasnn.parallel.collectives import own_channels
-from megasnn.parallel.sharding import Initialiser, declare
+from megasnn.parallel.sharding import Initialiser
 
 
-class ParallelLinear(nn.Module):
+class ParallelLinear(WeightedLayer):
     """`[T, N, in/size]` -> `[T, N, out]`, or `[T, N, out/size]`.
 
     Style "row" multiplies the features at hand with the matching columns of the weight and sums over the ranks: the
@@ -34,9 +33,6 @@ class ParallelLinear(nn.Module):
 
     multiplies_by_weight = True  # and uses it in no other way: see megasnn.parallel.fsdp
 
-    weight: Tensor
-    bias: Tensor | None
-
     def __init__(
         self,
         in_features: int,
@@ -48,7 +44,6 @@ class ParallelLinear(nn.Module):
         bias: bool = True,
         initialise_bias: Initialiser | None = None,
     ) -> None:
-        super().__init__()
         context = context_for(context)
         group, default = context.tp, uniform(in_features)
         if style not in ("column", "row"):
@@ -56,6 +51,12 @@ class ParallelLinear(nn.Module):
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if size % group.size and (name == "in_features" or style == "column"):
                 raise ValueError(f"{name} {size} does not divide by --tensor-model-parallel-size {group.size}")
+        weight_dim, bias_dim = (1, None) if style == "row" else (0, 0)
+        super().__init__(
+            context,
+            context.shard((out_features, in_features), weight_dim, initialise=initialise or default),
+            context.shard((out_features,), bias_dim, initialise=initialise_bias or default) if bias else None,
+        )
         self.in_features, self.out_features, self.style = in_features, out_features, style
         self.plan = ConvPlan(
             group=group,
@@ -66,51 +67,30 @@ class ParallelLinear(nn.Module):
             pool=1,
             sum_whole=style == "row",
         )
-        self._takes_own, self._sparse = False, context.sparse_products
-        self._cast_weights = context.cast_weights
-        self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
-        shard = context.shard((out_features, in_features), 1 if style == "row" else 0, initialise=initialise or default)
-        declare(self, "weight", shard, context.dtype)
-        self.register_parameter("bias", None)
-        if bias:
-            dim = None if style == "row" else 0
-            shard = context.shard((out_features,), dim, initialise=initialise_bias or default)
-            declare(self, "bias", shard, context.dtype)
+        self._sparse = context.sparse_products
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta:
             return self._dry_run(x)
-        owed = self.weight_gradients.of(self.weight)
-        x = own_channels(x, self.plan.group) if self._takes_own else x
-        weight = self._cast_weights.of(self.weight, self.compute_dtype)
+        if self._has_whole_input and self.style == "row":
+            x = own_channels(x, self.plan.group)
         bits = bits_of(x) if self.plan.content is Content.SPIKES and x.is_contiguous() else None
-        pixels = x.to(self.compute_dtype).reshape(1, -1, x.shape[-1], 1, 1)
-        y = Convolve.apply(pixels, bits, weight, *owed, self.plan).view(*x.shape[:-1], -1)
+        y = self.product(x.reshape(1, -1, x.shape[-1], 1, 1), bits).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _dry_run(self, x: Tensor) -> Tensor:
-        """Learns from the input what it holds; gives the shape of the output. Raises ValueError for features that do
-        not fit, and for two inputs in one forward of which only one has all features."""
-        again, is_row, size = count_call(self) > 1, self.style == "row", self.plan.group.size
-        is_whole = size > 1 and x.ndim == 3 and x.shape[-1] == self.in_features
-        if x.shape[-1] * size != self.in_features and not is_whole:
-            raise ValueError(f"a linear layer of {self.in_features} input features is given {x.shape[-1] * size}")
-        if again and is_whole != (self._takes_own or self.plan.whole):
-            raise ValueError("it is called again, and of the two inputs every tensor parallel rank has only one whole")
-        content = join_content(self.plan.content, content_of(x)) if again else content_of(x)
-        self._takes_own = is_whole and is_row
+        """Learns from the input what it holds; gives the shape of the output. Raises ValueError as `learn_input`."""
+        whole, is_row = self.learn_input(x, -1, self.in_features), self.style == "row"
+        if whole and x.ndim != 3:
+            raise ValueError(f"an input that every tensor parallel rank has whole is [T, N, C] here, got {[*x.shape]}")
         self.plan = replace(
             self.plan,
-            content=content,
-            gather=not is_row and not is_whole,
-            whole=is_whole and not is_row,
-            products=Products(self._sparse and may_be_sparse(content)),
+            gather=not is_row and not whole,
+            whole=whole and not is_row,
+            products=Products(self._sparse and may_be_sparse(self.plan.content)),
         )
-        features = self.out_features if is_row else self.out_features // size
+        features = self.out_features if is_row else self.out_features // self.plan.group.size
         return x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, {self.style}, {self.plan}"
 
 
 class MeanLinear(ParallelLinear):

@@ -116,9 +116,6 @@ class ParallelNeuron(NeuronLayer):
     def forget(self) -> None:
         self.v = None
 
-    def extra_repr(self) -> str:
-        return f"{self.spec}, time_steps={self.time_steps}"
-
 
 class ParallelLIF(ParallelNeuron):
     """Leaky integrate-and-fire (SpikingJelly's LIFNode)."""
@@ -248,6 +245,3 @@ class SpikingNeuron(NeuronLayer):
 
     def forget(self) -> None:
         self.left = None
-
-    def extra_repr(self) -> str:
-        return f"{self.channels}, time_steps={self.time_steps}"

@@ -121,9 +121,6 @@ class ParallelBatchNorm(nn.Module):
         if self.recording and self.running_mean is not None:
             self.pending.append((mean.detach(), variance.detach(), count))
 
-    def extra_repr(self) -> str:
-        return f"eps={self.eps}, momentum={self.momentum}, affine={self.weight is not None}"
-
 
 def shared_batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group

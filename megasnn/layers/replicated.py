@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from megasnn.bundle import Bundle, entries_of, map_entries, plain_bundle
@@ -114,12 +113,16 @@ def replicate(
 
 
 def _with_our_norms(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    conversion = our_batch_norm(module) if isinstance(module, _BatchNorm) else None
-    if conversion is not None:
-        return convert(module, conversion, context, initialise, True)
-    for name, child in module.named_children():
-        setattr(module, name, _with_our_norms(child, context, initialise))
-    return module
+    """The module with its batch norms swapped, each at all places where it stands, or what it is swapped for."""
+    norms = {
+        each: convert(each, conversion, context, initialise, True)
+        for each in module.modules()
+        if (conversion := our_batch_norm(each)) is not None
+    }
+    for each in [*module.modules()]:
+        for name, child in each._modules.items():
+            each._modules[name] = child if child is None else norms.get(child, child)
+    return norms.get(module, module)
 
 
 # --- layers

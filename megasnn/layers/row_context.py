@@ -5,19 +5,16 @@ dry run sees whole images: a layer that mixes rows notes there how high its inpu
 from that alone (`shared_rows`), so that residual branches fit each other. Rows travel packed by what they hold; their
 gradients go back to the owner, dense, and are added there.
 
-Where space is gone (a mean, a linear layer on whole images) every rank computes the same, and the first one counts: its
-gradients are broadcast, and its share of the loss and of weight gradients is all.
+Where space is gone (a mean, a linear layer on whole images) every rank computes the same, and the first one counts: the
+gradients of the others are zeros, and its share of the loss and of weight gradients is all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -59,26 +56,14 @@ def own_rows_of(frames: Tensor, context: BuildContext) -> Tensor:
     return frames[:, :, :, own.start : own.stop]
 
 
-@contextmanager
-def one_height(layer: nn.Module) -> Iterator[None]:
-    """Around the dry run of a layer: raises ValueError where it calls a module that moves rows with images of two
-    heights, since the module knows for one height which rows move."""
-    heights: dict[nn.Module, tuple[int, ...]] = {}
-
-    def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        height = inputs[0].shape[3:4]
-        if (first := heights.setdefault(module, height)) != height:
-            raise ValueError(
-                f"this {type(module).__name__} is called with images of {first[0]} rows and of {height[0]}, which with "
-                "--context-parallel-cut rows needs a module for each"
-            )
-
-    hooks = [each.register_forward_pre_hook(note) for each in layer.modules() if vars(each).get("_rows") is not None]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def note_height(module: nn.Module, height: int) -> None:
+    """Notes in the dry run the height of images of which a module moves rows. Raises ValueError for another one than
+    before, since the module knows for one which rows move."""
+    if (first := vars(module).setdefault("_noted_height", height)) != height:
+        raise ValueError(
+            f"this {type(module).__name__} is called with images of {first} rows and of {height}, which with "
+            "--context-parallel-cut rows needs a module for each"
+        )
 
 
 # --- which rows go where
@@ -213,26 +198,20 @@ def _rows(images: Tensor, rows: range, there: range) -> Tensor:
 # --- what every rank has whole
 
 
-def alike(x: Tensor, group: Group) -> Tensor:
-    """Values that are the same on every rank. Backward: the gradient of the first rank, on all of them."""
-    return x if group.size == 1 else _Alike.apply(x, group)
-
-
-def sum_alike(x: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks, which is then `alike`."""
-    return alike(x if group.size == 1 else _Sum.apply(x, group, False), group)
+def first_counts(x: Tensor, group: Group) -> Tensor:
+    """Values from which every rank computes the same. Backward: the gradient on the first rank, and zeros elsewhere."""
+    return x if group.size == 1 else _FirstCounts.apply(x, group.rank)
 
 
 def sum_for_each(x: Tensor, group: Group) -> Tensor:
     """The sum over the ranks, which each uses in its own way. Backward: the sum of their gradients."""
-    return x if group.size == 1 else _Sum.apply(x, group, True)
+    return x if group.size == 1 else _Sum.apply(x, group)
 
 
 def gather_rows(x: Tensor, height: int, group: Group, content: Content) -> Tensor:
-    """Whole images `[T, N, C, H, W]`, from the rows that each rank has. What is computed from them is the same on every
-    rank. Backward: the gradient of the first rank, of which each takes its own rows."""
+    """Whole images `[T, N, C, H, W]` from the rows that each rank has, of which the first rank's count."""
     move = RowMove(shared_rows(height, group.size), (range(height),) * group.size, height)
-    return alike(_GatherRows.apply(x, move, group, content), group)
+    return first_counts(move_rows(x, move, group, content), group)
 
 
 def sum_counts(own: Tensor, largest: int, group: Group) -> Tensor:
@@ -267,44 +246,28 @@ def count_type(largest: int) -> torch.dtype:
     return torch.uint8 if largest < 1 << 8 else torch.int16
 
 
-class _Alike(torch.autograd.Function):
+class _FirstCounts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, rank: int) -> Tensor:
+        ctx.rank = rank
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        group, grad = ctx.group, grad.clone(memory_format=torch.contiguous_format)
-        statistics.record(group.name, "broadcast", "backward", grad.nbytes * (group.rank > 0))
-        dist.broadcast(grad, group.ranks[0], group=group.handle)
-        return grad, None
+        return grad if ctx.rank == 0 else torch.zeros_like(grad), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sums_gradients: bool) -> Tensor:
-        ctx.group, ctx.sums_gradients = group, sums_gradients
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
         return cached_collective(
             lambda: all_reduce_sum(x.clone(memory_format=torch.contiguous_format), group, "forward")
         )
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.sums_gradients:
-            grad = all_reduce_sum(grad.clone(memory_format=torch.contiguous_format), ctx.group, "backward")
-        return grad, None, None
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, move: RowMove, group: Group, content: Content) -> Tensor:
-        ctx.own = move.owned[group.rank]
-        return move_rows(x, move, group, content)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad[:, :, :, ctx.own.start : ctx.own.stop], None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_sum(grad.clone(memory_format=torch.contiguous_format), ctx.group, "backward"), None
 
 
 # --- layers
@@ -323,6 +286,7 @@ class WholeImages(nn.Module):
             return x
         if x.is_meta:
             self._height, self._content = x.shape[3], content_of(x)
+            note_height(self, self._height)
             shared_rows(self._height, self._rows.size)  # refuses fewer rows than ranks
             return x
         return gather_rows(x, self._height, self._rows, self._content)
@@ -338,10 +302,12 @@ class MeanOverSpace(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # With the channels last also in the gradient, which residual sums take their memory order from.
         pixels = x.movedim(2, -1).flatten(2, -2)
-        if self._rows is None or x.is_meta:
-            self._pixels = pixels.shape[2]  # in the dry run of whole images
-            return pixels.mean(dim=2)
-        return sum_alike(pixels.sum(dim=2), self._rows) / self._pixels
+        if self._rows is not None and not x.is_meta:
+            return first_counts(sum_for_each(pixels.sum(dim=2), self._rows), self._rows) / self._pixels
+        if self._rows is not None:
+            note_height(self, x.shape[3])
+        self._pixels = pixels.shape[2]  # in the dry run of whole images
+        return pixels.mean(dim=2)
 
 
 class MaxPool(nn.Module):
@@ -363,6 +329,7 @@ class MaxPool(nn.Module):
         frames, padding = x.flatten(0, 1), (1, 1)
         if self._rows is not None and x.is_meta:
             height, ranks = x.shape[3], self._rows.size
+            note_height(self, height)
             self._move = RowMove(shared_rows(height, ranks), rows_to_pool(height, ranks), height)
             self._content = content_of(x)
         elif self._rows is not None and self._move is not None:

@@ -24,22 +24,10 @@ LARGEST_COUNT = 255  # what a byte holds
 
 # By the names of torch's functions and methods: what gives some of the values of its inputs, and no others ...
 _REARRANGE = {
-    *(
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "permute",
-        "transpose",
-        "movedim",
-        "t",
-        "mT",
-        "contiguous",
-        "unsqueeze",
-    ),
+    *("view", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim", "t", "mT", "contiguous"),
     *("squeeze", "expand", "expand_as", "narrow", "select", "__getitem__", "chunk", "split", "unbind", "stack", "cat"),
     *("concat", "flip", "roll", "repeat", "clone", "detach", "to", "float", "double", "type", "type_as"),
-    *("max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "amax", "relu", "index_select"),
+    *("max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool2d", "amax", "relu", "index_select", "unsqueeze"),
 }
 # ... and what adds, multiplies, and takes from a number.
 _ADD = {"add", "__add__", "__radd__", "__iadd__", "add_"}

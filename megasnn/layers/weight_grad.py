@@ -57,10 +57,12 @@ class WeightGradients:
         return parameter in self._parameters
 
     def _leave(self, parameter: Tensor, add: AddGradient) -> None:
-        if self._collected is None:
-            self.leave(partial(self._add, parameter, add))
-        else:
+        if self._collected is not None:
             self._collected.append((parameter, add))
+        elif self._deferred is not None:
+            self._deferred.append(partial(self._add, parameter, add))
+        else:
+            self._add(parameter, add)
 
     def leave(self, task: Task) -> None:
         """Runs a task now, or when deferred tasks are run."""

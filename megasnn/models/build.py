@@ -22,7 +22,6 @@ from megasnn.layers.context import BuildContext, building
 from megasnn.layers.init import initialise_sharded, tensors_of, without_memory
 from megasnn.layers.refusals import SHARDED, is_plain, refuse, refuse_mixed_rows
 from megasnn.layers.replicated import apply_layer, forget_state, plain_layer
-from megasnn.layers.row_context import one_height
 from megasnn.layers.shape_inference import (
     MaxInference,
     content_of,
@@ -104,10 +103,9 @@ def building_problems(
     context-parallel ranks."""
     try:
         described = describe(model, neuron)
-        if context_parallel > 1:
-            described.build(BuildContext(cp=Group("cp", tuple(range(context_parallel))), cut=cut))
-        if tensor_parallel > 1:
-            described.build(BuildContext(tp=Group("tp", tuple(range(tensor_parallel)))))
+        tp, cp = Group("tp", tuple(range(tensor_parallel))), Group("cp", tuple(range(context_parallel)))
+        if tp.size * cp.size > 1:
+            described.build(BuildContext(tp=tp, cp=cp, cut=cut))
     except ValueError as error:
         return [f"{model.name}: {error}"]
     return []
@@ -294,10 +292,11 @@ def dry_run(name: str, layer: nn.Module, inputs: Sequence[Bundle]) -> Bundle:
         ValueError: it cannot take what it is given, changes it or a buffer, or gives no tensors; names the layer.
     """
     for module in layer.modules():
-        vars(module).pop("_calls", None)  # counted in the check, or for another layer that it was copied of
+        for noted in ("_calls", "_noted_height"):  # in the check, or for another layer that it was copied of
+            vars(module).pop(noted, None)
     before, buffers = _versions(inputs), dict(_buffers(layer))
     try:
-        with one_height(layer), inferring_requires_grad(), MaxInference():
+        with inferring_requires_grad(), MaxInference():
             output = apply_layer(layer, inputs[0], range(DRY_SAMPLES), *inputs[1:])
         if wrong := [x for x in entries_of(output).values() if x.shape[1:2] != (DRY_SAMPLES,)]:
             raise ValueError(f"its output {list(wrong[0].shape)} is not [T, N, ...] of {DRY_SAMPLES} samples")

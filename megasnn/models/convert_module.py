@@ -16,7 +16,7 @@ from torch import nn
 
 from megasnn.layers.context import BuildContext, context_for, is_building
 from megasnn.layers.conv import ParallelConv, cheaper_style
-from megasnn.layers.converted import CONVERSIONS, class_name, convert, is_multi_step, spec_of, temporal_batch_norm
+from megasnn.layers.converted import class_name, convert, in_table, is_multi_step, spec_of, temporal_batch_norm
 from megasnn.layers.init import ModuleInitialiser, note_paths, own_tensors, tensors_of, without_values
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.refusals import SEQUENCES, is_stateful, note_stepped, place_of, problem_of, refuse
@@ -75,7 +75,7 @@ class Sharded:
     def __str__(self) -> str:
         copied, context = without_values(self.network), context_for(None)
         if not is_building():  # of the number of time steps that the network has
-            norms: list[Any] = [each for each in copied.modules() if _in_table(each) is temporal_batch_norm]
+            norms: list[Any] = [each for each in copied.modules() if in_table(each) is temporal_batch_norm]
             context = replace(context, time_steps=max((len(each.scale) for each in norms), default=1))
         rows: list[tuple[str, str, str]] = []
         for path, part in _flat(copied, "") if _is_flat(copied) else [("", copied)]:
@@ -193,15 +193,11 @@ def _is_leaf(module: nn.Module) -> bool:
     return is_node or next(module.children(), None) is None
 
 
-def _in_table(module: nn.Module) -> Any:
-    return CONVERSIONS.get(class_name(module) or "")
-
-
 def _conversion_of(module: nn.Module) -> Any:
     """Conversion that the table has; None where a module is computed by itself, as a neuron that none of ours
     computes."""
     is_node = hasattr(module, "surrogate_function")
-    return None if is_node and (not is_multi_step(module) or spec_of(module) is None) else _in_table(module)
+    return None if is_node and (not is_multi_step(module) or spec_of(module) is None) else in_table(module)
 
 
 def _why_whole(module: nn.Module, size: int) -> str | None:

@@ -61,8 +61,11 @@ class PipelineChunk(nn.Module):
         self.weight_gradients = context.weight_gradients
         self.layers = nn.ModuleList(layers)
         self.receives, self.hands_on = model.carried(span.start), model.carried(span.stop)
-        self._carrying = carrying_layers(self.layers)
+        stateful = [each for each in self.layers.modules() if isinstance(each, (NeuronLayer, ParallelDropout))]
+        self._carrying = [each for each in stateful if each.carries]
         self._last = [{*model.inputs[number]} - {*model.needed_from(number + 1)} for number in span]
+        self._gives_one = [model.layers[number].entries.keys() == {None} for number in span]
+        self._is_chain = model.is_chain
         self._context = context
         self.graphs: ChunkGraphs | None = None
 
@@ -93,7 +96,7 @@ class PipelineChunk(nn.Module):
         Returns:
             tensors of `hands_on`; of the last chunk, the output of the model.
         """
-        if not goes_on:
+        if not goes_on and self._carrying:
             self.forget()
         given = [own_rows_of(frames_of(x, self._model.input_shape), self._context)] if isinstance(x, Tensor) else x
         if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
@@ -103,27 +106,25 @@ class PipelineChunk(nn.Module):
         return self._run(given, samples, goes_on)
 
     def _run(self, given: list[Tensor], samples: range | None, goes_on: bool = False) -> Any:
-        outputs = _unpacked(self.receives, given)
+        outputs: dict[int, Bundle] = {self.receives[0].layer: given[0]}
+        if not self._is_chain:
+            outputs = _unpacked(self.receives, given)
         given.clear()
-        for number, last, layer in zip(self._span, self._last, self.layers, strict=True):
+        for number, last, layer, gives_one in zip(self._span, self._last, self.layers, self._gives_one, strict=True):
             description = self._model.layers[number]
             inputs, name = [outputs[source] for source in self._model.inputs[number]], description.name
             for source in last:  # nothing behind this layer needs them
                 del outputs[source]
             with explained(partial("{}: {}".format, name)), named(name):
                 y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
-            _require_described(description, y)
+            if not (gives_one and isinstance(y, Tensor)):
+                _require_described(description, y)
             y = map_entries(to_channels_last, y)
-            outputs[number] = y if self._model.is_chain else _with_edges_of_their_own(y, inputs)
+            outputs[number] = y if self._is_chain else _with_edges_of_their_own(y, inputs)
         if self.is_last:
             (output,) = outputs.values()
             return output
         return [entries_of(outputs[each.layer])[each.key] for each in self.hands_on]
-
-    def finished(self, micro_batch: int) -> None:
-        """Ends a micro-batch, after all of its backward."""
-        if self.graphs is not None:
-            self.graphs.done(micro_batch)
 
     def forget(self) -> None:
         """Lets neurons forget the state that the last forward left, and dropout its time steps."""
@@ -145,12 +146,6 @@ class PipelineChunk(nn.Module):
     def copied_tensors(self) -> list[ShardedTensor]:
         """Tensors that another one owns."""
         return [entry for entry in described_tensors(self.named_layers()) if entry.is_copy]
-
-
-def carrying_layers(module: nn.Module) -> list[NeuronLayer | ParallelDropout]:
-    """Layers in a module that keep something from one forward to the next."""
-    found = (each for each in module.modules() if isinstance(each, (NeuronLayer, ParallelDropout)))
-    return [each for each in found if each.carries]
 
 
 def _require_described(description: LayerDescription, y: Bundle) -> None:

@@ -6,13 +6,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from megasnn.schedule import ChunkCost
 from megasnn.schedule.memory import stage_shares
-
-if TYPE_CHECKING:
-    from megasnn.models.description import ModelDescription
 
 
 @dataclass(frozen=True)
@@ -45,15 +41,12 @@ class LayerCost:
     """One micro-batch through one layer, seconds and bytes.
 
     Attributes:
-        forward, input_gradient, weight_gradient: seconds to compute.
         held: bytes kept from the forward until the weight gradient is done.
         working: most bytes that forward, input gradient and weight gradient need above those before each.
-        message, gradient: bytes of the output and of its gradient on the way to another stage; in PipelineCosts of all
-            that crosses a boundary behind the layer.
-        output: likewise bytes of the output where the layer runs, and of its gradient.
+        message, gradient: bytes of all that crosses a boundary behind the layer, and of its gradients, on the way.
+        output: bytes of that where the layer runs.
         deferred: bytes that an input gradient leaves for the weight gradient.
-        parameters: bytes of this rank's part of them.
-        collectives, exchanged: calls between ranks that share the layer, and the bytes that this rank receives.
+        collectives, exchanged: calls between ranks that share the layer, and bytes that this rank receives.
         found: bytes kept beside the input where the forward is computed again: statistics of norms, received tensors.
         cast: bytes of the weights' copies in the type of the products, which a step makes once and keeps.
     """
@@ -118,18 +111,6 @@ class PipelineCosts:
             transfer_back=self.link.message(last.gradient),
             activation=share,
         )
-
-
-def crossing(model: ModelDescription, costs: Sequence[LayerCost]) -> list[LayerCost]:
-    """Replaces messages by those of all that crosses a boundary behind each layer, skip connections included."""
-    found = []
-    for number, cost in enumerate(costs):
-        carried = [costs[other] for other in model.needed_from(number + 1)]
-        found.append(replace(cost, **{name: sum(getattr(each, name) for each in carried) for name in _CROSSING}))
-    return found
-
-
-_CROSSING = "message", "gradient", "output"
 
 
 def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]) -> LayerCost:

@@ -10,30 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn.bundle import Bundle, map_entries
+from megasnn.bundle import Bundle
 from megasnn.device_checks import placed
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
-from megasnn.pipeline.microbatch_state import Key, MicroBatchInput, StepState, without_graph
+from megasnn.pipeline.microbatch_state import MicroBatchInput, OutputConsumer, StepState, without_graph
 from megasnn.pipeline.p2p import Transfers
 from megasnn.pipeline.recompute import PackedInput
 from megasnn.recompute import recording, replaying
 from megasnn.schedule import Action, Kind, Schedule
-from megasnn.schedule.actions import COMPUTE, USES_WEIGHTS
+from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, USES_WEIGHTS, Key
 from megasnn.telemetry.ranges import named
-from megasnn.telemetry.timers import DeviceClock, Mark
 
-LossFunction = Callable[[Bundle, Tensor], Tensor]
-"""(output of the model, labels) -> this micro-batch's share of the global batch's mean loss, a scalar."""
-OutputConsumer = Callable[[Bundle, Tensor], None]
-"""Called with (output without gradient, labels), once for each micro-batch."""
-ActionObserver = Callable[[Action, Mark, Mark], None]
-"""Called with every action, its start and its end, as marks of `PipelineExecutor.clock`."""
-
-
+LossFunction = Callable[[Bundle, Any, bool], Tensor]
+"""(output of the model, labels, is computed again) -> this micro-batch's share of the global batch's mean loss."""
+_BACKWARDS = PROPAGATING | FINISHING
 MOST_GRAPHED = 2  # sizes of steps with CUDA graphs, each of which takes memory: the usual one, and a smaller last one
 
 
@@ -42,14 +36,9 @@ class PipelineExecutor:
 
     Args:
         chunks: this rank's chunks by index.
-        loss: for training; called on the rank of the last chunk, in each forward. It is to have no effects.
-        seen: for training; called there as well, but not in a forward that is computed again.
+        loss: called on the rank of the last chunk, in each forward of a training step.
         sync: data parallelism; None where gradients are not reduced.
         weights: gathers weights when they are used; None where they are always there.
-
-    Attributes:
-        observer: called after each action, in training and in evaluation. Nothing waits for it but the host.
-        clock: of its marks.
     """
 
     def __init__(
@@ -57,21 +46,17 @@ class PipelineExecutor:
         chunks: Mapping[int, PipelineChunk],
         state: ParallelState,
         transfers: Transfers,
-        loss: LossFunction | None = None,
+        loss: LossFunction,
         sync: GradientBuckets | None = None,
-        seen: OutputConsumer | None = None,
         weights: GatheredWeights | None = None,
     ) -> None:
         self._chunks, self._state, self._transfers = chunks, state, transfers
-        self._loss, self._sync, self._seen, self._weights = loss, sync, seen, weights
-        self.observer: ActionObserver | None = None
-        self.clock = DeviceClock(state.device)
+        self._loss, self._sync, self._weights = loss, sync, weights
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
-        self._consume: OutputConsumer | None = None
         modules = [module for chunk in chunks.values() for module in chunk.modules()]
         self._neurons = [module for module in modules if isinstance(module, NeuronLayer)]
         self._sizes: list[tuple[int, ...]] = []  # of micro-batches in training steps
-        self._scattered: frozenset[int] = frozenset()  # chunks whose gradients are, after every micro-batch
+        self._scattered: set[int] = set()  # chunks whose gradients are, after every micro-batch
         self._methods: dict[Kind, Callable[[StepState, Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._whole_backward,
@@ -82,68 +67,63 @@ class PipelineExecutor:
             Kind.RECV_FORWARD: self._receive_forward,
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.RECV_BACKWARD: self._receive_backward,
-            Kind.REDUCE_GRAD: self._share,
-            Kind.REDUCE_SCATTER: self._share,
-            Kind.UNSHARD: self._share,
-            Kind.RESHARD: self._share,
         }
+        if sync is not None:
+            self._methods[Kind.REDUCE_GRAD] = lambda run, action: sync.finish(action.chunk)
+            self._methods[Kind.REDUCE_SCATTER] = lambda run, action: sync.scatter(action.chunk)
+        if weights is not None:
+            self._methods[Kind.UNSHARD] = lambda run, action: weights.unshard(action.chunk)
+            self._methods[Kind.RESHARD] = lambda run, action: weights.reshard(action.chunk)
 
-    def train_step(self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput]) -> Tensor:
-        """Forward and backward of all micro-batches; gradients are accumulated and reduced.
+    def run(
+        self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer | None = None
+    ) -> Tensor:
+        """Works off a schedule: forward and backward of all micro-batches, whose gradients are accumulated and reduced;
+        with `consume`, forward alone.
 
+        Args:
+            consume: gets the outputs and labels on the rank of the last chunk.
         Returns:
-            the sum of the losses, float64 scalar; zero on ranks without the last chunk.
+            the sum of the losses, float64 scalar; zero on ranks without the last chunk, and with `consume`.
         """
-        run = self._run(schedule, micro_batches, trains=True)
+        actions, sizes = schedule.actions[self._state.pp.rank], tuple(micro.size for micro in micro_batches)
+        repeated = frozenset(each.key for each in actions if each.kind is Kind.RECOMPUTE)
+        self._scattered = {each.chunk for each in actions if each.kind is Kind.REDUCE_SCATTER}
+        run = StepState(micro_batches, self._anchor, repeated, consume)
+        self._transfers.begin(schedule, sizes)
+        if consume is None:
+            self._begin_graphs(sizes)
+        with nullcontext() if consume is None else torch.no_grad():
+            for action in actions:
+                with placed(partial(self._place, action)), named(str(action)):
+                    self._do(run, action)
+        self._transfers.wait()
+        if self._sync is not None and consume is None:
+            self._sync.wait()
         total = torch.zeros((), dtype=torch.float64, device=self._state.device)
         for loss in run.losses:
             total += loss
         return total
 
-    def evaluate(self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
-        """Forward of all micro-batches; `consume` gets the outputs and labels on the rank of the last chunk."""
-        self._consume = consume
-        try:
-            self._run(schedule, micro_batches, trains=False)
-        finally:
-            self._consume = None
-
-    def _run(self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], trains: bool) -> StepState:
-        actions = schedule.actions[self._state.pp.rank]
-        repeated = frozenset(_key(each) for each in actions if each.kind is Kind.RECOMPUTE)
-        self._scattered = frozenset(each.chunk for each in actions if each.kind is Kind.REDUCE_SCATTER)
-        run = StepState(micro_batches, self._anchor, repeated)
-        with nullcontext() if trains else torch.no_grad():
-            self._begin(schedule, tuple(micro.size for micro in micro_batches), trains)
-            for action in actions:
-                start = None if self.observer is None else self.clock.mark()
-                with placed(partial(self._place, action)):
-                    self._do(run, action)
-                if self.observer is not None and start is not None:
-                    self.observer(action, start, self.clock.mark())
-        self._transfers.wait()
-        if self._sync is not None and trains:
-            self._sync.wait()
-        return run
-
-    def _begin(self, schedule: Schedule, sizes: tuple[int, ...], trains: bool) -> None:
-        """Begins a step. The first training step of its sizes has no CUDA graphs: kernels are compiled in it."""
-        self._transfers.begin(schedule, sizes)
-        if not trains:
+    def _begin_graphs(self, sizes: tuple[int, ...]) -> None:
+        """Begins CUDA graphs. The first training step of its sizes has none: kernels are compiled in it."""
+        graphs = [chunk.graphs for chunk in self._chunks.values() if chunk.graphs is not None]
+        if not graphs:
             return
         observes = any(neuron.is_observed for neuron in self._neurons)
         has_graphs = sizes in self._sizes[:MOST_GRAPHED] and not observes
         self._sizes += [sizes] * (sizes not in self._sizes)
-        for chunk in self._chunks.values():
-            if chunk.graphs is not None:
-                chunk.graphs.begin(has_graphs)
+        for each in graphs:
+            each.begin(has_graphs)
 
     def _do(self, run: StepState, action: Action) -> None:
         if action.kind in COMPUTE:
             self._transfers.announce(action)
         if self._weights is not None and action.kind in USES_WEIGHTS:
             self._weights.wait_unshard(action.chunk)
-        with named(str(action)):
+        if self._sync is not None and action.chunk in self._scattered and action.kind in _BACKWARDS:
+            self._sync.begin(action.chunk, first_part=action.kind is Kind.INPUT_GRADIENT)
+        if action.kind in self._methods:  # a replica that is alone reduces nothing
             self._methods[action.kind](run, action)
 
     def _place(self, action: Action) -> str:
@@ -154,11 +134,10 @@ class PipelineExecutor:
     # --- computing
 
     def _forward(self, run: StepState, action: Action) -> None:
-        key = _key(action)
+        key, chunk = action.key, self._chunks[action.chunk]
         if key not in run.repeated:
             self._hand_on(run, key, self._output(run, key))
             return
-        chunk = self._chunks[action.chunk]
         # What the first chunk takes stays in the batch.
         given, carried = ((), ()) if chunk.is_first else (run.inputs[key], chunk.receives)
         run.kept[key] = kept = PackedInput(given, carried)
@@ -168,104 +147,75 @@ class PipelineExecutor:
         del run.backwards[key]  # and with it the graph; it has shown what needs a gradient
 
     def _forward_again(self, run: StepState, action: Action) -> None:
-        key = _key(action)
-        chunk, kept = self._chunks[action.chunk], run.kept.pop(key)
+        key, chunk = action.key, self._chunks[action.chunk]
+        kept = run.kept.pop(key)
         if not chunk.is_first:
             run.inputs[key] = kept.restored()
         with chunk.only_graph(), replaying(kept.findings):
             y = self._output(run, key)
             if chunk.is_last:
-                run.backwards[key] = partial(torch.autograd.backward, self._loss_of(run, key, y))
+                loss = self._loss(y, run.micro_batches[key[1]].labels, True)
+                run.backwards[key] = partial(torch.autograd.backward, loss)
             else:
                 run.await_gradients(key, y)
 
     def _output(self, run: StepState, key: Key) -> Any:
         chunk, micro = self._chunks[key[0]], run.micro_batches[key[1]]
-        x = run.images(key[1]) if chunk.is_first else run.entered(key)
+        x = micro.images if chunk.is_first else run.entered(key)
         return chunk(x, micro.samples, micro.goes_on, key[1])
 
     def _hand_on(self, run: StepState, key: Key, y: Any) -> None:
         """Takes a chunk's output in its first forward: for the loss, or as the input of the next chunk."""
-        chunk, micro_batch = key
-        if self._chunks[chunk].is_last and self._consume is not None:
-            if not run.micro_batches[micro_batch].is_padding:
-                self._consume(y, run.labels(micro_batch))
-            return
-        if self._chunks[chunk].is_last:
-            loss = self._loss_of(run, key, y)
+        chunk, micro = key[0], run.micro_batches[key[1]]
+        if not self._chunks[chunk].is_last:
+            run.await_gradients(key, y)
+            given = [without_graph(each) for each in y]
+            if self._transfers.placement[chunk + 1] == self._state.pp.rank:
+                run.inputs[chunk + 1, key[1]] = given
+            else:
+                run.outputs[key] = given
+        elif run.consume is None:
+            loss = self._loss(y, micro.labels, False)
             run.backwards[key] = partial(torch.autograd.backward, loss)
             run.losses.append(loss.detach())
-            if self._seen is not None:
-                self._seen(map_entries(Tensor.detach, y), run.labels(micro_batch))
-            return
-        run.await_gradients(key, y)
-        given = [without_graph(each) for each in y]
-        if self._transfers.placement[chunk + 1] == self._state.pp.rank:
-            run.inputs[chunk + 1, micro_batch] = given
-        else:
-            run.outputs[key] = given
-
-    def _loss_of(self, run: StepState, key: Key, y: Any) -> Tensor:
-        assert self._loss is not None
-        return self._loss(y, run.labels(key[1]))
+        elif not micro.is_padding:
+            run.consume(y, micro.labels)
 
     def _whole_backward(self, run: StepState, action: Action) -> None:
-        self._begin_gradients(action)
-        run.backward(_key(action))
-        self._chunks[action.chunk].finished(_key(action)[1])
+        run.backward(action.key)
+        self._finished(action)
 
     def _input_gradient(self, run: StepState, action: Action) -> None:
-        self._begin_gradients(action, first_part=True)
         with self._chunks[action.chunk].weight_gradients.deferred() as tasks:
-            run.backward(_key(action))
+            run.backward(action.key)
         tasks.reverse()
-        run.weight_gradients[_key(action)] = tasks
+        run.weight_gradients[action.key] = tasks
 
     def _weight_gradient(self, run: StepState, action: Action) -> None:
-        self._begin_gradients(action)
-        tasks = run.weight_gradients.pop(_key(action))
+        tasks = run.weight_gradients.pop(action.key)
         while tasks:
             tasks.pop()()  # and its tensors are free
-        self._chunks[action.chunk].finished(_key(action)[1])
+        self._finished(action)
 
-    # --- data parallelism
-
-    def _begin_gradients(self, action: Action, first_part: bool = False) -> None:
-        if self._sync is not None and action.chunk in self._scattered:
-            self._sync.begin(action.chunk, first_part)
-
-    def _share(self, run: StepState, action: Action) -> None:
-        """Reduces and scatters gradients, gathers and frees weights; nothing on a replica that is alone."""
-        if self._sync is not None and action.kind is Kind.REDUCE_GRAD:
-            self._sync.finish(action.chunk)
-        elif self._sync is not None and action.kind is Kind.REDUCE_SCATTER:
-            self._sync.scatter(action.chunk)
-        elif self._weights is not None and action.kind is Kind.UNSHARD:
-            self._weights.unshard(action.chunk)
-        elif self._weights is not None and action.kind is Kind.RESHARD:
-            self._weights.reshard(action.chunk)
+    def _finished(self, action: Action) -> None:
+        """Ends a micro-batch of a chunk, after all of its backward."""
+        graphs = self._chunks[action.chunk].graphs
+        if graphs is not None:
+            graphs.done(action.key[1])
 
     # --- transfers
 
     def _send_forward(self, run: StepState, action: Action) -> None:
-        self._transfers.send(action, run.outputs.pop(_key(action)))
+        self._transfers.send(action, run.outputs.pop(action.key))
 
     def _send_backward(self, run: StepState, action: Action) -> None:
-        self._transfers.send(action, run.gradients.pop((action.chunk - 1, _key(action)[1])))
+        chunk, micro_batch = action.key
+        self._transfers.send(action, run.gradients.pop((chunk - 1, micro_batch)))
 
     def _receive_forward(self, run: StepState, action: Action) -> None:
-        run.inputs[_key(action)] = self._transfers.receive(action)
+        run.inputs[action.key] = [*self._transfers.receive(action).values()]
 
     def _receive_backward(self, run: StepState, action: Action) -> None:
         """Gradients come for all that may learn; a layer may have cut some of it off."""
-        chunk, micro_batch = _key(action)
-        came = dict(zip(
-            self._transfers.learning(self._chunks[chunk].hands_on, micro_batch), self._transfers.receive(action),
-            strict=True,
-        ))  # fmt: skip
-        run.gradients[chunk, micro_batch] = [came[index] for index in run.learning.pop((chunk, micro_batch))]
-
-
-def _key(action: Action) -> Key:
-    assert action.micro_batch is not None
-    return action.chunk, action.micro_batch
+        came = self._transfers.receive(action)
+        run.gradients[action.key] = [came[index] for index in run.learning.pop(action.key)]

@@ -5,8 +5,9 @@ A graph computes on memory that stays where it is, with numbers that stay what t
 - Micro-batches that are under way at the same time each have a slot, and every slot has graphs of its own.
 - Inputs, and gradients of outputs, are copied to a fixed place first. Outputs, and gradients of inputs, are copied when
   they leave: a message may be on its way when the slot is used again.
-- Statistics of norms and what checks have found are copied after each replay; keys of random numbers are written
-  before it. Gradients of parameters are added inside of the graphs, and counted when those were replayed.
+- Statistics of norms and what checks have found are copied after each replay; the positions of samples, which random
+  numbers follow from, are written before it. Gradients of parameters are added inside of the graphs, and counted when
+  those were replayed.
 
 The first training step of its sizes runs without graphs, since kernels are compiled and chosen in it; the second one
 captures them. What forward keeps, and the outputs and gradients of all layers stay in memory for every slot.
@@ -26,7 +27,7 @@ from torch.func import functional_call
 from megasnn.bundle import entries_of, map_entries
 from megasnn.device_checks import DeviceChecks, refuse
 from megasnn.kernels.spike_codec import bits_of, remember_bits
-from megasnn.layers.dropout import RefilledKeys
+from megasnn.layers.dropout import drawing_for
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.weight_grad import WeightGradients
 
@@ -141,7 +142,8 @@ class _SlotGraphs:
     """A chunk, for micro-batches in one slot. Attributes: outputs: hold what backward needs."""
 
     def __init__(self, of: ChunkGraphs, inputs: Sequence[Tensor], samples: range | None, pool: Any) -> None:
-        self._of, self._pool, self._keys = of, pool, RefilledKeys(of.chunk, samples, inputs[0].device)
+        self._of, self._pool = of, pool
+        self._positions = None if samples is None else torch.arange(len(samples), device=inputs[0].device)
         self._leaves = {p: _leaf(p, of.weight_gradients) for p in of.chunk.parameters() if p.requires_grad}
         self._inputs = [torch.empty_like(x).requires_grad_(x.requires_grad) for x in inputs]
         self._grads: list[Tensor | None] | None = None  # places of those of the outputs
@@ -151,7 +153,7 @@ class _SlotGraphs:
         chunk, checks = self._of.chunk, DeviceChecks(self._inputs[0].device)
         norms = [(each, len(each.pending)) for each in chunk.modules() if isinstance(each, ParallelBatchNorm)]
         leaves = {f"chunk.{n}": self._leaves[p] for n, p in chunk.named_parameters() if p in self._leaves}
-        with checks.collecting(), self._keys.entered():
+        with checks.collecting(), drawing_for(self._positions):
             self._output = functional_call(_Applied(chunk, self._of.run), leaves, ([*self._inputs], samples))
         self.outputs, noted = _tensors(self._output), checks.noted()
         self._norms = [(norm, count) for norm, start in norms for _, _, count in norm.pending[start:]]
@@ -164,7 +166,8 @@ class _SlotGraphs:
 
     def apply(self, inputs: Sequence[Tensor], samples: range | None) -> Any:
         _fill(self._inputs, inputs)
-        self._keys.refill(samples)
+        if self._positions is not None and samples is not None:
+            torch.arange(samples.start, samples.stop, out=self._positions)
         self._replay()
         if self._flags is not None:
             for flag, text in zip(self._flags.clone().split(1), self._complaints, strict=True):

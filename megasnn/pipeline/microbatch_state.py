@@ -14,9 +14,10 @@ from torch.autograd.graph import get_gradient_edge
 from megasnn.kernels.spike_codec import bits_of, remember_bits
 from megasnn.layers.weight_grad import Task
 from megasnn.pipeline.recompute import PackedInput
+from megasnn.schedule.actions import Key
 
-Key = tuple[int, int]
-"""(chunk, micro-batch)."""
+OutputConsumer = Callable[[Any, Any], None]
+"""Called with (output without gradient, labels), once for each micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +47,20 @@ class StepState:
     """Inputs, outputs, graphs and gradients of one step, by chunk and micro-batch; each goes when it is used up.
 
     Attributes:
-        anchor: makes a chunk's input part of a graph.
         repeated: forwards that are computed again. kept: what these are computed from.
+        consume: takes outputs in evaluation; None in training.
         inputs: of chunks whose forward is to come. outputs: to be sent to the next chunk.
         learning: places of the tensors that a chunk hands on and that require a gradient.
         backwards: of chunks whose forward is done; None where there is nothing to learn.
         gradients: of those tensors of a chunk's output, for its backward.
         awaited: inputs that require a gradient, without values, until that is there.
         weight_gradients: left by backwards of input gradients.
-        losses: of micro-batches, without graph.
     """
 
     micro_batches: Sequence[MicroBatchInput]
     anchor: Tensor
     repeated: frozenset[Key] = frozenset()
+    consume: OutputConsumer | None = None
     kept: dict[Key, PackedInput] = field(default_factory=dict)
     learning: dict[Key, list[int]] = field(default_factory=dict)
     inputs: dict[Key, list[Tensor]] = field(default_factory=dict)
@@ -70,39 +71,29 @@ class StepState:
     weight_gradients: dict[Key, list[Task]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
 
-    def images(self, micro_batch: int) -> Tensor:
-        images = self.micro_batches[micro_batch].images
-        assert images is not None
-        return images
-
-    def labels(self, micro_batch: int) -> Tensor:
-        labels = self.micro_batches[micro_batch].labels
-        assert labels is not None
-        return labels
-
     def entered(self, key: Key) -> list[Tensor]:
         """Inputs of a chunk behind the first, which begin its graph and are here no longer."""
-        chunk, micro_batch = key
-        xs = self.inputs.pop(key)
+        xs, before = self.inputs.pop(key), (key[0] - 1, key[1])
         learning = [index for index, x in enumerate(xs) if x.requires_grad]
         if not torch.is_grad_enabled() or not learning:
-            self.gradients[chunk - 1, micro_batch] = ()
+            self.gradients[before] = ()
             return xs
-
-        def deliver(gradients: Sequence[Tensor]) -> None:
-            self.gradients[chunk - 1, micro_batch] = gradients
-
         self.awaited[key] = [torch.empty_like(xs[index], device="meta") for index in learning]
-        entered = enter_graph(self.anchor, deliver, [xs[index] for index in learning])
+        # Leaves in its place would keep the dense inputs alive until backward, where the layers keep them packed.
+        deliver = partial(self.gradients.__setitem__, before)
+        entered = _Entry.apply(self.anchor, deliver, *(xs[index].detach() for index in learning))
         for index, x in zip(learning, entered, strict=True):
-            xs[index] = x
+            xs[index] = remember_bits(x, bits_of(xs[index]))
         return xs
 
     def await_gradients(self, key: Key, y: Sequence[Tensor]) -> None:
         """Backward starts from the edges of the graph; the values are needed by the next chunk only."""
-        learning = [each for each in y if each.requires_grad]
-        self.learning[key] = [index for index, each in enumerate(y) if each.requires_grad]
-        self.backwards[key] = backward_of(learning, partial(self.gradients.pop, key)) if learning else None
+        self.learning[key] = learning = [index for index, each in enumerate(y) if each.requires_grad]
+        self.backwards[key] = None
+        if learning:
+            # Gradients that are given to backward live until it is over; those that it takes go when they are used up.
+            end: Tensor = _Exit.apply(partial(self.gradients.pop, key), *(y[index] for index in learning))
+            self.backwards[key] = partial(torch.autograd.backward, get_gradient_edge(end), torch.zeros_like(end))
 
     def backward(self, key: Key) -> None:
         backward = self.backwards.pop(key)
@@ -120,19 +111,9 @@ def without_graph(y: Tensor) -> Tensor:
     return remember_bits(y.detach().requires_grad_(y.requires_grad), bits_of(y))
 
 
-def enter_graph(
-    anchor: Tensor, deliver: Callable[[Sequence[Tensor]], None], inputs: Sequence[Tensor]
-) -> Sequence[Tensor]:
-    """Begins a chunk's graph with inputs that know their bits; `deliver` gets their gradients, all at once.
-
-    Leaves in its place would keep the dense inputs alive until backward, where the layers keep them packed.
-    """
-    entered = _Entry.apply(anchor, deliver, *(x.detach() for x in inputs))
-    return [remember_bits(y, bits_of(x)) for x, y in zip(inputs, entered, strict=True)]
-
-
 class _Entry(torch.autograd.Function):
-    """Hands on its inputs and, in backward, their gradients; zeros for an input that nothing has learnt from."""
+    """Begins a chunk's graph: hands on its inputs and, in backward, all their gradients at once; zeros for an input
+    that nothing has learnt from."""
 
     @staticmethod
     def forward(
@@ -145,15 +126,6 @@ class _Entry(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
         ctx.deliver(gradients)
         return None, None, *(None for _ in gradients)
-
-
-def backward_of(ys: Sequence[Tensor], take: Callable[[], Sequence[Tensor]]) -> Callable[[], None]:
-    """Backward of a graph that ends in `ys`, which takes their gradients when it comes to that.
-
-    Gradients that are given to backward live until it is over; those that are taken in it go when they are used up.
-    """
-    end: Tensor = _Exit.apply(take, *ys)
-    return partial(torch.autograd.backward, get_gradient_edge(end), torch.zeros_like(end))
 
 
 class _Exit(torch.autograd.Function):

@@ -15,9 +15,9 @@ A message has the size that was planned, whatever the values: a packed one that 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, ParallelState, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.schedule import Action, Kind, Schedule
+from megasnn.schedule.actions import RECEIVES, SENDS
 from megasnn.schedule.receives import known_arrivals, sent_by_then
 
 
@@ -104,7 +105,6 @@ class Boundaries:
                 content = model.layers[number].entries[key].content
                 learning = learns[number] and entry.is_floating_point()
                 self._add(number, key, TensorSpec(tuple(entry.shape), entry.dtype, content, learning), by_rows[number])
-        self.spec = lru_cache(maxsize=None)(self._spec)
 
     def _add(self, number: int, key: Key, spec: TensorSpec, by_rows: bool) -> None:
         """Notes this rank's part, where ranks share the rows of images, which a dry run sees whole."""
@@ -115,7 +115,7 @@ class Boundaries:
             shape = (*shape[:3], len(own_rows(shape[3], rows.sizes, rows.rank)), *shape[4:])
         self._specs[number, key] = replace(spec, shape=shape)
 
-    def _spec(self, carried: Carried, samples: int) -> TensorSpec:
+    def spec(self, carried: Carried, samples: int) -> TensorSpec:
         """Tensor of a micro-batch of so many samples. Raises ValueError where its shape is not known."""
         spec = self._specs.get((carried.layer, carried.key))
         if spec is None:
@@ -191,6 +191,10 @@ class Link:
         self.transfers = 0
 
 
+Message = tuple[Link, dict[int, tuple[TensorSpec, str]]]
+"""Tensors of a transfer with their names, by their places among those that the boundary carries."""
+
+
 class Transfers:
     """One rank's links, used action by action.
 
@@ -216,24 +220,30 @@ class Transfers:
                 ways, peer = ((up, down), high) if self._rank == low else ((down, up), low)
                 self.links[peer] = Link(*ways, up.ranks[peer], wire, state.device)
         self._sizes: Sequence[int] = ()
-        self._schedule: Schedule | None = None  # the last one, of which the next two are
+        self._schedule: Schedule | None = None  # the last one, for which the next three are made
+        self._arrivals, self._posts = dict[Action, int](), dict[Action, list[Action]]()
+        self._messages: dict[Action, Message] = {}
 
     def begin(self, schedule: Schedule, sizes: Sequence[int]) -> None:
         """Begins a step. Args: sizes: samples of each micro-batch."""
         if schedule is not self._schedule:  # large ones take a second to read
             self._schedule, self._arrivals = schedule, known_arrivals(schedule, self._rank)
             self._posts = sent_by_then(schedule, self._rank)
-        self._sizes, self._posted = sizes, set[Action]()
+        elif sizes == self._sizes:
+            return
+        self._sizes = sizes
+        transfers = [each for each in schedule.actions[self._rank] if each.kind in SENDS | RECEIVES]
+        self._messages = {each: self._message(each, sizes, schedule.forward_only) for each in transfers}
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
         """Does not wait for the peer.
 
         Raises ValueError, naming the tensor, for one that is not as it was planned, and for values that do not fit.
         """
-        link = self.links[self._peer(action)]
+        link, carried = self._messages[action]
         link.transfers += 1
         group, direction = ("pp", "forward") if action.kind is Kind.SEND_FORWARD else ("backward", "backward")
-        for tensor, (spec, name) in zip(tensors, self._carried(action), strict=True):
+        for tensor, (spec, name) in zip(tensors, carried.values(), strict=True):
             with explained(partial("{1}: {0}".format, name)):
                 if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
                     raise ValueError(
@@ -246,23 +256,18 @@ class Transfers:
             link.send(message)
 
     def announce(self, action: Action) -> None:
-        """Posts what was sent for certain before this rank does what comes now."""
+        """Posts what was sent for certain before this rank does what comes now, a receive itself at the latest."""
         for receive in self._posts.get(action, ()):
-            self._post(receive)
+            link, carried = self._messages[receive]
+            for spec, _ in carried.values():
+                link.post(spec)
 
-    def _post(self, receive: Action) -> None:
-        self._posted.add(receive)
-        for spec, _ in self._carried(receive):
-            self.links[self._peer(receive)].post(spec)
-
-    def receive(self, action: Action) -> list[Tensor]:
-        """Waits for the tensors."""
+    def receive(self, action: Action) -> dict[int, Tensor]:
+        """Waits for the tensors, which are given by their places among those that the boundary carries."""
         self.announce(action)
-        if action not in self._posted:
-            self._post(action)
-        link = self.links[self._peer(action)]
+        link, carried = self._messages[action]
         let_go = partial(link.arrived, self._arrivals[action])
-        tensors = [link.receive(spec, let_go) for spec, _ in self._carried(action)]
+        tensors = {place: link.receive(spec, let_go) for place, (spec, _) in carried.items()}
         let_go()
         return tensors
 
@@ -271,24 +276,15 @@ class Transfers:
         for link in self.links.values():
             link.finish()
 
-    def learning(self, carried: Sequence[Carried], micro_batch: int) -> list[int]:
-        """Places of the tensors whose gradients come back."""
-        return [index for index, each in enumerate(carried) if self._spec(each, micro_batch).learns]
-
-    def _carried(self, action: Action) -> Iterator[tuple[TensorSpec, str]]:
-        """Tensors of a transfer, with their names; of a gradient's those that learn."""
-        assert action.micro_batch is not None
+    def _message(self, action: Action, sizes: Sequence[int], forward_only: bool) -> Message:
+        """Link and tensors of a transfer; of gradients, those of the tensors that learn."""
         chunk, forward = self._chunks[action.chunk], action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
-        for each in chunk.receives if action.kind.is_receive == forward else chunk.hands_on:
-            spec = self._spec(each, action.micro_batch)
+        boundaries, samples, carried = self._boundaries, sizes[action.key[1]], dict[int, tuple[TensorSpec, str]]()
+        assert boundaries is not None
+        for place, each in enumerate(chunk.receives if action.kind.is_receive == forward else chunk.hands_on):
+            spec = boundaries.spec(each, samples)
             if forward:
-                yield replace(spec, learns=spec.learns and torch.is_grad_enabled()), each.name
+                carried[place] = replace(spec, learns=spec.learns and not forward_only), each.name
             elif spec.learns:
-                yield replace(spec, content=Content.DENSE, learns=False), f"gradient of {each.name}"
-
-    def _spec(self, carried: Carried, micro_batch: int) -> TensorSpec:
-        assert self._boundaries is not None
-        return self._boundaries.spec(carried, self._sizes[micro_batch])
-
-    def _peer(self, action: Action) -> int:
-        return self.placement[action.peer.chunk]
+                carried[place] = replace(spec, content=Content.DENSE, learns=False), f"gradient of {each.name}"
+        return self.links[self.placement[action.peer.chunk]], carried

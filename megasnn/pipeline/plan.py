@@ -85,18 +85,16 @@ class PipelinePlan:
 
 
 def plan_pipeline(
-    config: PretrainConfig, model: ModelDescription, context: BuildContext, state: ParallelState, windows: int = 1
+    config: PretrainConfig, model: ModelDescription, context: BuildContext, state: ParallelState
 ) -> PipelinePlan:
     """Profiles layers where that is needed, on all ranks, and lets the first one choose. Collective over the world.
 
-    Args:
-        windows: number of them in which each sample is shown.
     Raises:
         ValueError: on every rank, what the schedule cannot place, or a budget that it cannot keep.
     """
     training, parallel, stages, replicas = config.training, config.parallel, state.pp.size, state.dp.size
     shares = {len(micro_batches_of(training.micro_batches, replicas, each)) for each in (0, replicas - 1)}
-    counts = [windows * each for each in sorted(shares, reverse=True)]
+    counts = [config.windows * each for each in sorted(shares, reverse=True)]
     if training.evaluate_only:  # no activation is kept, so none is recomputed; there are no other steps
         parallel = replace(parallel, recompute=NEVER, memory_budget=None)
         counts = counts[:1]

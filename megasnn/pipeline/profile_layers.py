@@ -19,19 +19,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from megasnn.bundle import Bundle, bundle_of, entries_of, map_entries
+from megasnn.bundle import entries_of
 from megasnn.kernels.spike_codec import bits_of, remember_bits
 from megasnn.layers.context import BuildContext
-from megasnn.layers.replicated import apply_layer
-from megasnn.layers.row_context import own_rows_of
 from megasnn.layers.weight_grad import CastWeights, WeightGradients
-from megasnn.models.description import INPUT, LayerDescription, ModelDescription, frames_of
+from megasnn.models.description import ModelDescription
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, ParallelState, start_messages
-from megasnn.pipeline.chunk import carrying_layers
-from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts, crossing, for_samples
-from megasnn.pipeline.microbatch_state import backward_of, enter_graph
+from megasnn.pipeline.chunk import PipelineChunk
+from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts, for_samples
+from megasnn.pipeline.microbatch_state import MicroBatchInput, StepState
 from megasnn.pipeline.p2p import TensorSpec
 from megasnn.recompute import Cache, recording
 from megasnn.telemetry.allocations import AllocationCounter
@@ -87,34 +85,31 @@ def profile_layers(
     Args:
         rounds: runs by the clock; 0: bytes only.
     """
-    x = model.example_input(samples, torch.Generator().manual_seed(0))
-    images = own_rows_of(frames_of(x.to(device, context.dtype), model.input_shape), context)
-    outputs: dict[int, Bundle] = {INPUT: images}
-    casts, tasks = CastWeights(), WeightGradients()
-    context = replace(context, cast_weights=casts, weight_gradients=tasks)
-    layers: list[nn.Module | None] = [each.module for each in model.build(context)]
-    known: dict[Hashable, tuple[LayerCost, Bundle]] = {}
-    costs: list[LayerCost] = []
+    images = model.example_input(samples, torch.Generator().manual_seed(0)).to(device, context.dtype)
+    micro = MicroBatchInput(images, None, samples, range(samples))
+    casts, bounds = CastWeights(), [range(number, number + 1) for number in range(len(model.layers))]
+    built = replace(context, cast_weights=casts, weight_gradients=WeightGradients())
+    layers: list[nn.Module | None] = [each.module for each in model.build(built)]
+    known: dict[Hashable, tuple[LayerCost, list[Tensor]]] = {}
+    given, costs = list[Tensor](), list[LayerCost]()
     quiet = True if rounds == 0 or (dist.is_initialized() and dist.get_rank() > 0) else None  # None: on a terminal
     for number in tqdm(range(len(layers)), desc="measuring layers", leave=False, disable=quiet):
-        description, takes = model.layers[number], model.inputs[number]
-        inputs = [outputs[source] for source in takes]
         layer, layers[number] = layers[number], None  # its memory is free when it has been profiled
         assert layer is not None
-        shapes = [(key, x.shape, x.requires_grad) for each in inputs for key, x in entries_of(each).items()]
-        kind = (_structure(layer), str(description.entries), tuple(shapes), INPUT in takes)
+        chunk = PipelineChunk(model, bounds, number, [layer], built)
+        shapes = tuple((x.shape, x.requires_grad) for x in given)
+        carried = tuple((each.layer - number, each.key, each.content) for each in (*chunk.receives, *chunk.hands_on))
+        kind = (_structure(layer), shapes, carried, chunk.is_last)
         if kind not in known:
-            materialise([(description.name, layer)], device, seed=0)
+            materialise([(model.layers[number].name, layer)], device, seed=0)
             with casts.kept():  # as in a step, which makes each copy once
-                trial = _Trial(layer, inputs, range(samples), INPUT in takes, tasks, device)
-                cost = trial.cost(rounds, description)
+                trial = _Trial(chunk, micro, given, device)
+                cost = trial.cost(rounds)
                 cast = casts.held_bytes if context.dp_shard.size == 1 else 0  # weights are gathered as such
             known[kind] = replace(cost, cast=cast), trial.output
-        cost, outputs[number] = known[kind]
+        cost, given = known[kind]
         costs.append(cost)
-        still_needed = model.needed_from(number + 1)
-        outputs = {source: output for source, output in outputs.items() if source in still_needed}
-    return crossing(model, costs)
+    return costs
 
 
 def _structure(layer: nn.Module) -> Hashable:
@@ -131,27 +126,20 @@ def _structure(layer: nn.Module) -> Hashable:
 
 
 class _Trial:
-    """Runs of one layer.
+    """Runs of a chunk of one layer.
 
     Args:
-        is_first: it takes the model's input, of which no gradient is needed.
+        given: what it receives; the first one takes the images of the micro-batch.
     Attributes:
-        output: with its bits, where it knows them.
+        output: what it hands on, with its bits where it knows them.
     """
 
     def __init__(
-        self,
-        layer: nn.Module,
-        inputs: Sequence[Bundle],
-        samples: range,
-        is_first: bool,
-        weight_gradients: WeightGradients,
-        device: torch.device,
+        self, chunk: PipelineChunk, micro: MicroBatchInput, given: Sequence[Tensor], device: torch.device
     ) -> None:
-        self._layer, self._inputs, self._samples, self._is_first = layer, inputs, samples, is_first
-        self._weight_gradients, self._device = weight_gradients, device
+        self._chunk, self._micro, self._given, self._device = chunk, micro, given, device
+        self._key = chunk.index, 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._gradients: list[Sequence[Tensor]] = []  # of the inputs
         before = statistics.total()
         # The first run pays for compiling and for the gradients' memory. What is left of it goes while something else
         # is counted: torch warns of memory not seen taken.
@@ -160,8 +148,8 @@ class _Trial:
         after = statistics.total()
         self._traffic = after.calls - before.calls, after.bytes - before.bytes
 
-    def cost(self, rounds: int, description: LayerDescription) -> LayerCost:
-        """Costs of the layer, and of its messages to another stage. Args: rounds: as of `profile_layers`."""
+    def cost(self, rounds: int) -> LayerCost:
+        """Costs of the layer, and of the boundary behind it. Args: rounds: as of `profile_layers`."""
         counter, counted = AllocationCounter(self._device), dict[str, tuple[int, int]]()
 
         @contextmanager
@@ -183,11 +171,9 @@ class _Trial:
         for _ in range(rounds):
             self._pass(clock)
         forward, inputs, weights = (median(times[part]) if rounds else 0.0 for part in TIMED)
-        entries, message = entries_of(self.output), 0
-        for key, y in entries.items():
-            spec = TensorSpec(tuple(y.shape), y.dtype, description.entries[key].content)
-            message += spec.buffer(torch.device("meta")).nbytes
-        gradient = sum(each.nbytes for each in self._learning)
+        carried, meta = zip(self.output, self._chunk.hands_on, strict=True), torch.device("meta")
+        messages = (TensorSpec(tuple(y.shape), y.dtype, each.content).buffer(meta) for y, each in carried)
+        gradient = sum(each.nbytes for each in self.output if each.requires_grad)
         return LayerCost(
             forward,
             inputs,
@@ -195,11 +181,11 @@ class _Trial:
             held=counted["kept"][1],
             # The gradient of the output is no work of the layer's.
             working=(counted["forward"][0], counted["input_gradient"][0] - gradient, counted["weight_gradient"][0]),
-            message=message,
+            message=sum(each.nbytes for each in messages),
             gradient=gradient,
-            output=sum(each.nbytes for each in entries.values()),
+            output=sum(each.nbytes for each in self.output),
             deferred=counted["deferred"][1],
-            parameters=sum(each.nbytes for each in self._layer.parameters()),
+            parameters=sum(each.nbytes for each in self._chunk.parameters()),
             collectives=self._traffic[0],
             exchanged=self._traffic[1],
             found=self._found(),
@@ -207,20 +193,20 @@ class _Trial:
 
     def _pass(self, inside: Callable[[str], AbstractContextManager[None]]) -> None:
         """Forward and backward of a micro-batch. Args: inside: surrounds each part of it."""
-        self._forget()
+        run, key = StepState([self._micro], self._anchor), self._key
         with inside("inputs"):  # they come in, but images lie in the batch
-            given = [x if self._is_first else map_entries(_copied, x) for x in self._inputs]
+            run.inputs[key] = [_copied(x) for x in self._given]
         with inside("forward"):
-            y = [self._forward(given)]
-        self.output = map_entries(_copied, y[0])
-        self._learning = [torch.empty_like(each, device="meta") for each in _learning(y[0])]
+            y = self._forward(run)
+        self.output = [_copied(each) for each in y]
         with inside("kept"):
-            backward = self._backward_of(y.pop())
-            given.clear()
-        with inside("input_gradient"), self._weight_gradients.deferred() as tasks:
-            backward()
+            run.await_gradients(key, y)
+            y.clear()
+        with inside("input_gradient"), self._chunk.weight_gradients.deferred() as tasks:
+            run.gradients[key] = [torch.ones_like(each) for each in self.output if each.requires_grad]
+            run.backward(key)
         with inside("deferred"):
-            self._gradients.clear()
+            run.gradients.clear()
         tasks.reverse()
         with inside("weight_gradient"):
             while tasks:
@@ -229,42 +215,20 @@ class _Trial:
     def _found(self) -> int:
         """Bytes that a forward keeps beside its input where it is computed again."""
         findings: Cache = deque()
-        self._forget()
+        run = StepState([self._micro], self._anchor)
+        run.inputs[self._key] = [*self._given]
         with recording(findings):
-            self._forward(self._inputs)
+            self._forward(run)
         parts = (part for each in findings for part in ([each] if isinstance(each, Tensor) else each))
         return sum(part.nbytes for part in parts)
 
-    def _forget(self) -> None:
-        """Lets neurons forget the state that the last run left."""
-        for each in carrying_layers(self._layer):
-            each.forget()
-
-    def _forward(self, inputs: Sequence[Bundle]) -> Bundle:
-        inputs = inputs if self._is_first else self._entered(inputs)
-        return apply_layer(self._layer, inputs[0], self._samples, *inputs[1:])
-
-    def _entered(self, inputs: Sequence[Bundle]) -> list[Bundle]:
-        """Inputs as a chunk behind a boundary gets them."""
-        bundles = [dict(entries_of(x)) for x in inputs]
-        learning = [(bundle, key) for bundle in bundles for key, entry in bundle.items() if entry.requires_grad]
-        if learning:
-            entered = enter_graph(self._anchor, self._gradients.append, [bundle[key] for bundle, key in learning])
-            for (bundle, key), entry in zip(learning, entered, strict=True):
-                bundle[key] = entry
-        return [bundle_of(bundle) for bundle in bundles]
-
-    def _backward_of(self, y: Bundle) -> Callable[[], None]:
-        """Backward from ones; nothing without anything to learn up to here."""
-        learning = _learning(y)
-        return backward_of(learning, self._ones) if learning else lambda: None
-
-    def _ones(self) -> list[Tensor]:
-        return [torch.ones_like(each, device=self._device) for each in self._learning]
-
-
-def _learning(y: Bundle) -> list[Tensor]:
-    return [each for each in entries_of(y).values() if each.requires_grad]
+    def _forward(self, run: StepState) -> list[Tensor]:
+        chunk = self._chunk
+        y = chunk(self._micro.images if chunk.is_first else run.entered(self._key), self._micro.samples)
+        if not chunk.is_last:
+            return [*y]
+        entries = entries_of(y)
+        return [entries[each.key] for each in chunk.hands_on]
 
 
 def _copied(x: Tensor) -> Tensor:

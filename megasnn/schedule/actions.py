@@ -52,6 +52,10 @@ RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD})
 
 
+Key = tuple[int, int]
+"""(chunk, micro-batch)."""
+
+
 class Action(NamedTuple):
     """One thing a pipeline rank does. A tuple, since large schedules have half a million of them.
 
@@ -65,6 +69,12 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.chunk}{self.kind.value}{'' if self.micro_batch is None else self.micro_batch}"
+
+    @property
+    def key(self) -> Key:
+        """Chunk and micro-batch of an action that has one."""
+        assert self.micro_batch is not None
+        return self.chunk, self.micro_batch
 
     @property
     def peer(self) -> Action:

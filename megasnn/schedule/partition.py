@@ -122,7 +122,7 @@ def v_placement(ranks: int, chunks_per_rank: int = 2) -> tuple[int, ...]:
 
 # Name -> (ranks, chunks on each rank) -> the rank of each chunk.
 PLACEMENTS: Registry[Callable[[int, int], tuple[int, ...]]] = Registry(
-    "--target-placement", {"loop": loop_placement, "v": v_placement}
+    "--placement", {"loop": loop_placement, "v": v_placement}
 )
 
 

@@ -103,15 +103,8 @@ _OF_FIRST_UNIT = {Kind.RECV_FORWARD, Kind.SEND_BACKWARD}
 def refine(schedule: Schedule, units: Sequence[int]) -> Schedule:
     """Splits every computation of a chunk into those of its units: forwards ascending, backwards descending.
 
-    Same order of all sums, same makespan.
-
-    Args:
-        units: number of units of each chunk.
-    Raises:
-        ValueError: a chunk without one, another number of chunks.
+    Same order of all sums, same makespan. `units` has the number of units of each chunk, one or more.
     """
-    if len(units) != schedule.chunks or min(units) < 1:
-        raise ValueError(f"{list(units)} units for {schedule.chunks} chunks: each needs one or more")
     firsts = [0, *accumulate(units)]
     return replace(
         schedule,

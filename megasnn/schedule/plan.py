@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from megasnn.schedule.actions import Schedule
@@ -92,11 +92,15 @@ class SchedulePlan:
     def chunks_per_rank(self) -> int:
         return len(self.placement) // self.stages
 
-    def training(self, micro_batches: int) -> Schedule:
-        """Validated schedule to execute. Built once for each number: large ones take seconds."""
-        if micro_batches not in self._built:
-            self._built[micro_batches] = self._training(micro_batches)
-        return self._built[micro_batches]
+    @cached_property
+    def training(self) -> Callable[[int], Schedule]:
+        """(number of micro-batches) -> validated schedule to execute, built once: large ones take seconds."""
+        return cache(self._training)
+
+    @cached_property
+    def evaluation(self) -> Callable[[int], Schedule]:
+        """Likewise forwards only, with transfers."""
+        return cache(self._evaluation)
 
     def _training(self, micro_batches: int) -> Schedule:
         schedule = self.of_chunks(micro_batches)
@@ -106,10 +110,6 @@ class SchedulePlan:
                 refine(schedule, self.units), lambda unit, m: unit in self.chosen or wanted(m, micro_batches)
             )
         return self._with_weights(schedule)
-
-    @cached_property
-    def _built(self) -> dict[int, Schedule]:
-        return {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what can be built again, on the way to other ranks."""
@@ -127,8 +127,7 @@ class SchedulePlan:
         validate(schedule)
         return schedule
 
-    def evaluation(self, micro_batches: int) -> Schedule:
-        """Forwards only, validated, with transfers."""
+    def _evaluation(self, micro_batches: int) -> Schedule:
         return self._with_weights(insert_transfers(forward_only(self.executed_placement, micro_batches)))
 
     def _with_weights(self, schedule: Schedule) -> Schedule:

@@ -40,9 +40,8 @@ class JsonLog:
     """Appends to `log.jsonl` beside a run: one JSON object a line; a run that continues another adds to its file.
 
     Every line has `time` (ISO 8601 with the offset from UTC) and `kind`: "start" (all flags), "iteration" (figures of a
-    log line and the spikes of each layer), "validation", "scalars" (of a profile), "memory_predicted", "memory" and
-    "message". Values that are not finite are the strings "nan", "inf" and "-inf".
-    Without a directory nothing is written.
+    log line and the spikes of each layer), "validation", "memory_predicted", "memory" and "message". Values that are
+    not finite are the strings "nan", "inf" and "-inf". Without a directory nothing is written.
     """
 
     def __init__(self, directory: str | Path | None) -> None:

@@ -9,9 +9,5 @@ from torch.autograd import profiler
 
 def named(name: str) -> AbstractContextManager[object]:
     """Names what runs inside, in a trace that is being taken; otherwise it costs nothing."""
-    return profiler.record_function(name) if is_traced() else nullcontext()
-
-
-def is_traced() -> bool:
-    """True while torch.profiler, or `torch.autograd.profiler.emit_nvtx`, records this process."""
-    return profiler._is_profiler_enabled
+    # torch.profiler, or `torch.autograd.profiler.emit_nvtx`, records this process
+    return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()

@@ -89,11 +89,6 @@ class Reporter:
         """Tells callbacks, once and before the first step, the flags by which runs are compared."""
         self._call("start", self._outline, values)
 
-    def scalars(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
-        """Writes scalars to TensorBoard and log.jsonl, beside those of a log line."""
-        self.board.scalars(values, iteration)
-        self.entry("scalars", {"iteration": iteration, "consumed_samples": samples, **values})
-
     def step(self, result: StepResult) -> None:
         """Takes the result of each iteration."""
         self._steps.append(result)

@@ -56,7 +56,7 @@ def charts() -> dict[str, dict[str, list[object]]]:
         },
         "Resources": {
             "time of an iteration and its phases, ms": ["Multiline", [r"^\d_time/"]],
-            "peak memory of each rank, MB": ["Multiline", [r"^\d_memory/"]],
+            "peak memory of a rank, largest and mean, MB": ["Multiline", [r"^\d_memory/"]],
             "traffic of all ranks per iteration, MB": ["Multiline", [r"^\d_communication/.*_mb"]],
         },
     }

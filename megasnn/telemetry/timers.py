@@ -48,12 +48,6 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def wait(self) -> None:
-        """Until the device has done what it was given so far; not for receives that are posted, which it does beside
-        that. An error of it is raised here at the latest."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-
     def mark(self) -> Mark:
         """A place behind all work so far."""
         if self._device.type != "cuda":

@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 from megasnn.config import PretrainConfig
 from megasnn.engine import Engine
-from megasnn.engine.build import sample_windows
 from megasnn.engine.model import DistributedModel
 from megasnn.grid import SUMMED_AXES
 from megasnn.host_memory import release_free_memory
@@ -64,7 +63,7 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
     samples = 0  # stages behind the first see none
     if model.takes_images:
         share = model.context.largest_share(config.training.micro_batch_size)
-        batches = plan.micro_batches // sample_windows(config)
+        batches = plan.micro_batches // config.windows
         samples = sample_bytes(config, model.context.dtype.itemsize, batches, share, on_host)
     release_free_memory()
     program = held_memory_mb(state.device)

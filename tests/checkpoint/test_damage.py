@@ -16,7 +16,7 @@ import torch
 
 from megasnn.checkpoint.folder import resolve
 from megasnn.checkpoint.format import Progress, read_metadata
-from megasnn.checkpoint.load import load_global_tensors
+from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
 from megasnn.checkpoint.save import save_checkpoint, save_global_tensors
 from megasnn.checkpoint.tensor_io import damage as damage_of
 from megasnn.files import DamagedError
@@ -108,6 +108,21 @@ def test_a_damaged_file_is_never_loaded(folder, name, damage: Callable[[Path, in
             everything(folder, 300)
         file.write_bytes(intact)
     assert everything(folder)[0] == 300
+
+
+def refused_on_two(folder: Path) -> str:
+    rank = Rank(Layout(pipeline=2), seed=1)
+    before = rank.snapshot()
+    with pytest.raises(DamagedError) as raised:
+        load_checkpoint(folder, rank.state, step=300, process_group=rank.group)
+    assert all(torch.equal(value, before[name]) for name, value in rank.snapshot().items())
+    return str(raised.value)
+
+
+def test_ranks_refuse_a_damaged_one_together_before_anything_has_changed(ranks, folder):
+    flip_a_bit(folder / "iter_0000300" / FILES[1], 0)
+    first, second = ranks(2, refused_on_two, folder)
+    assert first == second and FILES[1] in first
 
 
 def reseal(path: Path, change: Callable[[dict], object]) -> None:

@@ -16,7 +16,7 @@ from megasnn.augment.mixing import Mixing
 from megasnn.augment.rand_augment import NAMES, RandAugment, operate, parse_rand_augment
 from megasnn.config import DataConfig
 from megasnn.data.images import ImageFormat
-from megasnn.random import Draws
+from megasnn.random import keyed_numbers
 from tests.data.shard_files import as_events, image_file, loader, open_datasets, write_shard
 
 events = np.random.default_rng(0).integers(1, 200, (3, 2, 24, 24)).astype(np.uint8)
@@ -85,14 +85,14 @@ def test_a_sample_is_changed_by_its_key_alone(name) -> None:
 
 
 def test_a_random_part_has_the_area_and_shape_that_were_asked_for() -> None:
-    boxes = np.array([random_box((300, 200), 0.1, 4 / 3, Draws("box", index)) for index in range(1000)])
+    boxes = np.array([random_box((300, 200), 0.1, 4 / 3, keyed_numbers("box", index)) for index in range(1000)])
     width, height = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
     assert boxes.min() >= 0 and boxes[:, 2].max() <= 300 and boxes[:, 3].max() <= 200
     share, shape = width * height / 60000, width / height
     assert 0.095 < share.min() < 0.12 and 0.85 < share.max() <= 1
     assert 0.72 < shape.min() < 0.78 and 1.3 < shape.max() < 1.4
-    assert random_box((40, 40), 1, 1, Draws("box")) == (0, 0, 40, 40)
-    assert random_box((90, 30), 1, 2, Draws("box")) == (15, 0, 75, 30), "the middle, where nothing else fits"
+    assert random_box((40, 40), 1, 1, keyed_numbers("box")) == (0, 0, 40, 40)
+    assert random_box((90, 30), 1, 2, keyed_numbers("box")) == (15, 0, 75, 30), "the middle, where nothing else fits"
 
 
 def test_a_part_is_cut_out_of_the_whole_image_and_scaled() -> None:
@@ -101,7 +101,7 @@ def test_a_part_is_cut_out_of_the_whole_image_and_scaled() -> None:
     for kind, tolerance in (("PNG", 1), ("JPEG", 4)):  # a JPEG is decoded at half its size where that is enough
         format = ImageFormat(50, 3, recipe=ImageRecipe(0.3), augment=AUGMENTATIONS["crop"])
         image = flip(format.decode(image_file(ramp, kind), (1, 2, 3)), 1, 2, 3).astype(int)
-        left, top, right, bottom = random_box((600, 400), 0.3, CROP_SHAPE, Draws(1, "crop", 2, 3))
+        left, top, right, bottom = random_box((600, 400), 0.3, CROP_SHAPE, keyed_numbers(1, "crop", 2, 3))
         columns = left + (np.arange(50) + 0.5) / 50 * (right - left) - 0.5
         rows = top + (np.arange(50) + 0.5) / 50 * (bottom - top) - 0.5
         assert np.abs(image[..., 0] - columns / 3)[:, 2:-2].max() <= tolerance
@@ -109,13 +109,13 @@ def test_a_part_is_cut_out_of_the_whole_image_and_scaled() -> None:
 
 
 class Signs:
-    """In place of `Draws`, for operations that draw nothing but a sign."""
+    """In place of a generator, for operations that draw nothing but a sign."""
 
     def __init__(self, sign: int) -> None:
         self.sign = sign
 
-    def coin(self) -> bool:
-        return self.sign < 0
+    def integers(self, _: int) -> int:
+        return int(self.sign < 0)
 
 
 def expected_operations(level: float, sign: int) -> list[Image.Image]:
@@ -165,7 +165,7 @@ def test_names_of_variants() -> None:
 
 def test_choice_magnitude_and_chance_of_operations() -> None:
     def drawn(variant: RandAugment, count: int) -> list[Image.Image]:
-        return [variant(picture, Draws("ops", index), FILL) for index in range(count)]
+        return [variant(picture, keyed_numbers("ops", index), FILL) for index in range(count)]
 
     for name in ("invert", "translate-y", "sharpness"):
         expected = np.asarray(operate(name, picture, 0.9, Signs(-1), FILL))
@@ -218,7 +218,9 @@ def test_ranks_workers_and_resuming_do_not_alter_it(tmp_path, changes) -> None:
     everything = batches(1, 0, 4)
     assert torch.equal(batches(2, 0, 4, num_workers=2), everything)
     assert torch.equal(batches(1, 20, 2, num_workers=1), everything[20:])
-    assert not torch.equal(batches(1, 0, 4, seed=8, shuffle=False), batches(1, 0, 4, shuffle=False))
+    in_file_order = batches(1, 0, 4, shuffle=False)
+    assert not torch.equal(batches(1, 0, 4, seed=8, shuffle=False), in_file_order)
+    assert not torch.equal(in_file_order[:12], in_file_order[12:24]), "the next epoch changes a sample anew"
     assert not torch.equal(batches(1, 0, 1, training=False), batches(1, 0, 1, shuffle=False))
 
 

@@ -111,8 +111,6 @@ def test_only_kernels_and_matrices_decay() -> None:
     kept = {f"{unit}.{name}" for unit in ("stem", "block") for name in ("norm.weight", "norm.bias", "neuron.w")}
     assert {names[id(p)] for p in others["params"]} == kept | {"head.bias"}
     assert decayed["weight_decay"] == 0.3 and others["weight_decay"] == 0.0
-    empty = build_optimizer([], OptimizerConfig())
-    empty.step()  # a stage without layers
 
 
 def rates(iterations: int, **options: object) -> list[float]:
@@ -173,7 +171,7 @@ def test_warm_up_and_cool_down_in_epochs() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_table_says_what_state_an_optimizer_keeps(optimizer: str) -> None:
-    config = OptimizerConfig(optimizer, weight_decay=0.3)
+    config = OptimizerConfig(optimizer)
     tensors = build(_layers(BuildContext(dtype=torch.float64)), {})
     trained = [entry.tensor for entry in tensors if entry.is_parameter]
     built = build_optimizer(tensors, config)
@@ -183,6 +181,4 @@ def test_the_table_says_what_state_an_optimizer_keeps(optimizer: str) -> None:
     kept = {kind for state in built.state.values() for kind, value in state.items() if value is not None}
     assert kept == set(OPTIMIZERS[optimizer].state)
     assert held_state_bytes(built) == state_bytes(trained, config)
-    decays = {id(each): group["weight_decay"] for group in built.param_groups for each in group["params"]}
-    assert decays == {id(each): 0.3 if each.dim() > 1 else 0.0 for each in trained}
     build_optimizer([], config).step()  # a stage without layers

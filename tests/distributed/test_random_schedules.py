@@ -24,7 +24,7 @@ from megasnn.models.model import Model
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.executor import PipelineExecutor
-from megasnn.pipeline.microbatch_state import MicroBatchInput
+from megasnn.pipeline.microbatch_state import MicroBatchInput, StepState
 from megasnn.pipeline.p2p import Boundaries, Transfers
 from megasnn.schedule import Action, Kind, Schedule, generate, validate
 from megasnn.schedule.passes import insert_gradient_reduction, insert_transfers
@@ -84,19 +84,31 @@ def _possible(step: tuple[int, str], done: dict[tuple[int, str], int], chunks: i
     return done[step] < before
 
 
-class Delays:
-    """A rank is held up after some of its actions, now and then for longer."""
+class Delayed(PipelineExecutor):
+    """A rank is held up after some of its actions, now and then for longer.
 
-    def __init__(self, seed: int, rank: int) -> None:
-        self._draw = random.Random(f"{seed} {rank}")
+    Attributes:
+        done: the actions, in the order in which they were executed.
+        added: gradients of weights that were added in the current action.
+    """
 
-    def __call__(self, action: Action, start: float, end: float) -> None:
-        assert start <= end
-        if self._draw.random() < 0.3:
-            time.sleep(0.02 if self._draw.random() < 0.03 else self._draw.random() / 1000)
+    draw: random.Random
+    done: list[Action]
+    added = 0
+
+    def count(self, parameter: Tensor) -> None:
+        self.added += 1
+
+    def _do(self, run: StepState, action: Action) -> None:
+        self.added = 0
+        super()._do(run, action)
+        assert not self.added or action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT), action
+        self.done.append(action)
+        if self.draw.random() < 0.3:
+            time.sleep(0.02 if self.draw.random() < 0.03 else self.draw.random() / 1000)
 
 
-def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+def _loss(logits: Tensor, labels: Tensor, again: bool) -> Tensor:
     return torch.nn.functional.cross_entropy(logits.mean(0), labels, reduction="sum")
 
 
@@ -114,15 +126,18 @@ def _step(schedule: Schedule, state: ParallelState, seed: int) -> tuple[float, d
         norm.recording = True
     boundaries = Boundaries(model, BuildContext(), model.build(BuildContext()))
     transfers = Transfers(mine, schedule.placement, state, boundaries)
-    executor = PipelineExecutor(mine, state, transfers, _loss)
-    executor.observer = Delays(seed, state.rank)
+    executor = Delayed(mine, state, transfers, _loss)
+    executor.draw, executor.done = random.Random(f"{seed} {state.rank}"), []
+    for chunk in mine.values():
+        chunk.weight_gradients.observer = executor.count
     images = random_tensor(MOST_MICRO_BATCHES, STEPS, 2, 3, SIDE, SIDE, dtype=torch.float32)
     labels = torch.tensor([0, 2])
     batches = [
         MicroBatchInput(images[m] if 0 in mine else None, labels if chunks - 1 in mine else None, 2)
         for m in range(schedule.micro_batches)
     ]
-    loss = executor.train_step(schedule, batches)
+    loss = executor.run(schedule, batches)
+    assert executor.done == [*schedule.actions[state.pp.rank]]
     for link in transfers.links.values():
         assert link.outward.handle is not link.inward.handle, "no group carries both ways between two ranks"
     tensors = [e for chunk in mine.values() for e in chunk.sharded_tensors() if e.is_parameter]

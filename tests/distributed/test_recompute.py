@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -23,13 +24,14 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.microbatch_state import MicroBatchInput
+from megasnn.pipeline.microbatch_state import MicroBatchInput, StepState
 from megasnn.pipeline.peak_memory import unit_memory
 from megasnn.pipeline.profile_layers import count_memory
 from megasnn.pipeline.recompute import PackedInput
 from megasnn.schedule import Action, Kind, plan_schedule
 from megasnn.schedule.memory import activations_held
 from tests.gradients import forward_backward
+from tests.parity.ranks import distributed
 
 CPU = torch.device("cpu")
 SAMPLES = 2
@@ -39,7 +41,7 @@ def _engine(model: Model, recompute: str) -> DistributedModel:
     described = describe(model)
     bounds = [range(len(described.layers))]
     plan = plan_schedule("1f1b", 1, 1).in_units(bounds, recompute)
-    return DistributedModel(described, initialize_model_parallel(), BuildContext(), bounds, plan)
+    return distributed(described, initialize_model_parallel(), BuildContext(), bounds, plan)
 
 
 def _batches(model: Model) -> list[MicroBatchInput]:
@@ -57,7 +59,11 @@ class _Live:
         self._inputs: weakref.WeakSet[PackedInput] = weakref.WeakSet()
         known = [each.tensor for each in engine.tensors] + [each.images for each in batches if each.images is not None]
         self._known = {each.untyped_storage().data_ptr() for each in known}
-        engine.executor.observer = lambda action, start, end: self.after.append((action, self._bytes()))
+        engine.executor._do = partial(self._followed, engine.executor._do)  # type: ignore[method-assign]
+
+    def _followed(self, do: Callable[[StepState, Action], None], run: StepState, action: Action) -> None:
+        do(run, action)
+        self.after.append((action, self._bytes()))
 
     def pack(self, tensor: Tensor) -> _Holder:
         self._holders.add(holder := _Holder(tensor))
@@ -92,8 +98,7 @@ def _held_after_actions(model: Model, recompute: str) -> tuple[list[tuple[Action
     finally:
         destroy_model_parallel()
     costs = count_memory(engine.model, SAMPLES, BuildContext(), CPU)
-    units = unit_memory(costs, engine.plan.unit_bounds([range(len(engine.model.layers))]))
-    schedule = engine.plan.training(2)
+    units, schedule = unit_memory(costs, engine.plan.executed_bounds), engine.plan.schedules.training(2)
     assert [action for action, _ in live.after] == list(schedule.actions[0])
     return live.after, activations_held(schedule, 0, [each.held for each in units], [each.entering for each in units])
 

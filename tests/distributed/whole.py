@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megasnn.layers import BuildContext
 from megasnn.parallel.sharding import ShardedTensor, materialise, sharded_tensors
 from megasnn.parallel_state import Group, alone
+from megasnn.random import philox, philox_key
 
 
 def everybody(name: str = "tp") -> Group:
@@ -33,6 +34,13 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 def spikes(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return (random(*shape, seed=seed) > 0.3).to(dtype)
+
+
+def drawn(purpose: str, name: str, sample: int, count: int, seed: int = 0) -> Tensor:
+    """The first numbers in [0, 1) that a layer of dropout draws for a sample."""
+    low, high = philox_key(seed, purpose, name)
+    words = torch.stack(philox(torch.arange(-(-count // 4)), 0, 0, 0, sample ^ low, high), dim=1)
+    return (words.flatten()[:count] >> 8).double() / 2**24
 
 
 def mine(x: Tensor, group: Group, dim: int = 2, blocks: int = 1) -> Tensor:

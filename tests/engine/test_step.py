@@ -78,7 +78,7 @@ def test_a_step_is_read_once_and_copies_from_pinned_memory(ranks, model, count, 
     """The first one, too: no rank is told by another what a boundary carries."""
     for found in ranks(count, found_in_steps, model, flags, fewer):
         assert found.first == found.second == found.smaller == ["megasnn/engine/model.py, check: tolist"]
-        reads = ("model.py, evaluate: tolist", "engine.py, evaluate_on: tensor", "engine.py, evaluate_on: tolist")
+        reads = "model.py, forward: tolist", "engine.py, evaluate_on: tolist"
         assert found.evaluation == [f"megasnn/engine/{each}" for each in reads]
         assert found.log == ["megasnn/telemetry/spikes.py, _statistics: tolist"]
         assert found.copies == []
@@ -217,11 +217,11 @@ def test_a_step_that_is_not_finite_changes_nothing_and_says_where(runs_ahead: bo
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_neither_does_one_whose_loss_alone_is_not_finite(runs_ahead: bool) -> None:
-    run = PipelineExecutor.train_step
+    run = PipelineExecutor.run
     with ahead(runs_ahead), Engine(between(layers), **FLAGS) as engine:
         engine.train_on(batch_of(engine))
         before = tensors_of(engine)
-        with mock.patch.object(PipelineExecutor, "train_step", lambda *args: run(*args) + torch.inf):
+        with mock.patch.object(PipelineExecutor, "run", lambda *args: run(*args) + torch.inf):
             result = engine.train_on(batch_of(engine))
         assert result.skipped and math.isfinite(result.grad_norm) and differences(before, tensors_of(engine)) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from megasnn import Engine
 from megasnn.layers.blocks import ConvNormNeuron
+from megasnn.layers.dropout import drawing_for
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.pipeline.microbatch_state import MicroBatchInput
@@ -22,7 +24,7 @@ pytestmark = without_triton
 
 MODELS = {"spikformer_ti": (Spikformer(variant="spikformer_ti", image_size=224), 8), "vgg_dvs": (VggDvs(), 128)}
 MOST_FORWARD, MOST_BACKWARD = 15, 20  # launches
-LAUNCHES = 534  # of a step of the VGG, two micro-batches; 50 look whether statistics are finite
+LAUNCHES = 546  # of a step of the VGG, two micro-batches; 50 look whether statistics are finite, 10 make keys
 WITH_NEURONS_ALONE = {
     "spikformer": Spikformer(image_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=4, time_steps=2),
     "spike_driven": CASES["spike_driven"].model,
@@ -71,7 +73,8 @@ def test_launches_of_a_step() -> None:
     """Of two micro-batches; kernels get the same numbers for other samples: none would be wrong in a CUDA graph."""
     model, samples = MODELS["vgg_dvs"]
     flags = {"micro_batch_size": samples, "global_batch_size": 2 * samples, "train_iters": 1, "precision": "bf16"}
-    with Engine(model, **flags) as engine, fake_gpu() as found:
+    positions = partial(torch.zeros, samples, dtype=torch.int64)  # in memory that stays, as graphs have them
+    with Engine(model, **flags) as engine, fake_gpu() as found, drawing_for(positions()):
         given = list[list[tuple[Any, ...]]]()
         images, labels = torch.empty(samples, *engine.distributed.model.input_shape), torch.zeros(samples).long()
         for step in range(2):

@@ -9,14 +9,23 @@ from torch import Tensor
 
 from megasnn.checkpoint.load import load_globals_into
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.engine.model import DistributedModel
 from megasnn.grid import HOLDING_AXES
 from megasnn.models.build import describe
 from megasnn.models.model import Model
 from megasnn.optim.build import build_optimizer
 from megasnn.parallel_state import destroy_model_parallel
 from megasnn.schedule import plan_schedule
-from tests.parity.ranks import Layout, RankStep, assemble, even_bounds, gathering, join, record_step, weights_of
+from tests.parity.ranks import (
+    Layout,
+    RankStep,
+    assemble,
+    distributed,
+    even_bounds,
+    gathering,
+    join,
+    record_step,
+    weights_of,
+)
 from tests.parity.test_layouts import error
 
 SIZES = [2, 2, 1]
@@ -59,7 +68,7 @@ def take_steps(
         bounds = even_bounds(len(described.layers), len(plan.placement))
         context = layout.build_context(state, dtype)
         plan = gathering(plan, described, bounds, context, layout)
-        engine = DistributedModel(described, state, context, bounds, plan)
+        engine = distributed(described, state, context, bounds, plan)
         if weights is not None:
             values = torch.load(weights, mmap=True, weights_only=True)
             load_globals_into(engine.tensors, values, state.world.handle)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, entries_of, logits_of
 from megasnn.device_checks import DeviceChecks
-from megasnn.engine.model import DistributedModel
 from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
 from megasnn.layers.shape_inference import mark_spikes
 from megasnn.losses.sums import cross_entropy_sum
@@ -35,7 +34,7 @@ from megasnn.schedule import Action, Kind, Schedule, plan_schedule
 from tests.gradients import evaluated, forward_backward, merge_statistics
 from tests.models.networks import CLASSES, Bundles, Random, Sum, UNet, Up, between
 from tests.models.steps import assert_equal, images, one_step
-from tests.parity.ranks import Layout, assemble
+from tests.parity.ranks import Layout, assemble, distributed
 from tests.parity.test_layouts import name_of
 
 CPU = torch.device("cpu")
@@ -99,7 +98,7 @@ def _random_step(seed: int, chunks: int) -> tuple[float, dict[str, Tensor]]:
     state = initialize_model_parallel()
     try:
         plan = plan_schedule("interleaved" if chunks > 1 else "1f1b", 1, chunks)
-        engine = DistributedModel(model, state, BuildContext(), bounds, plan)
+        engine = distributed(model, state, BuildContext(), bounds, plan)
         x, labels = images(Random())
         batches = [MicroBatchInput(x[i : i + 2].float(), labels[i : i + 2], 2, range(i, i + 2)) for i in (0, 2)]
         loss = forward_backward(engine, batches, 4)
@@ -124,13 +123,13 @@ def _traffic() -> dict[str, tuple[int, int]]:
     statistics.reset()
     try:
         model = describe(Bundles())
-        engine = DistributedModel(model, state, BuildContext(), [range(2), range(2, 6)], plan_schedule("1f1b", 2))
+        engine = distributed(model, state, BuildContext(), [range(2), range(2, 6)], plan_schedule("1f1b", 2))
         x, labels = images(Bundles())
         first, last = engine.takes_images, engine.gives_logits
         micro = MicroBatchInput(x[:2].float() if first else None, labels[:2] if last else None, 2, range(2))
         with statistics.counting():
             forward_backward(engine, [micro], 2)
-            engine.evaluate([micro, micro])
+            evaluated(engine, [micro, micro])
             forward_backward(engine, [micro], 2)
         return {group: (t.bytes, t.dense_bytes) for (group, _, _), t in statistics.read().items()}
     finally:
@@ -168,7 +167,8 @@ def _step_with_a_loss_of_its_own(layout: Layout) -> tuple[float, list[float]]:
         context = BuildContext(state.tp, torch.float64, torch.float64)
         bounds = [range(6)] if layout.pipeline == 1 else [range(4), range(4, 6)]
         plan = plan_schedule("1f1b", len(bounds))
-        engine = DistributedModel(describe(Bundles()), state, context, bounds, plan, loss=_bounded)
+        engine = distributed(describe(Bundles()), state, context, bounds, plan)
+        engine.loss = _bounded
         x, labels = images(Bundles())
         micro = MicroBatchInput(x, labels, len(x), range(len(x)))
         return forward_backward(engine, [micro], len(x)), evaluated(engine, [micro])
@@ -246,10 +246,11 @@ def test_what_does_not_fit_its_boundary_names_the_entry() -> None:
     boundaries, checks = Boundaries(model, BuildContext(), model.build(BuildContext())), DeviceChecks(CPU)
     with mock.patch.object(p2p, "start_messages"):
         transfers = Transfers(chunks, (0, 1), state, boundaries)
-    transfers.begin(Schedule("nothing", (0, 1), 1, ((), ())), [2])
+    send = Action(0, Kind.SEND_FORWARD, 0)
+    transfers.begin(Schedule("one", (0, 1), 1, ((send,), (send.peer,))), [2])
     values = [torch.ones(boundaries.spec(each, 2).shape) / 2 for each in model.carried(2)]
     with mock.patch.object(p2p.dist, "isend"), checks.collecting():
-        transfers.send(Action(0, Kind.SEND_FORWARD, 0), values)
+        transfers.send(send, values)
     found = [each.text for each in checks.findings()]
     assert any("entry 'spikes' of the output of block.0" in text and "largest=" in text for text in found)
 

@@ -142,6 +142,8 @@ def test_a_network_is_given_to_shard_once_and_one_with_a_forward_is_one_layer() 
         describe(Wrong())
     with pytest.raises(ValueError, match="Twice has a forward of its own"):
         list(megasnn.shard(Twice(nn.Identity())))
+    relu = nn.ReLU()  # at two places
+    assert [each.name for each in megasnn.shard(nn.Sequential(relu, nn.Identity(), relu))] == ["0", "1", "2"]
 
 
 def test_a_conversion_of_the_users_may_have_any_name(monkeypatch: pytest.MonkeyPatch) -> None:

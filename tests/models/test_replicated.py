@@ -56,36 +56,7 @@ def with_values(model: Model) -> dict[str, Any]:
     return dict(layers)
 
 
-# --- functions and outputs that are whole
-
-
-class Functions(Plain):
-    """The same with functions in place of modules without parameters, and a sum of two layers."""
-
-    def layers(self) -> Iterable[Layer]:
-        for each in super().layers():
-            if each.name == "mean":
-                yield layer("mean", lambda x: x.mean((-1, -2)))
-            elif each.name == "flat":
-                yield layer("flat", torch.add, takes=("mean", "mean"))
-            else:
-                yield each
-
-
-class Doubling(Plain):
-    def layers(self) -> Iterable[Layer]:
-        for each in super().layers():
-            yield layer("flat", Doubled()) if each.name == "flat" else each
-
-
-class Doubled(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * x.flatten(2)
-
-
-def test_a_function_is_a_layer_as_a_module_that_does_the_same(ranks) -> None:
-    one = ranks(1, one_step, Doubling(), Layout())
-    assert_equal(ranks(4, one_step, Functions(), Layout(tensor=2, pipeline=2)), one)
+# --- outputs that are whole
 
 
 class Centre(nn.Module):
@@ -111,6 +82,7 @@ class WholeOutputs(Model):
         yield layer("relu", nn.ReLU())
         yield layer("mixing", nn.Sequential(nn.Identity(), Centre()))
         yield layer("tanh", torch.tanh)
+        yield layer("twice", torch.add, takes=("tanh", "tanh"))
         yield layer("second", ParallelLinear(8, 6))
         yield layer("again", nn.Linear(6, 6))
         yield layer("head", ParallelLinear(6, self.num_classes))
@@ -129,13 +101,12 @@ class Signals(WholeOutputs):
 
 
 class Pooled(WholeOutputs):
-    """Logits that a convolution gives, and that are pooled."""
+    """Logits that a convolution gives, and that a function takes the mean of."""
 
     def layers(self) -> Iterable[Layer]:
         yield layer("stem", ConvNormNeuron(3, 8))
         yield layer("classes", nn.Conv2d(8, CLASSES, 1))
-        yield layer("mean", nn.AdaptiveAvgPool2d(1))
-        yield layer("flat", nn.Flatten())
+        yield layer("mean", lambda x: x.mean((-1, -2)))
 
 
 @pytest.mark.parametrize("model", [WholeOutputs(), Signals(), Pooled()], ids=["whole", "signals", "pooled"])
@@ -380,6 +351,11 @@ def test_a_norm_in_evaluation_mode_keeps_its_statistics(ranks) -> None:
     buffers = assemble([step], "buffers")
     assert torch.equal(buffers["still.running_mean"], torch.zeros(4, dtype=torch.float64))
     assert buffers["stem.norm.running_mean"].abs().max() > 0
+
+
+def test_a_norm_at_two_places_stays_one() -> None:
+    norm = with_values(model_of(lambda: nn.Sequential(*[nn.BatchNorm2d(8)] * 2)))["plain.0"]
+    assert norm[0] is norm[1] and isinstance(norm[1], ParallelBatchNorm) and norm[1].calls == 2
 
 
 def test_torchs_modules_that_work_in_place_do_it_aside() -> None:

@@ -80,12 +80,11 @@ def test_operations_are_those_that_torch_counts(model: Model, reference: Callabl
 
 def test_what_layers_give() -> None:
     _, stem, *_, block, head = summary(SewResNet(width=8, image_size=32, time_steps=3, num_classes=10))
-    expected = {
-        stem: ((3, 8, 8, 8, 8), Content.SPIKES, 3 * 8 * 8 * 8 * 8 // 8),
-        block: ((3, 8, 64, 1, 1), Content.COUNTS, 3 * 8 * 64),
-        head: ((3, 8, 10), Content.DENSE, 3 * 8 * 10 * 4),
-    }
-    for each, (shape, content, size) in expected.items():
+    for each, shape, content, size in (
+        (stem, (3, 8, 8, 8, 8), Content.SPIKES, 3 * 8 * 8 * 8 * 8 // 8),
+        (block, (3, 8, 64, 1, 1), Content.COUNTS, 3 * 8 * 64),
+        (head, (3, 8, 10), Content.DENSE, 3 * 8 * 10 * 4),
+    ):
         assert each.output_shapes(8) == [shape] and each.entries[None].content is content
         assert each.output_bytes(8, torch.float32) == size
     assert head.parameters == 650 and head.operations == 3 * 640

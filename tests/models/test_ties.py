@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from megasnn.checkpoint.load import load_global_tensors
 from megasnn.convert.reshard import Target, reshard, saved_model
 from megasnn.convert.source import open_source
-from megasnn.engine.model import DistributedModel
 from megasnn.layers import BuildContext, ConvNormNeuron
 from megasnn.losses.sums import cross_entropy_sum
 from megasnn.models.build import describe
@@ -31,7 +30,7 @@ from megasnn.schedule import plan_schedule
 from tests.gradients import forward_backward, merge_statistics
 from tests.models.networks import Again, Tied, TwoTied, between
 from tests.models.steps import assert_equal, images, one_step
-from tests.parity.ranks import Layout, assemble
+from tests.parity.ranks import Layout, assemble, distributed
 from tests.parity.test_layouts import error, name_of
 from tests.training.runs import train_model
 
@@ -72,8 +71,8 @@ def _one_micro_batch() -> dict[str, Tensor]:
     model = Tied(plain=True)
     state = initialize_model_parallel()
     try:
-        context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64)
-        engine = DistributedModel(describe(model), state, context, [range(9)], plan_schedule("1f1b", 1), 5)
+        context = BuildContext(dtype=torch.float64, compute_dtype=torch.float64, seed=5)
+        engine = distributed(describe(model), state, context, [range(9)], plan_schedule("1f1b", 1))
         before = {f"before {entry.name}": entry.tensor.detach().clone() for entry in engine.tensors}
         x, labels = images(model)
         forward_backward(engine, [MicroBatchInput(x, labels, len(x), range(len(x)))], len(x))
@@ -226,8 +225,8 @@ def _two_stages(frozen: tuple[str, ...], unused: bool) -> dict[str, Tensor]:
     try:
         bounds = [range(4)] if size == 1 else [range(2), range(2, 4)]
         model, double = describe(_model(make)), torch.float64
-        context = BuildContext(dtype=double, compute_dtype=double)
-        engine = DistributedModel(model, state, context, bounds, plan_schedule("1f1b", size), 5)
+        context = BuildContext(dtype=double, compute_dtype=double, seed=5)
+        engine = distributed(model, state, context, bounds, plan_schedule("1f1b", size))
         x, labels = images(_model(make))
         lost = [e for e in engine.copies if unused and e.name == "made.0.conv.weight" and e.tensor.requires_grad]
         for entry in lost:

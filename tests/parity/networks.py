@@ -18,9 +18,10 @@ from megasnn.layers import ConvNormNeuron, ParallelLinear
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from tests.models import given_to_shard
-from tests.models.networks import Plain
+from tests.models.networks import Bundles, Plain, Tied, UNet
 from tests.models.test_own_neurons import Own
 from tests.parity.beside import Case
+from tests.parity.zoo import CASES as ZOO
 from tests.parity.zoo import with_other_norms
 
 STEPS = 3
@@ -168,3 +169,10 @@ CASES = {
     "adaptive": _case(Own(kind="AdaptiveLIF"), partial(_own, AdaptiveNode)),
     "gated": _case(Own(kind="GatedLIF"), partial(_own, GatedNode)),
 }
+MODELS: dict[str, Model] = {
+    **{name: case.model for name, case in (ZOO | CASES).items()},
+    "unet": UNet(),
+    "bundles": Bundles(),
+    "tied": Tied(),
+}
+"""All small models beside the Spikformer and the VGG."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -12,7 +13,8 @@ from torch import Tensor
 from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.bundle import Bundle, logits_of
 from megasnn.checkpoint.load import load_globals_into
-from megasnn.engine.model import DistributedModel, ModelOptions
+from megasnn.config import ParallelConfig, PretrainConfig, TrainingConfig
+from megasnn.engine.model import DistributedModel
 from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
@@ -22,8 +24,9 @@ from megasnn.models.description import ModelDescription
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.parallel.sharding import Shard, own_rows
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
+from megasnn.pipeline.graphs import Capture
 from megasnn.pipeline.microbatch_state import MicroBatchInput
-from megasnn.pipeline.plan import shared_weights
+from megasnn.pipeline.plan import PipelinePlan, shared_weights
 from megasnn.schedule import SchedulePlan, plan_schedule
 from megasnn.schedule.partition import balanced_bounds
 from tests.gradients import forward_backward, merge_statistics
@@ -108,9 +111,23 @@ def build_engine(
     plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, state.pp.size)
     bounds = bounds or even_bounds(len(model.layers), len(plan.placement))
     plan = gathering(plan, model, bounds, context, layout)
-    return DistributedModel(
-        model, state, context, bounds, plan, options=ModelOptions(rows_have_owners=rows_have_owners)
-    )
+    return distributed(model, state, context, bounds, plan, rows_have_owners=rows_have_owners)
+
+
+def distributed(
+    model: ModelDescription,
+    state: ParallelState,
+    context: BuildContext,
+    bounds: Sequence[range],
+    schedules: SchedulePlan,
+    *,
+    graphs: Capture | None = None,
+    rows_have_owners: bool = False,
+) -> DistributedModel:
+    """A model on this rank by a plan of the test's own; initial values are those of the context's seed."""
+    parallel = ParallelConfig(use_distributed_optimizer=rows_have_owners)
+    config = PretrainConfig(model_config(), training=TrainingConfig(seed=context.seed), parallel=parallel)
+    return DistributedModel(model, state, context, PipelinePlan(tuple(bounds), schedules, 1), config, graphs)
 
 
 def even_bounds(layers: int, chunks: int) -> list[range]:

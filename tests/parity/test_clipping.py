@@ -155,20 +155,20 @@ def sharded_cases() -> list[object]:
 
 @pytest.mark.parametrize(("optimizer", "layout"), cases())
 def test_three_clipped_steps_equal_torch(ranks, optimizer: str, layout: Layout) -> None:
-    _require_equal(ranks, optimizer, layout, False)
+    require_equal(ranks, optimizer, layout, False)
 
 
 @pytest.mark.parametrize(("optimizer", "layout"), sharded_cases())
 def test_with_rows_that_replicas_own(ranks, optimizer: str, layout: Layout) -> None:
-    _require_equal(ranks, optimizer, layout, True)
+    require_equal(ranks, optimizer, layout, True)
 
 
 @pytest.mark.parametrize(("optimizer", "layout", "rows_have_owners"), gathered_cases())
 def test_with_weights_that_replicas_share(ranks, optimizer: str, layout: Layout, rows_have_owners: bool) -> None:
-    _require_equal(ranks, optimizer, layout, rows_have_owners)
+    require_equal(ranks, optimizer, layout, rows_have_owners)
 
 
-def _require_equal(ranks, optimizer: str, layout: Layout, rows_have_owners: bool) -> None:
+def require_equal(ranks, optimizer: str, layout: Layout, rows_have_owners: bool) -> None:
     before, after, norms = truth(optimizer)
     assert min(norms) > 2 * CLIP, "nothing would be clipped"
     images, labels = reference.data(sum(SIZES))

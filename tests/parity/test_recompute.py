@@ -30,7 +30,7 @@ from megasnn.schedule.passes import RECOMPUTE
 from tests.gradients import evaluated, forward_backward, merge_statistics
 from tests.models.networks import Bundles, Tied, UNet
 from tests.parity.networks import CalledAgain
-from tests.parity.ranks import Layout, even_bounds, model_config
+from tests.parity.ranks import Layout, distributed, even_bounds, model_config
 
 SAMPLES, MICRO_BATCH, SEED = 7, 2, 5
 MODELS: dict[str, Model] = {
@@ -69,7 +69,7 @@ def _step(name: str, layout: Layout, recompute: str | None, state: ParallelState
     bounds = even_bounds(len(model.layers), len(plan.placement))
     if recompute is not None:
         plan = plan.in_units(bounds, recompute)
-    engine = DistributedModel(model, state, BuildContext(state.tp, seed=SEED), bounds, plan, seed=SEED)
+    engine = distributed(model, state, BuildContext(state.tp, seed=SEED), bounds, plan)
     spikes: list[int] = []
     for _, neuron in engine.neurons():
         neuron.observer = lambda fired: spikes.append(int(fired.sum()))

@@ -1,4 +1,4 @@
-"""Every schedule ends on a transport that waits where NCCL waits, beside tensor and data parallelism, profiled or not.
+"""Every schedule ends on a transport that waits where NCCL waits, beside tensor and data parallelism.
 
 What waits for what is the same on four stages and on eight, so that only one schedule of each kind is there with eight;
 tests/parity/test_schedules.py runs all of them where Gloo carries them.
@@ -6,9 +6,7 @@ tests/parity/test_schedules.py runs all of them where Gloo carries them.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -18,11 +16,9 @@ from megasnn.config.optimizer import OptimizerConfig
 from megasnn.engine.model import DistributedModel
 from megasnn.optim.build import build_optimizer
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.pipeline.p2p import Transfers
 from megasnn.schedule import Action, plan_schedule
 from megasnn.schedule.actions import COMPUTE
-from megasnn.telemetry.timers import DeviceClock
 from tests.nccl_like import Device, nccl_like
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, build_engine, join, one_step, record_step
@@ -46,67 +42,35 @@ WORLDS: dict[World, Schedules] = {  # tensor, pipeline, data
 }
 
 
-class _Event:
-    """In place of torch.cuda.Event. The host is the stream that computes: what was recorded is over."""
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        self._time = time.perf_counter()
-
-    def synchronize(self) -> None:
-        assert self._time
-
-    def elapsed_time(self, other: _Event) -> float:
-        return 1e3 * (other._time - self._time)
-
-
-@contextmanager
-def _profiled(executor: PipelineExecutor) -> Iterator[None]:
-    """Observes every action with the clock of a GPU."""
-    executor.clock = clock = DeviceClock(torch.device("cuda"))
-    marks = []
-    with mock.patch("torch.cuda.Event", _Event):
-        executor.observer = lambda action, start, end: marks.extend((start, end))
-        yield
-        executor.observer = None
-        seconds = [clock.between(marks[0], mark) for mark in marks]
-    assert seconds and seconds == sorted(seconds)
-
-
 def _losses(
     device: Device,
     engine: DistributedModel,
     state: ParallelState,
     samples: int = SAMPLES,
-    profiled: bool = False,
     between: Callable[[], object] = lambda: None,
 ) -> list[float]:
     """The losses of some steps: in the second one spikes are looked at, and in the last no memory is taken any more."""
     images, labels = reference.data(samples)
     losses, started = list[float](), list(device.communicators)
     for number in range(STEPS):
-        with _profiled(engine.executor) if profiled else nullcontext():
-            losses.append(record_step(engine, state, images, labels, MICRO_BATCH, observes=number == 1).loss)
+        losses.append(record_step(engine, state, images, labels, MICRO_BATCH, observes=number == 1).loss)
         between()
     assert device.communicators == started, "something in a step was a first use"
     return losses
 
 
 def _of_schedules(device: Device, world: World, schedules: Schedules) -> list[list[float]]:
-    """By schedule, of which every second one is profiled."""
     found, (tensor, pipeline, _) = list[list[float]](), world
-    for number, (name, chunks) in enumerate(schedules):
+    for name, chunks in schedules:
         state = initialize_model_parallel(tp=tensor, pp=pipeline)
         engine = build_engine(state, plan_schedule(name, pipeline, chunks), torch.float64)
-        found.append(_losses(device, engine, state, profiled=bool(number % 2)))
+        found.append(_losses(device, engine, state))
         destroy_model_parallel()
     return found
 
 
 def _run(world: World, schedules: Schedules) -> list[list[float]]:
-    with nccl_like() as device, mock.patch("torch.cuda.synchronize", device.synchronize):
+    with nccl_like() as device:
         return _of_schedules(device, world, schedules)
 
 

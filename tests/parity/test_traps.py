@@ -20,7 +20,7 @@ from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.cost_model import LayerCost, PipelineCosts
 from megasnn.pipeline.profile_layers import profile_pipeline
 from megasnn.schedule.partition import balanced_bounds
-from tests.gradients import forward_backward, merge_statistics
+from tests.gradients import evaluated, forward_backward, merge_statistics
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import Layout, assemble, model_config, one_step
 from tests.parity.test_layouts import SIZES, error
@@ -111,7 +111,7 @@ def _statistics_before_and_after_evaluation() -> bool:
         forward_backward(engine, batches, 6)
         merge_statistics(engine, 2)
         before = [e.tensor.clone() for e in engine.tensors]
-        engine.evaluate(batches)
+        evaluated(engine, batches)
         engine.run_again(batches)
         return all(torch.equal(a, e.tensor) for a, e in zip(before, engine.tensors, strict=True)) and not any(
             norm.pending for norm in engine.norms

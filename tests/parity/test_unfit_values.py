@@ -23,9 +23,10 @@ from megasnn.parallel_state import destroy_model_parallel, initialize_model_para
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
-from tests.gradients import forward_backward
+from tests.gradients import evaluated, forward_backward
 from tests.models.networks import CLASSES, between
 from tests.nccl_like import nccl_like
+from tests.parity.ranks import distributed
 
 SIZES, UNFIT = (3, 3, 3, 2), {"drop", "first sum", "second sum"}
 
@@ -42,11 +43,15 @@ def _layers() -> Iterable[Layer]:
 def _model(tensor: int, pipeline: int, schedule: str, chunks: int) -> DistributedModel:
     state = initialize_model_parallel(tp=tensor, pp=pipeline)
     described = describe(between(_layers))
-    described = replace(described, layers=tuple(replace(each, output=Content.SPIKES) for each in described.layers))
+    layers = []
+    for each in described.layers:
+        entries = {key: replace(entry, content=Content.SPIKES) for key, entry in each.entries.items()}
+        layers.append(replace(each, entries=entries))
+    described = replace(described, layers=tuple(layers))
     plan = plan_schedule(schedule, pipeline, chunks)
     context = BuildContext(state.tp, torch.float32, torch.float32, dp=state.dp)
     bounds = balanced_bounds([1.0] * len(described.layers), len(plan.placement))
-    model = DistributedModel(described, state, context, bounds, plan)
+    model = distributed(described, state, context, bounds, plan)
     with torch.no_grad():
         for norm in model.norms:  # more neurons fire, in evaluation too
             assert norm.bias is not None
@@ -76,7 +81,7 @@ def _ends(tensor: int, pipeline: int, schedule: str, chunks: int) -> list[str]:
     inputs, told = _inputs(model), []
     before = [entry.tensor.clone() for entry in model.tensors]
     try:
-        for run in (lambda: model.evaluate(inputs), lambda: forward_backward(model, inputs, sum(SIZES))):
+        for run in (lambda: evaluated(model, inputs), lambda: forward_backward(model, inputs, sum(SIZES))):
             with pytest.raises(ValueError) as raised:
                 run()
             told.append(f"{place_of(raised.value)}: {raised.value}")

@@ -14,16 +14,14 @@ import torch
 
 from megasnn.kernels import NeuronSpec
 from megasnn.models.model import Model
-from tests.models.networks import Bundles, Tied, UNet
 from tests.models.steps import SIZES, assert_equal, one_step
 from tests.parity import spikingjelly_reference as reference
 from tests.parity import test_layouts as spikformer
 from tests.parity import test_vgg as vgg
-from tests.parity.networks import CASES as NETWORKS_OF_OTHERS
+from tests.parity.networks import MODELS
 from tests.parity.ranks import Layout, assemble
 from tests.parity.ranks import one_step as run_step
 from tests.parity.test_layouts import TOLERANCE, error, name_of
-from tests.parity.zoo import CASES as ZOO
 
 GRIDS = [
     (data, tensor, pipeline, schedule, weight)
@@ -83,19 +81,11 @@ def test_learned_time_constants(ranks, layout: Layout) -> None:
         assert error(gradients[name], value) < TOLERANCE, name
 
 
-NETWORKS: dict[str, Model] = {
-    **{name: case.model for name, case in (ZOO | NETWORKS_OF_OTHERS).items()},
-    "unet": UNet(),
-    "bundles": Bundles(),
-    "tied": Tied(),
-}
-
-
 def _networks() -> Iterator[Any]:
     """Three replicas with a micro-batch each, whose rows do not divide; two with one each. The suite takes every
     second model, each on one of these layouts in turn."""
     layouts = [Layout(3, 1, 1, weight=3), Layout(3, 1, 2, "zbv", weight=3, scatters=True), Layout(2, 1, 2, weight=2)]
-    for number, (name, model) in enumerate(NETWORKS.items()):
+    for number, (name, model) in enumerate(MODELS.items()):
         for at, layout in enumerate(layouts):
             marks = () if number % 2 == 0 and at == number // 2 % 3 or name == "tied" else pytest.mark.matrix
             yield pytest.param(model, layout, id=f"{name}-{_name(layout)}", marks=marks)

@@ -178,6 +178,7 @@ def test_windows_of_a_micro_batch_follow_each_other_with_the_same_samples() -> N
     with Engine(Small(frames=True), micro_batch_size=2, train_iters=1, bptt_steps=WINDOW, mixup_alpha=1.0) as engine:
         windows = engine.batches.inputs(engine.batches.share(images, labels, 5, 10), trains=True)
         assert [window.goes_on for window in windows] == [False, True] * 3
+        assert [window.samples for window in windows[::2]] == [range(10, 12), range(12, 14), range(14, 15)]
         for first, second in zip(windows[::2], windows[1::2], strict=True):
             assert first.samples == second.samples and first.labels is second.labels
             assert first.images.shape == (first.size, WINDOW, 2, 8, 8)
@@ -208,7 +209,6 @@ def test_a_run_in_windows_is_logged_profiled_and_evaluated(ranks, tmp_path_facto
     ranks(2, run_in_windows, str(tmp_path_factory.getbasetemp() / "cache"), str(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert sum(line["kind"] == "iteration" for line in lines) == 2
-    assert sum(line["kind"] == "scalars" and "pipeline/ms_measured" in line for line in lines) >= 1
     assert next(line for line in lines if line["kind"] == "validation")["samples"] == 10
 
 
@@ -257,7 +257,7 @@ class Weighted(Small):
     [
         (Small(), 3, "--time-steps 4 does not divide by --bptt-steps 3"),
         (Small(), 8, "--time-steps 4 does not divide by --bptt-steps 8"),
-        (Attached(), 2, r"stateful: Forgetful \(Forgetful\) has a `reset` but no `detach`"),
+        (Attached(), 2, "stateful: Forgetful .*no `detach`"),
         (Weighted(), 2, "weighted.weight depends on --time-steps 4: .* windows of --bptt-steps 2"),
     ],
 )

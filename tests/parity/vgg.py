@@ -13,7 +13,6 @@ from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, 
 from torch import Tensor, nn
 
 from megasnn.checkpoint.load import load_globals_into
-from megasnn.engine.model import DistributedModel
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, DropPath
 from megasnn.losses.sums import cross_entropy_sum, mse_sum, tet_sum
@@ -22,10 +21,10 @@ from megasnn.models.description import Built, LayerDescription, ModelDescription
 from megasnn.models.layer import Layer
 from megasnn.models.vgg_dvs.model import VggDvs, parse_channels
 from megasnn.parallel_state import destroy_model_parallel
-from megasnn.random import Draws
 from megasnn.schedule import plan_schedule
+from tests.distributed.whole import drawn
 from tests.parity import spikingjelly_reference as reference
-from tests.parity.ranks import Layout, RankStep, even_bounds, gathering, join, record_step
+from tests.parity.ranks import Layout, RankStep, distributed, even_bounds, gathering, join, record_step
 
 # Each kind of step: with pooling and without, to fewer channels than half (there the cheaper style is by row) and more.
 CONFIG = VggDvs(channels="8,8,P,32,8,P,16,P", image_size=16, time_steps=3, num_classes=5)
@@ -70,8 +69,7 @@ class _Masks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = []
         for sample in x.unbind(1):
-            draws = Draws(SEED, "dropout", "classifier.dropout", self.position)
-            uniform = torch.from_numpy(draws.words(sample.numel()) >> 8).double().view(sample.shape) / 2**24
+            uniform = drawn("dropout", "classifier.dropout", self.position, sample.numel(), SEED).view(sample.shape)
             out.append(sample * (uniform >= self.p) / (1 - self.p))
             self.position += 1
         return torch.stack(out, dim=1)
@@ -87,8 +85,8 @@ class _Paths(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         places = range(self.position, self.position + x.shape[1])
         self.position = places.stop
-        kept = [Draws(SEED, "drop path", "drop", place).unit() >= self.p for place in places]
-        return x * torch.tensor(kept).view(1, -1, 1) / (1 - self.p)
+        kept = torch.cat([drawn("drop path", "drop", place, 1, SEED) for place in places]) >= self.p
+        return x * kept.view(1, -1, 1) / (1 - self.p)
 
 
 class SmallVgg(nn.Module):
@@ -176,7 +174,8 @@ def one_step(
         plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
         bounds = even_bounds(len(model.layers), len(plan.placement))
         plan = gathering(plan, model, bounds, context, layout)
-        engine = DistributedModel(model, state, context, bounds, plan, loss=LOSSES[variant.loss])
+        engine = distributed(model, state, context, bounds, plan)
+        engine.loss = LOSSES[variant.loss]
         load_globals_into(engine.tensors, CONFIG.from_spikingjelly(weights), state.world.handle)
         return record_step(engine, state, *data(dtype), micro_batch_size)
     finally:

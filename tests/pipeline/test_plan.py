@@ -12,7 +12,6 @@ from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.build import describe
 from megasnn.models.model import run_config
-from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import profile_layers
 from megasnn.pipeline.cost_model import LayerCost
@@ -86,24 +85,3 @@ def test_one_rank_searches_for_all_and_its_refusal_is_everybodys(ranks) -> None:
     assert first == second and len(first.schedules.decided) == 1
     told = ranks(2, _plan, 5, False, {"pipeline_schedule": "gpipe", "memory_budget": 1e-6})
     assert all("--memory-budget" in text for text in told)
-
-
-def _decide(works: bool) -> str:
-    from tests.distributed.whole import everybody
-
-    group = everybody("world")
-
-    def decide() -> str:
-        if not works:
-            raise ValueError(f"rank {group.rank} refuses")
-        return f"rank {group.rank} decided"
-
-    try:
-        return broadcast_result(group.handle, decide)
-    except ValueError as error:
-        return str(error)
-
-
-def test_the_first_rank_decides_and_its_refusal_is_everybodys(ranks) -> None:
-    assert ranks(3, _decide, True) == ["rank 0 decided"] * 3
-    assert ranks(3, _decide, False) == ["rank 0 refuses"] * 3

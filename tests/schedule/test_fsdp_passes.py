@@ -104,12 +104,6 @@ def test_replicas_with_other_numbers_of_micro_batches_are_refused() -> None:
         plan.sharing(SharedWeights((2, 2)), [4, 3])
 
 
-@pytest.mark.parametrize("unit_bytes", [(1, 2), (1, 2, -1, 1)])
-def test_what_cannot_be_is_refused(unit_bytes: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="bytes for 4 units"):
-        SharedWeights(unit_bytes).insert(of_units("1f1b", 2, 2, 2))
-
-
 def test_a_computation_waits_for_its_weights_and_they_for_the_link() -> None:
     """One rank, two units of 10 and 20; forwards take 4, backwards 6; the gather of unit 0 takes 3, of unit 1 5."""
     schedule = SharedWeights((10, 20), frozenset({0, 1})).insert(of_units("1f1b", 1, 1, 2))

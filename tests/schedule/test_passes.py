@@ -69,12 +69,6 @@ def test_units_take_as_long_as_their_chunks(name: str) -> None:
         assert counts[0] == UNITS * counts[1]
 
 
-@pytest.mark.parametrize("units", [[1, 0], [2], [1, 1, 1]])
-def test_a_chunk_needs_a_unit(units: list[int]) -> None:
-    with pytest.raises(ValueError, match="2 chunks"):
-        refine(generate("1f1b", 2, 3), units)
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("mode", RECOMPUTE)
 def test_what_is_computed_again_and_when(name: str, mode: str) -> None:

@@ -62,7 +62,7 @@ def test_charts_of_several_lines_find_their_scalars(tmp_path) -> None:
     patterns = {title: chart[1][0] for group in charts().values() for title, chart in group.items()}
     assert all(re.match(patterns["loss"], card(name)) for name in ("training/loss", "validation/loss"))
     assert not re.match(patterns["loss"], card("training/learning_rate"))
-    assert re.match(patterns["peak memory of each rank, MB"], card("memory/peak_mb_rank0"))
+    assert re.match(patterns["peak memory of a rank, largest and mean, MB"], card("memory/peak_mb_mean"))
 
 
 def test_texts_and_pictures_stand_in_the_same_run(tmp_path) -> None:

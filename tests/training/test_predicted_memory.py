@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +23,7 @@ from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.parallel import gradient_buckets
 from megasnn.parallel.gradient_buckets import BUCKET_BYTES
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megasnn.preprocess.sample import shards_of_sample
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.memory import forecast_memory, layer_costs, peak_of
@@ -142,3 +148,23 @@ def test_a_budget_is_kept_as_it_was_predicted(ranks) -> None:
     gpipe["memory_budget"] = budget = 0.7e-6 * without
     ((predicted, counted),) = ranks(1, predicted_and_counted, VGG, gpipe, {})
     assert predicted == pytest.approx(counted, rel=0.1) and 1e-6 * predicted <= budget
+
+
+def test_prediction_and_peak_agree_in_fresh_processes_and_loaded_state_counts_once(tmp_path) -> None:
+    flags = "--embed-dim 512 --num-heads 8 --depth 4 --train-iters 2 --log-interval 1 --eval-iters 0 --save".split()
+    found = []
+    # Written here, so that not the first run alone imports scikit-learn for it.
+    with mock.patch.dict(os.environ, MEGASNN_CACHE=str(tmp_path)):
+        shards_of_sample(events=False)
+    for more in (("--exit-interval", "1"), ("--load", str(tmp_path / "run"))):
+        arguments = [str(tmp_path), *flags, str(tmp_path / "run"), *more]
+        program = f"from tests.training.runs import train; train(*{arguments})"
+        subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=True, timeout=100)
+    for line in map(json.loads, (tmp_path / "run" / "log.jsonl").read_text().splitlines()):
+        found += line["mb"] if line["kind"] == "memory_predicted" else []
+        if line["kind"] == "memory":
+            (predicted,), (peak,) = line["predicted_mb"], line["peak_mb"]
+            assert 0.8 < peak / predicted < 1.25
+    fresh, resumed = found
+    assert resumed["optimizer"] == fresh["optimizer"] > 50
+    assert abs(resumed["program"] - fresh["program"]) < resumed["optimizer"] / 2
