@@ -346,17 +346,24 @@ class Convolve(torch.autograd.Function):
         grad_images = from_rows(grad_rows, grad.shape).flatten(0, 1)
         finish: Callable[[], Tensor] | None = None
         if ctx.needs_input_grad[0]:
-            space = pooled_space(ctx.input_shape[3:], plan.pool)
-            product = plan.products.input_gradient(grad_images, _images_kernel(weight, grad.dtype), space)
-            rows = product.movedim(1, -1).reshape(-1, product.shape[1])
-            finish = sum_and_scatter_columns(rows, plan.group, "backward") if plan.gather else lambda: rows
+            finish = _start_input_gradient(
+                grad_images, _images_kernel(weight, grad.dtype), plan, pooled_space(ctx.input_shape[3:], plan.pool)
+            )
             if plan.whole:  # each rank has computed what its own output channels contribute
-                all_reduce_sum(rows, plan.group, "backward")
+                all_reduce_sum(finish(), plan.group, "backward")
         if ctx.leave is not None:
             add = partial(_add_weight_gradient, plan, payloads, ctx.input_shape, grad_images)
             ctx.leave(add)
         grad_x = None if finish is None else _unpooled(finish(), ctx.input_shape, plan.pool)
         return grad_x, None, None, None, None, None
+
+
+def _start_input_gradient(grad: Tensor, weight: Tensor, plan: ConvPlan, space: torch.Size) -> Callable[[], Tensor]:
+    """Computes the input gradient and, where the input was gathered, starts summing it over the ranks; the returned
+    function waits and gives this rank's rows. Apart from backward, which would keep the whole gradient to its end."""
+    product = plan.products.input_gradient(grad, weight, space)
+    rows = product.movedim(1, -1).reshape(-1, product.shape[1])
+    return sum_and_scatter_columns(rows, plan.group, "backward") if plan.gather else lambda: rows
 
 
 def _add_weight_gradient(

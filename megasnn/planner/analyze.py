@@ -29,7 +29,7 @@ from megasnn.parallel.process_group import choose_device
 from megasnn.parallel.sharding import sharded_tensors
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.profile_layers import COUNTED_AS_THEY_ARE, TRIAL_SAMPLES, count_memory
-from megasnn.planner.cost_file import FORMAT, Analysis, Counted, CutAxis, HeldTensor, LayerFacts, identity
+from megasnn.planner.cost_file import Analysis, Counted, CutAxis, HeldTensor, LayerFacts, identity
 from megasnn.precisions import PRECISIONS
 
 TENSOR_SIZES = 1, 2, 3, 4, 6, 8, 12, 16
@@ -95,7 +95,7 @@ def counted_sizes(
             shared[axis] = counted(model, config, tensor, context, "rows" if axis == "rows" else "samples", on_cpu)
     alone = counted(model, config, 1, on_cpu=on_cpu)
     about = identity(config)
-    return Analysis(FORMAT, config.model.name, about, layers, trial_sizes(config), alone, shared, possible)
+    return Analysis(config.model.name, about, layers, trial_sizes(config), alone, shared, possible)
 
 
 def _facts(told: LayerDescription) -> LayerFacts:

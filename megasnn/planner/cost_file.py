@@ -20,7 +20,6 @@ from megasnn.grid import ContextCut
 from megasnn.pipeline.cost_model import LayerCost
 from megasnn.planner.machines import Machine
 
-FORMAT: Literal[3] = 3
 _ADVICE = "make it anew with `analyze`"
 
 CutAxis = Literal["tensor", "samples", "rows"]
@@ -118,7 +117,6 @@ class Analysis:
         machine: where it was measured; None: nowhere.
     """
 
-    format: Literal[3]
     model: str
     about: dict[str, FreeForm]
     layers: tuple[LayerFacts, ...]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -14,10 +12,8 @@ from megasnn.config import PretrainConfig
 from megasnn.grid import ContextCut
 from megasnn.host_memory import keep_free_memory, release_free_memory
 from megasnn.models.description import ModelDescription
-from megasnn.optim.build import build_optimizer
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.process_group import start_process_group
-from megasnn.parallel.sharding import materialise, sharded_tensors
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.profile_layers import profile_layers, profile_pipeline
@@ -26,7 +22,6 @@ from megasnn.planner.cost_file import Analysis, LayerSeconds, Timed
 from megasnn.planner.machines import DEVICES, Machine
 from megasnn.telemetry.memory import held_memory_mb, processor_name
 
-STEPS = 5  # of the optimizer
 Size = tuple[int, int, ContextCut]
 ONE: Size = (1, 1, "samples")
 
@@ -52,11 +47,10 @@ def measured(model: ModelDescription, config: PretrainConfig, known: Analysis | 
             costs = _together(model, config, device, size, ranks)
             timed.append(_timed(config, costs.layers, size, ranks))
             link = costs.link if size == ONE else link
-    update = _seconds_of_update(model, config, device)
 
     def put_together() -> Analysis:
         assert known is not None, "the first rank knows it"
-        return replace(known, timed=tuple(timed), machine=_machine(device, link, update, ranks))
+        return replace(known, timed=tuple(timed), machine=_machine(device, link, ranks))
 
     found = broadcast_result(world, put_together)
     if ranks > 1 and not joined_before:
@@ -64,12 +58,11 @@ def measured(model: ModelDescription, config: PretrainConfig, known: Analysis | 
     return found
 
 
-def _machine(device: torch.device, link: LinkCost | None, update: float, ranks: int) -> Machine:
+def _machine(device: torch.device, link: LinkCost | None, ranks: int) -> Machine:
     """The machine that seconds were measured on; sizes that were not measured are scaled by rates of the table.
 
     Args:
         link: between two ranks; None where there was one.
-        update: seconds that the optimizer takes for each byte of parameters.
     """
     is_cpu = device.type == "cpu"
     base = DEVICES["cpu-core" if is_cpu else "h100"]
@@ -80,7 +73,6 @@ def _machine(device: torch.device, link: LinkCost | None, update: float, ranks: 
         least=0.0,
         start=0.0,
         alone=1.0,  # seconds are there of one rank, and of all at the same time
-        update=update,
         within=link or base.within,
         program=1e6 * held_memory_mb(device) if is_cpu else base.program,
         memory=base.memory if is_cpu else float(torch.cuda.get_device_properties(device).total_memory),
@@ -120,26 +112,3 @@ def _timed(config: PretrainConfig, layers: Sequence[LayerCost], size: Size, rank
     samples = -(-samples // context) if cut == "samples" else samples
     seconds = tuple(LayerSeconds(each.forward, each.input_gradient, each.weight_gradient) for each in layers)
     return Timed(tensor, context, cut, samples, ranks, seconds)
-
-
-def _seconds_of_update(model: ModelDescription, config: PretrainConfig, device: torch.device) -> float:
-    """Seconds of the optimizer, for each byte of the parameters."""
-    layers = model.named_layers(one_rank(config, device.type == "cpu"))
-    materialise(layers, device, seed=0)
-    tensors = list(sharded_tensors(layers))
-    parameters = [entry.tensor for entry in tensors if entry.is_parameter]
-    for each in parameters:
-        each.grad = torch.zeros_like(each)
-    optimizer = build_optimizer(tensors, config.optimizer)
-    times = []
-    for _ in range(STEPS):
-        begin = _now(device)
-        optimizer.step()
-        times.append(_now(device) - begin)
-    return median(times[1:]) / max(1, sum(each.nbytes for each in parameters))
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

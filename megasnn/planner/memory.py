@@ -109,24 +109,17 @@ def states_of(
         tensors: of its layers. weight: replicas that share weights. owners: ranks that share the rows of each of them.
     """
     trained = [each for each in tensors if each.is_parameter]
-    kept = {each.name: row_bytes([each], weight) for each in tensors if each.is_parameter}
-    owned = {each.name: row_bytes([each], weight * owners) for each in tensors if each.is_parameter}
-    buffers = sum(_bytes(each) for each in tensors if not each.is_parameter)
-    averages = 0 if not optimizer.ema_decay else sum(owned.values()) + buffers
-    sums = sum(kept[each.name] for each in trained) * (weight > 1)
-    sums += sum(owned[each.name] for each in trained) * (owners > 1)
-    kinds = OPTIMIZERS[optimizer.optimizer].state
-    exchanged, whole = 0, sum(_bytes(each) for each in trained)
-    if weight * owners > 1:
-        exchanged = _exchanged(whole, weight if weight > 1 else owners, on_gpu)
+    whole, buffers = sum(map(_bytes, trained)), sum(_bytes(each) for each in tensors if not each.is_parameter)
+    kept, owned = (sum(_row_bytes(each, ranks) for each in trained) for ranks in (weight, weight * owners))
+    recipe = OPTIMIZERS[optimizer.optimizer]
     return States(
-        weights=sum(kept.values()) + buffers + averages,
-        gradients=whole + sums,
-        optimizer=sum(4 if kind == "step" else owned[each.name] for each in trained for kind in kinds),
-        exchanged=exchanged,
-        reduced=sum(kept[each.name] for each in trained),
-        updated=sum(owned[each.name] for each in trained),
-        working=int(OPTIMIZERS[optimizer.optimizer].working_copies * sum(owned[each.name] for each in trained)),
+        weights=kept + buffers + (owned + buffers if optimizer.ema_decay else 0),
+        gradients=whole + kept * (weight > 1) + owned * (owners > 1),
+        optimizer=sum(4 * len(trained) if kind == "step" else owned for kind in recipe.state),
+        exchanged=_exchanged(whole, weight if weight > 1 else owners, on_gpu),
+        reduced=kept,
+        updated=owned,
+        working=int(recipe.working_copies * owned),
     )
 
 
@@ -135,13 +128,10 @@ def bucket_bytes(on_gpu: bool) -> int:
     return GPU_BUCKET_BYTES if on_gpu else BUCKET_BYTES
 
 
-def row_bytes(tensors: Iterable[HeldTensor], ranks: int) -> int:
+def _row_bytes(tensor: HeldTensor, ranks: int) -> int:
     """Bytes of the first rank, which has most rows, where so many share them."""
-    total = 0
-    for each in tensors:
-        rows = each.shape[0] if each.shape else 1
-        total += _bytes(each) // max(rows, 1) * -(-rows // ranks)
-    return total
+    rows = tensor.shape[0] if tensor.shape else 1
+    return _bytes(tensor) // max(rows, 1) * -(-rows // ranks)
 
 
 def _exchanged(trained: int, ranks: int, on_gpu: bool) -> int:

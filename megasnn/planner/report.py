@@ -7,10 +7,10 @@ from collections import Counter
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.planner.candidates import Candidate
 from megasnn.planner.cost_file import Analysis, CutAxis
+from megasnn.planner.machines import GB
 from megasnn.planner.plan import Plan
 
 SHOWN = 12  # candidates
-GB = 1e9
 WAYS: tuple[tuple[CutAxis, str], ...] = (
     ("tensor", "tensor"),
     ("samples", "context by samples"),

@@ -13,7 +13,7 @@ from megasnn.config import PretrainConfig
 from megasnn.config.checks import flag
 from megasnn.planner.candidates import Candidate, Layout, Prefer, given_flags, layouts
 from megasnn.planner.cost_file import Analysis
-from megasnn.planner.machines import Cluster
+from megasnn.planner.machines import GB, Cluster
 from megasnn.planner.predict import Predicted, Predictor
 from megasnn.schedule.passes import NEVER
 
@@ -23,7 +23,6 @@ SLOWER = 4.0  # times the fastest step: a grid whose 1F1B takes longer has no be
 OF_GRID = 4  # layouts of one grid that are simulated before those of others
 MOST_COMPUTATIONS = 40_000  # of a schedule that is simulated
 MOST_REASONS = 4  # told of a search that finds nothing
-GB = 1e9
 
 
 class PlanError(ValueError):

@@ -2,7 +2,7 @@
 
     torchrun ... tests/faults/driver.py FAULT RANK [flags of pretrain_spikformer.py]
 
-Faults happen in the last micro-batch of the second step, unless their function says otherwise.
+Faults happen in the forward of the last micro-batch of the second step, unless their function says otherwise.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megasnn.checkpoint import save
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.engine import mesh as program
+from megasnn.layers.weight_grad import WeightGradients
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.telemetry.records import StepResult
 from megasnn.telemetry.timers import DeviceClock
@@ -35,22 +36,18 @@ MICRO_BATCHES = 2  # of a step, on every rank
 PID_FILE = "MEGASNN_TEST_PID_FILE"
 
 
-def _in_second_step(method: str, act: Callable[[], None]) -> None:
-    """Acts in a chunk's work on the last micro-batch of the second step.
-
-    Args:
-        method: of a chunk, whose last argument is the number of the micro-batch.
-    """
-    original, calls = getattr(PipelineChunk, method), Counter[PipelineChunk]()
+def _in_second_step(act: Callable[[], None]) -> None:
+    """Acts in a chunk's forward of the last micro-batch."""
+    forward, calls = PipelineChunk.forward, Counter[PipelineChunk]()
 
     def counted(self: PipelineChunk, *arguments: Any) -> Any:
         if arguments[-1] == MICRO_BATCHES - 1:
             calls[self] += 1
             if calls[self] == 2:
                 act()
-        return original(self, *arguments)
+        return forward(self, *arguments)
 
-    mock.patch.object(PipelineChunk, method, counted).start()
+    mock.patch.object(PipelineChunk, "forward", counted).start()
 
 
 def _fail() -> None:
@@ -58,12 +55,19 @@ def _fail() -> None:
 
 
 def raise_in_step() -> None:
-    _in_second_step("forward", _fail)
+    _in_second_step(_fail)
 
 
 def raise_in_weight_gradient() -> None:
-    """After the weight gradient, where a schedule splits the backward."""
-    _in_second_step("finished", _fail)
+    """In the first one of the second step."""
+    step = Engine.train_on
+
+    def broken(self: Engine, batch: GlobalBatch) -> StepResult:
+        if self.iteration == 1:
+            mock.patch.object(WeightGradients, "added", side_effect=RuntimeError("injected fault")).start()
+        return step(self, batch)
+
+    mock.patch.object(Engine, "train_on", broken).start()
 
 
 LOST = "CUDA error: an illegal memory access was encountered"
@@ -94,7 +98,7 @@ def _lose_the_gpu() -> None:
 
 def lose_the_gpu() -> None:
     """As torch tells of a kernel's error, at the first thing that asks the GPU for something."""
-    _in_second_step("forward", _lose_the_gpu)
+    _in_second_step(_lose_the_gpu)
 
 
 def slow_evaluation() -> None:
@@ -126,7 +130,7 @@ def stall_in_step() -> None:
         while True:
             time.sleep(0.1)
 
-    _in_second_step("forward", stall)
+    _in_second_step(stall)
 
 
 def raise_while_saving() -> None:

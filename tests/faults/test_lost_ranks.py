@@ -19,7 +19,7 @@ PLACE = r"rank \d, pipeline stage \d, action "
     ("layout", "size", "fault", "faulty", "place"),
     [
         (PP3, 3, "raise_in_step", 2, "pipeline stage 2, action 2F1, micro-batch 1"),
-        (("--pipeline-schedule", "zbv", *PP2[2:4]), 2, "raise_in_weight_gradient", 0, "pipeline stage 0, action 3W1"),
+        (("--pipeline-schedule", "zbv", *PP2[2:4]), 2, "raise_in_weight_gradient", 0, "pipeline stage 0, action 3W"),
     ],
     ids=["step", "weight gradient"],
 )

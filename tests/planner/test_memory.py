@@ -16,8 +16,7 @@ from megasnn.grid import Grid
 from megasnn.optim.build import state_bytes, working_bytes
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.planner.candidates import Layout, with_layout
-from megasnn.planner.cost_file import Analysis
-from megasnn.planner.predict import Predicted, Predictor
+from megasnn.planner.predict import Predictor
 from megasnn.schedule import ChunkCost
 from megasnn.schedule.named import SCHEDULES
 from megasnn.training.memory import layer_costs, peak_of
@@ -42,11 +41,9 @@ LAYOUTS = {
 STATES = "weights", "gathered", "gradients", "optimizer"
 
 
-def foreseen(layout: Layout, known: Analysis) -> tuple[Predicted, tuple[ChunkCost, ...]]:
-    """What is foreseen, and the costs of the chunks behind it."""
-    predictor = Predictor(known, config(), cluster(layout.ranks))
-    predicted = predictor.predict(layout)
-    return predicted, tuple(predictor.costs(layout).of_chunks(predicted.bounds, layout.placement))
+def with_lamb() -> PretrainConfig:
+    """An optimizer whose step takes memory of its own."""
+    return replace(config(), optimizer=OptimizerConfig(optimizer="lamb"))
 
 
 def of_run(layout: Layout, bounds: tuple[range, ...], costs: tuple[ChunkCost, ...]) -> dict[str, float]:
@@ -58,7 +55,7 @@ def of_run(layout: Layout, bounds: tuple[range, ...], costs: tuple[ChunkCost, ..
     grid = layout.grid
     state = initialize_model_parallel(tp=grid.tp, pp=grid.pp, dp_shard=grid.dp_shard, cp=grid.cp)
     try:
-        run = with_layout(config(), layout, bounds)
+        run = with_layout(with_lamb(), layout, bounds)
         with Engine(run, length=Length(9)) as engine:
             distributed, plan = engine.distributed, engine.plan
             if SCHEDULES[layout.schedule].looks_at_costs:
@@ -73,6 +70,7 @@ def of_run(layout: Layout, bounds: tuple[range, ...], costs: tuple[ChunkCost, ..
                 "gathered": gathered,
                 "gradients": distributed.data_parallel.held_bytes,
                 "optimizer": state_bytes(trained, run.optimizer),
+                "working": working_bytes(distributed.owned, run.optimizer),
                 "peak": peak.kept + peak.working + peak.messages,
             }
         return {name: 1e-6 * value for name, value in found.items()}
@@ -87,38 +85,15 @@ CASES = [pytest.param(name, marks=() if name in USUAL else pytest.mark.matrix) f
 @pytest.mark.parametrize("name", CASES)
 def test_as_a_run_foresees_it(ranks, name: str) -> None:
     layout = LAYOUTS[name]
-    predicted, costs = foreseen(layout, on_cpu())
-    memory = predicted.memory
+    predictor = Predictor(on_cpu(), with_lamb(), cluster(layout.ranks))
+    predicted, states = predictor.predict(layout), predictor.states(layout)
+    costs = tuple(predictor.costs(layout).of_chunks(predicted.bounds, layout.placement))
     found = ranks(layout.ranks, of_run, layout, predicted.bounds, costs)
     stages = found[:: len(found) // layout.grid.pp]
-    assert len(stages) == len(memory)
-    for mine, theirs in zip(memory, stages, strict=True):
+    for mine, of_rank, theirs in zip(predicted.memory, states, stages, strict=True):
         for part in STATES:
             assert getattr(mine, part) == pytest.approx(theirs[part], rel=0.05), part
-        assert mine.kept + mine.working + mine.messages == pytest.approx(theirs["peak"], rel=0.05)
-
-
-def with_lamb() -> PretrainConfig:
-    return replace(config(2, 1), optimizer=OptimizerConfig(optimizer="lamb"))
-
-
-def of_lamb_in_a_run(layout: Layout) -> int:
-    grid = layout.grid
-    initialize_model_parallel(tp=grid.tp, pp=grid.pp, dp_shard=grid.dp_shard)
-    try:
-        run = with_layout(with_lamb(), layout)
-        with Engine(run, length=Length(9)) as engine:
-            return working_bytes(engine.distributed.owned, run.optimizer)
-    finally:
-        destroy_model_parallel()
-
-
-@pytest.mark.parametrize("name", ["one", "data, sharded", "weight", "tensor"])
-def test_what_the_step_of_lamb_takes_is_foreseen(ranks, name: str) -> None:
-    layout = LAYOUTS[name]
-    predictor = Predictor(on_cpu(), with_lamb(), cluster(layout.ranks))
-    (mine,) = predictor.states(layout)
-    assert mine.working == max(ranks(layout.ranks, of_lamb_in_a_run, layout)) > mine.updated
-    (memory,) = predictor.predict(layout).memory
-    others = memory.kept + memory.working + memory.messages + memory.gathered
-    assert memory.update == pytest.approx(max(0.0, 1e-6 * mine.working - others))
+        peak = mine.kept + mine.working + mine.messages
+        assert peak == pytest.approx(theirs["peak"], rel=0.05)
+        assert 1e-6 * of_rank.working == pytest.approx(theirs["working"]) and of_rank.working > of_rank.updated
+        assert mine.update == pytest.approx(max(0.0, theirs["working"] - peak - mine.gathered))
