@@ -16,9 +16,10 @@ from megasnn.models.registry import MODELS
 
 HEAD = """# Flags
 
-Every flag that all models share; those of a model are in `python -m megasnn MODEL --help`. Values come from the
-defaults, `--variant`, the recipe or file of `--config`, and flags; later ones win. A switch has a negative form:
-`--no-shuffle`. `python tools/flags.py > docs/flags.md` writes this page.
+Look up here what a flag does and its default: every flag that all models share. Those of a model are in
+`python -m megasnn MODEL --help`. Values come from the defaults, `--variant`, the recipe or file of `--config`, and
+flags; later ones win. A switch has a negative form: `--no-shuffle`. `python tools/flags.py > docs/flags.md` writes this
+page.
 
 | flag | default | |
 |---|---|---|

@@ -1,6 +1,6 @@
 """Draw samples of shards into a PNG: images, or the frames of event recordings in two colours.
 
-    megasnn-show-data SHARDS --output samples.png
+    megasnn-show-data "SHARDS/train-*.tar" --output samples.png
     megasnn-show-data "SHARDS/train-{00000..00017}.tar" --output samples.png --samples 4 --time-steps 10
 
 Red is where it became brighter, blue where darker. The frames of a sample go from left to right, with its key and class

@@ -126,8 +126,8 @@ class DistributedModel:
         self.owned = [self.data_parallel.owned(entry) for entry in self.tensors]
         gradient = self.data_parallel.gradient
         self.ties = Ties(model, bounds, placement, self.chunks, state.pp, state.wire, gradient, kept)
+        context.weight_gradients.observer = self.data_parallel.accumulated
         for chunk in self.chunks.values():
-            chunk.weight_gradients.observer = self.data_parallel.accumulated
             if graphs is not None:
                 chunk.capture_graphs(graphs)
         self.described = describe_tensors(model, context.dtype)

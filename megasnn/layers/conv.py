@@ -399,7 +399,7 @@ def _bits_of_images(payloads: list[Tensor], plan: ConvPlan) -> Tensor | None:
 
 def _images_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Two-dimensional, in the type that is computed in."""
-    return weight[(..., *[None] * (4 - weight.ndim))].to(dtype)  # a view would give a single channel other strides
+    return weight[(..., *[None] * (4 - weight.ndim))].to(dtype)  # .view would give a single channel other strides
 
 
 def _unpooled(rows: Tensor, shape: torch.Size, pool: int) -> Tensor:

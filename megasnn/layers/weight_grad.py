@@ -23,7 +23,7 @@ Task = Callable[[], None]
 
 
 class WeightGradients:
-    """Tasks that the layers of one chunk leave for later.
+    """Tasks that the layers of a rank's chunks leave for later.
 
     Whether a task runs at once or deferred, it is the same computation, and each parameter's tasks run in the order
     in which backward left them: the sums have the same bits.

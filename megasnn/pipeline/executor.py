@@ -35,7 +35,7 @@ class PipelineExecutor:
     """Executor of any schedule, on a single rank, too. An error notes rank, stage, action and micro-batch.
 
     Args:
-        chunks: this rank's chunks by index.
+        chunks: of this rank, or units of them, as the schedule numbers them.
         loss: called on the rank of the last chunk, in each forward of a training step.
         sync: data parallelism; None where gradients are not reduced.
         weights: gathers weights when they are used; None where they are always there.
@@ -141,7 +141,7 @@ class PipelineExecutor:
         # What the first chunk takes stays in the batch.
         given, carried = ((), ()) if chunk.is_first else (run.inputs[key], chunk.receives)
         run.kept[key] = kept = PackedInput(given, carried)
-        with recording(kept.findings):
+        with recording(kept.collected):
             y = self._output(run, key)
         self._hand_on(run, key, y)
         del run.backwards[key]  # and with it the graph; it has shown what needs a gradient
@@ -151,7 +151,7 @@ class PipelineExecutor:
         kept = run.kept.pop(key)
         if not chunk.is_first:
             run.inputs[key] = kept.restored()
-        with chunk.only_graph(), replaying(kept.findings):
+        with chunk.only_graph(), replaying(kept.collected):
             y = self._output(run, key)
             if chunk.is_last:
                 loss = self._loss(y, run.micro_batches[key[1]].labels, True)

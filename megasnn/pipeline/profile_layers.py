@@ -214,12 +214,12 @@ class _Trial:
 
     def _found(self) -> int:
         """Bytes that a forward keeps beside its input where it is computed again."""
-        findings: Cache = deque()
+        collected: Cache = deque()
         run = StepState([self._micro], self._anchor)
         run.inputs[self._key] = [*self._given]
-        with recording(findings):
+        with recording(collected):
             self._forward(run)
-        parts = (part for each in findings for part in ([each] if isinstance(each, Tensor) else each))
+        parts = (part for each in collected for part in ([each] if isinstance(each, Tensor) else each))
         return sum(part.nbytes for part in parts)
 
     def _forward(self, run: StepState) -> list[Tensor]:

@@ -31,13 +31,13 @@ class PackedInput:
     Args:
         tensors: of `carried`.
     Attributes:
-        findings: of the first forward, for the second one.
+        collected: results of exchanges in the first forward, for the second one.
     Raises:
         ValueError: outside of a step, values that do not fit their format.
     """
 
     def __init__(self, tensors: Sequence[Tensor], carried: Sequence[Carried]) -> None:
-        self.findings: Cache = deque()
+        self.collected: Cache = deque()
         self._packed = [_packed(tensor, each) for tensor, each in zip(tensors, carried, strict=True)]
 
     def restored(self) -> list[Tensor]:

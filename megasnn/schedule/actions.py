@@ -3,9 +3,10 @@
 An action prints in the notation of ``torch.distributed.pipelining``: ``2F0`` is the forward of chunk 2
 on micro-batch 0 and ``1B3`` the backward of chunk 1 on micro-batch 3, or in two parts ``1I3``, the gradient of its
 input, and ``1W3``, that of its weights. ``1R3`` computes the forward again where it kept nothing for the backward.
-``0SEND_F2`` sends what chunk 0 computed from micro-batch 2. ``0REDUCE_GRAD`` reduces the gradients of chunk 0 over the
-data parallel replicas. Where replicas shard weights, ``3UNSHARD`` starts to gather those of chunk 3, ``3RESHARD`` frees
-them, and ``3REDUCE_SCATTER5`` sends the gradients of micro-batch 5 to the ranks that keep them.
+``0SEND_F2`` sends what chunk 0 computed from micro-batch 2. ``0REDUCE_GRAD`` ends the sums of chunk 0's gradients
+over the data parallel replicas: those that are complete are on their way already. Where replicas shard weights,
+``3UNSHARD`` starts to gather those of chunk 3, ``3RESHARD`` frees them, and ``3REDUCE_SCATTER5`` sends the gradients of
+micro-batch 5 to the ranks that keep them.
 
 A chunk is a contiguous run of layers (elsewhere: a virtual stage). Chunks are numbered from the input to the loss over
 the whole pipeline, and `Schedule.placement` gives the pipeline rank of each.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.telemetry.spikes import Raster
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from megasnn.telemetry.spikes import Raster  # drawing a schedule needs no torch
 
 Picture = NDArray[np.uint8]
 """[height, width, 3]"""

@@ -76,7 +76,7 @@ class _Live:
     def _bytes(self) -> int:
         found = [each.tensor for each in self._holders]
         for kept in self._inputs:
-            found += [each if isinstance(each, Tensor) else each[1] for each in kept._packed] + list(kept.findings)
+            found += [each if isinstance(each, Tensor) else each[1] for each in kept._packed] + list(kept.collected)
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}
         return sum(size for place, size in storages.items() if place not in self._known)
 

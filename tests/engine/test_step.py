@@ -80,7 +80,7 @@ def test_a_step_is_read_once_and_copies_from_pinned_memory(ranks, model, count, 
         assert found.first == found.second == found.smaller == ["megasnn/engine/model.py, check: tolist"]
         reads = "model.py, forward: tolist", "engine.py, evaluate_on: tolist"
         assert found.evaluation == [f"megasnn/engine/{each}" for each in reads]
-        assert found.log == ["megasnn/telemetry/spikes.py, _statistics: tolist"]
+        assert found.log == ["megasnn/telemetry/spikes.py, reduce: tolist"]
         assert found.copies == []
 
 
