@@ -14,7 +14,7 @@ REFUSALS = {
     "world size": (
         ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
         6,
-        ["world size 6", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--nproc-per-node"],
+        ["size 6", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--nproc-per-node"],
     ),
     "heads": (
         ["--tensor-model-parallel-size", "2", "--num-heads", "1", "--embed-dim", "32"],
