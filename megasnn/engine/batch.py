@@ -147,8 +147,8 @@ class Batches:
         return (
             f"{samples} samples are {len(sizes)} micro-batch(es) of micro_batch_size {size}, the last of {sizes[-1]}: "
             f"{replicas} data parallel replicas need one each (equally many, where weight_parallel_size {weight} is "
-            f"above 1), and a micro-batch needs context_parallel_size {shared} samples; give another number of samples, "
-            "or change micro_batch_size"
+            f"above 1), and a micro-batch needs context_parallel_size {shared} samples; give another number of "
+            "samples, or change micro_batch_size"
         )
 
     # --- cuts
