@@ -40,7 +40,8 @@ def added(function: Any, dtype: str) -> float:
 def test_machine_code_is_found_again(compiled, capsys: pytest.CaptureFixture[str]) -> None:
     assert added(compiled(), "f4") == 9
     second = compiled()
-    assert added(second, "f4") == 9 and sum(second.stats.cache_hits.values()) == 1
+    with mock.patch("megasnn.kernels.numba.jit.FileLock", side_effect=AssertionError("nobody waits for a lock")):
+        assert added(second, "f4") == 9 and sum(second.stats.cache_hits.values()) == 1
     assert capsys.readouterr().err.count("compiling") <= 1
 
 

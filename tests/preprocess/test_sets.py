@@ -154,8 +154,8 @@ def test_files_as_spikingjelly_writes_them(tmp_path, data_set, side) -> None:
 
 
 def test_image_folders(tmp_path) -> None:
-    """As ImageNet has them: files are taken over as they are; hidden ones and others are none."""
-    expected = {}
+    """As ImageNet has them: files are taken over as they are; hidden ones are none; folders have any name."""
+    expected, tmp_path = {}, tmp_path / os.fsdecode(b"caf\xe9")
     for split, count in (("train", 3), ("val", 2)):
         for label, name in enumerate(("2", "10")):
             for number in range(count):
@@ -230,6 +230,7 @@ def test_what_is_missing_in_dvs128_gesture(tmp_path, capsys, damage, named) -> N
         ("image-folder", [os.fsdecode(b"cat/caf\xe9.png")], "UTF-8"),
         ("tiny-imagenet", ["train/n01/images/1.jpg"], "val_annotations.txt"),
         ("cifar10", ["cifar-10-batches-py/data_batch_1"], "cifar-10-batches-bin"),
+        ("cifar100", ["cifar-100-python/train"], "cifar-100-binary"),
     ],
 )
 def test_what_is_missing_or_cannot_be_used_is_named(tmp_path, capsys, data_set, paths, named) -> None:
