@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.faults.driver import ASKED_AGAIN, LOST
 from tests.faults.launch import TINY, Ended, Ranks
 
-SECONDS = 5.0  # until all have ended, from when the GPU was lost
+SECONDS = 10.0  # until all have ended, from when the GPU was lost; 5.02 was seen on two busy cores
 MODEL = (*TINY, "--neuron-backend", "torch")  # nothing has to be compiled
 
 
