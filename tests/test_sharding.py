@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -115,7 +117,9 @@ def test_a_stage_gives_memory_to_its_own_parts_of_its_own_layers() -> None:
 
         return fill
 
-    units = lambda: [layer(f"unit.{n}", ConvNormNeuron(4, 4, initialise=noted(n))) for n in range(3)]  # noqa: E731
+    def units() -> list[Any]:
+        return [layer(f"unit.{n}", ConvNormNeuron(4, 4, initialise=noted(n))) for n in range(3)]
+
     model, context = describe(between(units)), BuildContext(Group("tp", (0, 1), 0))
     bounds = [range(0, 2), range(2, 5)]  # the first and the last layer are of `between`
     chunk = build_chunks(model, bounds, [1], context, torch.device("cpu"), 0)[1]

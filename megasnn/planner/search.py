@@ -155,8 +155,8 @@ class Search:
         return [each for each in found if _seconds(each) <= AS_FAST * self._slowest]
 
     def _taken(self) -> Candidate | None:
-        """Of those that have the least of what is preferred, the simplest within 1 % of the fastest; of alike ones,
-        larger micro-batches."""
+        """Chooses, of those that have the least of what is preferred, the simplest within 1 % of the fastest; of alike
+        ones, larger micro-batches."""
         able = self._able()
         least = min(map(self._preferred, able), default=0.0)
         able = [each for each in able if self._preferred(each) == least]
