@@ -30,6 +30,7 @@ LAYERS = [
     ["planner"],
     ["engine"],
     ["training"],
+    ["inference"],
     ["convert", "pretraining", "pretrain"],
     ["commands", "__main__"],
 ]
