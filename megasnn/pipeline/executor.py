@@ -19,7 +19,7 @@ from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.microbatch_state import MicroBatchInput, OutputConsumer, StepState, without_graph
 from megasnn.pipeline.p2p import Transfers
-from megasnn.pipeline.recompute import PackedInput
+from megasnn.pipeline.packed_input import PackedInput
 from megasnn.recompute import recording, replaying
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, USES_WEIGHTS, Key
