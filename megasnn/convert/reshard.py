@@ -58,15 +58,15 @@ class Target:
         except ValueError as error:
             raise CheckpointError(f"--placement {self.shape}: {error}") from None
 
-    def bounds(self, model: ModelDescription, saved: str) -> list[range]:
+    def bounds(self, description: ModelDescription, saved: str) -> list[range]:
         """Layers of each chunk. Raises CheckpointError for a layout that does not fit, and where none is known.
 
         Args:
             saved: layers in each chunk of the run that wrote the checkpoint.
         """
-        chunks, layout, units = len(self.placement), self.layout, [layer.unit for layer in model.layers]
+        chunks, layout, units = len(self.placement), self.layout, [layer.unit for layer in description.layers]
         if layout is None:
-            layout, units = saved if chunks > 1 else str(len(units)), [layer.name for layer in model.layers]
+            layout, units = saved if chunks > 1 else str(len(units)), [layer.name for layer in description.layers]
         try:
             return layout_to_bounds(parse_layout(layout), units, chunks)
         except ValueError as error:
@@ -91,9 +91,9 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
     """
     folders.require_empty(save)
     saved = source.metadata
-    name, model = saved_model(source)
-    bounds = target.bounds(model, str((saved.layout or {}).get("bounds", "")))
-    ranks = target_ranks(model, source.tensors, target, bounds)
+    name, description = saved_model(source)
+    bounds = target.bounds(description, str((saved.layout or {}).get("bounds", "")))
+    ranks = target_ranks(description, source.tensors, target, bounds)
     require_intact(source.path, saved)
     layout = "|".join(str(len(span)) for span in bounds)
     sizes = {"tp": target.tensor, "pp": target.pipeline, "dp": 1, "virtual": target.virtual}
@@ -132,7 +132,7 @@ def saved_model(source: Source) -> tuple[str, ModelDescription]:
 
 
 def target_ranks(
-    model: ModelDescription, tensors: Mapping[str, Tensor], target: Target, bounds: Sequence[range]
+    description: ModelDescription, tensors: Mapping[str, Tensor], target: Target, bounds: Sequence[range]
 ) -> list[list[ShardedTensor]]:
     """Tensors of each rank of the target, without memory, pipeline stage by pipeline stage.
 
@@ -144,7 +144,7 @@ def target_ranks(
         for rank in range(target.tensor):
             group = Group("tp", tuple(range(target.tensor)), rank)
             try:
-                layers = model.named_layers(BuildContext(group))
+                layers = description.named_layers(BuildContext(group))
             except ValueError as error:
                 raise CheckpointError(str(error)) from None
             entries = list(sharded_tensors([layers[index] for index in mine]))

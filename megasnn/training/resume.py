@@ -201,12 +201,13 @@ def _continue(config: PretrainConfig, engine: Engine, place: Mapping[str, object
 
 def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> StartingPoint:
     """Takes only the weights, of a model whose tensors fit; a last layer of another shape stays as initialised."""
-    model, world = engine.distributed, engine.state.world.handle
-    head, shapes = model.model.layers[-1].name, {entry.name: entry.shard.global_shape for entry in model.described}
+    distributed, world = engine.distributed, engine.state.world.handle
+    head = distributed.description.layers[-1].name
+    shapes = {entry.name: entry.shard.global_shape for entry in distributed.described}
     of_head = {name for name in shapes if name.startswith(f"{head}.")}
     mine = [  # parameters by which neurons learn their time constants
         owner_name(neuron, "w", path)
-        for path, neuron in model.neurons()
+        for path, neuron in distributed.neurons()
         if isinstance(neuron, ParallelNeuron) and neuron.w is not None
     ]
     time_constants = set(chain(*gather(world, mine)))
@@ -220,7 +221,7 @@ def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> Starti
 
     loaded = load_checkpoint(
         folder,
-        LocalState(model.tensors),
+        LocalState(distributed.tensors),
         step=config.checkpoint.ckpt_step,
         process_group=world,
         check=lambda saved: model_differences(saved, config.model.name, None),

@@ -97,7 +97,7 @@ def _held_after_actions(model: Model, recompute: str) -> tuple[list[tuple[Action
             forward_backward(engine, batches, 2 * SAMPLES)
     finally:
         destroy_model_parallel()
-    costs = count_memory(engine.model, SAMPLES, BuildContext(), CPU)
+    costs = count_memory(engine.description, SAMPLES, BuildContext(), CPU)
     units, schedule = unit_memory(costs, engine.plan.executed_bounds), engine.plan.schedules.training(2)
     assert [action for action, _ in live.after] == list(schedule.actions[0])
     return live.after, activations_held(schedule, 0, [each.held for each in units], [each.entering for each in units])
