@@ -39,7 +39,7 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     """Logs what is about to be trained and how. Collective."""
     given, config = config, _without_secrets(config)
     model, plan, state = engine.distributed, engine.plan, engine.state
-    lines = _summary(config, model, length)
+    lines = _summary(config, model, length, engine.iteration)
     reporter.work = _work(model.model)
     if state.cp.size > 1:
         lines.append(f"context parallel: {state.cp.size} ranks share each micro-batch by {model.context.cut}")
@@ -96,7 +96,7 @@ def _config_file(config: PretrainConfig) -> Path | None:
     return None if folder is None else folder / name
 
 
-def _summary(config: PretrainConfig, model: DistributedModel, length: Length) -> list[str]:
+def _summary(config: PretrainConfig, model: DistributedModel, length: Length, done: int) -> list[str]:
     training, state = config.training, model.state
     ranks, name = state.world.size, type(config.model).__name__.removesuffix("Config")
     where = f"{ranks} rank{'s' * (ranks > 1)} ({state.grid}), {_device(state.device, config.parallel)}"
@@ -107,6 +107,7 @@ def _summary(config: PretrainConfig, model: DistributedModel, length: Length) ->
         if training.evaluate_only
         else f"{length.iterations} iterations of {training.global_batch_size} samples ({training.micro_batches} "
         f"micro-batches of {training.micro_batch_size}): {length.epochs:.1f} epochs of {length.epoch_samples} samples"
+        + (f"; {done} iterations are done, {length.iterations - done} to go" if done else "")
     )
     data = (training.evaluate_only and config.data.valid_data_path) or config.data.data_path
     if data == SAMPLE:
