@@ -57,7 +57,7 @@ def first_place(model: DistributedModel, micro_batches: Sequence[MicroBatchInput
     gradients: list[tuple[int, int, str]] = []
     for index, chunk in reversed(model.chunks.items()):
         entries = reversed(chunk.sharded_tensors())
-        of_chunk = ((each.name, model.data_parallel.gradient(each.tensor)) for each in entries)
+        of_chunk = ((each.name, model.gradient_buckets.gradient(each.tensor)) for each in entries)
         found = first_non_finite((name, gradient) for name, gradient in of_chunk if gradient is not None)
         gradients += [(-index, 0, found)] if found else []
     for what, mine in (("forward, first in", outputs), ("backward, first in the gradient of", gradients)):

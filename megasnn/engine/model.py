@@ -114,7 +114,7 @@ class DistributedModel:
             executed = {n: self.chunks[i].part(units, n) for i in self.chunks for n in range(first[i], first[i + 1])}
         scatters = schedules.weights is not None and bool(schedules.weights.scattered)
         reduced = executed if scatters else {first[index]: chunk for index, chunk in self.chunks.items()}
-        self.data_parallel = GradientBuckets(
+        self.gradient_buckets = GradientBuckets(
             [(index, part.sharded_tensors() + part.copied_tensors()) for index, part in reduced.items()],
             state.dp_replicate_cp,
             state.tp,
@@ -123,10 +123,10 @@ class DistributedModel:
             weights=self._weights,
             scattered=scatters,
         )
-        self.owned = [self.data_parallel.owned(entry) for entry in self.tensors]
-        gradient = self.data_parallel.gradient
+        self.owned = [self.gradient_buckets.owned(entry) for entry in self.tensors]
+        gradient = self.gradient_buckets.gradient
         self.ties = Ties(model, bounds, placement, self.chunks, state.pp, state.wire, gradient, kept)
-        context.weight_gradients.observer = self.data_parallel.accumulated
+        context.weight_gradients.observer = self.gradient_buckets.accumulated
         for chunk in self.chunks.values():
             if graphs is not None:
                 chunk.capture_graphs(graphs)
@@ -144,7 +144,7 @@ class DistributedModel:
         known = Boundaries(model, context, built) if state.pp.size > 1 else None
         transfers = Transfers(executed, schedules.executed_placement, state, known)
         self.executor = PipelineExecutor(
-            executed, state, transfers, self._micro_batch_loss, self.data_parallel, self._weights
+            executed, state, transfers, self._micro_batch_loss, self.gradient_buckets, self._weights
         )
 
     def neurons(self) -> list[tuple[str, NeuronLayer]]:
@@ -170,7 +170,7 @@ class DistributedModel:
             global_batch_size: samples over all replicas.
         """
         self._global_batch_size = global_batch_size
-        self.data_parallel.zero(len(micro_batches))
+        self.gradient_buckets.zero(len(micro_batches))
         for norm in self.norms:
             norm.pending.clear()
         self._correct_here.zero_()

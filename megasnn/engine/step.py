@@ -69,7 +69,7 @@ class TrainStep:
                 merge_running_statistics(model.norms, model.state.dp, most, model.ties.statistics_of_owners)
                 if not updates_unread:
                     self._update(rate, model.norm)
-                model.data_parallel.all_gather_params()
+                model.gradient_buckets.all_gather_params()
                 model.ties.refresh()
                 if self.average is not None:
                     self.average.update()
@@ -124,5 +124,5 @@ class TrainStep:
         """Exchanges the values of the weights and of their average. Collective."""
         assert self.average is not None
         self.average.exchange()
-        self.model.data_parallel.all_gather_params()
+        self.model.gradient_buckets.all_gather_params()
         self.model.ties.refresh()

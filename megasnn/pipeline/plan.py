@@ -14,9 +14,8 @@ from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.fsdp import unit_bytes
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts
-from megasnn.pipeline.peak_memory import unit_memory
+from megasnn.pipeline.peak_memory import unit_memory, within_budget
 from megasnn.pipeline.profile_layers import profile_pipeline
-from megasnn.pipeline.recompute import within_budget
 from megasnn.schedule import ChunkCost, Kind, SchedulePlan, Simulation, plan_schedule, simulate
 from megasnn.schedule.fsdp_passes import SharedWeights
 from megasnn.schedule.named import looks_at_costs

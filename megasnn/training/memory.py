@@ -49,7 +49,7 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
 def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> MemoryForecast:
     """Returns this rank's forecast."""
     model, plan, state = engine.distributed, engine.plan, engine.state
-    peak, owned, data_parallel = peak_of(costs, model, plan), model.owned, model.data_parallel
+    peak, owned, gradient_buckets = peak_of(costs, model, plan), model.owned, model.gradient_buckets
     # Copies of a chunk's own tensors have the same memory; each has a gradient of its own.
     held = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in (*model.copies, *model.tensors)}
     averages = 0 if not config.optimizer.ema_decay else sum(entry.tensor.nbytes for entry in owned)
@@ -68,9 +68,9 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
     release_free_memory()
     program = held_memory_mb(state.device)
     return MemoryForecast(
-        program=program - 1e-6 * (weights + data_parallel.held_bytes + held_state_bytes(engine.optimizer)),
+        program=program - 1e-6 * (weights + gradient_buckets.held_bytes + held_state_bytes(engine.optimizer)),
         weights=1e-6 * (weights + buffers),
-        gradients=1e-6 * data_parallel.held_bytes,
+        gradients=1e-6 * gradient_buckets.held_bytes,
         optimizer=1e-6 * _state_bytes(owned, config),
         kept=1e-6 * peak.kept,
         working=1e-6 * peak.working,
@@ -94,7 +94,7 @@ def layer_costs(config: PretrainConfig, model: DistributedModel, plan: PipelineP
 
 def peak_of(costs: PipelineCosts, model: DistributedModel, plan: PipelinePlan) -> Moment:
     schedule = plan.schedules.training(plan.micro_batches)
-    exchanged = [model.data_parallel.exchanged_bytes] * schedule.ranks
+    exchanged = [model.gradient_buckets.exchanged_bytes] * schedule.ranks
     return peak_moments(schedule, plan.executed_bounds, costs, exchanged)[model.state.pp.rank]
 
 

@@ -25,9 +25,9 @@ from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.microbatch_state import MicroBatchInput, StepState
+from megasnn.pipeline.packed_input import PackedInput
 from megasnn.pipeline.peak_memory import unit_memory
 from megasnn.pipeline.profile_layers import count_memory
-from megasnn.pipeline.recompute import PackedInput
 from megasnn.schedule import Action, Kind, plan_schedule
 from megasnn.schedule.memory import activations_held
 from tests.gradients import forward_backward

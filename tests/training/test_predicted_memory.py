@@ -100,7 +100,7 @@ def _counted(engine: Engine, samples: int) -> int:
         counter = AllocationCounter(engine.distributed.state.device)
         with counter.counting():
             forward_backward(engine.distributed, micro_batches, samples)
-            engine.distributed.data_parallel.all_gather_params()
+            engine.distributed.gradient_buckets.all_gather_params()
         peaks.append(counter.peak)
     return min(peaks)
 
