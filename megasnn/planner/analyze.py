@@ -92,8 +92,9 @@ def counted_sizes(
         size = next((size for size, refused in sizes.items() if size > 1 and refused is None), None)
         if size is not None:
             tensor, context = (size, 1) if axis == "tensor" else (1, size)
-            cut = "rows" if axis == "rows" else "samples"
-            shared[axis] = counted(description, config, tensor, context, cut, on_cpu)
+            shared[axis] = counted(
+                description, config, tensor, context, "rows" if axis == "rows" else "samples", on_cpu
+            )
     alone = counted(description, config, 1, on_cpu=on_cpu)
     about = identity(config)
     return Analysis(config.model.name, about, layers, trial_sizes(config), alone, shared, possible)

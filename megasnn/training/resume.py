@@ -182,7 +182,10 @@ def _continue(config: PretrainConfig, engine: Engine, place: Mapping[str, object
     except NoCheckpointError:
         if not options.may_begin_anew:
             raise
-        return StartingPoint(f"no checkpoint in {folder}: starting from the beginning")
+        return StartingPoint(
+            f"WARNING: there is no checkpoint in {folder}, so training starts from initial weights, with the model of "
+            "the flags; where there should be one, stop and check --load"
+        )
     if evaluates_only and engine.step.average is not None and not loaded.averaged:
         raise CheckpointError(f"{loaded.path} holds no average of the weights to evaluate: leave --ema-decay out")
     samples = 0 if evaluates_only else loaded.consumed_samples

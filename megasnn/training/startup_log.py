@@ -40,7 +40,7 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     given, config = config, _without_secrets(config)
     distributed, plan, state = engine.distributed, engine.plan, engine.state
     context = distributed.context
-    lines = _summary(config, distributed, length)
+    lines = _summary(config, distributed, length, engine.iteration)
     reporter.work = _work(distributed.description)
     if state.cp.size > 1:
         lines.append(f"context parallel: {state.cp.size} ranks share each micro-batch by {context.cut}")
@@ -100,7 +100,7 @@ def _config_file(config: PretrainConfig) -> Path | None:
     return None if folder is None else folder / name
 
 
-def _summary(config: PretrainConfig, distributed: DistributedModel, length: Length) -> list[str]:
+def _summary(config: PretrainConfig, distributed: DistributedModel, length: Length, done: int) -> list[str]:
     training, state = config.training, distributed.state
     ranks, name = state.world.size, type(config.model).__name__.removesuffix("Config")
     where = f"{ranks} rank{'s' * (ranks > 1)} ({state.grid}), {_device(state.device, config.parallel)}"
@@ -111,6 +111,7 @@ def _summary(config: PretrainConfig, distributed: DistributedModel, length: Leng
         if training.evaluate_only
         else f"{length.iterations} iterations of {training.global_batch_size} samples ({training.micro_batches} "
         f"micro-batches of {training.micro_batch_size}): {length.epochs:.1f} epochs of {length.epoch_samples} samples"
+        + (f"; {done} iterations are done, {length.iterations - done} to go" if done else "")
     )
     data = (training.evaluate_only and config.data.valid_data_path) or config.data.data_path
     if data == SAMPLE:
