@@ -107,7 +107,8 @@ class DistributedModel:
         self.copies = [kept(t) for chunk in self.chunks.values() for t in chunk.copied_tensors()]
         modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
         self.norms = [module for module in modules if isinstance(module, ParallelBatchNorm)]
-        # Gradients that are scattered after each micro-batch are reduced after each unit; otherwise a chunk's are complete when its first unit's are.
+        # Gradients that are scattered after each micro-batch are reduced after each unit; otherwise a chunk's are
+        # complete when its first unit's are.
         first, units = [0, *accumulate(schedules.unit_counts)], self.chunks
         if schedules.units_per_chunk is not None:
             units = {n: self.chunks[i].part(unit_bounds, n) for i in self.chunks for n in range(first[i], first[i + 1])}
