@@ -20,8 +20,8 @@ from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import make_neuron
 from megasnn.layers.norm import ParallelBatchNorm
-from megasnn.layers.row_context import count_type, rows_of, sum_counts, sum_for_each
-from megasnn.parallel.collectives import from_rows, start_all_reduce_sum, to_rows
+from megasnn.layers.row_context import count_type, row_group, sum_counts, sum_for_each
+from megasnn.parallel.collectives import from_matrix, start_all_reduce_sum, to_matrix
 from megasnn.parallel.sharding import Initialiser
 from megasnn.parallel_state import Group
 
@@ -68,7 +68,7 @@ class _HeadAttention(nn.Module):
         self.add_module(self.fused, unit(dim, blocks * dim, blocks=blocks))
         self.projection = unit(dim, dim)
         self.neuron = make_neuron(replace(neuron, v_threshold=v_threshold), context)
-        self._rows, self._tokens = rows_of(context), 0
+        self._rows, self._tokens = row_group(context), 0
 
 
 class SpikingSelfAttention(_HeadAttention):
@@ -95,8 +95,8 @@ class SpikingSelfAttention(_HeadAttention):
                 count_type(self._tokens)  # refuses what cannot travel
         shared = None if self._rows is None or x.is_meta else (self._rows, self._tokens)
         plan = AttendPlan(qkv.shape[0] * qkv.shape[1], self.local_heads, shared)
-        out = Attend.apply(to_rows(qkv), bits_of(qkv), plan)
-        return self.projection(self.neuron(from_rows(out, qkv.shape)))
+        out = Attend.apply(to_matrix(qkv), bits_of(qkv), plan)
+        return self.projection(self.neuron(from_matrix(out, qkv.shape)))
 
 
 class TokenAttention(_HeadAttention):
@@ -151,7 +151,7 @@ class SpikeDrivenAttention(nn.Module):
         self.gate = make_neuron(replace(neuron, v_threshold=v_threshold), context)
         self.projection = ParallelConv(dim, dim, 1, context, bias=True, initialise=initialise)
         self.norm = ParallelBatchNorm(dim, context)
-        self._rows = rows_of(context)
+        self._rows = row_group(context)
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.neuron(x)

@@ -36,7 +36,7 @@ class Bucket:
         shard: the rows that this rank keeps, with `--weight-parallel-size`; None otherwise.
         reduced: the gradients of this rank, and then the sum over the ranks.
         owned: the rows that this rank owns; None where every replica is to have the whole sum.
-        rows: by parameter, and by what is kept of it, the rows that this rank owns, with the reduced gradient.
+        param_rows: by parameter, and by what is kept of it, the rows that this rank owns, with the reduced gradient.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Bucket:
         self.shard, self.reduced = None, self.flat
         held, gradients = parameters, self.views
         if weights is not None:
-            rows = [weights.rows(each) for each in parameters]
+            rows = [weights.param_rows(each) for each in parameters]
             self.shard = RowShards(parameters, self.views, weights.scatter, rows)
             held, gradients, self.reduced = [*rows], self.shard.sums, self.shard.sum
         self.owned = None if owners is None else RowShards(held, gradients, owners)
         self.row_shards = [rows for rows in (self.shard, self.owned) if rows is not None]
         last = self.row_shards[-1].rows if self.row_shards else []
-        self.rows: dict[Tensor, Tensor] = dict(zip([*parameters, *held], [*last, *last], strict=False))
+        self.param_rows: dict[Tensor, Tensor] = dict(zip([*parameters, *held], [*last, *last], strict=False))
 
     def zero(self) -> None:
         """Clears the gradients before a step."""
@@ -170,7 +170,7 @@ class GradientBuckets:
                     add(unit, packed)
             if partial := [e.tensor for e in trained if e.shard.partial_gradient]:  # a handful of scalars
                 add(unit, partial, True)
-        self._rows = {parameter: rows for each in self._buckets for parameter, rows in each.rows.items()}
+        self._rows = {parameter: rows for each in self._buckets for parameter, rows in each.param_rows.items()}
         self._bucket_of = {parameter: each for each in self._buckets for parameter in each.parameters}
         # A parameter keeps its hooks, and Python finds no circle through a tensor: with a hook that kept this object,
         # neither it nor weights and gradients would ever be freed.

@@ -33,7 +33,7 @@ from megasnn.layers.init import tensors_of
 from megasnn.layers.row_context import WholeImages
 from megasnn.layers.shape_inference import is_channels_last
 from megasnn.models.description import DRY_SAMPLES, INPUT, Built, Carried, ModelDescription, frames_of
-from megasnn.parallel.sharding import own_rows
+from megasnn.parallel.sharding import own_span
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, ParallelState, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
@@ -112,7 +112,7 @@ class Boundaries:
         if self._context.cut == "rows" and rows.size > 1 and len(shape) >= 4:
             if not by_rows or len(shape) != self._image_dims:
                 return
-            shape = (*shape[:3], len(own_rows(shape[3], rows.sizes, rows.rank)), *shape[4:])
+            shape = (*shape[:3], len(own_span(shape[3], rows.sizes, rows.rank)), *shape[4:])
         self._specs[number, key] = replace(spec, shape=shape)
 
     def spec(self, carried: Carried, samples: int) -> TensorSpec:
