@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megasnn.kernels.spike_codec import bits_of, remember_bits
 from megasnn.layers.weight_grad import Task
-from megasnn.pipeline.recompute import PackedInput
+from megasnn.pipeline.packed_input import PackedInput
 from megasnn.schedule.actions import Key
 
 OutputConsumer = Callable[[Any, Any], None]
