@@ -90,7 +90,7 @@ class PipelineChunk(nn.Module):
         Args:
             x: tensors of `receives`, in a list that is emptied, so that they are freed when they are used up; for the
                 first chunk, images or frames as they are loaded.
-            samples: see KeyedLayer.
+            samples: positions of the micro-batch's samples in the training, for dropout.
             goes_on: True for a later window of the samples that the last forward was on (--bptt-steps).
             micro_batch: its number in the step.
         Returns:
