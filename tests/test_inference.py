@@ -123,7 +123,7 @@ def test_it_says_what_an_engine_predicts(trained: Any) -> None:
     assert steps.shape == (model.config.time_steps, *expected.shape) and torch.equal(steps.mean(0), logits)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit:DeprecationWarning")
 def test_torch_follows_it(trained: Any, tmp_path: Path) -> None:
     """An export leaves the number of samples open; a trace has that of its example."""
     model, x, expected = trained
