@@ -8,7 +8,6 @@ from functools import partial
 from types import ModuleType
 from unittest import mock
 
-import torch
 from spikingjelly.activation_based import functional, neuron
 from torch import nn
 
@@ -16,6 +15,7 @@ from megasnn.models.qkformer.model import QKFormer
 from megasnn.models.sew_resnet.model import SewResNet
 from megasnn.models.spike_driven.model import SpikeDrivenTransformer
 from tests.parity.beside import Case
+from tests.parity.spikingjelly_reference import with_other_norms
 
 CLASSES = 5
 
@@ -34,17 +34,6 @@ def sew_resnets() -> ModuleType:
 def _multi_step(make: Callable[[], nn.Module]) -> nn.Module:
     model = with_other_norms(make)
     functional.set_step_mode(model, "m")
-    return model
-
-
-def with_other_norms(make: Callable[[], nn.Module]) -> nn.Module:
-    """A model with norm parameters away from their initial values, so that errors in them show; in float64."""
-    torch.manual_seed(1)
-    model = make().double()
-    for module in model.modules():
-        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
-            nn.init.uniform_(module.weight, 0.8, 1.6)
-            nn.init.uniform_(module.bias, 0.2, 1.2)
     return model
 
 
