@@ -70,7 +70,17 @@ GATHERED = [
     Layout(2, 2, 2, "1f1b", weight=2),
     Layout(4, 1, 1, weight=4),
 ]
-EVERY = [(layout, False) for layout in LAYOUTS]
+SHARED = [  # micro-batches; rows have as many owners as ranks hold the same
+    (Layout(context=2), True),
+    (Layout(2, 1, 1, context=2), True),
+    (Layout(1, 2, 2, "zbv", context=2, cut="rows"), True),
+    (Layout(1, 2, 2, "zbv", context=2), True),
+    (Layout(4, 1, 1, weight=2, context=2), True),
+    (Layout(2, 2, 1, weight=2, context=2), False),
+    (Layout(2, 1, 1, context=2, cut="rows"), True),
+    (Layout(context=2, cut="rows"), False),
+]
+EVERY = [*SHARED, *((layout, False) for layout in LAYOUTS)]
 EVERY += [(layout, True) for layout in (*SHARDED, Layout(data=4))]
 EVERY += [(layout, rows_have_owners) for layout in GATHERED for rows_have_owners in (False, True)]
 # LAMB has a norm for each tensor, which every layout cuts in another way: it takes all of them. The others step element
@@ -79,6 +89,7 @@ CHOSEN = {("lamb", layout, False) for layout in (*LAYOUTS, GATHERED[2])}
 CHOSEN |= {(name, layout, False) for name in OPTIONS for layout in (LAYOUTS[0], LAYOUTS[-1])}
 CHOSEN |= {("adamw", SHARDED[-1], True), ("lamb", SHARDED[0], True)}
 CHOSEN |= {("lamb", GATHERED[0], True), ("adamw", GATHERED[1], False)}
+CHOSEN |= {("lamb", *SHARED[0]), ("lamb", *SHARED[1]), ("adamw", *SHARED[2])}
 
 
 def cases() -> list[Any]:
@@ -96,5 +107,5 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("optimizer", "layout", "rows_have_owners"), cases())
 def test_three_clipped_steps_equal_torch(ranks, optimizer: str, layout: Layout, rows_have_owners: bool) -> None:
-    """Also where replicas own rows of the weights, or share them."""
+    """Also where replicas own rows of the weights, or share them, and where ranks share micro-batches."""
     assert_equal_to_truth(CASES[optimizer], ranks, layout, rows_have_owners=rows_have_owners)

@@ -17,14 +17,12 @@ from spikingjelly.activation_based.model.spikformer import Spikformer as TheirSp
 
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import ContextCut
-from megasnn.kernels import NeuronSpec
 from megasnn.models.spikformer.model import Spikformer
 from tests.parity import spikingjelly_reference as reference
 from tests.parity import vgg
 from tests.parity.beside import SPIKFORMER, assert_equal_to_truth
-from tests.parity.ranks import TOLERANCE, Layout, assemble, assert_equal_to_one, error, name_of, take_steps
+from tests.parity.ranks import TOLERANCE, Layout, assemble, error, name_of, take_steps
 from tests.parity.spikingjelly_reference import from_spikingjelly
-from tests.parity.test_clipping import CASES as CLIPPED
 from tests.parity.test_vgg import require_equal
 
 SIZES = {2: (3, 3, 3, 2), 4: (6, 5)}
@@ -37,7 +35,9 @@ EVERY = [
     if context * data * tensor * pipeline <= 8
     for schedule in (("1f1b", "zbv") if pipeline > 1 else ("1f1b",))
 ]
+EVERY.append(Layout(2, 1, 2, "1f1b", weight=2, context=2, recompute="always"))
 CHOSEN = [
+    EVERY[-1],
     Layout(context=2),
     Layout(2, 1, 2, "zbv", context=2),
     Layout(1, 2, 2, "1f1b", context=2),
@@ -62,49 +62,6 @@ def test_spikformer(ranks, layout: Layout) -> None:
 @_on(OF_VGG)
 def test_vgg_with_dropout(ranks, layout: Layout) -> None:
     require_equal(ranks, layout, replace(vgg.DROPOUT, sizes=SIZES[layout.context]))
-
-
-MORE = {
-    "plif": (Layout(1, 2, 2, "zbv", context=2), NeuronSpec(kind="plif")),
-    "recompute": (Layout(2, 1, 2, "1f1b", weight=2, context=2, recompute="always"), NeuronSpec()),
-    "scatters": (Layout(2, 1, 2, "zbv", weight=2, context=2, scatters=True), NeuronSpec(kind="plif")),
-}
-
-
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("name", ["plif", "recompute", pytest.param("scatters", marks=pytest.mark.matrix)])
-def test_with_other_parts(ranks, name: str, cut: ContextCut) -> None:
-    """Learned time constants, forwards that are computed again, weights that replicas share."""
-    layout, spec = MORE[name]
-    options = {"micro_batch_size": SIZES[2][0], "spec": spec}
-    assert_equal_to_one(ranks, SPIKFORMER.model, [replace(layout, cut=cut)], reference.data(), **options)
-
-
-THREE_STEPS = [
-    ("lamb", Layout(context=2), True),
-    ("lamb", Layout(2, 1, 1, context=2), True),
-    ("adamw", Layout(1, 2, 2, "zbv", context=2, cut="rows"), True),
-    ("adamw", Layout(1, 2, 2, "zbv", context=2), True),
-    ("lamb", Layout(4, 1, 1, weight=2, context=2), True),
-    ("adamw", Layout(2, 2, 1, weight=2, context=2), False),
-    ("sgd", Layout(context=2), False),
-    ("lamb", Layout(2, 1, 1, context=2, cut="rows"), True),
-    ("sgd", Layout(context=2, cut="rows"), False),
-]
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "layout", "rows_have_owners"),
-    [
-        pytest.param(
-            *each, marks=() if number < 3 else pytest.mark.matrix, id=f"{each[0]}-{name_of(each[1])}-{each[2]}"
-        )
-        for number, each in enumerate(THREE_STEPS)
-    ],
-)
-def test_three_clipped_steps(ranks, optimizer: str, layout: Layout, rows_have_owners: bool) -> None:
-    """Also where rows have owners, of which there are as many as ranks hold the same."""
-    assert_equal_to_truth(CLIPPED[optimizer], ranks, layout, rows_have_owners=rows_have_owners)
 
 
 def test_adamw_on_photographs(ranks, tmp_path) -> None:

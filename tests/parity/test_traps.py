@@ -8,9 +8,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
+from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.build import describe
@@ -33,12 +36,22 @@ from tests.parity.ranks import (
     model_config,
 )
 
+PLIF = {
+    "torch": [Layout(tensor=4), Layout(2, 2, 2)],
+    "auto": [
+        *(Layout(2, 2, 2, "zbv", weight=2, scatters=scatters) for scatters in (False, True)),
+        *(Layout(1, 2, 2, "zbv", context=2, cut=cut) for cut in get_args(ContextCut)),
+    ],
+}
 
-def test_a_learned_time_constant_sums_its_gradient_over_tensor_ranks(ranks) -> None:
-    """Trap 2: the scalar of a PLIF layer sees one rank's channels only."""
-    layouts = [Layout(tensor=4), Layout(2, 2, 2)]
-    options = {"micro_batch_size": 3, "backend": "torch", "spec": NeuronSpec(kind="plif")}
-    one = assemble([assert_equal_to_one(ranks, model_config(), layouts, reference.data(), **options)], "gradients")
+
+@pytest.mark.parametrize("backend", PLIF)
+def test_a_learned_time_constant_sums_its_gradient_over_tensor_ranks(ranks, backend: str) -> None:
+    """Trap 2: the scalar of a PLIF layer sees one rank's channels only. Its first owner keeps it."""
+    options = {"micro_batch_size": 3, "backend": backend, "spec": NeuronSpec(kind="plif")}
+    one = assemble(
+        [assert_equal_to_one(ranks, model_config(), PLIF[backend], reference.data(), **options)], "gradients"
+    )
     scalars = [name for name in one if name.endswith("neuron.w")]
     assert len(scalars) == 15 and any(one[name].abs() > 0 for name in scalars)
 

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from megasnn.kernels import NeuronSpec
-from tests.parity import spikingjelly_reference as reference
 from tests.parity.beside import SPIKFORMER, assert_equal_to_truth
-from tests.parity.ranks import Layout, assert_equal_to_one, name_of
+from tests.parity.ranks import Layout, name_of
 from tests.parity.test_vgg import require_equal
 from tests.parity.vgg import DROPOUT
 
@@ -57,11 +55,3 @@ def test_spikformer(ranks, layout: Layout) -> None:
 @_on(CHOSEN[1:3])
 def test_vgg_with_dropout(ranks, layout: Layout) -> None:
     require_equal(ranks, layout, DROPOUT)
-
-
-def test_learned_time_constants(ranks) -> None:
-    """A number is its first owner's, and its gradient is summed over tensor parallel ranks too."""
-    layouts = [Layout(2, 2, 2, "zbv", weight=2, scatters=scatters) for scatters in (False, True)]
-    options = {"micro_batch_size": 3, "spec": NeuronSpec(kind="plif")}
-    one = assert_equal_to_one(ranks, SPIKFORMER.model, layouts, reference.data(), **options)
-    assert any(name.endswith(".w") for name, *_ in one.gradients)
