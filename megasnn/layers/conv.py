@@ -261,11 +261,9 @@ def along_each(name: str, size: Size, dims: int) -> tuple[int, int]:
 
     Raises ValueError for another number of them.
     """
-    if dims not in (1, 2):
-        raise ValueError(f"dims must be 1 (signals) or 2 (frames), got {dims}")
     each = (size,) * dims if isinstance(size, int) else tuple(size)
-    if len(each) != dims:
-        raise ValueError(f"{name} {size!r} has {len(each)} numbers for a convolution with dims={dims}")
+    if dims not in (1, 2) or len(each) != dims:
+        raise ValueError(f"{name} {size!r} does not fit dims={dims}: 1 for signals, 2 for frames")
     return each[0], each[1] if dims == 2 else 0 if name == "padding" else 1
 
 

@@ -19,7 +19,7 @@ from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.microbatch_state import MicroBatchInput, OutputConsumer, StepState, without_graph
 from megasnn.pipeline.p2p import Transfers
-from megasnn.pipeline.recompute import PackedInput
+from megasnn.pipeline.packed_input import PackedInput
 from megasnn.recompute import recording, replaying
 from megasnn.schedule import Action, Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, USES_WEIGHTS, Key
@@ -37,7 +37,7 @@ class PipelineExecutor:
     Args:
         chunks: of this rank, or units of them, as the schedule numbers them.
         loss: called on the rank of the last chunk, in each forward of a training step.
-        sync: data parallelism; None where gradients are not reduced.
+        gradient_buckets: data parallelism; None where gradients are not reduced.
         weights: gathers weights when they are used; None where they are always there.
     """
 
@@ -47,11 +47,11 @@ class PipelineExecutor:
         state: ParallelState,
         transfers: Transfers,
         loss: LossFunction,
-        sync: GradientBuckets | None = None,
+        gradient_buckets: GradientBuckets | None = None,
         weights: GatheredWeights | None = None,
     ) -> None:
         self._chunks, self._state, self._transfers = chunks, state, transfers
-        self._loss, self._sync, self._weights = loss, sync, weights
+        self._loss, self._gradient_buckets, self._weights = loss, gradient_buckets, weights
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
         modules = [module for chunk in chunks.values() for module in chunk.modules()]
         self._neurons = [module for module in modules if isinstance(module, NeuronLayer)]
@@ -68,9 +68,9 @@ class PipelineExecutor:
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.RECV_BACKWARD: self._receive_backward,
         }
-        if sync is not None:
-            self._methods[Kind.REDUCE_GRAD] = lambda run, action: sync.finish(action.chunk)
-            self._methods[Kind.REDUCE_SCATTER] = lambda run, action: sync.scatter(action.chunk)
+        if gradient_buckets is not None:
+            self._methods[Kind.REDUCE_GRAD] = lambda run, action: gradient_buckets.finish(action.chunk)
+            self._methods[Kind.REDUCE_SCATTER] = lambda run, action: gradient_buckets.scatter(action.chunk)
         if weights is not None:
             self._methods[Kind.UNSHARD] = lambda run, action: weights.unshard(action.chunk)
             self._methods[Kind.RESHARD] = lambda run, action: weights.reshard(action.chunk)
@@ -98,8 +98,8 @@ class PipelineExecutor:
                 with placed(partial(self._place, action)), named(str(action)):
                     self._do(run, action)
         self._transfers.wait()
-        if self._sync is not None and consume is None:
-            self._sync.wait()
+        if self._gradient_buckets is not None and consume is None:
+            self._gradient_buckets.wait()
         total = torch.zeros((), dtype=torch.float64, device=self._state.device)
         for loss in run.losses:
             total += loss
@@ -121,8 +121,8 @@ class PipelineExecutor:
             self._transfers.announce(action)
         if self._weights is not None and action.kind in USES_WEIGHTS:
             self._weights.wait_unshard(action.chunk)
-        if self._sync is not None and action.chunk in self._scattered and action.kind in _BACKWARDS:
-            self._sync.begin(action.chunk, first_part=action.kind is Kind.INPUT_GRADIENT)
+        if self._gradient_buckets is not None and action.chunk in self._scattered and action.kind in _BACKWARDS:
+            self._gradient_buckets.begin(action.chunk, first_part=action.kind is Kind.INPUT_GRADIENT)
         if action.kind in self._methods:  # a replica that is alone reduces nothing
             self._methods[action.kind](run, action)
 

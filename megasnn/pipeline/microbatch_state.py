@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megasnn.kernels.spike_codec import bits_of, remember_bits
 from megasnn.layers.weight_grad import Task
-from megasnn.pipeline.recompute import PackedInput
+from megasnn.pipeline.packed_input import PackedInput
 from megasnn.schedule.actions import Key
 
 OutputConsumer = Callable[[Any, Any], None]
@@ -28,7 +28,7 @@ class MicroBatchInput:
         images: input of the model's first layer, `[n, C, H, W]`, `[T, n, C, H, W]` or `[n, T, C, H, W]`.
         labels: class indices `[n]` or `[n, 1]`, or probabilities `[n, classes]`.
         size: n, known on every stage.
-        samples: positions of the samples in the whole training, for dropout; see KeyedLayer.
+        samples: positions of the samples in the whole training, for dropout.
         goes_on: True for a later window of the samples of the micro-batch before: neurons go on from the state that it
             left. A chunk's forwards are in ascending order in every schedule, as its validation proves.
         is_padding: keeps this replica in step with others, in evaluation; nobody is told of its output.

@@ -90,19 +90,19 @@ class Boundaries:
         context: what this rank's layers were built with. built: these, with outputs of a dry run.
     """
 
-    def __init__(self, model: ModelDescription, context: BuildContext, built: Sequence[Built]) -> None:
+    def __init__(self, description: ModelDescription, context: BuildContext, built: Sequence[Built]) -> None:
         self._context = context
-        frames = frames_of(torch.empty((DRY_SAMPLES, *model.input_shape), device="meta"), model.input_shape)
+        frames = frames_of(torch.empty((DRY_SAMPLES, *description.input_shape), device="meta"), description.input_shape)
         self._image_dims = frames.ndim
         self._specs: dict[tuple[int, Key], TensorSpec] = {}
         self._add(INPUT, None, TensorSpec(tuple(frames.shape), context.dtype), True)
         learns, by_rows = {INPUT: False}, {INPUT: True}
-        for number, (layer, takes) in enumerate(zip(built, model.inputs, strict=True)):
+        for number, (layer, takes) in enumerate(zip(built, description.inputs, strict=True)):
             learns[number] = any(x.requires_grad for x in tensors_of(layer.module)) or any(learns[n] for n in takes)
             joins = any(isinstance(each, WholeImages) for each in layer.module.modules())
             by_rows[number] = not joins and all(by_rows[n] for n in takes)
             for key, entry in entries_of(layer.output).items():
-                content = model.layers[number].entries[key].content
+                content = description.layers[number].entries[key].content
                 learning = learns[number] and entry.is_floating_point()
                 self._add(number, key, TensorSpec(tuple(entry.shape), entry.dtype, content, learning), by_rows[number])
 

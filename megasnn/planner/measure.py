@@ -26,7 +26,7 @@ Size = tuple[int, int, ContextCut]
 ONE: Size = (1, 1, "samples")
 
 
-def measured(model: ModelDescription, config: PretrainConfig, known: Analysis | None) -> Analysis:
+def measured(description: ModelDescription, config: PretrainConfig, known: Analysis | None) -> Analysis:
     """Measured costs, with the machine that they are of. Collective over the ranks of torchrun.
 
     Args:
@@ -40,11 +40,11 @@ def measured(model: ModelDescription, config: PretrainConfig, known: Analysis | 
     timed, link = [], None
     if known is not None:
         alone, samples = one_rank(config, device.type == "cpu"), config.training.micro_batch_size
-        layers = profile_layers(model, samples, alone, device)
+        layers = profile_layers(description, samples, alone, device)
         timed.append(_timed(config, layers, ONE, 1))
     if ranks > 1:
         for size in broadcast_result(world, lambda: _sizes(known, config, ranks)):
-            costs = _together(model, config, device, size, ranks)
+            costs = _together(description, config, device, size, ranks)
             timed.append(_timed(config, costs.layers, size, ranks))
             link = costs.link if size == ONE else link
 
@@ -92,7 +92,7 @@ def _sizes(known: Analysis | None, config: PretrainConfig, ranks: int) -> list[S
 
 
 def _together(
-    model: ModelDescription, config: PretrainConfig, device: torch.device, size: Size, ranks: int
+    description: ModelDescription, config: PretrainConfig, device: torch.device, size: Size, ranks: int
 ) -> PipelineCosts:
     """All ranks measure, in groups of this size; those that share nothing are stages, whose link is measured."""
     tensor, context, cut = size
@@ -101,7 +101,7 @@ def _together(
     try:
         built_for = context_of(state, config, cut, device.type == "cpu")
         samples = built_for.largest_share(config.training.micro_batch_size)
-        return profile_pipeline(model, samples, built_for, state)
+        return profile_pipeline(description, samples, built_for, state)
     finally:
         destroy_model_parallel()
 

@@ -25,9 +25,9 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.pipeline.microbatch_state import MicroBatchInput, StepState
+from megasnn.pipeline.packed_input import PackedInput
 from megasnn.pipeline.peak_memory import unit_memory
 from megasnn.pipeline.profile_layers import count_memory
-from megasnn.pipeline.recompute import PackedInput
 from megasnn.schedule import Action, Kind
 from megasnn.schedule.memory import activations_held
 from tests.parity.ranks import Layout, built, forward_backward, inputs_of
@@ -88,7 +88,7 @@ def _held_after_actions(model: Model, recompute: str) -> tuple[list[tuple[Action
         made = mock.patch("megasnn.pipeline.executor.PackedInput", lambda *args: live.keep(PackedInput, *args))
         with made, torch.autograd.graph.saved_tensors_hooks(live.pack, lambda holder: holder.tensor):
             forward_backward(engine, batches, 2 * SAMPLES)
-    costs = count_memory(engine.model, SAMPLES, BuildContext(), CPU)
+    costs = count_memory(engine.description, SAMPLES, BuildContext(), CPU)
     units, schedule = unit_memory(costs, engine.plan.executed_bounds), engine.plan.schedules.training(2)
     assert [action for action, _ in live.after] == list(schedule.actions[0])
     return live.after, activations_held(schedule, 0, [each.held for each in units], [each.entering for each in units])

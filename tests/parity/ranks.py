@@ -309,7 +309,7 @@ def take_steps(
             if count > 1:
                 engine.gradient_norm.clip(steps[-1].norm, options.clip_grad)
                 optimizer.step()
-                engine.data_parallel.all_gather_params()
+                engine.gradient_buckets.all_gather_params()
                 engine.ties.refresh()
                 steps[-1].weights = whole.parts([each for each in engine.tensors if each.is_parameter])
     return steps

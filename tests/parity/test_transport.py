@@ -99,7 +99,7 @@ def _finer(layout: Layout) -> list[float]:
 
         def between() -> None:
             optimizer.step()
-            engine.data_parallel.all_gather_params()
+            engine.gradient_buckets.all_gather_params()
 
         return _losses(device, engine, EVEN_SAMPLES, between=between)
 

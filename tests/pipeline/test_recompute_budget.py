@@ -7,8 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from megasnn.pipeline.peak_memory import UnitMemory
-from megasnn.pipeline.recompute import within_budget
+from megasnn.pipeline.peak_memory import UnitMemory, within_budget
 from megasnn.schedule import Kind, Schedule, generate, validate
 from megasnn.schedule.memory import activations_held
 from megasnn.schedule.named import SCHEDULES
