@@ -72,7 +72,7 @@ def draw(options: Options) -> None:
     )
     if options.units > 1 or options.recompute != NEVER:
         wanted = RECOMPUTE[options.recompute]
-        schedule = refine(schedule, [options.units] * schedule.chunks)
+        schedule = refine(schedule, [options.units] * schedule.units)
         schedule = insert_recompute(schedule, lambda unit, m: wanted(m, options.micro_batches))
     result = simulate(schedule, costs_of(schedule.placement))
     print(f"{schedule.name}: {schedule.ranks} stages, {schedule.micro_batches} micro-batches")
@@ -80,7 +80,7 @@ def draw(options: Options) -> None:
     for rank in range(schedule.ranks):
         print(
             f"rank {rank}: idle {result.idle[rank]:g} (between first and last action {result.bubble[rank]:g}), "
-            f"peak activations {result.peak_activations[rank]:g}, chunks {list(schedule.chunks_of(rank))}"
+            f"peak activations {result.peak_activations[rank]:g}, chunks {list(schedule.units_of(rank))}"
         )
     if options.actions:
         print(format_actions(schedule.actions))

@@ -138,7 +138,7 @@ class Predictor:
         costs, bounds, count = self.costs(layout), self.bounds(layout), self.micro_batches(layout)
         plan = self._schedule_plan(layout, bounds, costs, count)
         schedule, executed = plan.training(count), plan.unit_bounds(bounds)
-        of_units = costs.of_chunks(executed, plan.executed_placement)
+        of_units = costs.of_chunks(executed, plan.unit_placement)
         if plan.weights is not None:
             of_replicas = replace(costs, link=self._cluster.link(layout.grid, "dp_shard"))
             of_units = of_replicas.with_unshards(of_units, plan.weights.unit_bytes, layout.grid.dp_shard)

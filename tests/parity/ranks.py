@@ -30,7 +30,7 @@ from megasnn.models.description import ModelDescription
 from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.optim.build import build_optimizer
-from megasnn.parallel.sharding import own_rows
+from megasnn.parallel.sharding import own_span
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.graphs import Capture
@@ -181,7 +181,7 @@ def inputs_of(engine: DistributedModel, x: Tensor, labels: Tensor, micro_batch_s
     replicas, sharing = engine.state.dp, engine.context.sharing_samples
     sizes, batches = micro_batch_sizes(len(labels), micro_batch_size), []
     for i in micro_batches_of(len(sizes), replicas.size, replicas.rank):
-        own, start = own_rows(sizes[i], sharing.sizes, sharing.rank), sum(sizes[:i])
+        own, start = own_span(sizes[i], sharing.sizes, sharing.rank), sum(sizes[:i])
         samples = range(start + own.start, start + own.stop)
         part = slice(samples.start, samples.stop)
         values = x[part] if engine.takes_images else None, labels[part] if engine.gives_logits else None
