@@ -83,7 +83,7 @@ def _reshard(
         num_virtual_stages_per_pipeline_rank: chunks of layers on each pipeline rank.
         placement: of these chunks: round and round, or a v (two chunks, schedule zbv).
         pipeline_model_parallel_layout: units or layers in each chunk, like "1|2|2|1", as the run on the target will
-            have it; by default as it was saved.
+            have it; by default as it was saved, or with another number of chunks even in multiply-adds.
     """
     target = Target(
         tensor_model_parallel_size,
@@ -95,7 +95,7 @@ def _reshard(
     path, layout = reshard(open_source(load, values=False), save, target)
     print(f"{path}: a file for each of {target.tensor * target.pipeline} ranks")
     if len(target.placement) > 1:
-        print(f'each rank opens its own file only with --pipeline-model-parallel-layout "{layout}"')
+        print(f'train with --pipeline-model-parallel-layout "{layout}": then each rank opens its own file only')
     return False
 
 

@@ -67,7 +67,7 @@ def draw(options: Options) -> None:
     for rank in range(schedule.ranks):
         print(
             f"rank {rank}: idle {result.idle[rank]:g} (between first and last action {result.bubble[rank]:g}), "
-            f"peak activations {result.peak_activations[rank]:g}, chunks {list(schedule.chunks_of(rank))}"
+            f"peak activations {result.peak_activations[rank]:g}, chunks {list(schedule.units_of(rank))}"
         )
     if options.output is not None:
         chart(schedule, result).savefig(options.output)

@@ -79,7 +79,9 @@ def make_plan(arguments: Sequence[str] | None = None) -> None:
         return
     cluster = Cluster(options.gpus, of_node, _machine(options, config, analysis))
     found = plan(analysis, config, cluster, options.prefer, micro_batch_sizes=sizes)
-    print(cuts(analysis))
+    if options.device_name == AUTO and analysis.machine is None:
+        print(f"the devices are taken for {cluster.machine.name}: --device-name names others, --measure this one")
+    print(cuts(analysis, options.gpus))
     print(table(found))
     if options.output is not None:
         print(f"run it: {apply(found, config, options.output)}")

@@ -27,7 +27,7 @@ from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS, model_of
 from megasnn.parallel.sharding import Shard, ShardedTensor, sharded_tensors
 from megasnn.parallel_state import Group
-from megasnn.schedule.partition import PLACEMENTS, layout_to_bounds, parse_layout
+from megasnn.schedule.partition import PLACEMENTS, layout_to_bounds, parse_layout, placed_bounds
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Target:
     Attributes:
         tensor, pipeline, virtual: sizes of the target grid.
         layout: units or layers in each chunk, as `--pipeline-model-parallel-layout` takes them; None for the cut that
-            the checkpoint was written with.
+            the checkpoint was written with, or with another number of chunks an even one.
         shape: how the chunks of a pipeline rank are placed, by a name in PLACEMENTS.
     """
 
@@ -58,21 +58,21 @@ class Target:
         except ValueError as error:
             raise CheckpointError(f"--placement {self.shape}: {error}") from None
 
-    def bounds(self, model: ModelDescription, saved: str) -> list[range]:
-        """Layers of each chunk. Raises CheckpointError for a layout that does not fit, and where none is known.
+    def bounds(self, description: ModelDescription, saved: str) -> list[range]:
+        """Layers of each chunk. Raises CheckpointError for a layout that does not fit, or more chunks than layers.
 
         Args:
             saved: layers in each chunk of the run that wrote the checkpoint.
         """
-        chunks, layout, units = len(self.placement), self.layout, [layer.unit for layer in model.layers]
-        if layout is None:
-            layout, units = saved if chunks > 1 else str(len(units)), [layer.name for layer in model.layers]
+        chunks, layout, units = len(self.placement), self.layout, [layer.unit for layer in description.layers]
         try:
+            if layout is None and saved.count("|") + 1 != chunks:
+                return placed_bounds([layer.operations for layer in description.layers], self.placement)
+            if layout is None:
+                layout, units = saved or str(len(units)), [layer.name for layer in description.layers]
             return layout_to_bounds(parse_layout(layout), units, chunks)
         except ValueError as error:
-            raise CheckpointError(
-                f"{error}; give --pipeline-model-parallel-layout the cut of the run on the target, which its log names"
-            ) from None
+            raise CheckpointError(str(error)) from None
 
 
 def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
@@ -91,9 +91,9 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
     """
     folders.require_empty(save)
     saved = source.metadata
-    name, model = saved_model(source)
-    bounds = target.bounds(model, str((saved.layout or {}).get("bounds", "")))
-    ranks = target_ranks(model, source.tensors, target, bounds)
+    name, description = saved_model(source)
+    bounds = target.bounds(description, str((saved.layout or {}).get("bounds", "")))
+    ranks = target_ranks(description, source.tensors, target, bounds)
     require_intact(source.path, saved)
     layout = "|".join(str(len(span)) for span in bounds)
     sizes = {"tp": target.tensor, "pp": target.pipeline, "dp": 1, "virtual": target.virtual}
@@ -132,7 +132,7 @@ def saved_model(source: Source) -> tuple[str, ModelDescription]:
 
 
 def target_ranks(
-    model: ModelDescription, tensors: Mapping[str, Tensor], target: Target, bounds: Sequence[range]
+    description: ModelDescription, tensors: Mapping[str, Tensor], target: Target, bounds: Sequence[range]
 ) -> list[list[ShardedTensor]]:
     """Tensors of each rank of the target, without memory, pipeline stage by pipeline stage.
 
@@ -144,7 +144,7 @@ def target_ranks(
         for rank in range(target.tensor):
             group = Group("tp", tuple(range(target.tensor)), rank)
             try:
-                layers = model.named_layers(BuildContext(group))
+                layers = description.named_layers(BuildContext(group))
             except ValueError as error:
                 raise CheckpointError(str(error)) from None
             entries = list(sharded_tensors([layers[index] for index in mine]))

@@ -22,7 +22,7 @@ from megasnn.planner.machines import DEVICES, Machine
 from megasnn.telemetry.memory import held_memory_mb, processor_name
 
 
-def measured(model: ModelDescription, config: PretrainConfig, known: Analysis | None) -> Analysis:
+def measured(description: ModelDescription, config: PretrainConfig, known: Analysis | None) -> Analysis:
     """Measured costs, with the machine that they are of. Collective over the ranks of torchrun.
 
     Args:
@@ -35,10 +35,10 @@ def measured(model: ModelDescription, config: PretrainConfig, known: Analysis | 
     context, samples = one_rank(config, device.type == "cpu"), config.training.micro_batch_size
     timed, link = [], None
     if known is not None:
-        timed.append(_timed(profile_layers(model, samples, context, device), samples, 1))
+        timed.append(_timed(profile_layers(description, samples, context, device), samples, 1))
     if ranks > 1:
         try:  # stages, whose link is measured
-            costs = profile_pipeline(model, samples, context, initialize_model_parallel(pp=ranks, device=device))
+            costs = profile_pipeline(description, samples, context, initialize_model_parallel(pp=ranks, device=device))
         finally:
             destroy_model_parallel()
         timed.append(_timed(costs.layers, samples, ranks))

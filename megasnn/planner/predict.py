@@ -140,7 +140,7 @@ class Predictor:
         costs, bounds, count = self.costs(layout), self.bounds(layout), self.micro_batches(layout)
         plan = self._schedule_plan(layout, bounds, costs, count)
         schedule, executed = plan.training(count), plan.unit_bounds(bounds)
-        of_units = costs.of_chunks(executed, plan.executed_placement)
+        of_units = costs.of_chunks(executed, plan.unit_placement)
         if plan.weights is not None:
             of_replicas = replace(costs, link=self._cluster.link(layout.grid, "dp_shard"))
             of_units = of_replicas.with_unshards(of_units, plan.weights.unit_bytes, layout.grid.dp_shard)
@@ -270,16 +270,16 @@ class Predictor:
         copies, weight = layout.copies, layout.grid.dp_shard
         link, keepers = (self._cluster.link(layout.grid, axis) for axis in ("dp_replicate", "dp_shard"))
         reduced, updated = max(each.reduced for each in states), max(each.updated for each in states)
-        buckets = max(1, -(-reduced // bucket_bytes(self._on_gpu)))
+        bucket_count = max(1, -(-reduced // bucket_bytes(self._on_gpu)))
         over_copies = sharing = 0.0
         if copies > 1 and layout.shards_optimizer:
-            over_copies, sharing = link.exchange(copies, updated / buckets), link.exchange(copies, updated)
+            over_copies, sharing = link.exchange(copies, updated / bucket_count), link.exchange(copies, updated)
         elif copies > 1:
-            over_copies = link.all_reduce(copies, reduced / buckets, self._on_gpu)
+            over_copies = link.all_reduce(copies, reduced / bucket_count, self._on_gpu)
         each, behind = over_copies, 0.0
         if weight > 1:
-            each, behind = keepers.exchange(weight, reduced / buckets), buckets * over_copies
-        return max(each, buckets * each - backward) + behind, sharing
+            each, behind = keepers.exchange(weight, reduced / bucket_count), bucket_count * over_copies
+        return max(each, bucket_count * each - backward) + behind, sharing
 
     def _schedule_plan(
         self, layout: Layout, bounds: tuple[range, ...], costs: PipelineCosts, count: int

@@ -18,14 +18,14 @@ WAYS: tuple[tuple[CutAxis, str], ...] = (
 )
 
 
-def cuts(analysis: Analysis) -> str:
-    """Parts of the model that can be cut, along which axis, and why not."""
+def cuts(analysis: Analysis, ranks: int) -> str:
+    """Parts of the model that so many ranks can cut, along which axis, and why not."""
     lines = [f"{analysis.model}: {len(analysis.layers)} layers, "
              f"{sum(each.parameters for each in analysis.layers):,} parameters, "
              f"{sum(each.operations for each in analysis.layers):,} multiply-adds a sample"]  # fmt: skip
     lines.append(f"pipeline: up to {len(analysis.layers)} stages, a layer each")
     for axis, name in WAYS:
-        sizes = analysis.possible[axis]
+        sizes = {size: refused for size, refused in analysis.possible[axis].items() if size <= ranks}
         able = [str(size) for size, refused in sizes.items() if refused is None]
         lines.append(f"{name}: {', '.join(able) or 'none'}")
         why = dict[str, list[str]]()

@@ -20,7 +20,6 @@ AS_FAST = 1.01  # times as long as the fastest is as fast, as far as the planner
 NEAR = 1.1  # times the memory: of an estimate that is no larger a simulation decides
 SLOWER = 4.0  # times the fastest step: a grid whose 1F1B takes longer has no better one
 TRIED = 3  # times as many are simulated as are to fit
-OF_GRID = 4  # layouts of one grid that are simulated before those of others
 MOST_COMPUTATIONS = 40_000  # of a schedule that is simulated
 MOST_REASONS = 4  # told of a search that finds nothing
 
@@ -59,7 +58,7 @@ class Search:
         smallest = sorted((each for each in looked_at if each.bytes is not None), key=_bytes)[:simulations]
         one = sorted((each for each in fitting if each.layout.ranks == 1), key=_seconds)[:1]
         # Where no simulation fits, what needs least is tried, although its estimate may be too large.
-        for each in chain(one, _mixed(fitting)[: TRIED * simulations], smallest):
+        for each in chain(one, fitting[: TRIED * simulations], smallest):
             if len(self._able()) >= simulations:
                 break
             if each.layout not in self._simulated:
@@ -192,20 +191,6 @@ class Search:
         else:
             reason = f"{about}{slower:.2f} times its step"
         return replace(each, reason=reason)
-
-
-def _mixed(fitting: Sequence[Candidate]) -> list[Candidate]:
-    """The same, with a few of each grid first: those that are not estimated alike."""
-    seen, of_grid = set[object](), Counter[object]()
-    first, later = list[Candidate](), list[Candidate]()
-    for each in fitting:
-        grid = each.layout.grid, each.layout.cut, each.layout.micro_batch_size
-        alike = *grid, each.seconds, each.bytes
-        takes = alike not in seen and of_grid[grid] < OF_GRID
-        seen.add(alike)
-        of_grid[grid] += takes
-        (first if takes else later).append(each)
-    return first + later
 
 
 def _seconds(each: Candidate) -> float:

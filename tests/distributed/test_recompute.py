@@ -25,9 +25,9 @@ from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.microbatch_state import MicroBatchInput, StepState
+from megasnn.pipeline.packed_input import PackedInput
 from megasnn.pipeline.peak_memory import unit_memory
 from megasnn.pipeline.profile_layers import count_memory
-from megasnn.pipeline.recompute import PackedInput
 from megasnn.schedule import Action, Kind, plan_schedule
 from megasnn.schedule.memory import activations_held
 from tests.gradients import forward_backward
@@ -97,8 +97,8 @@ def _held_after_actions(model: Model, recompute: str) -> tuple[list[tuple[Action
             forward_backward(engine, batches, 2 * SAMPLES)
     finally:
         destroy_model_parallel()
-    costs = count_memory(engine.model, SAMPLES, BuildContext(), CPU)
-    units, schedule = unit_memory(costs, engine.plan.executed_bounds), engine.plan.schedules.training(2)
+    costs = count_memory(engine.description, SAMPLES, BuildContext(), CPU)
+    units, schedule = unit_memory(costs, engine.plan.unit_bounds), engine.plan.schedules.training(2)
     assert [action for action, _ in live.after] == list(schedule.actions[0])
     return live.after, activations_held(schedule, 0, [each.held for each in units], [each.entering for each in units])
 
@@ -184,4 +184,4 @@ def test_a_run_that_only_evaluates_computes_nothing_again_and_needs_no_plan_for_
     for flags in (["--memory-budget", "0.000001"], ["--recompute", "always"]):
         config = parse(run_config(Spikformer), [*sizes, "--evaluate-only", "--load", "x", "--device", "cpu", *flags])
         with Engine(config) as engine:
-            assert engine.plan.schedules.units is None and engine.plan.costs is None
+            assert engine.plan.schedules.units_per_chunk is None and engine.plan.costs is None

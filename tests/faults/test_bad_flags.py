@@ -49,6 +49,15 @@ def test_refused_with_values_and_flags_once(name, tmp_path, monkeypatch, capsys)
     assert time.monotonic() - started < 10
 
 
+def test_under_torchrun_the_other_ranks_wait_for_the_message(monkeypatch, capsys) -> None:
+    """torchrun ends all ranks as soon as one has ended, and would end the one that speaks before it has spoken."""
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "1"), ("TORCHELASTIC_RUN_ID", "run")):
+        monkeypatch.setenv(name, value)
+    started = time.monotonic()
+    assert pretrain_spikformer.main([*TINY, "--num-heads", "3"]) == 2 and capsys.readouterr().err == ""
+    assert time.monotonic() - started > 2
+
+
 def test_each_machine_hears_of_its_own_command_line(monkeypatch, capsys) -> None:
     """Rank 0 may have been given flags that are right."""
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "0")):

@@ -99,7 +99,7 @@ def train(
             steps.append(record_step(engine, state, images, labels, SIZES[0]))
             engine.gradient_norm.clip(steps[-1].norm, CLIP)
             optimizer.step()
-            engine.data_parallel.all_gather_params()
+            engine.gradient_buckets.all_gather_params()
             steps[-1].gradients = weights_of(engine)
         return steps
     finally:

@@ -87,8 +87,8 @@ def _step(name: str, layout: Layout, recompute: str | None, state: ParallelState
 
 def _micro_batches(engine: DistributedModel, state: ParallelState) -> list[MicroBatchInput]:
     generator = torch.Generator().manual_seed(3)
-    images = 2 * torch.randn(SAMPLES, *engine.model.input_shape, generator=generator)
-    labels = torch.randint(0, engine.model.num_classes, (SAMPLES,), generator=generator)
+    images = 2 * torch.randn(SAMPLES, *engine.description.input_shape, generator=generator)
+    labels = torch.randint(0, engine.description.num_classes, (SAMPLES,), generator=generator)
     sizes = micro_batch_sizes(SAMPLES, MICRO_BATCH)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [

@@ -103,7 +103,7 @@ def _finer(layout: Layout) -> list[float]:
 
         def between() -> None:
             optimizer.step()
-            engine.data_parallel.all_gather_params()
+            engine.gradient_buckets.all_gather_params()
 
         losses = _losses(device, engine, state, EVEN_SAMPLES, between=between)
         destroy_model_parallel()

@@ -67,7 +67,7 @@ def of_run(layout: Layout, bounds: tuple[range, ...], costs: tuple[ChunkCost, ..
             found = {
                 "weights": sum(entry.tensor.nbytes for entry in distributed.tensors) + buffers,
                 "gathered": gathered,
-                "gradients": distributed.data_parallel.held_bytes,
+                "gradients": distributed.gradient_buckets.held_bytes,
                 "optimizer": state_bytes(trained, run.optimizer),
                 "working": working_bytes(distributed.owned, run.optimizer),
                 "peak": peak.kept + peak.working + peak.messages,

@@ -76,7 +76,7 @@ def test_every_candidate_has_a_reason() -> None:
     assert {each.layout.ranks for each in found.candidates} == {1, 2, 4, 6}
     assert found.simulated == sum(each.simulated for each in found.candidates) <= 20
     assert any("--tensor-model-parallel-size" in each.reason for each in others if each.seconds is None)
-    assert str(found.layout) in table(found) and "tensor: 1, 2\n" in cuts(analysis())
+    assert str(found.layout) in table(found) and "tensor: 1, 2\n" in cuts(analysis(), 8)
 
 
 def test_what_is_preferred() -> None:

@@ -88,7 +88,7 @@ def predicted_and_counted(model: Model, parallel: dict[str, Any], options: dict[
 def _counted(engine: Engine, samples: int) -> int:
     """The least of some steps, since what threads of the transport give back is not seen, behind one that has paid for
     what is taken once."""
-    model = engine.distributed.model
+    model = engine.distributed.description
     shape = engine.config.model.input_shape  # of all windows
     images = torch.randn((samples, *shape), generator=torch.Generator().manual_seed(0))
     labels = torch.arange(samples) % model.num_classes
@@ -100,7 +100,7 @@ def _counted(engine: Engine, samples: int) -> int:
         counter = AllocationCounter(engine.distributed.state.device)
         with counter.counting():
             forward_backward(engine.distributed, micro_batches, samples)
-            engine.distributed.data_parallel.all_gather_params()
+            engine.distributed.gradient_buckets.all_gather_params()
         peaks.append(counter.peak)
     return min(peaks)
 
