@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from megasnn.config import validate as validate
     from megasnn.engine import Engine as Engine
     from megasnn.files import CheckpointError as CheckpointError
+    from megasnn.inference import TrainedModel as TrainedModel
+    from megasnn.inference import load_model as load_model
     from megasnn.kernels import NeuronSpec as NeuronSpec
     from megasnn.kernels.spike_codec import COUNTS as COUNTS
     from megasnn.kernels.spike_codec import DENSE as DENSE
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from megasnn.layers import BuildContext as BuildContext
     from megasnn.layers import ConvNormNeuron as ConvNormNeuron
     from megasnn.layers import DropPath as DropPath
-    from megasnn.layers import KeyedLayer as KeyedLayer
     from megasnn.layers import MaxPool as MaxPool
     from megasnn.layers import MeanLinear as MeanLinear
     from megasnn.layers import MeanOverSpace as MeanOverSpace
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from megasnn.layers import SpikeDrivenAttention as SpikeDrivenAttention
     from megasnn.layers import SpikingNeuron as SpikingNeuron
     from megasnn.layers import SpikingSelfAttention as SpikingSelfAttention
-    from megasnn.layers import TemporalEffectiveBatchNorm as TemporalEffectiveBatchNorm
     from megasnn.layers import TokenAttention as TokenAttention
     from megasnn.layers import WholeImages as WholeImages
     from megasnn.layers.shape_inference import mark_spikes as mark_spikes
@@ -70,13 +70,14 @@ _NAMES = {
     "megasnn.config": "ConfigError PretrainConfig parse validate",
     "megasnn.engine": "Engine",
     "megasnn.files": "CheckpointError",
+    "megasnn.inference": "TrainedModel load_model",
     "megasnn.kernels": "NeuronSpec",
     "megasnn.kernels.spike_codec": "COUNTS DENSE SPIKES Content",
     "megasnn.layers": (
-        "BuildContext ConvNormNeuron DropPath KeyedLayer MaxPool MeanLinear MeanOverSpace NeuronConvNorm "
+        "BuildContext ConvNormNeuron DropPath MaxPool MeanLinear MeanOverSpace NeuronConvNorm "
         "ParallelBatchNorm ParallelConv ParallelDropout ParallelLinear "
         "ParallelIF ParallelLIF ParallelNeuron ParallelPLIF SpikeDrivenAttention SpikingNeuron SpikingSelfAttention "
-        "TemporalEffectiveBatchNorm TokenAttention WholeImages"
+        "TokenAttention WholeImages"
     ),
     "megasnn.layers.shape_inference": "mark_spikes",
     "megasnn.models.convert_module": "shard",

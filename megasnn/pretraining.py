@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from io import TextIOWrapper
@@ -19,6 +20,9 @@ from megasnn.files import in_message
 from megasnn.models.model import Model, run_config
 from megasnn.models.registry import MODELS
 from megasnn.telemetry.callback import Callback
+
+SECONDS_TO_SPEAK = 3.0
+"""Wait of ranks that leave the message to another one: torchrun ends all ranks as soon as one has ended."""
 
 
 def pretrain(model: str | type[Model], argv: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = ()) -> int:
@@ -63,6 +67,8 @@ def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callbac
     except ConfigError as error:
         if speaks:
             sys.stderr.write(f"[rank {rank}] {error}\n")
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(SECONDS_TO_SPEAK)
         return 2
     from megasnn import training  # torch, once the flags are right
 

@@ -26,6 +26,7 @@ LAYERS = [
     ["planner"],
     ["engine"],
     ["training"],
+    ["inference"],
     ["convert", "pretraining", "pretrain"],
     ["commands", "__main__"],
 ]

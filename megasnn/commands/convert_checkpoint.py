@@ -83,7 +83,7 @@ def _reshard(
         num_virtual_stages_per_pipeline_rank: chunks of layers on each pipeline rank.
         placement: of these chunks: round and round, or a v (two chunks, schedule zbv).
         pipeline_model_parallel_layout: units or layers in each chunk, like "1|2|2|1", as the run on the target will
-            have it; by default as it was saved.
+            have it; by default as it was saved, or with another number of chunks even in multiply-adds.
     """
     target = Target(
         tensor_model_parallel_size,
@@ -95,7 +95,7 @@ def _reshard(
     path, layout = reshard(open_source(load, values=False), save, target)
     print(f"{path}: a file for each of {target.tensor * target.pipeline} ranks")
     if len(target.placement) > 1:
-        print(f'each rank opens its own file only with --pipeline-model-parallel-layout "{layout}"')
+        print(f'train with --pipeline-model-parallel-layout "{layout}": then each rank opens its own file only')
     return False
 
 
@@ -132,7 +132,7 @@ def _diff(first: Place, second: Place, tolerance: float = 0.0, model_only: bool 
     Args:
         first: checkpoint or file.
         second: checkpoint or file.
-        tolerance: largest difference that still counts as equal, relative to the tensor's largest value.
+        tolerance: largest difference of two elements that still counts as equal.
         model_only: leave optimizer state aside.
     """
     found = list(differences(in_our_names(open_source(first)), in_our_names(open_source(second)), model_only))
@@ -140,10 +140,9 @@ def _diff(first: Place, second: Place, tolerance: float = 0.0, model_only: bool 
         raise CheckpointError(f"{first} and {second} hold no tensor to compare")
     width = max(len(entry.name) for entry in found)
     for entry in found:
-        mark = "differs" if entry.relative > tolerance else "equal" if entry.absolute == 0 else "close"
-        figures = f"{entry.absolute:<10.4g} relative {entry.relative:<10.4g}"
-        print(f"{entry.name:<{width}}  {mark:<7}  {figures}{entry.note}".rstrip())
-    differing = sum(entry.relative > tolerance for entry in found)
+        mark = "differs" if entry.largest > tolerance else "equal" if entry.largest == 0 else "close"
+        print(f"{entry.name:<{width}}  {mark:<7}  {entry.largest:<10.4g} {entry.note}".rstrip())
+    differing = sum(entry.largest > tolerance for entry in found)
     print(f"{differing} of {len(found)} tensors differ by more than {tolerance:g}")
     return differing > 0
 
@@ -168,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
         return int(tyro.extras.subcommand_cli_from_dict(COMMANDS, description=__doc__, args=arguments))
-    except (CheckpointError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -17,7 +17,7 @@ from megasnn.engine.model import DistributedModel
 from megasnn.host_memory import without_waiting
 from megasnn.losses import LOSSES
 from megasnn.parallel.agreement import gather
-from megasnn.parallel.sharding import own_rows
+from megasnn.parallel.sharding import own_span
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 
 _INTEGERS = (
@@ -42,12 +42,12 @@ class Batches:
         trained_share, evaluated_share: this rank's part of every batch.
     """
 
-    def __init__(self, config: PretrainConfig, model: DistributedModel, mixing: Mixing | None) -> None:
+    def __init__(self, config: PretrainConfig, distributed: DistributedModel, mixing: Mixing | None) -> None:
         self._config, self._mixing = config, mixing
-        self._state, self._dtype = model.state, model.context.dtype
-        self._takes_images, self._takes_labels = model.takes_images, model.gives_logits
-        self._samples = samples = model.context.sharing_samples
-        sizes, state, whole = config.training, model.state, mixing is not None
+        self._state, self._dtype = distributed.state, distributed.context.dtype
+        self._takes_images, self._takes_labels = distributed.takes_images, distributed.gives_logits
+        self._samples = samples = distributed.context.sharing_samples
+        sizes, state, whole = config.training, distributed.state, mixing is not None
         part = Share(
             sizes.global_batch_size,
             sizes.micro_batch_size,
@@ -55,12 +55,12 @@ class Batches:
             dp_rank=state.dp.rank,
             cp_size=samples.size,
             cp_rank=samples.rank,
-            images=model.takes_images,
-            labels=model.gives_logits,
+            images=distributed.takes_images,
+            labels=distributed.gives_logits,
         )
         self.evaluated_share, self.trained_share = part, replace(part, cp_size=1, cp_rank=0) if whole else part
-        by_batch = sum(norm.running_mean is None for norm in model.norms)
-        self._evaluates_padding = samples.size == 1 or model.sum_over_ranks([by_batch])[0] == 0
+        by_batch = sum(norm.running_mean is None for norm in distributed.norms)
+        self._evaluates_padding = samples.size == 1 or distributed.sum_over_ranks([by_batch])[0] == 0
 
     # --- checks
 
@@ -207,7 +207,7 @@ class Batches:
             labels = None if micro.labels is None else without_waiting(micro.labels, device)
             first, size = begin + micro.start, micro.size
             if trains and self._mixing is not None:
-                own = own_rows(size, self._samples.sizes, self._samples.rank)
+                own = own_span(size, self._samples.sizes, self._samples.rank)
                 part = slice(own.start, own.stop)
                 images = None if images is None else self._mixing.images(images, first)[part]
                 labels = None if labels is None else self._mixing.labels(labels, first)[part]

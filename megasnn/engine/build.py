@@ -124,15 +124,15 @@ def describe_windows(config: PretrainConfig) -> ModelDescription:
     return of_window
 
 
-def mixing_of(config: PretrainConfig, model: ModelDescription, epoch_samples: int) -> Mixing | None:
+def mixing_of(config: PretrainConfig, description: ModelDescription, epoch_samples: int) -> Mixing | None:
     """Returns how samples are mixed with each other (mixup, CutMix); None where they are not."""
     data = config.data
     if not data.mixes:
         return None
     until = data.mixup_off_epoch * epoch_samples if data.mixup_off_epoch else None
-    height, width = model.input_shape[-2:]
+    height, width = description.input_shape[-2:]
     alphas = data.mixup_alpha or None, data.cutmix_alpha or None
-    return Mixing(config.training.seed, *alphas, model.num_classes, (height, width), until)
+    return Mixing(config.training.seed, *alphas, description.num_classes, (height, width), until)
 
 
 def capture_on(device: torch.device) -> Capture:
@@ -144,7 +144,7 @@ def capture_on(device: torch.device) -> Capture:
 
 def build_model(
     config: PretrainConfig,
-    model: ModelDescription,
+    description: ModelDescription,
     state: ParallelState,
     wants_to_stop: Callable[[], bool] = lambda: False,
 ) -> DistributedModel:
@@ -168,6 +168,6 @@ def build_model(
         sparse_products=training.sparse_products == "auto" and can_be_sparse(state.device, products),
     )
     with placed("while planning the pipeline"):
-        plan = plan_pipeline(config, model, context, state)
+        plan = plan_pipeline(config, description, context, state)
     with placed("while building the model"):
-        return DistributedModel(model, state, context, plan, config, graphs, wants_to_stop)
+        return DistributedModel(description, state, context, plan, config, graphs, wants_to_stop)

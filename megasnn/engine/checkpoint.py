@@ -27,24 +27,24 @@ class Checkpoints:
     """
 
     def __init__(self, config: PretrainConfig, step: TrainStep) -> None:
-        self._config, self._step, self._model = config, step, step.model
-        self._world = step.model.state.world
-        if refused := [entry.name for entry in self._model.tensors if entry.name.startswith(BESIDE)]:
+        self._config, self._step, self._distributed = config, step, step.distributed
+        self._world = step.distributed.state.world
+        if refused := [entry.name for entry in self._distributed.tensors if entry.name.startswith(BESIDE)]:
             raise ValueError(f"{refused[0]}: names that begin with {' or '.join(BESIDE)} are not for layers")
         averages = None if step.average is None else step.average.tensors
-        self.state = LocalState(self._model.tensors, step.optimizer, self._model.owned, averages)
+        self.state = LocalState(self._distributed.tensors, step.optimizer, self._distributed.owned, averages)
 
     def entries(self) -> list[ShardedTensor]:
         """Tensors that this rank holds of a checkpoint, parameters whole, with the optimizer's state so far."""
-        whole = {entry.name: entry for entry in self._model.tensors}
+        whole = {entry.name: entry for entry in self._distributed.tensors}
         return [whole.get(entry.name, entry) for entry in self.state.entries()]
 
     def progress(self, extra: Mapping[str, object], skipped_steps: int = 0) -> Progress:
         """Returns what is written beside the tensors: position, model, layout for people, and `extra`."""
-        grid = self._model.state.grid
+        grid = self._distributed.state.grid
         sizes = {"tp": grid.tp, "pp": grid.pp, "dp": grid.replicas, "dp_shard": grid.dp_shard}
-        layout: dict[str, object] = {**sizes, "cp": grid.cp, "virtual": len(self._model.chunks)}
-        layout["bounds"] = layers_per_chunk(self._model.plan.bounds)
+        layout: dict[str, object] = {**sizes, "cp": grid.cp, "virtual": len(self._distributed.chunks)}
+        layout["bounds"] = layers_per_chunk(self._distributed.plan.bounds)
         return Progress(
             self._step.iteration,
             self._step.consumed_samples,
@@ -57,9 +57,9 @@ class Checkpoints:
 
     def full_tensors(self) -> dict[str, Tensor]:
         """See `Engine.state_dict`. Collective."""
-        mine = {entry.name: entry for entry in self._model.tensors if entry.shard.is_primary()}
+        mine = {entry.name: entry for entry in self._distributed.tensors if entry.shard.is_primary()}
         full = {}
-        for described in self._model.described:
+        for described in self._distributed.described:
             held: list[tuple[Piece, Tensor]] = []
             if (entry := mine.get(described.name)) is not None:
                 held = [(piece, piece.of_local(entry.tensor.detach()).cpu()) for piece in entry.shard.pieces()]

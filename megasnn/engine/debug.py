@@ -25,7 +25,7 @@ def first_non_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     return None
 
 
-def first_place(model: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> str | None:
+def first_place(distributed: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> str | None:
     """Returns the layer whose output was not finite first in the step before, otherwise the gradient; None where all
     are finite. The same on every rank.
 
@@ -34,7 +34,7 @@ def first_place(model: DistributedModel, micro_batches: Sequence[MicroBatchInput
     # All modules are watched: a neuron hides nan, since nan reaches no threshold.
     places = {
         module: (index, path)
-        for index, chunk in reversed(model.chunks.items())  # a module that is called twice has its first place
+        for index, chunk in reversed(distributed.chunks.items())  # a module that is called twice has its first place
         for name, layer in reversed([*chunk.named_layers()])
         for path, module in layer.named_modules(prefix=name)
     }
@@ -50,17 +50,17 @@ def first_place(model: DistributedModel, micro_batches: Sequence[MicroBatchInput
 
     hook = register_module_forward_hook(check)
     try:
-        model.run_again(micro_batches)
+        distributed.run_again(micro_batches)
     finally:
         hook.remove()
     outputs.sort()  # the lowest chunk first, whatever micro-batch came first
     gradients: list[tuple[int, int, str]] = []
-    for index, chunk in reversed(model.chunks.items()):
+    for index, chunk in reversed(distributed.chunks.items()):
         entries = reversed(chunk.sharded_tensors())
-        of_chunk = ((each.name, model.data_parallel.gradient(each.tensor)) for each in entries)
+        of_chunk = ((each.name, distributed.gradient_buckets.gradient(each.tensor)) for each in entries)
         found = first_non_finite((name, gradient) for name, gradient in of_chunk if gradient is not None)
         gradients += [(-index, 0, found)] if found else []
     for what, mine in (("forward, first in", outputs), ("backward, first in the gradient of", gradients)):
-        if of_ranks := [each for held in gather(model.state.world.handle, mine[:1]) for each in held]:
+        if of_ranks := [each for held in gather(distributed.state.world.handle, mine[:1]) for each in held]:
             return f"not finite in {what} {min(of_ranks)[2]}; the step is skipped"
     return None

@@ -185,17 +185,17 @@ class Engine:
 
     def evaluate_on(self, batches: Iterable[GlobalBatch]) -> EvaluationRecord:
         """`evaluate` on this rank's shares of global batches, as `megasnn.data.BatchLoader` gives them."""
-        model, totals = self.distributed, torch.zeros(4, dtype=torch.float64, device=self.state.device)
+        distributed, totals = self.distributed, torch.zeros(4, dtype=torch.float64, device=self.state.device)
 
         def count(output: Bundle, labels: Tensor) -> None:
-            totals[0] += model.loss(output, labels)
+            totals[0] += distributed.loss(output, labels)
             totals[1] += len(labels)
             totals[2:] += correct_predictions(logits_of(output), labels)
 
         with self._running(), self._averaged_weights():
             for batch in batches:
-                model.forward(self.batches.inputs(batch, trains=False), count)
-            loss, samples, top1, top5 = model.of_all_replicas(totals).tolist()
+                distributed.forward(self.batches.inputs(batch, trains=False), count)
+            loss, samples, top1, top5 = distributed.of_all_replicas(totals).tolist()
         if not samples:
             raise ValueError("there are no samples to evaluate")
         return EvaluationRecord(

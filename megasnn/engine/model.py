@@ -58,7 +58,7 @@ class DistributedModel:
     """The chunks of a model on one rank, with their gradients reduced over the replicas.
 
     Args:
-        model: description of the whole model; only this rank's chunks are built.
+        description: of the whole model; only this rank's chunks are built.
         graphs: makes CUDA graphs of the layers; None for none.
         wants_to_stop: asked in each step and each batch of an evaluation.
 
@@ -77,7 +77,7 @@ class DistributedModel:
 
     def __init__(
         self,
-        model: ModelDescription,
+        description: ModelDescription,
         state: ParallelState,
         context: BuildContext,
         plan: PipelinePlan,
@@ -86,20 +86,20 @@ class DistributedModel:
         wants_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.context = context = replace(context, weight_gradients=WeightGradients())
-        self.model, self.state, self.plan, self._wants_to_stop = model, state, plan, wants_to_stop
+        self.description, self.state, self.plan, self._wants_to_stop = description, state, plan, wants_to_stop
         training, schedules, bounds = config.training, plan.schedules, plan.bounds
         self.loss: Callable[[Any, Any], Tensor] = partial(
             LOSSES[training.loss].sum, label_smoothing=training.label_smoothing
         )
         self._windows, self._outputs = config.windows, list[dict[Key, Tensor]]()
-        units, placement = plan.executed_bounds, schedules.placement
+        unit_bounds, placement = plan.unit_bounds, schedules.placement
         self._weights: GatheredWeights | None = None
         if state.dp_shard.size > 1:
             self._weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
         here = [index for index, home in enumerate(placement) if home == state.pp.rank]
-        keep = None if self._weights is None else (units, self._weights.shard)
-        built = model.build(context)
-        self.chunks = build_chunks(model, bounds, here, context, state.device, training.seed, keep, built)
+        keep = None if self._weights is None else (unit_bounds, self._weights.shard)
+        built = description.build(context)
+        self.chunks = build_chunks(description, bounds, here, context, state.device, training.seed, keep, built)
         self.takes_images, self.gives_logits = 0 in self.chunks, len(placement) - 1 in self.chunks
         self._reports = self.gives_logits and state.tp.rank == 0 and context.counts_logits
         kept = (lambda entry: entry) if self._weights is None else self._weights.kept
@@ -107,14 +107,14 @@ class DistributedModel:
         self.copies = [kept(t) for chunk in self.chunks.values() for t in chunk.copied_tensors()]
         modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
         self.norms = [module for module in modules if isinstance(module, ParallelBatchNorm)]
-        # Actions name chunks, or units of them. Gradients that are scattered after each micro-batch are reduced after
-        # each unit; otherwise a chunk's are complete when its first unit's are.
-        first, executed = [0, *accumulate(schedules.units_of_chunks)], self.chunks
-        if schedules.units is not None:
-            executed = {n: self.chunks[i].part(units, n) for i in self.chunks for n in range(first[i], first[i + 1])}
+        # Gradients that are scattered after each micro-batch are reduced after each unit; otherwise a chunk's are
+        # complete when its first unit's are.
+        first, units = [0, *accumulate(schedules.unit_counts)], self.chunks
+        if schedules.units_per_chunk is not None:
+            units = {n: self.chunks[i].part(unit_bounds, n) for i in self.chunks for n in range(first[i], first[i + 1])}
         scatters = schedules.weights is not None and bool(schedules.weights.scattered)
-        reduced = executed if scatters else {first[index]: chunk for index, chunk in self.chunks.items()}
-        self.data_parallel = GradientBuckets(
+        reduced = units if scatters else {first[index]: chunk for index, chunk in self.chunks.items()}
+        self.gradient_buckets = GradientBuckets(
             [(index, part.sharded_tensors() + part.copied_tensors()) for index, part in reduced.items()],
             state.dp_replicate_cp,
             state.tp,
@@ -123,14 +123,14 @@ class DistributedModel:
             weights=self._weights,
             scattered=scatters,
         )
-        self.owned = [self.data_parallel.owned(entry) for entry in self.tensors]
-        gradient = self.data_parallel.gradient
-        self.ties = Ties(model, bounds, placement, self.chunks, state.pp, state.wire, gradient, kept)
-        context.weight_gradients.observer = self.data_parallel.accumulated
+        self.owned = [self.gradient_buckets.owned(entry) for entry in self.tensors]
+        gradient = self.gradient_buckets.gradient
+        self.ties = Ties(description, bounds, placement, self.chunks, state.pp, state.wire, gradient, kept)
+        context.weight_gradients.observer = self.gradient_buckets.accumulated
         for chunk in self.chunks.values():
             if graphs is not None:
                 chunk.capture_graphs(graphs)
-        self.described = describe_tensors(model, context.dtype)
+        self.described = describe_tensors(description, context.dtype)
         self.parameters = parameter_count(self.described)
         trained = (e for e in self.described if e.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)
@@ -141,10 +141,10 @@ class DistributedModel:
         self._global_batch_size = 1
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
         self.checks = DeviceChecks(state.device)
-        known = Boundaries(model, context, built) if state.pp.size > 1 else None
-        transfers = Transfers(executed, schedules.executed_placement, state, known)
+        known = Boundaries(description, context, built) if state.pp.size > 1 else None
+        transfers = Transfers(units, schedules.unit_placement, state, known)
         self.executor = PipelineExecutor(
-            executed, state, transfers, self._micro_batch_loss, self.data_parallel, self._weights
+            units, state, transfers, self._micro_batch_loss, self.gradient_buckets, self._weights
         )
 
     def neurons(self) -> list[tuple[str, NeuronLayer]]:
@@ -170,7 +170,7 @@ class DistributedModel:
             global_batch_size: samples over all replicas.
         """
         self._global_batch_size = global_batch_size
-        self.data_parallel.zero(len(micro_batches))
+        self.gradient_buckets.zero(len(micro_batches))
         for norm in self.norms:
             norm.pending.clear()
         self._correct_here.zero_()

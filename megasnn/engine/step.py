@@ -32,13 +32,13 @@ class TrainStep:
         average: of what this rank owns; None without `ema_decay`.
     """
 
-    def __init__(self, config: PretrainConfig, model: DistributedModel, rate: Callable[[int], float]) -> None:
-        self._config, self._rate, self.model, state = config, rate, model, model.state
+    def __init__(self, config: PretrainConfig, distributed: DistributedModel, rate: Callable[[int], float]) -> None:
+        self._config, self._rate, self.distributed, state = config, rate, distributed, distributed.state
         self.optimizer = build_optimizer(
-            model.owned, config.optimizer, {axis: state.group(axis) for axis in HOLDING_AXES}
+            distributed.owned, config.optimizer, {axis: state.group(axis) for axis in HOLDING_AXES}
         )
         decay = config.optimizer.ema_decay
-        self.average = WeightAverage(model.owned, decay) if decay else None
+        self.average = WeightAverage(distributed.owned, decay) if decay else None
         self.timers = Timers(state.device)
         self.iteration = self.consumed_samples = 0
         self._groups_set = self._groups()
@@ -52,31 +52,34 @@ class TrainStep:
         Raises:
             ValueError: the learning rate is negative or not finite; what the checks have found on any rank.
         """
-        model, rate = self.model, self._rate(self.iteration)
+        distributed, rate = self.distributed, self._rate(self.iteration)
         if not 0 <= rate < math.inf:
             raise ValueError(f"the learning rate of step {self.iteration} is {rate}: lr_schedule must give 0 or more")
         # A GPU updates before the host has read the step, and leaves the weights as they are where it is void.
-        updates_unread = self._masks and device_checks.runs_ahead(model.state.device)
+        updates_unread = self._masks and device_checks.runs_ahead(distributed.state.device)
         with self.timers("forward_backward"):
-            sums = model.run(micro_batches, batch.size)  # zeroes gradients; forward, backward, reductions by schedule
+            # Zeroes gradients; forward, backward and reductions by schedule.
+            sums = distributed.run(micro_batches, batch.size)
         with self.timers("optimizer"):
             if updates_unread:
                 self._update(rate, sums.norm, sums.is_void)
-            model.check(sums)  # reads loss and norm; raises what was found on the device
-            if model.is_finite:
+            distributed.check(sums)  # reads loss and norm; raises what was found on the device
+            if distributed.is_finite:
                 count = math.ceil(batch.size / self._config.training.micro_batch_size)
-                most = self._config.windows * math.ceil(count / model.state.dp.size)  # micro-batches of any replica
-                merge_running_statistics(model.norms, model.state.dp, most, model.ties.statistics_of_owners)
+                data, of_owners = distributed.state.dp, distributed.ties.statistics_of_owners
+                most = self._config.windows * math.ceil(count / data.size)  # micro-batches of any replica
+                merge_running_statistics(distributed.norms, data, most, of_owners)
                 if not updates_unread:
-                    self._update(rate, model.norm)
-                model.data_parallel.all_gather_params()
-                model.ties.refresh()
+                    self._update(rate, distributed.norm)
+                distributed.gradient_buckets.all_gather_params()
+                distributed.ties.refresh()
                 if self.average is not None:
                     self.average.update()
-        where = None if model.is_finite else first_place(model, micro_batches) or _OVERFLOW
+        where = None if distributed.is_finite else first_place(distributed, micro_batches) or _OVERFLOW
         self.iteration += 1
         self.consumed_samples = batch.consumed_samples
-        return StepResult(model.mean_loss, model.correct, batch.size, model.norm, rate, not model.is_finite, where)
+        loss, correct, norm = distributed.mean_loss, distributed.correct, distributed.norm
+        return StepResult(loss, correct, batch.size, norm, rate, not distributed.is_finite, where)
 
     def _update(self, rate: float, norm: float | Tensor, is_void: Tensor | None = None) -> None:
         """Clips the gradients and steps the optimizer.
@@ -84,7 +87,7 @@ class TrainStep:
         Args:
             norm: of the gradient. is_void: on the device, True where all must stay; None where the host knows better.
         """
-        self.model.gradient_norm.clip(norm, self._config.optimizer.clip_grad, is_void)
+        self.distributed.gradient_norm.clip(norm, self._config.optimizer.clip_grad, is_void)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]
         self._groups_set = self._groups()
@@ -114,7 +117,7 @@ class TrainStep:
             position: (iteration, consumed samples) to go on from; None: these stay.
             averaged: True where the average was loaded too; otherwise it starts again.
         """
-        self.model.ties.refresh()
+        self.distributed.ties.refresh()
         if self.average is not None and not averaged:
             self.average.restart()
         if position is not None:
@@ -124,5 +127,5 @@ class TrainStep:
         """Exchanges the values of the weights and of their average. Collective."""
         assert self.average is not None
         self.average.exchange()
-        self.model.data_parallel.all_gather_params()
-        self.model.ties.refresh()
+        self.distributed.gradient_buckets.all_gather_params()
+        self.distributed.ties.refresh()

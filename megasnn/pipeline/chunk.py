@@ -18,7 +18,7 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.replicated import apply_layer
-from megasnn.layers.row_context import own_rows_of
+from megasnn.layers.row_context import own_pixel_rows
 from megasnn.layers.shape_inference import to_channels_last
 from megasnn.models.description import Built, Carried, LayerDescription, ModelDescription, frames_of
 from megasnn.parallel.sharding import ShardedTensor, described_tensors, materialise, sharded_tensors
@@ -46,26 +46,26 @@ class PipelineChunk(nn.Module):
 
     def __init__(
         self,
-        model: ModelDescription,
+        description: ModelDescription,
         bounds: Sequence[range],
         index: int,
         layers: Sequence[nn.Module],
         context: BuildContext,
     ) -> None:
         super().__init__()
-        self._model, self._span = model, bounds[index]
+        self._description, self._span = description, bounds[index]
         span = self._span
         self.index = index
         self.is_first, self.is_last = index == 0, index == len(bounds) - 1
-        self.names = [model.layers[i].name for i in span]
+        self.names = [description.layers[i].name for i in span]
         self.weight_gradients = context.weight_gradients
         self.layers = nn.ModuleList(layers)
-        self.receives, self.hands_on = model.carried(span.start), model.carried(span.stop)
+        self.receives, self.hands_on = description.carried(span.start), description.carried(span.stop)
         stateful = [each for each in self.layers.modules() if isinstance(each, (NeuronLayer, ParallelDropout))]
         self._carrying = [each for each in stateful if each.carries]
-        self._last = [{*model.inputs[number]} - {*model.needed_from(number + 1)} for number in span]
-        self._gives_one = [model.layers[number].entries.keys() == {None} for number in span]
-        self._is_chain = model.is_chain
+        self._last = [{*description.inputs[number]} - {*description.needed_from(number + 1)} for number in span]
+        self._gives_one = [description.layers[number].entries.keys() == {None} for number in span]
+        self._is_chain = description.is_chain
         self._context = context
         self.graphs: ChunkGraphs | None = None
 
@@ -81,7 +81,7 @@ class PipelineChunk(nn.Module):
         """A chunk of a finer cut, which is within this one and has its layers."""
         first = self._span.start
         layers = [self.layers[number - first] for number in bounds[index]]
-        return PipelineChunk(self._model, bounds, index, layers, self._context)
+        return PipelineChunk(self._description, bounds, index, layers, self._context)
 
     def forward(
         self, x: Tensor | list[Tensor], samples: range | None = None, goes_on: bool = False, micro_batch: int = 0
@@ -90,7 +90,7 @@ class PipelineChunk(nn.Module):
         Args:
             x: tensors of `receives`, in a list that is emptied, so that they are freed when they are used up; for the
                 first chunk, images or frames as they are loaded.
-            samples: see KeyedLayer.
+            samples: positions of the micro-batch's samples in the training, for dropout.
             goes_on: True for a later window of the samples that the last forward was on (--bptt-steps).
             micro_batch: its number in the step.
         Returns:
@@ -98,7 +98,8 @@ class PipelineChunk(nn.Module):
         """
         if not goes_on and self._carrying:
             self.forget()
-        given = [own_rows_of(frames_of(x, self._model.input_shape), self._context)] if isinstance(x, Tensor) else x
+        shape = self._description.input_shape
+        given = [own_pixel_rows(frames_of(x, shape), self._context)] if isinstance(x, Tensor) else x
         if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
             y = self.graphs.apply(given, samples, micro_batch)
             given.clear()
@@ -111,14 +112,14 @@ class PipelineChunk(nn.Module):
             outputs = _unpacked(self.receives, given)
         given.clear()
         for number, last, layer, gives_one in zip(self._span, self._last, self.layers, self._gives_one, strict=True):
-            description = self._model.layers[number]
-            inputs, name = [outputs[source] for source in self._model.inputs[number]], description.name
+            layer_description = self._description.layers[number]
+            inputs, name = [outputs[source] for source in self._description.inputs[number]], layer_description.name
             for source in last:  # nothing behind this layer needs them
                 del outputs[source]
             with explained(partial("{}: {}".format, name)), named(name):
                 y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
             if not (gives_one and isinstance(y, Tensor)):
-                _require_described(description, y)
+                _require_described(layer_description, y)
             y = map_entries(to_channels_last, y)
             outputs[number] = y if self._is_chain else _with_edges_of_their_own(y, inputs)
         if self.is_last:
@@ -184,7 +185,7 @@ Keep = Callable[[int, Sequence[nn.Module]], None]
 
 
 def build_chunks(
-    model: ModelDescription,
+    description: ModelDescription,
     bounds: Sequence[range],
     indices: Collection[int],
     context: BuildContext,
@@ -201,10 +202,10 @@ def build_chunks(
             chunks.
         built: all layers for this rank; None to build them.
     """
-    layers = [each.module for each in built or model.build(context)]
+    layers = [each.module for each in built or description.build(context)]
     parts, kept = keep or (bounds, lambda part, layers: None)
     chunks = {
-        index: PipelineChunk(model, bounds, index, [layers[number] for number in bounds[index]], context)
+        index: PipelineChunk(description, bounds, index, [layers[number] for number in bounds[index]], context)
         for index in indices
     }
     for index, chunk in chunks.items():
@@ -217,7 +218,7 @@ def build_chunks(
     return chunks
 
 
-def describe_tensors(model: ModelDescription, dtype: torch.dtype = torch.float32) -> list[ShardedTensor]:
+def describe_tensors(description: ModelDescription, dtype: torch.dtype = torch.float32) -> list[ShardedTensor]:
     """Describes every tensor of the whole model, on the meta device: nothing is allocated.
 
     Args:
@@ -228,4 +229,4 @@ def describe_tensors(model: ModelDescription, dtype: torch.dtype = torch.float32
         dtype_here = dtype if like.is_floating_point() else like.dtype
         return torch.empty_like(like, dtype=dtype_here).requires_grad_(like.requires_grad)
 
-    return [replace(entry, tensor=typed(entry.tensor)) for entry in model.tensors]
+    return [replace(entry, tensor=typed(entry.tensor)) for entry in description.tensors]

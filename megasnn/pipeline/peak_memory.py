@@ -1,15 +1,18 @@
-"""Peak memory of a step on each pipeline rank, from its schedule and the costs of the layers."""
+"""Peak memory of a step on each pipeline rank, and the forwards that a budget has computed again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megasnn.pipeline.cost_model import LayerCost, PipelineCosts
 from megasnn.schedule import Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, PROPAGATING, Action
-from megasnn.schedule.passes import crosses, refine
+from megasnn.schedule.passes import crosses, refine, with_recompute
+
+MB = 1e-6
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def moments(schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchange
     row, placement = schedule.actions[rank], schedule.placement
     again = {(unit, m) for unit, kind, m in row if kind is Kind.RECOMPUTE}
     cast = sum(unit.cast for unit, place in zip(units, placement, strict=True) if place == rank)
-    boundaries = [u for u in range(schedule.chunks) if crosses(placement, u) and rank in placement[u : u + 2]]
+    boundaries = [u for u in range(schedule.units) if crosses(placement, u) and rank in placement[u : u + 2]]
     messages = sum(units[unit].transfers for unit in boundaries)
     kept = cast
     for action in row:
@@ -127,3 +130,40 @@ def peak_moments(
     units, behind = unit_memory(costs, bounds), exchanged or [0] * schedule.ranks
     found = (moments(schedule, rank, units, size) for rank, size in enumerate(behind))
     return [max(of_rank, key=lambda moment: moment.total) for of_rank in found]
+
+
+def within_budget(schedule: Schedule, units: Sequence[UnitMemory], budget: float) -> frozenset[int]:
+    """Chooses units whose forwards are computed again so that no rank needs more than its budget.
+
+    Greedy: units that save most bytes for each second of their time first, as many as `moments` asks for.
+
+    Args:
+        schedule: of units, complete, in which nothing is computed again.
+        budget: bytes that each rank may need.
+    Raises:
+        ValueError: more is needed even with all of them.
+    """
+    chosen, least = frozenset[int](), 0
+    for rank in range(schedule.ranks):
+        useful = [unit for unit in schedule.units_of(rank) if units[unit].held > units[unit].entering]
+        useful.sort(key=lambda unit: (units[unit].held - units[unit].entering) / max(units[unit].again, 1e-9))
+        taken = frozenset[int]()
+        need = _need(schedule, rank, units, taken)
+        while need > budget and useful:
+            taken |= {useful.pop()}
+            need = _need(schedule, rank, units, taken)
+        chosen, least = chosen | taken, max(least, need)
+    if least > budget:
+        raise ValueError(
+            f"--memory-budget {budget * MB:g} cannot be kept with all forwards computed again: the least is "
+            f"--memory-budget {math.ceil(least * MB)}; or use a smaller --micro-batch-size, or "
+            "--pipeline-schedule v-half or v-min"
+        )
+    return chosen
+
+
+def _need(schedule: Schedule, rank: int, units: Sequence[UnitMemory], chosen: Collection[int]) -> int:
+    """Bytes of a rank where the forwards of these units are computed again."""
+    row = with_recompute(schedule.actions[rank], lambda unit, m: unit in chosen)
+    rows = (*schedule.actions[:rank], row, *schedule.actions[rank + 1 :])
+    return max((each.total for each in moments(replace(schedule, actions=rows), rank, units)), default=0)

@@ -14,9 +14,8 @@ from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.fsdp import unit_bytes
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts
-from megasnn.pipeline.peak_memory import unit_memory
+from megasnn.pipeline.peak_memory import unit_memory, within_budget
 from megasnn.pipeline.profile_layers import profile_pipeline
-from megasnn.pipeline.recompute import within_budget
 from megasnn.schedule import ChunkCost, Kind, SchedulePlan, Simulation, plan_schedule, simulate
 from megasnn.schedule.fsdp_passes import SharedWeights
 from megasnn.schedule.named import looks_at_costs
@@ -48,15 +47,15 @@ class PipelinePlan:
     weight_ranks: int = 1
 
     @property
-    def executed_bounds(self) -> list[range]:
-        """Layers of each unit, which is what a schedule that is executed calls a chunk."""
+    def unit_bounds(self) -> list[range]:
+        """Layers of each unit."""
         return self.schedules.unit_bounds(self.bounds)
 
     def simulation(self, micro_batches: int) -> Simulation | None:
         """Simulation of a step of so many micro-batches, in seconds; None without costs."""
         if self.costs is None:
             return None
-        costs = self.costs.of_chunks(self.executed_bounds, self.schedules.executed_placement)
+        costs = self.costs.of_chunks(self.unit_bounds, self.schedules.unit_placement)
         weights = self.schedules.weights
         if weights is not None:
             costs = self.costs.with_unshards(costs, weights.unit_bytes, self.weight_ranks)
@@ -85,7 +84,7 @@ class PipelinePlan:
 
 
 def plan_pipeline(
-    config: PretrainConfig, model: ModelDescription, context: BuildContext, state: ParallelState
+    config: PretrainConfig, description: ModelDescription, context: BuildContext, state: ParallelState
 ) -> PipelinePlan:
     """Profiles layers where that is needed, on all ranks, and lets the first one choose. Collective over the world.
 
@@ -100,16 +99,16 @@ def plan_pipeline(
         counts = counts[:1]
     bounds, costs, weights_of = None, None, None
     if parallel.layout is not None:
-        bounds = tuple(layout_to_bounds(parallel.layout, [layer.unit for layer in model.layers]))
+        bounds = tuple(layout_to_bounds(parallel.layout, [layer.unit for layer in description.layers]))
     elif stages == 1 and parallel.chunks_per_rank in (1, None):
-        bounds = (range(len(model.layers)),)
+        bounds = (range(len(description.layers)),)
     decides = stages > 1 and looks_at_costs(parallel.pipeline_schedule)
     if bounds is None or parallel.memory_budget is not None or decides:
-        costs = profile_pipeline(model, context.largest_share(training.micro_batch_size), context, state)
+        costs = profile_pipeline(description, context.largest_share(training.micro_batch_size), context, state)
     if context.dp_shard.size > 1:
         scatters = parallel.weight_gradients == "scattered"
-        weights_of = partial(shared_weights, model, context=context, scatters=scatters)
-    choice = partial(choose, parallel, stages, len(model.layers), counts, bounds, costs, weights_of)
+        weights_of = partial(shared_weights, description, context=context, scatters=scatters)
+    choice = partial(choose, parallel, stages, len(description.layers), counts, bounds, costs, weights_of)
     return broadcast_result(state.world.handle, choice)
 
 
@@ -165,7 +164,7 @@ def choose(
 
 
 def shared_weights(
-    model: ModelDescription, units: Sequence[range], context: BuildContext, scatters: bool = False
+    description: ModelDescription, units: Sequence[range], context: BuildContext, scatters: bool = False
 ) -> SharedWeights:
     """Weights that replicas shard by rows, of each unit; nothing gets memory for that.
 
@@ -173,7 +172,7 @@ def shared_weights(
         units: layers of each.
         scatters: gradients are scattered after every micro-batch.
     """
-    layers = [each.module for each in model.build(context)]
+    layers = [each.module for each in description.build(context)]
     found = [unit_bytes([layers[number] for number in unit], context.dp_shard) for unit in units]
     gathered, travelling = tuple(size for size, _ in found), tuple(buffer for _, buffer in found)
     scattered = frozenset(unit for unit, size in enumerate(gathered) if size) if scatters else frozenset()

@@ -44,7 +44,7 @@ SMALL, LARGE = 1 << 10, 1 << 22  # bytes
 
 
 def profile_pipeline(
-    model: ModelDescription, samples: int, context: BuildContext, state: ParallelState
+    description: ModelDescription, samples: int, context: BuildContext, state: ParallelState
 ) -> PipelineCosts:
     """Costs for micro-batches of `samples` samples as the first rank measured them; the same on every rank.
 
@@ -54,7 +54,7 @@ def profile_pipeline(
     world, link = state.world, LinkCost()
     if world.size > 1:
         dist.barrier(group=world.handle)  # who begins before the others would measure a quieter machine
-    layers = profile_layers(model, samples, context, state.device)
+    layers = profile_layers(description, samples, context, state.device)
     if world.size > 1:
         dist.barrier(group=world.handle)
     group = state.pp if state.pp.size > 1 else context.dp_shard
@@ -67,41 +67,43 @@ def profile_pipeline(
     return measured[0]
 
 
-def count_memory(model: ModelDescription, samples: int, context: BuildContext, device: torch.device) -> PipelineCosts:
+def count_memory(
+    description: ModelDescription, samples: int, context: BuildContext, device: torch.device
+) -> PipelineCosts:
     """Bytes of each layer for a micro-batch of `samples` samples; times are 0.
 
     Up to four samples are counted as they are; more with one sample and with two: each more needs as much more.
     """
     sizes = TRIAL_SAMPLES if samples > COUNTED_AS_THEY_ARE else (samples,)
-    counted = [profile_layers(model, size, context, device, rounds=0) for size in sizes]
+    counted = [profile_layers(description, size, context, device, rounds=0) for size in sizes]
     return PipelineCosts(tuple(for_samples(each, samples, sizes) for each in zip(*counted, strict=True)), LinkCost())
 
 
 def profile_layers(
-    model: ModelDescription, samples: int, context: BuildContext, device: torch.device, rounds: int = ROUNDS
+    description: ModelDescription, samples: int, context: BuildContext, device: torch.device, rounds: int = ROUNDS
 ) -> list[LayerCost]:
     """Costs of all layers for a micro-batch. Collective over the ranks that share one.
 
     Args:
         rounds: runs by the clock; 0: bytes only.
     """
-    images = model.example_input(samples, torch.Generator().manual_seed(0)).to(device, context.dtype)
+    images = description.example_input(samples, torch.Generator().manual_seed(0)).to(device, context.dtype)
     micro = MicroBatchInput(images, None, samples, range(samples))
-    casts, bounds = CastWeights(), [range(number, number + 1) for number in range(len(model.layers))]
+    casts, bounds = CastWeights(), [range(number, number + 1) for number in range(len(description.layers))]
     built = replace(context, cast_weights=casts, weight_gradients=WeightGradients())
-    layers: list[nn.Module | None] = [each.module for each in model.build(built)]
+    layers: list[nn.Module | None] = [each.module for each in description.build(built)]
     known: dict[Hashable, tuple[LayerCost, list[Tensor]]] = {}
     given, costs = list[Tensor](), list[LayerCost]()
     quiet = True if rounds == 0 or (dist.is_initialized() and dist.get_rank() > 0) else None  # None: on a terminal
     for number in tqdm(range(len(layers)), desc="measuring layers", leave=False, disable=quiet):
         layer, layers[number] = layers[number], None  # its memory is free when it has been profiled
         assert layer is not None
-        chunk = PipelineChunk(model, bounds, number, [layer], built)
+        chunk = PipelineChunk(description, bounds, number, [layer], built)
         shapes = tuple((x.shape, x.requires_grad) for x in given)
         carried = tuple((each.layer - number, each.key, each.content) for each in (*chunk.receives, *chunk.hands_on))
         kind = (_structure(layer), shapes, carried, chunk.is_last)
         if kind not in known:
-            materialise([(model.layers[number].name, layer)], device, seed=0)
+            materialise([(description.layers[number].name, layer)], device, seed=0)
             with casts.kept():  # as in a step, which makes each copy once
                 trial = _Trial(chunk, micro, given, device)
                 cost = trial.cost(rounds)
@@ -185,7 +187,6 @@ class _Trial:
             gradient=gradient,
             output=sum(each.nbytes for each in self.output),
             deferred=counted["deferred"][1],
-            parameters=sum(each.nbytes for each in self._chunk.parameters()),
             collectives=self._traffic[0],
             exchanged=self._traffic[1],
             found=self._found(),

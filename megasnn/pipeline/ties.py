@@ -57,7 +57,7 @@ class Ties:
 
     def __init__(
         self,
-        model: ModelDescription,
+        description: ModelDescription,
         bounds: Sequence[range],
         placement: Sequence[int],
         chunks: Mapping[int, PipelineChunk],
@@ -67,13 +67,13 @@ class Ties:
         kept: Callable[[ShardedTensor], ShardedTensor] = lambda entry: entry,
     ) -> None:
         self._pipeline, self._wire, self._gradient = pipeline, wire, gradient
-        chunk_of = {model.layers[number].name: index for index, span in enumerate(bounds) for number in span}
+        chunk_of = {description.layers[number].name: index for index, span in enumerate(bounds) for number in span}
         owned = {entry.name: kept(entry).tensor for chunk in chunks.values() for entry in chunk.sharded_tensors()}
         copies = {index: iter(chunk.copied_tensors()) for index, chunk in chunks.items()}
         norms = [each for chunk in chunks.values() for each in chunk.modules() if isinstance(each, ParallelBatchNorm)]
         norm_of = {norm.running_mean: norm for norm in norms if norm.running_mean is not None}
         pairs: dict[tuple[int, int], _Pair] = {}
-        for tie in model.ties:
+        for tie in description.ties:
             index = chunk_of[tie.copy]
             owner, copy = placement[chunk_of[tie.owner]], placement[index]
             pair = pairs.setdefault((index, owner), _Pair(owner, copy))

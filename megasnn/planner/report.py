@@ -18,14 +18,14 @@ WAYS: tuple[tuple[CutAxis, str], ...] = (
 )
 
 
-def cuts(analysis: Analysis) -> str:
-    """Parts of the model that can be cut, along which axis, and why not."""
+def cuts(analysis: Analysis, ranks: int) -> str:
+    """Parts of the model that so many ranks can cut, along which axis, and why not."""
     lines = [f"{analysis.model}: {len(analysis.layers)} layers, "
              f"{sum(each.parameters for each in analysis.layers):,} parameters, "
              f"{sum(each.operations for each in analysis.layers):,} multiply-adds a sample"]  # fmt: skip
     lines.append(f"pipeline: up to {len(analysis.layers)} stages, a layer each")
     for axis, name in WAYS:
-        sizes = analysis.possible[axis]
+        sizes = {size: refused for size, refused in analysis.possible[axis].items() if size <= ranks}
         able = [str(size) for size, refused in sizes.items() if refused is None]
         lines.append(f"{name}: {', '.join(able) or 'none'}")
         why = dict[str, list[str]]()
@@ -51,7 +51,7 @@ def table(plan: Plan) -> str:
         f"  memory of the largest rank {plan.bytes / GB:.2f} of {cluster.machine.memory / GB:.2f} GB: "
         f"{1e-6 * plan.bytes:.0f} MB = {largest.told}"
         + (f" + what an allocator keeps unused {unused:.0f}" if unused >= 1 else ""),
-        f"  {plan.predicted.schedule.micro_batches} micro-batch(es) a replica; the largest that would fit has about "
+        f"  {plan.predicted.micro_batches} micro-batch(es) a replica; the largest that would fit has about "
         f"{plan.largest_micro_batch} samples",
     ]
     if layout.grid.pp > 1:

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from megasnn.schedule.actions import Action, Kind, Schedule
 from megasnn.schedule.costs import ChunkCost
 
-F, B, W = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
+FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
 RESOLUTION = 50  # bits of the longest possible time
 ROUNDING = 1e-9
 NEARLY = 1 - 1e-7  # a gap as long as a weight gradient, but for the rounding to whole ticks
@@ -28,8 +28,8 @@ class Ticks:
 
     Attributes:
         placement: rank of each chunk.
-        times: of F, B and W of each chunk.
-        moved: from the end of each chunk's F or B until the chunk that takes its result can use it.
+        times: of forward, input and weight gradient of each chunk.
+        moved: from the end of each chunk's forward or input gradient until the chunk that takes its result can use it.
         work: of each rank for one micro-batch.
         unit: time of a tick, a power of two.
     """
@@ -43,10 +43,10 @@ class Ticks:
     @classmethod
     def of(cls, placement: tuple[int, ...], costs: Sequence[ChunkCost], micro_batches: int) -> Ticks:
         """Ticks as fine as the sum of all that `micro_batches` could take allows. Args: costs: of each chunk."""
-        times = {kind: [cost.times()[kind] for cost in costs] for kind in (F, B, W)}
+        times = {kind: [cost.times()[kind] for cost in costs] for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)}
         moved = {
-            F: [_latency(placement, costs, chunk, chunk + 1) for chunk in range(len(costs))],
-            B: [_latency(placement, costs, chunk, chunk - 1) for chunk in range(len(costs))],
+            FORWARD: [_latency(placement, costs, chunk, chunk + 1) for chunk in range(len(costs))],
+            INPUT_GRADIENT: [_latency(placement, costs, chunk, chunk - 1) for chunk in range(len(costs))],
         }
         longest = micro_batches * (sum(map(sum, times.values())) + sum(map(sum, moved.values())))
         unit = math.ldexp(1.0, math.frexp(longest)[1] - RESOLUTION)
@@ -107,16 +107,18 @@ class _Run:
     """
 
     def __init__(self, ticks: Ticks, order: Schedule, limit: float, gap: float) -> None:
-        ranks, chunks, placement = order.ranks, order.chunks, ticks.placement
+        ranks, chunks, placement = order.ranks, order.units, ticks.placement
         self.ticks, self.order = ticks, order
         self.rows: list[list[Action]] = [[] for _ in range(ranks)]
         self.left = [[*reversed(row)] for row in order.actions]
         self.free, self.held, self.steps = [0] * ranks, [0] * ranks, [-1] * ranks
         self.pending: list[deque[Action]] = [deque() for _ in range(ranks)]
-        self.arrivals: dict[Kind, list[deque[int]]] = {kind: [deque() for _ in range(chunks)] for kind in (F, B)}
-        self.arrivals[F][0].extend([0] * order.micro_batches)
+        self.arrivals: dict[Kind, list[deque[int]]] = {
+            kind: [deque() for _ in range(chunks)] for kind in (FORWARD, INPUT_GRADIENT)
+        }
+        self.arrivals[FORWARD][0].extend([0] * order.micro_batches)
         self.room = [math.floor(limit * placement.count(rank) + ROUNDING) for rank in range(ranks)]
-        self.gaps = [math.ceil(gap * NEARLY * time) for time in ticks.times[W]]
+        self.gaps = [math.ceil(gap * NEARLY * time) for time in ticks.times[WEIGHT_GRADIENT]]
         self.heap: list[int] = []
         self.bits = ranks.bit_length()
 
@@ -126,7 +128,7 @@ class _Run:
         if left:
             chunk, kind, _ = left[-1]
             arrived = self.arrivals[kind][chunk]
-            if arrived and (kind is not F or self.held[rank] < self.room[rank]):
+            if arrived and (kind is not FORWARD or self.held[rank] < self.room[rank]):
                 start = max(arrived[0], now)
         pending = self.pending[rank]
         weights = bool(pending) and (start < 0 or start > now and start - now >= self.gaps[pending[0][0]])
@@ -167,17 +169,17 @@ class _Run:
             chunk, kind, m = action
             end = free[rank] = start + times[kind][chunk]
             rows[rank].append(action)
-            if kind is W:
+            if kind is WEIGHT_GRADIENT:
                 held[rank] -= 1
                 look(rank)
                 continue
             arrivals[kind][chunk].popleft()
-            if kind is F:
+            if kind is FORWARD:
                 held[rank] += 1
-                taker, takes = (chunk + 1, F) if chunk < last else (chunk, B)  # the loss turns round
+                taker, takes = (chunk + 1, FORWARD) if chunk < last else (chunk, INPUT_GRADIENT)  # the loss turns round
             else:
-                pending[rank].append(Action(chunk, W, m))
-                taker, takes = chunk - 1, B
+                pending[rank].append(Action(chunk, WEIGHT_GRADIENT, m))
+                taker, takes = chunk - 1, INPUT_GRADIENT
             if taker >= 0:
                 queue = arrivals[takes][taker]
                 queue.append(end + (ticks.moved[kind][chunk] if taker != chunk else 0))

@@ -11,21 +11,12 @@ from megasnn.schedule.costs import ChunkCost, chunk_costs
 from megasnn.schedule.fill import Ticks
 from megasnn.schedule.generators import gpipe, interleaved, one_f_one_b
 from megasnn.schedule.partition import PLACEMENTS
-from megasnn.schedule.zero_bubble import Recipe, half_limit, min_limit
+from megasnn.schedule.zero_bubble import ZeroBubble, half_limit, min_limit
 
 AUTO = "auto"  # stands for the best that a search finds
 
 CostsOf = Callable[[tuple[int, ...]], Sequence[ChunkCost]]
 """Placement -> cost of each chunk."""
-
-# Of the zero-bubble schedules, whose weight gradients are put by costs: by the number of stages.
-RECIPES: dict[str, Callable[[int], Recipe]] = {
-    "zb1p": lambda stages: Recipe("zb1p", stages, stages),
-    "zb2p": lambda stages: Recipe("zb2p", stages, 2 * stages, pace=2),
-    "zbv": lambda stages: Recipe("zbv", stages, stages, v=True),
-    "v-half": lambda stages: Recipe("v-half", stages, half_limit(stages), v=True),
-    "v-min": lambda stages: Recipe("v-min", stages, min_limit(stages), v=True),
-}
 
 
 @dataclass(frozen=True)
@@ -35,7 +26,9 @@ class NamedSchedule:
     Attributes:
         summary: for --help.
         order: (stages, micro-batches, chunks on each rank) -> the schedule, computing alone, with backwards in one
-            part; None: it splits backwards, and costs decide where weight gradients go, see `RECIPES`.
+            part.
+        zero_bubble: of a schedule that splits backwards instead, and puts weight gradients by costs: (stages) -> its
+            orders and limit.
         chunks: on each rank when no number is given.
         any_chunks: it can place any other number, too; with fewer than `chunks` it is another schedule.
         placed: name in `PLACEMENTS`.
@@ -43,13 +36,14 @@ class NamedSchedule:
 
     summary: str
     order: Callable[[int, int, int], Schedule] | None = None
+    zero_bubble: Callable[[int], ZeroBubble] | None = None
     chunks: int = 1
     any_chunks: bool = False
     placed: str = "loop"
 
     @property
     def looks_at_costs(self) -> bool:
-        return self.order is None
+        return self.zero_bubble is not None
 
     def can_place(self, chunks_per_rank: int) -> bool:
         """True if it can place so many chunks on each rank."""
@@ -66,11 +60,30 @@ SCHEDULES: Registry[NamedSchedule] = Registry(
         "gpipe": NamedSchedule("all forwards, then all backwards", lambda p, m, v: gpipe(p, m)),
         "1f1b": NamedSchedule("one forward and one backward in turn", lambda p, m, v: one_f_one_b(p, m)),
         "interleaved": NamedSchedule("1f1b over several chunks on each rank", interleaved, chunks=2, any_chunks=True),
-        "zb1p": NamedSchedule("1f1b's order and memory, a third of its bubble"),
-        "zb2p": NamedSchedule("no bubble, with twice that memory"),
-        "zbv": NamedSchedule("two chunks a rank as a V, no bubble with 1f1b's memory", chunks=2, placed="v"),
-        "v-half": NamedSchedule("a V with about half of that memory", chunks=2, placed="v"),
-        "v-min": NamedSchedule("a V with about a third of it", chunks=2, placed="v"),
+        "zb1p": NamedSchedule(
+            "1f1b's order and memory, a third of its bubble", zero_bubble=lambda p: ZeroBubble("zb1p", p, p)
+        ),
+        "zb2p": NamedSchedule(
+            "no bubble, with twice that memory", zero_bubble=lambda p: ZeroBubble("zb2p", p, 2 * p, pace=2)
+        ),
+        "zbv": NamedSchedule(
+            "two chunks a rank as a V, no bubble with 1f1b's memory",
+            zero_bubble=lambda p: ZeroBubble("zbv", p, p, v=True),
+            chunks=2,
+            placed="v",
+        ),
+        "v-half": NamedSchedule(
+            "a V with about half of that memory",
+            zero_bubble=lambda p: ZeroBubble("v-half", p, half_limit(p), v=True),
+            chunks=2,
+            placed="v",
+        ),
+        "v-min": NamedSchedule(
+            "a V with about a third of it",
+            zero_bubble=lambda p: ZeroBubble("v-min", p, min_limit(p), v=True),
+            chunks=2,
+            placed="v",
+        ),
     },
     also=(AUTO,),
 )
@@ -103,8 +116,10 @@ def named_schedule(
     named = SCHEDULES[name]
     if named.order is not None:
         return replace(named.order(stages, micro_batches, chunks_per_rank or named.chunks), name=name)
-    recipe = RECIPES[name](stages)
-    filled = recipe.fill(Ticks.of(recipe.placement, costs_of(recipe.placement), micro_batches), micro_batches)
+    assert named.zero_bubble is not None, "a schedule has either"
+    zero_bubble = named.zero_bubble(stages)
+    ticks = Ticks.of(zero_bubble.placement, costs_of(zero_bubble.placement), micro_batches)
+    filled = zero_bubble.fill(ticks, micro_batches)
     if filled is None:
         raise ValueError(f"--pipeline-schedule {name} cannot keep its memory on {stages} stages")
     return filled.schedule

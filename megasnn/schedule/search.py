@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from megasnn.schedule.actions import Schedule
 from megasnn.schedule.fill import Ticks
-from megasnn.schedule.named import RECIPES, SCHEDULES, CostsOf, equal_costs, named_schedule
+from megasnn.schedule.named import SCHEDULES, CostsOf, equal_costs, named_schedule
 from megasnn.schedule.passes import complete
 from megasnn.schedule.simulate import simulate
 from megasnn.schedule.validate import validate
-from megasnn.schedule.zero_bubble import Recipe, half_limit, min_limit
+from megasnn.schedule.zero_bubble import ZeroBubble, half_limit, min_limit
 
 GAPS = (1.0, 0.5)  # parts of a weight gradient's time that a rank waits at least before it takes one in
 EQUAL = 1 + 1e-9  # makespans that differ by less are the same
@@ -32,9 +32,9 @@ def find_best(
     """
     counts = (1, 2) if chunks_per_rank is None else (chunks_per_rank,)
     search = _Search(micro_batches, costs_of)
-    recipes = [each for each in _recipes(stages, micro_batches, counts) if placement in (None, each.placement)]
-    for recipe in recipes:
-        search.try_recipe(recipe)
+    candidates = [each for each in _candidates(stages, micro_batches, counts) if placement in (None, each.placement)]
+    for candidate in candidates:
+        search.try_filling(candidate)
     for name, named in SCHEDULES.items():
         for count in filter(named.can_place, counts):
             if placement in (None, named.placement(stages, count)):
@@ -44,22 +44,22 @@ def find_best(
     return search.best
 
 
-def _recipes(stages: int, micro_batches: int, counts: tuple[int, ...]) -> Iterator[Recipe]:
-    """Recipes, those that are likely to be fast first: what they take is a bound for the others."""
-    named = [recipe(stages) for recipe in RECIPES.values()]
+def _candidates(stages: int, micro_batches: int, counts: tuple[int, ...]) -> Iterator[ZeroBubble]:
+    """Zero-bubble schedules, those that are likely to be fast first: what they take is a bound for the others."""
+    named = [each.zero_bubble(stages) for each in SCHEDULES.values() if each.zero_bubble]
     if 2 in counts:
-        fastest, *others = [recipe for recipe in named if recipe.v]
+        fastest, *others = [candidate for candidate in named if candidate.v]
         yield fastest
         for gap in GAPS:
             for limit in (stages + stages // 2, 2 * stages):
-                yield Recipe(f"V within {limit}", stages, limit, v=True, gap=gap)
+                yield ZeroBubble(f"V within {limit}", stages, limit, v=True, gap=gap)
         yield from others
         for limit in sorted({stages, half_limit(stages), min_limit(stages)}, reverse=True):
-            yield Recipe(f"V within {limit}", stages, limit, v=True, gap=GAPS[1])
+            yield ZeroBubble(f"V within {limit}", stages, limit, v=True, gap=GAPS[1])
     if 1 in counts:
-        yield from (recipe for recipe in named if not recipe.v)
+        yield from (candidate for candidate in named if not candidate.v)
         for limit in range(min(stages - 1, micro_batches), 0, -1):  # more are not there to be held
-            yield Recipe(f"zb1p within {limit}", stages, limit, most=limit - 1)
+            yield ZeroBubble(f"zb1p within {limit}", stages, limit, most=limit - 1)
 
 
 class _Search:
@@ -74,11 +74,11 @@ class _Search:
         self.best: Schedule | None = None
         self.makespan = self.activations = math.inf
 
-    def try_recipe(self, recipe: Recipe) -> None:
+    def try_filling(self, candidate: ZeroBubble) -> None:
         """Fills by the costs, for as long as that can still win."""
-        costs, count = self._costs_of(recipe.placement), self._micro_batches
-        ticks = Ticks.of(recipe.placement, costs, count)
-        filled = recipe.fill(ticks, count, (self.makespan * EQUAL / ticks.unit, math.inf))
+        costs, count = self._costs_of(candidate.placement), self._micro_batches
+        ticks = Ticks.of(candidate.placement, costs, count)
+        filled = candidate.fill(ticks, count, (self.makespan * EQUAL / ticks.unit, math.inf))
         if filled is not None:
             self.consider(filled.schedule)
 
@@ -100,4 +100,4 @@ class _Search:
 def _preference(activations: float, schedule: Schedule) -> tuple[float, int, bool]:
     """Among equally fast ones: what holds less, in fewer chunks, with backwards in one part."""
     splits = schedule.name not in SCHEDULES or SCHEDULES[schedule.name].looks_at_costs
-    return activations, schedule.chunks, splits
+    return activations, schedule.units, splits

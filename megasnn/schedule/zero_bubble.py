@@ -28,10 +28,10 @@ from functools import lru_cache
 from operator import itemgetter
 
 from megasnn.schedule.actions import Action, Kind, Schedule
-from megasnn.schedule.fill import NO_CUTOFF, B, F, Filled, Ticks, fill
+from megasnn.schedule.fill import FORWARD, INPUT_GRADIENT, NO_CUTOFF, Filled, Ticks, fill
 from megasnn.schedule.partition import loop_placement, v_placement
 
-PERIOD = 6  # ticks in which a rank has room for both chunks' F, B and W
+PERIOD = 6  # ticks in which a rank has room for all three computations of both chunks
 # Ticks between neighbouring ranks on each of the four ways, and at the three turns between the ways.
 BLOCKS = (
     ((1, 1, 1, 1), (1, 1, 1)),
@@ -59,8 +59,8 @@ def min_limit(stages: int) -> int:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Order of F and B, or several to choose from, and what decides where W goes.
+class ZeroBubble:
+    """A zero-bubble schedule: an order of F and B, or several to choose from, and what decides where W goes.
 
     Attributes:
         name: of the schedule. stages: pipeline ranks.
@@ -116,7 +116,7 @@ def _one_chunk_rows(stages: int, micro_batches: int, pace: int, most: int | None
     rows = []
     for rank in range(stages):
         ahead = min(pace * (stages - rank - 1), micro_batches, micro_batches if most is None else most)
-        forwards, gradients = (_all(rank, kind, micro_batches) for kind in (F, B))
+        forwards, gradients = (_all(rank, kind, micro_batches) for kind in (FORWARD, INPUT_GRADIENT))
         row = forwards[:ahead]
         for pair in zip(forwards[ahead:], gradients, strict=False):
             row += pair
@@ -128,7 +128,7 @@ def _block(stages: int, steps: Sequence[int], turns: Sequence[int]) -> dict[tupl
     """Ticks of the first micro-batch; later than asked where a repetition is in the way."""
     placement = v_placement(stages)
     down, up = range(stages), range(stages, 2 * stages)
-    ways = [(F, down), (F, up), (B, up[::-1]), (B, down[::-1])]
+    ways = [(FORWARD, down), (FORWARD, up), (INPUT_GRADIENT, up[::-1]), (INPUT_GRADIENT, down[::-1])]
     ticks: dict[tuple[int, Kind], int] = {}
     taken: list[set[int]] = [set() for _ in range(stages)]
     tick = 0
@@ -169,7 +169,7 @@ def _full_v_rows(stages: int, micro_batches: int) -> Rows:
     rows = []
     for rank in range(stages):
         down, up = rank, 2 * stages - 1 - rank
-        steady = [(down, F), (down, B), (up, F), (up, B)]
+        steady = [(down, FORWARD), (down, INPUT_GRADIENT), (up, FORWARD), (up, INPUT_GRADIENT)]
         f, i, late_f, late_i = steady
         warm_up = [f] * (2 * (stages - rank) - 1) + [late_f, f] * rank + [late_f, late_i] * (stages - rank)
         done = dict.fromkeys(steady, 0)

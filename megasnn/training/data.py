@@ -47,6 +47,14 @@ class RunData:
         }
 
     @property
+    def notice(self) -> str:
+        """A warning where the model has more classes than the data; "" otherwise."""
+        found, classes = int(self.datasets.train.labels.max()) + 1, self._config.model.num_classes
+        if found >= classes:
+            return ""
+        return f"WARNING: the last class in --data-path is {found - 1}, and the model has {classes} (--num-classes)"
+
+    @property
     def evaluates(self) -> bool:
         """True where there are samples to evaluate on."""
         return self.datasets.valid is not None

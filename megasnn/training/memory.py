@@ -28,10 +28,10 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
 
     Counts the layers' memory where the plan has not; see `megasnn.pipeline.profile_layers`.
     """
-    model, plan, state = engine.distributed, engine.plan, engine.state
+    distributed, plan, state = engine.distributed, engine.plan, engine.state
     problem, costs = "", None
     try:
-        costs = layer_costs(config, model, plan)
+        costs = layer_costs(config, distributed, plan)
     except Exception as error:
         if state.tp.size > 1 or state.cp.size > 1:  # others wait for this rank in the middle of a layer
             raise
@@ -40,7 +40,7 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
     if costs is None or problems:
         reporter.line(f"memory is not predicted: {problems[0]}")
         return []
-    if any(chunk.graphs is not None for chunk in model.chunks.values()):
+    if any(chunk.graphs is not None for chunk in distributed.chunks.values()):
         reporter.line("memory is predicted without CUDA graphs, which take more")
     mine = _forecast(config, engine, costs)
     return gather(state.world.handle, mine)
@@ -48,10 +48,10 @@ def forecast_memory(config: PretrainConfig, engine: Engine, reporter: Reporter) 
 
 def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> MemoryForecast:
     """Returns this rank's forecast."""
-    model, plan, state = engine.distributed, engine.plan, engine.state
-    peak, owned, data_parallel = peak_of(costs, model, plan), model.owned, model.data_parallel
+    distributed, plan, state = engine.distributed, engine.plan, engine.state
+    peak, owned, gradient_buckets = peak_of(costs, distributed, plan), distributed.owned, distributed.gradient_buckets
     # Copies of a chunk's own tensors have the same memory; each has a gradient of its own.
-    held = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in (*model.copies, *model.tensors)}
+    held = {entry.tensor.data_ptr(): entry.tensor.nbytes for entry in (*distributed.copies, *distributed.tensors)}
     averages = 0 if not config.optimizer.ema_decay else sum(entry.tensor.nbytes for entry in owned)
     weights = sum(held.values()) + averages
     shared, schedule = plan.schedules.weights, plan.schedules.training(plan.micro_batches)
@@ -61,16 +61,16 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
     values = sum(entry.tensor.nbytes for entry in written)
     snapshot = values + values * (averages > 0) + _state_bytes(written, config)
     samples = 0  # stages behind the first see none
-    if model.takes_images:
-        share = model.context.largest_share(config.training.micro_batch_size)
+    if distributed.takes_images:
+        share = distributed.context.largest_share(config.training.micro_batch_size)
         batches = plan.micro_batches // config.windows
-        samples = sample_bytes(config, model.context.dtype.itemsize, batches, share, on_host)
+        samples = sample_bytes(config, distributed.context.dtype.itemsize, batches, share, on_host)
     release_free_memory()
     program = held_memory_mb(state.device)
     return MemoryForecast(
-        program=program - 1e-6 * (weights + data_parallel.held_bytes + held_state_bytes(engine.optimizer)),
+        program=program - 1e-6 * (weights + gradient_buckets.held_bytes + held_state_bytes(engine.optimizer)),
         weights=1e-6 * (weights + buffers),
-        gradients=1e-6 * data_parallel.held_bytes,
+        gradients=1e-6 * gradient_buckets.held_bytes,
         optimizer=1e-6 * _state_bytes(owned, config),
         kept=1e-6 * peak.kept,
         working=1e-6 * peak.working,
@@ -82,20 +82,20 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
     )
 
 
-def layer_costs(config: PretrainConfig, model: DistributedModel, plan: PipelinePlan) -> PipelineCosts:
+def layer_costs(config: PretrainConfig, distributed: DistributedModel, plan: PipelinePlan) -> PipelineCosts:
     """Costs of the plan, or of the layers' memory alone."""
     return plan.costs or count_memory(
-        model.model,
-        model.context.largest_share(config.training.micro_batch_size),
-        model.context,
-        model.state.device,
+        distributed.description,
+        distributed.context.largest_share(config.training.micro_batch_size),
+        distributed.context,
+        distributed.state.device,
     )
 
 
-def peak_of(costs: PipelineCosts, model: DistributedModel, plan: PipelinePlan) -> Moment:
+def peak_of(costs: PipelineCosts, distributed: DistributedModel, plan: PipelinePlan) -> Moment:
     schedule = plan.schedules.training(plan.micro_batches)
-    exchanged = [model.data_parallel.exchanged_bytes] * schedule.ranks
-    return peak_moments(schedule, plan.executed_bounds, costs, exchanged)[model.state.pp.rank]
+    exchanged = [distributed.gradient_buckets.exchanged_bytes] * schedule.ranks
+    return peak_moments(schedule, plan.unit_bounds, costs, exchanged)[distributed.state.pp.rank]
 
 
 def _state_bytes(entries: Iterable[ShardedTensor], config: PretrainConfig) -> int:

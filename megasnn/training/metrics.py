@@ -40,11 +40,11 @@ class Metrics:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._model, self._state, self._timers = engine.distributed, engine.state, engine.step.timers
+        self._distributed, self._state, self._timers = engine.distributed, engine.state, engine.step.timers
         self._counted_from = 0
-        self._order = [layer.name for layer in self._model.model.layers]
+        self._order = [layer.name for layer in self._distributed.description.layers]
         self.spikes, self.rasters = SpikeRecorder(), RasterRecorder()
-        for name, neuron in self._model.neurons():
+        for name, neuron in self._distributed.neurons():
             neuron.observer = _Observer(self.spikes, self.rasters, name)
         state = self._state  # a group of one rank sends nothing
         groups = {"tp": state.tp, "cp": state.cp, "dp": state.dp_cp}
@@ -56,7 +56,7 @@ class Metrics:
 
         Scalars are memory, and per iteration time and traffic, by name.
         """
-        state, by_samples = self._state, self._model.context.cut == "samples"
+        state, by_samples = self._state, self._distributed.context.cut == "samples"
         # Ranks that share micro-batches by samples have the same neurons, and by rows other ones of a layer.
         same, rows = (state.dp_cp, None) if by_samples else (state.dp, state.cp.handle)
         others = state.tp.handle, rows
@@ -78,6 +78,6 @@ class Metrics:
         statistics.reset()
         if not self._groups:
             return {}
-        sums = self._model.sum_over_ranks([float(t.bytes) for t in mine] + [float(t.dense_bytes) for t in mine])
+        sums = self._distributed.sum_over_ranks([float(t.bytes) for t in mine] + [float(t.dense_bytes) for t in mine])
         names = [f"communication/{group}_mb{form}" for form in ("", "_if_dense") for group in self._groups]
         return {name: value / (1e6 * iterations) for name, value in zip(names, sums, strict=True)}

@@ -65,7 +65,7 @@ class Pictures:
         self, config: PretrainConfig, engine: Engine, datasets: Datasets, rasters: RasterRecorder, reporter: Reporter
     ) -> None:
         self._interval, self._reporter, self._state = config.logging.picture_interval, reporter, engine.state
-        self._layers = [layer.name for layer in engine.distributed.model.layers]
+        self._layers = [layer.name for layer in engine.distributed.description.layers]
         self._labels, self._rasters = datasets.train.labels, rasters
         # The pipeline of the rank that writes; its other stages send theirs.
         self._draws = engine.state.dp_cp.rank == 0 and engine.state.tp.rank == 0

@@ -182,7 +182,10 @@ def _continue(config: PretrainConfig, engine: Engine, place: Mapping[str, object
     except NoCheckpointError:
         if not options.may_begin_anew:
             raise
-        return StartingPoint(f"no checkpoint in {folder}: starting from the beginning")
+        return StartingPoint(
+            f"WARNING: there is no checkpoint in {folder}, so training starts from initial weights, with the model of "
+            "the flags; where there should be one, stop and check --load"
+        )
     if evaluates_only and engine.step.average is not None and not loaded.averaged:
         raise CheckpointError(f"{loaded.path} holds no average of the weights to evaluate: leave --ema-decay out")
     samples = 0 if evaluates_only else loaded.consumed_samples
@@ -201,12 +204,13 @@ def _continue(config: PretrainConfig, engine: Engine, place: Mapping[str, object
 
 def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> StartingPoint:
     """Takes only the weights, of a model whose tensors fit; a last layer of another shape stays as initialised."""
-    model, world = engine.distributed, engine.state.world.handle
-    head, shapes = model.model.layers[-1].name, {entry.name: entry.shard.global_shape for entry in model.described}
+    distributed, world = engine.distributed, engine.state.world.handle
+    head = distributed.description.layers[-1].name
+    shapes = {entry.name: entry.shard.global_shape for entry in distributed.described}
     of_head = {name for name in shapes if name.startswith(f"{head}.")}
     mine = [  # parameters by which neurons learn their time constants
         owner_name(neuron, "w", path)
-        for path, neuron in model.neurons()
+        for path, neuron in distributed.neurons()
         if isinstance(neuron, ParallelNeuron) and neuron.w is not None
     ]
     time_constants = set(chain(*gather(world, mine)))
@@ -220,7 +224,7 @@ def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> Starti
 
     loaded = load_checkpoint(
         folder,
-        LocalState(model.tensors),
+        LocalState(distributed.tensors),
         step=config.checkpoint.ckpt_step,
         process_group=world,
         check=lambda saved: model_differences(saved, config.model.name, None),

@@ -38,23 +38,27 @@ def log_folder(config: PretrainConfig) -> Path | None:
 def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: Reporter) -> None:
     """Logs what is about to be trained and how. Collective."""
     given, config = config, _without_secrets(config)
-    model, plan, state = engine.distributed, engine.plan, engine.state
-    lines = _summary(config, model, length)
-    reporter.work = _work(model.model)
+    distributed, plan, state = engine.distributed, engine.plan, engine.state
+    context = distributed.context
+    lines = _summary(config, distributed, length, engine.iteration)
+    reporter.work = _work(distributed.description)
     if state.cp.size > 1:
-        lines.append(f"context parallel: {state.cp.size} ranks share each micro-batch by {model.context.cut}")
-    for line in (*lines, *_flags(config), *_model(config, model, plan)):
+        lines.append(f"context parallel: {state.cp.size} ranks share each micro-batch by {context.cut}")
+    for line in (*lines, *_flags(config), *_model(config, distributed, plan)):
         reporter.line(line)
-    samples, dtype = model.context.largest_share(config.training.micro_batch_size), model.context.compute_dtype
-    table = as_table(model.model.layers, plan.bounds, plan.schedules.placement, samples, dtype)
+    samples, dtype = context.largest_share(config.training.micro_batch_size), context.compute_dtype
+    table = as_table(distributed.description.layers, plan.bounds, plan.schedules.placement, samples, dtype)
     reporter.board.text("model", table)
     reporter.board.text("configuration", textwrap.indent(to_json(config), "    "))
-    grid = {"data_parallel_size": state.dp.size, "parameters": model.parameters}
+    grid = {"data_parallel_size": state.dp.size, "parameters": distributed.parameters}
     flat = {name: value for of_part in to_dict(config).values() for name, value in of_part.items()}
     reporter.flags({**{name: "none" if value is None else value for name, value in flat.items()}, **grid})
     costs = None
     if plan.costs is not None:
-        costs = {layer.name: asdict(cost) for layer, cost in zip(model.model.layers, plan.costs.layers, strict=True)}
+        costs = {
+            layer.name: asdict(cost)
+            for layer, cost in zip(distributed.description.layers, plan.costs.layers, strict=True)
+        }
     start = {
         **{"iteration": engine.iteration, "iterations": length.iterations, "ranks": state.world.size},
         **grid,
@@ -82,10 +86,10 @@ def _without_secrets(config: PretrainConfig) -> PretrainConfig:
     return replace(config, data=replace(data, data_path=shown_path(data.data_path), valid_data_path=valid))
 
 
-def _work(model: ModelDescription) -> list[LayerWork]:
+def _work(description: ModelDescription) -> list[LayerWork]:
     """Multiply-adds of the layers; a layer takes spikes where an output of the one before holds spikes or counts."""
-    spikes = [any(entry.content is not Content.DENSE for entry in each.entries.values()) for each in model.layers]
-    pairs = zip(model.layers, [False, *spikes], strict=False)
+    spikes = [any(entry.content is not Content.DENSE for entry in each.entries.values()) for each in description.layers]
+    pairs = zip(description.layers, [False, *spikes], strict=False)
     return [LayerWork(each.name, each.operations, takes_spikes) for each, takes_spikes in pairs]
 
 
@@ -96,26 +100,28 @@ def _config_file(config: PretrainConfig) -> Path | None:
     return None if folder is None else folder / name
 
 
-def _summary(config: PretrainConfig, model: DistributedModel, length: Length) -> list[str]:
-    training, state = config.training, model.state
+def _summary(config: PretrainConfig, distributed: DistributedModel, length: Length, done: int) -> list[str]:
+    training, state = config.training, distributed.state
     ranks, name = state.world.size, type(config.model).__name__.removesuffix("Config")
     where = f"{ranks} rank{'s' * (ranks > 1)} ({state.grid}), {_device(state.device, config.parallel)}"
-    still = model.parameters - model.trained_parameters
+    still = distributed.parameters - distributed.trained_parameters
     frozen = f" ({still:,} of them frozen)" if still else ""
     what = (
         "evaluating only"
         if training.evaluate_only
         else f"{length.iterations} iterations of {training.global_batch_size} samples ({training.micro_batches} "
         f"micro-batches of {training.micro_batch_size}): {length.epochs:.1f} epochs of {length.epoch_samples} samples"
+        + (f"; {done} iterations are done, {length.iterations - done} to go" if done else "")
     )
     data = (training.evaluate_only and config.data.valid_data_path) or config.data.data_path
     if data == SAMPLE:
         data = "scikit-learn's digits, because there is no --data-path"
     spec = config.neuron.spec
-    sample = torch.empty(1, 1, 1, dtype=model.context.compute_dtype, device=state.device)
+    sample = torch.empty(1, 1, 1, dtype=distributed.context.compute_dtype, device=state.device)
     backend = backend_for(config.neuron.neuron_backend, sample, spec)
+    layers, parameters = len(distributed.description.layers), distributed.parameters
     return [
-        f"{name} with {model.parameters:,} parameters{frozen} in {len(model.model.layers)} layers on {where}",
+        f"{name} with {parameters:,} parameters{frozen} in {layers} layers on {where}",
         what,
         f"data: {data}",
         f"neurons: {spec.kind} by {backend.summary}",
@@ -139,9 +145,9 @@ def _flags(config: PretrainConfig) -> list[str]:
     return [f"flags that differ from their defaults{kept}:", *parts]
 
 
-def _model(config: PretrainConfig, model: DistributedModel, plan: PipelinePlan) -> list[str]:
+def _model(config: PretrainConfig, distributed: DistributedModel, plan: PipelinePlan) -> list[str]:
     """Content of each chunk, and the schedule; without a pipeline, what the whole model computes."""
-    layers, placement, more = model.model.layers, plan.schedules.placement, plan.describe_recompute()
+    layers, placement, more = distributed.description.layers, plan.schedules.placement, plan.describe_recompute()
     if len(placement) == 1:
         return [multiply_adds(layers), *more]
     lines = [f"pipeline layout {layers_per_chunk(plan.bounds)}; chunks"]

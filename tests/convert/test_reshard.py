@@ -23,7 +23,7 @@ from tests.convert.saved import EXTRA, MODELS, build, save_whole
 TARGETS = {
     "tensor": Target(2, 1),
     "pipeline": Target(1, 2, layout="2|2"),
-    "virtual": Target(2, 2, 2, layout="1|1|1|1"),
+    "virtual": Target(2, 2, 2),
     "v": Target(1, 2, 2, layout="1|1|1|1", shape="v"),
 }
 
@@ -83,9 +83,9 @@ def test_it_says_what_it_said_before_and_any_layout_loads_it(checkpoint, tmp_pat
     "flags, reason",
     [
         (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size 3"),
-        (["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-layout"),
-        (["--pipeline-model-parallel-size", "0"], "pipeline 0"),
-        (["--placement", "v"], "--placement v"),
+        (["--pipeline-model-parallel-size", "40"], "--pipeline-model-parallel-size"),
+        (["--pipeline-model-parallel-size", "0"], "(1, 0, 1)"),
+        (["--placement", "v"], "two chunks on each rank"),
         (["--pipeline-model-parallel-layout", "1|1"], "has 2 entries for 1 chunks"),
     ],
 )

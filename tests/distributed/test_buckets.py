@@ -66,20 +66,20 @@ def _steps(bucket_bytes: int, without: str) -> tuple[int, int]:
     group, parameters = everybody("dp"), _parameters()
     parameters["c"].tensor.requires_grad_(False)
     before = parameters["c"].tensor.clone()
-    data_parallel = GradientBuckets([(0, list(parameters.values()))], group, alone("tp"), bucket_bytes)
+    gradient_buckets = GradientBuckets([(0, list(parameters.values()))], group, alone("tp"), bucket_bytes)
     storage = {name: e.tensor.grad.data_ptr() for name, e in parameters.items() if name != "c"}
     shares = [[1, 2, 3], [4]] + [[5, 6]] * (group.size - 2)
     for step in range(2):
         statistics.reset()
         mine = [seed + 10 * step for seed in shares[group.rank]]
         with statistics.counting():
-            data_parallel.zero(len(mine))
+            gradient_buckets.zero(len(mine))
             assert all(e.tensor.grad is None or not e.tensor.grad.any() for e in parameters.values())
             for seed in mine:
                 _loss(parameters, seed, without).backward()
             reduced_in_backward = statistics.total("dp").calls
-            data_parallel.finish(0)
-            data_parallel.wait()
+            gradient_buckets.finish(0)
+            gradient_buckets.wait()
         _check(parameters, _gradients([seed + 10 * step for share in shares for seed in share], without), "c")
         assert storage == {name: e.tensor.grad.data_ptr() for name, e in parameters.items() if name != "c"}
     assert torch.equal(before, parameters["c"].tensor)
@@ -103,8 +103,8 @@ def test_buckets_of_a_gpu_are_larger(device: str, buckets: int) -> None:
     entries = [
         ShardedTensor(f"{number}", each, Shard(tuple(each.shape)), True) for number, each in enumerate(parameters)
     ]
-    data_parallel = GradientBuckets([(0, entries)], alone("dp"), alone("tp"))
-    assert len(data_parallel._buckets) == buckets
+    gradient_buckets = GradientBuckets([(0, entries)], alone("dp"), alone("tp"))
+    assert len(gradient_buckets._buckets) == buckets
 
 
 def _exchanged(rows: tuple[int, ...]) -> tuple[int, int]:
@@ -113,21 +113,21 @@ def _exchanged(rows: tuple[int, ...]) -> tuple[int, int]:
     parameters = [nn.Parameter(torch.zeros(each, 1000)) for each in rows]
     entries = [ShardedTensor(f"{n}", each, Shard(tuple(each.shape)), True) for n, each in enumerate(parameters)]
     tensors = [(0, entries)]
-    data_parallel = GradientBuckets(tensors, everybody("dp"), alone("tp"), 1, rows_have_owners=True)
+    gradient_buckets = GradientBuckets(tensors, everybody("dp"), alone("tp"), 1, rows_have_owners=True)
 
     def sum_gradients() -> None:
-        for bucket in data_parallel._buckets:
-            data_parallel._reduce(bucket, bucket.owned)
-        data_parallel.wait()
+        for bucket in gradient_buckets._buckets:
+            gradient_buckets._reduce(bucket, bucket.owned)
+        gradient_buckets.wait()
 
     peaks = []
-    for exchange in (sum_gradients, data_parallel.all_gather_params):
+    for exchange in (sum_gradients, gradient_buckets.all_gather_params):
         counters = [AllocationCounter(torch.device("cpu")) for _ in range(4)]
         for counter in counters:
             with counter.counting():
                 exchange()
         peaks.append(min(counter.peak for counter in counters))
-    return data_parallel.exchanged_bytes, max(peaks)
+    return gradient_buckets.exchanged_bytes, max(peaks)
 
 
 @pytest.mark.parametrize(("size", "rows"), [(2, (60, 60, 60)), (3, (12, 90, 48, 60)), (2, (120,))])
@@ -146,10 +146,10 @@ def _steps_or_none(without: str) -> None:
         _steps(65, without)
         return
     parameters = _parameters()
-    data_parallel = GradientBuckets([(0, list(parameters.values()))], everybody("dp"), alone("tp"), 65)
+    gradient_buckets = GradientBuckets([(0, list(parameters.values()))], everybody("dp"), alone("tp"), 65)
     _loss(parameters, 1, "abde").backward()
-    data_parallel.finish(0)
-    data_parallel.wait()
+    gradient_buckets.finish(0)
+    gradient_buckets.wait()
     expected = _gradients([1, 1], "abde")
     assert expected["c"].any() and not any(expected[name].any() for name in "abde")
     _check(parameters, expected)

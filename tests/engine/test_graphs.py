@@ -58,7 +58,7 @@ def trained(
     with Engine(model, cuda_graphs=asked, **FLAGS) as engine:
         for step, size in enumerate(sizes):
             between_steps(engine, step)
-            images = torch.rand(size, *engine.distributed.model.input_shape, generator=random)
+            images = torch.rand(size, *engine.distributed.description.input_shape, generator=random)
             result = engine.train_step(images, torch.arange(size) % CLASSES)
             found.append((result.loss, result.grad_norm))
     return found

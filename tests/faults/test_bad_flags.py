@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 import pretrain_spikformer
@@ -24,6 +26,15 @@ def test_refused_with_values_and_flags_once(flags, expected, tmp_path, monkeypat
         assert pretrain_spikformer.main(argv) == 2 and not folder.exists()
         told.append(capsys.readouterr().err)
     assert len(lines_of(0, told[0])) == 1 and all(part in told[0] for part in expected) and told[1] == "", told
+
+
+def test_under_torchrun_the_other_ranks_wait_for_the_message(monkeypatch, capsys) -> None:
+    """torchrun ends all ranks as soon as one has ended, and would end the one that speaks before it has spoken."""
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "1"), ("TORCHELASTIC_RUN_ID", "run")):
+        monkeypatch.setenv(name, value)
+    started = time.monotonic()
+    assert pretrain_spikformer.main([*TINY, "--num-heads", "3"]) == 2 and capsys.readouterr().err == ""
+    assert time.monotonic() - started > 2
 
 
 def test_each_machine_hears_of_its_own_command_line(monkeypatch, capsys) -> None:

@@ -16,8 +16,8 @@ from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from tests.fake_gpu import Counted, fake_gpu
-from tests.gradients import forward_backward
 from tests.kernels.triton_process import without_triton
+from tests.parity.ranks import forward_backward
 from tests.parity.zoo import CASES
 
 pytestmark = without_triton
@@ -38,7 +38,7 @@ def counted(request) -> Iterator[tuple[Engine, Counted]]:
     model, samples = MODELS[request.param]
     with Engine(model, micro_batch_size=samples, global_batch_size=samples, train_iters=1, precision="bf16") as engine:
         names = {unit: name for name, unit in units(engine)}
-        shape = engine.distributed.model.input_shape
+        shape = engine.distributed.description.input_shape
         with fake_gpu(names) as found:
             images = torch.empty(samples, *shape)
             if images.ndim == 4:
@@ -77,7 +77,7 @@ def test_launches_of_a_step() -> None:
     positions = partial(torch.zeros, samples, dtype=torch.int64)  # in memory that stays, as graphs have them
     with Engine(model, **flags) as engine, fake_gpu() as found, drawing_for(positions()):
         given = list[list[tuple[Any, ...]]]()
-        images, labels = torch.empty(samples, *engine.distributed.model.input_shape), torch.zeros(samples).long()
+        images, labels = torch.empty(samples, *engine.distributed.description.input_shape), torch.zeros(samples).long()
         for step in range(2):
             for counts in (found.forward, found.backward, found.numbers):
                 counts.clear()
@@ -94,7 +94,9 @@ def test_launches_that_the_planner_reckons_with() -> None:
     model = Spikformer(embed_dim=512, depth=8, num_heads=8, patch_size=16, image_size=224, time_steps=4)
     with Engine(model, micro_batch_size=8, global_batch_size=8, train_iters=1, precision="bf16") as engine:
         with fake_gpu() as found:
-            images = torch.empty(8, *engine.distributed.model.input_shape).contiguous(memory_format=torch.channels_last)
+            images = torch.empty(8, *engine.distributed.description.input_shape).contiguous(
+                memory_format=torch.channels_last
+            )
             given = MicroBatchInput(images, torch.zeros(8).long(), 8, range(8))
             forward_backward(engine.distributed, [given], 8)
     launches = sum(work.total() for of in (found.forward, found.backward) for work in of.values())
@@ -107,7 +109,7 @@ def test_what_neurons_alone_give_is_not_packed_again(name: str) -> None:
     model, samples = WITH_NEURONS_ALONE[name], 4
     flags = {"micro_batch_size": samples, "global_batch_size": samples, "train_iters": 1, "precision": "bf16"}
     with Engine(model, **flags) as engine, fake_gpu() as found:
-        images, labels = torch.empty(samples, *engine.distributed.model.input_shape), torch.zeros(samples).long()
+        images, labels = torch.empty(samples, *engine.distributed.description.input_shape), torch.zeros(samples).long()
         forward_backward(engine.distributed, [MicroBatchInput(images, labels, samples, range(samples))], samples)
     packs = sum(work["pack_bits_kernel"] for work in found.forward.values())
     launches = sum(work.total() for work in found.forward.values())

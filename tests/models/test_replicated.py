@@ -19,7 +19,6 @@ import megasnn
 from megasnn.layers import (
     BuildContext,
     ConvNormNeuron,
-    KeyedLayer,
     MeanLinear,
     ParallelBatchNorm,
     ParallelConv,
@@ -36,8 +35,7 @@ from megasnn.parallel_state import Group
 from megasnn.pipeline.chunk import PipelineChunk, build_chunks
 from megasnn.pipeline.profile_layers import profile_layers
 from tests.models.networks import CLASSES, Plain, between
-from tests.models.steps import assert_equal, one_step
-from tests.parity.ranks import Layout, assemble
+from tests.parity.ranks import Layout, assemble, one_step
 
 CPU, TWO = torch.device("cpu"), BuildContext(Group("tp", (0, 1)))
 KEPT: list[Any] = []
@@ -107,11 +105,6 @@ class Pooled(WholeOutputs):
         yield layer("stem", ConvNormNeuron(3, 8))
         yield layer("classes", nn.Conv2d(8, CLASSES, 1))
         yield layer("mean", lambda x: x.mean((-1, -2)))
-
-
-@pytest.mark.parametrize("model", [WholeOutputs(), Signals(), Pooled()], ids=["whole", "signals", "pooled"])
-def test_what_is_whole_is_not_gathered(ranks, model: Model) -> None:
-    assert_equal(ranks(2, one_step, model, Layout(tensor=2)), ranks(1, one_step, model, Layout()))
 
 
 # --- initial values, and what was set on modules
@@ -416,13 +409,13 @@ class Steeper(SpikingNeuron):
         return state
 
 
-class Drops(KeyedLayer):
-    def __init__(self, keyed: bool) -> None:
+class Drops(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.dropout, self.keyed = ParallelDropout(0.2, "a"), keyed
+        self.dropout = ParallelDropout(0.2, "a")
 
-    def forward(self, x: Tensor, samples: range | None) -> Tensor:
-        return self.dropout(self.dropout(x, samples), samples) if self.keyed else self.dropout(x)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.dropout(x))
 
 
 class Function(ConvNormNeuron):
@@ -451,8 +444,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "weights inside": (lambda: With(nn.Conv2d(8, 8, 1)), r"part \(Conv2d\) .* 'weight'"),
     "weights beside": (Scaled, "Scaled .* 'scale'"),
     "weights of neurons": (lambda: With(Steeper()), r"part \(Steeper\) .*self\.per_channel\('steep'"),
-    "dropout twice": (lambda: Drops(True), "twice"),
-    "no keys": (lambda: Drops(False), "positions of 2 samples"),
+    "dropout twice": (Drops, "twice"),
     "function": (lambda: Function(partial(F.dropout, p=0.2)), "dropout draws"),
     "native dropout": (lambda: Computed(lambda x: torch.native_dropout(x, 0.5, True)[0]), "native_dropout draws"),
     "attention": (

@@ -59,10 +59,10 @@ def test_receives_wait_for_their_turn_on_a_shared_link() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_units_take_as_long_as_their_chunks(name: str) -> None:
     schedule = generate(name, STAGES, MICRO_BATCHES)
-    refined = refine(schedule, [UNITS] * schedule.chunks)
+    refined = refine(schedule, [UNITS] * schedule.units)
     validate(refined)
-    units = [replace(COST, forward=1, input_gradient=1, weight_gradient=1)] * refined.chunks
-    assert simulate(refined, units).makespan == simulate(schedule, [COST] * schedule.chunks).makespan
+    units = [replace(COST, forward=1, input_gradient=1, weight_gradient=1)] * refined.units
+    assert simulate(refined, units).makespan == simulate(schedule, [COST] * schedule.units).makespan
     for row, of_chunks in zip(refined.actions, schedule.actions, strict=True):
         counts = [sum(action.kind in COMPUTE for action in each) for each in (row, of_chunks)]
         assert counts[0] == UNITS * counts[1]
@@ -73,7 +73,7 @@ def test_units_take_as_long_as_their_chunks(name: str) -> None:
 def test_what_is_computed_again_and_when(name: str, mode: str) -> None:
     schedule = generate(name, STAGES, MICRO_BATCHES)
     wanted = RECOMPUTE[mode]
-    schedule = insert_recompute(refine(schedule, [UNITS] * schedule.chunks), lambda unit, m: wanted(m, MICRO_BATCHES))
+    schedule = insert_recompute(refine(schedule, [UNITS] * schedule.units), lambda unit, m: wanted(m, MICRO_BATCHES))
     validate(schedule)
     for row in schedule.actions:
         computed = [action for action in row if action.kind in COMPUTE]

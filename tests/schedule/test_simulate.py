@@ -28,5 +28,5 @@ def test_messages_travel_at_the_same_time_whatever_their_ranks_compute() -> None
 def test_costs_say_what_activations_count_and_must_fit() -> None:
     result = simulate(generate("gpipe", 2, 3), [ChunkCost(1, 1, 1, activation=0.5), ChunkCost(1, 1, 1, activation=2)])
     assert result.peak_activations == (1.5, 6)
-    with pytest.raises(ValueError, match="2 costs for 1 chunks"):
+    with pytest.raises(ValueError, match="2 costs for 1"):
         simulate(generate("1f1b", 1, 1), [ChunkCost(1, 1, 1)] * 2)

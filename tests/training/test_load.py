@@ -96,6 +96,17 @@ def test_a_folder_without_a_checkpoint_of_this_model_changes_nothing(cache, tmp_
         assert model in error and "spikformer" in error and str(tmp_path / name) in error
 
 
+def test_a_new_start_and_classes_that_the_data_lack_are_warned_of(cache, tmp_path, capsys) -> None:
+    folder = str(tmp_path / "none")
+    flags = ("--load", folder, "--save", folder, "--eval-iters", "0", "--num-classes", "12")
+    train(cache, "--train-iters", "1", *flags)
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "WARNING: " in line]
+    assert [folder in line for line in warnings] == [True, False] and "--num-classes" in warnings[1]
+    train(cache, "--train-iters", "2", *flags)
+    again = capsys.readouterr().out
+    assert "1 iterations are done, 1 to go" in again and "WARNING: there is no checkpoint" not in again
+
+
 def test_another_number_of_time_steps_is_evaluated_where_only_weights_are_taken(cache, run) -> None:
     flags = ("--load", str(run), "--evaluate-only", "--time-steps", "3", *NEURON)
     error = refused(cache, *flags)

@@ -27,7 +27,7 @@ from megasnn.preprocess.sample import shards_of_sample
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.memory import forecast_memory, layer_costs, peak_of
-from tests.gradients import forward_backward
+from tests.parity.ranks import forward_backward
 
 SPIKFORMER = Spikformer(embed_dim=64, depth=2, num_heads=4, image_size=32, in_channels=3, time_steps=4)
 VGG = VggDvs(channels="16,32,P,64,P,64,P", image_size=32, time_steps=5)
@@ -88,7 +88,7 @@ def predicted_and_counted(model: Model, parallel: dict[str, Any], options: dict[
 def _counted(engine: Engine, samples: int) -> int:
     """The least of some steps, since what threads of the transport give back is not seen, behind one that has paid for
     what is taken once."""
-    model = engine.distributed.model
+    model = engine.distributed.description
     shape = engine.config.model.input_shape  # of all windows
     images = torch.randn((samples, *shape), generator=torch.Generator().manual_seed(0))
     labels = torch.arange(samples) % model.num_classes
@@ -100,7 +100,7 @@ def _counted(engine: Engine, samples: int) -> int:
         counter = AllocationCounter(engine.distributed.state.device)
         with counter.counting():
             forward_backward(engine.distributed, micro_batches, samples)
-            engine.distributed.data_parallel.all_gather_params()
+            engine.distributed.gradient_buckets.all_gather_params()
         peaks.append(counter.peak)
     return min(peaks)
 

@@ -123,7 +123,7 @@ def weight_accounts(*flags: str) -> dict[str, float]:
         kept = [e.tensor for e in distributed.tensors if e.is_parameter]
         shares = made.state.dp_shard.size
         assert weights is not None
-        gathers = [action.chunk for action in schedule.actions[0] if action.kind is Kind.UNSHARD]
+        gathers = [action.unit for action in schedule.actions[0] if action.kind is Kind.UNSHARD]
         return dict(
             gathered=traffic["dp_shard", "all_to_all", "step"].bytes,
             planned=sum(weights.unit_bytes[unit] for unit in gathers),
