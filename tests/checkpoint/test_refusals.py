@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from megasnn.checkpoint.folder import LATEST
 from megasnn.checkpoint.format import Progress
-from megasnn.checkpoint.load import load_checkpoint, load_globals_into, model_differences
+from megasnn.checkpoint.load import load_checkpoint, model_differences
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import save_checkpoint
 from megasnn.files import CheckpointError, NoCheckpointError
 from megasnn.grid import Grid
 from megasnn.parallel.sharding import Shard, ShardedTensor
-from tests.checkpoint.fake_model import CONFIG, Layout, Rank, expected, known
+from tests.checkpoint.fake_model import CONFIG, Layout, Rank
 
 
 def save(folder: Path, rank: Rank, iteration: int = 100, **progress) -> None:
@@ -116,18 +116,6 @@ def test_tensors_of_another_precision(tmp_path):
     assert all(torch.equal(value, single.snapshot()[name].to(value.dtype)) for name, value in double.snapshot().items())
 
 
-def test_what_is_left_stays_as_it_is(checkpoint):
-    rank = Rank(Layout())
-    reshape(rank)
-    rank.tensors.append(ShardedTensor("stem.w", torch.full((), 3.0), Shard(()), False))
-    before = {entry.name: entry.tensor.clone() for entry in rank.tensors}
-    left = {"stem.w", "head.weight", "head.bias"}
-    load_checkpoint(checkpoint, LocalState(rank.tensors), leave=lambda saved: left)
-    after = {entry.name: entry.tensor for entry in rank.tensors}
-    unchanged = {name for name in before if torch.equal(before[name], after[name])}
-    assert unchanged >= left and not unchanged & {"stem.weight", "blocks.0.w"}
-
-
 def test_another_optimizer(checkpoint):
     rank = Rank(Layout())
     rank.optimizer = torch.optim.SGD(rank.parameters(), lr=0.1)
@@ -196,36 +184,3 @@ def test_every_element_is_written_or_nothing_is(ranks, checkpoint):
     assert "rank 1: OSError" in full and "iter_0000200" in full
     assert (checkpoint / LATEST).read_text() == "100\n"
     assert sorted(path.name for path in checkpoint.iterdir()) == ["iter_0000050", "iter_0000100", LATEST]
-
-
-# --- full tensors
-
-
-def known_values(change: str = "") -> dict[str, torch.Tensor]:
-    values = {entry.name: known(entry.name, entry.shard.global_shape) for entry in Rank(Layout()).tensors}
-    if change == "missing":
-        del values["blocks.1.w"]
-    elif change == "extra":
-        values["blocks.1.extra"] = torch.zeros(2)
-    elif change == "[24, 16, 1]":
-        values["blocks.1.qkv"] = values["blocks.1.qkv"][:24]
-    return values
-
-
-def take_values(layout: Layout) -> list[str]:
-    """Refusals of wrong values, which change nothing; then the right ones are taken."""
-    rank, texts = Rank(layout, seed=1), []
-    for change in ("missing", "extra", "[24, 16, 1]"):
-        before = rank.snapshot()
-        with pytest.raises(CheckpointError) as raised:
-            load_globals_into(rank.tensors, known_values(change), rank.group)
-        assert change in str(raised.value) and "blocks.1" in str(raised.value)
-        assert all(torch.equal(value, before[name]) for name, value in rank.snapshot().items())
-        texts.append(str(raised.value))
-    load_globals_into(rank.tensors, known_values(), rank.group)
-    assert all(torch.equal(entry.tensor, expected(entry)) for entry in rank.tensors)
-    return texts
-
-
-def test_every_rank_takes_its_part_of_full_values_or_none_does(ranks):
-    assert len({*map(str, ranks(4, take_values, Layout(tensor=2, pipeline=2)))}) == 1

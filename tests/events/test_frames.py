@@ -29,7 +29,7 @@ def as_dict(events: Events) -> dict[str, np.ndarray]:
 @given(event_lists(*SENSOR, longest_time=40), st.integers(1, 12))
 def test_equal_numbers_of_events(events, time_steps):
     frames = frames_of(events, FrameOptions(time_steps, "number"))
-    theirs = utils().integrate_events_by_fixed_frames_number(as_dict(events), "number", time_steps, *SENSOR)
+    theirs = utils.integrate_events_by_fixed_frames_number(as_dict(events), "number", time_steps, *SENSOR)
     assert frames.dtype == np.int32 and frames.shape == (time_steps, 2, *SENSOR)
     assert np.array_equal(frames, theirs)
 
@@ -45,7 +45,7 @@ def test_equal_times(events, time_steps):
     frames = frames_of(events, options)
     assert frames.sum() == len(events)
     try:
-        theirs = utils().integrate_events_by_fixed_frames_number(as_dict(events), "time", time_steps, *SENSOR)
+        theirs = utils.integrate_events_by_fixed_frames_number(as_dict(events), "time", time_steps, *SENSOR)
     except IndexError:  # there, a time without events is an error; here, an empty frame
         edges = events.t[0] + (events.t[-1] - events.t[0]) // time_steps * np.arange(time_steps + 1)
         assert (np.diff(np.searchsorted(events.t, edges)) == 0).any()
