@@ -33,7 +33,7 @@ def aedat3(events: Events) -> bytes:
 WRITERS = {
     "dvs128.aedat": dvs128,
     "gesture.aedat": aedat3,
-    "a.aedat4": lambda events: files.aedat4([events[:10], events[10:]], 34, 34),
+    "a.aedat4": lambda events: files.aedat4(events, 34, 34),
     "a.bin": files.atis,
     "a.npz": lambda events: files.npz(events, 34, 34),
     "a.dat": lambda events: files.dat2(events, (34, 34)),
@@ -195,7 +195,7 @@ def test_time_that_runs_backwards_is_refused_or_sorted(tmp_path, name) -> None:
         ("a.aedat", files.aedat2(files.dvs128_address(SMALL), SMALL.t, [*files.AEDAT2_LINES, "# AEChip: Tmp"]), "Tmp"),
         ("a.aedat", aedat3(SMALL).replace(b"RAW", b"Compressed"), "Compressed"),
         ("a.aedat", aedat3(SMALL).replace(b"\x08\0\0\0\x04", b"\xf8\xff\xff\xff\x04"), "packet at byte"),
-        ("a.aedat4", files.aedat4([SMALL], 34, 34).replace(b"EVTS</attr>", b"TRIG</attr>"), "0 event streams"),
+        ("a.aedat4", files.aedat4(SMALL, 34, 34).replace(b"EVTS</attr>", b"TRIG</attr>"), "0 event streams"),
         ("a.dat", files.dat2(SMALL, (34, 34)).replace(b"\x0c\x08", b"\x0e\x08"), "trigger"),
     ],
 )
