@@ -130,8 +130,8 @@ def test_it_is_refused_at_once_before_torch_is_imported(tmp_path: Path) -> None:
     run = "print(p.main(flags.split()), 'torch' in sys.modules)"
     program = f"import sys, pretrain_spikformer as p\nfor flags in {[*mistakes]}:\n    {run}"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert ended.stdout.split("\n")[:-1] == ["2 False"] * len(mistakes) and "Traceback" not in ended.stderr
-    assert all(told in line for told, line in zip(mistakes.values(), ended.stderr.splitlines(), strict=True))
+    assert ended.stdout.splitlines().count("2 False") == len(mistakes) and "Traceback" not in ended.stderr
+    assert all(told in ended.stderr for told in mistakes.values())
 
 
 def test_in_a_notebook_flags_are_given_as_argv(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,14 +120,14 @@ def evt3(events: Events, size: tuple[int, int]) -> bytes:
 
 
 def aedat4(events: Events, height: int, width: int) -> bytes:
-    """As faery writes it."""
+    """As faery writes it, but for the width: faery refuses to write events beside it."""
     array = np.zeros(len(events), faery.EVENTS_DTYPE)
     array["t"], array["x"], array["y"], array["on"] = events.t, events.x, events.y, events.p
     with TemporaryDirectory() as folder:
         path = Path(folder, "a.aedat4")
-        stream = faery.events_stream_from_array(array, (width, height))
+        stream = faery.events_stream_from_array(array, (900 + width, height))
         stream.to_file(path, zero_t0=False, compression=None)
-        return path.read_bytes()
+        return path.read_bytes().replace(f">{900 + width}<".encode(), f">{width:03}<".encode())
 
 
 def write(folder: Path, name: str, data: bytes) -> Path:
