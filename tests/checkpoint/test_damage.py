@@ -20,7 +20,8 @@ from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
 from megasnn.checkpoint.save import save_checkpoint, save_global_tensors
 from megasnn.checkpoint.tensor_io import damage as damage_of
 from megasnn.files import DamagedError
-from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known
+from megasnn.grid import Grid
+from tests.checkpoint.fake_model import CONFIG, Rank, known
 
 
 def cut(file: Path, seed: int) -> None:
@@ -48,7 +49,7 @@ def scale(iteration: int) -> int:
 
 
 def save_three(folder: Path) -> None:
-    rank = Rank(Layout(tensor=2))
+    rank = Rank(Grid(tp=2))
     for iteration in (100, 200, 300):
         rank.fill()
         for entry in rank.everything():
@@ -111,7 +112,7 @@ def test_a_damaged_file_is_never_loaded(folder, name, damage: Callable[[Path, in
 
 
 def refused_on_two(folder: Path) -> str:
-    rank = Rank(Layout(pipeline=2), seed=1)
+    rank = Rank(Grid(pp=2), seed=1)
     before = rank.snapshot()
     with pytest.raises(DamagedError) as raised:
         load_checkpoint(folder, rank.state, step=300, process_group=rank.group)
