@@ -10,7 +10,7 @@ import torch
 from spikingjelly.activation_based import neuron
 from torch import Tensor
 
-from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.batching import micro_batch_sizes, micro_batches_of, most_micro_batches
 from megasnn.bundle import Bundle, logits_of
 from megasnn.checkpoint.load import load_globals_into
 from megasnn.config import ParallelConfig, PretrainConfig, TrainingConfig
@@ -222,7 +222,7 @@ def record_step(
         return inner(y, target)
 
     engine.loss = keeping
-    most = max(len(micro_batches_of(len(sizes), state.dp.size, r)) for r in range(state.dp.size))
+    most = most_micro_batches(len(labels), micro_batch_size, state.dp.size)
     loss = forward_backward(engine, batches, len(labels))
     engine.loss = inner
     for hook in hooks:
