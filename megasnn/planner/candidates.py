@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
@@ -104,13 +105,13 @@ class Candidate:
     """A layout that was looked at.
 
     Attributes:
-        seconds, bytes: of a step, and that the largest rank needs; estimated, or simulated. None: it cannot be.
+        seconds, bytes: of a step, and that the largest rank needs; estimated, or simulated. Infinite: it cannot be.
         reason: why it was not taken; "" of the one that was.
     """
 
     layout: Layout
-    seconds: float | None
-    bytes: float | None
+    seconds: float = math.inf
+    bytes: float = math.inf
     simulated: bool = False
     reason: str = ""
 

@@ -99,7 +99,7 @@ def plan(
     return Plan(
         layout=chosen.layout,
         predicted=predicted,
-        bytes=chosen.bytes or 0.0,
+        bytes=chosen.bytes,
         largest_micro_batch=search.largest_micro_batch(chosen),
         cluster=cluster,
         prefer=prefer,
