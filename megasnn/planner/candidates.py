@@ -9,7 +9,6 @@ from functools import cache, cached_property
 from itertools import product
 from typing import Literal
 
-from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.validate import layout_problems
@@ -62,10 +61,6 @@ class Layout:
         """Number of parts of a layout: axes besides data, and what is no default. Simpler layouts have fewer."""
         shared = sum(self.grid.size(axis) > 1 for axis in AXES if axis != "dp_replicate")
         return shared + (self.chunks > 1) + (self.recompute != NEVER) + self.shards_optimizer
-
-    def micro_batches(self, count: int) -> int:
-        """Micro-batches of a global batch of so many, for the replica that has the most."""
-        return len(micro_batches_of(count, self.grid.replicas, 0))
 
     def own_samples(self, size: int) -> int:
         """Samples of a micro-batch of so many that a rank has at most."""
