@@ -17,13 +17,11 @@ from megasnn.checkpoint.format import AVERAGE, OPTIMIZER
 from megasnn.checkpoint.optimizer_state import state_names
 from megasnn.checkpoint.save import Written, commit, file_name, write_file
 from megasnn.checkpoint.tensor_io import boxes_of, read_boxes, require_intact
-from megasnn.config import PretrainConfig, from_dict
 from megasnn.convert.source import Source
 from megasnn.files import CheckpointError, raise_problems
 from megasnn.layers import BuildContext
-from megasnn.models.build import describe
+from megasnn.models import registry
 from megasnn.models.description import ModelDescription
-from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS, model_of
 from megasnn.parallel.sharding import Shard, ShardedTensor, sharded_tensors
 from megasnn.parallel_state import Group
@@ -115,13 +113,7 @@ def saved_model(source: Source) -> tuple[str, ModelDescription]:
             f"{source.path} holds weights without the configuration of a model known here ({', '.join(MODELS)}): lay "
             "out what a run saves that starts from it with --load ... --finetune"
         )
-    title = f"{source.path}: there is no model {model.name} like this:"
-    try:
-        run: PretrainConfig = from_dict(run_config(model), {part: config[part] for part in ("model", "neuron")})
-        raise_problems(title, run.model.problems(tensor_parallel=1))
-        return model.name, describe(run.model, run.neuron.spec)
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{title} {error}") from None
+    return model.name, registry.saved_model(source.path, model, config)[1]
 
 
 def target_ranks(
