@@ -18,6 +18,7 @@ from megasnn.layers.norm import (
     ParallelBatchNorm,
     TemporalEffectiveBatchNorm,
 )
+from megasnn.layers.parallel_neurons import ParallelPSN, ParallelSlidingPSN
 from megasnn.layers.replicated import apply_layer
 from megasnn.layers.row_context import MaxPool, MeanOverSpace, WholeImages
 
@@ -39,6 +40,8 @@ __all__ = [
     "ParallelLIF",
     "ParallelNeuron",
     "ParallelPLIF",
+    "ParallelPSN",
+    "ParallelSlidingPSN",
     "Residual",
     "ResidualMLP",
     "SpikeDrivenAttention",

@@ -63,6 +63,7 @@ class _HeadAttention(nn.Module):
             raise ValueError(f"--num-heads {num_heads} does not divide by --tensor-model-parallel-size {size}")
         self.local_heads = num_heads // size
         neuron = neuron or context.neuron
+        _require_spikes(self, neuron)
         unit = partial(ConvNormNeuron, context=context, pointwise=True, neuron=neuron, initialise=initialise)
         blocks = len(self.fused)
         self.add_module(self.fused, unit(dim, blocks * dim, blocks=blocks))
@@ -144,6 +145,7 @@ class SpikeDrivenAttention(nn.Module):
         super().__init__()
         context = context_for(context)
         neuron = neuron or context.neuron
+        _require_spikes(self, neuron)
         self.neuron = make_neuron(neuron, context)
         self.q, self.k, self.v = (
             ConvNormNeuron(dim, dim, context=context, neuron=neuron, initialise=initialise) for _ in range(3)
@@ -161,6 +163,15 @@ class SpikeDrivenAttention(nn.Module):
             number = sum_for_each(number, self._rows)
         gate = self.gate(number.to(together.dtype))
         return self.norm(self.projection(self.q(spikes) * gate.view(*gate.shape, 1, 1)))
+
+
+def _require_spikes(attention: nn.Module, neuron: NeuronSpec) -> None:
+    """Raises ValueError for neurons that give counts: q, k and v are kept as bits."""
+    if neuron.largest > 1:
+        raise ValueError(
+            f"--neuron {neuron.kind} fires up to {neuron.largest} in a step, and {type(attention).__name__} takes "
+            "spikes; choose a neuron that fires 0 or 1"
+        )
 
 
 def sums_type(dtype: torch.dtype) -> torch.dtype:
