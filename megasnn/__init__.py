@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from megasnn.layers import BuildContext as BuildContext
     from megasnn.layers import ConvNormNeuron as ConvNormNeuron
     from megasnn.layers import DropPath as DropPath
-    from megasnn.layers import KeyedLayer as KeyedLayer
     from megasnn.layers import MaxPool as MaxPool
     from megasnn.layers import MeanLinear as MeanLinear
     from megasnn.layers import MeanOverSpace as MeanOverSpace
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from megasnn.layers import SpikeDrivenAttention as SpikeDrivenAttention
     from megasnn.layers import SpikingNeuron as SpikingNeuron
     from megasnn.layers import SpikingSelfAttention as SpikingSelfAttention
-    from megasnn.layers import TemporalEffectiveBatchNorm as TemporalEffectiveBatchNorm
     from megasnn.layers import TokenAttention as TokenAttention
     from megasnn.layers import WholeImages as WholeImages
     from megasnn.layers.shape_inference import mark_spikes as mark_spikes
@@ -75,10 +73,10 @@ _NAMES = {
     "megasnn.kernels": "NeuronSpec",
     "megasnn.kernels.spike_codec": "COUNTS DENSE SPIKES Content",
     "megasnn.layers": (
-        "BuildContext ConvNormNeuron DropPath KeyedLayer MaxPool MeanLinear MeanOverSpace NeuronConvNorm "
+        "BuildContext ConvNormNeuron DropPath MaxPool MeanLinear MeanOverSpace NeuronConvNorm "
         "ParallelBatchNorm ParallelConv ParallelDropout ParallelLinear "
         "ParallelIF ParallelLIF ParallelNeuron ParallelPLIF ParallelPSN ParallelSlidingPSN SpikeDrivenAttention "
-        "SpikingNeuron SpikingSelfAttention TemporalEffectiveBatchNorm TokenAttention WholeImages"
+        "SpikingNeuron SpikingSelfAttention TokenAttention WholeImages"
     ),
     "megasnn.layers.shape_inference": "mark_spikes",
     "megasnn.models.convert_module": "shard",

@@ -17,7 +17,7 @@ from megasnn.engine.model import DistributedModel
 from megasnn.host_memory import without_waiting
 from megasnn.losses import LOSSES
 from megasnn.parallel.agreement import gather
-from megasnn.parallel.sharding import own_rows
+from megasnn.parallel.sharding import own_span
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 
 _INTEGERS = (
@@ -207,7 +207,7 @@ class Batches:
             labels = None if micro.labels is None else without_waiting(micro.labels, device)
             first, size = begin + micro.start, micro.size
             if trains and self._mixing is not None:
-                own = own_rows(size, self._samples.sizes, self._samples.rank)
+                own = own_span(size, self._samples.sizes, self._samples.rank)
                 part = slice(own.start, own.stop)
                 images = None if images is None else self._mixing.images(images, first)[part]
                 labels = None if labels is None else self._mixing.labels(labels, first)[part]

@@ -4,7 +4,7 @@ from megasnn.layers.attention import SpikeDrivenAttention, SpikingSelfAttention,
 from megasnn.layers.blocks import ConvNormNeuron, NeuronConvNorm, Residual, ResidualMLP
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
-from megasnn.layers.dropout import DropPath, KeyedLayer, ParallelDropout
+from megasnn.layers.dropout import DropPath, ParallelDropout
 from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.layers.neuron import (
     NeuronLayer,
@@ -14,10 +14,7 @@ from megasnn.layers.neuron import (
     ParallelPLIF,
     SpikingNeuron,
 )
-from megasnn.layers.norm import (
-    ParallelBatchNorm,
-    TemporalEffectiveBatchNorm,
-)
+from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.parallel_neurons import ParallelPSN, ParallelSlidingPSN
 from megasnn.layers.replicated import apply_layer
 from megasnn.layers.row_context import MaxPool, MeanOverSpace, WholeImages
@@ -26,7 +23,6 @@ __all__ = [
     "BuildContext",
     "ConvNormNeuron",
     "DropPath",
-    "KeyedLayer",
     "MaxPool",
     "MeanLinear",
     "MeanOverSpace",
@@ -47,7 +43,6 @@ __all__ = [
     "SpikeDrivenAttention",
     "SpikingNeuron",
     "SpikingSelfAttention",
-    "TemporalEffectiveBatchNorm",
     "TokenAttention",
     "WholeImages",
     "apply_layer",

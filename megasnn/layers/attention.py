@@ -11,7 +11,6 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from megasnn.kernels import NeuronSpec
 from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, bits_of, encode, unpack_bits_into
 from megasnn.kernels.tensor_cores import on_gpu
@@ -20,8 +19,8 @@ from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import make_neuron
 from megasnn.layers.norm import ParallelBatchNorm
-from megasnn.layers.row_context import count_type, rows_of, sum_counts, sum_for_each
-from megasnn.parallel.collectives import from_rows, start_all_reduce_sum, to_rows
+from megasnn.layers.row_context import count_type, row_group, sum_counts, sum_for_each
+from megasnn.parallel.collectives import from_matrix, start_all_reduce_sum, to_matrix
 from megasnn.parallel.sharding import Initialiser
 from megasnn.parallel_state import Group
 
@@ -36,7 +35,6 @@ class _HeadAttention(nn.Module):
     Args:
         dim: C, the global number of channels.
         v_threshold: from which the neuron on the attention fires; 0.5 in Spikformer.
-        neuron: of the units before and behind it; None for the neuron of the context.
         initialise: fills the global weights; by default as torch does.
     Raises:
         ValueError: the heads do not divide by the number of ranks, or the channels by the heads.
@@ -51,7 +49,6 @@ class _HeadAttention(nn.Module):
         context: BuildContext | None = None,
         *,
         v_threshold: float = 0.5,
-        neuron: NeuronSpec | None = None,
         initialise: Initialiser | None = None,
     ) -> None:
         super().__init__()
@@ -62,14 +59,13 @@ class _HeadAttention(nn.Module):
         if num_heads % size:
             raise ValueError(f"--num-heads {num_heads} does not divide by --tensor-model-parallel-size {size}")
         self.local_heads = num_heads // size
-        neuron = neuron or context.neuron
-        _require_spikes(self, neuron)
-        unit = partial(ConvNormNeuron, context=context, pointwise=True, neuron=neuron, initialise=initialise)
+        _require_spikes(self, context.neuron)
+        unit = partial(ConvNormNeuron, context=context, pointwise=True, initialise=initialise)
         blocks = len(self.fused)
         self.add_module(self.fused, unit(dim, blocks * dim, blocks=blocks))
         self.projection = unit(dim, dim)
-        self.neuron = make_neuron(replace(neuron, v_threshold=v_threshold), context)
-        self._rows, self._tokens = rows_of(context), 0
+        self.neuron = make_neuron(replace(context.neuron, v_threshold=v_threshold), context)
+        self._rows, self._tokens = row_group(context), 0
 
 
 class SpikingSelfAttention(_HeadAttention):
@@ -96,8 +92,8 @@ class SpikingSelfAttention(_HeadAttention):
                 count_type(self._tokens)  # refuses what cannot travel
         shared = None if self._rows is None or x.is_meta else (self._rows, self._tokens)
         plan = AttendPlan(qkv.shape[0] * qkv.shape[1], self.local_heads, shared)
-        out = Attend.apply(to_rows(qkv), bits_of(qkv), plan)
-        return self.projection(self.neuron(from_rows(out, qkv.shape)))
+        out = Attend.apply(to_matrix(qkv), bits_of(qkv), plan)
+        return self.projection(self.neuron(from_matrix(out, qkv.shape)))
 
 
 class TokenAttention(_HeadAttention):
@@ -128,32 +124,18 @@ class SpikeDrivenAttention(nn.Module):
 
     Args:
         dim: C, the global number of channels.
-        v_threshold: from which the neuron on the sums fires.
-        neuron: of all others; None for the neuron of the context.
-        initialise: fills the global weights; by default as torch does.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        context: BuildContext | None = None,
-        *,
-        v_threshold: float = 0.5,
-        neuron: NeuronSpec | None = None,
-        initialise: Initialiser | None = None,
-    ) -> None:
+    def __init__(self, dim: int, context: BuildContext | None = None) -> None:
         super().__init__()
         context = context_for(context)
-        neuron = neuron or context.neuron
-        _require_spikes(self, neuron)
-        self.neuron = make_neuron(neuron, context)
-        self.q, self.k, self.v = (
-            ConvNormNeuron(dim, dim, context=context, neuron=neuron, initialise=initialise) for _ in range(3)
-        )
-        self.gate = make_neuron(replace(neuron, v_threshold=v_threshold), context)
-        self.projection = ParallelConv(dim, dim, 1, context, bias=True, initialise=initialise)
+        _require_spikes(self, context.neuron)
+        self.neuron = make_neuron(context.neuron, context)
+        self.q, self.k, self.v = (ConvNormNeuron(dim, dim, context=context) for _ in range(3))
+        self.gate = make_neuron(replace(context.neuron, v_threshold=0.5), context)  # on the sums
+        self.projection = ParallelConv(dim, dim, 1, context, bias=True)
         self.norm = ParallelBatchNorm(dim, context)
-        self._rows = rows_of(context)
+        self._rows = row_group(context)
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.neuron(x)

@@ -17,11 +17,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from megasnn.kernels import SURROGATES, NeuronSpec
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
-from megasnn.layers.dropout import ParallelDropout
+from megasnn.layers.dropout import ParallelDropout, drawn_frames
 from megasnn.layers.init import ModuleInitialiser, initializer_from_module, own_tensors
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import ParallelNeuron
-from megasnn.layers.norm import ParallelBatchNorm, TemporalEffectiveBatchNorm
+from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.parallel.sharding import declare
 from megasnn.registry import Registry
 
@@ -69,16 +69,15 @@ def linear(module: nn.Linear, context: BuildContext, initialise: ModuleInitialis
 
 
 def batch_norm(
-    norm: _BatchNorm, context: BuildContext, initialise: ModuleInitialiser | None, whole: bool = False, **options: Any
+    norm: _BatchNorm, context: BuildContext, initialise: ModuleInitialiser | None, whole: bool = False
 ) -> nn.Module:
     """Stands for a batch norm: running statistics are merged once per step. One in evaluation mode uses and keeps its
     running statistics in training too.
 
     Args:
         whole: every rank has all channels.
-        options: of a temporal one, which has scales.
     """
-    ours = (TemporalEffectiveBatchNorm if options else ParallelBatchNorm)(
+    ours = ParallelBatchNorm(
         norm.num_features,
         context,
         eps=norm.eps,
@@ -87,7 +86,6 @@ def batch_norm(
         track_running_stats=norm.track_running_stats,
         whole=whole,
         **_values(norm, initialise),
-        **options,
     )
     ours.time_steps = 1  # the input has all time steps
     if norm.affine and norm.bias is None:  # in SpikingJelly's BatchNormThroughTime
@@ -98,34 +96,16 @@ def batch_norm(
     return ours
 
 
-def temporal_batch_norm(
-    norm: Any, context: BuildContext, initialise: ModuleInitialiser | None, whole: bool = False
-) -> nn.Module:
-    """Stands for SpikingJelly's TemporalEffectiveBatchNorm. Raises ValueError for another number of time steps."""
-    if len(norm.scale) != context.time_steps:
-        raise ValueError(f"it has {len(norm.scale)} time steps, the model {context.time_steps}; set --time-steps")
-    scale = initializer_from_module(norm, initialise, "scale")
-    return batch_norm(norm, context, initialise, whole, initialise_scale=scale)
-
-
 class ConvertedDropout(ParallelDropout):
-    """Stands for a Dropout; drawn by sample.
-
-    Attributes:
-        samples, frames: positions of the micro-batch's samples, and how many time steps and samples there are; set
-            before each forward of the layer it is in.
-    """
+    """Stands for a Dropout; drawn by sample."""
 
     def __init__(self, dropout: Any, context: BuildContext, initialise: ModuleInitialiser | None) -> None:
         of_spikingjelly = not isinstance(dropout, nn.Dropout)
         super().__init__(dropout.p, "", context, same_at_all_steps=of_spikingjelly)
-        self.samples: range | None = None
-        self.frames: tuple[int, ...] = ()
 
-    def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
-        if x.shape[:2] == self.frames:
-            return super().forward(x, self.samples)
-        return super().forward(x.unflatten(0, self.frames), self.samples).flatten(0, 1)
+    def forward(self, x: Tensor) -> Tensor:
+        frames = drawn_frames()
+        return super().forward(x) if x.shape[:2] == frames else super().forward(x.unflatten(0, frames)).flatten(0, 1)
 
 
 class ConvertedNeuron(ParallelNeuron):
@@ -176,7 +156,6 @@ CONVERSIONS: Registry[Conversion] = Registry(
         "Linear": linear,
         **dict.fromkeys(("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"), batch_norm),
         **dict.fromkeys((f"ThresholdDependentBatchNorm{dims}d" for dims in (1, 2, 3)), batch_norm),
-        **dict.fromkeys((f"TemporalEffectiveBatchNorm{dims}d" for dims in (1, 2, 3)), temporal_batch_norm),
         "Dropout": ConvertedDropout,
         **dict.fromkeys(_KINDS, ConvertedNeuron),
     },
@@ -196,7 +175,7 @@ def in_table(module: nn.Module) -> Conversion | None:
 def our_batch_norm(module: nn.Module) -> Callable[..., nn.Module] | None:
     """Conversion of a batch norm; None of other modules, and where it has a forward of its own."""
     conversion = in_table(module)
-    return conversion if conversion in (batch_norm, temporal_batch_norm) else None
+    return conversion if conversion is batch_norm else None
 
 
 def is_multi_step(module: nn.Module) -> bool:

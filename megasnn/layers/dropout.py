@@ -14,34 +14,39 @@ from torch import Tensor, nn
 from megasnn.host_memory import without_waiting
 from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.row_context import rows_of, shared_rows
+from megasnn.layers.row_context import row_group, shared_rows
 from megasnn.layers.shape_inference import refuse_second_call
 from megasnn.random import WORD, philox_key
 
-_positions: ContextVar[Tensor | None] = ContextVar("positions", default=None)
+Positions = range | Tensor | None
+
+_drawing: ContextVar[tuple[Positions, tuple[int, ...]]] = ContextVar("positions and frames", default=(None, ()))
 
 
 @contextmanager
-def drawing_for(positions: Tensor | None) -> Iterator[None]:
-    """Lets layers draw for the samples at these positions, int64 `[N]`, in place of those that they are given. Memory
-    that stays where it is lets them draw for other samples when kernels are started again."""
-    token = _positions.set(positions)
+def drawing_for(positions: Positions, frames: tuple[int, ...] = ()) -> Iterator[None]:
+    """Lets layers draw for the samples of a micro-batch.
+
+    Args:
+        positions: of its N samples in the whole training (0 for the very first one), which keyed random numbers follow
+            from; None where they mean nothing, in evaluation. A tensor, int64 `[N]`, goes before what is said inside of
+            it: its memory stays where it is, so that kernels that are started again draw for other samples.
+        frames: number of time steps and of samples.
+    """
+    outer, _ = _drawing.get()
+    token = _drawing.set((outer if isinstance(outer, Tensor) else positions, frames))
     try:
         yield
     finally:
-        _positions.reset(token)
+        _drawing.reset(token)
 
 
-class KeyedLayer(nn.Module):
-    """A layer with `forward(x, samples)` in place of `forward(x)`.
-
-    `samples` are the positions of the micro-batch's N samples in the whole training (0 for the very first one): what a
-    keyed random number hangs on. They come with every call, so that several micro-batches can be under way, and a
-    forward that is computed again sees the same. None where positions mean nothing, in evaluation.
-    """
+def drawn_frames() -> tuple[int, ...]:
+    """Number of time steps and of samples that layers draw for."""
+    return _drawing.get()[1]
 
 
-class _Drop(KeyedLayer):
+class _Drop(nn.Module):
     """Multiplies by 0 with probability p, and by 1 / (1 - p) otherwise, in training.
 
     Args:
@@ -58,20 +63,21 @@ class _Drop(KeyedLayer):
             raise ValueError(f"{name}: the rate of {self.purpose} must be at least 0 and below 1, got {p}")
         self.p, self.name, self.seed = p, name, context.seed
 
-    def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        if samples is None or len(samples) != x.shape[1]:
+        positions, _ = _drawing.get()
+        if positions is None or len(positions) != x.shape[1]:
             raise ValueError(
-                f"{self.name}: {self.purpose} needs the positions of {x.shape[1]} samples, got {samples}; a block that "
-                "has it inside is a KeyedLayer, and hands them on"
+                f"{self.name}: {self.purpose} needs the positions of {x.shape[1]} samples, got {positions}: give "
+                "apply_layer the samples"
             )
         if x.is_meta:
             why = f"would draw the same both times: make a second one, of another name than {self.name!r}"
             refuse_second_call(self, why)
             return torch.empty_like(x)
-        positions = _positions.get()
-        positions = torch.arange(samples.start, samples.stop) if positions is None else positions
+        if isinstance(positions, range):
+            positions = torch.arange(positions.start, positions.stop)
         low, high = philox_key(self.seed, self.purpose, self.name)
         keys = without_waiting(torch.stack([(positions & WORD) ^ low, (positions >> 32) ^ high]), x.device)
         return (x * self.kept(x, keys)).mul_(1 / (1 - self.p))
@@ -103,13 +109,13 @@ class ParallelDropout(_Drop):
         context = context_for(context)
         super().__init__(p, name, context)
         self.same_at_all_steps, self.group, self.carries = same_at_all_steps, context.tp, context.carries
-        self._rows, self._height = rows_of(context), 0
+        self._rows, self._height = row_group(context), 0
         self._steps, self._steps_before = context.time_steps, 0  # of a call; of the calls before, where they go on
 
-    def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if x.is_meta:
             self._height = x.shape[3] if x.ndim > 3 else 0
-        return super().forward(x, samples)
+        return super().forward(x)
 
     def forget(self) -> None:
         """The next call is on the first time steps."""

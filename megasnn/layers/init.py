@@ -208,12 +208,10 @@ def _after(
 
 
 def _set_what_constructors_set(module: Any) -> None:
-    """Sets what constructors of SpikingJelly's norms set beside numbers."""
-    if type(module).__module__.startswith("spikingjelly."):
-        if "ThresholdDependentBatchNorm" in type(module).__name__:
-            nn.init.constant_(module.weight, module.alpha * module.v_th)
-        if "TemporalEffectiveBatchNorm" in type(module).__name__:
-            nn.init.ones_(module.scale)
+    """Sets what the constructor of SpikingJelly's tdBN sets beside numbers."""
+    kind = type(module)
+    if kind.__module__.startswith("spikingjelly.") and "ThresholdDependentBatchNorm" in kind.__name__:
+        nn.init.constant_(module.weight, module.alpha * module.v_th)
 
 
 def note_paths(layer: nn.Module) -> None:

@@ -1,10 +1,8 @@
-"""Norms cut by channel: batch norm, whose running statistics are merged once per step over the global batch; and
-those of the literature on spiking networks."""
+"""Batch norm cut by channel, whose running statistics are merged once per step over the global batch."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -144,37 +142,3 @@ def shared_batch_norm(
     y = deviations * scale.view(shape)
     y = y if bias is None else y + bias.view(shape)
     return y.to(x.dtype), mean, variance, count
-
-
-class TemporalEffectiveBatchNorm(ParallelBatchNorm):
-    """Batch norm with a learned factor for each time step, which all channels share (TEBN, Duan et al. 2022;
-    SpikingJelly's TemporalEffectiveBatchNorm). Input of a single time step comes out at each of them.
-
-    Args:
-        initialise_scale: fills the factors; by default with ones.
-        options: as of ParallelBatchNorm.
-    Attributes:
-        scale: the factors `[T]`. A rank sees the gradient of its own channels, which `partial_gradient` has summed.
-    """
-
-    scale: Tensor
-
-    def __init__(
-        self,
-        channels: int,
-        context: BuildContext | None = None,
-        *,
-        initialise_scale: Initialiser = ones,
-        whole: bool = False,
-        **options: Any,
-    ) -> None:
-        context = context_for(context)
-        super().__init__(channels, context, whole=whole, **options)
-        shard = context.shard((context.time_steps,), partial_gradient=not whole, initialise=initialise_scale)
-        declare(self, "scale", shard, context.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) not in (1, len(self.scale)):
-            raise ValueError(f"this norm has factors for {len(self.scale)} time steps, and is given {len(x)}")
-        y = super().forward(x)
-        return y * self.scale.to(y.dtype).view(-1, *[1] * (y.ndim - 1))

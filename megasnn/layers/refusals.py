@@ -12,14 +12,14 @@ from torch.nn.modules.dropout import _DropoutNd
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.converted import is_multi_step, our_batch_norm
-from megasnn.layers.dropout import KeyedLayer
+from megasnn.layers.dropout import DropPath, ParallelDropout
 from megasnn.layers.init import own_tensors
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.parallel.sharding import is_described
 
-SHARDED = (ParallelConv, ParallelLinear, ParallelBatchNorm, NeuronLayer, KeyedLayer)
+SHARDED = (ParallelConv, ParallelLinear, ParallelBatchNorm, NeuronLayer, ParallelDropout, DropPath)
 
 SEQUENCES = (
     *(nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer),
@@ -65,10 +65,6 @@ def _has_own_forward(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and our_batch_norm(module) is None
 
 
-def _keeps_statistics(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
-
-
 def _is_single_step(module: nn.Module) -> bool:
     return hasattr(module, "step_mode") and not is_multi_step(module) and not vars(module).get("_is_stepped")
 
@@ -98,7 +94,6 @@ PROBLEMS: Sequence[tuple[str, Callable[[Any], object], str]] = (
     ),
     ("plain inside kept", _draws, "draws random numbers by the layout: use megasnn.ParallelDropout(p, name)"),
     (_EVERY, _has_own_forward, "is a batch norm with a forward of its own, which ours would not have"),
-    (_EVERY, _keeps_statistics, "keeps statistics of its own replica: give it track_running_stats=False"),
     (
         _EVERY,
         lambda each: min(each._non_persistent_buffers_set, default=None),

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from megasnn.bundle import Bundle, entries_of, map_entries, plain_bundle
 from megasnn.layers.context import BuildContext
 from megasnn.layers.converted import ConvertedDropout, convert, our_batch_norm, spec_of
-from megasnn.layers.dropout import KeyedLayer
+from megasnn.layers.dropout import drawing_for
 from megasnn.layers.init import ModuleInitialiser, initializer_from_module, note_paths, own_tensors, to_meta
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.refusals import SEQUENCES, is_stateful, note_stepped, refuse
@@ -227,16 +227,14 @@ def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundl
     """
     call: LayerCall | None = vars(layer).get("_call")
     if call is None:
-        output = layer(x, *more, samples) if isinstance(layer, KeyedLayer) else layer(x, *more)
-        plain: Bundle = plain_bundle(output)
+        with drawing_for(samples):
+            plain: Bundle = plain_bundle(layer(x, *more))
         return plain
     first = next(iter(entries_of(x).values()))
     frames = (call.time_steps if len(first) == 1 else len(first), *first.shape[1:2])
     for each in layer.modules():
         if is_stateful(each):
             each.detach() if goes_on else each.reset()  # type: ignore[operator]
-        if isinstance(each, ConvertedDropout):
-            each.samples, each.frames = samples, frames
-    return map_entries(
-        lambda y: call.taken(y, frames), plain_bundle(layer(*(map_entries(call.given, each) for each in (x, *more))))
-    )
+    with drawing_for(samples, frames):
+        output = plain_bundle(layer(*(map_entries(call.given, each) for each in (x, *more))))
+    return map_entries(lambda y: call.taken(y, frames), output)

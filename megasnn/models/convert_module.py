@@ -8,7 +8,7 @@ with its parts replaced, and is whole where that would compute something else (`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from megasnn.layers.context import BuildContext, context_for, is_building
 from megasnn.layers.conv import ParallelConv, cheaper_style
-from megasnn.layers.converted import class_name, convert, in_table, is_multi_step, spec_of, temporal_batch_norm
+from megasnn.layers.converted import class_name, convert, in_table, is_multi_step, spec_of
 from megasnn.layers.init import ModuleInitialiser, note_paths, own_tensors, tensors_of, without_values
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.refusals import SEQUENCES, is_stateful, note_stepped, place_of, problem_of, refuse
@@ -74,9 +74,6 @@ class Sharded:
 
     def __str__(self) -> str:
         copied, context = without_values(self.network), context_for(None)
-        if not is_building():  # of the number of time steps that the network has
-            norms: list[Any] = [each for each in copied.modules() if in_table(each) is temporal_batch_norm]
-            context = replace(context, time_steps=max((len(each.scale) for each in norms), default=1))
         rows: list[tuple[str, str, str]] = []
         for path, part in _flat(copied, "") if _is_flat(copied) else [("", copied)]:
             note_stepped(part)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from megasnn.bundle import Bundle, entries_of, map_entries
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.converted import ConvertedDropout
-from megasnn.layers.dropout import ParallelDropout
+from megasnn.layers.dropout import ParallelDropout, drawn_frames
 from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.layers.neuron import NeuronLayer, SpikingNeuron
 from megasnn.layers.replicated import Gathered, apply_layer, forget_state, is_whole
@@ -160,7 +160,7 @@ def _refuse_other_channels(module: nn.Module, x: Tensor, cut: Cut | None) -> Non
     shards, dim = vars(module).get("_described_shards"), 2
     if isinstance(module, ParallelLinear) and not isinstance(module, MeanLinear):
         dim = x.ndim - 1
-    elif isinstance(module, ConvertedDropout) and module.frames not in ((), x.shape[:2]):
+    elif isinstance(module, ConvertedDropout) and drawn_frames() not in ((), x.shape[:2]):
         dim = 1
     is_norm = shards and not isinstance(module, (ParallelConv, ParallelLinear))
     wrong = cut is not None and cut != Cut(dim, _blocks_of(module, ()) if is_norm else 1)

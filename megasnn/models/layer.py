@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from megasnn.layers.init import ModuleInitialiser
@@ -38,20 +36,14 @@ class Layer:
     is_sharded: bool = False
 
 
-ELEMENTWISE = {torch.add, torch.mul, torch.sub, torch.maximum, torch.minimum, operator.add, operator.mul, operator.sub}
-
-
 class Computed(nn.Module):
     """A function of the inputs as a module. It is whole on every tensor parallel rank, and learns nothing."""
+
+    mixes_rows = True  # of a function nobody knows: see `megasnn.layers.refusals`
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
-
-    @property
-    def mixes_rows(self) -> bool:
-        """See `megasnn.layers.refusals`."""
-        return self.function not in ELEMENTWISE
 
     def forward(self, *inputs: Any) -> Any:
         return self.function(*inputs)
@@ -79,7 +71,7 @@ def layer(
 ) -> Layer:
     """A layer of a model; see `Layer`. Without `unit` it is a unit of its own; one name in `takes` may be alone.
 
-    A function is a layer as well: `layer("add", torch.add, takes=("a", "b"))`.
+    A function is a layer as well, of all rows: `layer("add", torch.add, takes=("a", "b"))`.
 
     Raises ValueError for `initialise` where `megasnn.shard` is to be given it, as that, and for what is neither a
     module nor a function of its inputs alone.

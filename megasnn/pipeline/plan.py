@@ -47,15 +47,15 @@ class PipelinePlan:
     weight_ranks: int = 1
 
     @property
-    def executed_bounds(self) -> list[range]:
-        """Layers of each unit, which is what a schedule that is executed calls a chunk."""
+    def unit_bounds(self) -> list[range]:
+        """Layers of each unit."""
         return self.schedules.unit_bounds(self.bounds)
 
     def simulation(self, micro_batches: int) -> Simulation | None:
         """Simulation of a step of so many micro-batches, in seconds; None without costs."""
         if self.costs is None:
             return None
-        costs = self.costs.of_chunks(self.executed_bounds, self.schedules.executed_placement)
+        costs = self.costs.of_chunks(self.unit_bounds, self.schedules.unit_placement)
         weights = self.schedules.weights
         if weights is not None:
             costs = self.costs.with_unshards(costs, weights.unit_bytes, self.weight_ranks)

@@ -77,32 +77,22 @@ class Counted:
     tensors: tuple[tuple[HeldTensor, ...], ...]
 
 
-@with_config(STRICT)
-@dataclass(frozen=True)
-class LayerSeconds:
-    """Seconds of one micro-batch through one layer; fields as in `LayerCost`."""
-
-    forward: float
-    input_gradient: float
-    weight_gradient: float
+Seconds = tuple[float, float, float]
+"""Of one micro-batch through one layer: forward, input gradient, weight gradient."""
 
 
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Timed:
-    """Measured seconds of all layers.
+    """Measured seconds of all layers on a rank that shares none.
 
     Attributes:
-        tensor, context, cut: as in `Counted`; where they are more than one, exchanges are a part of the seconds.
         samples: that this rank computes. ranks: how many computed at the same time on the machine.
     """
 
-    tensor: int
-    context: int
-    cut: ContextCut
     samples: int
     ranks: int
-    seconds: tuple[LayerSeconds, ...]
+    seconds: tuple[Seconds, ...]
 
 
 @with_config(STRICT)

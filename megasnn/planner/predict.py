@@ -31,7 +31,6 @@ from megasnn.schedule import (
     Kind,
     Schedule,
     SchedulePlan,
-    Simulation,
     generate,
     per_stage,
     plan_schedule,
@@ -70,14 +69,17 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Attributes: memory: of each pipeline rank. bounds: layers of each chunk. idle: share of the ranks' time."""
+    """
+    Attributes:
+        memory: of each pipeline rank. bounds: layers of each chunk. idle: share of the ranks' time.
+        micro_batches: of the replica that has the most.
+    """
 
     time: StepTime
     memory: tuple[MemoryForecast, ...]
     bounds: tuple[range, ...]
     idle: float
-    schedule: Schedule
-    simulation: Simulation
+    micro_batches: int
 
 
 class Stage(NamedTuple):
@@ -138,7 +140,7 @@ class Predictor:
         costs, bounds, count = self.costs(layout), self.bounds(layout), self.micro_batches(layout)
         plan = self._schedule_plan(layout, bounds, costs, count)
         schedule, executed = plan.training(count), plan.unit_bounds(bounds)
-        of_units = costs.of_chunks(executed, plan.executed_placement)
+        of_units = costs.of_chunks(executed, plan.unit_placement)
         if plan.weights is not None:
             of_replicas = replace(costs, link=self._cluster.link(layout.grid, "dp_shard"))
             of_units = of_replicas.with_unshards(of_units, plan.weights.unit_bytes, layout.grid.dp_shard)
@@ -152,7 +154,7 @@ class Predictor:
             sharing=sharing,
         )
         memory = self._memory(layout, plan, schedule, executed, costs)
-        return Predicted(time, memory, bounds, result.idle_share, schedule, result)
+        return Predicted(time, memory, bounds, result.idle_share, count)
 
     def costs(self, layout: Layout) -> PipelineCosts:
         """Costs of all layers on a rank, and of its links. Raises ValueError for a size that cannot be."""

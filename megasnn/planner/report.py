@@ -51,7 +51,7 @@ def table(plan: Plan) -> str:
         f"  memory of the largest rank {plan.bytes / GB:.2f} of {cluster.machine.memory / GB:.2f} GB: "
         f"{1e-6 * plan.bytes:.0f} MB = {largest.told}"
         + (f" + what an allocator keeps unused {unused:.0f}" if unused >= 1 else ""),
-        f"  {plan.predicted.schedule.micro_batches} micro-batch(es) a replica; the largest that would fit has about "
+        f"  {plan.predicted.micro_batches} micro-batch(es) a replica; the largest that would fit has about "
         f"{plan.largest_micro_batch} samples",
     ]
     if layout.grid.pp > 1:

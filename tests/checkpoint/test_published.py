@@ -1,4 +1,4 @@
-"""Weights of the published Spikformer compute the same in SpikingJelly's, and come back."""
+"""Weights of the published Spikformer compute the same in SpikingJelly's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megasnn.files import CheckpointError
 from megasnn.models.registry import dialect_for, dialect_of
 from megasnn.models.spikformer.weight_names import SPIKINGJELLY
 from megasnn.models.weight_names import values_of
-from tests.checkpoint.published_spikformer import PublishedSpikformer, published
+from tests.checkpoint.published_spikformer import published
 
 PATCH = {"cifar10": 4, "imagenet": 16}
 
@@ -38,25 +38,6 @@ def test_spikingjellys_model_computes_the_same(kind):
     assert expected.std() > 1e-3  # something fires
 
 
-@pytest.mark.parametrize("kind", PATCH)
-def test_there_and_back(kind):
-    """Biases in front of norms come back as zeros, and the norms' means without them; all else is unchanged."""
-    weights, images = published(kind).state_dict(), torch.rand(3, 3, 32, 32, dtype=torch.float64)
-    mine = ours(kind)
-    back = values_of(dialect_for("published", mine).from_ours(mine, {"patch_size": PATCH[kind]}), mine)
-    model = PublishedSpikformer(kind).double().eval()
-    model.load_state_dict(back, strict=True)
-    with torch.no_grad():
-        assert torch.allclose(model(images), published(kind)(images), rtol=1e-9, atol=1e-12)
-    changed = {name for name, value in weights.items() if not torch.equal(back[name], value)}
-    biased = {name.removesuffix(".bias") for name in weights if name.endswith(("_linear.bias", "_conv.bias"))}
-    norms = {name.replace("_linear", "_bn").replace("_conv", "_bn") for name in biased}
-    unused = {name for name in weights if ".norm" in name}
-    assert changed - unused == {f"{name}.bias" for name in biased} | {f"{name}.running_mean" for name in norms}
-    again = values_of(dialect_of(back).to_ours(back), back)
-    assert all(torch.equal(value, mine[name]) for name, value in again.items())
-
-
 def test_what_does_not_belong_is_refused():
     weights = published("imagenet").state_dict()
     with pytest.raises(CheckpointError, match=r"block\.1\.attn\.k_bn\.weight: missing"):
@@ -65,9 +46,8 @@ def test_what_does_not_belong_is_refused():
         dialect_of(weights).to_ours({*weights, "block.0.attn.relative"})
     with pytest.raises(CheckpointError, match="scaled by 0.25"):
         dialect_of(weights).to_ours({*weights, "pos_embed"})
-    with pytest.raises(CheckpointError, match="no trained time constant"):
-        names = {*ours("cifar10"), "blocks.0.attention.neuron.w"}
-        dialect_for("published", names).from_ours(names, {"patch_size": 4})
+    with pytest.raises(CheckpointError, match="--names spikingjelly"):
+        dialect_for("published", ours("cifar10")).from_ours(ours("cifar10"))
     with pytest.raises(CheckpointError, match="belong to no program known here"):
         dialect_of(["layer1.weight"])
 

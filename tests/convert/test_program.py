@@ -81,7 +81,7 @@ def test_diff_across_formats(run, tmp_path, capsys):
     (["export", "--load", "RUN", "--output", "NEW", "--ema"], "--ema-decay"),
     (["export", "--load", "ODD", "--output", "NEW"], "weight"),
     (["import", "--input", "EXTRA", "--save", "NEW"], "extra"),
-    (["export", "--load", "FILE", "--output", "NEW", "--names", "published"], "configuration"),
+    (["export", "--load", "FILE", "--output", "NEW", "--names", "published"], "--names spikingjelly"),
     (["reshard", "--load", "FILE", "--save", "NEW"], "--finetune"),
     (["export", "--load", "RUN", "--output", "FILE"], "--output"),
     (["import", "--input", "FILE", "--save", "LATER"], "--save"),

@@ -22,7 +22,7 @@ def drop(kind: Any, group: Group | None = None, seed: int = 0, name: str = "a", 
 
 
 def masks(layer: Any, samples: range, channels: int = C) -> Tensor:
-    return layer(torch.ones(T, len(samples), channels, 2), samples)
+    return apply_layer(layer, torch.ones(T, len(samples), channels, 2), samples)
 
 
 @KINDS
@@ -61,8 +61,8 @@ def test_samples_and_time_steps_are_independent_of_each_other_and_a_path_is_one(
 @pytest.mark.parametrize("space", [(), (6,), (3, 2)])
 def test_what_is_kept_is_a_fact_of_the_key_whatever_the_memory_order(space: tuple[int, ...]) -> None:
     x, layer = torch.ones(T, 2, C, *space), drop(ParallelDropout)
-    y = layer(x, range(5, 7))
-    assert torch.equal(layer(x.movedim(2, -1).contiguous().movedim(-1, 2), range(5, 7)), y)
+    y = apply_layer(layer, x, range(5, 7))
+    assert torch.equal(apply_layer(layer, x.movedim(2, -1).contiguous().movedim(-1, 2), range(5, 7)), y)
     numbers = [drawn("dropout", "a", sample, y[:, 0].numel()) for sample in (5, 6)]
     expected = [(each >= P).view(T, *space, C).movedim(-1, 1) for each in numbers]
     assert torch.equal(y > 0, torch.stack(expected, dim=1))
@@ -72,21 +72,21 @@ def test_windows_draw_what_all_time_steps_draw_at_once() -> None:
     """With --bptt-steps: a step is dropped as it would be without windows, and not as its place in the window is."""
     windows = ParallelDropout(P, "a", BuildContext(time_steps=2, carries=True))
     x, samples = torch.randn(6, 4, C, 3), range(4, 8)
-    expected = drop(ParallelDropout)(x, samples)
+    expected = apply_layer(drop(ParallelDropout), x, samples)
     for _ in range(2):
-        assert torch.equal(torch.cat([windows(part, samples) for part in x.split(2)]), expected)
+        assert torch.equal(torch.cat([apply_layer(windows, part, samples) for part in x.split(2)]), expected)
         windows.forget()
     # An input of one step stands for all of them, and SpikingJelly's dropout drops the same at each.
-    assert torch.equal(windows(x[:1], samples), windows(x[:1], samples))
+    assert torch.equal(*(apply_layer(windows, x[:1], samples) for _ in range(2)))
     jelly = ParallelDropout(P, "a", BuildContext(time_steps=2, carries=True), same_at_all_steps=True)
-    first, second = (jelly(torch.ones(2, 4, C, 3), samples) for _ in range(2))
+    first, second = (apply_layer(jelly, torch.ones(2, 4, C, 3), samples) for _ in range(2))
     assert torch.equal(first, second)
 
 
 @KINDS
 def test_gradients_go_through_the_same_mask_and_evaluation_drops_nothing(kind: Any) -> None:
     x = torch.ones(T, 8, C, requires_grad=True)
-    y = drop(kind)(x, range(8))
+    y = apply_layer(drop(kind), x, range(8))
     y.sum().backward()
     assert torch.equal(x.grad, y.detach()) and 0 < (y > 0).double().mean() < 1
     assert drop(kind).eval()(x) is x and apply_layer(drop(kind, p=0.0), x, None) is x
@@ -96,7 +96,7 @@ def test_gradients_go_through_the_same_mask_and_evaluation_drops_nothing(kind: A
 def test_missing_positions_and_rates_outside_the_range_are_refused(kind: Any) -> None:
     for samples in (None, range(3)):
         with pytest.raises(ValueError, match="a: .* needs the positions of 2 samples"):
-            drop(kind)(torch.ones(1, 2, 3), samples)
+            apply_layer(drop(kind), torch.ones(1, 2, 3), samples)
     for p in (-0.1, 1.0):
         with pytest.raises(ValueError, match=f"a: .* got {p}"):
             drop(kind, p=p)

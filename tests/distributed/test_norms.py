@@ -12,12 +12,7 @@ from spikingjelly.activation_based import layer as sj
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
-from megasnn.layers import (
-    BuildContext,
-    ConvNormNeuron,
-    ParallelBatchNorm,
-    TemporalEffectiveBatchNorm,
-)
+from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm
 from megasnn.layers.init import constant
 from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.sync_batch_norm import SharedStatistics, merge_running_statistics
@@ -65,7 +60,6 @@ CASES: dict[str, Case] = {
         lambda c: ParallelBatchNorm(C, c, momentum=0.2, initialise=constant(0.7 * 1.3)),
         lambda: sj.ThresholdDependentBatchNorm2d(0.7, 1.3, C, momentum=0.2),
     ),
-    "tebn": Case(lambda c: TemporalEffectiveBatchNorm(C, c), lambda: sj.TemporalEffectiveBatchNorm2d(T, C)),
 }
 
 
@@ -153,7 +147,6 @@ def batch(index: int, samples: int) -> Tensor:
 def _replica() -> dict[str, Tensor]:
     group, own = everybody("dp"), replace(context(alone("tp")), time_steps=2)
     norms: dict[str, Any] = {name: ParallelBatchNorm(C, own) for name in ("one", "two")}
-    norms["te"] = TemporalEffectiveBatchNorm(C, own)
     norms["free"] = ParallelBatchNorm(C, own, track_running_stats=False)
     tensors = build(norms, {})
     for norm in norms.values():
@@ -162,8 +155,7 @@ def _replica() -> dict[str, Tensor]:
     for index, samples in enumerate(SHARES[group.rank]):
         x = batch(done + index, samples)
         norms["two"](norms["one"](x) * 2 + x[:, :, :1])
-        for name in ("te", "free"):
-            norms[name](x)
+        norms["free"](x)
     merge_running_statistics(list(norms.values()), group, max(map(len, SHARES)))
     return {each.name: each.tensor.clone() for each in tensors if not each.is_parameter}
 
@@ -173,7 +165,7 @@ def test_statistics_of_uneven_replicas_are_those_of_the_whole_batch(ranks) -> No
     assert all(torch.equal(value, other[name]) for other in others for name, value in first.items())
     inputs = [batch(index, samples) for index, samples in enumerate(samples for share in SHARES for samples in share)]
     normed = [on_frames(nn.BatchNorm2d(C)).double()(x) * 2 + x[:, :, :1] for x in inputs]
-    for name, values in (("one", inputs), ("two", normed), ("te", inputs)):
+    for name, values in (("one", inputs), ("two", normed)):
         truth = nn.BatchNorm2d(C).double()
         truth(torch.cat([each.detach().flatten(0, 1) for each in values]))
         for buffer, value in truth.named_buffers():
@@ -197,24 +189,17 @@ def test_statistics_of_bfloat16_are_float32_and_initial_weights_as_given() -> No
 def test_a_unit_takes_another_norm() -> None:
     """The same as the parts one after another; an image of a single time step comes at every step."""
     options = replace(context(alone("tp")), time_steps=T)
-    norm = CASES["tebn"].ours(options)
+    norm = CASES["tdbn"].ours(options)
     unit = ConvNormNeuron(C, C, 3, options, norm=norm, neuron=NeuronSpec())
-    build({"unit": unit}, {f"unit.norm.{name}": value for name, value in values_of(CASES["tebn"].theirs()).items()})
-    x = input_of(CASES["tebn"])[:1]
+    build({"unit": unit}, {f"unit.norm.{name}": value for name, value in values_of(CASES["tdbn"].theirs()).items()})
+    x = input_of(CASES["tdbn"])[:1]
     spikes = unit(x)
     assert torch.equal(spikes, unit.neuron(norm(unit.conv(x.expand(T, *x.shape[1:]))))) and 0.05 < spikes.mean() < 0.95
 
 
-@pytest.mark.parametrize(
-    ("make", "names"),
-    [
-        (lambda: TemporalEffectiveBatchNorm(C)(torch.zeros(2, 1, C, 3)), "1 time steps, and is given 2"),
-        (lambda: ParallelBatchNorm(8)(torch.zeros(1, 2, 4, 3, device="meta")), "8 channels, .* given 4"),
-    ],
-)
-def test_what_does_not_fit_is_refused(make: Callable[[], object], names: str) -> None:
-    with pytest.raises(ValueError, match=names):
-        make()
+def test_other_channels_are_refused() -> None:
+    with pytest.raises(ValueError, match="8 channels, .* given 4"):
+        ParallelBatchNorm(8)(torch.zeros(1, 2, 4, 3, device="meta"))
 
 
 # --- samples and rows that ranks share out

@@ -21,7 +21,6 @@ from megasnn.kernels.spike_codec import Content, bits_of, remember_bits
 from megasnn.layers import (
     BuildContext,
     ConvNormNeuron,
-    KeyedLayer,
     ParallelConv,
     ParallelNeuron,
     SpikingNeuron,
@@ -284,12 +283,12 @@ class NoDerivative(SpikingNeuron):
         return {"v": h * (1 - spikes)}
 
 
-class Stop(KeyedLayer):
+class Stop(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.unit = ConvNormNeuron(4, 4)
 
-    def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.unit(x).detach()
 
 
@@ -307,7 +306,7 @@ class Shrinking(nn.Module):
 
 ENDS = {
     "neuron": lambda: nn.Sequential(ParallelConv(4, 4, 1), NoDerivative(4)),
-    "keyed layer": Stop,
+    "detached": Stop,
     "plain": lambda: nn.Conv2d(4, 4, 1),
     "in pairs": InPairs,
 }

@@ -118,7 +118,7 @@ def _step(schedule: Schedule, state: ParallelState, seed: int) -> tuple[float, d
     # The last layers share a chunk where there are more layers than chunks; with fewer, some chunks are empty.
     ends = [min(chunk + 1, len(model.layers)) for chunk in range(chunks - 1)] + [len(model.layers)]
     bounds = [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    mine = build_chunks(model, bounds, schedule.chunks_of(state.pp.rank), BuildContext(), state.device, 0)
+    mine = build_chunks(model, bounds, schedule.units_of(state.pp.rank), BuildContext(), state.device, 0)
     layers = [pair for chunk in mine.values() for pair in chunk.named_layers()]
     modules = [pair for name, layer in layers for pair in layer.named_modules(prefix=name)]
     norms = {name: module for name, module in modules if isinstance(module, ParallelBatchNorm)}

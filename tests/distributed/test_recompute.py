@@ -98,7 +98,7 @@ def _held_after_actions(model: Model, recompute: str) -> tuple[list[tuple[Action
     finally:
         destroy_model_parallel()
     costs = count_memory(engine.description, SAMPLES, BuildContext(), CPU)
-    units, schedule = unit_memory(costs, engine.plan.executed_bounds), engine.plan.schedules.training(2)
+    units, schedule = unit_memory(costs, engine.plan.unit_bounds), engine.plan.schedules.training(2)
     assert [action for action, _ in live.after] == list(schedule.actions[0])
     return live.after, activations_held(schedule, 0, [each.held for each in units], [each.entering for each in units])
 
@@ -184,4 +184,4 @@ def test_a_run_that_only_evaluates_computes_nothing_again_and_needs_no_plan_for_
     for flags in (["--memory-budget", "0.000001"], ["--recompute", "always"]):
         config = parse(run_config(Spikformer), [*sizes, "--evaluate-only", "--load", "x", "--device", "cpu", *flags])
         with Engine(config) as engine:
-            assert engine.plan.schedules.units is None and engine.plan.costs is None
+            assert engine.plan.schedules.units_per_chunk is None and engine.plan.costs is None

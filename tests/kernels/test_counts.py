@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -101,12 +103,15 @@ def test_the_dry_run_and_the_statistics_know_of_counts() -> None:
 
 
 def test_attention_which_keeps_bits_refuses_counts() -> None:
-    for make in (SpikingSelfAttention, TokenAttention):
-        with pytest.raises(ValueError, match=f"ilif2.*{make.__name__}"):
-            make(8, 2, neuron=counting(2))
-        make(8, 2, neuron=counting(1))
-    with pytest.raises(ValueError, match="ilif2.*SpikeDrivenAttention"):
-        SpikeDrivenAttention(8, neuron=counting(2))
+    for most in (1, 2):
+        context = BuildContext(neuron=counting(most))
+        for attention in (
+            partial(SpikingSelfAttention, 8, 2),
+            partial(TokenAttention, 8, 2),
+            partial(SpikeDrivenAttention, 8),
+        ):
+            with pytest.raises(ValueError, match=f"ilif2.*{attention.func.__name__}") if most > 1 else nullcontext():
+                attention(context)
 
 
 def problems(flags: str) -> list[str]:

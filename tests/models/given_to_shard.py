@@ -57,7 +57,7 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.down = sj.Conv2d(width, width, (3, 2), stride=2, padding=1, padding_mode="circular", bias=False)
-        self.norm1 = sj.TemporalEffectiveBatchNorm2d(TIME, width)
+        self.norm1 = sj.BatchNorm2d(width)
         self.fire1 = neuron.LIFNode(v_threshold=0.7, v_reset=-0.1)
         self.depthwise = sj.Conv2d(width, width, 3, padding="same", dilation=2, groups=width)
         self.norm2 = sj.GroupNorm(4, width)

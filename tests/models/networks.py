@@ -12,7 +12,7 @@ from spikingjelly.activation_based import neuron
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
-from megasnn.layers import ConvNormNeuron, KeyedLayer, MeanLinear, ParallelDropout
+from megasnn.layers import ConvNormNeuron, MeanLinear, ParallelDropout
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 
@@ -94,7 +94,7 @@ class UNet(Model):
         yield layer("head", MeanLinear(3 * width, self.num_classes))
 
 
-class Split(KeyedLayer):
+class Split(nn.Module):
     """Spikes, and dense values beside them; how often neurons fired needs no gradient."""
 
     def __init__(self, channels: int, name: str) -> None:
@@ -102,10 +102,10 @@ class Split(KeyedLayer):
         self.unit, self.drive = ConvNormNeuron(channels, channels, 3), ConvNormNeuron(channels, channels)
         self.dropout = ParallelDropout(0.2, name)
 
-    def forward(self, x: Tensor | dict[str, Tensor], samples: range | None) -> dict[str, Tensor]:
+    def forward(self, x: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
         before = {"spikes": x, "drive": x, "fired": x.detach()} if isinstance(x, Tensor) else x
         spikes = self.unit(before["spikes"])
-        drive = self.dropout(0.5 * before["drive"] + self.drive(before["spikes"]), samples)
+        drive = self.dropout(0.5 * before["drive"] + self.drive(before["spikes"]))
         return {"drive": drive, "spikes": spikes, "fired": before["fired"] + spikes.detach()}
 
 
@@ -142,7 +142,7 @@ class Bundles(Model):
         yield layer("head", Classify(self.width, self.num_classes))
 
 
-class Again(KeyedLayer):
+class Again(nn.Module):
     """A block with everything that has a state of its own: weights, a norm, a learned time constant, and draws."""
 
     def __init__(self, channels: int) -> None:
@@ -151,8 +151,8 @@ class Again(KeyedLayer):
         self.unit = ConvNormNeuron(channels, channels, 3, bias=True, neuron=plif)
         self.dropout = ParallelDropout(0.2, "again")
 
-    def forward(self, x: Tensor, samples: range | None) -> Tensor:
-        return self.dropout(self.unit(x) + x, samples)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.unit(x) + x)
 
 
 class Mix(nn.Module):

@@ -19,7 +19,6 @@ import megasnn
 from megasnn.layers import (
     BuildContext,
     ConvNormNeuron,
-    KeyedLayer,
     MeanLinear,
     ParallelBatchNorm,
     ParallelConv,
@@ -416,13 +415,13 @@ class Steeper(SpikingNeuron):
         return state
 
 
-class Drops(KeyedLayer):
-    def __init__(self, keyed: bool) -> None:
+class Drops(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.dropout, self.keyed = ParallelDropout(0.2, "a"), keyed
+        self.dropout = ParallelDropout(0.2, "a")
 
-    def forward(self, x: Tensor, samples: range | None) -> Tensor:
-        return self.dropout(self.dropout(x, samples), samples) if self.keyed else self.dropout(x)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.dropout(x))
 
 
 class Function(ConvNormNeuron):
@@ -451,8 +450,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "weights inside": (lambda: With(nn.Conv2d(8, 8, 1)), r"part \(Conv2d\) .* 'weight'"),
     "weights beside": (Scaled, "Scaled .* 'scale'"),
     "weights of neurons": (lambda: With(Steeper()), r"part \(Steeper\) .*self\.per_channel\('steep'"),
-    "dropout twice": (lambda: Drops(True), "twice"),
-    "no keys": (lambda: Drops(False), "positions of 2 samples"),
+    "dropout twice": (Drops, "twice"),
     "function": (lambda: Function(partial(F.dropout, p=0.2)), "dropout draws"),
     "native dropout": (lambda: Computed(lambda x: torch.native_dropout(x, 0.5, True)[0]), "native_dropout draws"),
     "attention": (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from functools import partial
 
@@ -20,7 +19,7 @@ from megasnn.layers import (
     WholeImages,
 )
 from megasnn.models.build import describe
-from megasnn.models.layer import layer
+from megasnn.models.layer import Computed, layer
 from megasnn.models.model import Model
 from megasnn.parallel_state import Group
 from tests.models.networks import between
@@ -100,6 +99,7 @@ REFUSED: dict[str, tuple[str, Callable[[], nn.Module], str]] = {
     "silent": ("rows", Silent, "Silent"),
     "within": ("rows", lambda: nn.Sequential(nn.ReLU(), nn.AvgPool2d(3, 1, 1)), r"1 \(AvgPool2d\)"),
     "around ours": ("rows", WithUnit, "WithUnit"),
+    "a function": ("rows", lambda: Computed(torch.relu), "Computed"),
     **{
         f"twice, {name}": ("rows", partial(TwoHeights, make), f"{name} .*6 rows and of 3")
         for name, make in {
@@ -120,14 +120,6 @@ def test_what_cannot_be_shared_is_refused_by_name(name: str) -> None:
         built(model_of(make), cut)
     if "few" not in name:
         built(model_of(make), "samples" if cut == "rows" else "rows")
-
-
-def test_functions_and_sums() -> None:
-    """Element by element they are fine; of others nobody knows."""
-    taken = partial(layer, takes=("stem", "stem"))
-    built(between(lambda: [taken("sum", operator.add)], image_size=6), "rows")
-    with pytest.raises(ValueError, match="sum: Computed .*--context-parallel-cut samples"):
-        built(between(lambda: [taken("sum", lambda x, y: x + y.flip(3))], image_size=6), "rows")
 
 
 def step_of_modules_that_say_it(layout: Layout) -> RankStep:

@@ -22,7 +22,7 @@ from megasnn.layers.replicated import is_whole
 from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
 from megasnn.models.spikformer.model import Spikformer
-from megasnn.parallel.sharding import Shard, own_rows
+from megasnn.parallel.sharding import Shard, own_span
 from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.graphs import Capture
 from megasnn.pipeline.microbatch_state import MicroBatchInput
@@ -245,7 +245,7 @@ def record_step(
 def own_samples(engine: DistributedModel, size: int) -> range:
     """Those of a micro-batch of so many samples that this rank has."""
     group = engine.context.sharing_samples
-    return own_rows(size, group.sizes, group.rank)
+    return own_span(size, group.sizes, group.rank)
 
 
 def weights_of(engine: DistributedModel) -> dict[str, tuple[Shard, Tensor]]:

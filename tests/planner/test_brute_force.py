@@ -7,13 +7,12 @@ from functools import cache
 
 import pytest
 
-from megasnn.grid import Grid
 from megasnn.planner.candidates import Layout, Prefer, layouts
 from megasnn.planner.machines import Cluster
 from megasnn.planner.plan import plan
 from megasnn.planner.predict import Predicted, Predictor
 from megasnn.planner.search import AS_FAST
-from tests.planner.models import analysis, cluster, config
+from tests.planner.models import analysis, cluster, config, layout
 
 RANKS = 4
 PREFERRED: tuple[Prefer, ...] = "speed", "memory"
@@ -54,9 +53,9 @@ def simulated(name: str) -> dict[Layout, tuple[float, float, Predicted]]:
 def _simulated(name: str) -> dict[Layout, tuple[float, float, Predicted]]:
     where = CLUSTERS[name]
     predictor, found = Predictor(analysis(), config(), where), {}
-    for layout, refused in layouts(analysis(), config(), where.counts()):
+    for each, refused in layouts(analysis(), config(), where.counts(), [4]):
         if not refused:
-            found[layout] = *predictor.estimate(layout), predictor.predict(layout)
+            found[each] = *predictor.estimate(each), predictor.predict(each)
     return found
 
 
@@ -109,5 +108,5 @@ def test_twenty_simulations_are_enough(name: str) -> None:
 
 def test_slow_links_leave_one_device() -> None:
     others = [each.time.total for layout, (*_, each) in simulated("slow links").items() if layout.ranks > 1]
-    alone = simulated("slow links")[Layout(Grid())][2].time.total
-    assert plan(analysis(), config(), CLUSTERS["slow links"]).layout == Layout(Grid()) and alone < min(others)
+    alone = simulated("slow links")[layout()][2].time.total
+    assert plan(analysis(), config(), CLUSTERS["slow links"]).layout == layout() and alone < min(others)

@@ -20,7 +20,7 @@ ADDED = SHARDING | {Kind.REDUCE_SCATTER}
 
 def of_units(name: str, stages: int, micro_batches: int, units: int, recompute: str = "never") -> Schedule:
     schedule, wanted = generate(name, stages, micro_batches), RECOMPUTE[recompute]
-    return insert_recompute(refine(schedule, [units] * schedule.chunks), lambda unit, m: wanted(m, micro_batches))
+    return insert_recompute(refine(schedule, [units] * schedule.units), lambda unit, m: wanted(m, micro_batches))
 
 
 def gathers(schedule: Schedule) -> list[int]:
@@ -75,8 +75,8 @@ def test_whatever_the_schedule_it_is_only_added_to(data: st.DataObject) -> None:
         units,
         data.draw(st.sampled_from(list(RECOMPUTE))),
     )
-    unit_bytes = tuple(data.draw(st.lists(st.integers(0, 9), min_size=plain.chunks, max_size=plain.chunks)))
-    scattered = data.draw(st.frozensets(st.integers(0, plain.chunks - 1)))
+    unit_bytes = tuple(data.draw(st.lists(st.integers(0, 9), min_size=plain.units, max_size=plain.units)))
+    scattered = data.draw(st.frozensets(st.integers(0, plain.units - 1)))
     schedule = SharedWeights(unit_bytes, scattered).insert(plain)
     validate(schedule)
     for rank, actions in enumerate(schedule.actions):
@@ -93,7 +93,7 @@ def _check_live(actions: tuple[Action, ...], unit_bytes: tuple[int, ...]) -> Non
         elif kind is Kind.RESHARD:
             live.remove(unit)
         elif kind in USES_WEIGHTS and unit_bytes[unit]:
-            later = (each.chunk for each in actions[index:] if each.kind in USES_WEIGHTS and unit_bytes[each.chunk])
+            later = (each.unit for each in actions[index:] if each.kind in USES_WEIGHTS and unit_bytes[each.unit])
             assert set(list(dict.fromkeys(later))[:2]) == live
 
 
@@ -131,9 +131,9 @@ def test_a_computation_waits_for_its_weights_and_they_for_the_link() -> None:
 def test_what_is_gathered_ahead_takes_no_time() -> None:
     """Nothing but the first gather of a step is waited for where the link keeps up."""
     schedule = of_units("zb1p", 4, 8, 4)
-    costs = [ChunkCost(1, 1, 1, unshard=0.75)] * schedule.chunks
+    costs = [ChunkCost(1, 1, 1, unshard=0.75)] * schedule.units
     without = simulate(schedule, costs).makespan
-    assert simulate(SharedWeights((1,) * schedule.chunks).insert(schedule), costs).makespan == without + 0.75
+    assert simulate(SharedWeights((1,) * schedule.units).insert(schedule), costs).makespan == without + 0.75
 
 
 def test_planning_is_cheap() -> None:

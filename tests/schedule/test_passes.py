@@ -50,20 +50,20 @@ def test_several_chunks_on_a_rank(placement: tuple[int, ...], rows: tuple[str, s
     schedule = complete(Schedule("by hand", placement, 2, parsed(*rows)))
     validate(schedule)
     for rank, order in enumerate(schedule.actions):
-        reduced = [action.chunk for action in order if action.kind is Kind.REDUCE_GRAD]
-        assert reduced == list(reversed(schedule.chunks_of(rank)))
+        reduced = [action.unit for action in order if action.kind is Kind.REDUCE_GRAD]
+        assert reduced == list(reversed(schedule.units_of(rank)))
     local = {(a, a + 1) for a in range(3) if placement[a] == placement[a + 1]}
-    sent = {(a.chunk, a.peer.chunk) for order in schedule.actions for a in order if a.kind is Kind.SEND_FORWARD}
+    sent = {(a.unit, a.peer.unit) for order in schedule.actions for a in order if a.kind is Kind.SEND_FORWARD}
     assert sent == {(0, 1), (1, 2), (2, 3)} - local
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_units_take_as_long_as_their_chunks(name: str) -> None:
     schedule = generate(name, STAGES, MICRO_BATCHES)
-    refined = refine(schedule, [UNITS] * schedule.chunks)
+    refined = refine(schedule, [UNITS] * schedule.units)
     validate(refined)
-    units = [replace(COST, forward=1, input_gradient=1, weight_gradient=1)] * refined.chunks
-    assert simulate(refined, units).makespan == simulate(schedule, [COST] * schedule.chunks).makespan
+    units = [replace(COST, forward=1, input_gradient=1, weight_gradient=1)] * refined.units
+    assert simulate(refined, units).makespan == simulate(schedule, [COST] * schedule.units).makespan
     for row, of_chunks in zip(refined.actions, schedule.actions, strict=True):
         counts = [sum(action.kind in COMPUTE for action in each) for each in (row, of_chunks)]
         assert counts[0] == UNITS * counts[1]
@@ -74,7 +74,7 @@ def test_units_take_as_long_as_their_chunks(name: str) -> None:
 def test_what_is_computed_again_and_when(name: str, mode: str) -> None:
     schedule = generate(name, STAGES, MICRO_BATCHES)
     wanted = RECOMPUTE[mode]
-    schedule = insert_recompute(refine(schedule, [UNITS] * schedule.chunks), lambda unit, m: wanted(m, MICRO_BATCHES))
+    schedule = insert_recompute(refine(schedule, [UNITS] * schedule.units), lambda unit, m: wanted(m, MICRO_BATCHES))
     validate(schedule)
     for row in schedule.actions:
         computed = [action for action in row if action.kind in COMPUTE]

@@ -34,7 +34,7 @@ def test_messages_travel_at_the_same_time_whatever_their_ranks_compute() -> None
 def test_costs_say_what_activations_count_and_must_fit() -> None:
     result = simulate(generate("gpipe", 2, 3), [ChunkCost(1, 1, 1, activation=0.5), ChunkCost(1, 1, 1, activation=2)])
     assert result.peak_activations == (1.5, 6)
-    with pytest.raises(ValueError, match="2 costs for 1 chunks"):
+    with pytest.raises(ValueError, match="2 costs for 1"):
         simulate(generate("1f1b", 1, 1), [ChunkCost(1, 1, 1)] * 2)
 
 
@@ -42,8 +42,8 @@ def test_costs_say_what_activations_count_and_must_fit() -> None:
 @given(st.sampled_from(tuple(SCHEDULES)), st.booleans(), st.integers(0, 3), st.integers(0, 3))
 def test_gathers_of_any_schedule(name: str, scattered: bool, gather: int, scatter: int) -> None:
     schedule = generate(name, 2, 4)
-    schedule = insert_recompute(refine(schedule, [2] * schedule.chunks), lambda unit, m: m < 3)
-    units = range(schedule.chunks)
+    schedule = insert_recompute(refine(schedule, [2] * schedule.units), lambda unit, m: m < 3)
+    units = range(schedule.units)
     shared = SharedWeights((1,) * len(units), frozenset(units if scattered else ())).insert(schedule)
     alone = simulate(schedule, [ChunkCost(1, 1, 1)] * len(units))
     result = simulate(shared, [ChunkCost(1, 1, 1, unshard=gather, reduce_scatter=scatter)] * len(units))
@@ -59,6 +59,6 @@ def test_gathers_of_any_schedule(name: str, scattered: bool, gather: int, scatte
         there: dict[int, float] = {}
         for action, start, end in row:
             if action.kind is Kind.UNSHARD:
-                there[action.chunk] = end
+                there[action.unit] = end
             elif action.kind in USES_WEIGHTS:
-                assert start >= there[action.chunk]
+                assert start >= there[action.unit]

@@ -191,7 +191,7 @@ def weight_accounts(*flags: str) -> dict[str, float]:
             unit: sum(w.numel() * multiplied.get(w, w.itemsize) for each in layers for w in each.parameters())
             for unit, layers in of_units.items()
         }
-        gathers = [action.chunk for action in schedule.actions[0] if action.kind is Kind.UNSHARD]
+        gathers = [action.unit for action in schedule.actions[0] if action.kind is Kind.UNSHARD]
         kept = [e.tensor for e in distributed.tensors if e.is_parameter]
         shares = made.state.dp_shard.size
         assert weights is not None

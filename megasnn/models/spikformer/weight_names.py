@@ -10,17 +10,16 @@ github.com/ZK-Zhou/spikformer).
 
 SpikingJelly's tensors are the same, shape by shape. The published code has a model for CIFAR10 (`_linear`) and one for
 ImageNet (`_conv`), with q, k and v apart. Where it has a bias before a norm, the norm takes the bias away again: a mean
-that is smaller by it does the same, so here the bias is part of the running mean, and there it comes out as zero. Its
-layer norms compute nothing. One thing differs that no weight can tell: its stem pools after a stage's neuron,
-SpikingJelly and MegaSNN before it. Weights trained there need some training here.
+that is smaller by it does the same, so here the bias is part of the running mean. Its layer norms compute nothing. One
+thing differs that no weight can tell: its stem pools after a stage's neuron, SpikingJelly and MegaSNN before it.
+Weights trained there need some training here.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +36,6 @@ from megasnn.models.weight_names import (
     unit_prefixes,
 )
 
-Variant = Literal["cifar10", "imagenet"]
 PARTS = ("q", "k", "v")
 UNUSED = (".norm1.weight", ".norm1.bias", ".norm2.weight", ".norm2.bias")
 
@@ -71,24 +69,22 @@ class _Unit(NamedTuple):
 
     Attributes:
         ours: our prefix. convs, norms: their prefixes; three of each for q, k and v.
-        biased: variants with a bias before the norm.
-        spatial: dimensions behind the channels of imagenet's weight, where it is pointwise.
+        pointwise: True for a kernel of one pixel.
     """
 
     ours: str
     convs: tuple[str, ...]
     norms: tuple[str, ...]
-    biased: tuple[Variant, ...] = ()
-    spatial: int | None = None
+    pointwise: bool = True
 
 
 def _block_count(names: Iterable[str]) -> int:
-    found = (re.match(r"blocks?\.(\d+)\.", name) for name in names)
+    found = (re.match(r"block\.(\d+)\.", name) for name in names)
     return len({match[1] for match in found if match})  # counted: a stranger's numbers may be of any size
 
 
-def _units(names: Collection[str], kind: str) -> Iterator[_Unit]:
-    """Args: names: theirs or ours. kind: "linear" or "conv", as pointwise weights are called."""
+def _units(names: Collection[str]) -> Iterator[_Unit]:
+    """Args: names: theirs."""
     # The first file of the repository counts the stages of the stem from one.
     early, stem = "patch_embed.block1_conv.weight" in names, [("positional_encoding", "rpe_conv", "rpe_bn")]
     for stage in range(STEM_STAGES):
@@ -98,15 +94,15 @@ def _units(names: Collection[str], kind: str) -> Iterator[_Unit]:
         )
         stem.append((f"stages.{stage}", *theirs))
     for ours, conv, norm in stem:
-        yield _Unit(f"patch_embed.{ours}", (f"patch_embed.{conv}",), (f"patch_embed.{norm}",))
-    both: tuple[Variant, ...] = ("cifar10", "imagenet")
+        yield _Unit(f"patch_embed.{ours}", (f"patch_embed.{conv}",), (f"patch_embed.{norm}",), pointwise=False)
+    kind = "linear" if "block.0.attn.q_linear.weight" in names else "conv"
     for block in range(_block_count(names)):
         ours, attention, mlp = f"blocks.{block}", f"block.{block}.attn", f"block.{block}.mlp"
         qkv, norms = (tuple(f"{attention}.{part}_{name}" for part in PARTS) for name in (kind, "bn"))
-        yield _Unit(f"{ours}.attention.qkv", qkv, norms, ("cifar10",), 1)
-        yield _Unit(f"{ours}.attention.projection", (f"{attention}.proj_{kind}",), (f"{attention}.proj_bn",), both, 1)
+        yield _Unit(f"{ours}.attention.qkv", qkv, norms)
+        yield _Unit(f"{ours}.attention.projection", (f"{attention}.proj_{kind}",), (f"{attention}.proj_bn",))
         for layer in (1, 2):
-            yield _Unit(f"{ours}.mlp.fc{layer}", (f"{mlp}.fc{layer}_{kind}",), (f"{mlp}.fc{layer}_bn",), both, 2)
+            yield _Unit(f"{ours}.mlp.fc{layer}", (f"{mlp}.fc{layer}_{kind}",), (f"{mlp}.fc{layer}_bn",))
 
 
 def _incoming(names: Collection[str], model: ModelValues | None) -> Recipe:
@@ -116,9 +112,9 @@ def _incoming(names: Collection[str], model: ModelValues | None) -> Recipe:
             "this one's is scaled by 0.125, so they would compute something else"
         )
     recipe = {name: Made((name,)) for name in ("head.weight", "head.bias")}
-    for unit in _units(names, "linear" if "block.0.attn.q_linear.weight" in names else "conv"):
+    for unit in _units(names):
         weights, biases = (tuple(f"{conv}.{tensor}" for conv in unit.convs) for tensor in ("weight", "bias"))
-        recipe[f"{unit.ours}.conv.weight"] = Made(weights, None if unit.spatial is None else _joined_pointwise)
+        recipe[f"{unit.ours}.conv.weight"] = Made(weights, _joined_pointwise if unit.pointwise else None)
         for tensor in NORM_TENSORS:
             sources = tuple(f"{norm}.{tensor}" for norm in unit.norms)
             recipe[f"{unit.ours}.norm.{tensor}"] = Made(sources, _joined)
@@ -142,44 +138,9 @@ def _without_biases(*means_and_biases: Tensor) -> Tensor:
 
 
 def _outgoing(names: Collection[str], model: ModelValues | None) -> Recipe:
-    if model is None or "patch_size" not in model:
-        raise CheckpointError(
-            "which of the published models this is cannot be told without its configuration: export what a run saved"
-        )
-    variant: Variant = "cifar10" if model["patch_size"] == 4 else "imagenet"
-    if trained := next((name for name in names if name.endswith(".w")), None):
-        raise CheckpointError(f"{trained}: the published code's neurons have no trained time constant")
-    recipe = {name: Made((name,)) for name in ("head.weight", "head.bias")}
-    for unit in _units(names, "linear" if variant == "cifar10" else "conv"):
-        parts, spatial = len(unit.convs), unit.spatial
-        if spatial is not None and variant == "cifar10":
-            spatial = 0
-        for index, (conv, norm) in enumerate(zip(unit.convs, unit.norms, strict=True)):
-            weight = partial(_weight_part, index, parts, spatial)
-            recipe[f"{conv}.weight"] = Made((f"{unit.ours}.conv.weight",), weight)
-            if variant in unit.biased:
-                recipe[f"{conv}.bias"] = Made((f"{unit.ours}.norm.bias",), partial(_zeros, parts))
-            for tensor in NORM_TENSORS:
-                recipe[f"{norm}.{tensor}"] = Made((f"{unit.ours}.norm.{tensor}",), partial(_part, index, parts))
-    for block in range(_block_count(names)):
-        like = (f"blocks.{block}.attention.projection.norm.weight",)
-        for norm in ("norm1", "norm2"):  # which compute nothing
-            recipe[f"block.{block}.{norm}.weight"] = Made(like, torch.ones_like)
-            recipe[f"block.{block}.{norm}.bias"] = Made(like, torch.zeros_like)
-    return recipe
-
-
-def _part(index: int, parts: int, value: Tensor) -> Tensor:
-    return value if parts == 1 or value.ndim == 0 else value.chunk(parts)[index]
-
-
-def _zeros(parts: int, value: Tensor) -> Tensor:
-    return torch.zeros_like(_part(0, parts, value))
-
-
-def _weight_part(index: int, parts: int, spatial: int | None, weight: Tensor) -> Tensor:
-    part = _part(index, parts, weight)
-    return part if spatial is None else part.reshape(*part.shape[:2], *(1,) * spatial)
+    raise CheckpointError(
+        "Spikformer is not exported under the published names: export it with --names spikingjelly, or megasnn"
+    )
 
 
 PUBLISHED = Dialect(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megasnn.kernels.convolution import average_pool
-from megasnn.layers import KeyedLayer, ParallelDropout, ParallelLinear, WholeImages
+from megasnn.layers import ParallelDropout, ParallelLinear, WholeImages
 
 
-class Classifier(KeyedLayer):
+class Classifier(nn.Module):
     """Average pooling, dropout, and a linear layer on all that is left: spikes -> logits `[T, N, num_classes]`.
 
     Features are ordered by channel, so a rank's channels are a run of the weight's columns.
@@ -19,7 +19,7 @@ class Classifier(KeyedLayer):
         self.pool, self.dropout = pool, ParallelDropout(dropout, "classifier.dropout")
         self.linear, self.whole_images = ParallelLinear(features, num_classes), WholeImages()
 
-    def forward(self, x: Tensor, samples: range | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = self.whole_images(x)
         pooled = average_pool(x.flatten(0, 1), self.pool).unflatten(0, x.shape[:2])
-        return self.linear(self.dropout(pooled.flatten(2), samples))
+        return self.linear(self.dropout(pooled.flatten(2)))
