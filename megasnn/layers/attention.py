@@ -11,6 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from megasnn.kernels import NeuronSpec
 from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, bits_of, encode, unpack_bits_into
 from megasnn.kernels.tensor_cores import on_gpu

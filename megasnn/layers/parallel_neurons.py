@@ -44,12 +44,8 @@ class _ParallelInTime(NeuronLayer):
         super().__init__(context)
         if context.carries:
             raise ValueError(f"--bptt-steps with a {self.kind} neuron, which takes all time steps; leave it out")
-        spec = spec or NeuronSpec(self.kind, surrogate="atan")
-        self._fire = surrogate_function(spec.surrogate, spec.surrogate_alpha)
-        for name, shape, initialise in (
-            ("weight", *weight),
-            ("bias", shape_of_bias, constant(-spec.v_threshold)),
-        ):
+        self.spec = spec = spec or NeuronSpec(self.kind, surrogate="atan")
+        for name, shape, initialise in (("weight", *weight), ("bias", shape_of_bias, constant(-spec.v_threshold))):
             declare(self, name, context.shard(shape, partial_gradient=True, initialise=initialise), context.dtype)
 
     @staticmethod
@@ -63,8 +59,9 @@ class _ParallelInTime(NeuronLayer):
             raise ValueError(f"this neuron has weights for {len(self.weight)} time steps, and is given {len(inputs)}")
         if x.is_meta:
             return self.observed(torch.empty_like(inputs))
-        fire = partial(_fire_at_once, matrix=self.matrix, fire=self._fire)
-        (spikes,) = recomputed(fire, inputs, self.weight, self.bias)
+        fire = surrogate_function(self.spec.surrogate, self.spec.surrogate_alpha)
+        compute = partial(_fire_at_once, matrix=self.matrix, fire=fire)
+        (spikes,) = recomputed(compute, inputs, self.weight, self.bias)
         return self.observed(remember_bits(spikes, pack_bits(spikes) if wants_bits(spikes) else None))
 
     def forget(self) -> None:
