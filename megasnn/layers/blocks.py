@@ -62,6 +62,7 @@ class ConvNormNeuron(nn.Module):
             (norm is None or type(norm).forward is ParallelBatchNorm.forward)
             and isinstance(fire, ParallelNeuron)
             and not context.carries
+            and not context.traceable
         )
         self.conv = ParallelConv(
             in_channels,
