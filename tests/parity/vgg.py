@@ -143,7 +143,7 @@ def _with_drop_path(model: ModelDescription, p: float) -> ModelDescription:
 
     def build(context: BuildContext) -> list[Built]:
         *layers, last = model.build(context)
-        return [*layers, Built(Layer("drop", DropPath(p, "drop", context), "drop"), layers[-1].output), last]
+        return [*layers, Built(Layer("drop", DropPath(p, "drop", context), "drop"), *layers[-1][1:]), last]
 
     drop = LayerDescription("drop", "drop", model.layers[-2].entries)
     return replace(model, layers=(*model.layers[:-1], drop, model.layers[-1]), build=build)
