@@ -120,8 +120,11 @@ def convert_network(each: Layer, context: BuildContext, cuts: Sequence[Cut | Non
     Raises:
         ValueError: a module that cannot be computed alike on every layout neither cut nor whole.
     """
-    network = without_values(each.module)
-    if why_whole(network, context.tp.size):
+    network, size = without_values(each.module), context.tp.size
+    first = next(module for module in network.modules() if _is_leaf(module))
+    # Of what every rank has whole, none of ours but convolutions and linear layers compute a part.
+    is_given_whole = size > 1 and None in cuts and not isinstance(first, (nn.modules.conv._ConvNd, nn.Linear))
+    if is_given_whole or why_whole(network, size):
         options: Any = {"whole": True, "cuts": cuts, "classes": classes}
         return plain_layer(network, each.name, context, each.initialise, **options)
     note_paths(network)

@@ -101,12 +101,8 @@ def residual() -> nn.Sequential:
         neuron.LIFNode(detach_reset=True),
         sj.AdaptiveAvgPool2d((7, 7)),
     )
-    return (
-        functional.set_step_mode(
-            net := nn.Sequential(OrderedDict(stem=stem, block=Block(8), up=Up(8), head=Head(8))), "m"
-        )
-        or net
-    )
+    parts = OrderedDict(stem=stem, block=Block(8), up=Up(8), head=Head(8))
+    return functional.set_step_mode(net := nn.Sequential(parts), "m") or net
 
 
 def signals() -> nn.Sequential:
@@ -210,12 +206,13 @@ class Given(Model):
 
 
 class Dropping(Given):
-    """Dropout of both kinds: torch's on frames, torch's on all time steps and SpikingJelly's."""
+    """Dropout of all kinds: torch's on frames, torch's on all time steps, in what is whole, and SpikingJelly's."""
 
     def layers(self) -> Iterable[Layer]:
         yield layer("stem", megasnn.shard(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.3))))
         parts = (sj.Conv2d(8, 8, 3, step_mode="m"), nn.Dropout(0.2), neuron.LIFNode(step_mode="m"))
         yield layer("block", megasnn.shard(nn.Sequential(*parts, sj.Dropout(0.4, step_mode="m"))))
+        yield layer("plain", nn.Sequential(nn.GroupNorm(2, 8), nn.Dropout(0.3)))
         yield layer("head", megasnn.shard(Head(8)))
 
 
