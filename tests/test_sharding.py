@@ -13,7 +13,7 @@ from megasnn.grid import AXES, HOLDING_AXES, Grid, Place
 from megasnn.layers import BuildContext, ConvNormNeuron
 from megasnn.models.build import describe
 from megasnn.models.layer import layer
-from megasnn.parallel.sharding import Cut, Initialiser, Shard, own_rows
+from megasnn.parallel.sharding import Cut, Initialiser, Shard, own_span
 from megasnn.parallel_state import Group
 from megasnn.pipeline.chunk import build_chunks
 from tests.models.networks import between
@@ -67,7 +67,7 @@ def test_rows_that_replicas_own_are_written_once(replicas, tensor, blocks, rows,
         local = owned.cut(full)
         assert tuple(local.shape) == owned.local_shape and (replicas > 1 or owned == held)
         assert owned.is_cut("dp_replicate") == (replicas > 1)
-        own = own_rows(1 if is_number else rows * blocks, [replicas], place.index("dp_replicate"))
+        own = own_span(1 if is_number else rows * blocks, [replicas], place.index("dp_replicate"))
         whole_here = held.cut(full).reshape(-1, 1 if is_number else 2)
         assert torch.equal(local.reshape(-1), whole_here[own.start : own.stop].reshape(-1))
         if owned.is_primary():

@@ -18,10 +18,9 @@ from typing import Annotated
 
 import tyro
 
-from megasnn.config.tool_flags import RecomputeName, ScheduleName, run_tool
-from megasnn.schedule import ChunkCost, format_actions, generate, per_stage, simulate
+from megasnn.config.tool_flags import ScheduleName, run_tool
+from megasnn.schedule import ChunkCost, generate, per_stage, simulate
 from megasnn.schedule.draw import chart
-from megasnn.schedule.passes import NEVER, RECOMPUTE, insert_recompute, refine
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,6 @@ class Options:
     """micro-batches of a step."""
     num_virtual_stages_per_pipeline_rank: int | None = None
     """chunks on each rank; the schedule's own number when not given, 2 for interleaved."""
-    units: int = 1
-    """layers of each chunk, which are computed one by one."""
-    recompute: RecomputeName = NEVER
-    """which forwards of these layers are computed again for their backward."""
     forward: float = 1.0
     """time of a stage's forward."""
     input_grad: float = 1.0
@@ -48,8 +43,6 @@ class Options:
     """time of a stage's weight gradient."""
     transfer: float = 0.0
     """time of a transfer between two ranks."""
-    actions: bool = False
-    """also list every rank's actions, transfers included."""
     output: Path | None = None
     """write a Gantt chart here, .svg or .png."""
 
@@ -57,8 +50,6 @@ class Options:
 def draw(options: Options) -> None:
     """Prints and draws a schedule. Raises ValueError for what makes none."""
     costs = options.forward, options.input_grad, options.weight_grad, options.transfer
-    if options.units < 1:
-        raise ValueError(f"--units must be at least 1, got {options.units}")
     if not all(0 <= cost < math.inf for cost in costs):
         raise ValueError(f"costs must be finite and not negative, got {' '.join(f'{cost:g}' for cost in costs)}")
     whole = ChunkCost(options.forward, options.input_grad, options.weight_grad, options.transfer, options.transfer)
@@ -70,20 +61,14 @@ def draw(options: Options) -> None:
         options.num_virtual_stages_per_pipeline_rank,
         costs_of,
     )
-    if options.units > 1 or options.recompute != NEVER:
-        wanted = RECOMPUTE[options.recompute]
-        schedule = refine(schedule, [options.units] * schedule.chunks)
-        schedule = insert_recompute(schedule, lambda unit, m: wanted(m, options.micro_batches))
     result = simulate(schedule, costs_of(schedule.placement))
     print(f"{schedule.name}: {schedule.ranks} stages, {schedule.micro_batches} micro-batches")
     print(f"makespan {result.makespan:g}")
     for rank in range(schedule.ranks):
         print(
             f"rank {rank}: idle {result.idle[rank]:g} (between first and last action {result.bubble[rank]:g}), "
-            f"peak activations {result.peak_activations[rank]:g}, chunks {list(schedule.chunks_of(rank))}"
+            f"peak activations {result.peak_activations[rank]:g}, chunks {list(schedule.units_of(rank))}"
         )
-    if options.actions:
-        print(format_actions(schedule.actions))
     if options.output is not None:
         chart(schedule, result).savefig(options.output)
         print(f"drawn: {options.output}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from pydantic import ByteSize, TypeAdapter
 
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import ConfigError, at_least
@@ -29,7 +30,6 @@ from megasnn.planner.plan import apply, plan, problems, sizes_to_choose
 from megasnn.planner.report import cuts, table
 from megasnn.pretraining import configuration
 
-UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 SAYS_SIZE = ("--micro-batch-size", "--config")
 
 
@@ -103,19 +103,16 @@ def _machine(options: Options, config: PretrainConfig, analysis: Analysis | None
 
 
 def _bytes(text: str) -> float:
-    """Raises ValueError for what is no size."""
     try:
-        return float(text[:-2]) * UNITS[text[-2:].upper()]
-    except (ValueError, KeyError):
-        raise ValueError(f"--memory {text!r} is no size with a unit; it looks like 80GB or 500MB") from None
+        return float(TypeAdapter(ByteSize).validate_python(text))
+    except ValueError:
+        raise ValueError(f"--memory {text!r} is no size; it looks like 80GB or 500MB") from None
 
 
 def _analysis(options: Options, config: PretrainConfig) -> Analysis:
-    from megasnn.planner.analyze import CONTEXT_SIZES, TENSOR_SIZES, analyze  # torch: the model has to be built
+    from megasnn.planner.analyze import analyze  # torch: the model has to be built
 
-    tensor = {*TENSOR_SIZES, config.parallel.tensor_model_parallel_size}
-    context = {*CONTEXT_SIZES, config.parallel.context_parallel_size}
-    analysis = analyze(config, tensor, context, measure=options.measure)
+    analysis = analyze(config, options.measure)
     if options.costs is not None and os.environ.get("RANK", "0") == "0":
         write(analysis, options.costs)
     return analysis

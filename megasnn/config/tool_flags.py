@@ -10,7 +10,6 @@ import tyro
 
 from megasnn.registry import Registry
 from megasnn.schedule.named import SCHEDULES
-from megasnn.schedule.passes import RECOMPUTE
 
 
 def run_tool(name: str, call: Callable[[], object]) -> int:
@@ -39,5 +38,4 @@ def name_in(registry: Registry[Any]) -> Any:
     return tyro.conf.arg(constructor_factory=choices, help_behavior_hint=hint)
 
 
-RecomputeName = Annotated[str, name_in(RECOMPUTE)]
 ScheduleName = Annotated[str, name_in(SCHEDULES)]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasnn.augment import AUGMENTATIONS
 from megasnn.config.data import CHANGES, SAMPLE
-from megasnn.data.dataset import BrokenSample, ShardDataset
+from megasnn.data.dataset import ShardDataset
 from megasnn.data.formats import FRAMES, EventFormat
 from megasnn.data.images import NORMALISATIONS, ImageFormat
 from megasnn.data.paths import Address, expand_shards
@@ -112,11 +111,7 @@ def _dataset(
                 f"--split-by: shard {shard.name} holds finished frames; leave it out (where a checkpoint gives it, "
                 "--split-by none takes it back), or preprocess again with it, or with --keep-events"
             )
-    dataset = ShardDataset(shards, format, num_classes)
-    if FRAMES in shards[0].members.suffixes:
-        with suppress(BrokenSample):
-            dataset.sample(0)  # frames for another number of time steps are refused before the model is built
-    return dataset
+    return ShardDataset(shards, format, num_classes)
 
 
 def _event_format(config: DataConfig, input_shape: Sequence[int]) -> EventFormat:

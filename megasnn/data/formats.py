@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from megasnn.augment import AUGMENTATIONS, Augmentation, Key
 from megasnn.augment import FRAMES as EVENT_FRAMES
 from megasnn.events import (
-    LARGEST_SIDE,
     FrameOptions,
     Recording,
     check_recording,
@@ -55,13 +54,9 @@ class SampleFormat(ABC):
             ValueError: damaged bytes. FormatMismatch: sound ones that do not fit the model.
         """
 
-    def batch(self, samples: Sequence[NDArray[Any]], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """Joins decoded samples to the model's input, float32, the samples first.
-
-        Args:
-            out: memory for it, of the samples' shape.
-        """
-        return np.stack(samples, out=np.empty((len(samples), *samples[0].shape), np.float32) if out is None else out)
+    def batch(self, samples: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+        """Joins decoded samples to the model's input, float32, the samples first."""
+        return np.stack(samples, out=np.empty((len(samples), *samples[0].shape), np.float32))
 
 
 @dataclass(frozen=True)
@@ -100,20 +95,14 @@ def decode_events(data: bytes) -> Recording | NDArray[Any]:
     """The recording of an events.npz, or the array `[T, 2, H, W]` of a frames.npz, which is read-only.
 
     Raises:
-        ValueError: damaged, neither, or too large; events out of order or outside their sensor; frames
-            with values that are no finite numbers.
+        ValueError: damaged, neither, or too large; events out of order or outside their sensor.
     """
     arrays = read_arrays(data)
     if "frames" not in arrays:
         return check_recording(recording_of_arrays(arrays))
     frames = arrays["frames"]
-    if frames.ndim != 4 or frames.shape[1] != 2 or frames.dtype.kind not in "iuf":
+    if frames.ndim != 4 or frames.shape[1] != 2 or not frames.size or frames.dtype.kind not in "iuf":
         raise ValueError(f"frames are numbers [T, 2, H, W], not {frames.dtype} {list(frames.shape)}")
-    if not frames.size or max(frames.shape[2:]) > LARGEST_SIDE:
-        raise ValueError(f"frames {list(frames.shape)} are empty or of no sensor")
-    with np.errstate(over="ignore"):
-        if frames.dtype.kind == "f" and not np.isfinite(frames.astype(np.float32, copy=False)).all():
-            raise ValueError("frames hold values that are no finite numbers (NaN or infinite)")
     return frames
 
 

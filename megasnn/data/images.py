@@ -123,12 +123,12 @@ class ImageFormat(SampleFormat):
             image = erase(image, self.recipe.erasing, mean, keyed_numbers(seed, "erasing", epoch, sample))
         return image
 
-    def batch(self, samples: Sequence[NDArray[Any]], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    def batch(self, samples: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
         """Joins images `[size, size, channels]` with values from 0 to 255 to normalised `[N, channels, size, size]`.
 
         The channels stay last in memory, as convolutions like it.
         """
-        joined = super().batch(samples, out)
+        joined = super().batch(samples)
         scale, shift = _rows(self.normalisation, self.size, self.channels)
         for image in joined.reshape(len(samples), -1, len(scale)):  # one after the other, in the cache
             image *= scale

@@ -22,7 +22,7 @@ from megasnn.data.dataset import ShardDataset
 from megasnn.data.order import SampleOrder, Span
 from megasnn.data.reading import Item, SpanDataset
 from megasnn.data.workers import STEP_SECONDS, WorkerWatch, start_worker
-from megasnn.parallel.sharding import own_rows
+from megasnn.parallel.sharding import own_span
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class Share:
         """Yields the first sample, and the number of samples, of each of its micro-batches of a batch. There may be
         none: at the end of a validation pass there are too few for everybody."""
         sizes = micro_batch_sizes(samples, min(self.micro_batch_size, samples))
-        for index in micro_batches_of(len(sizes), self.dp_size, self.dp_rank, may_be_none=True):
-            if rows := own_rows(sizes[index], [self.cp_size], self.cp_rank):
-                yield index * sizes[0] + rows.start, len(rows)
+        for index in micro_batches_of(len(sizes), self.dp_size, self.dp_rank):
+            if span := own_span(sizes[index], [self.cp_size], self.cp_rank):
+                yield index * sizes[0] + span.start, len(span)
 
 
 class BatchLoader:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from math import prod
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from megasnn.augment import Key
 from megasnn.data.dataset import BrokenSample, ShardDataset
@@ -47,7 +46,7 @@ class SpanDataset(Dataset[Item | Exception]):
                             raise
                         replaced[len(images)], image = self._substitute(epoch, place, key)
                     images.append(image)
-            return self._join(images), replaced
+            return torch.from_numpy(self._dataset.format.batch(images)), replaced
         except (ValueError, OSError) as error:
             return error
 
@@ -57,12 +56,3 @@ class SpanDataset(Dataset[Item | Exception]):
             with suppress(BrokenSample):
                 return sample, self._dataset.sample(sample, key)
         raise ValueError(f"none of the {len(self._dataset)} samples can be decoded")
-
-    def _join(self, images: list[NDArray[Any]]) -> Tensor:
-        """Joins images; in a worker, in memory that the rank shares: otherwise they would be copied there."""
-        if get_worker_info() is None:
-            return torch.from_numpy(self._dataset.format.batch(images))
-        shape = (len(images), *images[0].shape)
-        memory = torch.empty(0).set_(torch.UntypedStorage._new_shared(4 * prod(shape)))
-        joined = torch.from_numpy(self._dataset.format.batch(images, memory.numpy().reshape(shape)))
-        return memory.as_strided(joined.shape, joined.stride())

@@ -106,10 +106,10 @@ def _members(tar: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]
                 if member.offset_data + member.size > length:
                     raise tarfile.ReadError(f"member {member.name!r} ends behind byte {length}")
                 key, suffix = base_plus_ext(member.name)
-                if suffix is None or member.isdir() or suffix.lower() not in (*SUFFIXES, LABEL):
+                if suffix is None or not member.isreg() or suffix.lower() not in (*SUFFIXES, LABEL):
                     continue
-                if not member.isreg() or not member.name.isprintable():
-                    raise tarfile.ReadError(f"{member.name!r} is a link or a device, or its name is not UTF-8")
+                if not member.name.isprintable():
+                    raise tarfile.ReadError(f"the name {member.name!r} is not UTF-8")
                 yield member, key, suffix.lower()
             end = archive.offset
     except (tarfile.TarError, OverflowError, UnicodeError) as error:

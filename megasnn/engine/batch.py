@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from megasnn.augment.mixing import Mixing
-from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.batching import micro_batch_sizes, most_micro_batches
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch, MicroBatch, Share
 from megasnn.engine.model import DistributedModel
 from megasnn.host_memory import without_waiting
 from megasnn.losses import LOSSES
 from megasnn.parallel.agreement import gather
-from megasnn.parallel.sharding import own_rows
+from megasnn.parallel.sharding import own_span
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 
 _INTEGERS = (
@@ -207,7 +207,7 @@ class Batches:
             labels = None if micro.labels is None else without_waiting(micro.labels, device)
             first, size = begin + micro.start, micro.size
             if trains and self._mixing is not None:
-                own = own_rows(size, self._samples.sizes, self._samples.rank)
+                own = own_span(size, self._samples.sizes, self._samples.rank)
                 part = slice(own.start, own.stop)
                 images = None if images is None else self._mixing.images(images, first)[part]
                 labels = None if labels is None else self._mixing.labels(labels, first)[part]
@@ -227,12 +227,12 @@ class Batches:
         return windows
 
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """Micro-batches without samples of the batch: all that share a micro-batch need equally many, and so do all
-        replicas that gather weights together."""
-        weight, data = self._state.dp_shard, self._state.dp
-        if weight.size == self._samples.size == 1:
+        """Micro-batches without samples of the batch, up to the most that a replica has: all that share a micro-batch
+        need equally many, and so do all replicas that gather weights together."""
+        if self._state.dp_shard.size == self._samples.size == 1:
             return []
-        sizes = micro_batch_sizes(batch.size, min(self._config.training.micro_batch_size, batch.size))
+        size = min(self._config.training.micro_batch_size, batch.size)
+        sizes = micro_batch_sizes(batch.size, size)
         if sizes[-1] < self._samples.size and not self._evaluates_padding:
             raise BatchError(
                 f"of {batch.size} samples to evaluate the last micro-batch has {sizes[-1]}, fewer than the ranks that "
@@ -240,8 +240,7 @@ class Batches:
                 "normalises by the batch in evaluation, too: evaluate another number of samples, or change "
                 "--micro-batch-size"
             )
-        replica = 0 if weight.size > 1 else data.rank  # the first one has most
-        missing = len(micro_batches_of(len(sizes), data.size, replica, may_be_none=True)) - len(batch.micro_batches)
+        missing = most_micro_batches(batch.size, size, self._state.dp.size) - len(batch.micro_batches)
         images = torch.zeros(1, *self._config.model.input_shape, dtype=self._dtype, device=self._state.device)
         padding = MicroBatchInput(images if self._takes_images else None, None, 1, range(1), is_padding=True)
         return missing * [padding]

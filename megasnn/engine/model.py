@@ -93,12 +93,12 @@ class DistributedModel:
             LOSSES[training.loss].sum, label_smoothing=training.label_smoothing
         )
         self._windows, self._outputs = config.windows, list[dict[Key, Tensor]]()
-        units, placement = plan.executed_bounds, schedules.placement
+        unit_bounds, placement = plan.unit_bounds, schedules.placement
         self._weights: GatheredWeights | None = None
         if state.dp_shard.size > 1:
             self._weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
         here = [index for index, home in enumerate(placement) if home == state.pp.rank]
-        keep = None if self._weights is None else (units, self._weights.shard)
+        keep = None if self._weights is None else (unit_bounds, self._weights.shard)
         built = description.build(context)
         check_cut_layers(description, context, built, [n for index in here for n in bounds[index]], state.device)
         self.chunks = build_chunks(description, bounds, here, context, state.device, training.seed, keep, built)
@@ -109,13 +109,13 @@ class DistributedModel:
         self.copies = [kept(t) for chunk in self.chunks.values() for t in chunk.copied_tensors()]
         modules = [module for chunk in self.chunks.values() for module in chunk.modules()]
         self.norms = [module for module in modules if isinstance(module, ParallelBatchNorm)]
-        # Actions name chunks, or units of them. Gradients that are scattered after each micro-batch are reduced after
-        # each unit; otherwise a chunk's are complete when its first unit's are.
-        first, executed = [0, *accumulate(schedules.units_of_chunks)], self.chunks
-        if schedules.units is not None:
-            executed = {n: self.chunks[i].part(units, n) for i in self.chunks for n in range(first[i], first[i + 1])}
+        # Gradients that are scattered after each micro-batch are reduced after each unit; otherwise a chunk's are
+        # complete when its first unit's are.
+        first, units = [0, *accumulate(schedules.unit_counts)], self.chunks
+        if schedules.units_per_chunk is not None:
+            units = {n: self.chunks[i].part(unit_bounds, n) for i in self.chunks for n in range(first[i], first[i + 1])}
         scatters = schedules.weights is not None and bool(schedules.weights.scattered)
-        reduced = executed if scatters else {first[index]: chunk for index, chunk in self.chunks.items()}
+        reduced = units if scatters else {first[index]: chunk for index, chunk in self.chunks.items()}
         self.gradient_buckets = GradientBuckets(
             [(index, part.sharded_tensors() + part.copied_tensors()) for index, part in reduced.items()],
             state.dp_replicate_cp,
@@ -144,9 +144,9 @@ class DistributedModel:
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
         self.checks = DeviceChecks(state.device)
         known = Boundaries(description, context, built) if state.pp.size > 1 else None
-        transfers = Transfers(executed, schedules.executed_placement, state, known)
+        transfers = Transfers(units, schedules.unit_placement, state, known)
         self.executor = PipelineExecutor(
-            executed, state, transfers, self._micro_batch_loss, self.gradient_buckets, self._weights
+            units, state, transfers, self._micro_batch_loss, self.gradient_buckets, self._weights
         )
 
     def neurons(self) -> list[tuple[str, NeuronLayer]]:

@@ -6,7 +6,6 @@ from megasnn.events.frames import resize_frames as resize_frames
 from megasnn.events.reading import SUFFIXES as SUFFIXES
 from megasnn.events.reading import read_recording as read_recording
 from megasnn.events.reading import recording_of_arrays as recording_of_arrays
-from megasnn.events.recording import LARGEST_SIDE as LARGEST_SIDE
 from megasnn.events.recording import Events as Events
 from megasnn.events.recording import Recording as Recording
 from megasnn.events.recording import RecordingError as RecordingError

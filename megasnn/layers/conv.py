@@ -36,7 +36,7 @@ from megasnn.layers.row_context import (
     RowMove,
     move_rows,
     note_height,
-    rows_of,
+    row_group,
     rows_to_pool,
     shared_rows,
     window_rows,
@@ -45,11 +45,11 @@ from megasnn.layers.shape_inference import content_of, count_call, join_content
 from megasnn.layers.weight_grad import Leave
 from megasnn.parallel.collectives import (
     all_reduce_sum,
-    from_rows,
+    from_matrix,
     gather_columns,
     join_columns,
     sum_and_scatter_columns,
-    to_rows,
+    to_matrix,
 )
 from megasnn.parallel.sharding import Initialiser, Shard, declare
 from megasnn.parallel_state import Group
@@ -79,9 +79,14 @@ class WeightedLayer(nn.Module):
             declare(self, "bias", bias, context.dtype)
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         self._cast_weights, self._has_whole_input = context.cast_weights, False
+        self._traceable = context.traceable
 
     def product(self, x: Tensor, bits: Tensor | None) -> Tensor:
         """The product with the weight, of `[T, N, C, H, W]`. Args: bits: of the same spikes, where they are packed."""
+        if self._traceable:
+            images, on = average_pool(x.flatten(0, 1), self.plan.pool), self.plan.products.geometry
+            kernel, options = _images_kernel(self.weight, x.dtype), (on.stride, on.padding, on.dilation, on.groups)
+            return torch.conv2d(images, kernel, None, *options).unflatten(0, x.shape[:2])
         owed = self.weight_gradients.of(self.weight)
         weight = self._cast_weights.of(self.weight, self.compute_dtype)
         return Convolve.apply(x.to(self.compute_dtype), bits, weight, *owed, self.plan)
@@ -156,7 +161,7 @@ class ParallelConv(WeightedLayer):
         initialise_bias: Initialiser | None = None,
     ) -> None:
         context = context_for(context)
-        group, rows = context.tp, rows_of(context)
+        group, rows = context.tp, row_group(context)
         style = style or cheaper_style(in_channels, out_channels)
         if style not in ("column", "row"):
             raise ValueError(f"style must be 'column' or 'row', got {style!r}")
@@ -313,21 +318,21 @@ class Convolve(torch.autograd.Function):
         leave: Leave | None,
         plan: ConvPlan,
     ) -> Tensor:
-        rows = to_rows(x)
+        matrix = to_matrix(x)
         if plan.gather:
-            full, payloads = gather_columns(rows, plan.group, plan.content, bits=bits)
+            full, payloads = gather_columns(matrix, plan.group, plan.content, bits=bits)
         else:
-            full, payloads = rows, [encode(rows.reshape(-1), plan.content, check=True) if bits is None else bits]
+            full, payloads = matrix, [encode(matrix.reshape(-1), plan.content, check=True) if bits is None else bits]
 
         def output() -> Tensor:
-            images = _pooled_input(payloads, plan, x.shape, x.dtype, from_rows(full, x.shape))
+            images = _pooled_input(payloads, plan, x.shape, x.dtype, from_matrix(full, x.shape))
             return plan.products.output(images, _images_kernel(weight, x.dtype)).unflatten(0, x.shape[:2])
 
         def sums() -> Tensor:
             y = output()
             if plan.sum_whole:
                 return all_reduce_sum(y, plan.group, "forward")
-            return from_rows(sum_and_scatter_columns(to_rows(y), plan.group, "forward")(), y.shape)
+            return from_matrix(sum_and_scatter_columns(to_matrix(y), plan.group, "forward")(), y.shape)
 
         ctx.plan, ctx.leave, ctx.input_shape = plan, leave, x.shape
         ctx.save_for_backward(weight, *payloads)
@@ -338,10 +343,10 @@ class Convolve(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         weight, *payloads = ctx.saved_tensors
         plan: ConvPlan = ctx.plan
-        grad_rows = to_rows(grad)
+        grad_matrix = to_matrix(grad)
         if plan.scatter:
-            grad_rows, _ = gather_columns(grad_rows, plan.group, Content.DENSE, "backward")
-        grad_images = from_rows(grad_rows, grad.shape).flatten(0, 1)
+            grad_matrix, _ = gather_columns(grad_matrix, plan.group, Content.DENSE, "backward")
+        grad_images = from_matrix(grad_matrix, grad.shape).flatten(0, 1)
         finish: Callable[[], Tensor] | None = None
         if ctx.needs_input_grad[0]:
             finish = _start_input_gradient(
@@ -384,8 +389,8 @@ def _pooled_input(
         shape: of the input that this rank has. full: the input with all channels, where it is there unpacked.
     """
     if full is None:
-        rows = torch.Size((shape.numel() // shape[2], shape[2]))
-        full = from_rows(join_columns(payloads, plan.content, rows, dtype), shape)
+        size = torch.Size((shape.numel() // shape[2], shape[2]))
+        full = from_matrix(join_columns(payloads, plan.content, size, dtype), shape)
     return remember_bits(average_pool(full.flatten(0, 1), plan.pool), _bits_of_images(payloads, plan))
 
 
@@ -400,9 +405,9 @@ def _images_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight[(..., *[None] * (4 - weight.ndim))].to(dtype)  # .view would give a single channel other strides
 
 
-def _unpooled(rows: Tensor, shape: torch.Size, pool: int) -> Tensor:
-    """Rows of the gradient of the pooled input as the gradient of the input, which has this `shape`."""
+def _unpooled(matrix: Tensor, shape: torch.Size, pool: int) -> Tensor:
+    """Gradient of the pooled input, as a matrix, as the gradient of the input, which has this `shape`."""
     if pool == 1:
-        return from_rows(rows, shape)
-    images = from_rows(rows, (*shape[:3], *pooled_space(shape[3:], pool))).flatten(0, 1)
+        return from_matrix(matrix, shape)
+    images = from_matrix(matrix, (*shape[:3], *pooled_space(shape[3:], pool))).flatten(0, 1)
     return average_pool_gradient(images, pool, shape[3:]).unflatten(0, shape[:2])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megasnn.host_memory import without_waiting
 from megasnn.kernels.philox import kept
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.row_context import rows_of, shared_rows
+from megasnn.layers.row_context import row_group, shared_rows
 from megasnn.layers.shape_inference import refuse_second_call
 from megasnn.random import WORD, philox_key
 
@@ -109,7 +109,7 @@ class ParallelDropout(_Drop):
         context = context_for(context)
         super().__init__(p, name, context)
         self.same_at_all_steps, self.group, self.carries = same_at_all_steps, context.tp, context.carries
-        self._rows, self._height = rows_of(context), 0
+        self._rows, self._height = row_group(context), 0
         self._steps, self._steps_before = context.time_steps, 0  # of a call; of the calls before, where they go on
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from megasnn.kernels.spike_codec import Content, decode_into, encode, encoded_li
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.shape_inference import content_of
 from megasnn.parallel.collectives import Exchange, all_gather_into, all_reduce_sum, start_exchange
-from megasnn.parallel.sharding import own_rows
+from megasnn.parallel.sharding import own_span
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group
 from megasnn.recompute import cached_collective, is_replaying
@@ -39,17 +39,17 @@ def shared_rows(height: int, ranks: int) -> tuple[range, ...]:
             f"there are {height} row(s) for {ranks} ranks: with --context-parallel-cut rows, --context-parallel-size "
             f"may be {height} at most here"
         )
-    return tuple(own_rows(height, [ranks], rank) for rank in range(ranks))
+    return tuple(own_span(height, [ranks], rank) for rank in range(ranks))
 
 
-def rows_of(context: BuildContext) -> Group | None:
+def row_group(context: BuildContext) -> Group | None:
     """The ranks that share out rows; None where images are whole on every rank."""
     return context.cp if context.cut == "rows" and context.cp.size > 1 else None
 
 
-def own_rows_of(frames: Tensor, context: BuildContext) -> Tensor:
+def own_pixel_rows(frames: Tensor, context: BuildContext) -> Tensor:
     """This rank's rows of whole images `[T, N, C, H, W]`."""
-    group = rows_of(context)
+    group = row_group(context)
     if group is None:
         return frames
     own = shared_rows(frames.shape[3], group.size)[group.rank]
@@ -279,7 +279,7 @@ class WholeImages(nn.Module):
 
     def __init__(self, context: BuildContext | None = None) -> None:
         super().__init__()
-        self._rows, self._height, self._content = rows_of(context_for(context)), 0, Content.DENSE
+        self._rows, self._height, self._content = row_group(context_for(context)), 0, Content.DENSE
 
     def forward(self, x: Tensor) -> Tensor:
         if self._rows is None:
@@ -297,7 +297,7 @@ class MeanOverSpace(nn.Module):
 
     def __init__(self, context: BuildContext | None = None) -> None:
         super().__init__()
-        self._rows, self._pixels = rows_of(context_for(context)), 0
+        self._rows, self._pixels = row_group(context_for(context)), 0
 
     def forward(self, x: Tensor) -> Tensor:
         # With the channels last also in the gradient, which residual sums take their memory order from.
@@ -319,7 +319,7 @@ class MaxPool(nn.Module):
 
     def __init__(self, context: BuildContext | None = None) -> None:
         super().__init__()
-        self._rows, self._content = rows_of(context_for(context)), Content.DENSE
+        self._rows, self._content = row_group(context_for(context)), Content.DENSE
         self._move: RowMove | None = None  # of all rows of this rank's windows
 
     def forward(self, x: Tensor) -> Tensor:

@@ -31,15 +31,15 @@ messages of some megabytes (PyTorch's DDP: 25 MiB)."""
 _ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 
 
-def to_rows(x: Tensor) -> Tensor:
+def to_matrix(x: Tensor) -> Tensor:
     """[T, N, C, *space] -> [T*N*prod(space), C]; a view when channels are last in memory, otherwise a copy."""
     return x.movedim(2, -1).reshape(-1, x.shape[2]).contiguous()  # of one channel among others, reshape gives a view
 
 
-def from_rows(rows: Tensor, like: tuple[int, ...] | torch.Size) -> Tensor:
-    """The inverse, for the shape `like` = (T, N, any C, *space); C is taken from the rows. Always a view."""
+def from_matrix(matrix: Tensor, like: tuple[int, ...] | torch.Size) -> Tensor:
+    """The inverse, for the shape `like` = (T, N, any C, *space); C is taken from the matrix. Always a view."""
     time, samples, _, *space = like
-    return rows.view(time, samples, *space, rows.shape[1]).movedim(-1, 2)
+    return matrix.view(time, samples, *space, matrix.shape[1]).movedim(-1, 2)
 
 
 def gather_columns(
@@ -206,7 +206,7 @@ def _exchanged(x: Tensor, group: Group, gathers: bool, direction: str) -> Tensor
         return x.narrow(2, group.rank * channels, channels).clone()
     if x.is_meta:
         return x.new_empty((*x.shape[:2], group.size * x.shape[2], *x.shape[3:]))
-    return from_rows(gather_columns(to_rows(x), group, Content.DENSE, direction)[0], x.shape)
+    return from_matrix(gather_columns(to_matrix(x), group, Content.DENSE, direction)[0], x.shape)
 
 
 def gather_alike(x: Tensor, group: Group) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.parallel.sharding import ShardedTensor
-from megasnn.parallel.zero import by_owner, joined, rows_of, send_rows, side_by_side
+from megasnn.parallel.zero import by_owner, joined, own_param_rows, send_rows, side_by_side
 from megasnn.parallel_state import Group
 from megasnn.schedule.fsdp_passes import AT_ONCE
 
@@ -65,7 +65,7 @@ class GatheredWeights:
                 if parameter in multiplied:
                     self._give(parameter, values)
 
-    def rows(self, parameter: Tensor) -> nn.Parameter:
+    def param_rows(self, parameter: Tensor) -> nn.Parameter:
         """This rank's rows of a parameter, of which there may be none; a number is a row of one."""
         return self._rows[parameter]
 
@@ -136,7 +136,7 @@ class FlatParameter:
         mine = by_owner(parameters, group)[group.rank]
         with torch.no_grad():
             self._mine = joined([part.detach() for part in mine], parameters[0].detach()).clone()
-        own = [rows_of(each, group) for each in parameters]
+        own = [own_param_rows(each, group) for each in parameters]
         rows = side_by_side(own, self._mine, [each.numel() for each in own])
         self.rows = [
             nn.Parameter(each, requires_grad=parameter.requires_grad)

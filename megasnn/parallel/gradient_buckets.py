@@ -36,18 +36,18 @@ class Bucket:
         shard: the rows that this rank keeps, with `--weight-parallel-size`; None otherwise.
         reduced: the gradients of this rank, and then the sum over the ranks.
         owned: the rows that this rank owns; None where every replica is to have the whole sum.
-        rows: by parameter, and by what is kept of it, the rows that this rank owns, with the reduced gradient.
+        param_rows: by parameter, and by what is kept of it, the rows that this rank owns, with the reduced gradient.
     """
 
     def __init__(
         self,
-        chunk: int,
+        unit: int,
         parameters: list[Tensor],
         partial: bool,
         owners: Group | None,
         weights: GatheredWeights | None,
     ) -> None:
-        self.chunk, self.parameters, self.partial = chunk, parameters, partial
+        self.unit, self.parameters, self.partial = unit, parameters, partial
         # A product of matrices may sum in another order at another alignment, and neighbours depend on the layout.
         sizes = [aligned(each.nbytes) // each.itemsize for each in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes))
@@ -57,13 +57,13 @@ class Bucket:
         self.shard, self.reduced = None, self.flat
         held, gradients = parameters, self.views
         if weights is not None:
-            rows = [weights.rows(each) for each in parameters]
+            rows = [weights.param_rows(each) for each in parameters]
             self.shard = RowShards(parameters, self.views, weights.scatter, rows)
             held, gradients, self.reduced = [*rows], self.shard.sums, self.shard.sum
         self.owned = None if owners is None else RowShards(held, gradients, owners)
         self.row_shards = [rows for rows in (self.shard, self.owned) if rows is not None]
         last = self.row_shards[-1].rows if self.row_shards else []
-        self.rows: dict[Tensor, Tensor] = dict(zip([*parameters, *held], [*last, *last], strict=False))
+        self.param_rows: dict[Tensor, Tensor] = dict(zip([*parameters, *held], [*last, *last], strict=False))
 
     def zero(self) -> None:
         """Clears the gradients before a step."""
@@ -90,9 +90,9 @@ class ScatteredBucket(Bucket):
     """
 
     def __init__(
-        self, chunk: int, parameters: list[Tensor], partial: bool, owners: Group | None, weights: GatheredWeights
+        self, unit: int, parameters: list[Tensor], partial: bool, owners: Group | None, weights: GatheredWeights
     ) -> None:
-        super().__init__(chunk, parameters, partial, owners, weights)
+        super().__init__(unit, parameters, partial, owners, weights)
         self.is_late = parameters[0] in weights.multiplied
         self.free()
         # A module of one's own may use such a weight by itself: then autograd adds to it in the first part.
@@ -112,11 +112,11 @@ class ScatteredBucket(Bucket):
 
 
 class GradientBuckets:
-    """Gradient storage and reduction for the chunks of one rank, in every combination with TP and PP.
+    """Gradient storage and reduction for the units of one rank, in every combination with TP and PP.
 
     Buckets are filled from the last parameter to the first, the order in which backward finishes them, and are reduced
-    in one order on every replica, from the last chunk to the first, each as soon as it and all before it are complete:
-    replicas with other numbers of micro-batches finish their chunks in another order, and their collectives must still
+    in one order on every replica, from the last unit to the first, each as soon as it and all before it are complete:
+    replicas with other numbers of micro-batches finish their units in another order, and their collectives must still
     meet. A parameter is complete when all gradients of the step's micro-batches were added to it. One with
     `partial_gradient` is summed over the tensor-parallel group first. Frozen parameters have no gradient.
 
@@ -125,7 +125,7 @@ class GradientBuckets:
     reduced over the ranks that keep the same.
 
     Args:
-        tensors: of each chunk, with its index.
+        tensors: by the index of the unit whose REDUCE_GRAD ends them.
         data: the ranks that hold the same of the weights.
         bucket_bytes: a bucket is closed when it holds at least this much; None for what suits the device.
         additions: how many gradients a micro-batch adds to a parameter, where that is not one.
@@ -153,24 +153,24 @@ class GradientBuckets:
         self._scattered: dict[int, list[ScatteredBucket]] = {}
         self._on_their_way = deque[Bucket]()
 
-        def add(chunk: int, parameters: list[Tensor], partial: bool = False) -> None:
+        def add(unit: int, parameters: list[Tensor], partial: bool = False) -> None:
             if weights is None or not scattered:
-                self._buckets.append(Bucket(chunk, parameters, partial, owners, weights))
+                self._buckets.append(Bucket(unit, parameters, partial, owners, weights))
                 return
-            bucket = ScatteredBucket(chunk, parameters, partial, owners, weights)
+            bucket = ScatteredBucket(unit, parameters, partial, owners, weights)
             self._buckets.append(bucket)
-            self._scattered.setdefault(chunk, []).append(bucket)
+            self._scattered.setdefault(unit, []).append(bucket)
 
         late = weights.multiplied if weights is not None and scattered else set[Tensor]()
-        for chunk, entries in sorted(tensors, key=lambda pair: -pair[0]):
+        for unit, entries in sorted(tensors, key=lambda pair: -pair[0]):
             trained = [e for e in reversed(entries) if e.is_parameter and e.tensor.requires_grad]
             complete = [e.tensor for e in trained if not e.shard.partial_gradient]
             for parameters in ([t for t in complete if t not in late], [t for t in complete if t in late]):
                 for packed in _packed(parameters, bucket_bytes):
-                    add(chunk, packed)
+                    add(unit, packed)
             if partial := [e.tensor for e in trained if e.shard.partial_gradient]:  # a handful of scalars
-                add(chunk, partial, True)
-        self._rows = {parameter: rows for each in self._buckets for parameter, rows in each.rows.items()}
+                add(unit, partial, True)
+        self._rows = {parameter: rows for each in self._buckets for parameter, rows in each.param_rows.items()}
         self._bucket_of = {parameter: each for each in self._buckets for parameter in each.parameters}
         # A parameter keeps its hooks, and Python finds no circle through a tensor: with a hook that kept this object,
         # neither it nor weights and gradients would ever be freed.
@@ -208,26 +208,26 @@ class GradientBuckets:
             del pending[parameter]
             self._reduce_complete()
 
-    def begin(self, chunk: int, first_part: bool = False) -> None:
-        """Prepares for a backward of the chunk, or the first part of one, whose gradients are scattered."""
-        for bucket in self._scattered.get(chunk, ()):
+    def begin(self, unit: int, first_part: bool = False) -> None:
+        """Prepares for a backward of the unit, or the first part of one, whose gradients are scattered."""
+        for bucket in self._scattered.get(unit, ()):
             if not (first_part and bucket.is_late):
                 bucket.begin()
 
-    def scatter(self, chunk: int) -> None:
-        """Starts sending the gradients that backwards have left for the chunk to those who keep the rows, and add them
+    def scatter(self, unit: int) -> None:
+        """Starts sending the gradients that backwards have left for the unit to those who keep the rows, and add them
         up in rank order. Collective over them."""
-        for bucket in self._scattered.get(chunk, ()):
+        for bucket in self._scattered.get(unit, ()):
             assert bucket.shard is not None
             self._reduce(bucket, bucket.shard)
             bucket.free()
 
-    def finish(self, chunk: int) -> None:
-        """Ends the chunk's gradients; a parameter that took no part in backward keeps a zero gradient."""
+    def finish(self, unit: int) -> None:
+        """Ends the unit's gradients; a parameter that took no part in backward keeps a zero gradient."""
         if self._scattered:
             return
         for bucket in self._buckets:
-            if bucket.chunk == chunk:
+            if bucket.unit == unit:
                 bucket.pending.clear()
         self._reduce_complete()
 
@@ -279,7 +279,7 @@ class GradientBuckets:
     @property
     def held_bytes(self) -> int:
         """Bytes of gradients and of the sums of rows, at most: of what the second parts of backwards add and is then
-        scattered, those of the two largest chunks."""
+        scattered, those of the two largest units."""
         late = [sum(each.flat.nbytes * each.is_late for each in buckets) for buckets in self._scattered.values()]
         sums = sum(rows.sum.nbytes for each in self._buckets for rows in each.row_shards)
         return sums + sum(each.flat.nbytes for each in self._buckets) - sum(sorted(late)[:-2])

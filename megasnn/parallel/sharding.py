@@ -54,7 +54,7 @@ class Cut:
     Attributes:
         dim: the dimension that is cut into parts.
         blocks: that dimension consists of so many equal blocks, and each is cut by itself (3 for fused q, k, v).
-        even: whether the parts must be equal; otherwise they are as `own_rows` says.
+        even: whether the parts must be equal; otherwise they are as `own_span` says.
     """
 
     dim: int
@@ -63,10 +63,10 @@ class Cut:
 
     def span(self, length: int, place: Place, axis: Axis) -> range:
         """A rank's part in each block of a dimension of this length."""
-        return own_rows(length // self.blocks, [place.size(axis)], place.index(axis))
+        return own_span(length // self.blocks, [place.size(axis)], place.index(axis))
 
 
-def own_rows(rows: int, sizes: Sequence[int], index: int) -> range:
+def own_span(rows: int, sizes: Sequence[int], index: int) -> range:
     """A rank's part of so many rows, in a time that does not grow with the ranks. Parts differ by one row at most; the
     only row of all is the first rank's.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megasnn.kernels.layout import flat_in_memory
 from megasnn.parallel.collectives import start_exchange, sum_in_rank_order
-from megasnn.parallel.sharding import own_rows
+from megasnn.parallel.sharding import own_span
 from megasnn.parallel_state import Group
 
 
@@ -44,7 +44,9 @@ class RowShards:
         self._gradients = by_owner(gradients, data)
         self._counts = [sum(part.numel() for part in parts) for parts in self._gradients]
         self.sum = gradients[0].new_zeros(self._counts[data.rank])
-        self.rows = list(kept) if kept is not None else [nn.Parameter(rows_of(each, data)) for each in parameters]
+        self.rows = (
+            list(kept) if kept is not None else [nn.Parameter(own_param_rows(each, data)) for each in parameters]
+        )
         self.sums = side_by_side(self.rows, self.sum, [rows.numel() for rows in self.rows])
 
     def attach(self) -> None:
@@ -118,17 +120,17 @@ def by_owner(tensors: Sequence[Tensor], data: Group) -> list[list[Tensor]]:
                 "follow each other in memory; leave --use-distributed-optimizer and --weight-parallel-size out"
             )
         for rank, part in enumerate(parts):
-            own = own_rows(rows, data.sizes, rank)
+            own = own_span(rows, data.sizes, rank)
             if own and length:
                 part.append(flat[own.start * length : own.stop * length])
     return parts
 
 
-def rows_of(parameter: Tensor, data: Group) -> Tensor:
+def own_param_rows(parameter: Tensor, data: Group) -> Tensor:
     """This rank's rows, in the parameter's memory."""
     values = parameter.detach()
     values = values if values.ndim else values.view(1)
-    own = own_rows(len(values), data.sizes, data.rank)
+    own = own_span(len(values), data.sizes, data.rank)
     return values[own.start : own.stop]
 
 

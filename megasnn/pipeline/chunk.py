@@ -18,7 +18,7 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.replicated import apply_layer
-from megasnn.layers.row_context import own_rows_of
+from megasnn.layers.row_context import own_pixel_rows
 from megasnn.layers.shape_inference import to_channels_last
 from megasnn.models.description import Built, Carried, LayerDescription, ModelDescription, frames_of
 from megasnn.parallel.sharding import ShardedTensor, described_tensors, materialise, sharded_tensors
@@ -99,7 +99,7 @@ class PipelineChunk(nn.Module):
         if not goes_on and self._carrying:
             self.forget()
         shape = self._description.input_shape
-        given = [own_rows_of(frames_of(x, shape), self._context)] if isinstance(x, Tensor) else x
+        given = [own_pixel_rows(frames_of(x, shape), self._context)] if isinstance(x, Tensor) else x
         if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
             y = self.graphs.apply(given, samples, micro_batch)
             given.clear()

@@ -60,7 +60,6 @@ class LayerCost:
     gradient: int = 0
     output: int = 0
     deferred: int = 0
-    parameters: int = 0
     collectives: int = 0
     exchanged: int = 0
     found: int = 0

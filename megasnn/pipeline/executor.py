@@ -35,28 +35,28 @@ class PipelineExecutor:
     """Executor of any schedule, on a single rank, too. An error notes rank, stage, action and micro-batch.
 
     Args:
-        chunks: of this rank, or units of them, as the schedule numbers them.
-        loss: called on the rank of the last chunk, in each forward of a training step.
+        units: of this rank, as the schedule numbers them.
+        loss: called on the rank of the last unit, in each forward of a training step.
         gradient_buckets: data parallelism; None where gradients are not reduced.
         weights: gathers weights when they are used; None where they are always there.
     """
 
     def __init__(
         self,
-        chunks: Mapping[int, PipelineChunk],
+        units: Mapping[int, PipelineChunk],
         state: ParallelState,
         transfers: Transfers,
         loss: LossFunction,
         gradient_buckets: GradientBuckets | None = None,
         weights: GatheredWeights | None = None,
     ) -> None:
-        self._chunks, self._state, self._transfers = chunks, state, transfers
+        self._units, self._state, self._transfers = units, state, transfers
         self._loss, self._gradient_buckets, self._weights = loss, gradient_buckets, weights
-        self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a chunk's input part of a graph
-        modules = [module for chunk in chunks.values() for module in chunk.modules()]
+        self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a unit's input part of a graph
+        modules = [module for unit in units.values() for module in unit.modules()]
         self._neurons = [module for module in modules if isinstance(module, NeuronLayer)]
         self._sizes: list[tuple[int, ...]] = []  # of micro-batches in training steps
-        self._scattered: set[int] = set()  # chunks whose gradients are, after every micro-batch
+        self._scattered: set[int] = set()  # units whose gradients are, after every micro-batch
         self._methods: dict[Kind, Callable[[StepState, Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._whole_backward,
@@ -69,11 +69,11 @@ class PipelineExecutor:
             Kind.RECV_BACKWARD: self._receive_backward,
         }
         if gradient_buckets is not None:
-            self._methods[Kind.REDUCE_GRAD] = lambda run, action: gradient_buckets.finish(action.chunk)
-            self._methods[Kind.REDUCE_SCATTER] = lambda run, action: gradient_buckets.scatter(action.chunk)
+            self._methods[Kind.REDUCE_GRAD] = lambda run, action: gradient_buckets.finish(action.unit)
+            self._methods[Kind.REDUCE_SCATTER] = lambda run, action: gradient_buckets.scatter(action.unit)
         if weights is not None:
-            self._methods[Kind.UNSHARD] = lambda run, action: weights.unshard(action.chunk)
-            self._methods[Kind.RESHARD] = lambda run, action: weights.reshard(action.chunk)
+            self._methods[Kind.UNSHARD] = lambda run, action: weights.unshard(action.unit)
+            self._methods[Kind.RESHARD] = lambda run, action: weights.reshard(action.unit)
 
     def run(
         self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer | None = None
@@ -82,13 +82,13 @@ class PipelineExecutor:
         with `consume`, forward alone.
 
         Args:
-            consume: gets the outputs and labels on the rank of the last chunk.
+            consume: gets the outputs and labels on the rank of the last unit.
         Returns:
-            the sum of the losses, float64 scalar; zero on ranks without the last chunk, and with `consume`.
+            the sum of the losses, float64 scalar; zero on ranks without the last unit, and with `consume`.
         """
         actions, sizes = schedule.actions[self._state.pp.rank], tuple(micro.size for micro in micro_batches)
         repeated = frozenset(each.key for each in actions if each.kind is Kind.RECOMPUTE)
-        self._scattered = {each.chunk for each in actions if each.kind is Kind.REDUCE_SCATTER}
+        self._scattered = {each.unit for each in actions if each.kind is Kind.REDUCE_SCATTER}
         run = StepState(micro_batches, self._anchor, repeated, consume)
         self._transfers.begin(schedule, sizes)
         if consume is None:
@@ -107,7 +107,7 @@ class PipelineExecutor:
 
     def _begin_graphs(self, sizes: tuple[int, ...]) -> None:
         """Begins CUDA graphs. The first training step of its sizes has none: kernels are compiled in it."""
-        graphs = [chunk.graphs for chunk in self._chunks.values() if chunk.graphs is not None]
+        graphs = [unit.graphs for unit in self._units.values() if unit.graphs is not None]
         if not graphs:
             return
         observes = any(neuron.is_observed for neuron in self._neurons)
@@ -120,9 +120,9 @@ class PipelineExecutor:
         if action.kind in COMPUTE:
             self._transfers.announce(action)
         if self._weights is not None and action.kind in USES_WEIGHTS:
-            self._weights.wait_unshard(action.chunk)
-        if self._gradient_buckets is not None and action.chunk in self._scattered and action.kind in _BACKWARDS:
-            self._gradient_buckets.begin(action.chunk, first_part=action.kind is Kind.INPUT_GRADIENT)
+            self._weights.wait_unshard(action.unit)
+        if self._gradient_buckets is not None and action.unit in self._scattered and action.kind in _BACKWARDS:
+            self._gradient_buckets.begin(action.unit, first_part=action.kind is Kind.INPUT_GRADIENT)
         if action.kind in self._methods:  # a replica that is alone reduces nothing
             self._methods[action.kind](run, action)
 
@@ -134,12 +134,12 @@ class PipelineExecutor:
     # --- computing
 
     def _forward(self, run: StepState, action: Action) -> None:
-        key, chunk = action.key, self._chunks[action.chunk]
+        key, unit = action.key, self._units[action.unit]
         if key not in run.repeated:
             self._hand_on(run, key, self._output(run, key))
             return
-        # What the first chunk takes stays in the batch.
-        given, carried = ((), ()) if chunk.is_first else (run.inputs[key], chunk.receives)
+        # What the first unit takes stays in the batch.
+        given, carried = ((), ()) if unit.is_first else (run.inputs[key], unit.receives)
         run.kept[key] = kept = PackedInput(given, carried)
         with recording(kept.collected):
             y = self._output(run, key)
@@ -147,31 +147,31 @@ class PipelineExecutor:
         del run.backwards[key]  # and with it the graph; it has shown what needs a gradient
 
     def _forward_again(self, run: StepState, action: Action) -> None:
-        key, chunk = action.key, self._chunks[action.chunk]
+        key, unit = action.key, self._units[action.unit]
         kept = run.kept.pop(key)
-        if not chunk.is_first:
+        if not unit.is_first:
             run.inputs[key] = kept.restored()
-        with chunk.only_graph(), replaying(kept.collected):
+        with unit.only_graph(), replaying(kept.collected):
             y = self._output(run, key)
-            if chunk.is_last:
+            if unit.is_last:
                 loss = self._loss(y, run.micro_batches[key[1]].labels, True)
                 run.backwards[key] = partial(torch.autograd.backward, loss)
             else:
                 run.await_gradients(key, y)
 
     def _output(self, run: StepState, key: Key) -> Any:
-        chunk, micro = self._chunks[key[0]], run.micro_batches[key[1]]
-        x = micro.images if chunk.is_first else run.entered(key)
-        return chunk(x, micro.samples, micro.goes_on, key[1])
+        unit, micro = self._units[key[0]], run.micro_batches[key[1]]
+        x = micro.images if unit.is_first else run.entered(key)
+        return unit(x, micro.samples, micro.goes_on, key[1])
 
     def _hand_on(self, run: StepState, key: Key, y: Any) -> None:
-        """Takes a chunk's output in its first forward: for the loss, or as the input of the next chunk."""
-        chunk, micro = key[0], run.micro_batches[key[1]]
-        if not self._chunks[chunk].is_last:
+        """Takes a unit's output in its first forward: for the loss, or as the input of the next unit."""
+        unit, micro = key[0], run.micro_batches[key[1]]
+        if not self._units[unit].is_last:
             run.await_gradients(key, y)
             given = [without_graph(each) for each in y]
-            if self._transfers.placement[chunk + 1] == self._state.pp.rank:
-                run.inputs[chunk + 1, key[1]] = given
+            if self._transfers.placement[unit + 1] == self._state.pp.rank:
+                run.inputs[unit + 1, key[1]] = given
             else:
                 run.outputs[key] = given
         elif run.consume is None:
@@ -186,7 +186,7 @@ class PipelineExecutor:
         self._finished(action)
 
     def _input_gradient(self, run: StepState, action: Action) -> None:
-        with self._chunks[action.chunk].weight_gradients.deferred() as tasks:
+        with self._units[action.unit].weight_gradients.deferred() as tasks:
             run.backward(action.key)
         tasks.reverse()
         run.weight_gradients[action.key] = tasks
@@ -198,8 +198,8 @@ class PipelineExecutor:
         self._finished(action)
 
     def _finished(self, action: Action) -> None:
-        """Ends a micro-batch of a chunk, after all of its backward."""
-        graphs = self._chunks[action.chunk].graphs
+        """Ends a micro-batch of a unit, after all of its backward."""
+        graphs = self._units[action.unit].graphs
         if graphs is not None:
             graphs.done(action.key[1])
 
@@ -209,8 +209,8 @@ class PipelineExecutor:
         self._transfers.send(action, run.outputs.pop(action.key))
 
     def _send_backward(self, run: StepState, action: Action) -> None:
-        chunk, micro_batch = action.key
-        self._transfers.send(action, run.gradients.pop((chunk - 1, micro_batch)))
+        unit, micro_batch = action.key
+        self._transfers.send(action, run.gradients.pop((unit - 1, micro_batch)))
 
     def _receive_forward(self, run: StepState, action: Action) -> None:
         run.inputs[action.key] = [*self._transfers.receive(action).values()]

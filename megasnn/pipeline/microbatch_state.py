@@ -1,4 +1,4 @@
-"""Tensors that are alive during one step, from one action to another, and the two ends of a chunk's graph."""
+"""Tensors that are alive during one step, from one action to another, and the two ends of a unit's graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OutputConsumer = Callable[[Any, Any], None]
 
 @dataclass(frozen=True)
 class MicroBatchInput:
-    """Micro-batch for the executor; images only where the first chunk is, labels where the last one is.
+    """Micro-batch for the executor; images only where the first unit is, labels where the last one is.
 
     Attributes:
         images: input of the model's first layer, `[n, C, H, W]`, `[T, n, C, H, W]` or `[n, T, C, H, W]`.
@@ -30,7 +30,7 @@ class MicroBatchInput:
         size: n, known on every stage.
         samples: positions of the samples in the whole training, for dropout.
         goes_on: True for a later window of the samples of the micro-batch before: neurons go on from the state that it
-            left. A chunk's forwards are in ascending order in every schedule, as its validation proves.
+            left. A unit's forwards are in ascending order in every schedule, as its validation proves.
         is_padding: keeps this replica in step with others, in evaluation; nobody is told of its output.
     """
 
@@ -44,15 +44,15 @@ class MicroBatchInput:
 
 @dataclass
 class StepState:
-    """Inputs, outputs, graphs and gradients of one step, by chunk and micro-batch; each goes when it is used up.
+    """Inputs, outputs, graphs and gradients of one step, by unit and micro-batch; each goes when it is used up.
 
     Attributes:
         repeated: forwards that are computed again. kept: what these are computed from.
         consume: takes outputs in evaluation; None in training.
-        inputs: of chunks whose forward is to come. outputs: to be sent to the next chunk.
-        learning: places of the tensors that a chunk hands on and that require a gradient.
-        backwards: of chunks whose forward is done; None where there is nothing to learn.
-        gradients: of those tensors of a chunk's output, for its backward.
+        inputs: of units whose forward is to come. outputs: to be sent to the next unit.
+        learning: places of the tensors that a unit hands on and that require a gradient.
+        backwards: of units whose forward is done; None where there is nothing to learn.
+        gradients: of those tensors of a unit's output, for its backward.
         awaited: inputs that require a gradient, without values, until that is there.
         weight_gradients: left by backwards of input gradients.
     """
@@ -72,7 +72,7 @@ class StepState:
     losses: list[Tensor] = field(default_factory=list)
 
     def entered(self, key: Key) -> list[Tensor]:
-        """Inputs of a chunk behind the first, which begin its graph and are here no longer."""
+        """Inputs of a unit behind the first, which begin its graph and are here no longer."""
         xs, before = self.inputs.pop(key), (key[0] - 1, key[1])
         learning = [index for index, x in enumerate(xs) if x.requires_grad]
         if not torch.is_grad_enabled() or not learning:
@@ -87,7 +87,7 @@ class StepState:
         return xs
 
     def await_gradients(self, key: Key, y: Sequence[Tensor]) -> None:
-        """Backward starts from the edges of the graph; the values are needed by the next chunk only."""
+        """Backward starts from the edges of the graph; the values are needed by the next unit only."""
         self.learning[key] = learning = [index for index, each in enumerate(y) if each.requires_grad]
         self.backwards[key] = None
         if learning:
@@ -97,7 +97,7 @@ class StepState:
 
     def backward(self, key: Key) -> None:
         backward = self.backwards.pop(key)
-        if backward is None:  # a chunk may have nothing to learn
+        if backward is None:  # a unit may have nothing to learn
             self.gradients.pop(key, None)
         else:
             backward()
@@ -112,7 +112,7 @@ def without_graph(y: Tensor) -> Tensor:
 
 
 class _Entry(torch.autograd.Function):
-    """Begins a chunk's graph: hands on its inputs and, in backward, all their gradients at once; zeros for an input
+    """Begins a unit's graph: hands on its inputs and, in backward, all their gradients at once; zeros for an input
     that nothing has learnt from."""
 
     @staticmethod
@@ -129,7 +129,7 @@ class _Entry(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """Ends a chunk's graph: a zero, whose backward asks for the gradients of the outputs."""
+    """Ends a unit's graph: a zero, whose backward asks for the gradients of the outputs."""
 
     @staticmethod
     def forward(ctx: Any, take: Callable[[], Sequence[Tensor]], *ys: Tensor) -> Tensor:

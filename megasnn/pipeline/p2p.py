@@ -33,7 +33,7 @@ from megasnn.layers.init import tensors_of
 from megasnn.layers.row_context import WholeImages
 from megasnn.layers.shape_inference import is_channels_last
 from megasnn.models.description import DRY_SAMPLES, INPUT, Built, Carried, ModelDescription, frames_of
-from megasnn.parallel.sharding import own_rows
+from megasnn.parallel.sharding import own_span
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, ParallelState, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
@@ -112,7 +112,7 @@ class Boundaries:
         if self._context.cut == "rows" and rows.size > 1 and len(shape) >= 4:
             if not by_rows or len(shape) != self._image_dims:
                 return
-            shape = (*shape[:3], len(own_rows(shape[3], rows.sizes, rows.rank)), *shape[4:])
+            shape = (*shape[:3], len(own_span(shape[3], rows.sizes, rows.rank)), *shape[4:])
         self._specs[number, key] = replace(spec, shape=shape)
 
     def spec(self, carried: Carried, samples: int) -> TensorSpec:
@@ -199,18 +199,18 @@ class Transfers:
     """One rank's links, used action by action.
 
     Args:
-        chunks: this rank's chunks by index. placement: pipeline rank of every chunk.
+        units: this rank's units by index. placement: pipeline rank of every unit.
         boundaries: what they carry; None on a single stage.
     """
 
     def __init__(
         self,
-        chunks: Mapping[int, PipelineChunk],
+        units: Mapping[int, PipelineChunk],
         placement: Sequence[int],
         state: ParallelState,
         boundaries: Boundaries | None = None,
     ) -> None:
-        self._chunks, self.placement, self._boundaries = chunks, tuple(placement), boundaries
+        self._units, self.placement, self._boundaries = units, tuple(placement), boundaries
         self._rank, self.links = state.pp.rank, dict[int, Link]()
         up, down, wire = state.pp, state.pp_down, state.wire
         for low, high in linked(placement):
@@ -278,13 +278,13 @@ class Transfers:
 
     def _message(self, action: Action, sizes: Sequence[int], forward_only: bool) -> Message:
         """Link and tensors of a transfer; of gradients, those of the tensors that learn."""
-        chunk, forward = self._chunks[action.chunk], action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+        unit, forward = self._units[action.unit], action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
         boundaries, samples, carried = self._boundaries, sizes[action.key[1]], dict[int, tuple[TensorSpec, str]]()
         assert boundaries is not None
-        for place, each in enumerate(chunk.receives if action.kind.is_receive == forward else chunk.hands_on):
+        for place, each in enumerate(unit.receives if action.kind.is_receive == forward else unit.hands_on):
             spec = boundaries.spec(each, samples)
             if forward:
                 carried[place] = replace(spec, learns=spec.learns and not forward_only), each.name
             elif spec.learns:
                 carried[place] = replace(spec, content=Content.DENSE, learns=False), f"gradient of {each.name}"
-        return self.links[self.placement[action.peer.chunk]], carried
+        return self.links[self.placement[action.peer.unit]], carried

@@ -92,7 +92,7 @@ def moments(schedule: Schedule, rank: int, units: Sequence[UnitMemory], exchange
     row, placement = schedule.actions[rank], schedule.placement
     again = {(unit, m) for unit, kind, m in row if kind is Kind.RECOMPUTE}
     cast = sum(unit.cast for unit, place in zip(units, placement, strict=True) if place == rank)
-    boundaries = [u for u in range(schedule.chunks) if crosses(placement, u) and rank in placement[u : u + 2]]
+    boundaries = [u for u in range(schedule.units) if crosses(placement, u) and rank in placement[u : u + 2]]
     messages = sum(units[unit].transfers for unit in boundaries)
     kept = cast
     for action in row:
@@ -145,7 +145,7 @@ def within_budget(schedule: Schedule, units: Sequence[UnitMemory], budget: float
     """
     chosen, least = frozenset[int](), 0
     for rank in range(schedule.ranks):
-        useful = [unit for unit in schedule.chunks_of(rank) if units[unit].held > units[unit].entering]
+        useful = [unit for unit in schedule.units_of(rank) if units[unit].held > units[unit].entering]
         useful.sort(key=lambda unit: (units[unit].held - units[unit].entering) / max(units[unit].again, 1e-9))
         taken = frozenset[int]()
         need = _need(schedule, rank, units, taken)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from megasnn.batching import micro_batches_of
+from megasnn.batching import micro_batch_counts
 from megasnn.config import ParallelConfig, PretrainConfig
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
@@ -47,15 +47,15 @@ class PipelinePlan:
     weight_ranks: int = 1
 
     @property
-    def executed_bounds(self) -> list[range]:
-        """Layers of each unit, which is what a schedule that is executed calls a chunk."""
+    def unit_bounds(self) -> list[range]:
+        """Layers of each unit."""
         return self.schedules.unit_bounds(self.bounds)
 
     def simulation(self, micro_batches: int) -> Simulation | None:
         """Simulation of a step of so many micro-batches, in seconds; None without costs."""
         if self.costs is None:
             return None
-        costs = self.costs.of_chunks(self.executed_bounds, self.schedules.executed_placement)
+        costs = self.costs.of_chunks(self.unit_bounds, self.schedules.unit_placement)
         weights = self.schedules.weights
         if weights is not None:
             costs = self.costs.with_unshards(costs, weights.unit_bytes, self.weight_ranks)
@@ -92,8 +92,7 @@ def plan_pipeline(
         ValueError: on every rank, what the schedule cannot place, or a budget that it cannot keep.
     """
     training, parallel, stages, replicas = config.training, config.parallel, state.pp.size, state.dp.size
-    shares = {len(micro_batches_of(training.micro_batches, replicas, each)) for each in (0, replicas - 1)}
-    counts = [config.windows * each for each in sorted(shares, reverse=True)]
+    counts = micro_batch_counts(training.global_batch_size, training.micro_batch_size, replicas, config.windows)
     if training.evaluate_only:  # no activation is kept, so none is recomputed; there are no other steps
         parallel = replace(parallel, recompute=NEVER, memory_budget=None)
         counts = counts[:1]

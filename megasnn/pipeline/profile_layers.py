@@ -187,7 +187,6 @@ class _Trial:
             gradient=gradient,
             output=sum(each.nbytes for each in self.output),
             deferred=counted["deferred"][1],
-            parameters=sum(each.nbytes for each in self._chunk.parameters()),
             collectives=self._traffic[0],
             exchanged=self._traffic[1],
             found=self._found(),

@@ -7,7 +7,7 @@ so that layers compute with values that mean nothing and tensors of the right si
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -37,19 +37,13 @@ CONTEXT_SIZES = 2, 3, 4, 6, 8, 12, 16, 24, 32
 CPU = torch.device("cpu")
 
 
-def analyze(
-    config: PretrainConfig,
-    tensor_sizes: Iterable[int] = TENSOR_SIZES,
-    context_sizes: Iterable[int] = CONTEXT_SIZES,
-    measure: bool = False,
-) -> Analysis:
+def analyze(config: PretrainConfig, measure: bool = False) -> Analysis:
     """Analysis of a model, as `plan` needs it.
 
     With `measure` it is called in a process by itself, or in each that torchrun has started: these measure together,
     and the result is the same on all of them.
 
     Args:
-        tensor_sizes, context_sizes: that are asked for.
         measure: seconds of the layers are measured on this device, and its links where there are several ranks.
     Raises:
         ConfigError: one rank cannot build the model.
@@ -57,30 +51,25 @@ def analyze(
     if wrong := config.model.problems(1) or building_problems(config.model, config.neuron.spec, 1):
         raise ConfigError(wrong)
     description = describe(config.model, config.neuron.spec)
-    tensors, contexts = sorted({1, *tensor_sizes}), sorted({2, *context_sizes} - {1})
     if not measure:
-        return counted_sizes(description, config, tensors, contexts)
+        return counted_sizes(description, config)
     from megasnn.planner.measure import measured
 
     device, _ = choose_device(config.parallel.backend, config.parallel.device)
     is_first = os.environ.get("RANK", "0") == "0"
-    counted = counted_sizes(description, config, tensors, contexts, device.type == "cpu") if is_first else None
+    counted = counted_sizes(description, config, device.type == "cpu") if is_first else None
     return measured(description, config, counted)
 
 
-def counted_sizes(
-    description: ModelDescription,
-    config: PretrainConfig,
-    tensor_sizes: Sequence[int],
-    context_sizes: Sequence[int],
-    on_cpu: bool = False,
-) -> Analysis:
+def counted_sizes(description: ModelDescription, config: PretrainConfig, on_cpu: bool = False) -> Analysis:
     """All that needs no clock. No process group may be there.
 
     Args:
         on_cpu: bytes are those of a run on a CPU, which may form sums over spikes; otherwise of dense products.
     """
     layers = tuple(map(_facts, description.layers))
+    tensor_sizes = sorted({*TENSOR_SIZES, config.parallel.tensor_model_parallel_size})
+    context_sizes = sorted({*CONTEXT_SIZES, config.parallel.context_parallel_size} - {1})
     samples = _refusal(config, 1, 2, "samples")  # whether they can be shared does not depend on the number of ranks
     possible: dict[CutAxis, dict[int, str | None]] = {
         "tensor": {size: _refusal(config, size, 1, "samples") for size in tensor_sizes},

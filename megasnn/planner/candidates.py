@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import product
 from typing import Literal
 
-from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.validate import layout_problems
@@ -26,19 +26,19 @@ MOST_CHUNKS = 3  # on a rank, of schedules that take any number
 class Layout:
     """
     Attributes:
-        grid: sizes of the axes. cut: how context parallel ranks share a micro-batch.
+        grid: sizes of the axes. micro_batch_size: samples of a micro-batch.
+        cut: how context parallel ranks share a micro-batch.
         schedule: its name. chunks: on each pipeline rank.
         recompute: a name in `RECOMPUTE`. shards_optimizer: replicas own rows (ZeRO-1).
-        micro_batch_size: samples of a micro-batch; None: as the configuration has it.
     """
 
     grid: Grid
+    micro_batch_size: int
     cut: ContextCut = "samples"
     schedule: str = "1f1b"
     chunks: int = 1
     recompute: str = NEVER
     shards_optimizer: bool = False
-    micro_batch_size: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -61,10 +61,6 @@ class Layout:
         """Number of parts of a layout: axes besides data, and what is no default. Simpler layouts have fewer."""
         shared = sum(self.grid.size(axis) > 1 for axis in AXES if axis != "dp_replicate")
         return shared + (self.chunks > 1) + (self.recompute != NEVER) + self.shards_optimizer
-
-    def micro_batches(self, count: int) -> int:
-        """Micro-batches of a global batch of so many, for the replica that has the most."""
-        return len(micro_batches_of(count, self.grid.replicas, 0))
 
     def own_samples(self, size: int) -> int:
         """Samples of a micro-batch of so many that a rank has at most."""
@@ -101,8 +97,7 @@ class Layout:
             words.append(self.schedule + (f" with {self.chunks} chunks a rank" if self.chunks > 1 else ""))
         words += [f"recompute {self.recompute}"] * (self.recompute != NEVER)
         words += ["sharded optimizer"] * self.shards_optimizer
-        words += [f"micro-batches of {self.micro_batch_size}"] * (self.micro_batch_size is not None)
-        return ", ".join(words)
+        return ", ".join([*words, f"micro-batches of {self.micro_batch_size}"])
 
 
 @dataclass(frozen=True)
@@ -110,21 +105,19 @@ class Candidate:
     """A layout that was looked at.
 
     Attributes:
-        seconds, bytes: of a step, and that the largest rank needs; estimated, or simulated. None: it cannot be.
+        seconds, bytes: of a step, and that the largest rank needs; estimated, or simulated. Infinite: it cannot be.
         reason: why it was not taken; "" of the one that was.
     """
 
     layout: Layout
-    seconds: float | None
-    bytes: float | None
+    seconds: float = math.inf
+    bytes: float = math.inf
     simulated: bool = False
     reason: str = ""
 
 
-def with_size(config: PretrainConfig, micro_batch_size: int | None) -> PretrainConfig:
-    """Configuration with micro-batches of so many samples; None: unchanged."""
-    if micro_batch_size is None:
-        return config
+def with_size(config: PretrainConfig, micro_batch_size: int) -> PretrainConfig:
+    """Configuration with micro-batches of so many samples."""
     return replace(config, training=replace(config.training, micro_batch_size=micro_batch_size))
 
 
@@ -138,13 +131,13 @@ def layouts(
     analysis: Analysis,
     config: PretrainConfig,
     counts: list[int],
+    sizes: Sequence[int],
     may_be_best: Callable[[Layout], bool] = lambda _: True,
-    sizes: Sequence[int | None] = (None,),
 ) -> Iterator[tuple[Layout, str]]:
     """Yields every layout with the reason why it cannot be, "" where it can; most devices first.
 
     Args:
-        counts: numbers of devices. sizes: of micro-batches; None: as the configuration has it.
+        counts: numbers of devices. sizes: of micro-batches.
         may_be_best: asked of a grid's plain layout (1F1B); the others of the grid are left out where it says no.
     """
     tensors, contexts = analysis.possible["tensor"], sorted({1, *analysis.possible["samples"]})
@@ -152,7 +145,7 @@ def layouts(
         for grid in _grids(count, list(tensors), contexts, len(analysis.layers)):
             cuts: tuple[ContextCut, ...] = ("samples", "rows") if grid.cp > 1 else ("samples",)
             for cut in cuts:
-                yield from _of_grid(analysis, config, Layout(grid, cut, micro_batch_size=size), may_be_best)
+                yield from _of_grid(analysis, config, Layout(grid, size, cut), may_be_best)
 
 
 def _grids(ranks: int, tensor: list[int], context: list[int], layers: int) -> Iterator[Grid]:
@@ -183,7 +176,7 @@ def _of_grid(
     for name, chunks in _schedules(grid.pp, len(analysis.layers)):
         for recompute in (NEVER, "always"):
             for shards in (False, True)[: 1 + (plain.copies > 1)]:
-                layout = Layout(grid, plain.cut, name, chunks, recompute, shards, plain.micro_batch_size)
+                layout = Layout(grid, plain.micro_batch_size, plain.cut, name, chunks, recompute, shards)
                 if not _is_asked(config, layout, whole=True):
                     continue
                 problems = layout_problems(with_layout(config, layout), grid.world_size, lambda: analysis.units)

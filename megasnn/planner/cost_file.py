@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import with_config
 
+from megasnn.checkpoint.format import config_differences
 from megasnn.config.pretrain import PretrainConfig
 from megasnn.config.values import to_dict
 from megasnn.files import STRICT, DescriptionError, FreeForm, described, write_whole
@@ -77,32 +78,22 @@ class Counted:
     tensors: tuple[tuple[HeldTensor, ...], ...]
 
 
-@with_config(STRICT)
-@dataclass(frozen=True)
-class LayerSeconds:
-    """Seconds of one micro-batch through one layer; fields as in `LayerCost`."""
-
-    forward: float
-    input_gradient: float
-    weight_gradient: float
+Seconds = tuple[float, float, float]
+"""Of one micro-batch through one layer: forward, input gradient, weight gradient."""
 
 
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Timed:
-    """Measured seconds of all layers.
+    """Measured seconds of all layers on a rank that shares none.
 
     Attributes:
-        tensor, context, cut: as in `Counted`; where they are more than one, exchanges are a part of the seconds.
         samples: that this rank computes. ranks: how many computed at the same time on the machine.
     """
 
-    tensor: int
-    context: int
-    cut: ContextCut
     samples: int
     ranks: int
-    seconds: tuple[LayerSeconds, ...]
+    seconds: tuple[Seconds, ...]
 
 
 @with_config(STRICT)
@@ -152,15 +143,9 @@ def identity(config: PretrainConfig) -> dict[str, FreeForm]:
 
 def differences(analysis: Analysis, config: PretrainConfig) -> list[str]:
     """Entries of `identity` that are others in the costs."""
-    theirs, mine = analysis.about, identity(config)
     if analysis.model != config.model.name:
         return [f"they are of {analysis.model}, and the model is {config.model.name}"]
-    return [
-        f"{part}.{name} is {theirs[part].get(name, 'not there')} in the costs and {value} here"
-        for part, values in mine.items()
-        for name, value in values.items()
-        if theirs[part].get(name, "not there") != value
-    ]
+    return list(config_differences(analysis.about, identity(config)))
 
 
 def write(analysis: Analysis, path: Path) -> None:

@@ -1,14 +1,14 @@
-"""Costs of a rank's layers for one micro-batch at any size: measured, scaled from what was measured, or computed."""
+"""Costs of a rank's layers for one micro-batch at any size: scaled from what was measured, or computed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megasnn.grid import ContextCut
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, for_samples
-from megasnn.planner.cost_file import Analysis, Counted, CutAxis, HeldTensor, LayerSeconds, Timed
+from megasnn.planner.cost_file import Analysis, Counted, CutAxis, HeldTensor, Seconds
 from megasnn.planner.machines import Machine
 
 
@@ -29,31 +29,60 @@ class Share:
     ranks: int
 
 
-WHOLE = "held", "message", "gradient", "output", "deferred", "parameters", "found", "cast"
+BYTES = "held", "message", "gradient", "output", "deferred", "found", "cast"
 
 
 def counted_costs(analysis: Analysis, share: Share) -> list[LayerCost]:
     """The bytes of each layer, and what ranks that share it exchange; seconds are 0.
 
-    Sizes that were not counted follow from one rank and from the size that was: a share of channels takes whole +
-    cut / n bytes; a share of rows cut / n, and the rows of its neighbours. Raises ValueError for a size that cannot be.
+    Where two axes share a layer, it keeps of each axis' part what the other one leaves. Raises ValueError for a size
+    that cannot be.
     """
     alone = _at(analysis, share, analysis.alone)
-    costs = alone
-    if share.tensor > 1:
-        some = _counted(analysis, "tensor", share.tensor)
-        pairs = zip(alone, _at(analysis, share, some), strict=True)
-        costs = [_shrunk(*pair, some.tensor, share.tensor, False) for pair in pairs]
-    if share.context == 1:
-        return costs
-    some = _counted(analysis, share.cut, share.context)
-    shared = _at(analysis, share, some)
-    if share.cut == "rows":
-        by_rows = [_shrunk(*pair, some.context, share.context, True) for pair in zip(alone, shared, strict=True)]
-        together = zip(costs, by_rows, alone, strict=True)
-        return by_rows if share.tensor == 1 else [_of_both(*each, share) for each in together]
-    # Beside its samples a rank has what norms keep and exchange, which does not depend on the number of samples.
-    return [_with_norms(*each, share.context - 1, share.tensor) for each in zip(costs, shared, alone, strict=True)]
+    axes: list[tuple[CutAxis, int]] = [("tensor", share.tensor), (share.cut, share.context)]
+    shared = [_shared(analysis, share, alone, axis, size) for axis, size in axes if size > 1]
+    if len(shared) < 2:
+        return shared[0] if shared else alone
+    # Exchanges between ranks that share channels were counted for the rank's own samples, and of all rows.
+    parts = share.context if share.cut == "rows" else 1
+    found = []
+    for whole, tensor, context in zip(alone, *shared, strict=True):
+        both = _each(lambda one, some, other: -(-some * other // one) if one else some + other, whole, tensor, context)
+        both["exchanged"] = tensor.exchanged // parts + context.exchanged // share.tensor
+        found.append(replace(whole, collectives=tensor.collectives + context.collectives, **both))
+    return found
+
+
+def _shared(analysis: Analysis, share: Share, alone: Sequence[LayerCost], axis: CutAxis, size: int) -> list[LayerCost]:
+    """Costs where ranks share layers along one axis alone.
+
+    Sizes that were not counted follow from one rank and from the size that was: a share of channels takes whole +
+    cut / n bytes; a share of rows cut / n, and the rows of its neighbours. Beside its samples a rank has what norms
+    keep and exchange, which does not depend on the number of samples.
+    """
+    counted = _counted(analysis, axis, size)
+    at = counted.tensor * counted.context
+    received = (1 - 1 / size) / (1 - 1 / at)  # of what all ranks have, a rank receives the others' part
+
+    def of_channels(one: int, some: int) -> int:
+        cut = (one - some) / (1 - 1 / at)
+        return max(0, round(one - cut + cut / size))
+
+    def of_rows(one: int, some: int) -> int:
+        return round(max(some - one / at, 0) + one / size)
+
+    found = []
+    for one, some in zip(alone, _at(analysis, share, counted), strict=True):
+        if axis == "samples":
+            exchanged = (size - 1) * some.exchanged
+            found.append(
+                replace(one, held=some.held, found=some.found, exchanged=exchanged, collectives=some.collectives)
+            )
+        elif axis == "rows":  # which do not cut weights
+            found.append(replace(some, **_each(of_rows, one, some) | {"cast": one.cast}))
+        else:
+            found.append(replace(some, exchanged=round(some.exchanged * received), **_each(of_channels, one, some)))
+    return found
 
 
 def held_tensors(analysis: Analysis, tensor: int) -> tuple[tuple[HeldTensor, ...], ...]:
@@ -82,59 +111,14 @@ def _counted(analysis: Analysis, axis: CutAxis, size: int) -> Counted:
     return analysis.shared[axis]
 
 
+def _each(of: Callable[..., int], *costs: LayerCost) -> dict[str, Any]:
+    """Fields of bytes, each of which `of` computes from those of the costs."""
+    values: dict[str, Any] = {name: of(*(getattr(cost, name) for cost in costs)) for name in BYTES}
+    return values | {"working": tuple(map(of, *(cost.working for cost in costs)))}
+
+
 def _at(analysis: Analysis, share: Share, counted: Counted) -> list[LayerCost]:
     return [for_samples(of_sizes, share.samples, analysis.sizes) for of_sizes in zip(*counted.costs, strict=True)]
-
-
-def _shrunk(alone: LayerCost, part: LayerCost, counted_at: int, size: int, is_rows: bool) -> LayerCost:
-    def bytes_of(one: int, some: int) -> int:
-        if is_rows:
-            return round(max(some - one / counted_at, 0) + one / size)
-        cut = (one - some) / (1 - 1 / counted_at)
-        return max(0, round(one - cut + cut / size))
-
-    received = (1 - 1 / size) / (1 - 1 / counted_at)  # of what all ranks have, a rank receives the others' part
-    forward, inputs, weights = map(bytes_of, alone.working, part.working)
-    counts: dict[str, Any] = {name: bytes_of(getattr(alone, name), getattr(part, name)) for name in WHOLE}
-    exchanged = part.exchanged if is_rows else round(part.exchanged * received)
-    return replace(part, working=(forward, inputs, weights), exchanged=exchanged, **counts)
-
-
-def _with_norms(cost: LayerCost, shared: LayerCost, alone: LayerCost, others: int, tensor: int) -> LayerCost:
-    """
-    Args:
-        shared, alone: with one other rank, and without. others: how many there are.
-    """
-    more = (shared.held - alone.held) // tensor
-    return replace(
-        cost,
-        held=cost.held + more,
-        found=cost.found + (shared.found - alone.found) // tensor,
-        exchanged=cost.exchanged + others * shared.exchanged // tensor,
-        collectives=cost.collectives + shared.collectives,
-    )
-
-
-def _of_both(of_tensor: LayerCost, by_rows: LayerCost, alone: LayerCost, share: Share) -> LayerCost:
-    """Args: of_tensor, by_rows, alone: with channels shared, with rows shared, and with nothing shared."""
-
-    def part(one: int, other: int, whole: int) -> int:
-        return -(-one * other // whole) if whole else one
-
-    parts: dict[str, Any] = {
-        name: part(*(getattr(each, name) for each in (of_tensor, by_rows, alone))) for name in _CUT
-    }
-    forward, inputs, weights = map(part, of_tensor.working, by_rows.working, alone.working)
-    return replace(
-        of_tensor,
-        working=(forward, inputs, weights),
-        exchanged=of_tensor.exchanged // share.context + by_rows.exchanged // share.tensor,
-        collectives=of_tensor.collectives + by_rows.collectives,
-        **parts,
-    )
-
-
-_CUT = "held", "message", "gradient", "found", "deferred", "output"
 
 
 def layer_costs(analysis: Analysis, machine: Machine, share: Share, link: LinkCost) -> tuple[LayerCost, ...]:
@@ -144,59 +128,37 @@ def layer_costs(analysis: Analysis, machine: Machine, share: Share, link: LinkCo
         link: the slower one between the ranks that share layers.
     """
     costs = counted_costs(analysis, share)
-    reference = _nearest(analysis.timed, share)
-    computed = _computed(analysis, machine, costs, share)
-    if reference is None:
-        return tuple(
-            _with_exchanges(replace(cost, **vars(each)), link, True) for cost, each in zip(costs, computed, strict=True)
-        )
-    of_reference = Share(reference.tensor, reference.context, reference.cut, reference.samples, reference.ranks)
-    then = _computed(analysis, machine, counted_costs(analysis, of_reference), of_reference)
-    shared_there = (reference.tensor, reference.context) == (share.tensor, share.context)
+    seconds = _computed(analysis, machine, costs, share)
+    if analysis.timed:
+        timed = min(analysis.timed, key=lambda each: abs(each.ranks - share.ranks))
+        of_timed = Share(1, 1, "samples", timed.samples, timed.ranks)
+        then = _computed(analysis, machine, counted_costs(analysis, of_timed), of_timed)
+        seconds = [_scaled(*each) for each in zip(timed.seconds, seconds, then, strict=True)]
     found = []
-    for cost, seconds, now, before in zip(costs, reference.seconds, computed, then, strict=True):
-        scaled = {
-            name: value * (getattr(now, name) / getattr(before, name) if getattr(before, name) else 1.0)
-            for name, value in vars(seconds).items()
-        }
-        found.append(_with_exchanges(replace(cost, **scaled), link, not shared_there))
+    for cost, (forward, inputs, weights) in zip(costs, seconds, strict=True):
+        # Exchanges between ranks that share a layer hold up its computing; most of their bytes are gradients.
+        waits = cost.collectives * link.latency + cost.exchanged * link.per_byte if cost.collectives else 0.0
+        found.append(replace(cost, forward=forward, input_gradient=inputs + waits, weight_gradient=weights))
     return tuple(found)
 
 
-def _nearest(timed: Sequence[Timed], share: Share) -> Timed | None:
-    """Measurement made in the most similar way: of the same size, or of one rank's; with as many ranks at work."""
-
-    def distance(each: Timed) -> tuple[bool, int, int]:
-        is_same = (each.tensor, each.context) == (share.tensor, share.context)
-        is_same &= each.context == 1 or each.cut == share.cut
-        return not is_same, abs(each.ranks - share.ranks), abs(each.samples - share.samples)
-
-    whole = [each for each in timed if each.tensor * each.context == 1]
-    same = [each for each in timed if not distance(each)[0]]
-    return min(same or whole, key=distance, default=None)
-
-
-def _computed(analysis: Analysis, machine: Machine, costs: Sequence[LayerCost], share: Share) -> list[LayerSeconds]:
+def _computed(analysis: Analysis, machine: Machine, costs: Sequence[LayerCost], share: Share) -> list[Seconds]:
     """By the machine's rates; the first layer needs no gradient of its input."""
-    found, faster = [], machine.alone if share.ranks == 1 else 1.0
+    found = []
     rate = machine.operations.get(analysis.precision, machine.operations["fp32"])
     for number, (layer, cost) in enumerate(zip(analysis.layers, costs, strict=True)):
         rows = share.context if share.cut == "rows" and layer.rows > 1 else 1
         product = layer.operations * share.samples / share.tensor / rows / rate
         moved = (3 * cost.held + cost.output) / machine.moved
-        seconds = {
-            "forward": product + moved,
-            "input_gradient": (product if number else 0.0) + moved,
-            "weight_gradient": product + cost.held / machine.moved,
-        }
-        parts = {name: (machine.start + max(machine.least, each)) / faster for name, each in seconds.items()}
-        found.append(LayerSeconds(**parts))
+        parts = product + moved, (product if number else 0.0) + moved, product + cost.held / machine.moved
+        forward, inputs, weights = (machine.start + max(machine.least, each) for each in parts)
+        found.append((forward, inputs, weights))
     return found
 
 
-def _with_exchanges(cost: LayerCost, link: LinkCost, adds: bool) -> LayerCost:
-    """Exchanges between the ranks that share a layer hold up its computing; most of their bytes are gradients."""
-    if not adds or not cost.collectives:
-        return cost
-    seconds = cost.collectives * link.latency + cost.exchanged * link.per_byte
-    return replace(cost, input_gradient=cost.input_gradient + seconds)
+def _scaled(measured: Seconds, computed: Seconds, before: Seconds) -> Seconds:
+    """Seconds that were measured, times the ratio of those computed for this share and for the measured one."""
+    forward, inputs, weights = (
+        each * (now / then if then else 1.0) for each, now, then in zip(measured, computed, before, strict=True)
+    )
+    return forward, inputs, weights

@@ -29,7 +29,6 @@ class Machine:
             reaches.
         least: seconds that each of the three parts of a layer takes at least, for what has to be started.
         start: seconds that each of these parts takes besides, for programs that are not compiled.
-        alone: how many times as fast a rank computes with nobody beside it on its node, where cores share a clock.
         update: seconds that an optimizer's step takes for each byte of the parameters.
         within, between: links of a device to others of its node, and of other nodes.
         program: bytes of a rank besides tensors: interpreter, libraries; on a GPU its context and message buffers.
@@ -50,7 +49,6 @@ class Machine:
     rest: float
     told: str
     start: float = 0.0
-    alone: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -144,10 +142,9 @@ DEVICES: Registry[Machine] = Registry(
             program=0.45e9,
             rest=0.0,
             told="fitted to ten layouts of one core and of two cores of an AMD EPYC, with --sparse-products off; ten "
-            "others came out within 6 % (docs/planner.md). Sums over spikes take less time, the fewer they are: "
+            "others came out within 10 % (docs/planner.md). Sums over spikes take less time, the fewer they are: "
             "--measure takes them as they are",
             start=1.18e-3,
-            alone=1.04,
         ),
     },
     also=(AUTO,),

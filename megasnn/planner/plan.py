@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
+from megasnn.batching import most_micro_batches
 from megasnn.config import ConfigError, PretrainConfig
 from megasnn.config.checks import flag
 from megasnn.config.training import LENGTHS
@@ -25,7 +26,7 @@ from megasnn.planner.machines import Cluster
 from megasnn.planner.predict import Predicted
 from megasnn.planner.search import PlanError, Search
 
-SIMULATIONS, SECONDS = 20, 20.0
+SIMULATIONS = 20
 NOT_PLANNED = (
     *("memory_budget", "pipeline_model_parallel_layout", "weight_gradients"),
     *("bptt_steps", "cuda_graphs"),
@@ -69,7 +70,6 @@ def plan(
     cluster: Cluster,
     prefer: Prefer = "speed",
     simulations: int = SIMULATIONS,
-    seconds: float = SECONDS,
     micro_batch_sizes: Sequence[int] = (),
 ) -> Plan:
     """Looks at all layouts by estimates, and simulates the best of them.
@@ -79,7 +79,7 @@ def plan(
     Args:
         prefer: the fastest step; the smallest peak of a rank's memory; or room for the largest micro-batches. The
             latter two take nothing that is slower than one device, where that fits.
-        simulations: of layouts that fit, at most. seconds: for them.
+        simulations: of layouts that fit, at most.
         micro_batch_sizes: to choose from; by default that of the configuration, which defines what is computed.
     Raises:
         ConfigError: what no layout can be right for. PlanError: costs of another model, or no layout that fits.
@@ -93,13 +93,13 @@ def plan(
         raise PlanError(f"these costs do not serve: {'; '.join(other)}; analyze this model (--costs with a new file)")
     if _is_of_another(analysis, cluster):
         analysis = replace(analysis, timed=())  # seconds of one device say nothing of another
-    search = Search(analysis, config, cluster, prefer, micro_batch_sizes or (None,))
-    chosen, predicted, looked_at, simulated = search.best(simulations, seconds)
+    search = Search(analysis, config, cluster, prefer, micro_batch_sizes or (config.training.micro_batch_size,))
+    chosen, predicted, looked_at, simulated = search.best(simulations)
     rest = sorted((each for each in looked_at if each != chosen), key=search.rank)
     return Plan(
         layout=chosen.layout,
         predicted=predicted,
-        bytes=chosen.bytes or 0.0,
+        bytes=chosen.bytes,
         largest_micro_batch=search.largest_micro_batch(chosen),
         cluster=cluster,
         prefer=prefer,
@@ -132,7 +132,8 @@ def problems(config: PretrainConfig, cluster: Cluster) -> list[str]:
 def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterator[str]:
     """Advice on what is not the planner's to change."""
     training, grid = config.training, layout.grid
-    count, stages = layout.micro_batches(training.micro_batches), grid.pp
+    count = most_micro_batches(training.global_batch_size, training.micro_batch_size, grid.replicas)
+    stages = grid.pp
     if stages > 1 and count < 4 * stages:
         # Of the sizes that divide the batch, the largest that gives four micro-batches a stage.
         most = training.global_batch_size // (grid.replicas * 4 * stages)
@@ -178,13 +179,11 @@ def command(found: Plan, config: PretrainConfig, path: Path) -> str:
     run = f"{_program(config)} --config {shlex.quote(str(path))}"
     if all(getattr(config.training, name) is None for name in LENGTHS):
         run += " --train-epochs N"
-    if ranks == 1:
-        return f"python {run}"
-    if ranks <= of_node:
-        return f"torchrun --standalone --nproc-per-node {ranks} {run}"
-    nodes = -(-ranks // of_node)
-    meet = "--rdzv-id JOB --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:PORT_OF_THE_JOB"
-    return f"torchrun --nnodes {nodes} --nproc-per-node {of_node} {meet} {run}"
+    where = "--standalone"
+    if ranks > of_node:
+        meet = "--rdzv-id JOB --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:PORT_OF_THE_JOB"
+        where = f"--nnodes {-(-ranks // of_node)} {meet}"
+    return f"torchrun {where} --nproc-per-node {min(ranks, of_node)} {run}"
 
 
 def _program(config: PretrainConfig) -> str:

@@ -9,7 +9,7 @@ from functools import cache, lru_cache, partial
 from itertools import chain
 from typing import NamedTuple
 
-from megasnn.batching import micro_batches_of
+from megasnn.batching import micro_batch_counts
 from megasnn.config import PretrainConfig
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.peak_memory import peak_moments, unit_memory
@@ -31,7 +31,6 @@ from megasnn.schedule import (
     Kind,
     Schedule,
     SchedulePlan,
-    Simulation,
     generate,
     per_stage,
     plan_schedule,
@@ -70,14 +69,17 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Attributes: memory: of each pipeline rank. bounds: layers of each chunk. idle: share of the ranks' time."""
+    """
+    Attributes:
+        memory: of each pipeline rank. bounds: layers of each chunk. idle: share of the ranks' time.
+        micro_batches: of the replica that has the most.
+    """
 
     time: StepTime
     memory: tuple[MemoryForecast, ...]
     bounds: tuple[range, ...]
     idle: float
-    schedule: Schedule
-    simulation: Simulation
+    micro_batches: int
 
 
 class Stage(NamedTuple):
@@ -138,7 +140,7 @@ class Predictor:
         costs, bounds, count = self.costs(layout), self.bounds(layout), self.micro_batches(layout)
         plan = self._schedule_plan(layout, bounds, costs, count)
         schedule, executed = plan.training(count), plan.unit_bounds(bounds)
-        of_units = costs.of_chunks(executed, plan.executed_placement)
+        of_units = costs.of_chunks(executed, plan.unit_placement)
         if plan.weights is not None:
             of_replicas = replace(costs, link=self._cluster.link(layout.grid, "dp_shard"))
             of_units = of_replicas.with_unshards(of_units, plan.weights.unit_bytes, layout.grid.dp_shard)
@@ -152,7 +154,7 @@ class Predictor:
             sharing=sharing,
         )
         memory = self._memory(layout, plan, schedule, executed, costs)
-        return Predicted(time, memory, bounds, result.idle_share, schedule, result)
+        return Predicted(time, memory, bounds, result.idle_share, count)
 
     def costs(self, layout: Layout) -> PipelineCosts:
         """Costs of all layers on a rank, and of its links. Raises ValueError for a size that cannot be."""
@@ -178,7 +180,11 @@ class Predictor:
 
     def micro_batches(self, layout: Layout) -> int:
         """Micro-batches of the replica that has the most."""
-        return layout.micro_batches(self._sized(layout.micro_batch_size).training.micro_batches)
+        return self._counts(layout)[0]
+
+    def _counts(self, layout: Layout) -> tuple[int, ...]:
+        training = self._sized(layout.micro_batch_size).training
+        return micro_batch_counts(training.global_batch_size, training.micro_batch_size, layout.grid.replicas)
 
     def agreement(self, layout: Layout) -> float:
         """Seconds of what a step reads, which is a sum over all ranks of a few numbers."""
@@ -286,11 +292,8 @@ class Predictor:
             return costs.of_chunks(self.bounds(layout, placement), placement, layout.recompute != NEVER)
 
         plan = plan_schedule(layout.schedule, layout.grid.pp, layout.chunks, count, costs_of)
-        counts = [count]
-        if layout.grid.dp_shard > 1:  # which cannot be where replicas would gather in other orders
-            all_of_step = self._sized(layout.micro_batch_size).training.micro_batches
-            replicas = layout.grid.replicas
-            counts = list(dict.fromkeys([count, len(micro_batches_of(all_of_step, replicas, replicas - 1))]))
+        # Replicas that would gather in other orders are refused.
+        counts = self._counts(layout) if layout.grid.dp_shard > 1 else (count,)
         plan = replace(plan, decided=tuple(map(plan.of_chunks, counts)))
         if layout.recompute != NEVER or layout.grid.dp_shard > 1:
             plan = plan.in_units(bounds, layout.recompute)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import isinf
 
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.planner.candidates import Candidate
@@ -51,7 +52,7 @@ def table(plan: Plan) -> str:
         f"  memory of the largest rank {plan.bytes / GB:.2f} of {cluster.machine.memory / GB:.2f} GB: "
         f"{1e-6 * plan.bytes:.0f} MB = {largest.told}"
         + (f" + what an allocator keeps unused {unused:.0f}" if unused >= 1 else ""),
-        f"  {plan.predicted.schedule.micro_batches} micro-batch(es) a replica; the largest that would fit has about "
+        f"  {plan.predicted.micro_batches} micro-batch(es) a replica; the largest that would fit has about "
         f"{plan.largest_micro_batch} samples",
     ]
     if layout.grid.pp > 1:
@@ -65,14 +66,14 @@ def table(plan: Plan) -> str:
     for row in rows:
         cells = [text.ljust(width) for text, width in zip(row[:4], widths, strict=True)]
         lines.append("  ".join([*cells, row[4]]).rstrip())
-    refused = Counter(each.reason for each in plan.candidates if each.seconds is None)
+    refused = Counter(each.reason for each in plan.candidates if isinf(each.seconds))
     lines += [f"{count} cannot be: {reason}" for reason, count in refused.most_common(SHOWN)]
     return "\n".join(lines)
 
 
 def _row(each: Candidate) -> tuple[str, str, str, str, str]:
     name = str(each.layout)
-    if each.seconds is None or each.bytes is None:
+    if isinf(each.seconds):
         return name, "-", "-", "", each.reason
     how = "simulated" if each.simulated else "about"
     return name, f"{1e3 * each.seconds:.1f}", f"{each.bytes / GB:.2f}", how, each.reason or "taken"

@@ -12,7 +12,6 @@ import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -99,11 +98,7 @@ def _write_shards(
             pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker)
             stack.callback(pool.shutdown, cancel_futures=True)
             run = pool.map
-        try:
-            written = run(write, *zip(*tasks, strict=True))
-            return list(tqdm(written, total=len(tasks), unit=" shards", disable=None))
-        except BrokenProcessPool as error:
-            raise ValueError("a worker process was killed (out of memory?); try fewer --workers") from error
+        return list(tqdm(run(write, *zip(*tasks, strict=True)), total=len(tasks), unit=" shards", disable=None))
 
 
 def _write_task(encode: Encode, skip_broken: bool, path: Path, split: str, items: list[Item]) -> ShardRecord:

@@ -96,7 +96,7 @@ def _add_legend(figure: Figure, schedule: Schedule) -> None:
     from matplotlib.patches import Patch
 
     kinds = {action.kind for row in schedule.actions for action in row}
-    several = schedule.chunks > schedule.ranks
+    several = schedule.units > schedule.ranks
     handles = [Patch(color=WAITING, label="waiting")]
     for kind, (light, dark) in COLOURS.items():
         if kind in kinds:
@@ -106,4 +106,4 @@ def _add_legend(figure: Figure, schedule: Schedule) -> None:
 
 
 def _in_second_half(schedule: Schedule, action: Action) -> bool:
-    return schedule.chunks > schedule.ranks and action.chunk >= (schedule.chunks + 1) // 2
+    return schedule.units > schedule.ranks and action.unit >= (schedule.units + 1) // 2

@@ -107,7 +107,7 @@ class _Run:
     """
 
     def __init__(self, ticks: Ticks, order: Schedule, limit: float, gap: float) -> None:
-        ranks, chunks, placement = order.ranks, order.chunks, ticks.placement
+        ranks, chunks, placement = order.ranks, order.units, ticks.placement
         self.ticks, self.order = ticks, order
         self.rows: list[list[Action]] = [[] for _ in range(ranks)]
         self.left = [[*reversed(row)] for row in order.actions]

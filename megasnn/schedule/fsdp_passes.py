@@ -39,7 +39,7 @@ class SharedWeights:
 
     def gathered_and_buffers(self, schedule: Schedule, rank: int) -> tuple[int, int]:
         """Most bytes of gathered weights that a rank holds, and bytes of the buffers in which they come."""
-        units = [self.travelling[unit] for unit in schedule.chunks_of(rank) if self.unit_bytes[unit]]
+        units = [self.travelling[unit] for unit in schedule.units_of(rank) if self.unit_bytes[unit]]
         return max(weights_held(schedule, rank, self.unit_bytes)), max(units, default=0) * min(AT_ONCE, len(units))
 
 
@@ -82,6 +82,6 @@ def _with_reduce_scatters(row: Sequence[Action], units: Collection[int]) -> tupl
             result.append(due)
             due = None
         result.append(action)
-        if action.kind in FINISHING and action.chunk in units:
-            due = Action(action.chunk, Kind.REDUCE_SCATTER, action.micro_batch)
+        if action.kind in FINISHING and action.unit in units:
+            due = Action(action.unit, Kind.REDUCE_SCATTER, action.micro_batch)
     return (*result, *([] if due is None else [due]))

@@ -14,29 +14,29 @@ def activations_held(
 ) -> list[float]:
     """Activations that a rank holds after each of its actions.
 
-    Counted is what forwards keep for the backward: from a chunk's forward on a micro-batch until the end of its whole
+    Counted is what forwards keep for the backward: from a unit's forward on a micro-batch until the end of its whole
     backward, or of its weight gradient where the backward is split. An input gradient releases nothing. A forward that
     is computed again keeps its input until then. In evaluation a forward holds its own only while it runs. Not counted:
     tensors in transfer, gradients of activations, weights.
 
     Args:
-        activation: of each chunk for one micro-batch; when not given, a rank's chunks are equal parts of one stage, so
+        activation: of each unit for one micro-batch; when not given, a rank's units are equal parts of one stage, so
             that the figures are whole stages' micro-batches.
-        entering: the input of each chunk as it is kept; nothing when not given.
+        entering: the input of each unit as it is kept; nothing when not given.
     """
     shares = activation if activation is not None else stage_shares(schedule.placement)
     if schedule.forward_only:
-        return [shares[chunk] if kind is Kind.FORWARD else 0.0 for chunk, kind, _ in schedule.actions[rank]]
-    kept = entering or [0.0] * schedule.chunks
-    again = {(chunk, m) for chunk, kind, m in schedule.actions[rank] if kind is Kind.RECOMPUTE}
+        return [shares[unit] if kind is Kind.FORWARD else 0.0 for unit, kind, _ in schedule.actions[rank]]
+    kept = entering or [0.0] * schedule.units
+    again = {(unit, m) for unit, kind, m in schedule.actions[rank] if kind is Kind.RECOMPUTE}
     held, result = 0.0, []
-    for chunk, kind, m in schedule.actions[rank]:
+    for unit, kind, m in schedule.actions[rank]:
         if kind is Kind.FORWARD:
-            held += kept[chunk] if (chunk, m) in again else shares[chunk]
+            held += kept[unit] if (unit, m) in again else shares[unit]
         elif kind is Kind.RECOMPUTE:
-            held += shares[chunk] - kept[chunk]
+            held += shares[unit] - kept[unit]
         elif kind in FINISHING:
-            held -= shares[chunk]
+            held -= shares[unit]
         result.append(held)
     return result
 
@@ -53,6 +53,6 @@ def weights_held(schedule: Schedule, rank: int, unit_bytes: Sequence[int]) -> li
 
 
 def stage_shares(placement: Sequence[int]) -> list[float]:
-    """Part of its rank's stage that each chunk is: one over the number of chunks on the rank."""
-    chunks = Counter(placement)
-    return [1 / chunks[rank] for rank in placement]
+    """Part of its rank's stage that each unit is: one over the number of units on the rank."""
+    units = Counter(placement)
+    return [1 / units[rank] for rank in placement]

@@ -2,7 +2,7 @@
 
 Communication is added by a pass, not by the generators, as ``_add_send_recv`` in ``torch.distributed.pipelining`` does:
 a generator says in what order to compute, and nothing else. `refine` and `insert_recompute` are passes over a complete
-schedule; in the result every unit is a chunk, so that whatever reads schedules reads it.
+schedule, whose result whatever reads schedules reads, too.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from megasnn.registry import Registry
 from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, RECEIVES, Action, Kind, Schedule
 
 
-def crosses(placement: Sequence[int], chunk: int) -> bool:
-    """True if the output of a chunk goes to another rank; there are chunks before and behind it."""
-    return 0 <= chunk < len(placement) - 1 and placement[chunk] != placement[chunk + 1]
+def crosses(placement: Sequence[int], unit: int) -> bool:
+    """True if the output of a unit goes to another rank; there are units before and behind it."""
+    return 0 <= unit < len(placement) - 1 and placement[unit] != placement[unit + 1]
 
 
 def complete(order: Schedule) -> Schedule:
@@ -29,14 +29,14 @@ def complete(order: Schedule) -> Schedule:
 def insert_transfers(schedule: Schedule) -> Schedule:
     """Adds a receive right before each computation that needs one and a send after each that has a taker.
 
-    Neighbouring chunks on the same rank hand their tensors over without a transfer. A link is all that one rank sends
+    Neighbouring units on the same rank hand their tensors over without a transfer. A link is all that one rank sends
     to another, forward and backward. Receives on it are in the order of the sends: one whose turn comes before it is
     needed is received early.
     """
     placement, links = schedule.placement, defaultdict[tuple[int, int], deque[Action]](deque)
     for rank, order in enumerate(schedule.actions):
         for send in filter(None, (_send(action, placement) for action in order)):
-            links[rank, placement[send.peer.chunk]].append(send.peer)
+            links[rank, placement[send.peer.unit]].append(send.peer)
     rows = (tuple(_with_transfers(order, rank, placement, links)) for rank, order in enumerate(schedule.actions))
     return replace(schedule, actions=tuple(rows))
 
@@ -48,7 +48,7 @@ def _with_transfers(
     for action in order:
         needed = _receive(action, placement)
         if needed is not None and needed not in early:
-            link = links[placement[needed.peer.chunk], rank]
+            link = links[placement[needed.peer.unit], rank]
             while link:
                 following = link.popleft()
                 yield following
@@ -63,35 +63,35 @@ def _with_transfers(
 
 def _send(action: Action, placement: Sequence[int]) -> Action | None:
     """Send behind a computation."""
-    chunk, kind, m = action
-    if kind is Kind.FORWARD and crosses(placement, chunk):
-        return Action(chunk, Kind.SEND_FORWARD, m)
-    return Action(chunk, Kind.SEND_BACKWARD, m) if kind in PROPAGATING and crosses(placement, chunk - 1) else None
+    unit, kind, m = action
+    if kind is Kind.FORWARD and crosses(placement, unit):
+        return Action(unit, Kind.SEND_FORWARD, m)
+    return Action(unit, Kind.SEND_BACKWARD, m) if kind in PROPAGATING and crosses(placement, unit - 1) else None
 
 
 def _receive(action: Action, placement: Sequence[int]) -> Action | None:
     """Receive before a computation."""
-    chunk, kind, m = action
-    if kind is Kind.FORWARD and crosses(placement, chunk - 1):
-        return Action(chunk, Kind.RECV_FORWARD, m)
-    return Action(chunk, Kind.RECV_BACKWARD, m) if kind in PROPAGATING and crosses(placement, chunk) else None
+    unit, kind, m = action
+    if kind is Kind.FORWARD and crosses(placement, unit - 1):
+        return Action(unit, Kind.RECV_FORWARD, m)
+    return Action(unit, Kind.RECV_BACKWARD, m) if kind in PROPAGATING and crosses(placement, unit) else None
 
 
 def insert_gradient_reduction(schedule: Schedule) -> Schedule:
-    """Adds a REDUCE_GRAD for each chunk after its last backward and the send that others wait for."""
-    rows = tuple(_with_reduction(order, set(schedule.chunks_of(rank))) for rank, order in enumerate(schedule.actions))
+    """Adds a REDUCE_GRAD for each unit after its last backward and the send that others wait for."""
+    rows = tuple(_with_reduction(order, set(schedule.units_of(rank))) for rank, order in enumerate(schedule.actions))
     return replace(schedule, actions=rows)
 
 
-def _with_reduction(order: tuple[Action, ...], chunks: set[int]) -> tuple[Action, ...]:
+def _with_reduction(order: tuple[Action, ...], units: set[int]) -> tuple[Action, ...]:
     result = list(order)
     for index in range(len(order) - 1, -1, -1):
-        if not chunks:
+        if not units:
             break
-        chunk, kind, _ = order[index]
-        if chunk in chunks and (kind in FINISHING or kind is Kind.SEND_BACKWARD):
-            chunks.discard(chunk)
-            result.insert(index + 1, Action(chunk, Kind.REDUCE_GRAD))
+        unit, kind, _ = order[index]
+        if unit in units and (kind in FINISHING or kind is Kind.SEND_BACKWARD):
+            units.discard(unit)
+            result.insert(index + 1, Action(unit, Kind.REDUCE_GRAD))
     return tuple(result)
 
 
@@ -136,7 +136,7 @@ NEVER = "never"
 
 
 def insert_recompute(schedule: Schedule, wanted: Callable[[int, int], bool]) -> Schedule:
-    """Adds an R before the backward of each (chunk, micro-batch) that is wanted; its forward keeps its input alone.
+    """Adds an R before the backward of each (unit, micro-batch) that is wanted; its forward keeps its input alone.
 
     R comes before the rank waits for what the backward needs. Where nothing is computed between forward and backward
     there is nothing to gain, and no R.
@@ -149,13 +149,13 @@ def with_recompute(row: Sequence[Action], wanted: Callable[[int, int], bool]) ->
     result: list[Action] = []
     computed: Action | None = None  # the last computation
     for action in row:
-        chunk, kind, m = action
-        forward = Action(chunk, Kind.FORWARD, m)
-        if kind in PROPAGATING and m is not None and wanted(chunk, m) and computed != forward:
+        unit, kind, m = action
+        forward = Action(unit, Kind.FORWARD, m)
+        if kind in PROPAGATING and m is not None and wanted(unit, m) and computed != forward:
             at = len(result)
             while at and result[at - 1].kind in RECEIVES:
                 at -= 1
-            result.insert(at, Action(chunk, Kind.RECOMPUTE, m))
+            result.insert(at, Action(unit, Kind.RECOMPUTE, m))
         result.append(action)
         if kind in COMPUTE:
             computed = action

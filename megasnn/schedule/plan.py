@@ -29,7 +29,7 @@ class SchedulePlan:
         placement: pipeline rank of each chunk.
         costs: of each chunk; equal ones when not given.
         decided: schedules that were settled on before, where ranks must not search for themselves; of chunks.
-        units: number of units in which each chunk is executed; None: the chunks as they are.
+        units_per_chunk: number of units in which each chunk is executed; None: the chunks as they are.
         recompute: a name in `RECOMPUTE`: which forwards of units are computed again.
         chosen: units whose forwards are always computed again.
         weights: of units, where ranks shard them by rows; None: every rank has its own whole.
@@ -39,7 +39,7 @@ class SchedulePlan:
     placement: tuple[int, ...]
     costs: tuple[ChunkCost, ...] | None = None
     decided: tuple[Schedule, ...] = ()
-    units: tuple[int, ...] | None = None
+    units_per_chunk: tuple[int, ...] | None = None
     recompute: str = NEVER
     chosen: frozenset[int] = frozenset()
     weights: SharedWeights | None = None
@@ -50,7 +50,7 @@ class SchedulePlan:
         Args:
             bounds: layers of each chunk. recompute: as the attribute.
         """
-        return replace(self, units=tuple(max(1, len(span)) for span in bounds), recompute=recompute)
+        return replace(self, units_per_chunk=tuple(max(1, len(span)) for span in bounds), recompute=recompute)
 
     def sharing(self, weights: SharedWeights, micro_batches: Collection[int]) -> SchedulePlan:
         """Plan of the same schedule with weights that are gathered where they are used, in training and evaluation.
@@ -70,19 +70,19 @@ class SchedulePlan:
         return replace(self, weights=weights)
 
     @property
-    def units_of_chunks(self) -> tuple[int, ...]:
+    def unit_counts(self) -> tuple[int, ...]:
         """Number of units in which each chunk is executed."""
-        return self.units or (1,) * len(self.placement)
+        return self.units_per_chunk or (1,) * len(self.placement)
 
     @property
-    def executed_placement(self) -> tuple[int, ...]:
-        """Pipeline rank of each unit, which is what the executor takes for a chunk."""
-        counts = zip(self.placement, self.units_of_chunks, strict=True)
+    def unit_placement(self) -> tuple[int, ...]:
+        """Pipeline rank of each unit."""
+        counts = zip(self.placement, self.unit_counts, strict=True)
         return tuple(rank for rank, count in counts for _ in range(count))
 
     def unit_bounds(self, bounds: Sequence[range]) -> list[range]:
         """Layers of each unit, from those of each chunk: one layer, or the rest of a chunk."""
-        return [part for span, count in zip(bounds, self.units_of_chunks, strict=True) for part in _split(span, count)]
+        return [part for span, count in zip(bounds, self.unit_counts, strict=True) for part in _split(span, count)]
 
     @property
     def stages(self) -> int:
@@ -104,10 +104,10 @@ class SchedulePlan:
 
     def _training(self, micro_batches: int) -> Schedule:
         schedule = self.of_chunks(micro_batches)
-        if self.units is not None:
+        if self.units_per_chunk is not None:
             wanted = RECOMPUTE[self.recompute]
             schedule = insert_recompute(
-                refine(schedule, self.units), lambda unit, m: unit in self.chosen or wanted(m, micro_batches)
+                refine(schedule, self.units_per_chunk), lambda unit, m: unit in self.chosen or wanted(m, micro_batches)
             )
         return self._with_weights(schedule)
 
@@ -128,12 +128,12 @@ class SchedulePlan:
         return schedule
 
     def _evaluation(self, micro_batches: int) -> Schedule:
-        return self._with_weights(insert_transfers(forward_only(self.executed_placement, micro_batches)))
+        return self._with_weights(insert_transfers(forward_only(self.unit_placement, micro_batches)))
 
     def _with_weights(self, schedule: Schedule) -> Schedule:
         if self.weights is not None:
             schedule = self.weights.insert(schedule)
-        if self.weights is not None or self.units is not None or schedule.forward_only:
+        if self.weights is not None or self.units_per_chunk is not None or schedule.forward_only:
             validate(schedule)
         return schedule
 

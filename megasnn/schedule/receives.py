@@ -29,8 +29,8 @@ def known_arrivals(schedule: Schedule, rank: int) -> dict[Action, int]:
         arrived = 0
         for action in schedule.actions[peer]:
             if action.kind in RECEIVES:
-                arrived += placement[action.peer.chunk] == rank
-            elif action.kind in SENDS and placement[action.peer.chunk] == rank:
+                arrived += placement[action.peer.unit] == rank
+            elif action.kind in SENDS and placement[action.peer.unit] == rank:
                 known[action.peer] = arrived
     return known
 
@@ -54,7 +54,7 @@ def sent_by_then(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
         if action.kind not in COMPUTE | RECEIVES:
             return True
         for receive in on_its_way[each]:
-            unposted[schedule.placement[receive.peer.chunk]] -= 1
+            unposted[schedule.placement[receive.peer.unit]] -= 1
         if each == rank and on_its_way[each]:
             found.setdefault(action, []).extend(on_its_way[each])
         on_its_way[each].clear()
@@ -63,7 +63,7 @@ def sent_by_then(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
     for each, action in _in_turn(schedule, comes):
         if action.kind in SENDS:
             sent.add(action.peer)
-            on_its_way[schedule.placement[action.peer.chunk]].append(action.peer)
+            on_its_way[schedule.placement[action.peer.unit]].append(action.peer)
             unposted[each] += 1
     return found
 

@@ -100,4 +100,4 @@ class _Search:
 def _preference(activations: float, schedule: Schedule) -> tuple[float, int, bool]:
     """Among equally fast ones: what holds less, in fewer chunks, with backwards in one part."""
     splits = schedule.name not in SCHEDULES or SCHEDULES[schedule.name].looks_at_costs
-    return activations, schedule.chunks, splits
+    return activations, schedule.units, splits

@@ -1,4 +1,4 @@
-"""Simulation of a schedule: times and memory from the costs of its chunks. Exact, without contention."""
+"""Simulation of a schedule: times and memory from the costs of its units. Exact, without contention."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def simulate(schedule: Schedule, costs: Sequence[ChunkCost]) -> Simulation:
     a link of their own, beside what the rank computes; the first computation that uses the weights waits for them.
 
     Args:
-        costs: one for each chunk.
+        costs: one for each unit.
     Raises:
         ValueError: another number of costs; ScheduleError: a deadlock.
     """
-    if len(costs) != schedule.chunks:
-        raise ValueError(f"{len(costs)} costs for {schedule.chunks} chunks")
+    if len(costs) != schedule.units:
+        raise ValueError(f"{len(costs)} costs for {schedule.units} units")
     timeline, activation = _timeline(schedule, costs), [cost.activation for cost in costs]
     makespan = max((timed.end for row in timeline for timed in row), default=0.0)
     computed = [[timed for timed in row if timed.action.kind in COMPUTE] for row in timeline]
@@ -82,7 +82,7 @@ class _ReplicaLink:
     """Link of a rank to the other replicas, which carries one thing after another.
 
     Attributes:
-        coming: end of each chunk's UNSHARD, until its weights are used.
+        coming: end of each unit's UNSHARD, until its weights are used.
     """
 
     free: float = 0.0
@@ -113,21 +113,21 @@ def _timeline(schedule: Schedule, costs: Sequence[ChunkCost]) -> list[list[Timed
         now, append, actions, replica = clock[rank], timeline[rank].append, schedule.actions[rank], replicas[rank]
         for index in run:
             action = actions[index]
-            chunk, kind, _ = action
+            unit, kind, _ = action
             start = now
             if kind in computing:
                 if kind in USES_WEIGHTS and replica.coming:
-                    start = max(now, replica.coming.pop(chunk, now))
-                now = start + computing[kind][chunk]
+                    start = max(now, replica.coming.pop(unit, now))
+                now = start + computing[kind][unit]
             elif kind in moving:
-                arrives[action.peer] = now + moving[kind][chunk]
+                arrives[action.peer] = now + moving[kind][unit]
             elif kind in RECEIVES:
                 now = max(now, arrives.pop(action))
             end = now
             if kind in carrying:
-                start, end = replica.queue(now, carrying[kind][chunk])
+                start, end = replica.queue(now, carrying[kind][unit])
                 if kind is Kind.UNSHARD:
-                    replica.coming[chunk] = end
+                    replica.coming[unit] = end
             append(TimedAction(action, start, end))
         clock[rank] = now
     return timeline

@@ -36,17 +36,17 @@ class ScheduleError(ValueError):
 def validate(schedule: Schedule) -> None:
     """Raises ScheduleError for a complete schedule (with transfers and reduction of gradients) that is wrong.
 
-    Every action is there exactly once and on the right rank; everything an action uses is there before it; a chunk's
+    Every action is there exactly once and on the right rank; everything an action uses is there before it; a unit's
     forwards and backwards are in ascending order, so that every schedule accumulates alike; receives on a link are in
-    the order of the sends; and no rank waits for ever. A chunk's backward on a micro-batch is either whole (B) or in
-    two parts (I and W). A forward may be computed again (R) once, before its backward. Where a chunk has
+    the order of the sends; and no rank waits for ever. A unit's backward on a micro-batch is either whole (B) or in
+    two parts (I and W). A forward may be computed again (R) once, before its backward. Where a unit has
     REDUCE_SCATTER, it has one for each micro-batch, before the next one adds its gradients. UNSHARD and RESHARD are
     proved by `validate_weights`.
     """
     if schedule.micro_batches < 1 or not schedule.actions:
         raise ScheduleError(schedule, "there must be at least one micro-batch and one rank")
     if set(schedule.placement) != set(range(schedule.ranks)):
-        raise ScheduleError(schedule, f"placement {schedule.placement} must put a chunk on each rank and on no other")
+        raise ScheduleError(schedule, f"placement {schedule.placement} must put a unit on each rank and on no other")
     for rank in range(schedule.ranks):
         _check_rank(schedule, rank)
     for _ in runs(schedule):
@@ -55,16 +55,16 @@ def validate(schedule: Schedule) -> None:
 
 def _check_rank(schedule: Schedule, rank: int) -> None:
     """Follows a rank's actions: each must be one that belongs here, for the first time, behind all that it needs."""
-    row, chunks = schedule.actions[rank], schedule.chunks_of(rank)
-    scattered = {chunk for chunk, kind, _ in row if kind is Kind.REDUCE_SCATTER}
-    expected = {part: None for chunk in chunks for part in _expected(schedule, chunk, chunk in scattered)}
+    row, units = schedule.actions[rank], schedule.units_of(rank)
+    scattered = {unit for unit, kind, _ in row if kind is Kind.REDUCE_SCATTER}
+    expected = {part: None for unit in units for part in _expected(schedule, unit, unit in scattered)}
     done: set[Action] = set()
     for index, action in enumerate(row):
-        chunk, kind, m = action
-        if kind in SHARDING and chunk in chunks and m is None:
+        unit, kind, m = action
+        if kind in SHARDING and unit in units and m is None:
             continue
         parts = _parts(action)
-        gradient = Action(chunk, Kind.INPUT_GRADIENT, m)
+        gradient = Action(unit, Kind.INPUT_GRADIENT, m)
         allowed = gradient in expected if kind is Kind.RECOMPUTE else all(part in expected for part in parts)
         problem = ""
         if not allowed:
@@ -74,7 +74,7 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
         elif kind is Kind.RECOMPUTE and gradient in done:
             problem = "comes behind its backward"
         else:
-            for needed in _needed(action, schedule, chunk in scattered):
+            for needed in _needed(action, schedule, unit in scattered):
                 if needed not in done:
                     problem = f"needs {needed} before it"
                     break
@@ -89,57 +89,57 @@ def _check_rank(schedule: Schedule, rank: int) -> None:
 
 def _parts(action: Action) -> tuple[Action, ...]:
     """A whole backward does the work of both of its parts."""
-    chunk, kind, m = action
+    unit, kind, m = action
     if kind is Kind.BACKWARD:
-        return Action(chunk, Kind.INPUT_GRADIENT, m), Action(chunk, Kind.WEIGHT_GRADIENT, m)
+        return Action(unit, Kind.INPUT_GRADIENT, m), Action(unit, Kind.WEIGHT_GRADIENT, m)
     return (action,)
 
 
-def _expected(schedule: Schedule, chunk: int, scattered: bool) -> Iterator[Action]:
-    """All that a chunk must do in a step, recomputation and gathered weights apart."""
-    before, after = crosses(schedule.placement, chunk - 1), crosses(schedule.placement, chunk)
+def _expected(schedule: Schedule, unit: int, scattered: bool) -> Iterator[Action]:
+    """All that a unit must do in a step, recomputation and gathered weights apart."""
+    before, after = crosses(schedule.placement, unit - 1), crosses(schedule.placement, unit)
     kinds = [Kind.FORWARD, *[Kind.RECV_FORWARD] * before, *[Kind.SEND_FORWARD] * after]
     if not schedule.forward_only:
         kinds += [Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, *[Kind.REDUCE_SCATTER] * scattered]
         kinds += [Kind.RECV_BACKWARD] * after + [Kind.SEND_BACKWARD] * before
-        yield Action(chunk, Kind.REDUCE_GRAD)
-    yield from (Action(chunk, kind, m) for kind in kinds for m in range(schedule.micro_batches))
+        yield Action(unit, Kind.REDUCE_GRAD)
+    yield from (Action(unit, kind, m) for kind in kinds for m in range(schedule.micro_batches))
 
 
 def _needed(action: Action, schedule: Schedule, scattered: bool) -> Iterator[Action]:
     """Actions that must come before an action on its rank; results of other ranks arrive by a receive."""
-    chunk, kind, m = action
+    unit, kind, m = action
     if kind is Kind.REDUCE_GRAD:
         last = schedule.micro_batches - 1
-        yield Action(chunk, Kind.REDUCE_SCATTER if scattered else Kind.WEIGHT_GRADIENT, last)
+        yield Action(unit, Kind.REDUCE_SCATTER if scattered else Kind.WEIGHT_GRADIENT, last)
         return
     if m is None or kind in RECEIVES:
         return
     if kind is Kind.FORWARD:
         if m:
-            yield Action(chunk, Kind.FORWARD, m - 1)
-        if crosses(schedule.placement, chunk - 1):
-            yield Action(chunk, Kind.RECV_FORWARD, m)
-        elif chunk:
-            yield Action(chunk - 1, Kind.FORWARD, m)
+            yield Action(unit, Kind.FORWARD, m - 1)
+        if crosses(schedule.placement, unit - 1):
+            yield Action(unit, Kind.RECV_FORWARD, m)
+        elif unit:
+            yield Action(unit - 1, Kind.FORWARD, m)
     elif kind in (Kind.SEND_FORWARD, Kind.RECOMPUTE):
-        yield Action(chunk, Kind.FORWARD, m)
+        yield Action(unit, Kind.FORWARD, m)
     elif kind is Kind.SEND_BACKWARD:
-        yield Action(chunk, Kind.INPUT_GRADIENT, m)
+        yield Action(unit, Kind.INPUT_GRADIENT, m)
     elif kind is Kind.REDUCE_SCATTER:
-        yield Action(chunk, Kind.WEIGHT_GRADIENT, m)
+        yield Action(unit, Kind.WEIGHT_GRADIENT, m)
     if kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-        yield Action(chunk, Kind.FORWARD, m)
+        yield Action(unit, Kind.FORWARD, m)
         if m:
-            yield Action(chunk, Kind.INPUT_GRADIENT, m - 1)
-        if crosses(schedule.placement, chunk):
-            yield Action(chunk, Kind.RECV_BACKWARD, m)
-        elif chunk + 1 < schedule.chunks:
-            yield Action(chunk + 1, Kind.INPUT_GRADIENT, m)
+            yield Action(unit, Kind.INPUT_GRADIENT, m - 1)
+        if crosses(schedule.placement, unit):
+            yield Action(unit, Kind.RECV_BACKWARD, m)
+        elif unit + 1 < schedule.units:
+            yield Action(unit + 1, Kind.INPUT_GRADIENT, m)
     if kind is Kind.WEIGHT_GRADIENT:
-        yield Action(chunk, Kind.INPUT_GRADIENT, m)
+        yield Action(unit, Kind.INPUT_GRADIENT, m)
     if kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT) and m:
-        yield Action(chunk, Kind.REDUCE_SCATTER if scattered else Kind.WEIGHT_GRADIENT, m - 1)
+        yield Action(unit, Kind.REDUCE_SCATTER if scattered else Kind.WEIGHT_GRADIENT, m - 1)
 
 
 def runs(schedule: Schedule) -> Iterator[tuple[int, range]]:
@@ -161,12 +161,12 @@ def runs(schedule: Schedule) -> Iterator[tuple[int, range]]:
             kind = action.kind
             if kind in SENDS:
                 receive = action.peer
-                link = rank, placement[receive.chunk]
+                link = rank, placement[receive.unit]
                 on_the_way.setdefault(link, deque()).append(receive)
                 if link in waiting:
                     ready.append(waiting.pop(link))
             elif kind in RECEIVES:
-                link = placement[action.peer.chunk], rank
+                link = placement[action.peer.unit], rank
                 if not on_the_way.get(link):
                     waiting[link] = rank
                     break
@@ -215,6 +215,6 @@ def validate_weights(schedule: Schedule, unit_bytes: Sequence[int], scattered: C
                 raise ScheduleError(schedule, f"{row[index]} {problem}", [(rank, index)])
         lacks = [f"{unit}RESHARD" for unit in sorted(live)]
         if not schedule.forward_only:
-            lacks += [f"{unit}REDUCE_SCATTER" for unit in schedule.chunks_of(rank) if unit in {*scattered} - reduced]
+            lacks += [f"{unit}REDUCE_SCATTER" for unit in schedule.units_of(rank) if unit in {*scattered} - reduced]
         if lacks:
             raise ScheduleError(schedule, f"rank {rank} lacks {', '.join(lacks)}", [(rank, len(row))])

@@ -1,4 +1,4 @@
-"""Pictures for TensorBoard and `show-data`, drawn by matplotlib: samples and rasters of spikes."""
+"""Pictures for TensorBoard, drawn by matplotlib: samples and rasters of spikes."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def layer_costs(config: PretrainConfig, distributed: DistributedModel, plan: Pip
 def peak_of(costs: PipelineCosts, distributed: DistributedModel, plan: PipelinePlan) -> Moment:
     schedule = plan.schedules.training(plan.micro_batches)
     exchanged = [distributed.gradient_buckets.exchanged_bytes] * schedule.ranks
-    return peak_moments(schedule, plan.executed_bounds, costs, exchanged)[distributed.state.pp.rank]
+    return peak_moments(schedule, plan.unit_bounds, costs, exchanged)[distributed.state.pp.rank]
 
 
 def _state_bytes(entries: Iterable[ShardedTensor], config: PretrainConfig) -> int:

@@ -38,7 +38,7 @@ def test_options_become_flags() -> None:
     assert (asked.context_parallel_size, asked.context_parallel_cut, asked.recompute) == (2, "rows", "always")
     assert parse_row("pp2-v-half", 4).parallel("auto").pipeline_schedule == "v-half"
     assert parse_row("dp2zero1", 4).parallel("auto").use_distributed_optimizer
-    assert layout_of(parse_row("pp2-zbv", 4)).chunks == 2 and layout_of(parse_row("wp2", 4)).grid.dp_shard == 2
+    assert layout_of(parse_row("pp2-zbv", 4), 4).chunks == 2 and layout_of(parse_row("wp2", 4), 4).grid.dp_shard == 2
 
 
 @pytest.mark.parametrize(

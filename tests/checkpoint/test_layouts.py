@@ -72,7 +72,6 @@ def test_global_tensors_are_the_same_whoever_saved_them(folders):
         for name, tensor in tensors.items():
             assert torch.equal(tensor.double(), known(name, tuple(tensor.shape))), name
     assert not [name for name in load_global_tensors(folders[0]) if name.startswith(OPTIMIZER)]
-    assert set(load_global_tensors(folders[2], 100, prefix="head.")) == {"head.weight", "head.bias"}
     for layout, folder in zip(LAYOUTS, folders, strict=True):  # one replica writes
         assert len(list((folder / "iter_0000100").glob("*.safetensors"))) == layout.tensor * layout.pipeline
 

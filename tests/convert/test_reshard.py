@@ -84,8 +84,8 @@ def test_it_says_what_it_said_before_and_any_layout_loads_it(checkpoint, tmp_pat
     [
         (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size 3"),
         (["--pipeline-model-parallel-size", "40"], "--pipeline-model-parallel-size"),
-        (["--pipeline-model-parallel-size", "0"], "pipeline 0"),
-        (["--placement", "v"], "--placement v"),
+        (["--pipeline-model-parallel-size", "0"], "(1, 0, 1)"),
+        (["--placement", "v"], "two chunks on each rank"),
         (["--pipeline-model-parallel-layout", "1|1"], "has 2 entries for 1 chunks"),
     ],
 )

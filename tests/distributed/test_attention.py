@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megasnn.layers import SpikingSelfAttention, TokenAttention, attention
 from megasnn.layers.attention import EXACT_BFLOAT16, Attend, AttendPlan, exact_type
 from megasnn.layers.row_context import sum_for_each
-from megasnn.parallel.sharding import own_rows
+from megasnn.parallel.sharding import own_span
 from megasnn.parallel_state import alone
 from tests.distributed.whole import (
     assemble,
@@ -117,7 +117,7 @@ def _on_own_tokens(tokens: int, plan: AttendPlan) -> tuple[Tensor, Tensor]:
     """What a rank makes of its tokens, where ranks share them out; and what it makes of all, by itself."""
     group = everybody("cp")
     rows = spikes(FRAMES, tokens, 3 * HEADS * WIDTH, dtype=torch.float32)
-    mine = own_rows(tokens, group.sizes, group.rank)
+    mine = own_span(tokens, group.sizes, group.rank)
     own = rows[:, mine.start : mine.stop]
     whole = Attend.apply(rows.flatten(0, 1), None, plan)
     shared = Attend.apply(own.flatten(0, 1), None, replace(plan, shared=(group, tokens)))

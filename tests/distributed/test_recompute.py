@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,31 +24,24 @@ from megasnn.models.description import Carried
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.model import Spikformer
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.microbatch_state import MicroBatchInput, StepState
 from megasnn.pipeline.packed_input import PackedInput
 from megasnn.pipeline.peak_memory import unit_memory
 from megasnn.pipeline.profile_layers import count_memory
-from megasnn.schedule import Action, Kind, plan_schedule
+from megasnn.schedule import Action, Kind
 from megasnn.schedule.memory import activations_held
-from tests.gradients import forward_backward
-from tests.parity.ranks import distributed
+from tests.parity.ranks import Layout, built, forward_backward, inputs_of
 
 CPU = torch.device("cpu")
 SAMPLES = 2
 
 
-def _engine(model: Model, recompute: str) -> DistributedModel:
-    described = describe(model)
-    bounds = [range(len(described.layers))]
-    plan = plan_schedule("1f1b", 1, 1).in_units(bounds, recompute)
-    return distributed(described, initialize_model_parallel(), BuildContext(), bounds, plan)
-
-
-def _batches(model: Model) -> list[MicroBatchInput]:
-    x = 2 * torch.randn(SAMPLES, *model.input_shape, generator=torch.Generator().manual_seed(3))
-    labels = torch.arange(SAMPLES) % model.num_classes
-    return [MicroBatchInput(x, labels, SAMPLES, range(SAMPLES))] * 2
+@contextmanager
+def _built(model: Model, recompute: str) -> Iterator[tuple[DistributedModel, list[MicroBatchInput]]]:
+    """A model, and two micro-batches."""
+    with built(describe(model), Layout(recompute=recompute), torch.float32) as engine:
+        x = 2 * torch.randn(2 * SAMPLES, *model.input_shape, generator=torch.Generator().manual_seed(3))
+        yield engine, inputs_of(engine, x, torch.arange(2 * SAMPLES) % model.num_classes, SAMPLES)
 
 
 class _Live:
@@ -88,17 +82,14 @@ class _Holder:
 
 def _held_after_actions(model: Model, recompute: str) -> tuple[list[tuple[Action, int]], list[float]]:
     """After each action of a step what is held, and what was predicted."""
-    engine, batches = _engine(model, recompute), _batches(model)
-    try:
+    with _built(model, recompute) as (engine, batches):
         forward_backward(engine, batches, 2 * SAMPLES)  # weights have gradients from now on
         live = _Live(engine, batches)
         made = mock.patch("megasnn.pipeline.executor.PackedInput", lambda *args: live.keep(PackedInput, *args))
         with made, torch.autograd.graph.saved_tensors_hooks(live.pack, lambda holder: holder.tensor):
             forward_backward(engine, batches, 2 * SAMPLES)
-    finally:
-        destroy_model_parallel()
     costs = count_memory(engine.description, SAMPLES, BuildContext(), CPU)
-    units, schedule = unit_memory(costs, engine.plan.executed_bounds), engine.plan.schedules.training(2)
+    units, schedule = unit_memory(costs, engine.plan.unit_bounds), engine.plan.schedules.training(2)
     assert [action for action, _ in live.after] == list(schedule.actions[0])
     return live.after, activations_held(schedule, 0, [each.held for each in units], [each.entering for each in units])
 
@@ -163,14 +154,9 @@ class _Between(Model):
 
 
 def _refusal() -> str:
-    model = _Between()
-    try:
-        engine = _engine(model, "always")
-        with pytest.raises(Exception, match="1R0") as caught:
-            forward_backward(engine, _batches(model), 2 * SAMPLES)
-        return str(caught.value)
-    finally:
-        destroy_model_parallel()
+    with _built(_Between(), "always") as (engine, batches), pytest.raises(Exception, match="1R0") as caught:
+        forward_backward(engine, batches, 2 * SAMPLES)
+    return str(caught.value)
 
 
 def test_a_forward_that_cannot_be_computed_again_is_an_error_with_the_place(ranks) -> None:
@@ -184,4 +170,4 @@ def test_a_run_that_only_evaluates_computes_nothing_again_and_needs_no_plan_for_
     for flags in (["--memory-budget", "0.000001"], ["--recompute", "always"]):
         config = parse(run_config(Spikformer), [*sizes, "--evaluate-only", "--load", "x", "--device", "cpu", *flags])
         with Engine(config) as engine:
-            assert engine.plan.schedules.units is None and engine.plan.costs is None
+            assert engine.plan.schedules.units_per_chunk is None and engine.plan.costs is None

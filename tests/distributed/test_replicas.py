@@ -8,14 +8,14 @@ import socket
 import pytest
 import torch
 
-from megasnn.checkpoint.optimizer_state import describe
+from megasnn.checkpoint import optimizer_state
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.grid import HOLDING_AXES
 from megasnn.kernels.layout import flat_in_memory
+from megasnn.models.build import describe
 from megasnn.optim.build import build_optimizer
 from megasnn.parallel.replica_check import ReplicaCheck, ReplicaError
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from tests.parity.ranks import build_engine
+from tests.parity.ranks import Layout, built, model_config
 
 QKV = "blocks.0.attention.qkv.conv.weight"
 WHOLE = "blocks.0.attention.qkv.norm.num_batches_tracked"
@@ -25,13 +25,11 @@ Flip = tuple[int, str]  # rank, tensor
 def compare(tensor: int, pipeline: int, flips: list[Flip]) -> tuple[str, int | None]:
     """What a comparison finds after flips of bits, and the iteration at which all agreed last. Equal replicas are
     compared before the first step and after one."""
-    state = initialize_model_parallel(tp=tensor, pp=pipeline)
-    try:
-        engine = build_engine(state, "1f1b", torch.float32)
-        optimizer = build_optimizer(engine.tensors, OptimizerConfig())
+    with built(describe(model_config()), Layout(tensor=tensor, pipeline=pipeline), torch.float32) as engine:
+        state, optimizer = engine.state, build_optimizer(engine.tensors, OptimizerConfig())
 
         def entries():
-            return [*engine.tensors, *describe(engine.tensors, optimizer.state)]
+            return [*engine.tensors, *optimizer_state.describe(engine.tensors, optimizer.state)]
 
         check = ReplicaCheck(entries, {axis: state.group(axis) for axis in HOLDING_AXES}, state.world, state.device)
         check(2)
@@ -49,8 +47,6 @@ def compare(tensor: int, pipeline: int, flips: list[Flip]) -> tuple[str, int | N
         except ReplicaError as error:
             return str(error), check.agreed
         return "", check.agreed
-    finally:
-        destroy_model_parallel()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from megasnn.layers import (
 from megasnn.layers.context import building
 from megasnn.layers.row_context import RowMove, move_rows, shared_rows
 from megasnn.layers.shape_inference import MaxInference, mark_max
-from megasnn.parallel.sharding import materialise, own_rows
+from megasnn.parallel.sharding import materialise, own_span
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group
 from tests.distributed.test_conv import CASES as CONVOLUTIONS
@@ -212,14 +212,14 @@ def computed(case: Case, context: BuildContext) -> dict[str, Tensor]:
         shape = apply_layer(layer, mark_max(meta, 1) if case.holds_spikes else meta, range(N)).shape
     materialise([("layer", layer)], torch.device("cpu"), seed=1)
     fill_mantissas(layer)
-    own = own_rows(x.shape[3], group.sizes, group.rank)
+    own = own_span(x.shape[3], group.sizes, group.rank)
     x = channels_last(x[:, :, :, own.start : own.stop]).requires_grad_()
     weights = random(*shape, seed=4)
     y = apply_layer(layer, x, range(N))
     if case.is_alike:
         weights = weights * (group.rank == 0)
     else:
-        out = own_rows(shape[3], group.sizes, group.rank)
+        out = own_span(shape[3], group.sizes, group.rank)
         weights = weights[:, :, :, out.start : out.stop]
     (y * weights).sum().backward()
     gradients = {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -73,6 +74,11 @@ def fill_mantissas(module: nn.Module) -> None:
     """
     for parameter in module.parameters():
         parameter.mul_(1.1)
+
+
+def digests(values: Mapping[str, Tensor]) -> dict[str, str]:
+    """Of the bits of each tensor."""
+    return {name: hashlib.sha1(value.detach().numpy().tobytes()).hexdigest() for name, value in values.items()}
 
 
 Part = tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]

@@ -16,7 +16,7 @@ from megasnn.layers import ParallelBatchNorm
 from megasnn.models.layer import layer
 from tests.engine.test_engine import MODEL, PP2, SIZES
 from tests.models.networks import between
-from tests.parity.spikingjelly_reference import from_spikingjelly
+from tests.parity.spikingjelly_reference import from_spikingjelly, with_other_norms
 
 SAMPLES = 23
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -36,15 +36,11 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.rand(SAMPLES, *MODEL.input_shape, generator=generator).double(), torch.arange(SAMPLES) % 10
 
 
-def trained_spikingjelly() -> Spikformer:
+def trained_spikingjelly() -> torch.nn.Module:
     """SpikingJelly's model behind some forwards of training: its norms' statistics let neurons fire in evaluation."""
-    torch.manual_seed(0)
-    model = Spikformer(T=2, in_channels=1, img_size_h=8, img_size_w=8, patch_size=4, num_classes=10, embed_dims=32,
-                       num_heads=4, mlp_ratio=2.0, depths=1).double()  # fmt: skip
-    for module in model.modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            torch.nn.init.uniform_(module.weight, 1.0, 3.0)
-            torch.nn.init.uniform_(module.bias, 0.5, 2.0)
+    size = dict(T=2, in_channels=1, img_size_h=8, img_size_w=8, patch_size=4, num_classes=10)
+    make = partial(Spikformer, **size, embed_dims=32, num_heads=4, mlp_ratio=2.0, depths=1)
+    model = with_other_norms(make, 0, (1.0, 3.0), (0.5, 2.0))
     for seed in range(30):
         model(torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(seed)).double())
         functional.reset_net(model)

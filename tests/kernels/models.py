@@ -10,7 +10,10 @@ import torch
 from spikingjelly.activation_based import neuron, surrogate
 from torch import Tensor, nn
 
-from megasnn.kernels import SURROGATES, NeuronSpec
+from megasnn.kernels import BACKENDS, SURROGATES, NeuronSpec
+from megasnn.kernels.neuron import Norm, Unit, neuron_multi_step, norm_pool_neuron
+from megasnn.kernels.neuron import channels_last as in_order
+from megasnn.kernels.spike_codec import bits_of, pack_bits
 
 
 def spikingjelly_neuron(spec: NeuronSpec, w: Tensor | None = None) -> neuron.BaseNode:
@@ -76,3 +79,65 @@ def saved_tensors() -> Iterator[list[tuple[torch.dtype, int]]]:
         lambda each: saved.append((each.dtype, each.numel())) or each, lambda each: each
     ):
         yield saved
+
+
+# --- the four calls of every backend
+
+
+def two_ranks_equal_one(backend: str) -> None:
+    """Between the calls, two that share the samples exchange statistics and sums: together they are one."""
+    calls = BACKENDS[backend].unit_calls()
+    unit = Unit(NeuronSpec(kind="plif", detach_reset=False), 1e-5, True, 3)
+    x, w = channels_last(3, 3, 6, 5, 4) * 2, plif_weight(unit.spec)
+    assert w is not None
+    g = channels_last(3, 3, 6, 3, 2, seed=5)
+    weight, bias = torch.linspace(-1, 2, 6).double(), torch.linspace(0, 1, 6).double()
+    parts = [(in_order(x[:, part]), in_order(g[:, part])) for part in (slice(1), slice(1, None))]
+    counts = [part.numel() // 6 for part, _ in parts]
+    found = [calls.statistics(part) for part, _ in parts]
+    mean = sum(n * each[0] for n, each in zip(counts, found, strict=True)) / sum(counts)
+    moments = [n * (each[1] + (each[0] - mean) ** 2) for n, each in zip(counts, found, strict=True)]
+    norm = Norm(mean, sum(moments) / sum(counts), weight, bias)
+    spikes = torch.cat([calls.fire(part, norm, w, unit)[0] for part, _ in parts], dim=1)
+    backwards = [calls.backward_sums(part, g_part, norm, w, unit, True) for part, g_part in parts]
+    sums: Tensor = sum(each for each, *_ in backwards)
+    gradients = [
+        calls.input_gradient(part, g_part, norm, w, unit, sums, sum(counts), carried)
+        for (part, g_part), (_, carried, _) in zip(parts, backwards, strict=True)
+    ]
+    whole = x.requires_grad_()
+    expected, *_ = norm_pool_neuron(whole, weight, bias, spec=unit.spec, training=True, w=w, pool=True, backend="torch")
+    assert torch.equal(spikes, expected)
+    assert_close(torch.cat(gradients, dim=1), torch.autograd.grad(expected, whole, g)[0], 1e-9)
+
+
+def spikes_leave_packed_as_well(backend: str) -> None:
+    calls = BACKENDS[backend].unit_calls()
+    # Of 24 channels some neurons are left over, whole bytes of them, when many are computed at once.
+    for channels, pool in ((16, False), (24, False), (24, True), (3, False)):
+        x = channels_last(4, 1, channels, 5, 5) * 2
+        norm = Norm(torch.zeros(channels), torch.ones(channels), None, None)
+        spikes, bits = calls.fire(x, norm, None, Unit(NeuronSpec(), 1e-5, pool, 4), packed=True)
+        assert bits is not None and torch.equal(bits, pack_bits(spikes)) and 0 < spikes.sum() < spikes.numel()
+
+
+def neurons_alone_leave_their_spikes_packed_as_well(backend: str) -> None:
+    """In training, where layers would pack them in the same order: with their channels last."""
+    cases = {
+        "frames": channels_last(4, 1, 24, 5, 5),
+        "odd frames": channels_last(4, 1, 3, 5, 5),
+        "features": torch.linspace(-1, 3, 4 * 2 * 20).view(4, 2, 20).roll(3, 2),
+        "odd features": torch.linspace(-1, 3, 4 * 3 * 5).view(4, 3, 5).roll(3, 2),
+        "row-major": channels_last(4, 1, 16, 5, 5).contiguous(),
+        "repeated": channels_last(1, 2, 8, 3, 3).expand(4, 2, 8, 3, 3),
+        "bf16": channels_last(4, 2, 8, 3, 3).bfloat16(),
+    }
+    for name, x in cases.items():
+        spikes, v = neuron_multi_step((2 * x).requires_grad_(), NeuronSpec(), backend=backend)
+        bits = bits_of(spikes)
+        assert bits is not None and torch.equal(bits, pack_bits(spikes.contiguous())) == (x.ndim == 3), name
+        assert torch.equal(bits, pack_bits(spikes.movedim(2, -1))) and 0 < spikes.sum() < spikes.numel(), name
+        going_on, _ = neuron_multi_step(2 * x, NeuronSpec(), v.detach(), backend=backend)
+        assert torch.equal(bits_of(going_on), pack_bits(going_on)), name
+        with torch.no_grad():
+            assert bits_of(neuron_multi_step(x, NeuronSpec(), backend=backend)[0]) is None

@@ -16,8 +16,8 @@ from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from tests.fake_gpu import Counted, fake_gpu
-from tests.gradients import forward_backward
 from tests.kernels.triton_process import without_triton
+from tests.parity.ranks import forward_backward
 from tests.parity.zoo import CASES
 
 pytestmark = without_triton

@@ -261,6 +261,6 @@ def test_the_planner_measures_what_a_run_computes(precision: str, sparse: bool) 
         mock.patch.object(analyze, "count_memory", wraps=analyze.count_memory) as sized,
         mock.patch.object(measure, "profile_layers", wraps=measure.profile_layers) as timed,
     ):
-        measure.measured(description, config, counted_sizes(description, config, [1], [], on_cpu=True))
+        measure.measured(description, config, counted_sizes(description, config, on_cpu=True))
     contexts = [call.args[2] for call in (*sized.call_args_list, *timed.call_args_list)]
     assert len(contexts) > 1 and {each.sparse_products for each in contexts} == {sparse}

@@ -19,12 +19,15 @@ from megasnn.kernels.neuron import neuron_multi_step, norm_pool_neuron
 from megasnn.kernels.philox import Runs, kept_by_tensors
 from megasnn.kernels.spike_codec import bits_of, pack_bits, pack_counts
 from megasnn.random import philox_key
-from tests.kernels.four_calls import (
+from tests.kernels.models import (
+    assert_close,
+    channels_last,
     neurons_alone_leave_their_spikes_packed_as_well,
+    plif_weight,
+    saved_tensors,
     spikes_leave_packed_as_well,
     two_ranks_equal_one,
 )
-from tests.kernels.models import assert_close, channels_last, plif_weight, saved_tensors
 from tests.kernels.test_neuron import CHARGES, FEW
 from tests.kernels.triton_process import interpreted as interpreted
 from tests.kernels.triton_process import without_triton

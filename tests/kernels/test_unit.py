@@ -10,19 +10,17 @@ from megasnn.kernels import BACKENDS, NeuronSpec
 from megasnn.kernels.neuron import Norm, Unit, norm_pool_neuron
 from megasnn.kernels.neuron import channels_last as in_order
 from megasnn.kernels.torch_backend import batch_norm
-from tests.kernels.four_calls import (
-    neurons_alone_leave_their_spikes_packed_as_well,
-    spikes_leave_packed_as_well,
-    two_ranks_equal_one,
-)
 from tests.kernels.models import (
     assert_close,
     channels_last,
+    neurons_alone_leave_their_spikes_packed_as_well,
     plif_weight,
     saved_tensors,
+    spikes_leave_packed_as_well,
     spikingjelly_neuron,
     spikingjelly_unit,
     torch_threads,
+    two_ranks_equal_one,
 )
 
 SPECS = {

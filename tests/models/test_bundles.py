@@ -24,39 +24,25 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel.traffic import statistics
-from megasnn.parallel_state import Group, destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel_state import Group
 from megasnn.pipeline import p2p
 from megasnn.pipeline.chunk import build_chunks
-from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.p2p import Boundaries, Transfers
 from megasnn.pipeline.profile_layers import count_memory, profile_layers
-from megasnn.schedule import Action, Kind, Schedule, plan_schedule
-from tests.gradients import evaluated, forward_backward, merge_statistics
+from megasnn.schedule import Action, Kind, Schedule
 from tests.models.networks import CLASSES, Bundles, Random, Sum, UNet, Up, between
-from tests.models.steps import assert_equal, images, one_step
-from tests.parity.ranks import Layout, assemble, distributed
-from tests.parity.test_layouts import name_of
+from tests.parity.ranks import (
+    Layout,
+    built,
+    evaluated,
+    forward_backward,
+    images,
+    inputs_of,
+    merge_statistics,
+    tensors_of,
+)
 
 CPU = torch.device("cpu")
-LAYOUTS = [
-    Layout(1, 1, 2, "zbv"),
-    Layout(1, 1, 3, "interleaved", 2),
-    Layout(2, 2, 2, "1f1b"),
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-@pytest.mark.parametrize("model", [UNet(), Bundles()], ids=lambda model: model.name)
-def test_every_layout_computes_the_same(ranks, model: Model, layout: Layout) -> None:
-    one = ranks(1, one_step, model, Layout())
-    steps = ranks(layout.world_size, one_step, model, layout)
-    assert_equal(steps, one)
-    expected = assemble(one, "gradients")
-    assert all(value.abs().max() > 0 for name, value in expected.items() if "drive.conv" not in name)
-    if layout.data == layout.tensor == 1:
-        assert {step.loss for step in steps} == {one[0].loss} and {step.norm for step in steps} == {one[0].norm}
-        for name, value in assemble(steps, "gradients").items():
-            assert torch.equal(value, expected[name]), name
 
 
 def test_one_rank_computes_what_autograd_computes() -> None:
@@ -95,17 +81,12 @@ def _random_step(seed: int, chunks: int) -> tuple[float, dict[str, Tensor]]:
     draw, model = random.Random(seed), describe(Random(seed=seed))
     cuts = sorted(draw.choices(range(len(model.layers) + 1), k=chunks - 1))
     bounds = [range(start, end) for start, end in zip([0, *cuts], [*cuts, len(model.layers)], strict=True)]
-    state = initialize_model_parallel()
-    try:
-        plan = plan_schedule("interleaved" if chunks > 1 else "1f1b", 1, chunks)
-        engine = distributed(model, state, BuildContext(), bounds, plan)
+    layout = Layout(schedule="interleaved" if chunks > 1 else "1f1b", chunks=chunks)
+    with built(model, layout, torch.float32, bounds=bounds) as engine:
         x, labels = images(Random())
-        batches = [MicroBatchInput(x[i : i + 2].float(), labels[i : i + 2], 2, range(i, i + 2)) for i in (0, 2)]
-        loss = forward_backward(engine, batches, 4)
+        loss = forward_backward(engine, inputs_of(engine, x[:4].float(), labels[:4], 2), 4)
         merge_statistics(engine, 2)
-        return loss, {e.name: e.tensor if e.tensor.grad is None else e.tensor.grad for e in engine.tensors}
-    finally:
-        destroy_model_parallel()
+        return loss, tensors_of(engine)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -119,22 +100,18 @@ def test_no_cut_of_a_random_network_changes_a_bit(seed: int) -> None:
 
 def _traffic() -> dict[str, tuple[int, int]]:
     """Bytes and dense bytes of one micro-batch over a boundary in the middle, by direction."""
-    state = initialize_model_parallel(pp=2)
-    statistics.reset()
-    try:
-        model = describe(Bundles())
-        engine = distributed(model, state, BuildContext(), [range(2), range(2, 6)], plan_schedule("1f1b", 2))
-        x, labels = images(Bundles())
-        first, last = engine.takes_images, engine.gives_logits
-        micro = MicroBatchInput(x[:2].float() if first else None, labels[:2] if last else None, 2, range(2))
-        with statistics.counting():
-            forward_backward(engine, [micro], 2)
-            evaluated(engine, [micro, micro])
-            forward_backward(engine, [micro], 2)
-        return {group: (t.bytes, t.dense_bytes) for (group, _, _), t in statistics.read().items()}
-    finally:
+    x, labels = images(Bundles())
+    bounds = [range(2), range(2, 6)]
+    with built(describe(Bundles()), Layout(pipeline=2), torch.float32, bounds=bounds) as engine:
+        micro = inputs_of(engine, x[:2].float(), labels[:2], 2)
         statistics.reset()
-        destroy_model_parallel()
+        with statistics.counting():
+            forward_backward(engine, micro, 2)
+            evaluated(engine, micro * 2)
+            forward_backward(engine, micro, 2)
+        found = {group: (t.bytes, t.dense_bytes) for (group, _, _), t in statistics.read().items()}
+        statistics.reset()
+        return found
 
 
 def test_each_entry_travels_in_its_own_format_and_gradients_only_where_they_are_needed(ranks) -> None:
@@ -162,18 +139,12 @@ def _bounded(output: dict[str, Tensor], labels: Tensor) -> Tensor:
 
 
 def _step_with_a_loss_of_its_own(layout: Layout) -> tuple[float, list[float]]:
-    state = initialize_model_parallel(tp=layout.tensor, pp=layout.pipeline)
-    try:
-        context = BuildContext(state.tp, torch.float64, torch.float64)
-        bounds = [range(6)] if layout.pipeline == 1 else [range(4), range(4, 6)]
-        plan = plan_schedule("1f1b", len(bounds))
-        engine = distributed(describe(Bundles()), state, context, bounds, plan)
+    bounds = [range(6)] if layout.pipeline == 1 else [range(4), range(4, 6)]
+    with built(describe(Bundles()), layout, bounds=bounds) as engine:
         engine.loss = _bounded
         x, labels = images(Bundles())
-        micro = MicroBatchInput(x, labels, len(x), range(len(x)))
-        return forward_backward(engine, [micro], len(x)), evaluated(engine, [micro])
-    finally:
-        destroy_model_parallel()
+        micro = inputs_of(engine, x, labels, len(x))
+        return forward_backward(engine, micro, len(x)), evaluated(engine, micro)
 
 
 def test_a_loss_sees_the_bundle_and_hits_are_counted_by_the_logits(ranks) -> None:

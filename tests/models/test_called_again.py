@@ -19,8 +19,7 @@ from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.parallel_state import Group, alone
-from tests.models.steps import one_step
-from tests.parity.ranks import Layout
+from tests.parity.ranks import Layout, one_step
 from tools.benchmark.ranks import RankError
 
 

@@ -19,11 +19,9 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel_state import Group
 from tests.models import given_to_shard as networks
-from tests.models import steps
 from tests.models.networks import TwoTied
 from tests.parity.beside import Case, assert_equal_to_truth
 from tests.parity.ranks import Layout
-from tests.parity.test_layouts import name_of
 
 WHOLE = replace(networks.CASES["rest"], counts=False)  # its votes do not divide by 8 ranks, which all have them
 LARGE = [
@@ -37,12 +35,6 @@ LARGE = [
 @pytest.mark.parametrize(("case", "layout"), LARGE)
 def test_many_tensor_parallel_ranks_compute_what_the_network_does(ranks, case: Case, layout: Layout) -> None:
     assert_equal_to_truth(case, ranks, layout)
-
-
-@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(1, 2, 2)], ids=name_of)
-def test_dropout_draws_by_sample(ranks, layout: Layout) -> None:
-    one = ranks(1, steps.one_step, networks.Dropping(), Layout())
-    steps.assert_equal(ranks(layout.world_size, steps.one_step, networks.Dropping(), layout), one)
 
 
 def test_spikingjellys_dropout_drops_the_same_at_all_time_steps() -> None:

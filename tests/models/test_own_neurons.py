@@ -1,4 +1,5 @@
-"""Neurons of one's own, of the literature; tests/parity/test_networks.py compares two of them with SpikingJelly's."""
+"""Neurons of one's own, of the literature; tests/parity/test_networks.py compares two of them with SpikingJelly's, and
+the others with one rank."""
 
 from __future__ import annotations
 
@@ -18,9 +19,6 @@ from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
 from megasnn.pipeline.chunk import build_chunks
 from tests.models.networks import between
-from tests.models.steps import LAYOUTS, assert_equal, one_step
-from tests.parity.ranks import Layout
-from tests.parity.test_layouts import name_of
 
 
 class AdaptiveLIF(SpikingNeuron):
@@ -112,21 +110,6 @@ class Own(Model):
         yield layer("b", ConvNormNeuron(8, 16, 3, neuron=made(16)))
         yield layer("alone", made(16))
         yield layer("head", MeanLinear(16, self.num_classes))
-
-
-def _pair(kind: str, layout: Layout) -> Any:
-    """What neurons of counts have besides is seen where they meet other ranks: there, and all of them by the marker."""
-    marks = [] if layout.tensor * layout.pipeline == 4 else [pytest.mark.matrix]
-    return pytest.param(layout, kind, id=f"{kind}-{name_of(layout)}", marks=marks)
-
-
-@pytest.mark.parametrize(
-    ("layout", "kind"), [_pair(kind, layout) for kind in ("CountingLIF", "TernaryLIF") for layout in LAYOUTS]
-)
-def test_every_layout_computes_the_same(ranks, layout: Layout, kind: str) -> None:
-    one = ranks(1, one_step, Own(kind=kind), Layout())
-    assert one[0].spikes > 100
-    assert_equal(ranks(layout.world_size, one_step, Own(kind=kind), layout), one)
 
 
 def test_a_neuron_of_ones_own_computes_what_the_same_neuron_of_the_table_does() -> None:

@@ -35,8 +35,7 @@ from megasnn.parallel_state import Group
 from megasnn.pipeline.chunk import PipelineChunk, build_chunks
 from megasnn.pipeline.profile_layers import profile_layers
 from tests.models.networks import CLASSES, Plain, between
-from tests.models.steps import assert_equal, one_step
-from tests.parity.ranks import Layout, assemble
+from tests.parity.ranks import Layout, assemble, one_step
 
 CPU, TWO = torch.device("cpu"), BuildContext(Group("tp", (0, 1)))
 KEPT: list[Any] = []
@@ -106,11 +105,6 @@ class Pooled(WholeOutputs):
         yield layer("stem", ConvNormNeuron(3, 8))
         yield layer("classes", nn.Conv2d(8, CLASSES, 1))
         yield layer("mean", lambda x: x.mean((-1, -2)))
-
-
-@pytest.mark.parametrize("model", [WholeOutputs(), Signals(), Pooled()], ids=["whole", "signals", "pooled"])
-def test_what_is_whole_is_not_gathered(ranks, model: Model) -> None:
-    assert_equal(ranks(2, one_step, model, Layout(tensor=2)), ranks(1, one_step, model, Layout()))
 
 
 # --- initial values, and what was set on modules

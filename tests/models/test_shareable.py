@@ -23,8 +23,7 @@ from megasnn.models.layer import Computed, layer
 from megasnn.models.model import Model
 from megasnn.parallel_state import Group
 from tests.models.networks import between
-from tests.models.steps import assert_equal, one_step
-from tests.parity.ranks import Layout, RankStep
+from tests.parity.ranks import Layout, RankStep, assert_equal, one_step
 
 
 class Scaled(nn.Module):

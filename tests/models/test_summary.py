@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
-from spikingjelly.activation_based import functional, neuron
 from spikingjelly.activation_based.model.qkformer import QKFormer as TheirQKFormer
 from spikingjelly.activation_based.model.spikformer import Spikformer as TheirSpikformer
 from torch import nn
@@ -21,7 +21,7 @@ from megasnn.models.qkformer.model import QKFormer
 from megasnn.models.sew_resnet.model import SewResNet
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.summary import as_table
-from tests.parity.zoo import sew_resnets
+from tests.parity.zoo import their_sew_resnet
 
 
 def summary(model: Model) -> Sequence[LayerDescription]:
@@ -41,15 +41,9 @@ def test_parameters_are_those_of_the_papers(model: Model, millions: float) -> No
     assert sum(each.parameters for each in summary(model)) / 1e6 == pytest.approx(millions, abs=0.05)
 
 
-def _sew_resnet() -> nn.Module:
-    model = sew_resnets().sew_resnet18(cnf="ADD", spiking_neuron=neuron.LIFNode, num_classes=7)
-    functional.set_step_mode(model, "m")
-    return model
-
-
 SMALL_QKFORMER = dict(embed_dim=32, depths="1,1,1", num_heads="2,2,2", mlp_ratio=2.0, image_size=64)
 OPERATIONS: list[tuple[Model, Callable[[], nn.Module]]] = [
-    (SewResNet(image_size=32, time_steps=2, num_classes=7), _sew_resnet),
+    (SewResNet(image_size=32, time_steps=2, num_classes=7), partial(their_sew_resnet, classes=7)),
     (
         Spikformer(embed_dim=32, depth=1, num_heads=4, mlp_ratio=2.0, image_size=16, num_classes=7, time_steps=2),
         lambda: TheirSpikformer(

@@ -4,9 +4,9 @@ loss, logits, spikes, gradients, buffers and weights of some steps, on any layou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,11 +16,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megasnn.config.optimizer import OptimizerConfig
 from megasnn.models.model import Model
-from tests.models.steps import SGD, SIZES, images, take_steps
 from tests.parity import spikingjelly_reference as reference
-from tests.parity.ranks import Layout, RankStep, assemble
-from tests.parity.test_layouts import TOLERANCE, error, logits_in_order, name_of
+from tests.parity.ranks import (
+    SGD,
+    SIZES,
+    TOLERANCE,
+    Layout,
+    RankStep,
+    assemble,
+    error,
+    images,
+    logits_in_order,
+    model_config,
+    name_of,
+    take_steps,
+)
 
 ROUNDING = 1e-14
 """Times the norm of all gradients: what rounding leaves of a gradient that is 0."""
@@ -42,6 +54,12 @@ few_pipelines_or_all = pytest.mark.parametrize(
     "layouts", [FEW_PIPELINES, pytest.param(PIPELINES, marks=pytest.mark.matrix)], ids=["few", "all"]
 )
 
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def sgd(net: nn.Module, options: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), options.lr, 0.9)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -52,6 +70,10 @@ class Case:
         steps: how many of the optimizer are compared.
         scale: of the images.
         counts: whether spikes are compared; not where several ranks count those of the same neurons.
+        batch: gives images and labels, where they are of another kind; sizes: of their micro-batches.
+        loss: a sum over samples, as both have it.
+        firing: share of the neurons' outputs that are spikes, at most.
+        options: of our optimizer, and whether gradients are clipped; optimizer: makes the other one.
     """
 
     model: Model
@@ -59,6 +81,15 @@ class Case:
     steps: int = 1
     scale: float = 1.0
     counts: bool = True
+    batch: Callable[[], tuple[Tensor, Tensor]] | None = None
+    sizes: tuple[int, ...] = SIZES
+    loss: tuple[Loss | None, Loss] = (None, reference.mean_over_time)
+    firing: float = 0.8
+    options: OptimizerConfig = SGD
+    optimizer: Callable[[nn.Module, OptimizerConfig], Any] = sgd
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        return images(self.model, self.scale) if self.batch is None else self.batch()
 
     def network(self) -> nn.Module:
         """The other one, on what a data loader gives."""
@@ -75,32 +106,46 @@ class Case:
         return self.model.from_spikingjelly(values) if self.model.dialects() else dict(values)
 
 
-@lru_cache(maxsize=1)  # of a large network these are gigabytes, so that the tests of one stand together
+SPIKFORMER = Case(model_config(), reference.build, batch=reference.data, sizes=(3, 3, 3, 2), firing=0.5)
+
+
+@lru_cache(maxsize=4)  # of a large network these are gigabytes, so that the tests of one stand together
 def truth(case: Case) -> list[reference.ReferenceStep]:
     """Each step of the other one. The comparison means something: neurons fire, some do not, and every weight has a
     gradient."""
-    net, (x, labels), steps = case.network(), images(case.model, case.scale), list[reference.ReferenceStep]()
-    optimizer = torch.optim.SGD(net.parameters(), SGD.lr, 0.9)
+    net, (x, labels), steps = case.network(), case.data(), list[reference.ReferenceStep]()
+    optimizer, clip = case.optimizer(net, case.options), case.options.clip_grad
     while len(steps) < case.steps:
-        steps.append(reference.step(net, x, labels, SIZES))
+        steps.append(reference.step(net, x, labels, list(case.sizes), case.loss[1]))
         net.load_state_dict(steps[-1].buffers)
         if case.steps > 1:
+            if clip:
+                assert nn.utils.clip_grad_norm_(net.parameters(), clip) > 2 * clip, "nothing would be clipped"
             optimizer.step()
             steps[-1].weights = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
-    assert 0.02 < steps[0].firing < 0.8
+    assert 0.02 < steps[0].firing < case.firing
     assert all(gradient.abs().max() > 0 for gradient in steps[0].gradients.values())
     return steps
 
 
-def assert_equal_to_truth(case: Case, ranks: Any, layout: Layout) -> None:
-    """Every step on a layout, to 1e-9 relative in float64, no spike flipped."""
-    expected, batch = truth(case), images(case.model, case.scale)
+def run(
+    case: Case, ranks: Any, layout: Layout, dtype: torch.dtype = torch.float64, **options: Any
+) -> list[list[RankStep]]:
+    """Our steps on every rank, from the other one's initial values."""
+    x, labels = case.data()
     with TemporaryDirectory() as folder:
-        weights = Path(folder) / "weights.pt"
-        torch.save(case.ours(expected[0].state_before), weights)
-        found = ranks(layout.world_size, take_steps, case.model, layout, batch, case.steps, weights)
-    for number, theirs in enumerate(expected):
+        torch.save(case.ours(truth(case)[0].state_before), weights := Path(folder) / "weights.pt")
+        options |= {"micro_batch_size": case.sizes[0], "weights": weights, "options": case.options}
+        steps = partial(take_steps, case.model, layout, (x.to(dtype), labels), case.steps, loss=case.loss[0], **options)
+        return ranks(layout.world_size, steps)
+
+
+def assert_equal_to_truth(case: Case, ranks: Any, layout: Layout, **options: Any) -> list[list[RankStep]]:
+    """Every step on a layout, to 1e-9 relative in float64, no spike flipped."""
+    found = run(case, ranks, layout, **options)
+    for number, theirs in enumerate(truth(case)):
         _assert_equal(case, [each[number] for each in found], theirs)
+    return found
 
 
 def _assert_equal(case: Case, steps: list[RankStep], expected: reference.ReferenceStep) -> None:
@@ -109,6 +154,7 @@ def _assert_equal(case: Case, steps: list[RankStep], expected: reference.Referen
     for mine, theirs in zip(logits_in_order(steps), expected.logits, strict=True):
         assert error(mine if len(mine) == len(theirs) else mine.mean(0, keepdim=True), theirs) < TOLERANCE
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in expected.gradients.values()))
+    assert all(step.norm == pytest.approx(norm, rel=TOLERANCE) for step in steps)
     for what in ("gradients", "weights", "buffers"):
         values, found = getattr(expected, what), assemble(steps, what)
         assert what == "buffers" or len(found) == len(values)
@@ -135,12 +181,15 @@ def on_layouts(cases: Mapping[str, Case], chosen_of: Mapping[str, Iterable[Layou
             yield pytest.param(case, layout, id=f"{name}-{name_of(layout)}", marks=marks)
 
 
-def assert_schedules_agree(ranks: Any, case: Case, layouts: Iterable[Layout]) -> None:
+def assert_schedules_agree(ranks: Any, case: Case, layouts: Sequence[Layout]) -> None:
     """On other sizes of the pipeline and schedules everything has the bits of one rank, in float32."""
-    x, labels = images(case.model, case.scale)
-    one: list[list[RankStep]] = ranks(1, take_steps, case.model, Layout(), (x.float(), labels), case.steps)
-    for layout in layouts:
-        found = ranks(layout.world_size, take_steps, case.model, layout, (x.float(), labels), case.steps)
+    x, labels = case.data()
+    options = {"micro_batch_size": case.sizes[0], "loss": case.loss[0]}
+    one, *others = (
+        ranks(each.world_size, partial(take_steps, case.model, each, (x.float(), labels), case.steps, **options))
+        for each in (Layout(), *layouts)
+    )
+    for layout, found in zip(layouts, others, strict=True):
         for number, expected in enumerate(one[0]):
             steps = [each[number] for each in found]
             assert {(step.loss, step.norm) for step in steps} == {(expected.loss, expected.norm)}, layout

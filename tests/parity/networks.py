@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from spikingjelly.activation_based import functional, neuron, surrogate
 from spikingjelly.activation_based import layer as sj
+from spikingjelly.activation_based.model.spikformer import Spikformer
 from torch import Tensor, nn
 
 import megasnn
@@ -21,8 +22,9 @@ from tests.models import given_to_shard
 from tests.models.networks import Bundles, Plain, Tied, UNet
 from tests.models.test_own_neurons import Own
 from tests.parity.beside import Case
+from tests.parity.ranks import model_config
+from tests.parity.spikingjelly_reference import DIMS, IMAGE_SIZE, with_other_norms
 from tests.parity.zoo import CASES as ZOO
-from tests.parity.zoo import with_other_norms
 
 STEPS = 3
 
@@ -157,6 +159,11 @@ def _called_again() -> nn.Sequential:
     )
 
 
+def _spikformer_of_frames() -> nn.Module:
+    sizes = dict(img_size_h=IMAGE_SIZE, img_size_w=IMAGE_SIZE, **(DIMS | {"in_channels": 2}))
+    return with_other_norms(partial(Spikformer, **sizes))
+
+
 def _case(model: Model, make: Callable[[], nn.Module]) -> Case:
     return Case(model, partial(_prepared, make), STEPS)
 
@@ -168,6 +175,7 @@ CASES = {
     "called-again": _case(CalledAgain(), _called_again),
     "adaptive": _case(Own(kind="AdaptiveLIF"), partial(_own, AdaptiveNode)),
     "gated": _case(Own(kind="GatedLIF"), partial(_own, GatedNode)),
+    "event-frames": Case(replace(model_config(), in_channels=2, event_frames=True), _spikformer_of_frames),
 }
 MODELS: dict[str, Model] = {
     **{name: case.model for name, case in (ZOO | CASES).items()},

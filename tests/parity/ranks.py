@@ -1,36 +1,52 @@
-"""What a rank does in the parity tests: build its part of the model, load SpikingJelly's weights, take one step."""
+"""Steps of a model on every rank of a layout, and their parts of tensors, put together and compared."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from spikingjelly.activation_based import neuron
 from torch import Tensor
 
-from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.batching import micro_batch_sizes, micro_batches_of, most_micro_batches
 from megasnn.bundle import Bundle, logits_of
 from megasnn.checkpoint.load import load_globals_into
 from megasnn.config import ParallelConfig, PretrainConfig, TrainingConfig
+from megasnn.config.optimizer import OptimizerConfig
 from megasnn.engine.model import DistributedModel
-from megasnn.grid import ContextCut
+from megasnn.grid import HOLDING_AXES, ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.layers.replicated import is_whole
+from megasnn.layers.weight_grad import CastWeights
+from megasnn.losses.sums import correct_predictions
 from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
+from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
-from megasnn.parallel.sharding import Shard, own_rows
-from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
+from megasnn.optim.build import build_optimizer
+from megasnn.parallel.sharding import own_span
+from megasnn.parallel.sync_batch_norm import merge_running_statistics
+from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.graphs import Capture
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.plan import PipelinePlan, shared_weights
-from megasnn.schedule import SchedulePlan, plan_schedule
+from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
-from tests.gradients import forward_backward, merge_statistics
-from tests.parity.spikingjelly_reference import DIMS, IMAGE_SIZE, from_spikingjelly
+from megasnn.schedule.passes import NEVER
+from tests.distributed import whole
+from tests.distributed.whole import Part
+from tests.parity.spikingjelly_reference import DIMS, IMAGE_SIZE
+
+SIZES = (2, 2, 1)
+"""Of the micro-batches of small models; the last one is smaller."""
+TOLERANCE = 1e-9
+SGD = OptimizerConfig("sgd", lr=0.05, weight_decay=0.0, clip_grad=0.0)
 
 
 @dataclass(frozen=True)
@@ -42,7 +58,7 @@ class Layout:
     chunks: int | None = None  # per pipeline rank; by default what the schedule stands for
     weight: int = 1  # replicas that share one copy of the weights
     scatters: bool = False  # gradients after every micro-batch
-    recompute: str = "never"
+    recompute: str | None = None  # layer by layer; None: chunk by chunk, unless replicas share weights
     context: int = 1  # ranks that share a micro-batch
     cut: ContextCut = "samples"
 
@@ -50,17 +66,25 @@ class Layout:
     def world_size(self) -> int:
         return self.data * self.tensor * self.pipeline * self.context
 
-    def build_context(
-        self, state: ParallelState, dtype: torch.dtype, backend: str = "auto", seed: int = 0
-    ) -> BuildContext:
-        """What layers are built with on the grid of this layout."""
-        groups = {"dp": state.dp, "dp_shard": state.dp_shard, "cp": state.cp}
-        return BuildContext(state.tp, dtype, dtype, backend, seed, **groups, cut=self.cut)
+
+def name_of(layout: Layout) -> str:
+    weight = f"-wp{layout.weight}" if layout.weight > 1 else ""
+    context = f"-cp{layout.context}{layout.cut}" if layout.context > 1 else ""
+    return f"dp{layout.data}-tp{layout.tensor}-pp{layout.pipeline}{context}-{layout.schedule}{weight}"
+
+
+LAYOUTS = [
+    Layout(tensor=2),
+    Layout(pipeline=2),
+    Layout(2, 1, 1),
+    Layout(1, 1, 4, "gpipe"),
+    Layout(2, 2, 2, "zbv"),
+]
 
 
 @dataclass
 class RankStep:
-    """One rank's part of a step, with the description of every tensor; weights are those behind the optimizer.
+    """One rank's part of a step; weights are those behind the optimizer.
 
     rank: its place in the pipeline, among the replicas, among those that share a micro-batch, and along tensor
     parallelism.
@@ -71,9 +95,20 @@ class RankStep:
     norm: float
     logits: list[Tensor] = field(default_factory=list)
     spikes: int = 0
-    weights: dict[str, tuple[Shard, Tensor]] = field(default_factory=dict)
-    gradients: dict[str, tuple[Shard, Tensor]] = field(default_factory=dict)
-    buffers: dict[str, tuple[Shard, Tensor]] = field(default_factory=dict)
+    weights: list[Part] = field(default_factory=list)
+    gradients: list[Part] = field(default_factory=list)
+    buffers: list[Part] = field(default_factory=list)
+
+
+@dataclass
+class Bits:
+    """What a rank holds after a step and an evaluation, tensors as digests by name."""
+
+    loss: float
+    norm: float
+    correct: float
+    evaluated: list[float]
+    tensors: dict[str, str]
 
 
 def model_config() -> Spikformer:
@@ -90,44 +125,49 @@ def model_config() -> Spikformer:
     )
 
 
-@cache
-def _described(spec: NeuronSpec) -> ModelDescription:
-    """Once for all engines of a process: describing takes as long as building."""
-    return describe(model_config(), spec)
+def images(model: Model, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """A global batch with labels."""
+    generator = torch.Generator().manual_seed(7)
+    values = scale * torch.randn(sum(SIZES), *model.input_shape, generator=generator, dtype=torch.float64)
+    return values, torch.randint(0, model.num_classes, (sum(SIZES),), generator=generator)
 
 
-def build_engine(
-    state: ParallelState,
-    schedule: str | SchedulePlan,
-    dtype: torch.dtype,
-    backend: str = "auto",
-    spec: NeuronSpec | None = None,
-    bounds: list[range] | None = None,
-    rows_have_owners: bool = False,
-    layout: Layout = Layout(),  # noqa: B008  (frozen)
-) -> DistributedModel:
-    model = _described(spec or NeuronSpec())
-    context = layout.build_context(state, dtype, backend)
-    plan = schedule if isinstance(schedule, SchedulePlan) else plan_schedule(schedule, state.pp.size)
-    bounds = bounds or even_bounds(len(model.layers), len(plan.placement))
-    plan = gathering(plan, model, bounds, context, layout)
-    return distributed(model, state, context, bounds, plan, rows_have_owners=rows_have_owners)
+# --- on a rank of an initialised world
 
 
-def distributed(
+@contextmanager
+def built(
     model: ModelDescription,
-    state: ParallelState,
-    context: BuildContext,
-    bounds: Sequence[range],
-    schedules: SchedulePlan,
+    layout: Layout,
+    dtype: torch.dtype = torch.float64,
     *,
-    graphs: Capture | None = None,
+    backend: str = "auto",
+    seed: int = 0,
+    bounds: Sequence[range] | None = None,
     rows_have_owners: bool = False,
-) -> DistributedModel:
-    """A model on this rank by a plan of the test's own; initial values are those of the context's seed."""
-    parallel = ParallelConfig(use_distributed_optimizer=rows_have_owners)
-    config = PretrainConfig(model_config(), training=TrainingConfig(seed=context.seed), parallel=parallel)
-    return DistributedModel(model, state, context, PipelinePlan(tuple(bounds), schedules, 1), config, graphs)
+    graphs: Capture | None = None,
+) -> Iterator[DistributedModel]:
+    """A model with keyed initial values.
+
+    Args:
+        bounds: layers of each chunk; as many in each where none are given.
+    """
+    state = initialize_model_parallel(tp=layout.tensor, pp=layout.pipeline, dp_shard=layout.weight, cp=layout.context)
+    try:
+        groups = {"dp": state.dp, "dp_shard": state.dp_shard, "cp": state.cp}
+        casts = CastWeights(stay=graphs is not None)
+        context = BuildContext(state.tp, dtype, dtype, backend, seed, **groups, cut=layout.cut, cast_weights=casts)
+        plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
+        bounds = bounds or even_bounds(len(model.layers), len(plan.placement))
+        if layout.recompute is not None or layout.weight > 1:
+            plan = plan.in_units(bounds, layout.recompute or NEVER)
+        if layout.weight > 1:
+            plan = plan.sharing(shared_weights(model, plan.unit_bounds(bounds), context, layout.scatters), [])
+        parallel = ParallelConfig(use_distributed_optimizer=rows_have_owners)
+        config = PretrainConfig(model_config(), training=TrainingConfig(seed=seed), parallel=parallel)
+        yield DistributedModel(model, state, context, PipelinePlan(tuple(bounds), plan, 1), config, graphs)
+    finally:
+        destroy_model_parallel()
 
 
 def even_bounds(layers: int, chunks: int) -> list[range]:
@@ -136,67 +176,65 @@ def even_bounds(layers: int, chunks: int) -> list[range]:
     return [*bounds, *[range(layers, layers)] * (chunks - len(bounds))]
 
 
-def join(layout: Layout) -> ParallelState:
-    """The grid of a layout over an initialised world."""
-    return initialize_model_parallel(tp=layout.tensor, pp=layout.pipeline, dp_shard=layout.weight, cp=layout.context)
+def inputs_of(engine: DistributedModel, x: Tensor, labels: Tensor, micro_batch_size: int) -> list[MicroBatchInput]:
+    """This rank's share of a global batch: of its replica's micro-batches the samples that it has."""
+    replicas, sharing = engine.state.dp, engine.context.sharing_samples
+    sizes, batches = micro_batch_sizes(len(labels), micro_batch_size), []
+    for i in micro_batches_of(len(sizes), replicas.size, replicas.rank):
+        own, start = own_span(sizes[i], sharing.sizes, sharing.rank), sum(sizes[:i])
+        samples = range(start + own.start, start + own.stop)
+        part = slice(samples.start, samples.stop)
+        values = x[part] if engine.takes_images else None, labels[part] if engine.gives_logits else None
+        batches.append(MicroBatchInput(*values, len(own), samples))
+    return batches
 
 
-def gathering(
-    plan: SchedulePlan, model: ModelDescription, bounds: list[range], context: BuildContext, layout: Layout
-) -> SchedulePlan:
-    """The plan; layer by layer and with gathers, where replicas share weights."""
-    if context.dp_shard.size == 1:
-        return plan
-    plan = plan.in_units(bounds, layout.recompute)
-    weights = shared_weights(model, plan.unit_bounds(bounds), context, layout.scatters)
-    return plan.sharing(weights, [])
+def forward_backward(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput], samples: int) -> float:
+    """Computes the global batch's loss, which it returns, and the reduced gradients."""
+    engine.check(engine.run(micro_batches, samples))
+    return engine.mean_loss
 
 
-def one_step(
-    layout: Layout,
-    weights: dict[str, Tensor] | None,
-    images: Tensor,
-    labels: Tensor,
-    micro_batch_size: int,
-    dtype: torch.dtype = torch.float64,
-    backend: str = "auto",
-    spec: NeuronSpec | None = None,
-    bounds: list[range] | None = None,
-) -> RankStep:
-    """Runs on every rank of an initialised world. Without `weights`, keeps the initial values."""
-    state = join(layout)
-    try:
-        plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
-        engine = build_engine(state, plan, dtype, backend, spec, bounds, layout=layout)
-        if weights is not None:
-            load_globals_into(engine.tensors, from_spikingjelly(weights), state.world.handle)
-        return record_step(engine, state, images, labels, micro_batch_size)
-    finally:
-        destroy_model_parallel()
+def merge_statistics(engine: DistributedModel, most_micro_batches: int) -> None:
+    """Merges the step's records into the norms' running statistics."""
+    merge_running_statistics(engine.norms, engine.state.dp, most_micro_batches, engine.ties.statistics_of_owners)
+
+
+def evaluated(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> list[float]:
+    """Returns the sums of an evaluation over all replicas: losses, samples, correct in top 1, in top 5."""
+    totals = torch.zeros(4, dtype=torch.float64)
+
+    def count(output: Bundle, labels: Tensor) -> None:
+        totals[0] += engine.loss(output, labels)
+        totals[1] += len(labels)
+        totals[2:] += correct_predictions(logits_of(output), labels)
+
+    engine.forward(micro_batches, count)
+    return engine.of_all_replicas(totals).tolist()
+
+
+def bits_of(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput], samples: int) -> Bits:
+    """Takes a step, and evaluates behind it."""
+    loss = forward_backward(engine, micro_batches, samples)
+    merge_statistics(engine, len(micro_batches))
+    norm, correct, tensors = engine.norm, engine.correct, whole.digests(tensors_of(engine))
+    return Bits(loss, norm, correct, evaluated(engine, micro_batches), tensors)
+
+
+def tensors_of(engine: DistributedModel) -> dict[str, Tensor]:
+    """Gradients where there are some, and otherwise values; of this rank's tensors by name."""
+    return {each.name: each.tensor if each.tensor.grad is None else each.tensor.grad for each in engine.tensors}
 
 
 def record_step(
-    engine: DistributedModel,
-    state: ParallelState,
-    images: Tensor,
-    labels: Tensor,
-    micro_batch_size: int,
-    observes: bool = True,
+    engine: DistributedModel, x: Tensor, labels: Tensor, micro_batch_size: int, observes: bool = True
 ) -> RankStep:
     """This rank's part of a step on the whole batch, and all that it came to.
 
     Args:
         observes: spikes are counted.
     """
-    sizes = micro_batch_sizes(len(labels), micro_batch_size)
-    mine = micro_batches_of(len(sizes), state.dp.size, state.dp.rank)
-    batches = []
-    for i in mine:
-        own, start = own_samples(engine, sizes[i]), sum(sizes[:i])
-        samples = range(start + own.start, start + own.stop)
-        part = slice(samples.start, samples.stop)
-        x, y = images[part] if engine.takes_images else None, labels[part] if engine.gives_logits else None
-        batches.append(MicroBatchInput(x, y, len(own), samples))
+    state, batches = engine.state, inputs_of(engine, x, labels, micro_batch_size)
     fired: list[int] = []
     counts = engine.context.counts_logits  # of what has no space, which ranks that share rows have alike
 
@@ -217,60 +255,129 @@ def record_step(
     inner = engine.loss
 
     def keeping(y: Bundle, target: Tensor) -> Tensor:
-        if engine.context.counts_logits:
+        if counts:
             logits.append(logits_of(y).detach().clone())
         return inner(y, target)
 
     engine.loss = keeping
-    most = max(len(micro_batches_of(len(sizes), state.dp.size, r)) for r in range(state.dp.size))
     loss = forward_backward(engine, batches, len(labels))
     engine.loss = inner
     for hook in hooks:
         hook.remove()
-    merge_statistics(engine, most)
+    merge_statistics(engine, most_micro_batches(len(labels), micro_batch_size, state.dp.size))
     place = state.place
-    replica = state.dp.rank, place.cp
-    result = RankStep((place.pp, *replica, place.tp), loss, engine.norm, logits, sum(fired))
-    for entry in engine.tensors if state.dp_shard.size == 1 else engine.owned:
-        if entry.is_parameter and not entry.tensor.requires_grad:
-            assert entry.tensor.grad is None
-        elif entry.is_parameter:
-            assert entry.tensor.grad is not None
-            result.gradients[entry.name] = (_plain(entry.shard), entry.tensor.grad.clone())
-        else:
-            result.buffers[entry.name] = (_plain(entry.shard), entry.tensor.clone())
+    result = RankStep((place.pp, state.dp.rank, place.cp, place.tp), loss, engine.norm, logits, sum(fired))
+    for each in engine.owned:
+        trains = each.is_parameter and each.tensor.requires_grad
+        assert (each.tensor.grad is not None) == trains, each.name
+    result.gradients = whole.parts(engine.owned, gradients=True)
+    result.buffers = whole.parts([each for each in engine.owned if not each.is_parameter])
     return result
 
 
-def own_samples(engine: DistributedModel, size: int) -> range:
-    """Those of a micro-batch of so many samples that this rank has."""
-    group = engine.context.sharing_samples
-    return own_rows(size, group.sizes, group.rank)
+def take_steps(
+    model: Model,
+    layout: Layout,
+    batch: tuple[Tensor, Tensor],
+    count: int = 1,
+    *,
+    micro_batch_size: int = SIZES[0],
+    weights: Path | None = None,
+    options: OptimizerConfig = SGD,
+    spec: NeuronSpec | None = None,
+    loss: Callable[[Bundle, Tensor], Tensor] | None = None,
+    **build: Any,
+) -> list[RankStep]:
+    """Steps on one batch, in its precision. A single one is up to the gradients.
+
+    Args:
+        weights: a file of torch's with those to begin at, by global names, which all ranks read from one memory;
+            without it, steps begin at the keyed initial values.
+        build: arguments of `built`.
+    """
+    steps = list[RankStep]()
+    with built(describe(model, spec), layout, batch[0].dtype, **build) as engine:
+        engine.loss = loss or engine.loss
+        if weights is not None:
+            values = torch.load(weights, mmap=True, weights_only=True)
+            load_globals_into(engine.tensors, values, engine.state.world.handle)
+        groups = {axis: engine.state.group(axis) for axis in HOLDING_AXES}
+        optimizer = build_optimizer(engine.owned, options, groups)
+        for _ in range(count):
+            steps.append(record_step(engine, *batch, micro_batch_size))
+            if count > 1:
+                engine.gradient_norm.clip(steps[-1].norm, options.clip_grad)
+                optimizer.step()
+                engine.gradient_buckets.all_gather_params()
+                engine.ties.refresh()
+                steps[-1].weights = whole.parts([each for each in engine.tensors if each.is_parameter])
+    return steps
 
 
-def weights_of(engine: DistributedModel) -> dict[str, tuple[Shard, Tensor]]:
-    """This rank's parts of the parameters."""
-    return {e.name: (_plain(e.shard), e.tensor.detach().clone()) for e in engine.tensors if e.is_parameter}
+def one_step(
+    model: Model, layout: Layout, dtype: torch.dtype = torch.float64, micro_batch_size: int = SIZES[0]
+) -> RankStep:
+    """From the keyed initial values."""
+    x, labels = images(model)
+    (step,) = take_steps(model, layout, (x.to(dtype), labels), micro_batch_size=micro_batch_size)
+    return step
 
 
-def _plain(shard: Shard) -> Shard:
-    """Without the initialiser, which does not travel between processes."""
-    return replace(shard, initialise=None)
+# --- comparisons
 
 
 def assemble(steps: list[RankStep], what: str) -> dict[str, Tensor]:
     """Global tensors from all ranks' parts; what several ranks hold must be the same bits on all of them."""
-    whole: dict[str, Tensor] = {}
-    written: dict[str, Tensor] = {}
+    return whole.assemble([getattr(step, what) for step in steps])
+
+
+def logits_in_order(steps: list[RankStep]) -> list[Tensor]:
+    """Of the first tensor rank with the last chunk, replica by replica: global micro-batch order. The samples of those
+    that share a micro-batch come together."""
+    shares: dict[tuple[int, ...], list[list[Tensor]]] = {}
     for step in steps:
-        for name, (shard, local) in getattr(step, what).items():
-            full = whole.setdefault(name, torch.zeros(shard.global_shape, dtype=local.dtype))
-            seen = written.setdefault(name, torch.zeros(shard.global_shape, dtype=torch.bool))
-            for piece in shard.pieces():
-                if piece.of_global(seen).all():
-                    assert torch.equal(piece.of_global(full), piece.of_local(local)), f"replicas of {name} differ"
-                piece.of_global(full).copy_(piece.of_local(local))
-                piece.of_global(seen).fill_(True)
-    for name, seen in written.items():
-        assert seen.all(), f"no rank holds some part of {name}"
-    return whole
+        pipeline, replica, _, tensor = step.rank
+        if tensor == 0 and step.logits:
+            shares.setdefault((pipeline, replica), []).append(step.logits)
+    return [torch.cat(parts, dim=1) for of_ranks in shares.values() for parts in zip(*of_ranks, strict=True)]
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference of an element, relative to its size, or to a thousandth of the largest one where it is
+    smaller: AdamW divides by an element's own size."""
+    theirs = theirs.double()
+    sizes = theirs.abs()
+    floor = (sizes.max() * 1e-3).clamp_min(1e-300)
+    return ((ours.double() - theirs).abs() / sizes.maximum(floor)).max().item()
+
+
+def assert_equal(steps: list[RankStep], one: list[RankStep]) -> None:
+    """Loss, norm, spikes, every gradient and buffer are those of one rank, to 1e-9 relative."""
+    for step in steps:
+        assert abs(step.loss - one[0].loss) < TOLERANCE * abs(one[0].loss)
+        assert abs(step.norm - one[0].norm) < TOLERANCE * one[0].norm
+    assert sum(step.spikes for step in steps) == one[0].spikes, "spikes flipped"
+    for what in ("gradients", "buffers"):
+        expected, found = assemble(one, what), assemble(steps, what)
+        assert expected.keys() == found.keys()
+        for name, value in expected.items():
+            # A bias before a norm has no gradient but what rounding leaves of it.
+            assert error(found[name], value) < TOLERANCE or value.abs().max() < 1e-12, name
+
+
+def assert_equal_to_one(
+    ranks: Any, model: Model, layouts: Iterable[Layout], batch: tuple[Tensor, Tensor] | None = None, **options: Any
+) -> RankStep:
+    """Compares a step from the keyed initial values with that of one rank, and returns the latter.
+
+    Args:
+        batch: `images` of the model by default.
+        options: arguments of `take_steps`.
+    """
+    one, *others = (
+        ranks(each.world_size, partial(take_steps, model, each, batch or images(model), **options))
+        for each in (Layout(), *layouts)
+    )
+    for found in others:
+        assert_equal([step for (step,) in found], one[0])
+    return one[0][0]

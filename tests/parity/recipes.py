@@ -34,7 +34,7 @@ from megasnn.pretraining import configuration
 from megasnn.telemetry.records import StepResult
 from megasnn.training.loop import TrainingRun
 from tests.data.shard_files import write_shard
-from tests.parity.zoo import sew_resnets
+from tests.parity.zoo import their_sew_resnet
 from tests.training.runs import Pieces, pieces_of
 
 STEPS, SAMPLES, CLASSES = 3, 4, 5
@@ -128,11 +128,7 @@ def _qkformer() -> nn.Module:
 
 
 def _sew_resnet() -> nn.Module:
-    atan = surrogate.ATan()
-    model = sew_resnets().sew_resnet18(
-        cnf="ADD", spiking_neuron=neuron.IFNode, num_classes=CLASSES, surrogate_function=atan, detach_reset=True
-    )
-    functional.set_step_mode(model, "m")
+    model = their_sew_resnet(spiking_neuron=neuron.IFNode, surrogate_function=surrogate.ATan())
     model.register_forward_pre_hook(lambda _, inputs: inputs[0].expand(2, *inputs[0].shape))
     return model
 

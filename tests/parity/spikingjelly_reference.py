@@ -66,20 +66,31 @@ def photographs(samples: int, size: int) -> Tensor:
     return (torch.stack(parts) - whole.mean()) / whole.std()
 
 
-def data(samples: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def data(samples: int = 11, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """Photographs and labels."""
     labels = torch.randint(0, DIMS["num_classes"], (samples,), generator=torch.Generator().manual_seed(7))
     return photographs(samples, IMAGE_SIZE).to(dtype), labels
 
 
-def build(seed: int = 0, dtype: torch.dtype = torch.float64, **neuron_arguments: object) -> Spikformer:
-    """A small Spikformer with norm parameters away from their initial values, so that errors in them show."""
+def with_other_norms(
+    make: Callable[[], nn.Module],
+    seed: int = 1,
+    weights: tuple[float, float] = (0.8, 1.6),
+    biases: tuple[float, float] = (0.2, 1.2),
+) -> nn.Module:
+    """A model with norm parameters away from their initial values, so that errors in them show; in float64."""
     torch.manual_seed(seed)
-    model = Spikformer(img_size_h=IMAGE_SIZE, img_size_w=IMAGE_SIZE, **DIMS, **neuron_arguments).to(dtype)
+    model = make().double()
     for module in model.modules():
-        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
-            nn.init.uniform_(module.weight, 0.8, 1.6)
-            nn.init.uniform_(module.bias, 0.2, 1.2)
+        if isinstance(module, _BatchNorm):
+            nn.init.uniform_(module.weight, *weights)
+            nn.init.uniform_(module.bias, *biases)
+    return model
+
+
+def build() -> nn.Module:
+    """A small Spikformer."""
+    model = with_other_norms(lambda: Spikformer(img_size_h=IMAGE_SIZE, img_size_w=IMAGE_SIZE, **DIMS), seed=0)
     fill_mantissas(model)
     return model
 

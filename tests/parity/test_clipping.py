@@ -3,24 +3,16 @@ and under a plain LAMB."""
 
 from __future__ import annotations
 
-from functools import cache
-from itertools import product
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from megasnn.checkpoint.load import load_globals_into
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.grid import HOLDING_AXES
-from megasnn.optim.build import build_optimizer
-from megasnn.parallel_state import destroy_model_parallel
-from tests.parity import spikingjelly_reference as reference
-from tests.parity.ranks import Layout, RankStep, assemble, build_engine, join, record_step, weights_of
-from tests.parity.spikingjelly_reference import from_spikingjelly
-from tests.parity.test_layouts import SIZES, TOLERANCE, error, name_of
+from tests.parity.beside import SPIKFORMER, assert_equal_to_truth
+from tests.parity.ranks import Layout, name_of
 
-STEPS = 3
 EPS = 1e-6  # timm's
 CLIP = 0.2
 # The rates are large, so that a difference in one step shows.
@@ -66,115 +58,54 @@ def theirs(model: torch.nn.Module, options: OptimizerConfig):
     return torch.optim.AdamW(groups, options.lr)
 
 
-@cache
-def truth(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
-    """SpikingJelly's state before and after, and the norm of each step's gradient."""
-    model = reference.build()
-    images, labels = reference.data(sum(SIZES))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer, norms = theirs(model, OPTIONS[name]), []
-    for _ in range(STEPS):
-        reference.step(model, images, labels, SIZES)
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
-        optimizer.step()
-    return before, {name: value.clone() for name, value in model.state_dict().items()}, norms
-
-
-def train(
-    layout: Layout,
-    options: OptimizerConfig,
-    weights: dict[str, Tensor],
-    images: Tensor,
-    labels: Tensor,
-    rows_have_owners: bool = False,
-) -> list[RankStep]:
-    """On every rank: what each step came to, with the parameters after it in the place of gradients."""
-    state = join(layout)
-    try:
-        engine = build_engine(state, layout.schedule, torch.float64, rows_have_owners=rows_have_owners, layout=layout)
-        load_globals_into(engine.tensors, from_spikingjelly(weights), state.world.handle)
-        groups = {axis: state.group(axis) for axis in HOLDING_AXES}
-        optimizer, steps = build_optimizer(engine.owned, options, groups), []
-        for _ in range(STEPS):
-            steps.append(record_step(engine, state, images, labels, SIZES[0]))
-            engine.gradient_norm.clip(steps[-1].norm, CLIP)
-            optimizer.step()
-            engine.gradient_buckets.all_gather_params()
-            steps[-1].gradients = weights_of(engine)
-        return steps
-    finally:
-        destroy_model_parallel()
-
-
+CASES = {name: replace(SPIKFORMER, steps=3, options=options, optimizer=theirs) for name, options in OPTIONS.items()}
 LAYOUTS = [Layout(), Layout(data=2), Layout(tensor=2), Layout(pipeline=3), Layout(tensor=4), Layout(2, 2, 2, "zbv")]
 SHARDED = [
     Layout(2, tensor, pipeline, schedule)
     for tensor in (1, 2)
     for pipeline, schedule in ((1, "1f1b"), (2, "1f1b"), (2, "zbv"))
 ]
-# LAMB has a norm for each tensor, which every layout cuts in another way: it takes all of them. The others step element
-# by element after the same clipping; the suite takes one rank and the layout with all axes for them.
-WHOLE = (LAYOUTS[0], LAYOUTS[-1])
-
-
-def cases() -> list[object]:
-    chosen = {(name, layout): name == "lamb" or layout in WHOLE for name in OPTIONS for layout in LAYOUTS}
-    return [
-        pytest.param(*case, marks=() if usual else pytest.mark.matrix, id=f"{case[0]}-{name_of(case[1])}")
-        for case, usual in chosen.items()
-    ]
-
-
 GATHERED = [
     Layout(4, 1, 2, "zbv", weight=2, scatters=True),
     Layout(2, 2, 2, "1f1b", weight=2),
     Layout(4, 1, 1, weight=4),
 ]
+SHARED = [  # micro-batches; rows have as many owners as ranks hold the same
+    (Layout(context=2), True),
+    (Layout(2, 1, 1, context=2), True),
+    (Layout(1, 2, 2, "zbv", context=2, cut="rows"), True),
+    (Layout(1, 2, 2, "zbv", context=2), True),
+    (Layout(4, 1, 1, weight=2, context=2), True),
+    (Layout(2, 2, 1, weight=2, context=2), False),
+    (Layout(2, 1, 1, context=2, cut="rows"), True),
+    (Layout(context=2, cut="rows"), False),
+]
+EVERY = [*SHARED, *((layout, False) for layout in LAYOUTS)]
+EVERY += [(layout, True) for layout in (*SHARDED, Layout(data=4))]
+EVERY += [(layout, rows_have_owners) for layout in GATHERED for rows_have_owners in (False, True)]
+# LAMB has a norm for each tensor, which every layout cuts in another way: it takes all of them. The others step element
+# by element after the same clipping; the suite takes one rank and the layout with all axes for them.
+CHOSEN = {("lamb", layout, False) for layout in (*LAYOUTS, GATHERED[2])}
+CHOSEN |= {(name, layout, False) for name in OPTIONS for layout in (LAYOUTS[0], LAYOUTS[-1])}
+CHOSEN |= {("adamw", SHARDED[-1], True), ("lamb", SHARDED[0], True)}
+CHOSEN |= {("lamb", GATHERED[0], True), ("adamw", GATHERED[1], False)}
+CHOSEN |= {("lamb", *SHARED[0]), ("lamb", *SHARED[1]), ("adamw", *SHARED[2])}
 
 
-def gathered_cases() -> list[object]:
-    """(optimizer, layout, whether rows have owners) where replicas share weights."""
-    chosen = {("lamb", GATHERED[0], True), ("adamw", GATHERED[1], False), ("lamb", GATHERED[2], False)}
+def cases() -> list[Any]:
+    """(optimizer, layout, whether rows have owners)."""
     return [
         pytest.param(
-            *case, marks=() if case in chosen else pytest.mark.matrix, id=f"{case[0]}-{name_of(case[1])}-{case[2]}"
+            *(name, layout, owners),
+            marks=() if (name, layout, owners) in CHOSEN else pytest.mark.matrix,
+            id=f"{name}-{name_of(layout)}{'-owners' * owners}",
         )
-        for case in product(OPTIONS, GATHERED, (False, True))
+        for name in OPTIONS
+        for layout, owners in EVERY
     ]
 
 
-def sharded_cases() -> list[object]:
-    """The suite takes the largest layout, and LAMB on two replicas."""
-    chosen = {(name, layout): False for name in OPTIONS for layout in (*SHARDED, Layout(data=4))}
-    chosen |= {("adamw", SHARDED[-1]): True, ("lamb", SHARDED[0]): True}
-    return [
-        pytest.param(*case, marks=() if usual else pytest.mark.matrix, id=f"{case[0]}-{name_of(case[1])}")
-        for case, usual in chosen.items()
-    ]
-
-
-@pytest.mark.parametrize(("optimizer", "layout"), cases())
-def test_three_clipped_steps_equal_torch(ranks, optimizer: str, layout: Layout) -> None:
-    require_equal(ranks, optimizer, layout, False)
-
-
-@pytest.mark.parametrize(("optimizer", "layout"), sharded_cases())
-def test_with_rows_that_replicas_own(ranks, optimizer: str, layout: Layout) -> None:
-    require_equal(ranks, optimizer, layout, True)
-
-
-@pytest.mark.parametrize(("optimizer", "layout", "rows_have_owners"), gathered_cases())
-def test_with_weights_that_replicas_share(ranks, optimizer: str, layout: Layout, rows_have_owners: bool) -> None:
-    require_equal(ranks, optimizer, layout, rows_have_owners)
-
-
-def require_equal(ranks, optimizer: str, layout: Layout, rows_have_owners: bool) -> None:
-    before, after, norms = truth(optimizer)
-    assert min(norms) > 2 * CLIP, "nothing would be clipped"
-    images, labels = reference.data(sum(SIZES))
-    everyone = ranks(layout.world_size, train, layout, OPTIONS[optimizer], before, images, labels, rows_have_owners)
-    for step, norm in enumerate(norms):
-        assert all(steps[step].norm == pytest.approx(norm, rel=TOLERANCE) for steps in everyone)
-    expected = from_spikingjelly(after)
-    for name, value in assemble([steps[-1] for steps in everyone], "gradients").items():
-        assert error(value, expected[name]) < TOLERANCE, name
+@pytest.mark.parametrize(("optimizer", "layout", "rows_have_owners"), cases())
+def test_three_clipped_steps_equal_torch(ranks, optimizer: str, layout: Layout, rows_have_owners: bool) -> None:
+    """Also where replicas own rows of the weights, or share them, and where ranks share micro-batches."""
+    assert_equal_to_truth(CASES[optimizer], ranks, layout, rows_have_owners=rows_have_owners)

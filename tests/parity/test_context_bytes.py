@@ -1,22 +1,66 @@
-"""What ranks that share images by rows receive of each other, beside tensor parallel ranks; in float32, as it travels
-in training."""
+"""What ranks that share micro-batches receive of each other, beside tensor parallel ranks; in float32, as it travels in
+training."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from megasnn.grid import ContextCut
+from megasnn.layers.shape_inference import calls_of
+from megasnn.models.build import describe
 from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
-from megasnn.parallel.traffic import statistics
-from tests.models.steps import take_steps
-from tests.parity.ranks import Layout
+from megasnn.parallel.traffic import Traffic, statistics
+from tests.parity import spikingjelly_reference as reference
+from tests.parity.beside import SPIKFORMER
+from tests.parity.ranks import Layout, built, record_step
 
-SAMPLES = 8
-INSIDE = ("tp", "cp")
-"""The groups whose ranks tell each other something inside of layers."""
+Received = dict[tuple[str, str, str], Traffic]
+
+
+def traffic(
+    model: Model, layout: Layout, batch: tuple[Tensor, Tensor], micro_batch_size: int
+) -> tuple[Received, list[tuple[int, int]]]:
+    """What this rank received in a step, by group, operation and direction; and calls and channels of each norm."""
+    with built(describe(model), layout, torch.float32) as engine:
+        statistics.reset()
+        with statistics.counting():
+            record_step(engine, *batch, micro_batch_size)
+        found = dict(statistics.read())
+        statistics.reset()
+        return found, [(calls_of(norm), norm.running_mean.numel()) for norm in engine.norms]
+
+
+def by_direction(found: Received, *groups: str) -> dict[str, tuple[int, int]]:
+    """Calls and bytes of some groups, forward and backward."""
+    counts = {"forward": (0, 0), "backward": (0, 0)}
+    for (group, _, direction), each in found.items():
+        if group in groups:
+            calls, size = counts[direction]
+            counts[direction] = calls + each.calls, size + each.bytes
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [(Layout(context=2), (3, 3, 3, 2)), pytest.param(Layout(context=4), (6, 5), marks=pytest.mark.matrix)],
+)
+def test_statistics_are_all_that_travels_inside_of_layers(ranks, layout: Layout, sizes: tuple[int, ...]) -> None:
+    """To the byte: mean, variance and a count forward, three sums backward, in double precision."""
+    batch = reference.data(dtype=torch.float32)
+    for found, norms in ranks(layout.world_size, traffic, SPIKFORMER.model, layout, batch, sizes[0]):
+        others, micro_batches = layout.context - 1, len(sizes)
+        calls, channels = sum(calls for calls, _ in norms), sum(calls * count for calls, count in norms)
+        of_context = {key[1:]: (each.calls, each.bytes) for key, each in found.items() if key[0] == "cp"}
+        assert of_context == {
+            ("all_gather", "forward"): (micro_batches * calls, micro_batches * others * 8 * (2 * channels + calls)),
+            ("all_gather", "backward"): (micro_batches * calls, micro_batches * others * 8 * 3 * channels),
+        }
+        assert {key[0] for key in found} == {"cp", "dp", "world"}, "gradients, and a step's sums"
+
 
 MODELS: dict[str, tuple[Model, float]] = {
     "spikformer": (Spikformer(variant="spikformer_cifar10", image_size=32, time_steps=4), 1 / 4),
@@ -25,22 +69,19 @@ MODELS: dict[str, tuple[Model, float]] = {
 """Whole models, and how much of the bytes of tensor parallel ranks they may receive at most."""
 
 
-def received(model: Model, layout: Layout) -> int:
-    """Bytes of a step, statistics of norms included, of which a rank keeps its own share."""
-    generator = torch.Generator().manual_seed(7)
-    batch = torch.randn(SAMPLES, *model.input_shape, generator=generator), torch.arange(SAMPLES) % model.num_classes
-    statistics.reset()
-    with statistics.counting():
-        take_steps(model, layout, batch, 1, micro_batch_size=SAMPLES)
-    return sum(statistics.total(group).bytes for group in INSIDE)
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_receive_a_fraction_of_what_channels_do(ranks, name: str) -> None:
+    """Statistics of norms included, of which a rank keeps its own share."""
     model, most = MODELS[name]
-    by_channels = ranks(2, received, model, Layout(tensor=2), timeout=400)
-    by_rows = ranks(2, received, model, Layout(context=2, cut="rows"), timeout=400)
+    batch = torch.randn(8, *model.input_shape, generator=torch.Generator().manual_seed(7)), torch.arange(8) % 10
+    by_channels, by_rows = (
+        [
+            sum(size for _, size in by_direction(found, "tp", "cp").values())
+            for found, _ in ranks(2, traffic, model, layout, batch, 8, timeout=400)
+        ]
+        for layout in (Layout(tensor=2), Layout(context=2, cut="rows"))
+    )
     assert 0 < max(by_rows) <= most * max(by_channels), (by_rows, by_channels)
 
 
@@ -48,8 +89,6 @@ SMALL: dict[str, Model] = {
     "spikformer": Spikformer(embed_dim=32, depth=1, num_heads=2, image_size=32, patch_size=4, time_steps=2),
     "vgg": VggDvs(channels="8,8,P,16,P", image_size=16, time_steps=2),
 }
-
-
 EXCHANGES: dict[tuple[str, ContextCut], tuple[int, int]] = {
     ("spikformer", "rows"): (16, 15),
     ("spikformer", "samples"): (9, 9),
@@ -59,18 +98,9 @@ EXCHANGES: dict[tuple[str, ContextCut], tuple[int, int]] = {
 """Of a step of one micro-batch, how often ranks that share it exchange something, forward and backward."""
 
 
-def exchanges(model: Model, layout: Layout) -> tuple[int, int]:
-    statistics.reset()
-    with statistics.counting():
-        batch = torch.zeros(2, *model.input_shape), torch.zeros(2, dtype=torch.int64)
-        take_steps(model, layout, batch, 1, micro_batch_size=2)
-    found = {"forward": 0, "backward": 0}
-    for (group, _, direction), traffic in statistics.read().items():
-        if group == "cp":
-            found[direction] += traffic.calls
-    return found["forward"], found["backward"]
-
-
 @pytest.mark.parametrize(("name", "cut"), EXCHANGES)
 def test_the_number_of_exchanges(ranks, name: str, cut: ContextCut) -> None:
-    assert ranks(2, exchanges, SMALL[name], Layout(context=2, cut=cut)) == [EXCHANGES[name, cut]] * 2
+    model = SMALL[name]
+    batch = torch.zeros(2, *model.input_shape), torch.zeros(2, dtype=torch.int64)
+    for found, _ in ranks(2, traffic, model, Layout(context=2, cut=cut), batch, 2):
+        assert tuple(calls for calls, _ in by_direction(found, "cp").values()) == EXCHANGES[name, cut]

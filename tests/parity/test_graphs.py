@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,21 +13,15 @@ from torch import Tensor
 from megasnn.config import parse
 from megasnn.config.training import Length
 from megasnn.engine import Engine
-from megasnn.layers import BuildContext
-from megasnn.layers.weight_grad import CastWeights
 from megasnn.models.build import describe
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.graphs import ChunkGraphs
-from megasnn.pipeline.microbatch_state import MicroBatchInput
-from megasnn.schedule import plan_schedule
 from megasnn.telemetry.spikes import LayerSpikes
 from megasnn.training.metrics import Metrics
 from tests.gpu_waits import MODEL_FLAGS
-from tests.gradients import forward_backward, merge_statistics
 from tests.models.networks import CLASSES, Random
-from tests.parity.ranks import distributed
+from tests.parity.ranks import Layout, built, forward_backward, inputs_of, merge_statistics, tensors_of
 from tests.recorded_graphs import Pool, RecordedGraphs, recorded_graphs
 
 SIZES = "--micro-batch-size 2 --train-iters 9 --lr 1e-3 --clip-grad 0.1 --ema-decay 0.9 --neuron-backend torch"
@@ -85,27 +80,23 @@ def test_a_step_whose_spikes_are_counted_goes_without(watched: int, steps_with_g
 
 def random_steps(seed: int, chunks: int, graphs: RecordedGraphs | None) -> list[tuple[float, list[Tensor]]]:
     """Losses, gradients and buffers of steps of a random network in chunks of one rank."""
-    model = describe(Random(seed=seed))
+    model, found = describe(Random(seed=seed)), []
     count = len(model.layers)
     bounds = [range(i * count // chunks, (i + 1) * count // chunks) for i in range(chunks)]
-    plan, found = plan_schedule("interleaved", 1, chunks), []
-    context = BuildContext(cast_weights=CastWeights(stay=graphs is not None), neuron_backend="torch")
-    try:
-        state = initialize_model_parallel()
-        engine = distributed(model, state, context, bounds, plan, graphs=graphs)
+    layout = Layout(schedule="interleaved", chunks=chunks)
+    with built(model, layout, torch.float32, backend="torch", bounds=bounds, graphs=graphs) as engine:
         for step in range(3):
             random = torch.Generator().manual_seed(step)
             images = torch.rand(4, *model.input_shape, generator=random)
             labels = torch.randint(CLASSES, (4,), generator=random)
-            samples = [range(4 * step + i, 4 * step + i + 2) for i in (0, 2)]
-            batches = [MicroBatchInput(images[i : i + 2], labels[i : i + 2], 2, samples[i // 2]) for i in (0, 2)]
+            batches = [
+                replace(each, samples=range(4 * step + 2 * i, 4 * step + 2 * i + 2))
+                for i, each in enumerate(inputs_of(engine, images, labels, 2))
+            ]
             loss = forward_backward(engine, batches, 4)
             merge_statistics(engine, 2)
-            tensors = [e.tensor if e.tensor.grad is None else e.tensor.grad for e in engine.tensors]
-            found.append((loss, [each.clone() for each in tensors]))
-        return found
-    finally:
-        destroy_model_parallel()
+            found.append((loss, [each.clone() for each in tensors_of(engine).values()]))
+    return found
 
 
 @pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(10))])

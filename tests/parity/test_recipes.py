@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megasnn.optim.rates import learning_rate
-from tests.parity import recipes, zoo
+from tests.parity import recipes
+from tests.parity.ranks import TOLERANCE, error
 from tests.parity.recipes import PUBLISHED, SMALL
-from tests.parity.test_layouts import TOLERANCE, error
+from tests.parity.spikingjelly_reference import with_other_norms
 from tests.training.runs import whole
 
 
@@ -20,7 +21,7 @@ from tests.training.runs import whole
 )
 def test_three_steps_equal_spikingjelly(ranks, tmp_path, name: str) -> None:
     published = PUBLISHED[name]
-    reference = zoo.with_other_norms(published.reference)
+    reference = with_other_norms(published.reference)
     torch.save(reference.state_dict(), tmp_path / "start.pt")
     start = ("--load", str(tmp_path / "start.pt"), "--data-path", str(recipes.shard(tmp_path)))
     flags = (*SMALL, *published.flags.split(), *start)

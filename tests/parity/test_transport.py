@@ -10,19 +10,17 @@ from collections.abc import Callable
 from unittest import mock
 
 import pytest
-import torch
 
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.engine.model import DistributedModel
+from megasnn.models.build import describe
 from megasnn.optim.build import build_optimizer
-from megasnn.parallel_state import ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.p2p import Transfers
-from megasnn.schedule import Action, plan_schedule
+from megasnn.schedule import Action
 from megasnn.schedule.actions import COMPUTE
 from tests.nccl_like import Device, nccl_like
 from tests.parity import spikingjelly_reference as reference
-from tests.parity.ranks import Layout, build_engine, join, one_step, record_step
-from tests.parity.test_layouts import name_of
+from tests.parity.ranks import Layout, built, model_config, name_of, record_step, take_steps
 from tests.parity.test_schedules import SCHEDULES
 
 SAMPLES, MICRO_BATCH = 9, 2  # five micro-batches, of which the last is smaller: replicas have three and two
@@ -31,21 +29,23 @@ STEPS = 3  # in two of them memory is taken
 STAGES, LIMIT = 3, 5.0  # where one rank waits for its device; seconds after which it waits for ever
 World = tuple[int, int, int]
 Schedules = tuple[tuple[str, int], ...]
-TWO = (("1f1b", 1), ("zbv", 2))
-WORLDS: dict[World, Schedules] = {  # tensor, pipeline, data
-    (1, 4, 1): SCHEDULES,
-    (2, 2, 2): SCHEDULES,
-    (1, 3, 1): (("zbv", 2), ("interleaved", 3), ("zb2p", 1), ("auto", 1)),
-    (1, 8, 1): (("1f1b", 1), ("interleaved", 3), ("zb1p", 1), ("zbv", 2)),
-    (2, 2, 1): TWO,
-    (1, 2, 2): TWO,
-}
+OF_EACH_KIND = (("1f1b", 1), ("interleaved", 2), ("zb2p", 1), ("zbv", 2), ("auto", 1))
+WORLDS: list[tuple[World, Schedules]] = [  # tensor, pipeline, data
+    ((1, 4, 1), SCHEDULES),
+    ((2, 2, 2), OF_EACH_KIND),
+    ((1, 3, 1), (("zbv", 2), ("interleaved", 3), ("zb2p", 1), ("auto", 1))),
+    ((1, 8, 1), (("1f1b", 1), ("interleaved", 3), ("zb1p", 1), ("zbv", 2))),
+]
+RARE: list[tuple[World, Schedules]] = [
+    ((2, 2, 2), tuple(each for each in SCHEDULES if each not in OF_EACH_KIND)),
+    ((2, 2, 1), (("1f1b", 1), ("zbv", 2))),
+    ((1, 2, 2), (("1f1b", 1), ("zbv", 2))),
+]
 
 
 def _losses(
     device: Device,
     engine: DistributedModel,
-    state: ParallelState,
     samples: int = SAMPLES,
     between: Callable[[], object] = lambda: None,
 ) -> list[float]:
@@ -53,7 +53,7 @@ def _losses(
     images, labels = reference.data(samples)
     losses, started = list[float](), list(device.communicators)
     for number in range(STEPS):
-        losses.append(record_step(engine, state, images, labels, MICRO_BATCH, observes=number == 1).loss)
+        losses.append(record_step(engine, images, labels, MICRO_BATCH, observes=number == 1).loss)
         between()
     assert device.communicators == started, "something in a step was a first use"
     return losses
@@ -62,10 +62,8 @@ def _losses(
 def _of_schedules(device: Device, world: World, schedules: Schedules) -> list[list[float]]:
     found, (tensor, pipeline, _) = list[list[float]](), world
     for name, chunks in schedules:
-        state = initialize_model_parallel(tp=tensor, pp=pipeline)
-        engine = build_engine(state, plan_schedule(name, pipeline, chunks), torch.float64)
-        found.append(_losses(device, engine, state))
-        destroy_model_parallel()
+        with built(describe(model_config()), Layout(1, tensor, pipeline, name, chunks)) as engine:
+            found.append(_losses(device, engine))
     return found
 
 
@@ -75,7 +73,7 @@ def _run(world: World, schedules: Schedules) -> list[list[float]]:
 
 
 def _loss_of_one(ranks, samples: int) -> float:
-    return ranks(1, one_step, Layout(), None, *reference.data(samples), MICRO_BATCH)[0].loss
+    return ranks(1, take_steps, model_config(), Layout(), reference.data(samples))[0][0].loss
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +82,11 @@ def loss(ranks) -> float:
     return _loss_of_one(ranks, SAMPLES)
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=lambda world: "x".join(map(str, world)))
-def test_every_schedule_ends(ranks, loss, world: World) -> None:
+@pytest.mark.parametrize(
+    ("world", "schedules"), [*WORLDS, *(pytest.param(*each, marks=pytest.mark.matrix) for each in RARE)]
+)
+def test_every_schedule_ends(ranks, loss, world: World, schedules: Schedules) -> None:
     tensor, pipeline, data = world
-    schedules = WORLDS[world]
     found = ranks(tensor * pipeline * data, _run, world, schedules, timeout=120 + 10 * len(schedules))
     for losses in found:
         assert losses == [pytest.approx([loss] * STEPS, rel=1e-9)] * len(schedules)
@@ -95,19 +94,14 @@ def test_every_schedule_ends(ranks, loss, world: World) -> None:
 
 def _finer(layout: Layout) -> list[float]:
     """Of which weights are gathered, micro-batches shared, or rows of weights sent by those that own them."""
-    with nccl_like() as device:
-        state = join(layout)
-        plan = plan_schedule(layout.schedule, layout.pipeline)
-        engine = build_engine(state, plan, torch.float64, rows_have_owners=True, layout=layout)
+    with nccl_like() as device, built(describe(model_config()), layout, rows_have_owners=True) as engine:
         optimizer = build_optimizer(engine.owned, OptimizerConfig(lr=1e-15))
 
         def between() -> None:
             optimizer.step()
             engine.gradient_buckets.all_gather_params()
 
-        losses = _losses(device, engine, state, EVEN_SAMPLES, between=between)
-        destroy_model_parallel()
-        return losses
+        return _losses(device, engine, EVEN_SAMPLES, between=between)
 
 
 @pytest.mark.parametrize(
@@ -154,10 +148,8 @@ def test_all_ranks_may_wait_for_their_devices(ranks, loss) -> None:
 
 def _started(tensor: int, pipeline: int) -> list[str]:
     """The communicators that a rank has started before its first step, by the transport's account."""
-    with nccl_like() as device:
-        state = initialize_model_parallel(tp=tensor, pp=pipeline)
-        build_engine(state, "zbv", torch.float64)
-        destroy_model_parallel()
+    layout = Layout(1, tensor, pipeline, "zbv")
+    with nccl_like() as device, built(describe(model_config()), layout):
         return device.communicators
 
 

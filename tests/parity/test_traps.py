@@ -8,9 +8,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
+from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.models.build import describe
@@ -20,25 +23,37 @@ from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.cost_model import LayerCost, PipelineCosts
 from megasnn.pipeline.profile_layers import profile_pipeline
 from megasnn.schedule.partition import balanced_bounds
-from tests.gradients import evaluated, forward_backward, merge_statistics
 from tests.parity import spikingjelly_reference as reference
-from tests.parity.ranks import Layout, assemble, model_config, one_step
-from tests.parity.test_layouts import SIZES, error
+from tests.parity.ranks import (
+    Layout,
+    assemble,
+    assert_equal_to_one,
+    built,
+    evaluated,
+    forward_backward,
+    inputs_of,
+    merge_statistics,
+    model_config,
+)
 
-PLIF = NeuronSpec(kind="plif", tau=2.0)
+PLIF = {
+    "torch": [Layout(tensor=4), Layout(2, 2, 2)],
+    "auto": [
+        *(Layout(2, 2, 2, "zbv", weight=2, scatters=scatters) for scatters in (False, True)),
+        *(Layout(1, 2, 2, "zbv", context=2, cut=cut) for cut in get_args(ContextCut)),
+    ],
+}
 
 
-def test_a_learned_time_constant_sums_its_gradient_over_tensor_ranks(ranks) -> None:
-    """Trap 2: the scalar of a PLIF layer sees one rank's channels only."""
-    images, labels = reference.data(sum(SIZES))
-    arguments = (None, images, labels, SIZES[0], torch.float64, "torch", PLIF)
-    one = assemble(ranks(1, one_step, Layout(), *arguments), "gradients")
+@pytest.mark.parametrize("backend", PLIF)
+def test_a_learned_time_constant_sums_its_gradient_over_tensor_ranks(ranks, backend: str) -> None:
+    """Trap 2: the scalar of a PLIF layer sees one rank's channels only. Its first owner keeps it."""
+    options = {"micro_batch_size": 3, "backend": backend, "spec": NeuronSpec(kind="plif")}
+    one = assemble(
+        [assert_equal_to_one(ranks, model_config(), PLIF[backend], reference.data(), **options)], "gradients"
+    )
     scalars = [name for name in one if name.endswith("neuron.w")]
     assert len(scalars) == 15 and any(one[name].abs() > 0 for name in scalars)
-    for layout in (Layout(tensor=4), Layout(2, 2, 2)):
-        several = assemble(ranks(layout.world_size, one_step, layout, *arguments), "gradients")
-        for name in one:
-            assert error(several[name], one[name]) < 1e-9 or one[name].abs().max() == 0, name
 
 
 def _initial_values(tensor: int, pipeline: int) -> list:
@@ -100,14 +115,8 @@ def test_evaluation_and_search_for_nan_leave_running_statistics_alone(ranks) -> 
 
 
 def _statistics_before_and_after_evaluation() -> bool:
-    from megasnn.pipeline.microbatch_state import MicroBatchInput
-    from tests.parity.ranks import build_engine
-
-    state = initialize_model_parallel(pp=2)
-    try:
-        engine = build_engine(state, "1f1b", torch.float64)
-        images, labels = reference.data(6)
-        batches = [MicroBatchInput(x, y, 3) for x, y in zip(images.split(3), labels.split(3), strict=True)]
+    with built(describe(model_config()), Layout(pipeline=2)) as engine:
+        batches = inputs_of(engine, *reference.data(6), 3)
         forward_backward(engine, batches, 6)
         merge_statistics(engine, 2)
         before = [e.tensor.clone() for e in engine.tensors]
@@ -116,5 +125,3 @@ def _statistics_before_and_after_evaluation() -> bool:
         return all(torch.equal(a, e.tensor) for a, e in zip(before, engine.tensors, strict=True)) and not any(
             norm.pending for norm in engine.norms
         )
-    finally:
-        destroy_model_parallel()

@@ -6,29 +6,24 @@ one rank nobody asks, between stages they do not fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
 import torch
 
 from megasnn.device_checks import place_of
-from megasnn.engine.model import DistributedModel
 from megasnn.kernels.spike_codec import Content
-from megasnn.layers import BuildContext, ConvNormNeuron, ParallelDropout
+from megasnn.layers import ConvNormNeuron, ParallelDropout
 from megasnn.layers.blocks import Residual
 from megasnn.models.build import describe
+from megasnn.models.description import ModelDescription
 from megasnn.models.layer import Layer, layer
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from megasnn.pipeline.microbatch_state import MicroBatchInput
-from megasnn.schedule import plan_schedule
-from megasnn.schedule.partition import balanced_bounds
-from tests.gradients import evaluated, forward_backward
 from tests.models.networks import CLASSES, between
 from tests.nccl_like import nccl_like
-from tests.parity.ranks import distributed
+from tests.parity.ranks import Layout, built, evaluated, forward_backward, inputs_of
 
-SIZES, UNFIT = (3, 3, 3, 2), {"drop", "first sum", "second sum"}
+SAMPLES, UNFIT = 11, {"drop", "first sum", "second sum"}
 
 
 def _layers() -> Iterable[Layer]:
@@ -40,74 +35,48 @@ def _layers() -> Iterable[Layer]:
     yield layer("last", ConvNormNeuron(4, 4, 3))
 
 
-def _model(tensor: int, pipeline: int, schedule: str, chunks: int) -> DistributedModel:
-    state = initialize_model_parallel(tp=tensor, pp=pipeline)
+def _of_spikes_alone() -> ModelDescription:
     described = describe(between(_layers))
     layers = []
     for each in described.layers:
         entries = {key: replace(entry, content=Content.SPIKES) for key, entry in each.entries.items()}
         layers.append(replace(each, entries=entries))
-    described = replace(described, layers=tuple(layers))
-    plan = plan_schedule(schedule, pipeline, chunks)
-    context = BuildContext(state.tp, torch.float32, torch.float32, dp=state.dp)
-    bounds = balanced_bounds([1.0] * len(described.layers), len(plan.placement))
-    model = distributed(described, state, context, bounds, plan)
-    with torch.no_grad():
-        for norm in model.norms:  # more neurons fire, in evaluation too
-            assert norm.bias is not None
-            norm.bias.fill_(2.5)
-    return model
+    return replace(described, layers=tuple(layers))
 
 
-def _inputs(model: DistributedModel) -> list[MicroBatchInput]:
-    generator = torch.Generator().manual_seed(1)
-    images = torch.rand(sum(SIZES), 3, 4, 4, generator=generator).split(SIZES)
-    labels = (torch.arange(sum(SIZES)) % CLASSES).split(SIZES)
-    data, every = model.state.dp, len(SIZES) // model.state.dp.size
-    return [
-        MicroBatchInput(
-            images[i] if model.takes_images else None,
-            labels[i] if model.gives_logits else None,
-            SIZES[i],
-            range(sum(SIZES[:i]), sum(SIZES[: i + 1])),
-        )
-        for i in range(data.rank * every, (data.rank + 1) * every)
-    ]
-
-
-def _ends(tensor: int, pipeline: int, schedule: str, chunks: int) -> list[str]:
+def _ends(layout: Layout) -> list[str]:
     """The errors of an evaluation and of a step, which leave running statistics and iterations as they were."""
-    model = _model(tensor, pipeline, schedule, chunks)
-    inputs, told = _inputs(model), []
-    before = [entry.tensor.clone() for entry in model.tensors]
-    try:
-        for run in (lambda: evaluated(model, inputs), lambda: forward_backward(model, inputs, sum(SIZES))):
+    with built(_of_spikes_alone(), layout, torch.float32) as model:
+        for norm in model.norms:  # more neurons fire, in evaluation too
+            torch.nn.init.constant_(norm.bias, 2.5)
+        images = torch.rand(SAMPLES, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+        inputs, told = inputs_of(model, images, torch.arange(SAMPLES) % CLASSES, 3), []
+        before = [entry.tensor.clone() for entry in model.tensors]
+        for run in (lambda: evaluated(model, inputs), lambda: forward_backward(model, inputs, SAMPLES)):
             with pytest.raises(ValueError) as raised:
                 run()
             told.append(f"{place_of(raised.value)}: {raised.value}")
-    finally:
-        destroy_model_parallel()
-    assert all(torch.equal(a, entry.tensor) for a, entry in zip(before, model.tensors, strict=True))
-    return told
+        assert all(torch.equal(a, entry.tensor) for a, entry in zip(before, model.tensors, strict=True))
+        return told
 
 
-def _ends_on_nccl_like(*layout: object) -> list[str]:
+def _ends_on_nccl_like(layout: Layout) -> list[str]:
     with nccl_like():
-        return _ends(*layout)  # type: ignore[arg-type]
+        return _ends(layout)
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "world", "schedule", "chunks", "run"),
+    ("layout", "run"),
     [
-        (1, 4, 4, "1f1b", 1, _ends),
-        (2, 4, 8, "1f1b", 1, _ends),
-        (1, 2, 4, "zbv", 2, _ends),
-        (1, 2, 2, "zbv", 2, _ends_on_nccl_like),
+        (Layout(pipeline=4), _ends),
+        (Layout(1, 2, 4), _ends),
+        (Layout(2, 1, 2, "zbv"), _ends),
+        (Layout(1, 1, 2, "zbv"), _ends_on_nccl_like),
     ],
     ids=["stages", "tensor", "data", "where-nccl-waits"],
 )
-def test_every_rank_ends_with_the_same_error(ranks, tensor, pipeline, world, schedule, chunks, run) -> None:
-    everyone = ranks(world, run, tensor, pipeline, schedule, chunks)
+def test_every_rank_ends_with_the_same_error(ranks, layout: Layout, run: Callable[[Layout], list[str]]) -> None:
+    everyone = ranks(layout.world_size, run, layout)
     assert all(told == everyone[0] for told in everyone)
     for told in everyone[0]:
         assert ", pipeline stage " in told and "SEND_F0, micro-batch 0" in told

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from tests.parity import spikingjelly_reference as reference
 from tests.parity import vgg
-from tests.parity.ranks import Layout, RankStep, assemble
-from tests.parity.test_layouts import TOLERANCE, error, logits_in_order, name_of
-from tests.parity.vgg import CONFIG, Variant
+from tests.parity.beside import Case, assert_equal_to_truth, assert_schedules_agree, truth
+from tests.parity.ranks import Layout, assemble, name_of
 
-DROPOUT = Variant(dropout=0.3)
 LAYOUTS = [
     Layout(),
     Layout(1, 4, 1),
@@ -24,86 +19,41 @@ LAYOUTS = [
     Layout(2, 2, 2, "zbv"),
 ]
 
-truth = cache(vgg.truth)
 
-
-def run_step(ranks, layout: Layout, variant: Variant, **options) -> list[RankStep]:
-    dtype = options.get("dtype", torch.float64)
-    weights = {
-        name: value.to(dtype) if value.is_floating_point() else value
-        for name, value in truth(variant).state_before.items()
-    }
-    return ranks(layout.world_size, vgg.one_step, layout, variant, weights, dtype, options.get("backend", "auto"))
-
-
-def by_our_names(expected: reference.ReferenceStep, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients lack the buffers, which the table of names wants too."""
-    return CONFIG.from_spikingjelly({**expected.state_before, **values})
-
-
-def assert_equal_to_reference(steps: list[RankStep], expected: reference.ReferenceStep) -> None:
-    assert all(step.loss == pytest.approx(expected.loss, rel=TOLERANCE) for step in steps)
-    assert sum(step.spikes for step in steps) == expected.spikes, "spikes flipped"
-    for ours, theirs in zip(logits_in_order(steps), expected.logits, strict=True):
-        assert error(ours, theirs) < TOLERANCE
-    gradients, buffers = assemble(steps, "gradients"), assemble(steps, "buffers")
-    expected_gradients = by_our_names(expected, expected.gradients)
-    assert len(gradients) == len(expected.gradients)
-    for name, value in gradients.items():
-        if name.endswith("conv.bias"):  # cancels against the norm's mean: theirs is what rounding left of zero
-            assert value.abs().max() == 0 and expected_gradients[name].abs().max() < 1e-12, name
-        else:
-            assert error(value, expected_gradients[name]) < TOLERANCE, name
-    for name, value in buffers.items():
-        assert error(value, by_our_names(expected, expected.buffers)[name]) < TOLERANCE, name
-    norm = torch.stack([g.norm() for g in expected.gradients.values()]).norm().item()
-    assert all(step.norm == pytest.approx(norm, rel=TOLERANCE) for step in steps)
-
-
-@pytest.mark.parametrize("variant", [Variant(), DROPOUT], ids=["plain", "dropout"])
-def test_the_reference_fires(variant: Variant) -> None:
-    """The comparison means something: neurons fire, some do not, every weight has a gradient, dropout changes it."""
-    expected = truth(variant)
-    assert 0.02 < expected.firing < 0.5
-    assert all(gradient.abs().max() > 0 for gradient in expected.gradients.values())
-    assert variant.dropout == 0 or abs(expected.loss - truth(Variant()).loss) > 1e-3
+def require_equal(ranks: Any, layout: Layout, case: Case, **options: Any) -> None:
+    steps = assert_equal_to_truth(case, ranks, layout, seed=vgg.SEED, **options)
+    gradients = assemble([step for (step,) in steps], "gradients")
+    biases = [value for name, value in gradients.items() if name.endswith("conv.bias")]
+    assert len(biases) == 5 and not any(value.any() for value in biases), "they cancel against the norms' means"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_layout_equals_spikingjelly_with_dropout(ranks, layout: Layout) -> None:
-    assert_equal_to_reference(run_step(ranks, layout, DROPOUT), truth(DROPOUT))
+    require_equal(ranks, layout, vgg.DROPOUT)
 
 
 def test_a_full_grid_equals_spikingjelly_without_dropout(ranks) -> None:
-    assert_equal_to_reference(run_step(ranks, Layout(2, 2, 2), Variant()), truth(Variant()))
+    require_equal(ranks, Layout(2, 2, 2), vgg.PLAIN)
+    assert abs(truth(vgg.DROPOUT)[0].loss - truth(vgg.PLAIN)[0].loss) > 1e-3
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2), Layout(2, 1, 2), Layout(1, 2, 2, "zbv")], ids=name_of)
 def test_drop_path_leaves_out_the_same_samples(ranks, layout: Layout) -> None:
-    variant = Variant(dropout=0.3, drop_path=0.4)
-    assert abs(truth(variant).loss - truth(DROPOUT).loss) > 1e-3
-    assert_equal_to_reference(run_step(ranks, layout, variant), truth(variant))
+    assert abs(truth(vgg.DROP_PATH)[0].loss - truth(vgg.DROPOUT)[0].loss) > 1e-3
+    require_equal(ranks, layout, vgg.DROP_PATH)
 
 
-@pytest.mark.parametrize("loss", ["tet", "mse"])
+@pytest.mark.parametrize("loss", vgg.LOSSES)
 @pytest.mark.parametrize("layout", [Layout(), Layout(2, 2, 2)], ids=name_of)
 def test_losses(ranks, layout: Layout, loss: str) -> None:
-    variant = Variant(dropout=0.3, loss=loss)
-    assert_equal_to_reference(run_step(ranks, layout, variant), truth(variant))
+    require_equal(ranks, layout, vgg.LOSSES[loss])
 
 
 def test_plain_neurons_equal_spikingjelly(ranks) -> None:
-    assert_equal_to_reference(run_step(ranks, Layout(1, 2, 2), DROPOUT, backend="torch"), truth(DROPOUT))
+    require_equal(ranks, Layout(1, 2, 2), vgg.DROPOUT, backend="torch")
 
 
 def test_pipeline_sizes_agree_bit_for_bit_in_float32(ranks) -> None:
-    one = run_step(ranks, Layout(), DROPOUT, dtype=torch.float32)
-    gradients, buffers = assemble(one, "gradients"), assemble(one, "buffers")
     schedules = [Layout(pipeline=stages, schedule=name) for stages, name in ((2, "zbv"), (2, "zb1p"), (3, "v-min"))]
-    for layout in (Layout(pipeline=2), Layout(pipeline=4, schedule="gpipe"), Layout(pipeline=6), *schedules):
-        steps = run_step(ranks, layout, DROPOUT, dtype=torch.float32)
-        assert {step.loss for step in steps} == {one[0].loss}
-        for name, value in assemble(steps, "gradients").items():
-            assert torch.equal(value, gradients[name]), f"{name} on {name_of(layout)}"
-        for name, value in assemble(steps, "buffers").items():
-            assert torch.equal(value, buffers[name]), f"{name} on {name_of(layout)}"
+    layouts = [Layout(pipeline=2), Layout(pipeline=4, schedule="gpipe"), Layout(pipeline=6), *schedules]
+    assert_schedules_agree(ranks, vgg.DROPOUT, layouts)

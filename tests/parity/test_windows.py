@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import megasnn
 from megasnn import ConvNormNeuron, Engine, MeanLinear, ParallelDropout, layer
 from megasnn.config import ConfigError
-from tests.models.steps import SIZES, assert_equal, images
-from tests.parity.ranks import RankStep, _plain, assemble
-from tests.parity.test_layouts import TOLERANCE, error
+from tests.distributed import whole
+from tests.parity.ranks import SIZES, TOLERANCE, RankStep, assemble, assert_equal, error, images
+from tests.parity.spikingjelly_reference import with_other_norms
 from tests.training.runs import train, without_trial
 
 WINDOW = 2
@@ -100,21 +100,16 @@ def one_step(model: Small, flags: dict[str, Any], weights: dict[str, Tensor] | N
         result = engine.train_step(*data(model))
         place = engine.state.place
         step = RankStep((place.pp, place.dp_replicate, 0, place.tp), result.loss, result.grad_norm, [], sum(fired))
-        for entry in engine.distributed.tensors:
-            tensors, value = (step.gradients, entry.tensor.grad) if entry.is_parameter else (step.buffers, entry.tensor)
-            assert value is not None
-            tensors[entry.name] = _plain(entry.shard), value.clone()
+        tensors = engine.distributed.tensors
+        step.gradients = whole.parts(tensors, gradients=True)
+        step.buffers = whole.parts([each for each in tensors if not each.is_parameter])
         return step
 
 
 @pytest.mark.parametrize("frames", [False, True], ids=["images", "frames"])
 def test_one_rank_equals_spikingjelly(ranks, frames: bool) -> None:
     model = Small(frames=frames)
-    torch.manual_seed(1)
-    reference = Reference().double()
-    for norm in (reference.first["norm"], reference.second["norm"], reference.norm):
-        nn.init.uniform_(norm.weight, 0.8, 1.6)
-        nn.init.uniform_(norm.bias, 0.2, 1.2)
+    reference = with_other_norms(Reference)
     weights = {name: value.clone() for name, value in reference.state_dict().items()}
     normalised: list[Tensor] = []
     reference.second["norm"].register_forward_hook(lambda _, inputs, y: normalised.append(inputs[0].detach()))

@@ -1,8 +1,8 @@
-"""The VGG's side of the parity tests: SpikingJelly's small network, and what a rank builds beside it."""
+"""Small VGGs of SpikingJelly's beside ours, with dropout, drop path and other losses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,51 +12,44 @@ from spikingjelly.activation_based import functional, layer, surrogate
 from spikingjelly.activation_based.examples.memopt.models import CIFAR10DVSVGG, VGGBlock
 from torch import Tensor, nn
 
-from megasnn.checkpoint.load import load_globals_into
-from megasnn.kernels import NeuronSpec
-from megasnn.layers import BuildContext, DropPath
-from megasnn.losses.sums import cross_entropy_sum, mse_sum, tet_sum
-from megasnn.models.build import describe
-from megasnn.models.description import Built, LayerDescription, ModelDescription
-from megasnn.models.layer import Layer
+from megasnn.layers import DropPath
+from megasnn.losses.sums import mse_sum, tet_sum
+from megasnn.models import layer as layers
 from megasnn.models.vgg_dvs.model import VggDvs, parse_channels
-from megasnn.parallel_state import destroy_model_parallel
-from megasnn.schedule import plan_schedule
 from tests.distributed.whole import drawn
-from tests.parity import spikingjelly_reference as reference
-from tests.parity.ranks import Layout, RankStep, distributed, even_bounds, gathering, join, record_step
+from tests.parity.beside import Case
+from tests.parity.spikingjelly_reference import with_other_norms
 
-# Each kind of step: with pooling and without, to fewer channels than half (there the cheaper style is by row) and more.
-CONFIG = VggDvs(channels="8,8,P,32,8,P,16,P", image_size=16, time_steps=3, num_classes=5)
-CONVOLUTIONS, _ = parse_channels(CONFIG.channels)
-NEURON = NeuronSpec(tau=1.333, decay_input=False, surrogate="atan")
-SIZES = [3, 3, 3, 2]
-SEED = 5
 SHARE = 0.05  # of TET
+SEED = 5  # of what is left out
 
 
-@dataclass(frozen=True)
-class Variant:
-    """What of the model differs between tests."""
+@dataclass(frozen=True, kw_only=True)
+class Small(VggDvs):
+    """Each kind of step: with pooling and without, to fewer channels than half (there the cheaper style is by row) and
+    more; and samples left out in front of the classifier."""
 
+    channels: str = "8,8,P,32,8,P,16,P"
+    image_size: int = 16
+    time_steps: int = 3
+    num_classes: int = 5
     dropout: float = 0.0
     drop_path: float = 0.0
-    loss: str = "cross-entropy"
+    dialects = VggDvs.dialects  # those beside that class
+
+    def layers(self) -> Iterable[layers.Layer]:
+        *features, classifier = super().layers()
+        yield from features
+        if self.drop_path:
+            yield layers.layer("drop", DropPath(self.drop_path, "drop"))
+        yield classifier
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cross-entropy": cross_entropy_sum,
-    "tet": partial(tet_sum, share=SHARE),
-    "mse": mse_sum,
-}
-
-
-def data(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def data() -> tuple[Tensor, Tensor]:
     """Event counts [N, T, 2, H, W] and labels."""
     generator = torch.Generator().manual_seed(3)
-    shape = (sum(SIZES), CONFIG.time_steps, CONFIG.in_channels, CONFIG.image_size, CONFIG.image_size)
-    frames = torch.poisson(torch.full(shape, 0.7), generator=generator).to(dtype)
-    return frames, torch.randint(0, CONFIG.num_classes, (sum(SIZES),), generator=generator)
+    frames = torch.poisson(torch.full((11, *Small().input_shape), 0.7, dtype=torch.float64), generator=generator)
+    return frames, torch.randint(0, Small().num_classes, (11,), generator=generator)
 
 
 class _Masks(nn.Module):
@@ -90,93 +83,42 @@ class _Paths(nn.Module):
 
 
 class SmallVgg(nn.Module):
-    """CIFAR10DVSVGG with other channels: its blocks, its classifier, its forward."""
+    """CIFAR10DVSVGG with other channels: its blocks, its classifier, its forward but for the first two axes."""
 
-    def __init__(self, dropout: float, drop_path: float) -> None:
+    def __init__(self, model: Small) -> None:
         super().__init__()
         options = dict(tau=1.333, decay_input=False, detach_reset=True, surrogate_function=surrogate.ATan())
-        blocks, inputs = [], CONFIG.in_channels
-        for channels, pool in CONVOLUTIONS:
+        blocks, inputs = [], model.in_channels
+        for channels, pool in parse_channels(model.channels)[0]:
             blocks.append(VGGBlock(inputs, channels, 3, 1, 1, pool, step_mode="m", **options))
             inputs = channels
         self.features = nn.Sequential(*blocks, layer.AvgPool2d(2))
-        linear = nn.Linear(inputs * 2**2, CONFIG.num_classes)
-        masks = [*([_Paths(drop_path)] if drop_path else []), *([_Masks(dropout)] if dropout else [])]
+        linear = nn.Linear(inputs * 2**2, model.num_classes)
+        masks = [_Paths(model.drop_path)] * (model.drop_path > 0) + [_Masks(model.dropout)] * (model.dropout > 0)
         self.classifier = nn.Sequential(*([nn.Sequential(*masks)] if masks else []), linear)
         functional.set_step_mode(self, "m")
 
-    forward = CIFAR10DVSVGG.forward
+    def forward(self, x: Tensor) -> Tensor:
+        return CIFAR10DVSVGG.forward(self, x.transpose(0, 1))
 
 
-def build(dropout: float, drop_path: float) -> SmallVgg:
-    """With norm parameters away from their initial values, so that errors in them show."""
-    torch.manual_seed(1)
-    model = SmallVgg(dropout, drop_path).double()
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.weight, 0.8, 1.6)
-            nn.init.uniform_(module.bias, 0.1, 0.6)
-    return model
+def _tet(logits: Tensor, labels: Tensor) -> Tensor:
+    """As the paper's program writes it, for a mean over the samples."""
+    each = sum(F.cross_entropy(step, labels) for step in logits) / len(logits)
+    return len(labels) * ((1 - SHARE) * each + SHARE * F.mse_loss(logits, torch.ones_like(logits)))
 
 
-def _reference_loss(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The losses as their papers' programs write them, for a mean over the samples."""
-
-    def tet(logits: Tensor, labels: Tensor) -> Tensor:
-        each = sum(F.cross_entropy(step, labels) for step in logits) / len(logits)
-        return len(labels) * ((1 - SHARE) * each + SHARE * F.mse_loss(logits, torch.ones_like(logits)))
-
-    def mse(logits: Tensor, labels: Tensor) -> Tensor:
-        return len(labels) * F.mse_loss(logits.mean(0), F.one_hot(labels, CONFIG.num_classes).double())
-
-    return {"cross-entropy": reference.mean_over_time, "tet": tet, "mse": mse}[name]
+def _mse(logits: Tensor, labels: Tensor) -> Tensor:
+    return len(labels) * F.mse_loss(logits.mean(0), F.one_hot(labels, Small().num_classes).double())
 
 
-def truth(variant: Variant, sizes: Sequence[int] = tuple(SIZES)) -> reference.ReferenceStep:
-    """One step of SpikingJelly's network, on micro-batches of these sizes."""
-    model, loss = build(variant.dropout, variant.drop_path), _reference_loss(variant.loss)
-    return reference.step(model, *data(), list(sizes), loss)
+def _case(model: Small) -> Case:
+    theirs = partial(with_other_norms, partial(SmallVgg, model), biases=(0.1, 0.6))
+    return Case(model, theirs, batch=data, sizes=(3, 3, 3, 2), firing=0.5)
 
 
-def _with_drop_path(model: ModelDescription, p: float) -> ModelDescription:
-    """With drop path before the classifier."""
-
-    def build(context: BuildContext) -> list[Built]:
-        *layers, last = model.build(context)
-        return [*layers, Built(Layer("drop", DropPath(p, "drop", context), "drop"), *layers[-1][1:]), last]
-
-    drop = LayerDescription("drop", "drop", model.layers[-2].entries)
-    return replace(model, layers=(*model.layers[:-1], drop, model.layers[-1]), build=build)
-
-
-def one_step(
-    layout: Layout,
-    variant: Variant,
-    weights: dict[str, Tensor],
-    dtype: torch.dtype = torch.float64,
-    backend: str = "auto",
-    micro_batch_size: int = SIZES[0],
-) -> RankStep:
-    """One of our steps, on every rank of an initialised world."""
-    state = join(layout)
-    try:
-        config = VggDvs(
-            channels=CONFIG.channels,
-            image_size=CONFIG.image_size,
-            time_steps=CONFIG.time_steps,
-            num_classes=CONFIG.num_classes,
-            dropout=variant.dropout,
-        )
-        model = describe(config, NEURON)
-        if variant.drop_path:
-            model = _with_drop_path(model, variant.drop_path)
-        context = layout.build_context(state, dtype, backend, SEED)
-        plan = plan_schedule(layout.schedule, layout.pipeline, layout.chunks)
-        bounds = even_bounds(len(model.layers), len(plan.placement))
-        plan = gathering(plan, model, bounds, context, layout)
-        engine = distributed(model, state, context, bounds, plan)
-        engine.loss = LOSSES[variant.loss]
-        load_globals_into(engine.tensors, CONFIG.from_spikingjelly(weights), state.world.handle)
-        return record_step(engine, state, *data(dtype), micro_batch_size)
-    finally:
-        destroy_model_parallel()
+PLAIN, DROPOUT, DROP_PATH = _case(Small()), _case(Small(dropout=0.3)), _case(Small(dropout=0.3, drop_path=0.4))
+LOSSES = {
+    "tet": replace(DROPOUT, loss=(partial(tet_sum, share=SHARE), _tet)),
+    "mse": replace(DROPOUT, loss=(mse_sum, _mse)),
+}

@@ -30,7 +30,7 @@ def chosen(schedule: str, budget: float | None = None, **more: Any) -> PipelineP
 def needs(plan: PipelinePlan) -> float:
     """MB of the rank that needs most."""
     schedule = plan.schedules.training(MICRO_BATCHES)
-    return 1e-6 * max(each.total for each in peak_moments(schedule, plan.executed_bounds, COSTS))
+    return 1e-6 * max(each.total for each in peak_moments(schedule, plan.unit_bounds, COSTS))
 
 
 def seconds(plan: PipelinePlan) -> float:
@@ -70,7 +70,7 @@ def test_gathers_count_in_the_forecast() -> None:
     plan = choose(
         parallel, STAGES, LAYERS, [MICRO_BATCHES], None, COSTS, lambda units: SharedWeights((8 * MB,) * len(units))
     )
-    assert plan.schedules.units is not None and seconds(plan) > 1.2 * seconds(chosen("auto"))
+    assert plan.schedules.units_per_chunk is not None and seconds(plan) > 1.2 * seconds(chosen("auto"))
 
 
 def test_a_large_pipeline_is_decided_in_seconds() -> None:

@@ -59,7 +59,7 @@ def test_the_peak_of_a_step() -> None:
 def test_chunks_need_what_their_layers_need_one_after_another(name: str) -> None:
     costs = PipelineCosts((LayerCost(1, 1, 1, held=10, working=(30, 20, 5), message=3, gradient=12),) * 8, LinkCost())
     schedule = generate(name, 2, 4)
-    size = 8 // schedule.chunks
-    bounds = [range(size * chunk, size * chunk + size) for chunk in range(schedule.chunks)]
-    units = peak_moments(refine(schedule, [size] * schedule.chunks), [range(i, i + 1) for i in range(8)], costs)
+    size = 8 // schedule.units
+    bounds = [range(size * chunk, size * chunk + size) for chunk in range(schedule.units)]
+    units = peak_moments(refine(schedule, [size] * schedule.units), [range(i, i + 1) for i in range(8)], costs)
     assert [each.total for each in peak_moments(schedule, bounds, costs)] == [each.total for each in units]

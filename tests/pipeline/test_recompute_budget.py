@@ -68,10 +68,10 @@ def test_little_more_than_the_cheapest_choice(seed: int) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_rank_of_every_schedule_keeps_it(name: str) -> None:
     schedule = generate(name, 4, 8)
-    schedule = refine(schedule, [3] * schedule.chunks)
-    units = units_of(schedule.chunks, 7)
+    schedule = refine(schedule, [3] * schedule.units)
+    units = units_of(schedule.units, 7)
     without = [peak(schedule, rank, units, frozenset()) for rank in range(4)]
-    least = [peak(schedule, rank, units, frozenset(range(schedule.chunks))) for rank in range(4)]
+    least = [peak(schedule, rank, units, frozenset(range(schedule.units))) for rank in range(4)]
     budget = (max(least) + max(without)) / 2
     chosen = within_budget(schedule, units, budget)
     for rank, needed in enumerate(without):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from unittest.mock import patch
 
 from megasnn.config import PretrainConfig, TrainingConfig
+from megasnn.grid import AXES, Grid
 from megasnn.models.build import describe
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
-from megasnn.planner.analyze import analyze, counted_sizes
+from megasnn.planner.analyze import counted_sizes
+from megasnn.planner.candidates import Layout
 from megasnn.planner.cost_file import Analysis
 from megasnn.planner.machines import DEVICES, Cluster
 
@@ -24,14 +27,26 @@ def config(samples: int = 16, micro_batch: int = 4, **parallel: object) -> Pretr
 
 @cache
 def analysis() -> Analysis:
-    return analyze(config(), tensor_sizes=(2, 3), context_sizes=(2, 8))
+    return counted(on_cpu=False)
 
 
 @cache
 def on_cpu() -> Analysis:
     """Of runs on a CPU, as those of the tests are."""
+    return counted(on_cpu=True)
+
+
+def counted(on_cpu: bool) -> Analysis:
+    """For few sizes."""
     run = config()
-    return counted_sizes(describe(run.model, run.neuron.spec), run, (1, 2), (2,), on_cpu=True)
+    with patch.multiple("megasnn.planner.analyze", TENSOR_SIZES=(1, 2, 3), CONTEXT_SIZES=(2, 8)):
+        return counted_sizes(describe(run.model, run.neuron.spec), run, on_cpu)
+
+
+def layout(size: int = 4, **values: object) -> Layout:
+    """A layout from sizes of axes and other fields."""
+    sizes = {axis: values.pop(axis) for axis in AXES if axis in values}
+    return Layout(Grid(**sizes), size, **values)  # type: ignore[arg-type]
 
 
 def cluster(ranks: int = 8, gigabytes: float = 4.0, device: str = "cpu-core", **machine: object) -> Cluster:

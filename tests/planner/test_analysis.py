@@ -9,15 +9,15 @@ import pytest
 from megasnn.config import ConfigError
 from megasnn.models.build import building_problems, describe
 from megasnn.pipeline.cost_model import LinkCost
-from megasnn.planner.analyze import analyze, counted_sizes
-from megasnn.planner.cost_file import Analysis, LayerSeconds, Timed
+from megasnn.planner.analyze import analyze
+from megasnn.planner.cost_file import Analysis, Timed
 from megasnn.planner.costs import Share, counted_costs, layer_costs
 from megasnn.planner.machines import DEVICES
 from megasnn.planner.measure import measured
 from tests.planner.models import analysis, config
 
 FREE = LinkCost()
-SECONDS = LayerSeconds(2e-3, 3e-3, 1e-3)
+SECONDS = 2e-3, 3e-3, 1e-3
 
 
 def test_refusals_are_those_of_a_run() -> None:
@@ -47,13 +47,23 @@ def test_tensor_parallel_ranks_keep_less() -> None:
         counted_costs(analysis(), Share(5, 1, "samples", 4, 5))
 
 
+def test_rows_do_not_cut_the_weights_copies() -> None:
+    known = analysis()
+    alone, rows = (
+        replace(each, costs=tuple(tuple(replace(cost, cast=100) for cost in layers) for layers in each.costs))
+        for each in (known.alone, known.shared["rows"])
+    )
+    known = replace(known, alone=alone, shared={"rows": rows}, possible={"rows": {4: None}})
+    assert {cost.cast for cost in counted_costs(known, Share(1, 4, "rows", 4, 4))} == {100}
+
+
 def test_measured_seconds_are_taken_and_scaled() -> None:
     known = analysis()
     count = len(known.layers)
-    alone, both = (Timed(1, 1, "samples", 4, ranks, (SECONDS,) * count) for ranks in (1, 2))
-    slower = replace(both, seconds=(replace(SECONDS, forward=4e-3),) * count)
+    alone, both = (Timed(4, ranks, (SECONDS,) * count) for ranks in (1, 2))
+    slower = replace(both, seconds=((4e-3, 3e-3, 1e-3),) * count)
     timed = replace(known, timed=(alone, slower))
-    machine = replace(DEVICES["cpu-core"], least=0.0, start=0.0, alone=1.0)
+    machine = replace(DEVICES["cpu-core"], least=0.0, start=0.0)
     exact, crowded = (layer_costs(timed, machine, Share(1, 1, "samples", 4, ranks), FREE) for ranks in (1, 2))
     assert [cost.forward for cost in exact] == [2e-3] * count and [cost.forward for cost in crowded] == [4e-3] * count
     twice = layer_costs(timed, machine, Share(1, 1, "samples", 8, 1), FREE)
@@ -73,11 +83,7 @@ def measured_here(rank_known: Analysis) -> Analysis:
 
 
 def test_two_ranks_measure(ranks) -> None:
-    run = config()
-    known = counted_sizes(describe(run.model, run.neuron.spec), run, [1], [2])
-    first, second = ranks(2, measured_here, known)
+    first, second = ranks(2, measured_here, analysis())
     assert first == second and first.machine is not None and first.machine.within.per_byte > 0
-    sizes = [(each.tensor, each.context, each.cut, each.samples, each.ranks) for each in first.timed]
-    whole, shared = (1, 1, "samples", 4), (1, 2, "samples", 2, 2)
-    assert sizes == [(*whole, 1), (*whole, 2), shared, (1, 2, "rows", 4, 2)]
-    assert all(seconds.forward > 0 for each in first.timed for seconds in each.seconds)
+    assert [(each.samples, each.ranks) for each in first.timed] == [(4, 1), (4, 2)]
+    assert all(forward > 0 for each in first.timed for forward, *_ in each.seconds)

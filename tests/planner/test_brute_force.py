@@ -7,13 +7,12 @@ from functools import cache
 
 import pytest
 
-from megasnn.grid import Grid
 from megasnn.planner.candidates import Layout, Prefer, layouts
 from megasnn.planner.machines import Cluster
 from megasnn.planner.plan import plan
 from megasnn.planner.predict import Predicted, Predictor
 from megasnn.planner.search import AS_FAST
-from tests.planner.models import analysis, cluster, config
+from tests.planner.models import analysis, cluster, config, layout
 
 RANKS = 4
 PREFERRED: tuple[Prefer, ...] = "speed", "memory"
@@ -45,18 +44,16 @@ OF_LESS = {"less memory": "cores", "little memory": "cores"}
 """Memory changes no step."""
 
 
+@cache
 def simulated(name: str) -> dict[Layout, tuple[float, float, Predicted]]:
     """Every layout that can be, with its estimates of seconds and bytes, and its step."""
-    return _simulated(OF_LESS.get(name, name))
-
-
-@cache
-def _simulated(name: str) -> dict[Layout, tuple[float, float, Predicted]]:
+    if name in OF_LESS:
+        return simulated(OF_LESS[name])
     where = CLUSTERS[name]
     predictor, found = Predictor(analysis(), config(), where), {}
-    for layout, refused in layouts(analysis(), config(), where.counts()):
+    for each, refused in layouts(analysis(), config(), where.counts(), [4]):
         if not refused:
-            found[layout] = *predictor.estimate(layout), predictor.predict(layout)
+            found[each] = *predictor.estimate(each), predictor.predict(each)
     return found
 
 
@@ -91,23 +88,12 @@ def least_need(name: str) -> float:
 def test_the_plan_is_the_best_of_all(name: str) -> None:
     """For speed the simplest of those that fit and are as fast within 1 %, for memory what needs least."""
     memory = CLUSTERS[name].machine.memory
-    fitting = {layout: each for layout, (*_, each) in simulated(name).items() if need(name, each) <= memory}
+    fitting = {each: step for each, (*_, step) in simulated(name).items() if need(name, step) <= memory}
     fastest = min(each.time.total for each in fitting.values())
-    as_fast = [layout for layout, each in fitting.items() if each.time.total <= 1.01 * fastest]
+    as_fast = [each for each, step in fitting.items() if step.time.total <= 1.01 * fastest]
     fast, small = (plan(analysis(), config(), CLUSTERS[name], prefer, simulations=1000) for prefer in PREFERRED)
-    assert fast.layout in as_fast and fast.layout.parts == min(layout.parts for layout in as_fast)
+    assert fast.layout in as_fast and fast.layout.parts == min(each.parts for each in as_fast)
     assert small.bytes == least_need(name)
-
-
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_twenty_simulations_are_enough(name: str) -> None:
-    fitting = [each for *_, each in simulated(name).values() if need(name, each) <= CLUSTERS[name].machine.memory]
-    fast, small = (plan(analysis(), config(), CLUSTERS[name], prefer) for prefer in PREFERRED)
-    assert fast.predicted.time.total <= 1.02 * min(each.time.total for each in fitting)
-    assert small.bytes <= 1.02 * least_need(name)
-
-
-def test_slow_links_leave_one_device() -> None:
-    others = [each.time.total for layout, (*_, each) in simulated("slow links").items() if layout.ranks > 1]
-    alone = simulated("slow links")[Layout(Grid())][2].time.total
-    assert plan(analysis(), config(), CLUSTERS["slow links"]).layout == Layout(Grid()) and alone < min(others)
+    fast, small = (plan(analysis(), config(), CLUSTERS[name], prefer) for prefer in PREFERRED)  # with 20 simulations
+    assert name != "slow links" or fast.layout == layout()
+    assert fast.predicted.time.total <= 1.02 * fastest and small.bytes <= 1.02 * least_need(name)

@@ -12,7 +12,6 @@ import pytest
 from megasnn.config import OptimizerConfig, PretrainConfig
 from megasnn.config.training import Length
 from megasnn.engine import Engine
-from megasnn.grid import Grid
 from megasnn.optim.build import state_bytes, working_bytes
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.planner.candidates import Layout, with_layout
@@ -20,23 +19,23 @@ from megasnn.planner.predict import Predictor
 from megasnn.schedule import ChunkCost
 from megasnn.schedule.named import SCHEDULES
 from megasnn.training.memory import layer_costs, peak_of
-from tests.planner.models import cluster, config, on_cpu
+from tests.planner.models import cluster, config, layout, on_cpu
 
 LAYOUTS = {
-    "one": Layout(Grid()),
-    "one, always": Layout(Grid(), recompute="always"),
-    "data": Layout(Grid(dp_replicate=2)),
-    "data, sharded": Layout(Grid(dp_replicate=2), shards_optimizer=True),
-    "weight": Layout(Grid(dp_shard=2)),
-    "weight, always": Layout(Grid(dp_shard=2), recompute="always"),
-    "tensor": Layout(Grid(tp=2)),
-    "tensor, always": Layout(Grid(tp=2), recompute="always"),
-    "context": Layout(Grid(cp=2)),
-    "context, sharded, always": Layout(Grid(cp=2), shards_optimizer=True, recompute="always"),
-    "1f1b": Layout(Grid(pp=2)),
-    "zb1p": Layout(Grid(pp=2), schedule="zb1p"),
-    "zbv": Layout(Grid(pp=2), schedule="zbv", chunks=2),
-    "interleaved": Layout(Grid(pp=2), schedule="interleaved", chunks=2, recompute="always"),
+    "one": layout(),
+    "one, always": layout(recompute="always"),
+    "data": layout(dp_replicate=2),
+    "data, sharded": layout(dp_replicate=2, shards_optimizer=True),
+    "weight": layout(dp_shard=2),
+    "weight, always": layout(dp_shard=2, recompute="always"),
+    "tensor": layout(tp=2),
+    "tensor, always": layout(tp=2, recompute="always"),
+    "context": layout(cp=2),
+    "context, sharded, always": layout(cp=2, shards_optimizer=True, recompute="always"),
+    "1f1b": layout(pp=2),
+    "zb1p": layout(pp=2, schedule="zb1p"),
+    "zbv": layout(pp=2, schedule="zbv", chunks=2),
+    "interleaved": layout(pp=2, schedule="interleaved", chunks=2, recompute="always"),
 }
 STATES = "weights", "gathered", "gradients", "optimizer"
 

@@ -50,7 +50,6 @@ def test_files_and_pictures(tmp_path: Path) -> None:
         ("--output nowhere/g.svg", "nowhere/g.svg"),
         ("--forward nan", "nan 1 1 0"),
         ("--transfer -1", "1 1 1 -1"),
-        ("--units 0", "--units"),
         ("--stages 0", "0"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Transfers, units, and forwards that are computed again: what stays, what it costs, where it stands."""
+"""Actions, transfers, units, and forwards that are computed again: what stays, what it costs, where it stands."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import re
 from dataclasses import replace
 
 import pytest
+from torch.distributed.pipelining.schedules import _Action
 
 from megasnn.schedule import Action, ChunkCost, Kind, Schedule, generate, simulate, validate
-from megasnn.schedule.actions import COMPUTE, PROPAGATING
+from megasnn.schedule.actions import COMPUTE, PROPAGATING, RECEIVES, SENDS
 from megasnn.schedule.memory import activations_held
 from megasnn.schedule.named import SCHEDULES
-from megasnn.schedule.passes import RECOMPUTE, complete, insert_recompute, insert_transfers, refine
+from megasnn.schedule.passes import RECOMPUTE, insert_recompute, insert_transfers, refine
 
 STAGES, MICRO_BATCHES, UNITS = 4, 8, 3
 COST = ChunkCost(3, 3, 3, 1, 1)  # whole numbers, so that sums are exact
@@ -29,6 +30,23 @@ def _parsed(text: str) -> Action:
     return Action(int(chunk), Kind(kind), int(micro_batch) if micro_batch else None)
 
 
+def test_transfers_know_their_other_end() -> None:
+    for kind in Kind:
+        action = Action(3, kind, 7)
+        if kind in SENDS | RECEIVES:
+            assert action.peer.peer == action and (action.peer.kind in SENDS) != (kind in SENDS)
+        else:
+            with pytest.raises(ValueError, match=str(action)):
+                _ = action.peer
+
+
+def test_the_notation_is_that_of_torch_pipelining() -> None:
+    for text in ("2F0", "1B3", "1I3", "1W3", "0SEND_F2", "2RECV_F1", "1SEND_B0", "2RECV_B1", "3UNSHARD", "3RESHARD"):
+        ((action,),) = parsed(text)
+        assert str(_Action.from_str(text)) == str(action) == text
+    assert str(Action(0, Kind.REDUCE_GRAD)) == "0REDUCE_GRAD"
+
+
 def test_receives_wait_for_their_turn_on_a_shared_link() -> None:
     rows = parsed("0F0 2F0 0F1 2F1", "1F0 1F1 3F0 3F1")
     schedule = insert_transfers(Schedule("loop", (0, 1, 0, 1), 2, rows, forward_only=True))
@@ -38,32 +56,13 @@ def test_receives_wait_for_their_turn_on_a_shared_link() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("placement", "rows"),
-    [
-        # Two chunks a rank, in a loop and as a V; in a V the last two chunks' neighbours share a rank.
-        ((0, 1, 0, 1), ("0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1")),
-        ((0, 1, 1, 0), ("0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1")),
-    ],
-)
-def test_several_chunks_on_a_rank(placement: tuple[int, ...], rows: tuple[str, str]) -> None:
-    schedule = complete(Schedule("by hand", placement, 2, parsed(*rows)))
-    validate(schedule)
-    for rank, order in enumerate(schedule.actions):
-        reduced = [action.chunk for action in order if action.kind is Kind.REDUCE_GRAD]
-        assert reduced == list(reversed(schedule.chunks_of(rank)))
-    local = {(a, a + 1) for a in range(3) if placement[a] == placement[a + 1]}
-    sent = {(a.chunk, a.peer.chunk) for order in schedule.actions for a in order if a.kind is Kind.SEND_FORWARD}
-    assert sent == {(0, 1), (1, 2), (2, 3)} - local
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_units_take_as_long_as_their_chunks(name: str) -> None:
     schedule = generate(name, STAGES, MICRO_BATCHES)
-    refined = refine(schedule, [UNITS] * schedule.chunks)
+    refined = refine(schedule, [UNITS] * schedule.units)
     validate(refined)
-    units = [replace(COST, forward=1, input_gradient=1, weight_gradient=1)] * refined.chunks
-    assert simulate(refined, units).makespan == simulate(schedule, [COST] * schedule.chunks).makespan
+    units = [replace(COST, forward=1, input_gradient=1, weight_gradient=1)] * refined.units
+    assert simulate(refined, units).makespan == simulate(schedule, [COST] * schedule.units).makespan
     for row, of_chunks in zip(refined.actions, schedule.actions, strict=True):
         counts = [sum(action.kind in COMPUTE for action in each) for each in (row, of_chunks)]
         assert counts[0] == UNITS * counts[1]
@@ -74,7 +73,7 @@ def test_units_take_as_long_as_their_chunks(name: str) -> None:
 def test_what_is_computed_again_and_when(name: str, mode: str) -> None:
     schedule = generate(name, STAGES, MICRO_BATCHES)
     wanted = RECOMPUTE[mode]
-    schedule = insert_recompute(refine(schedule, [UNITS] * schedule.chunks), lambda unit, m: wanted(m, MICRO_BATCHES))
+    schedule = insert_recompute(refine(schedule, [UNITS] * schedule.units), lambda unit, m: wanted(m, MICRO_BATCHES))
     validate(schedule)
     for row in schedule.actions:
         computed = [action for action in row if action.kind in COMPUTE]

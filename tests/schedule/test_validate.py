@@ -45,7 +45,7 @@ def test_an_action_that_is_lost_repeated_or_foreign_is_seen(schedule: Schedule, 
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     row = list(schedule.actions[rank])
     at = data.draw(st.integers(0, len(row) - 1))
-    foreign = Action(row[at].chunk, Kind.FORWARD, schedule.micro_batches)
+    foreign = Action(row[at].unit, Kind.FORWARD, schedule.micro_batches)
     for mutant, named in (
         ([*row[:at], *row[at + 1 :]], f"rank {rank} at action"),
         ([*row, row[at]], str(row[at])),
@@ -68,15 +68,15 @@ def runs(schedule: Schedule) -> bool:
                 continue
             action = order[at[rank]]
             if action.kind.is_receive:
-                queue = queues[schedule.placement[action.peer.chunk], rank]
+                queue = queues[schedule.placement[action.peer.unit], rank]
                 if not queue:
                     continue
                 if queue.popleft() != action.peer:
                     return False
             elif action.kind in SENDS:
-                if Action(action.chunk, Kind(action.kind.value[-1]), action.micro_batch) not in done[rank]:
+                if Action(action.unit, Kind(action.kind.value[-1]), action.micro_batch) not in done[rank]:
                     return False
-                queues[rank, schedule.placement[action.peer.chunk]].append(action)
+                queues[rank, schedule.placement[action.peer.unit]].append(action)
             elif not ready(schedule, action, done[rank]):
                 return False
             done[rank].add(action)
@@ -87,14 +87,14 @@ def runs(schedule: Schedule) -> bool:
 
 def ready(schedule: Schedule, action: Action, done: set[Action]) -> bool:
     """For one chunk per rank."""
-    chunk, m = action.chunk, action.micro_batch
+    chunk, m = action.unit, action.micro_batch
     backwards = [a.micro_batch for a in done if a.kind is Kind.BACKWARD]
     if action.kind is Kind.REDUCE_GRAD:
         return len(backwards) == schedule.micro_batches
     if action.kind is Kind.FORWARD:
         forwards = [a for a in done if a.kind is Kind.FORWARD]
         return len(forwards) == m and (chunk == 0 or Action(chunk, Kind.RECV_FORWARD, m) in done)
-    has_gradient = chunk == schedule.chunks - 1 or Action(chunk, Kind.RECV_BACKWARD, m) in done
+    has_gradient = chunk == schedule.units - 1 or Action(chunk, Kind.RECV_BACKWARD, m) in done
     return has_gradient and Action(chunk, Kind.FORWARD, m) in done and len(backwards) == m
 
 
@@ -171,13 +171,13 @@ EACH = 5  # mutants of each kind and schedule
 def shared(name: str) -> Schedule:
     """Three units in each of two stages' chunks; all but the last micro-batch are computed again."""
     schedule = generate(name, 2, 4)
-    refined = insert_recompute(refine(schedule, [3] * schedule.chunks), lambda unit, m: m < 3)
-    return SharedWeights((1,) * refined.chunks, frozenset(range(refined.chunks))).insert(refined)
+    refined = insert_recompute(refine(schedule, [3] * schedule.units), lambda unit, m: m < 3)
+    return SharedWeights((1,) * refined.units, frozenset(range(refined.units))).insert(refined)
 
 
 def prove(schedule: Schedule) -> None:
     validate(schedule)
-    validate_weights(schedule, [1] * schedule.chunks, range(schedule.chunks))
+    validate_weights(schedule, [1] * schedule.units, range(schedule.units))
 
 
 def lost(row: Row, at: int) -> Row:
@@ -190,13 +190,13 @@ def twice(row: Row, at: int) -> Row:
 
 def behind(row: Row, at: int, ends: Callable[[Action], bool]) -> Row | None:
     """The action right behind the next one of its unit that ends its time."""
-    end = next((n for n in range(at + 1, len(row)) if row[n].chunk == row[at].chunk and ends(row[n])), None)
+    end = next((n for n in range(at + 1, len(row)) if row[n].unit == row[at].unit and ends(row[n])), None)
     return None if end is None else [*lost(row, at)[:end], row[at], *row[end + 1 :]]
 
 
 def before(row: Row, at: int, begins: Callable[[Action], bool]) -> Row:
     """The action right before the last one of its unit that it must follow."""
-    begin = max(n for n in range(at) if row[n].chunk == row[at].chunk and begins(row[n]))
+    begin = max(n for n in range(at) if row[n].unit == row[at].unit and begins(row[n]))
     return [*row[:begin], row[at], *lost(row, at)[begin:]]
 
 
@@ -243,11 +243,11 @@ def test_single_faults_are_seen(name: str) -> None:
 def test_what_has_no_weights_and_what_is_not_scattered() -> None:
     schedule = shared("1f1b")
     with pytest.raises(ScheduleError, match=r"0UNSHARD .*rank 0 at action 0"):
-        validate_weights(schedule, [0, *[1] * (schedule.chunks - 1)])
+        validate_weights(schedule, [0, *[1] * (schedule.units - 1)])
     with pytest.raises(ScheduleError, match=r"0REDUCE_SCATTER\d"):
-        validate_weights(schedule, [1] * schedule.chunks, scattered=range(1, schedule.chunks))
+        validate_weights(schedule, [1] * schedule.units, scattered=range(1, schedule.units))
     rows = tuple(tuple(each for each in row if "0REDUCE_SCATTER" not in str(each)) for row in schedule.actions)
     bare = replace(schedule, actions=rows)
     validate(bare)
     with pytest.raises(ScheduleError, match=rf"rank 0 lacks 0REDUCE_SCATTER \(rank 0 at action {len(rows[0])}\)"):
-        validate_weights(bare, [1] * schedule.chunks, scattered=range(schedule.chunks))
+        validate_weights(bare, [1] * schedule.units, scattered=range(schedule.units))

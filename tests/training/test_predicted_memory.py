@@ -27,7 +27,7 @@ from megasnn.preprocess.sample import shards_of_sample
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.telemetry.reporter import Reporter, RunOutline
 from megasnn.training.memory import forecast_memory, layer_costs, peak_of
-from tests.gradients import forward_backward
+from tests.parity.ranks import forward_backward
 
 SPIKFORMER = Spikformer(embed_dim=64, depth=2, num_heads=4, image_size=32, in_channels=3, time_steps=4)
 VGG = VggDvs(channels="16,32,P,64,P,64,P", image_size=32, time_steps=5)

@@ -74,7 +74,8 @@ plan for: what the planner takes of all layouts of one rank and of two"""
             config = self.work(parse_row(MEGASNN, 1)).configuration()
             cluster = Cluster(RANKS, RANKS, replace(analysis.machine, memory=1e15))
             predictor = Predictor(analysis, config, cluster)
-            layouts = {row: layout_of(row) for row in self.parsed()}
+            size = config.training.micro_batch_size
+            layouts = {row: layout_of(row, size) for row in self.parsed()}
             chosen = {name: plan(analysis, config, cluster, name).layout for name in PREFER}
             for name, layout in chosen.items():
                 if layout not in layouts.values():
@@ -113,7 +114,7 @@ plan for: what the planner takes of all layouts of one rank and of two"""
         return replace(work, parallel=layout.parallel(work.parallel, predicted.bounds))
 
 
-def layout_of(row: Row) -> Layout:
+def layout_of(row: Row, micro_batch_size: int) -> Layout:
     """The planner's layout of a row."""
     sizes = row.sizes
     schedule = row.schedule or "1f1b"
@@ -125,6 +126,7 @@ def layout_of(row: Row) -> Layout:
             dp_shard=sizes.get("wp", 1),
             cp=sizes.get("cp", 1),
         ),
+        micro_batch_size,
         cut="rows" if "rows" in row.options else "samples",
         schedule=schedule,
         chunks=SCHEDULES[schedule].chunks if "pp" in sizes else 1,
