@@ -138,6 +138,7 @@ def reseal(path: Path, change: Callable[[dict], object]) -> None:
 @pytest.mark.parametrize(("change", "named"), [
     (lambda told: told["tensors"]["head.bias"]["boxes"][0].update(file="../decoy.safetensors"), "head.bias"),
     (lambda told: told.update(unknown=1), "unknown"),
+    (lambda told: told.update(format=99), "5, found 99"),
     (lambda told: told["tensors"]["head.bias"]["boxes"][0].update(name="stem.weight"), "rank_0000"),
     (lambda told: told["tensors"]["head.bias"]["boxes"][0].update(name="absent"), "rank_0000"),
 ])  # fmt: skip
@@ -145,12 +146,6 @@ def test_a_description_of_what_cannot_be_is_refused(folder, change, named):
     reseal(folder / "iter_0000300", change)
     with pytest.raises(DamagedError, match=named):
         load_global_tensors(folder / "iter_0000300", with_optimizer=True)
-
-
-def test_another_format_is_refused_by_its_number(folder):
-    reseal(folder / "iter_0000300", lambda told: told.update(format=99))
-    with pytest.raises(ValueError, match="5, found 99"):
-        load_global_tensors(folder, 300)
 
 
 def test_when_none_is_intact_all_are_named(folder):
