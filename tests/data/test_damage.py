@@ -12,6 +12,7 @@ import sys
 import time
 import zipfile
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -59,11 +60,11 @@ def events(**changes: object) -> bytes:
     return npz(**{name: npy(np.asarray(value)) for name, value in (fields | changes).items()})
 
 
+@dataclass
 class Runs:
     """Unpickling it makes a folder."""
 
-    def __init__(self, decoy: Path) -> None:
-        self.decoy = decoy
+    decoy: Path
 
     def __reduce__(self):
         return os.mkdir, (str(self.decoy),)
@@ -82,12 +83,6 @@ def png(width: int, height: int) -> bytes:
     )
 
 
-def jpeg(width: int, height: int) -> bytes:
-    data = bytearray(image_file(PIXELS, "JPEG"))
-    struct.pack_into(">HH", data, data.index(b"\xff\xc0") + 5, height, width)
-    return bytes(data)
-
-
 def hostile(folder: Path) -> dict[str, tuple[str, bytes]]:
     """Contents of small files that were made to take the machine, or to run code, by what is wrong with them."""
     buffer = io.BytesIO()
@@ -97,7 +92,6 @@ def hostile(folder: Path) -> dict[str, tuple[str, bytes]]:
         "objects": ("frames.npz", npz(frames=buffer.getvalue())),
         "sensor of 60,000 x 60,000": ("events.npz", events(height=60_000, width=60_000)),
         "PNG of 13,000 x 13,000": ("png", png(13_000, 13_000)),
-        "JPEG of 65,500 x 65,500": ("jpg", jpeg(65_500, 65_500)),
     }
 
 

@@ -428,7 +428,7 @@ class Function(ConvNormNeuron):
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "dropout": (lambda: nn.Dropout(0.1), r"Dropout .*megasnn\.ParallelDropout"),
+    "dropout": (lambda: nn.Dropout2d(0.1), r"Dropout2d .*megasnn\.ParallelDropout"),
     "single step": (lambda: sj.Conv2d(8, 8, 1), "step_mode='m'"),
     "unsaved": (Cache, "'table'"),
     "buffer": (Counts, "'seen'"),

@@ -32,7 +32,6 @@ LAYOUTS = {
     "tensor, always": layout(tp=2, recompute="always"),
     "context": layout(cp=2),
     "context, sharded, always": layout(cp=2, shards_optimizer=True, recompute="always"),
-    "context by rows": layout(cp=2, cut="rows"),
     "1f1b": layout(pp=2),
     "zb1p": layout(pp=2, schedule="zb1p"),
     "zbv": layout(pp=2, schedule="zbv", chunks=2),
@@ -78,7 +77,7 @@ def of_run(layout: Layout, bounds: tuple[range, ...], costs: tuple[ChunkCost, ..
         destroy_model_parallel()
 
 
-USUAL = "one, always", "data, sharded", "weight", "tensor", "context, sharded, always", "context by rows", "zbv"
+USUAL = "one, always", "data, sharded", "weight", "tensor", "context, sharded, always", "zbv"
 CASES = [pytest.param(name, marks=() if name in USUAL else pytest.mark.matrix) for name in LAYOUTS]
 
 

@@ -17,11 +17,6 @@ from megasnn.preprocess.writing import preprocess
 from tests.forking import forking
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path / "cache"))
-
-
 def encode(item: Item) -> dict[str, bytes]:
     """Stands for the reading of an image; the source's name says what is wrong with it."""
     if item.source.name == "bad":
