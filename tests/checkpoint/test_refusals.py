@@ -13,17 +13,13 @@ import torch.distributed as dist
 
 from megasnn.checkpoint.folder import LATEST
 from megasnn.checkpoint.format import Progress
-from megasnn.checkpoint.load import load_checkpoint, model_differences
+from megasnn.checkpoint.load import load_checkpoint, load_globals_into, model_differences
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import save_checkpoint
 from megasnn.files import CheckpointError, NoCheckpointError
 from megasnn.grid import Grid
 from megasnn.parallel.sharding import Shard, ShardedTensor
-<<<<<<< HEAD
-from tests.checkpoint.fake_model import CONFIG, Layout, Rank
-=======
 from tests.checkpoint.fake_model import CONFIG, Rank, known
->>>>>>> main
 
 
 def save(folder: Path, rank: Rank, iteration: int = 100, **progress) -> None:
@@ -111,8 +107,6 @@ def test_tensors_of_another_precision(tmp_path):
     assert all(torch.equal(value, single.snapshot()[name].to(value.dtype)) for name, value in double.snapshot().items())
 
 
-<<<<<<< HEAD
-=======
 def test_what_is_left_stays_as_it_is(checkpoint):
     rank = Rank()
     change(rank, -1, **RESHAPED)
@@ -125,7 +119,6 @@ def test_what_is_left_stays_as_it_is(checkpoint):
     assert unchanged >= left and not unchanged & {"stem.weight", "blocks.0.w"}
 
 
->>>>>>> main
 def test_another_optimizer(checkpoint):
     rank = Rank()
     rank.optimizer = torch.optim.SGD(rank.parameters(), lr=0.1)

@@ -112,26 +112,7 @@ def test_a_mistake_is_one_sentence_and_status_2(flags: str, capsys: pytest.Captu
     assert told.count("\n") == 1 and all(part in told for part in MISTAKES[flags]), told
 
 
-<<<<<<< HEAD
-def test_other_ranks_keep_quiet(capsys) -> None:
-    with pytest.raises(SystemExit):
-        parse(run_config(Spikformer), ["--help"], console_outputs=False)
-    assert capsys.readouterr() == ("", "")
-
-
 def test_it_is_refused_at_once_before_torch_is_imported(tmp_path: Path) -> None:
-=======
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--lr -1", "--lr"),
-        ("--num-heads 5", "--num-heads 5"),
-        ("--config absent", "--config"),
-        ("--train-iters 2 --load {}", "--tau 0.5 must be greater than 1"),
-    ],
-)
-def test_it_is_refused_at_once_before_torch_is_imported(tmp_path: Path, flags: str, told: str) -> None:
->>>>>>> main
     save_global_tensors(tmp_path, {}, model="spikformer", config={"model": {"depth": 10**15}, "neuron": {"tau": 0.5}})
     mistakes = {
         "--lr -1": "--lr",

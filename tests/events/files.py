@@ -6,9 +6,7 @@ import io
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-import faery
 import numpy as np
 from hypothesis import strategies as st
 
@@ -107,15 +105,37 @@ def evt3(events: Events, size: tuple[int, int]) -> bytes:
     return header.encode() + np.array(words, "<u2").tobytes()
 
 
-def aedat4(events: Events, height: int, width: int) -> bytes:
-    """As faery writes it, but for the width: faery refuses to write events beside it."""
-    array = np.zeros(len(events), faery.EVENTS_DTYPE)
-    array["t"], array["x"], array["y"], array["on"] = events.t, events.x, events.y, events.p
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "a.aedat4")
-        stream = faery.events_stream_from_array(array, (900 + width, height))
-        stream.to_file(path, zero_t0=False, compression=None)
-        return path.read_bytes().replace(f">{900 + width}<".encode(), f">{width:03}<".encode())
+AEDAT4_INFO = """<dv version="2.0"><node name="outInfo" path="/outInfo/"><node name="0" path="/outInfo/0/">
+<attr key="compression" type="string">NONE</attr><attr key="typeIdentifier" type="string">EVTS</attr>
+<node name="info" path="/outInfo/0/info/"><attr key="sizeX" type="int">{width}</attr>
+<attr key="sizeY" type="int">{height}</attr></node></node></node></dv>"""
+
+
+def aedat4(packets: Sequence[Events], height: int, width: int) -> bytes:
+    """Packets without compression, and a table of packets of which only the position matters."""
+    bodies = b"".join(_aedat4_packet(events) for events in packets)
+    length = len(_aedat4_header(0, height, width))
+    return _aedat4_header(length + len(bodies), height, width) + bodies + struct.pack("<I", 4) + bytes(4)
+
+
+def _aedat4_header(table: int, height: int, width: int) -> bytes:
+    info = AEDAT4_INFO.format(height=height, width=width).encode()
+    fields = struct.pack("<HHHHHxx", 10, 20, 16, 8, 4)  # offsets of compression, position, text inside the root
+    # After the size of the buffer: offset of the root, name, fields, then the root itself.
+    root = struct.pack("<iIqi", len(fields), 16, table, 0)
+    buffer = struct.pack("<I4s", 8 + len(fields), b"IOHE") + fields + root + struct.pack("<I", len(info)) + info + b"\0"
+    return b"#!AER-DAT4.0\r\n" + struct.pack("<I", len(buffer)) + buffer
+
+
+def _aedat4_packet(events: Events) -> bytes:
+    fields = struct.pack("<HHH2x", 6, 8, 4)
+    root = struct.pack("<iI", len(fields), 8)
+    vector = struct.pack("<I", len(events)) + b"".join(
+        struct.pack("<qhh?xxx", t, x, y, p) for t, x, y, p in zip(events.t, events.x, events.y, events.p, strict=True)
+    )
+    # The vector's first event must lie at a multiple of 8 bytes.
+    buffer = struct.pack("<I4s", 8 + len(fields), b"EVTS") + fields + root + bytes(4) + vector
+    return struct.pack("<ii", 0, len(buffer) + 4) + struct.pack("<I", len(buffer)) + buffer
 
 
 def write(folder: Path, name: str, data: bytes) -> Path:

@@ -20,32 +20,11 @@ def frames_of(events: Events, options: FrameOptions, sensor: SensorSize = SENSOR
     return make_frames(Recording(events, sensor), options)
 
 
-<<<<<<< HEAD
-def as_dict(events: Events) -> dict[str, np.ndarray]:
-    return {"t": events.t, "x": events.x, "y": events.y, "p": events.p}
-
-
-@quick
-@given(event_lists(*SENSOR, longest_time=40), st.integers(1, 12))
-def test_equal_numbers_of_events(events, time_steps):
-    frames = frames_of(events, FrameOptions(time_steps, "number"))
-    theirs = utils.integrate_events_by_fixed_frames_number(as_dict(events), "number", time_steps, *SENSOR)
-    assert frames.dtype == np.int32 and frames.shape == (time_steps, 2, *SENSOR)
-    assert np.array_equal(frames, theirs)
-
-
-@quick
-@given(event_lists(*SENSOR, longest_time=40), st.integers(1, 12))
-def test_equal_times(events, time_steps):
-    options = FrameOptions(time_steps, "time")
-    if events.t[-1] - events.t[0] < time_steps:
-=======
 @settings(max_examples=160, deadline=None)
 @given(event_lists(*SENSOR, longest_time=40), st.integers(1, 12), st.sampled_from(["number", "time"]))
 def test_frames_are_spikingjellys(events, time_steps, split_by):
     options, integrate = FrameOptions(time_steps, split_by), spikingjelly_module("utils")
     if split_by == "time" and events.t[-1] - events.t[0] < time_steps:
->>>>>>> main
         with pytest.raises(ValueError, match=f"{time_steps} frames"):
             frames_of(events, options)
         return
@@ -53,11 +32,7 @@ def test_frames_are_spikingjellys(events, time_steps, split_by):
     assert frames.dtype == np.int32 and frames.shape == (time_steps, 2, *SENSOR) and frames.sum() == len(events)
     arrays = {name: getattr(events, name) for name in "txyp"}
     try:
-<<<<<<< HEAD
-        theirs = utils.integrate_events_by_fixed_frames_number(as_dict(events), "time", time_steps, *SENSOR)
-=======
         theirs = integrate.integrate_events_by_fixed_frames_number(arrays, split_by, time_steps, *SENSOR)
->>>>>>> main
     except IndexError:  # there, a time without events is an error; here, an empty frame
         edges = events.t[0] + (events.t[-1] - events.t[0]) // time_steps * np.arange(time_steps + 1)
         assert split_by == "time" and (np.diff(np.searchsorted(events.t, edges)) == 0).any()
