@@ -7,6 +7,7 @@ those of one rank. A norm that a forward of the model calls several times has on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -169,12 +170,13 @@ def _update(found: Sequence[StepStatistics]) -> None:
         here = {norm: calls[number] for norm, calls in columns.items() if number < len(calls)}
         counts = [norm.num_batches_tracked for norm in here]
         torch._foreach_add_(counts, 1)
-        for momentum in {norm.momentum for norm in here}:
-            mine = [norm for norm in here if norm.momentum == momentum]
-            running: list[Tensor] = [getattr(norm, kind) for kind in ("running_mean", "running_var") for norm in mine]
-            new = [here[norm][kind].to(running[0].dtype) for kind in (0, 1) for norm in mine]
-            if momentum is None:
-                weights = [norm.num_batches_tracked.to(running[0].dtype).reciprocal() for norm in mine] * 2
-                torch._foreach_lerp_(running, new, [w.expand_as(r) for w, r in zip(weights, running, strict=True)])
-            else:
-                torch._foreach_lerp_(running, new, momentum)
+        running: list[Tensor] = [getattr(norm, kind) for kind in ("running_mean", "running_var") for norm in here]
+        sizes, old = [buffer.numel() for buffer in running], torch.cat(running)
+        new = torch.cat([value for kind in zip(*here.values(), strict=True) for value in kind]).to(old.dtype)
+        given = [math.nan if norm.momentum is None else norm.momentum for norm in here]
+        momentums = without_waiting(torch.tensor(given, dtype=torch.float64), old.device)
+        of_norms = torch.where(momentums.isnan(), torch.stack(counts).double().reciprocal(), momentums).repeat(2)
+        repeats = without_waiting(torch.tensor(sizes), old.device)
+        weights = of_norms.repeat_interleave(repeats, output_size=sum(sizes))
+        updated = old * (1 - weights).to(old.dtype) + new * weights.to(old.dtype)
+        torch._foreach_copy_(running, updated.split(sizes))
