@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from megasnn.config import validate as validate
     from megasnn.engine import Engine as Engine
     from megasnn.files import CheckpointError as CheckpointError
+    from megasnn.inference import TrainedModel as TrainedModel
+    from megasnn.inference import load_model as load_model
     from megasnn.kernels import NeuronSpec as NeuronSpec
     from megasnn.kernels.spike_codec import COUNTS as COUNTS
     from megasnn.kernels.spike_codec import DENSE as DENSE
@@ -68,6 +70,7 @@ _NAMES = {
     "megasnn.config": "ConfigError PretrainConfig parse validate",
     "megasnn.engine": "Engine",
     "megasnn.files": "CheckpointError",
+    "megasnn.inference": "TrainedModel load_model",
     "megasnn.kernels": "NeuronSpec",
     "megasnn.kernels.spike_codec": "COUNTS DENSE SPIKES Content",
     "megasnn.layers": (

@@ -7,8 +7,6 @@ its iteration.
 
 from __future__ import annotations
 
-import json
-import reprlib
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +20,15 @@ import torch
 from torch import Tensor
 
 from megasnn.checkpoint.folder import resolve
-from megasnn.checkpoint.format import AVERAGE, BESIDE, OPTIMIZER, Metadata, SavedTensor, read_metadata
+from megasnn.checkpoint.format import (
+    AVERAGE,
+    BESIDE,
+    OPTIMIZER,
+    Metadata,
+    SavedTensor,
+    config_differences,
+    read_metadata,
+)
 from megasnn.checkpoint.optimizer_state import LocalState, States, allocate, describe, state_names
 from megasnn.checkpoint.save import Group, PathLike, kind_of
 from megasnn.checkpoint.tensor_io import dtype_name, read_boxes, read_full, require_intact
@@ -189,18 +195,6 @@ def model_differences(metadata: Metadata, model: str | None, config: Mapping[str
         yield from found + ["--finetune takes the weights that fit"] * bool(found)
 
 
-def config_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each field whose value differs, with both values, as `neuron.tau`."""
-    before, after = (
-        {f"{part}.{name}": value for part, values in config.items() for name, value in values.items()}
-        for config in (saved, json.loads(json.dumps(now)))
-    )
-    for field in sorted(before.keys() | after.keys()):
-        if (field in before) != (field in after) or before.get(field) != after.get(field):
-            old, new = (reprlib.repr(values[field]) if field in values else "absent" for values in (before, after))
-            yield f"{field}: saved {old}, now {new}"
-
-
 def _optimizer_difference(metadata: Metadata, optimizer: str | None) -> Iterator[str]:
     """Reason why this optimizer, by its class name, cannot take the saved state; nothing without an optimizer."""
     if optimizer is None or metadata.optimizer == optimizer:
@@ -215,9 +209,9 @@ def _optimizer_difference(metadata: Metadata, optimizer: str | None) -> Iterator
 
 
 def load_global_tensors(
-    folder: PathLike, step: int | None = None, *, prefix: str = "", with_optimizer: bool = False
+    folder: PathLike, step: int | None = None, *, with_optimizer: bool = False
 ) -> dict[str, Tensor]:
-    """Full tensors of a checkpoint by global name, on the CPU, in one process: those whose names start with `prefix`.
+    """Full tensors of a checkpoint by global name, on the CPU, in one process.
 
     Warns when they are not of the latest, because that one is damaged. Raises CheckpointError as `load_checkpoint`.
 
@@ -227,8 +221,7 @@ def load_global_tensors(
 
     def load(path: Path) -> dict[str, Tensor]:
         metadata = read_metadata(path)
-        names = (name for name in metadata.tensors if with_optimizer or not name.startswith(BESIDE))
-        return read_full(path, metadata, filter(lambda name: name.startswith(prefix), names))
+        return read_full(path, metadata, (n for n in metadata.tensors if with_optimizer or not n.startswith(BESIDE)))
 
     tensors, remarks = _first_intact(folder, step, None, load)
     for remark in remarks:

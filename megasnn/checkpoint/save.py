@@ -39,8 +39,8 @@ def save_checkpoint(folder: PathLike, progress: Progress, state: LocalState, pro
     The progress of the group's first rank is written. Raises CheckpointError on every rank, when a tensor cannot be
     described, the ranks do not hold each element of it, or writing fails (names rank and cause). Earlier ones stay.
     """
-    content = prepare(lambda: content_of(state.entries(), process_group))
-    return write_checkpoint(folder, progress, kind_of(state.optimizer), content, process_group)
+    kind = kind_of(state.optimizer)
+    return write_checkpoint(folder, progress, kind, lambda: content_of(state.entries(), process_group), process_group)
 
 
 def save_global_tensors(
@@ -61,26 +61,12 @@ def content_of(entries: Iterable[ShardedTensor], process_group: Group) -> Conten
     return boxes_of(mine, file_name(rank_in(process_group)))
 
 
-def prepare(make: Callable[[], Content]) -> Content | Exception:
-    """Result of a function, or its error, which fails the save on all ranks."""
-    try:
-        return make()
-    except Exception as error:
-        return error
-
-
 def write_checkpoint(
-    folder: PathLike, progress: Progress, optimizer: str | None, prepared: Content | Exception, process_group: Group
+    folder: PathLike, progress: Progress, optimizer: str | None, make: Callable[[], Content], process_group: Group
 ) -> Path:
-    """`save_checkpoint` of what `prepare` gives, empty where this rank has nothing to write."""
+    """`save_checkpoint` of what `make` returns, empty where this rank has nothing to write."""
     root, rank = Path(folder), rank_in(process_group)
-
-    def content_or_raise() -> Content:
-        if isinstance(prepared, Exception):
-            raise prepared
-        return prepared
-
-    content = run_on_all_ranks(process_group, content_or_raise, "this run cannot be saved:")
+    content = run_on_all_ranks(process_group, make, "this run cannot be saved:")
     versions = {"megasnn": megasnn.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
     metadata = Metadata(**vars(progress), optimizer=optimizer, versions=versions)
     aside = broadcast_result(process_group, lambda: folders.begin(root, progress.iteration))

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -18,10 +18,11 @@ from torch import Tensor
 from megasnn.checkpoint.folder import name_best, prune
 from megasnn.checkpoint.format import Progress
 from megasnn.checkpoint.optimizer_state import LocalState
-from megasnn.checkpoint.save import Group, content_of, kind_of, prepare, write_checkpoint
+from megasnn.checkpoint.save import Group, content_of, kind_of, write_checkpoint
 from megasnn.checkpoint.tensor_io import Content
 from megasnn.files import CheckpointError
 from megasnn.parallel.agreement import broadcast_result, rank_in
+from megasnn.parallel.sharding import ShardedTensor
 
 # Ranks wait for each other as long as the slowest disk takes. megasnn.engine.faults ends them when one is lost.
 _PATIENCE = datetime.timedelta(days=7)
@@ -62,7 +63,10 @@ class Writer:
         self._keep_last, self._keep_every = keep_last, keep_every
         self._report, self._complete = report, complete
         self.saved, self.failed = saved, False
-        self._thread, self._copies = threading.Thread(), list[Tensor]()
+        self._thread = threading.Thread()
+        self._tensors, self._planned = list[tuple[int, int]](), (list[ShardedTensor](), Content())
+        self._layout: object = None
+        self._copies = list[Tensor]()
 
     def save(self, progress: Progress, state: LocalState, best: bool = False) -> None:
         """Saves, unless this iteration is saved already and has not become the best since.
@@ -74,15 +78,19 @@ class Writer:
         self.finish()
         if self.saved == progress.iteration and not best:
             return
-        content = prepare(lambda: self._content(state))
-        attempt = partial(self._attempt, progress, kind_of(state.optimizer), content, best)
+        kind = kind_of(state.optimizer)
         if not self._background:
-            attempt()
+            self._attempt(progress, kind, lambda: self._content(state), best)
             return
+        staged = Future[Content]()
+        try:
+            staged.set_result(self._staged(state))
+        except Exception as error:  # fails the save on all ranks
+            staged.set_exception(error)
 
         def write() -> None:
             _lower_priority()
-            attempt()
+            self._attempt(progress, kind, staged.result, best)
 
         self._thread = threading.Thread(target=write, name="megasnn-save", daemon=True)
         self._thread.start()
@@ -104,24 +112,33 @@ class Writer:
             self._group = None
 
     def _content(self, state: LocalState) -> Content:
-        """Content of this rank's file; in the background, with a copy of the values in memory of the CPU, pinned for
-        those of a GPU, which is kept for the next save."""
-        content = content_of(state.entries(), self._group)
-        if not self._background:
-            return content
+        """Content of this rank's file. It is kept while the tensors stay the same objects in the same memory."""
+        entries = state.entries()
+        tensors = [(id(each.tensor), each.tensor.data_ptr()) for each in entries]
+        if tensors != self._tensors:
+            content = content_of(entries, self._group)
+            self._tensors, self._planned = tensors, (entries, content)  # with the entries, so that no id is given anew
+        return self._planned[1]
+
+    def _staged(self, state: LocalState) -> Content:
+        """`_content` with a copy of the values in memory of the CPU, pinned for those of a GPU, which is kept for the
+        next save. It has their strides: a copy that changes the order of memory takes several times as long."""
+        content = self._content(state)
         values = [value for _, _, value in content]
-        if [(each.shape, each.dtype) for each in self._copies] != [(each.shape, each.dtype) for each in values]:
-            self._copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=each.is_cuda) for each in values]
+        layout = [(each.shape, each.dtype, each.stride()) for each in values]
+        if layout != self._layout:
+            self._copies = [torch.empty_like(each, device="cpu", pin_memory=each.is_cuda) for each in values]
+            self._layout = layout
         if values:  # in one call
             torch._foreach_copy_(self._copies, values, non_blocking=True)
         if any(each.is_cuda for each in values):
             torch.cuda.current_stream().synchronize()
         return [(name, saved, copy) for (name, saved, _), copy in zip(content, self._copies, strict=True)]
 
-    def _attempt(self, progress: Progress, kind: str | None, content: Content | Exception, best: bool) -> None:
+    def _attempt(self, progress: Progress, kind: str | None, make: Callable[[], Content], best: bool) -> None:
         began = time.monotonic()
         try:
-            path = write_checkpoint(self._folder, progress, kind, content, self._group)
+            path = write_checkpoint(self._folder, progress, kind, make, self._group)
             if best:
                 broadcast_result(self._group, lambda: name_best(self._folder, progress.iteration))
         except Exception as error:

@@ -132,7 +132,7 @@ def _diff(first: Place, second: Place, tolerance: float = 0.0, model_only: bool 
     Args:
         first: checkpoint or file.
         second: checkpoint or file.
-        tolerance: largest difference that still counts as equal, relative to the tensor's largest value.
+        tolerance: largest difference of two elements that still counts as equal.
         model_only: leave optimizer state aside.
     """
     found = list(differences(in_our_names(open_source(first)), in_our_names(open_source(second)), model_only))
@@ -140,10 +140,9 @@ def _diff(first: Place, second: Place, tolerance: float = 0.0, model_only: bool 
         raise CheckpointError(f"{first} and {second} hold no tensor to compare")
     width = max(len(entry.name) for entry in found)
     for entry in found:
-        mark = "differs" if entry.relative > tolerance else "equal" if entry.absolute == 0 else "close"
-        figures = f"{entry.absolute:<10.4g} relative {entry.relative:<10.4g}"
-        print(f"{entry.name:<{width}}  {mark:<7}  {figures}{entry.note}".rstrip())
-    differing = sum(entry.relative > tolerance for entry in found)
+        mark = "differs" if entry.largest > tolerance else "equal" if entry.largest == 0 else "close"
+        print(f"{entry.name:<{width}}  {mark:<7}  {entry.largest:<10.4g} {entry.note}".rstrip())
+    differing = sum(entry.largest > tolerance for entry in found)
     print(f"{differing} of {len(found)} tensors differ by more than {tolerance:g}")
     return differing > 0
 
@@ -168,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
         return int(tyro.extras.subcommand_cli_from_dict(COMMANDS, description=__doc__, args=arguments))
-    except (CheckpointError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -8,7 +8,6 @@ from megasnn.config.logging import LoggingConfig as LoggingConfig
 from megasnn.config.neuron import NeuronConfig as NeuronConfig
 from megasnn.config.optimizer import OptimizerConfig as OptimizerConfig
 from megasnn.config.parallel import ParallelConfig as ParallelConfig
-from megasnn.config.pretrain import ModelConfig as ModelConfig
 from megasnn.config.pretrain import PretrainConfig as PretrainConfig
 from megasnn.config.training import TrainingConfig as TrainingConfig
 from megasnn.config.validate import validate as validate

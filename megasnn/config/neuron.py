@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import fields
+from typing import Annotated, Any
 
 from pydantic.dataclasses import dataclass
 
@@ -39,16 +40,8 @@ class NeuronConfig:
     @property
     def spec(self) -> NeuronSpec:
         """The neuron that these flags describe. Raises ValueError for values that `problems` lists."""
-        return NeuronSpec(
-            self.neuron,
-            self.tau,
-            self.v_threshold,
-            self.v_reset,
-            self.decay_input,
-            self.detach_reset,
-            self.surrogate,
-            self.surrogate_alpha,
-        )
+        shared: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(NeuronSpec) if hasattr(self, x.name)}
+        return NeuronSpec(self.neuron, alpha=self.surrogate_alpha, **shared)
 
     def problems(self) -> list[str]:
         """Contradictions, with values and flags."""

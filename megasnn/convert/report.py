@@ -53,16 +53,11 @@ def size_text(count: float) -> str:
 
 
 class Difference(NamedTuple):
-    """Distance between a tensor of two sources: infinite where they cannot be compared, for which `note` says why.
-
-    Attributes:
-        absolute: largest difference of two elements.
-        relative: that divided by the largest value of the tensor on either side.
-    """
+    """Largest difference of two elements of a tensor in two sources: infinite where they cannot be compared, for which
+    `note` says why."""
 
     name: str
-    absolute: float
-    relative: float
+    largest: float
     note: str
 
 
@@ -73,21 +68,19 @@ def differences(first: Source, second: Source, model_only: bool) -> Iterator[Dif
             continue
         one, other = first.tensors.get(name), second.tensors.get(name)
         if one is None or other is None:
-            yield Difference(name, math.inf, math.inf, f"missing in {(first if one is None else second).path}")
+            yield Difference(name, math.inf, f"missing in {(first if one is None else second).path}")
         elif one.shape != other.shape:
-            yield Difference(name, math.inf, math.inf, f"shapes {list(one.shape)} and {list(other.shape)}")
+            yield Difference(name, math.inf, f"shapes {list(one.shape)} and {list(other.shape)}")
         else:
-            absolute, largest = largest_difference(one, other)
             note = f"{dtype_name(one)} and {dtype_name(other)}" if one.dtype != other.dtype else ""
-            yield Difference(name, absolute, absolute / largest if largest else absolute, note)
+            yield Difference(name, largest_difference(one, other), note)
 
 
-def largest_difference(one: Tensor, other: Tensor) -> tuple[float, float]:
-    """(largest difference of two elements, largest finite value on either side). Two nans are equal; the difference of
-    a nan and a number is infinite."""
+def largest_difference(one: Tensor, other: Tensor) -> float:
+    """Largest difference of two elements. Two nans are equal; the difference of a nan and a number is infinite."""
     if not one.numel():
-        return 0.0, 0.0
+        return 0.0
     a, b = one.double(), other.double()
     same = (a == b) | (a.isnan() & b.isnan())
     gap = (a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    return gap.max().item(), max(each.abs().nan_to_num(0.0, 0.0, 0.0).max().item() for each in (a, b))
+    return gap.max().item()

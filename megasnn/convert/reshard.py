@@ -17,13 +17,11 @@ from megasnn.checkpoint.format import AVERAGE, OPTIMIZER
 from megasnn.checkpoint.optimizer_state import state_names
 from megasnn.checkpoint.save import Written, commit, file_name, write_file
 from megasnn.checkpoint.tensor_io import boxes_of, read_boxes, require_intact
-from megasnn.config import PretrainConfig, from_dict
 from megasnn.convert.source import Source
 from megasnn.files import CheckpointError, raise_problems
 from megasnn.layers import BuildContext
-from megasnn.models.build import describe
+from megasnn.models import registry
 from megasnn.models.description import ModelDescription
-from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS, model_of
 from megasnn.parallel.sharding import Shard, ShardedTensor, sharded_tensors
 from megasnn.parallel_state import Group
@@ -49,30 +47,23 @@ class Target:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """Pipeline rank of each chunk. Raises CheckpointError for chunks that a placement does not have."""
-        if min(self.tensor, self.pipeline, self.virtual) < 1:
-            sizes = f"tensor {self.tensor}, pipeline {self.pipeline}, virtual stages {self.virtual}"
-            raise CheckpointError(f"every size of the target must be at least 1, got {sizes}")
-        try:
-            return PLACEMENTS[self.shape](self.pipeline, self.virtual)
-        except ValueError as error:
-            raise CheckpointError(f"--placement {self.shape}: {error}") from None
+        """Pipeline rank of each chunk. Raises ValueError for chunks that a placement does not have."""
+        if min(sizes := (self.tensor, self.pipeline, self.virtual)) < 1:
+            raise ValueError(f"every size of the target must be at least 1, got {sizes}")
+        return PLACEMENTS[self.shape](self.pipeline, self.virtual)
 
     def bounds(self, description: ModelDescription, saved: str) -> list[range]:
-        """Layers of each chunk. Raises CheckpointError for a layout that does not fit, or more chunks than layers.
+        """Layers of each chunk. Raises ValueError for a layout that does not fit, or more chunks than layers.
 
         Args:
             saved: layers in each chunk of the run that wrote the checkpoint.
         """
         chunks, layout, units = len(self.placement), self.layout, [layer.unit for layer in description.layers]
-        try:
-            if layout is None and saved.count("|") + 1 != chunks:
-                return placed_bounds([layer.operations for layer in description.layers], self.placement)
-            if layout is None:
-                layout, units = saved or str(len(units)), [layer.name for layer in description.layers]
-            return layout_to_bounds(parse_layout(layout), units, chunks)
-        except ValueError as error:
-            raise CheckpointError(str(error)) from None
+        if layout is None and saved.count("|") + 1 != chunks:
+            return placed_bounds([layer.operations for layer in description.layers], self.placement)
+        if layout is None:
+            layout, units = saved or str(len(units)), [layer.name for layer in description.layers]
+        return layout_to_bounds(parse_layout(layout), units, chunks)
 
 
 def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
@@ -86,8 +77,8 @@ def reshard(source: Source, save: Path, target: Target) -> tuple[Path, str]:
     Returns:
         the new checkpoint, and the layers of each chunk as `--pipeline-model-parallel-layout` takes them.
     Raises:
-        CheckpointError: the source is of no model known here or damaged, the model cannot be cut like this, or `save`
-            holds checkpoints already. Nothing is left behind then, nor where writing fails.
+        CheckpointError: the source is of no model known here or damaged, or `save` holds checkpoints already.
+        ValueError: the model cannot be cut like this. Nothing is left behind then, nor where writing fails.
     """
     folders.require_empty(save)
     saved = source.metadata
@@ -122,13 +113,7 @@ def saved_model(source: Source) -> tuple[str, ModelDescription]:
             f"{source.path} holds weights without the configuration of a model known here ({', '.join(MODELS)}): lay "
             "out what a run saves that starts from it with --load ... --finetune"
         )
-    title = f"{source.path}: there is no model {model.name} like this:"
-    try:
-        run: PretrainConfig = from_dict(run_config(model), {part: config[part] for part in ("model", "neuron")})
-        raise_problems(title, run.model.problems(tensor_parallel=1))
-        return model.name, describe(run.model, run.neuron.spec)
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{title} {error}") from None
+    return model.name, registry.saved_model(source.path, model, config)[1]
 
 
 def target_ranks(
@@ -136,17 +121,14 @@ def target_ranks(
 ) -> list[list[ShardedTensor]]:
     """Tensors of each rank of the target, without memory, pipeline stage by pipeline stage.
 
-    Raises CheckpointError where the model cannot be cut like this, or the checkpoint does not hold exactly its tensors.
+    Raises ValueError where the model cannot be cut like this, or the checkpoint does not hold exactly its tensors.
     """
     ranks, wrong = [], list[str]()
     for stage in range(target.pipeline):
         mine = [index for span, home in zip(bounds, target.placement, strict=True) if home == stage for index in span]
         for rank in range(target.tensor):
             group = Group("tp", tuple(range(target.tensor)), rank)
-            try:
-                layers = description.named_layers(BuildContext(group))
-            except ValueError as error:
-                raise CheckpointError(str(error)) from None
+            layers = description.named_layers(BuildContext(group))
             entries = list(sharded_tensors([layers[index] for index in mine]))
             for entry in entries:
                 found = list(tensors[entry.name].shape) if entry.name in tensors else "missing"

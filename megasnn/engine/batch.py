@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megasnn.augment.mixing import Mixing
-from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.batching import micro_batch_sizes, most_micro_batches
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch, MicroBatch, Share
 from megasnn.engine.model import DistributedModel
@@ -227,12 +227,12 @@ class Batches:
         return windows
 
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """Micro-batches without samples of the batch: all that share a micro-batch need equally many, and so do all
-        replicas that gather weights together."""
-        weight, data = self._state.dp_shard, self._state.dp
-        if weight.size == self._samples.size == 1:
+        """Micro-batches without samples of the batch, up to the most that a replica has: all that share a micro-batch
+        need equally many, and so do all replicas that gather weights together."""
+        if self._state.dp_shard.size == self._samples.size == 1:
             return []
-        sizes = micro_batch_sizes(batch.size, min(self._config.training.micro_batch_size, batch.size))
+        size = min(self._config.training.micro_batch_size, batch.size)
+        sizes = micro_batch_sizes(batch.size, size)
         if sizes[-1] < self._samples.size and not self._evaluates_padding:
             raise BatchError(
                 f"of {batch.size} samples to evaluate the last micro-batch has {sizes[-1]}, fewer than the ranks that "
@@ -240,8 +240,7 @@ class Batches:
                 "normalises by the batch in evaluation, too: evaluate another number of samples, or change "
                 "--micro-batch-size"
             )
-        replica = 0 if weight.size > 1 else data.rank  # the first one has most
-        missing = len(micro_batches_of(len(sizes), data.size, replica, may_be_none=True)) - len(batch.micro_batches)
+        missing = most_micro_batches(batch.size, size, self._state.dp.size) - len(batch.micro_batches)
         images = torch.zeros(1, *self._config.model.input_shape, dtype=self._dtype, device=self._state.device)
         padding = MicroBatchInput(images if self._takes_images else None, None, 1, range(1), is_padding=True)
         return missing * [padding]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from megasnn import device_checks
+from megasnn.batching import most_micro_batches
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine.debug import first_place
@@ -65,9 +66,9 @@ class TrainStep:
                 self._update(rate, sums.norm, sums.is_void)
             distributed.check(sums)  # reads loss and norm; raises what was found on the device
             if distributed.is_finite:
-                count = math.ceil(batch.size / self._config.training.micro_batch_size)
                 data, of_owners = distributed.state.dp, distributed.ties.statistics_of_owners
-                most = self._config.windows * math.ceil(count / data.size)  # micro-batches of any replica
+                size, windows = self._config.training.micro_batch_size, self._config.windows
+                most = most_micro_batches(batch.size, size, data.size, windows)
                 merge_running_statistics(distributed.norms, data, most, of_owners)
                 if not updates_unread:
                     self._update(rate, distributed.norm)

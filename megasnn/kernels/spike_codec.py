@@ -95,7 +95,7 @@ def decode_into(payload: Tensor, content: Content, rows: Tensor) -> None:
 def wants_bits(x: Tensor) -> bool:
     """True where what fires on an input `[T, N, C, ...]` is to give its spikes as bits as well: they cost next to
     nothing while the spikes are at hand, and a backward needs them."""
-    return torch.is_grad_enabled() and x.ndim > 2
+    return torch.is_grad_enabled() and x.ndim > 2 and not torch.compiler.is_exporting()
 
 
 def remember_bits(spikes: Tensor, bits: Tensor | None) -> Tensor:

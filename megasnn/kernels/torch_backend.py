@@ -26,10 +26,14 @@ def surrogate_function(name: str, alpha: float) -> Callable[[Tensor], Tensor]:
     """The surrogate function of that name: a step forward, a smooth gradient backward."""
     entry = SURROGATES[name]
     if entry.gradient is not None:
-        return partial(_step, entry.gradient, alpha)
+        return partial(_fire, partial(_step, entry.gradient, alpha))
     from spikingjelly.activation_based import surrogate
 
-    return getattr(surrogate, str(entry.spikingjelly))(alpha=alpha)
+    return partial(_fire, getattr(surrogate, str(entry.spikingjelly))(alpha=alpha))
+
+
+def _fire(surrogate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return surrogate(x) if x.requires_grad else (x >= 0).to(x.dtype)  # which torch.jit.trace follows
 
 
 def _step(gradient: Callable[[Tensor, float], Tensor], alpha: float, x: Tensor) -> Tensor:
@@ -138,9 +142,10 @@ def batch_norm(
     a wrong gradient without a word: such a frame goes in as rows ``[pixels, C]``.
     """
     mean, var = running or (None, None)
-    rows = x.movedim(1, -1).reshape(-1, x.shape[1]) if len(x) == 1 else x
+    is_single = x.shape[0] == 1
+    rows = x.movedim(1, -1).reshape(-1, x.shape[1]) if is_single else x
     y = F.batch_norm(rows, mean, var, weight, bias, training=running is None, eps=eps)
-    return y.view(1, *x.shape[2:], x.shape[1]).movedim(-1, 1) if len(x) == 1 else y
+    return y.view(1, *x.shape[2:], x.shape[1]).movedim(-1, 1) if is_single else y
 
 
 def statistics(x: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class _HeadAttention(nn.Module):
         self.add_module(self.fused, unit(dim, blocks * dim, blocks=blocks))
         self.projection = unit(dim, dim)
         self.neuron = make_neuron(replace(context.neuron, v_threshold=v_threshold), context)
-        self._rows, self._tokens = row_group(context), 0
+        self._rows, self._tokens, self._traceable = row_group(context), 0, context.traceable
 
 
 class SpikingSelfAttention(_HeadAttention):
@@ -91,7 +91,10 @@ class SpikingSelfAttention(_HeadAttention):
                 count_type(self._tokens)  # refuses what cannot travel
         shared = None if self._rows is None or x.is_meta else (self._rows, self._tokens)
         plan = AttendPlan(qkv.shape[0] * qkv.shape[1], self.local_heads, shared)
-        out = Attend.apply(to_matrix(qkv), bits_of(qkv), plan)
+        if self._traceable:
+            out = attend(to_matrix(qkv), plan)
+        else:
+            out = Attend.apply(to_matrix(qkv), bits_of(qkv), plan)
         return self.projection(self.neuron(from_matrix(out, qkv.shape)))
 
 
@@ -188,6 +191,12 @@ class AttendPlan:
         if d % 8:
             spikes = rearrange(spikes[0], pattern, l=tokens, **sizes)
         return spikes.view(3, self.frames, self.heads, tokens, d)
+
+
+def attend(rows: Tensor, plan: AttendPlan) -> Tensor:
+    """`Attend` without its gradient, of one rank: nothing is packed."""
+    q, k, v = rearrange(rows, "(f l) (part h d) -> part f h l d", f=plan.frames, part=3, h=plan.heads)
+    return rearrange(q @ (k.transpose(-2, -1) @ v * SCALE), "f h l d -> (f l) (h d)")
 
 
 class Attend(torch.autograd.Function):

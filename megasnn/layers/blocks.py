@@ -61,6 +61,7 @@ class ConvNormNeuron(nn.Module):
             (norm is None or type(norm).forward is ParallelBatchNorm.forward)
             and (isinstance(neuron, ParallelNeuron) or not isinstance(neuron, NeuronLayer))
             and not context.carries
+            and not context.traceable
         )
         self.conv = ParallelConv(
             in_channels,

@@ -34,6 +34,8 @@ class BuildContext:
         carries: whether neurons go on from the potential that the last call left, until they are reset.
         cast_weights: gives the layers with weights what they multiply by.
         sparse_products: True to sum over spikes in products with few of them.
+        traceable: True for plain functions of torch alone, which torch.export and torch.jit.trace follow; for one rank,
+            without gradients.
     """
 
     tp: Group = field(default_factory=lambda: alone("tp"))
@@ -51,6 +53,7 @@ class BuildContext:
     carries: bool = False
     cast_weights: CastWeights = field(default_factory=CastWeights)
     sparse_products: bool = False
+    traceable: bool = False
 
     @property
     def sharing_samples(self) -> Group:

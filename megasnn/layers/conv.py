@@ -79,9 +79,14 @@ class WeightedLayer(nn.Module):
             declare(self, "bias", bias, context.dtype)
         self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
         self._cast_weights, self._has_whole_input = context.cast_weights, False
+        self._traceable = context.traceable
 
     def product(self, x: Tensor, bits: Tensor | None) -> Tensor:
         """The product with the weight, of `[T, N, C, H, W]`. Args: bits: of the same spikes, where they are packed."""
+        if self._traceable:
+            images, on = average_pool(x.flatten(0, 1), self.plan.pool), self.plan.products.geometry
+            kernel, options = _images_kernel(self.weight, x.dtype), (on.stride, on.padding, on.dilation, on.groups)
+            return torch.conv2d(images, kernel, None, *options).unflatten(0, x.shape[:2])
         owed = self.weight_gradients.of(self.weight)
         weight = self._cast_weights.of(self.weight, self.compute_dtype)
         return Convolve.apply(x.to(self.compute_dtype), bits, weight, *owed, self.plan)

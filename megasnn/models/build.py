@@ -8,13 +8,12 @@ from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from megasnn.bundle import Bundle, entries_of, logits_of, shapes_text
-from megasnn.config import ModelConfig
 from megasnn.config.checks import flag
 from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
@@ -44,6 +43,7 @@ from megasnn.models.description import (
     sources,
 )
 from megasnn.models.layer import Layer
+from megasnn.models.model import Model
 from megasnn.models.summary import OperationCounter
 from megasnn.models.ties import refuse_other_calls, separate, tie_all
 from megasnn.parallel.sharding import described_tensors, parameter_count, sharded_tensors
@@ -52,7 +52,7 @@ from megasnn.parallel_state import Group, alone
 _LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 
 
-def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescription:
+def describe(model: Model, neuron: NeuronSpec | None = None) -> ModelDescription:
     """The layers of a model with these dimensions and neurons; equal ones are described once.
 
     Args:
@@ -61,7 +61,7 @@ def describe(model: ModelConfig, neuron: NeuronSpec | None = None) -> ModelDescr
         ValueError: two layers have the same name, a layer cannot take what it is given or gives something else than it
             says, nothing takes what it gives, or the last one gives no logits.
     """
-    return _described(cast(Any, model), neuron or model.neuron().spec)
+    return _described(model, neuron or model.neuron().spec)
 
 
 @lru_cache(maxsize=8)
@@ -93,7 +93,7 @@ def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
 
 
 def building_problems(
-    model: ModelConfig,
+    model: Model,
     neuron: NeuronSpec,
     tensor_parallel: int,
     context_parallel: int = 1,
@@ -132,7 +132,7 @@ def _inputs_of(layers: Sequence[Layer]) -> tuple[tuple[int, ...], ...]:
     return taken
 
 
-def _require_logits(model: ModelConfig, last: Built) -> None:
+def _require_logits(model: Model, last: Built) -> None:
     """Raises ValueError for a last layer that gives something else."""
     wanted, logits = [model.time_steps, DRY_SAMPLES, model.num_classes], logits_of(last.output)
     if list(logits.shape) != wanted:
@@ -145,9 +145,7 @@ def _require_logits(model: ModelConfig, last: Built) -> None:
 # --- building
 
 
-def build(
-    model: ModelConfig, neuron: NeuronSpec, context: BuildContext, one: Sequence[Built] | None = None
-) -> list[Built]:
+def build(model: Model, neuron: NeuronSpec, context: BuildContext, one: Sequence[Built] | None = None) -> list[Built]:
     """Builds all layers for a rank, without memory. Each is made, compared with one rank's where a rank has some of the
     channels, and run once on the meta device, where it learns what its inputs hold.
 
@@ -165,7 +163,7 @@ def build(
     wholes: dict[int, Bundle] = {}
     if one is not None:
         _refuse_made_before(one, layers)
-        example = cast(Any, model).example_input(DRY_SAMPLES, torch.Generator().manual_seed(0))
+        example = model.example_input(DRY_SAMPLES, torch.Generator().manual_seed(0))
         wholes = {INPUT: frames_of(example.double(), model.input_shape), **{n: one[n].output for n in range(len(one))}}
     for number, each in enumerate(layers):
         make = partial(_made, each, is_first=number == 0, classes=model.num_classes if each is layers[-1] else 0)
@@ -186,7 +184,7 @@ def build(
     return built
 
 
-def _yielded(model: ModelConfig) -> list[Layer]:
+def _yielded(model: Model) -> list[Layer]:
     """The layers as the model yields them. Raises ValueError for sizes that do not divide by the tensor parallel
     ranks, and two layers of one name."""
     layers: list[Layer] = []
@@ -198,7 +196,7 @@ def _yielded(model: ModelConfig) -> list[Layer]:
             layers.append(each)
     except (ValueError, RuntimeError, ArithmeticError) as error:  # torch's own of sizes beyond all bounds
         place = f"the layer behind {layers[-1].name}" if layers else "the first layer"
-        values = [f"{flag(each.name)} {getattr(model, each.name)}" for each in fields(cast(Any, model))]
+        values = [f"{flag(each.name)} {getattr(model, each.name)}" for each in fields(model)]
         flags = "" if isinstance(error, ValueError) else f" ({' '.join(values)})"
         raise ValueError(f"{place}: {error}{flags}") from error
     if not layers:

@@ -3,10 +3,12 @@ file and an entry here."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
-from megasnn.files import CheckpointError
-from megasnn.models.model import Model
+from megasnn.config import PretrainConfig, from_dict
+from megasnn.files import CheckpointError, raise_problems
+from megasnn.models.model import Model, run_config
 from megasnn.models.qkformer.model import QKFormer
 from megasnn.models.sew_resnet.model import SewResNet
 from megasnn.models.spike_driven.model import SpikeDrivenTransformer
@@ -14,6 +16,9 @@ from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.models.weight_names import Dialect
 from megasnn.registry import Registry
+
+if TYPE_CHECKING:
+    from megasnn.models.description import ModelDescription
 
 MODELS: Registry[type[Model]] = Registry(
     "model", {model.name: model for model in (Spikformer, VggDvs, SewResNet, QKFormer, SpikeDrivenTransformer)}
@@ -40,6 +45,28 @@ def model_of(model: str | None, ours: Collection[str]) -> type[Model] | None:
         return MODELS[model]
     except ValueError as error:
         raise CheckpointError(str(error)) from None
+
+
+def saved_model(
+    where: object, model: type[Model], config: Mapping[str, Any]
+) -> tuple[PretrainConfig, ModelDescription]:
+    """A model with the dimensions and the neuron that were saved.
+
+    Args:
+        where: they were, for errors.
+        config: {"model": {...}, "neuron": {...}}.
+    Raises:
+        CheckpointError: the model cannot be like this.
+    """
+    from megasnn.models.build import describe  # which needs torch
+
+    title = f"{where}: there is no model {model.name} like this:"
+    try:
+        run: PretrainConfig = from_dict(run_config(model), {part: config[part] for part in ("model", "neuron")})
+        raise_problems(title, run.model.problems(tensor_parallel=1))
+        return run, describe(run.model, run.neuron.spec)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{title} {error}") from None
 
 
 def dialect_of(names: Collection[str]) -> Dialect:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from megasnn.batching import micro_batches_of
+from megasnn.batching import micro_batch_counts
 from megasnn.config import ParallelConfig, PretrainConfig
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import ModelDescription
@@ -92,8 +92,7 @@ def plan_pipeline(
         ValueError: on every rank, what the schedule cannot place, or a budget that it cannot keep.
     """
     training, parallel, stages, replicas = config.training, config.parallel, state.pp.size, state.dp.size
-    shares = {len(micro_batches_of(training.micro_batches, replicas, each)) for each in (0, replicas - 1)}
-    counts = [config.windows * each for each in sorted(shares, reverse=True)]
+    counts = micro_batch_counts(training.global_batch_size, training.micro_batch_size, replicas, config.windows)
     if training.evaluate_only:  # no activation is kept, so none is recomputed; there are no other steps
         parallel = replace(parallel, recompute=NEVER, memory_budget=None)
         counts = counts[:1]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import with_config
 
+from megasnn.checkpoint.format import config_differences
 from megasnn.config.pretrain import PretrainConfig
 from megasnn.config.values import to_dict
 from megasnn.files import STRICT, DescriptionError, FreeForm, described, write_whole
@@ -142,15 +143,9 @@ def identity(config: PretrainConfig) -> dict[str, FreeForm]:
 
 def differences(analysis: Analysis, config: PretrainConfig) -> list[str]:
     """Entries of `identity` that are others in the costs."""
-    theirs, mine = analysis.about, identity(config)
     if analysis.model != config.model.name:
         return [f"they are of {analysis.model}, and the model is {config.model.name}"]
-    return [
-        f"{part}.{name} is {theirs[part].get(name, 'not there')} in the costs and {value} here"
-        for part, values in mine.items()
-        for name, value in values.items()
-        if theirs[part].get(name, "not there") != value
-    ]
+    return list(config_differences(analysis.about, identity(config)))
 
 
 def write(analysis: Analysis, path: Path) -> None:

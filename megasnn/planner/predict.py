@@ -9,7 +9,7 @@ from functools import cache, lru_cache, partial
 from itertools import chain
 from typing import NamedTuple
 
-from megasnn.batching import micro_batches_of
+from megasnn.batching import micro_batch_counts
 from megasnn.config import PretrainConfig
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.peak_memory import peak_moments, unit_memory
@@ -180,7 +180,11 @@ class Predictor:
 
     def micro_batches(self, layout: Layout) -> int:
         """Micro-batches of the replica that has the most."""
-        return layout.micro_batches(self._sized(layout.micro_batch_size).training.micro_batches)
+        return self._counts(layout)[0]
+
+    def _counts(self, layout: Layout) -> tuple[int, ...]:
+        training = self._sized(layout.micro_batch_size).training
+        return micro_batch_counts(training.global_batch_size, training.micro_batch_size, layout.grid.replicas)
 
     def agreement(self, layout: Layout) -> float:
         """Seconds of what a step reads, which is a sum over all ranks of a few numbers."""
@@ -288,11 +292,8 @@ class Predictor:
             return costs.of_chunks(self.bounds(layout, placement), placement, layout.recompute != NEVER)
 
         plan = plan_schedule(layout.schedule, layout.grid.pp, layout.chunks, count, costs_of)
-        counts = [count]
-        if layout.grid.dp_shard > 1:  # which cannot be where replicas would gather in other orders
-            all_of_step = self._sized(layout.micro_batch_size).training.micro_batches
-            replicas = layout.grid.replicas
-            counts = list(dict.fromkeys([count, len(micro_batches_of(all_of_step, replicas, replicas - 1))]))
+        # Replicas that would gather in other orders are refused.
+        counts = self._counts(layout) if layout.grid.dp_shard > 1 else (count,)
         plan = replace(plan, decided=tuple(map(plan.of_chunks, counts)))
         if layout.recompute != NEVER or layout.grid.dp_shard > 1:
             plan = plan.in_units(bounds, layout.recompute)

@@ -41,9 +41,7 @@ def test_flags_are_flat_and_megatrons() -> None:
     assert (config.training.micro_batch_size, config.training.train_iters) == (4, 7)
     assert config.optimizer.lr == 3e-4 and config.checkpoint.save == "out" and config.checkpoint.async_save
     assert cli() == run_config(Spikformer)()
-
-
-def test_the_last_one_wins_and_switches_have_a_negative_form() -> None:
+    # the last one wins, and switches have a negative form
     assert not cli("--no-shuffle").data.shuffle and not cli("--no-decay-input").neuron.decay_input
     assert cli("--no-shuffle", "--shuffle").data.shuffle
     assert cli("--depth", "2", "--depth", "3").model.depth == 3
@@ -74,9 +72,10 @@ def test_help_has_every_flag_with_its_text_and_default(capsys: pytest.CaptureFix
 
 
 def test_help_shows_the_dimensions_of_the_variant(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli("--variant", "spikformer_ti", "--help")
-    assert "Height and width of the images. (default: 224)" in printed(capsys)
+    for console_outputs in (True, False):  # other ranks keep quiet
+        with pytest.raises(SystemExit):
+            parse(run_config(Spikformer), ["--variant", "spikformer_ti", "--help"], console_outputs)
+        assert ("Height and width of the images. (default: 224)" in printed(capsys)) == console_outputs
 
 
 # A command line, and what its one sentence names.
@@ -112,12 +111,6 @@ def test_a_mistake_is_one_sentence_and_status_2(flags: str, capsys: pytest.Captu
     assert pretrain_spikformer.main(["--train-iters", "2", *flags.split()]) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and all(part in told for part in MISTAKES[flags]), told
-
-
-def test_other_ranks_keep_quiet(capsys) -> None:
-    with pytest.raises(SystemExit):
-        parse(run_config(Spikformer), ["--help"], console_outputs=False)
-    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

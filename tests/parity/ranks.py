@@ -13,7 +13,7 @@ import torch
 from spikingjelly.activation_based import neuron
 from torch import Tensor
 
-from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.batching import micro_batch_sizes, micro_batches_of, most_micro_batches
 from megasnn.bundle import Bundle, logits_of
 from megasnn.checkpoint.load import load_globals_into
 from megasnn.config import ParallelConfig, PretrainConfig, TrainingConfig
@@ -265,8 +265,7 @@ def record_step(
     engine.loss = inner
     for hook in hooks:
         hook.remove()
-    number = len(micro_batch_sizes(len(labels), micro_batch_size))
-    merge_statistics(engine, max(len(micro_batches_of(number, state.dp.size, r)) for r in range(state.dp.size)))
+    merge_statistics(engine, most_micro_batches(len(labels), micro_batch_size, state.dp.size))
     place = state.place
     result = RankStep((place.pp, state.dp.rank, place.cp, place.tp), loss, engine.norm, logits, sum(fired))
     for each in engine.owned:

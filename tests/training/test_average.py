@@ -23,8 +23,8 @@ def cache(tmp_path_factory) -> str:
 
 
 def averages(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
-    saved = load_global_tensors(folder, step, prefix="ema.", with_optimizer=True)
-    return {name.removeprefix("ema."): value for name, value in saved.items()}
+    saved = load_global_tensors(folder, step, with_optimizer=True)
+    return {name[4:]: value for name, value in saved.items() if name.startswith("ema.")}
 
 
 def test_it_is_the_average_of_the_weights_and_statistics(cache, tmp_path) -> None:
