@@ -20,11 +20,6 @@ from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import own_span
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 
-_INTEGERS = (
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-)
-
 
 class BatchError(ValueError):
     """Refusal of a batch, on every rank alike: nothing has been changed."""
@@ -124,7 +119,8 @@ class Batches:
         fits = isinstance(labels, Tensor) and labels.ndim > 0 and len(labels) == samples
         is_soft = takes_soft and fits and labels.is_floating_point() and labels.shape == (samples, classes)
         if fits and self._takes_labels and not is_soft:
-            fits = labels.ndim == 1 and labels.dtype in _INTEGERS
+            others = labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool
+            fits = labels.ndim == 1 and not others
         if not fits:
             soft = f", or probabilities [{samples}, {classes}]" if takes_soft else ""
             return (

@@ -62,9 +62,10 @@ class Layout:
         shared = sum(self.grid.size(axis) > 1 for axis in AXES if axis != "dp_replicate")
         return shared + (self.chunks > 1) + (self.recompute != NEVER) + self.shards_optimizer
 
-    def own_samples(self, size: int) -> int:
-        """Samples of a micro-batch of so many that a rank has at most."""
-        return -(-size // self.grid.cp) if self.cut == "samples" else size
+    @property
+    def own_samples(self) -> int:
+        """Samples of a micro-batch that a rank has at most."""
+        return -(-self.micro_batch_size // self.grid.cp) if self.cut == "samples" else self.micro_batch_size
 
     def parallel(self, given: ParallelConfig, bounds: tuple[range, ...] | None = None) -> ParallelConfig:
         """As flags.
@@ -116,15 +117,10 @@ class Candidate:
     reason: str = ""
 
 
-def with_size(config: PretrainConfig, micro_batch_size: int) -> PretrainConfig:
-    """Configuration with micro-batches of so many samples."""
-    return replace(config, training=replace(config.training, micro_batch_size=micro_batch_size))
-
-
 def with_layout(config: PretrainConfig, layout: Layout, bounds: tuple[range, ...] | None = None) -> PretrainConfig:
     """Configuration of a run on a layout. Args: bounds: as in `Layout.parallel`."""
-    config = with_size(config, layout.micro_batch_size)
-    return replace(config, parallel=layout.parallel(config.parallel, bounds))
+    training = replace(config.training, micro_batch_size=layout.micro_batch_size)
+    return replace(config, training=training, parallel=layout.parallel(config.parallel, bounds))
 
 
 def layouts(

@@ -14,7 +14,6 @@ from megasnn.models.build import describe
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.parallel_state import Group, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import profile_layers
-from megasnn.pipeline.chunk import describe_tensors
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from tests.parity.ranks import model_config
 
@@ -38,8 +37,7 @@ def test_costs_of_a_layer_are_what_it_does() -> None:
     stem, block = four[0], four[5]
     assert stem.message == stem.gradient // 32  # a bit in place of a float32
     assert block.message == block.gradient // 4
-    described = describe_tensors(MODEL)
-    sizes = [prod(entry.shard.global_shape) for entry in described if entry.is_parameter]
+    sizes = [prod(entry.shard.global_shape) for entry in MODEL.tensors if entry.is_parameter]
     assert sum(cost.parameters for cost in four) == sum(cost.parameters for cost in eight) == 4 * sum(sizes)
     assert all((cost.collectives, cost.exchanged) == (0, 0) for cost in four)
 

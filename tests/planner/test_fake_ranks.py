@@ -19,14 +19,14 @@ MICRO_BATCH = 2
 
 
 def of_rank(tensor: int, context: int, cut: ContextCut) -> list[list[tuple[LayerCost, ...]]]:
-    """What a rank that has others counts, for dense products and with sums over spikes; three times each, since what a
+    """What a rank that has others counts, for dense products and with sums over spikes; five times each, since what a
     thread of the transport gives back is not always seen."""
     asked = config(micro_batch=MICRO_BATCH)
     model = describe(asked.model, asked.neuron.spec)
     state = initialize_model_parallel(tp=tensor, device=torch.device("cpu"), cp=context)
     try:
         contexts = [context_of(state, asked, cut, on_cpu) for on_cpu in (False, True)]
-        return [[count_memory(model, MICRO_BATCH, each, state.device).layers for _ in range(3)] for each in contexts]
+        return [[count_memory(model, MICRO_BATCH, each, state.device).layers for _ in range(5)] for each in contexts]
     finally:
         destroy_model_parallel()
 
