@@ -70,7 +70,7 @@ class _Count(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, levels: int) -> Tensor:
         ctx.save_for_backward((x >= 0) & (x <= levels))
-        return x.clamp(0, levels).round() + 0.0  # -0 is no count, and would not travel
+        return x.clamp(0, levels).round()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
