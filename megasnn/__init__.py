@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from megasnn.layers import ParallelLinear as ParallelLinear
     from megasnn.layers import ParallelNeuron as ParallelNeuron
     from megasnn.layers import ParallelPLIF as ParallelPLIF
+    from megasnn.layers import ParallelPSN as ParallelPSN
+    from megasnn.layers import ParallelSlidingPSN as ParallelSlidingPSN
     from megasnn.layers import SpikeDrivenAttention as SpikeDrivenAttention
     from megasnn.layers import SpikingNeuron as SpikingNeuron
     from megasnn.layers import SpikingSelfAttention as SpikingSelfAttention
@@ -76,8 +78,8 @@ _NAMES = {
     "megasnn.layers": (
         "BuildContext ConvNormNeuron DropPath MaxPool MeanLinear MeanOverSpace NeuronConvNorm "
         "ParallelBatchNorm ParallelConv ParallelDropout ParallelLinear "
-        "ParallelIF ParallelLIF ParallelNeuron ParallelPLIF SpikeDrivenAttention SpikingNeuron SpikingSelfAttention "
-        "TokenAttention WholeImages"
+        "ParallelIF ParallelLIF ParallelNeuron ParallelPLIF ParallelPSN ParallelSlidingPSN SpikeDrivenAttention "
+        "SpikingNeuron SpikingSelfAttention TokenAttention WholeImages"
     ),
     "megasnn.layers.shape_inference": "mark_spikes",
     "megasnn.models.convert_module": "shard",

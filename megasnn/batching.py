@@ -14,17 +14,26 @@ def micro_batch_sizes(global_batch_size: int, micro_batch_size: int) -> list[int
     return [micro_batch_size] * whole + [rest] * (rest > 0)
 
 
-def micro_batches_of(micro_batches: int, dp_size: int, dp_rank: int, may_be_none: bool = False) -> range:
+def micro_batches_of(micro_batches: int, dp_size: int, dp_rank: int) -> range:
     """The contiguous run of global micro-batch indices that one data parallel replica computes.
 
-    The first replicas take one more where the number does not divide. Raises ValueError when a replica
-    would get none, unless it may, in evaluation.
+    The first replicas take one more where the number does not divide; in evaluation, the last may get none.
     """
-    if micro_batches < dp_size and not may_be_none:
-        raise ValueError(
-            f"{micro_batches} micro-batch(es) cannot be shared by {dp_size} data parallel replicas; "
-            f"raise --global-batch-size or lower --micro-batch-size"
-        )
     each, extra = divmod(micro_batches, dp_size)
     start = dp_rank * each + min(dp_rank, extra)
     return range(start, start + each + (dp_rank < extra))
+
+
+def micro_batch_counts(samples: int, micro_batch_size: int, replicas: int, windows: int = 1) -> tuple[int, ...]:
+    """Micro-batches in a step of the replica with most, and of the one with least where that has another number.
+
+    Args:
+        samples: of the global batch. windows: of time steps, each of which is a micro-batch of its own.
+    """
+    count = -(-samples // min(micro_batch_size, samples))
+    return tuple(windows * each for each in dict.fromkeys((-(-count // replicas), count // replicas)))
+
+
+def most_micro_batches(samples: int, micro_batch_size: int, replicas: int, windows: int = 1) -> int:
+    """Micro-batches in a step of the replica with most."""
+    return micro_batch_counts(samples, micro_batch_size, replicas, windows)[0]

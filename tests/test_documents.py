@@ -10,15 +10,16 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.run
 
 from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.config import validate
@@ -42,9 +43,13 @@ def block(page: str, heading: str, language: str) -> str:
     return text.split(f"```{language}\n")[1].split("```")[0]
 
 
-def commands(page: str, heading: str) -> list[list[str]]:
-    """Words of the command lines below a heading."""
-    return [shlex.split(line) for line in block(page, heading, "bash").replace("\\\n", " ").splitlines() if line]
+def commands(page: str, heading: str, lengths: dict[str, str] | None = None) -> list[list[str]]:
+    """Words of the command lines below a heading; with `lengths`, of shorter runs than those of the page."""
+    text = block(page, heading, "bash").replace("\\\n", " ")
+    for long, short in (lengths or {}).items():
+        assert f"--train-iters {long} " in text
+        text = text.replace(f"--train-iters {long} ", f"--train-iters {short} ")
+    return [shlex.split(line) for line in text.splitlines() if line]
 
 
 def program(page: str, heading: str, folder: Path) -> Path:
@@ -61,20 +66,32 @@ def run(folder: Path, *words: object) -> str:
     return ended.stdout
 
 
-def follow(folder: Path, lines: list[list[str]]) -> str:
-    """Output of command lines in a folder that has the programs."""
+def continued(path: str, *argv: str) -> str:
+    """Output of a program in its folder, on a rank that has joined the others."""
+    rank, printed = str(torch.distributed.get_rank()), io.StringIO()
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(torch.distributed.get_world_size())}
+    with mock.patch.dict(os.environ, place), mock.patch.object(sys, "argv", [path, *argv]):
+        with contextlib.redirect_stdout(printed), contextlib.chdir(Path(path).parent):
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_path(path, run_name="__main__")
+    assert ended.value.code == 0
+    return printed.getvalue()
+
+
+def follow(ranks: Any, folder: Path, lines: list[list[str]]) -> str:
+    """Output of command lines in a folder that has the programs; ranks are not started by torchrun, but its flags are
+    read by it."""
     for name in ("tools", "megasnn", "pretrain_spikformer.py"):
         (folder / name).symlink_to(ROOT / name)
-    output, environment = "", os.environ | {"PYTHONPATH": str(ROOT)}
-    for interpreter, *words in lines:
-        if interpreter == "python":  # without seconds of imports
+    output = ""
+    for launcher, *words in lines:
+        if launcher == "python":  # without seconds of imports
             output += run(folder, *words)
             continue
-        assert interpreter == "torchrun"
-        launched = [sys.executable, "-m", "torch.distributed.run", *words]
-        ended = subprocess.run(launched, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        output += ended.stdout
+        assert launcher == "torchrun"
+        asked = torch.distributed.run.parse_args(words)
+        path = str(folder / asked.training_script)
+        output += ranks(int(asked.nproc_per_node), continued, path, *asked.training_script_args)[0]
     return output
 
 
@@ -111,10 +128,10 @@ def test_a_dead_link_is_found(tmp_path) -> None:
 # --- commands
 
 
-def test_the_quickstart(tmp_path: Path) -> None:
-    follow(tmp_path, commands("docs/quickstart.md", "Quickstart"))
+def test_the_quickstart(ranks, tmp_path: Path) -> None:
+    follow(ranks, tmp_path, commands("docs/quickstart.md", "Quickstart", {"40": "2", "60": "4"}))
     assert (tmp_path / "spikingjelly.pt").is_file()
-    assert {path.name for path in (tmp_path / "runs/first").iterdir()} >= {"log.jsonl", "config.json", "iter_0000060"}
+    assert {path.name for path in (tmp_path / "runs/first").iterdir()} >= {"log.jsonl", "config.json", "iter_0000004"}
 
 
 def as_the_page_says(cache: str, folder: Path, flags: list[str]) -> None:
@@ -127,18 +144,17 @@ def as_the_page_says(cache: str, folder: Path, flags: list[str]) -> None:
     reshard(source, folder / "runs/spikformer_tp2_pp2/checkpoints", Target(2, 2, layout="5|5"))
 
 
-def test_a_checkpoint_goes_to_other_hardware(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path / "cache"))
-    lines = commands("docs/checkpoints.md", "On other hardware, in three commands")
+def test_a_checkpoint_goes_to_other_hardware(ranks, tmp_path: Path) -> None:
+    lines = commands("docs/checkpoints.md", "On other hardware, in three commands", {"210": "202"})
     words = lines[-1]
     of_layout = "--standalone --nproc-per-node --tensor-model-parallel-size --load --save --train-iters".split()
     pairs = [pair for pair in zip(words, words[1:], strict=False) if pair[0].startswith("--")]
     flags = [word for pair in pairs if pair[0] not in of_layout for word in pair]
     as_the_page_says(str(tmp_path / "cache"), tmp_path, flags)
-    output = follow(tmp_path, lines)
+    output = follow(ranks, tmp_path, lines)
     assert "no problem(s)" in output and "a file for each of 2 ranks" in output
     assert "continuing at iteration 200, 12800 samples consumed" in output
-    assert list_checkpoints(tmp_path / "runs/two_ranks/checkpoints") == [200, 210]
+    assert list_checkpoints(tmp_path / "runs/two_ranks/checkpoints") == [200, 202]
 
 
 def test_one_gpu_computes_what_eight_do() -> None:
@@ -198,17 +214,6 @@ def test_the_loop_of_the_readme_computes_the_same_on_two_ranks(ranks, tmp_path: 
 
 
 MODEL = "Your own network on many devices"
-
-
-def continued(path: str, *argv: str) -> str:
-    """Output of a program on a rank that has joined the others."""
-    rank, printed = str(torch.distributed.get_rank()), io.StringIO()
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
-    with mock.patch.dict(os.environ, place), mock.patch.object(sys, "argv", [path, *argv]):
-        with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
-            runpy.run_path(path, run_name="__main__")
-    assert ended.value.code == 0
-    return printed.getvalue()
 
 
 def test_the_model_of_the_page_trains_and_goes_on_on_two_ranks(ranks, tmp_path: Path) -> None:

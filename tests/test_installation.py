@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import tomllib
 import zipfile
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -46,21 +47,38 @@ def import_everything(folder: str) -> None:
     sys.path.insert(0, folder)
     for program in ("pretrain_spikformer", "pretrain_vgg_dvs"):
         importlib.import_module(program)
-    for module in pkgutil.walk_packages(megasnn.__path__, "megasnn."):
+    import_modules()
+
+
+def import_modules(backwards: bool = False) -> None:
+    """All modules of the package; backwards as if none had been imported before, each before its package's others."""
+    names = [module.name for module in pkgutil.walk_packages(megasnn.__path__, "megasnn.")]
+    for loaded in [name for name in sys.modules if backwards and name.split(".")[0] == "megasnn"]:
+        del sys.modules[loaded]
+    for name in reversed(names) if backwards else names:
         try:
-            importlib.import_module(module.name)
+            importlib.import_module(name)
         except ModuleNotFoundError as error:  # of its own part of the kernels, where there is none
-            assert error.name == "triton" and module.name.startswith("megasnn.kernels.triton.")
+            assert error.name == "triton" and name.startswith("megasnn.kernels.triton.")
+
+
+def ended_well(target: Callable[..., None], *arguments: object) -> bool:
+    process = forking().Process(target=target, args=arguments)
+    process.start()
+    process.join()
+    return process.exitcode == 0
 
 
 def test_nothing_of_ours_imports_torchvision_or_torchaudio(tmp_path) -> None:
     """Their builds may not fit torch's."""
     for name in NOT_NEEDED:
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    process = forking().Process(target=import_everything, args=(str(tmp_path),))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    assert ended_well(import_everything, str(tmp_path))
+
+
+def test_modules_are_imported_in_any_order() -> None:
+    """A circle of imports fails in one of two opposite orders."""
+    assert ended_well(import_modules, True)
 
 
 def test_flags_and_drawings_need_no_torch() -> None:

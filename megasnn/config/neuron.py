@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic.dataclasses import dataclass
 
+from megasnn.config.checks import refusal
 from megasnn.config.fields import NonNegative, Positive
 from megasnn.files import STRICT
 from megasnn.kernels import BACKENDS, NEURONS, SURROGATES, NeuronSpec
@@ -19,9 +20,9 @@ class NeuronConfig:
     """Defaults are those of SpikingJelly's Spikformer."""
 
     neuron: Annotated[str, NEURONS] = "lif"
-    """Kind of neuron."""
+    """Kind of neuron; ilif4 fires up to 4 spikes a step."""
     tau: Positive = 2.0
-    """Membrane time constant of lif in time steps; of plif, the initial one."""
+    """Membrane time constant of lif and ilif in time steps; of plif, the initial one."""
     v_threshold: Positive = 1.0
     """Potential from which the neuron fires. The neuron behind Spikformer's attention always fires from 0.5."""
     v_reset: float | None = 0.0
@@ -50,6 +51,4 @@ class NeuronConfig:
             wrong.append(f"--v-reset {self.v_reset} must be below --v-threshold {self.v_threshold}, or none")
         if SURROGATES[self.surrogate].alpha > 0 and self.surrogate_alpha == 0:
             wrong.append(f"--surrogate-alpha 0 must be greater than 0 for --surrogate {self.surrogate}")
-        if NEURONS[self.neuron].leaks and self.tau <= 1:
-            wrong.append(f"--tau {self.tau} must be greater than 1 for --neuron {self.neuron}")
-        return wrong
+        return wrong + refusal(lambda: self.spec)

@@ -84,7 +84,7 @@ class Share:
         """Yields the first sample, and the number of samples, of each of its micro-batches of a batch. There may be
         none: at the end of a validation pass there are too few for everybody."""
         sizes = micro_batch_sizes(samples, min(self.micro_batch_size, samples))
-        for index in micro_batches_of(len(sizes), self.dp_size, self.dp_rank, may_be_none=True):
+        for index in micro_batches_of(len(sizes), self.dp_size, self.dp_rank):
             if span := own_span(sizes[index], [self.cp_size], self.cp_rank):
                 yield index * sizes[0] + span.start, len(span)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megasnn.augment.mixing import Mixing
-from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.batching import micro_batch_sizes, most_micro_batches
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch, MicroBatch, Share
 from megasnn.engine.model import DistributedModel
@@ -19,11 +19,6 @@ from megasnn.losses import LOSSES
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import own_span
 from megasnn.pipeline.microbatch_state import MicroBatchInput
-
-_INTEGERS = (
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-)
 
 
 class BatchError(ValueError):
@@ -109,32 +104,28 @@ class Batches:
                 f"images must be floating-point values [N, {sizes}] of one sample or more, as the model's input_shape "
                 f"says, got {_described(images)}"
             )
-        if not predicts and (problem := self._label_problem(labels, len(images), trains)):
-            return problem
-        if trains:
-            return self._training_problem(len(images))
-        # In training loss or gradient tell of it; here neurons would hide a nan.
-        if self._takes_images and not bool(images.isfinite().all()):
-            return "images hold values that are nan or infinite: no class follows from them"
-        return None
-
-    def _label_problem(self, labels: Any, samples: int, trains: bool) -> str | None:
-        classes, loss = self._config.model.num_classes, LOSSES[self._config.training.loss]
+        samples, classes, loss = len(images), self._config.model.num_classes, LOSSES[self._config.training.loss]
         takes_soft = trains and loss.mixes and not self._config.data.mixes
         fits = isinstance(labels, Tensor) and labels.ndim > 0 and len(labels) == samples
         is_soft = takes_soft and fits and labels.is_floating_point() and labels.shape == (samples, classes)
         if fits and self._takes_labels and not is_soft:
-            fits = labels.ndim == 1 and labels.dtype in _INTEGERS
-        if not fits:
+            others = labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool
+            fits = labels.ndim == 1 and not others
+        if not predicts and not fits:
             soft = f", or probabilities [{samples}, {classes}]" if takes_soft else ""
             return (
                 f"labels must be class indices [{samples}] of an integer type{soft}, for {samples} images, got "
                 f"{_described(labels)}"
             )
-        if self._takes_labels and not is_soft:
+        if not predicts and self._takes_labels and not is_soft:
             lowest, highest = int(labels.long().min()), int(labels.long().max())
             if not 0 <= lowest <= highest < classes:
                 return f"labels are from {lowest} to {highest}; num_classes {classes} needs 0 to {classes - 1}"
+        if trains:
+            return self._training_problem(samples)
+        # In training loss or gradient tell of it; here neurons would hide a nan.
+        if self._takes_images and not bool(images.isfinite().all()):
+            return "images hold values that are nan or infinite: no class follows from them"
         return None
 
     def _training_problem(self, samples: int) -> str | None:
@@ -227,12 +218,12 @@ class Batches:
         return windows
 
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
-        """Micro-batches without samples of the batch: all that share a micro-batch need equally many, and so do all
-        replicas that gather weights together."""
-        weight, data = self._state.dp_shard, self._state.dp
-        if weight.size == self._samples.size == 1:
+        """Micro-batches without samples of the batch, up to the most that a replica has: all that share a micro-batch
+        need equally many, and so do all replicas that gather weights together."""
+        if self._state.dp_shard.size == self._samples.size == 1:
             return []
-        sizes = micro_batch_sizes(batch.size, min(self._config.training.micro_batch_size, batch.size))
+        size = min(self._config.training.micro_batch_size, batch.size)
+        sizes = micro_batch_sizes(batch.size, size)
         if sizes[-1] < self._samples.size and not self._evaluates_padding:
             raise BatchError(
                 f"of {batch.size} samples to evaluate the last micro-batch has {sizes[-1]}, fewer than the ranks that "
@@ -240,8 +231,7 @@ class Batches:
                 "normalises by the batch in evaluation, too: evaluate another number of samples, or change "
                 "--micro-batch-size"
             )
-        replica = 0 if weight.size > 1 else data.rank  # the first one has most
-        missing = len(micro_batches_of(len(sizes), data.size, replica, may_be_none=True)) - len(batch.micro_batches)
+        missing = most_micro_batches(batch.size, size, self._state.dp.size) - len(batch.micro_batches)
         images = torch.zeros(1, *self._config.model.input_shape, dtype=self._dtype, device=self._state.device)
         padding = MicroBatchInput(images if self._takes_images else None, None, 1, range(1), is_padding=True)
         return missing * [padding]

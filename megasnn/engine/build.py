@@ -167,7 +167,9 @@ def build_model(
         cast_weights=CastWeights(stay=graphs is not None),
         sparse_products=training.sparse_products == "auto" and can_be_sparse(state.device, products),
     )
-    with placed("while planning the pipeline"):
-        plan = plan_pipeline(config, description, context, state)
     with placed("while building the model"):
-        return DistributedModel(description, state, context, plan, config, graphs, wants_to_stop)
+        built = description.build(context)
+    with placed("while planning the pipeline"):
+        plan = plan_pipeline(config, description, context, state, built)
+    with placed("while building the model"):
+        return DistributedModel(description, state, context, plan, config, graphs, wants_to_stop, built)

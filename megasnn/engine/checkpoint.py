@@ -59,12 +59,13 @@ class Checkpoints:
         """See `Engine.state_dict`. Collective."""
         mine = {entry.name: entry for entry in self._distributed.tensors if entry.shard.is_primary()}
         full = {}
-        for described in self._distributed.described:
+        for described in self._distributed.description.tensors:
             held: list[tuple[Piece, Tensor]] = []
             if (entry := mine.get(described.name)) is not None:
                 held = [(piece, piece.of_local(entry.tensor.detach()).cpu()) for piece in entry.shard.pieces()]
-            value = torch.empty(described.shard.global_shape, dtype=described.tensor.dtype)
-            for piece, part in (each for rank in gather(self._world.handle, held) for each in rank):
+            parts = [each for rank in gather(self._world.handle, held) for each in rank]
+            value = torch.empty(described.shard.global_shape, dtype=parts[0][1].dtype)
+            for piece, part in parts:
                 piece.of_global(value).copy_(part)
             full[described.name] = value
         return full

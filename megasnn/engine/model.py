@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -17,10 +16,10 @@ from megasnn.config import PretrainConfig
 from megasnn.device_checks import DeviceChecks, placed
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.shape_inference import calls_of
-from megasnn.layers.weight_grad import WeightGradients
 from megasnn.losses import LOSSES
 from megasnn.losses.sums import correct_predictions
-from megasnn.models.description import ModelDescription
+from megasnn.models.cut_check import check_cut_layers
+from megasnn.models.description import Built, ModelDescription
 from megasnn.optim.norms import GradientNorm
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.collectives import all_reduce_sum
@@ -28,7 +27,7 @@ from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel.sharding import ShardedTensor, parameter_count
 from megasnn.parallel_state import ParallelState
-from megasnn.pipeline.chunk import build_chunks, describe_tensors
+from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.pipeline.graphs import Capture
 from megasnn.pipeline.microbatch_state import MicroBatchInput, OutputConsumer
@@ -54,6 +53,16 @@ class StepSums(NamedTuple):
     is_void: Tensor
 
 
+class StepFigures(NamedTuple):
+    """Figures of a step, the same on every rank: loss of the global batch, samples in top 1, norm of the gradient, and
+    False where nothing may change."""
+
+    mean_loss: float
+    correct: float
+    norm: float
+    is_finite: bool
+
+
 class DistributedModel:
     """The chunks of a model on one rank, with their gradients reduced over the replicas.
 
@@ -61,17 +70,16 @@ class DistributedModel:
         description: of the whole model; only this rank's chunks are built.
         graphs: makes CUDA graphs of the layers; None for none.
         wants_to_stop: asked in each step and each batch of an evaluation.
+        built: the layers, with this context; None to build them.
 
     Attributes:
         chunks: this rank's, by index.
         takes_images, gives_logits: True on the first chunk's rank, and on the last one's, which computes the loss.
         tensors: parameters and buffers of this rank. copies: those that another layer of the model owns (ties).
         owned: the part of each of `tensors` that this rank updates and saves: with ZeRO-1 its rows, otherwise all.
-        described: parameters and buffers of the whole model, without values.
         parameters, trained_parameters: elements of the whole model's parameters.
         loss: sum of the samples' losses, of the last layer's output and labels.
-        mean_loss, correct, norm, is_finite, stop_votes: of the last step, the same on every rank: loss of the global
-            batch, samples in top 1, norm of the gradient, False where nothing may change, ranks that want to stop.
+        stop_votes: ranks that wanted to stop in the last step, the same on every rank.
         checks: values that were wrong on this rank. ties: tensors and layers that several chunks share.
     """
 
@@ -84,9 +92,10 @@ class DistributedModel:
         config: PretrainConfig,
         graphs: Capture | None = None,
         wants_to_stop: Callable[[], bool] = lambda: False,
+        built: Sequence[Built] | None = None,
     ) -> None:
-        self.context = context = replace(context, weight_gradients=WeightGradients())
-        self.description, self.state, self.plan, self._wants_to_stop = description, state, plan, wants_to_stop
+        self.context, self.description, self.state, self.plan = context, description, state, plan
+        self._wants_to_stop = wants_to_stop
         training, schedules, bounds = config.training, plan.schedules, plan.bounds
         self.loss: Callable[[Any, Any], Tensor] = partial(
             LOSSES[training.loss].sum, label_smoothing=training.label_smoothing
@@ -98,7 +107,8 @@ class DistributedModel:
             self._weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
         here = [index for index, home in enumerate(placement) if home == state.pp.rank]
         keep = None if self._weights is None else (unit_bounds, self._weights.shard)
-        built = description.build(context)
+        built = built or description.build(context)
+        check_cut_layers(description, context, built, [n for index in here for n in bounds[index]], state.device)
         self.chunks = build_chunks(description, bounds, here, context, state.device, training.seed, keep, built)
         self.takes_images, self.gives_logits = 0 in self.chunks, len(placement) - 1 in self.chunks
         self._reports = self.gives_logits and state.tp.rank == 0 and context.counts_logits
@@ -130,14 +140,12 @@ class DistributedModel:
         for chunk in self.chunks.values():
             if graphs is not None:
                 chunk.capture_graphs(graphs)
-        self.described = describe_tensors(description, context.dtype)
-        self.parameters = parameter_count(self.described)
-        trained = (e for e in self.described if e.tensor.requires_grad)
+        self.parameters = parameter_count(description.tensors)
+        trained = (e for e in description.tensors if e.tensor.requires_grad)
         self.trained_parameters = parameter_count(trained)
-        names = [entry.name for entry in self.described if entry.is_parameter]
+        names = [entry.name for entry in description.tensors if entry.is_parameter]
         self.gradient_norm = GradientNorm(names, self.owned, state.device)
-        self.mean_loss = self.correct = self.norm = self.stop_votes = 0.0
-        self.is_finite = True
+        self.stop_votes = 0.0
         self._global_batch_size = 1
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
         self.checks = DeviceChecks(state.device)
@@ -184,15 +192,14 @@ class DistributedModel:
         is_void = (values[3] != 0) | (values[4] != 0) | ~(values[0].isfinite() & (squares <= most))
         return StepSums(values, squares.sqrt(), is_void)
 
-    def check(self, sums: StepSums) -> None:
+    def check(self, sums: StepSums) -> StepFigures:
         """Reads the sums: the one place in a step where the host waits for the device. Raises ValueError on every rank,
         where the checks of one have found something."""
         read = torch.cat([sums.is_void.to(sums.values.dtype).reshape(1), sums.values]).tolist()
-        is_void, self.mean_loss, self.correct, self.stop_votes, found, _, *squares = read
-        self.is_finite = not is_void
+        is_void, loss, correct, self.stop_votes, found, _, *squares = read
         if found:
             self._refuse_findings()
-        self.norm = math.sqrt(math.fsum(squares))
+        return StepFigures(loss, correct, math.sqrt(math.fsum(squares)), not is_void)
 
     def forward(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
         """Evaluates: `consume` gets outputs for all time steps, and labels, where the logits are. Raises ValueError on
@@ -215,7 +222,7 @@ class DistributedModel:
         self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer | None = None
     ) -> Tensor:
         """Trains, or with `consume` evaluates; windows leave no state behind. Returns the sum of this rank's losses."""
-        trains, taken = consume is None, None if consume is None else partial(self._consume, consume)
+        trains, taken = consume is None, None if consume is None else partial(self._hand_on, consume)
         for chunk in self.chunks.values():
             chunk.train(trains)
         for norm in self.norms:
@@ -230,22 +237,25 @@ class DistributedModel:
 
     def _micro_batch_loss(self, output: Bundle, labels: Tensor, again: bool) -> Tensor:
         loss = self.loss(output, labels) / (self._global_batch_size * self._windows)
-        if not again:
-            self._consume(self._count_correct, map_entries(Tensor.detach, output), labels)
+        whole = None if again else self._of_all_windows(map_entries(Tensor.detach, output))
+        if whole is not None:
+            self._correct_here += correct_predictions(logits_of(whole), labels, (1,))[0]
         return loss if self.context.counts_logits else 0 * loss
 
-    def _count_correct(self, output: Bundle, labels: Tensor) -> None:
-        self._correct_here += correct_predictions(logits_of(output), labels, (1,))[0]
+    def _hand_on(self, consume: OutputConsumer, output: Bundle, labels: Tensor) -> None:
+        if (whole := self._of_all_windows(output)) is not None:
+            consume(whole, labels)
 
-    def _consume(self, consume: OutputConsumer, output: Bundle, labels: Tensor) -> None:
-        """Hands on the output for all time steps, with the last window of the samples."""
-        if self._windows > 1:
-            self._outputs.append(entries_of(output))
-            if len(self._outputs) < self._windows:
-                return
-            output = bundle_of({key: torch.cat([each[key] for each in self._outputs]) for key in self._outputs[0]})
-            self._outputs.clear()
-        consume(output, labels)
+    def _of_all_windows(self, output: Bundle) -> Bundle | None:
+        """The output for all time steps, with the last window of the samples; None before it."""
+        if self._windows == 1:
+            return output
+        self._outputs.append(entries_of(output))
+        if len(self._outputs) < self._windows:
+            return None
+        whole = bundle_of({key: torch.cat([each[key] for each in self._outputs]) for key in self._outputs[0]})
+        self._outputs.clear()
+        return whole
 
     def _votes_and_findings(self) -> Tensor:
         """Returns this rank's vote to stop and its findings, `[2]`."""

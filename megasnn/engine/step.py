@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from megasnn import device_checks
+from megasnn.batching import most_micro_batches
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine.debug import first_place
@@ -63,23 +64,22 @@ class TrainStep:
         with self.timers("optimizer"):
             if updates_unread:
                 self._update(rate, sums.norm, sums.is_void)
-            distributed.check(sums)  # reads loss and norm; raises what was found on the device
-            if distributed.is_finite:
-                count = math.ceil(batch.size / self._config.training.micro_batch_size)
+            found = distributed.check(sums)  # reads loss and norm; raises what was found on the device
+            if found.is_finite:
                 data, of_owners = distributed.state.dp, distributed.ties.statistics_of_owners
-                most = self._config.windows * math.ceil(count / data.size)  # micro-batches of any replica
+                size, windows = self._config.training.micro_batch_size, self._config.windows
+                most = most_micro_batches(batch.size, size, data.size, windows)
                 merge_running_statistics(distributed.norms, data, most, of_owners)
                 if not updates_unread:
-                    self._update(rate, distributed.norm)
+                    self._update(rate, found.norm)
                 distributed.gradient_buckets.all_gather_params()
                 distributed.ties.refresh()
                 if self.average is not None:
                     self.average.update()
-        where = None if distributed.is_finite else first_place(distributed, micro_batches) or _OVERFLOW
+        where = None if found.is_finite else first_place(distributed, micro_batches) or _OVERFLOW
         self.iteration += 1
         self.consumed_samples = batch.consumed_samples
-        loss, correct, norm = distributed.mean_loss, distributed.correct, distributed.norm
-        return StepResult(loss, correct, batch.size, norm, rate, not distributed.is_finite, where)
+        return StepResult(found.mean_loss, found.correct, batch.size, found.norm, rate, not found.is_finite, where)
 
     def _update(self, rate: float, norm: float | Tensor, is_void: Tensor | None = None) -> None:
         """Clips the gradients and steps the optimizer.

@@ -208,7 +208,7 @@ def norm_pool_neuron(
     running = None if training or running_mean is None or running_var is None else (running_mean, running_var)
     calls = backend_for(backend, x, spec).unit_calls()
     # Writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
-    packed = torch.is_grad_enabled()
+    packed = torch.is_grad_enabled() and spec.largest == 1
     inputs = channels_last(x), above, weight, bias, w, running, unit, calls, packed, fires, shared
     spikes, mean, variance, count, bits = _NormPoolNeuron.apply(*inputs)
     return UnitOutput(remember_bits(spikes, bits), mean, variance, count)

@@ -6,12 +6,12 @@ The tables need neither torch nor numba nor triton: a command line is checked by
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megasnn.registry import Registry
+from megasnn.registry import Registry, later
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +28,9 @@ class Neuron:
         leaks: its potential decays, by `tau`, and perhaps its input with it.
         learns: its time constant is learned: it has a parameter `w`, which starts at `tau`.
         constant: (input of all steps, description) -> what all steps are charged with, made once.
+        levels: D of a neuron that fires whole numbers from 0 to D; None of one that fires 1 from the threshold on.
+        fixed: values that fields of its description must have.
+        layer: (description, context) -> the layer of a neuron that is no recurrence; None where `charge` says it.
     """
 
     summary: str
@@ -35,6 +38,9 @@ class Neuron:
     leaks: bool = True
     learns: bool = False
     constant: Callable[[Tensor, NeuronSpec], Any] = lambda inputs, spec: None
+    levels: int | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    layer: Callable[..., Any] | None = None
 
 
 def _integrate(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
@@ -57,16 +63,46 @@ def _learned_leak(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
     return v + (x - (v - spec.rest)) * q if spec.decay_input else v - (v - spec.rest) * q + x
 
 
+def _decay(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
+    return (1.0 - 1.0 / spec.tau) * v + x
+
+
+def _at_once(x: Tensor, v: Tensor, spec: NeuronSpec, q: Any) -> Tensor:
+    raise ValueError(f"a {spec.kind} neuron takes all time steps at once; megasnn.layers.neuron.make_neuron gives it")
+
+
 def _is_power_of_two(number: float) -> bool:
     return math.frexp(number)[0] == 0.5
 
 
+LARGEST_LEVEL = 8
+_OF_COUNTS = {"v_reset": None, "decay_input": False, "surrogate": "sigmoid", "alpha": None}
+_AT_ONCE = {"tau": 2.0, "v_reset": 0.0, "decay_input": True, "detach_reset": True}
+_LAYERS = "megasnn.layers.parallel_neurons"
 NEURONS: Registry[Neuron] = Registry(
     "--neuron",
     {
         "lif": Neuron("leaky integrate-and-fire", _leak, constant=_divisor),
         "if": Neuron("without leak", _integrate, leaks=False),
         "plif": Neuron("with a learned time constant for each layer", _learned_leak, learns=True),
+        **{
+            f"ilif{most}": Neuron(f"integer LIF, up to {most} spikes a step", _decay, levels=most, fixed=_OF_COUNTS)
+            for most in range(1, LARGEST_LEVEL + 1)
+        },
+        "psn": Neuron(
+            "parallel spiking neuron, with learned weights between all time steps",
+            _at_once,
+            leaks=False,
+            fixed=_AT_ONCE,
+            layer=later(f"{_LAYERS}:ParallelPSN"),
+        ),
+        "sliding_psn": Neuron(
+            "the same with one learned weight for this step and one for the last",
+            _at_once,
+            leaks=False,
+            fixed=_AT_ONCE,
+            layer=later(f"{_LAYERS}:ParallelSlidingPSN"),
+        ),
     },
 )
 
@@ -121,11 +157,16 @@ class NeuronSpec:
     Fire: ``s = 1`` where ``h >= v_threshold``. Reset: hard to ``v_reset``, or soft (``v_reset=None``) by subtracting
     ``v_threshold``; with ``detach_reset`` no gradient flows through the spike of the reset.
 
+    ``ilif4`` (its ILIFNode, arXiv 2407.20708): ``h = v - v / tau + x``; ``s``, from 0 to 4, is ``h / v_threshold``
+    clipped and rounded half to even; the reset is soft; the gradient of ``s`` is that of ``h / v_threshold`` from 0
+    to 4. ``psn`` and ``sliding_psn`` are layers of their own, whose learned threshold starts at ``v_threshold``.
+
     ``alpha=None`` takes SpikingJelly's default for that surrogate function. ``tau`` is used by ``lif``, and is
     where the learned time constant of ``plif`` starts.
 
     Raises:
-        ValueError: an unknown kind or surrogate name, or ``tau`` not above 1 for a neuron that leaks.
+        ValueError: an unknown kind or surrogate name, ``tau`` not above 1 for a neuron that leaks, or a value that
+            the neuron has no use for.
     """
 
     kind: str = "lif"
@@ -141,9 +182,19 @@ class NeuronSpec:
         neuron = NEURONS.of_argument("kind", self.kind)
         surrogate = SURROGATES.of_argument("surrogate", self.surrogate)
         if neuron.leaks and not self.tau > 1.0:
-            raise ValueError(f"a {self.kind} neuron needs tau > 1, got {self.tau}; set --tau")
-        if self.alpha is None:
+            raise ValueError(f"--tau {self.tau} must be greater than 1 for --neuron {self.kind}")
+        wrong = [name for name, value in neuron.fixed.items() if getattr(self, name) != value]
+        if wrong:
+            got = ", ".join(_flag(name, getattr(self, name)) for name in wrong)
+            needed = ", ".join(_flag(name, neuron.fixed[name]) for name in wrong)
+            raise ValueError(f"--neuron {self.kind} with {got}: it needs {needed}")
+        if self.alpha is None and neuron.levels is None:
             object.__setattr__(self, "alpha", surrogate.alpha)
+
+    @property
+    def largest(self) -> int:
+        """The largest number that it fires in a step."""
+        return NEURONS[self.kind].levels or 1
 
     @property
     def surrogate_alpha(self) -> float:
@@ -155,6 +206,14 @@ class NeuronSpec:
     def rest(self) -> float:
         """The potential that a membrane decays to and starts from: ``v_reset``, or 0 with a soft reset."""
         return 0.0 if self.v_reset is None else self.v_reset
+
+
+def _flag(name: str, value: Any) -> str:
+    """A field with its value as on the command line."""
+    words = {"alpha": "surrogate-alpha"}.get(name, name.replace("_", "-"))
+    if isinstance(value, bool):
+        return f"--{words}" if value else f"--no-{words}"
+    return f"--{words} {'none' if value is None else value}"
 
 
 # --- compiled kernels

@@ -55,6 +55,29 @@ class _Step(torch.autograd.Function):
         return grad * ctx.gradient(x, ctx.alpha), None, None
 
 
+def firing(spec: NeuronSpec) -> Callable[[Tensor], Tensor]:
+    """The function from a potential before firing to spikes, or to a count of them."""
+    levels = NEURONS[spec.kind].levels
+    if levels is not None:
+        return lambda h: _Count.apply(h / spec.v_threshold, levels)
+    fire = surrogate_function(spec.surrogate, spec.surrogate_alpha)
+    return lambda h: fire(h - spec.v_threshold)
+
+
+class _Count(torch.autograd.Function):
+    """Clips to 0 ... levels and rounds half to even; backward is the identity where nothing is clipped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, levels: int) -> Tensor:
+        ctx.save_for_backward((x >= 0) & (x <= levels))
+        return x.clamp(0, levels).round() + 0.0  # -0 is no count, and would not travel
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (inside,) = ctx.saved_tensors
+        return grad * inside, None
+
+
 def reset(h: Tensor, spike: Tensor, spec: NeuronSpec) -> Tensor:
     """Membrane potential after firing."""
     if spec.detach_reset:
@@ -70,7 +93,8 @@ def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor 
         spikes, v = recomputed(partial(_neuron_multi_step, spec=spec), x, v0, w)
     else:
         spikes, v = _neuron_multi_step(x, v0, w, spec)
-    return remember_bits(spikes, pack_bits(spikes) if wants_bits(spikes) else None), v
+    are_bits = spec.largest == 1 and wants_bits(spikes)
+    return remember_bits(spikes, pack_bits(spikes) if are_bits else None), v
 
 
 def _neuron_multi_step(x: Tensor, v0: Tensor | None, w: Tensor | None, spec: NeuronSpec) -> tuple[Tensor, Tensor]:
@@ -85,11 +109,10 @@ def _steps(inputs: Tensor, v0: Tensor | None, q: Tensor | None, spec: NeuronSpec
     v = torch.full_like(inputs[0], spec.rest) if v0 is None else v0
     neuron = NEURONS[spec.kind]
     factor = neuron.constant(inputs, spec) if q is None else q
-    fire = surrogate_function(spec.surrogate, spec.surrogate_alpha)
-    spikes = []
+    fire, spikes = firing(spec), []
     for current in inputs:
         h = neuron.charge(current, v, spec, factor)
-        spike = fire(h - spec.v_threshold)
+        spike = fire(h)
         v = reset(h, spike, spec)
         spikes.append(spike)
     channels = min(1, v.ndim - 1)

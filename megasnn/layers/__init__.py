@@ -15,6 +15,7 @@ from megasnn.layers.neuron import (
     SpikingNeuron,
 )
 from megasnn.layers.norm import ParallelBatchNorm
+from megasnn.layers.parallel_neurons import ParallelPSN, ParallelSlidingPSN
 from megasnn.layers.replicated import apply_layer
 from megasnn.layers.row_context import MaxPool, MeanOverSpace, WholeImages
 
@@ -35,6 +36,8 @@ __all__ = [
     "ParallelLIF",
     "ParallelNeuron",
     "ParallelPLIF",
+    "ParallelPSN",
+    "ParallelSlidingPSN",
     "Residual",
     "ResidualMLP",
     "SpikeDrivenAttention",

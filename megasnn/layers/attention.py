@@ -11,6 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from megasnn.kernels import NeuronSpec
 from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, bits_of, encode, unpack_bits_into
 from megasnn.kernels.tensor_cores import on_gpu
@@ -59,6 +60,7 @@ class _HeadAttention(nn.Module):
         if num_heads % size:
             raise ValueError(f"--num-heads {num_heads} does not divide by --tensor-model-parallel-size {size}")
         self.local_heads = num_heads // size
+        _require_spikes(self, context.neuron)
         unit = partial(ConvNormNeuron, context=context, pointwise=True, initialise=initialise)
         blocks = len(self.fused)
         self.add_module(self.fused, unit(dim, blocks * dim, blocks=blocks))
@@ -131,6 +133,7 @@ class SpikeDrivenAttention(nn.Module):
     def __init__(self, dim: int, context: BuildContext | None = None) -> None:
         super().__init__()
         context = context_for(context)
+        _require_spikes(self, context.neuron)
         self.neuron = make_neuron(context.neuron, context)
         self.q, self.k, self.v = (ConvNormNeuron(dim, dim, context=context) for _ in range(3))
         self.gate = make_neuron(replace(context.neuron, v_threshold=0.5), context)  # on the sums
@@ -146,6 +149,15 @@ class SpikeDrivenAttention(nn.Module):
             number = sum_for_each(number, self._rows)
         gate = self.gate(number.to(together.dtype))
         return self.norm(self.projection(self.q(spikes) * gate.view(*gate.shape, 1, 1)))
+
+
+def _require_spikes(attention: nn.Module, neuron: NeuronSpec) -> None:
+    """Raises ValueError for neurons that give counts: q, k and v are kept as bits."""
+    if neuron.largest > 1:
+        raise ValueError(
+            f"--neuron {neuron.kind} fires up to {neuron.largest} in a step, and {type(attention).__name__} takes "
+            "spikes; choose a neuron that fires 0 or 1"
+        )
 
 
 def sums_type(dtype: torch.dtype) -> torch.dtype:

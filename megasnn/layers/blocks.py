@@ -56,10 +56,11 @@ class ConvNormNeuron(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
+        fire = make_neuron(neuron, context)
         # Whether one call of a kernel computes norm, pooling and neuron, which then start at rest.
         self._is_fused = (
             (norm is None or type(norm).forward is ParallelBatchNorm.forward)
-            and (isinstance(neuron, ParallelNeuron) or not isinstance(neuron, NeuronLayer))
+            and isinstance(fire, ParallelNeuron)
             and not context.carries
             and not context.traceable
         )
@@ -76,7 +77,7 @@ class ConvNormNeuron(nn.Module):
             **conv_options,
         )
         self.norm: nn.Module = norm or ParallelBatchNorm(out_channels, context, blocks=blocks)
-        self.neuron, self.fires = make_neuron(neuron, context), True
+        self.neuron, self.fires = fire, True
         self.max_pool = MaxPool(context) if max_pool else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class NeuronLayer(nn.Module):
 
 
 class ParallelNeuron(NeuronLayer):
-    """A layer of neurons that a description tells: LIF, IF, parametric LIF, with the fastest kernels there are.
+    """A layer of neurons that a description tells: LIF, IF, parametric and integer LIF, with the fastest kernels.
 
     A learned time constant 1 / sigmoid(w) is one for the layer: every rank holds `w` whole and sees the gradient of
     its own channels, which `partial_gradient` has summed.
@@ -100,7 +100,7 @@ class ParallelNeuron(NeuronLayer):
         spec = spec or context.neuron
         if self.kind not in (None, spec.kind):
             raise ValueError(f"{type(self).__name__} is a neuron of kind {self.kind!r}, and is told {spec.kind!r}")
-        self.spec, self.backend = spec, context.neuron_backend
+        self.spec, self.backend, self.largest = spec, context.neuron_backend, spec.largest
         self.v: Tensor | None = None
         self.register_parameter("w", None)
         if NEURONS[spec.kind].learns:
@@ -143,7 +143,8 @@ def make_neuron(neuron: NeuronSpec | NeuronLayer | None = None, context: BuildCo
     if isinstance(neuron, NeuronLayer):
         return neuron
     spec = neuron or context_for(context).neuron
-    return _CLASSES.get(spec.kind, ParallelNeuron)(spec, context)
+    make = NEURONS[spec.kind].layer or _CLASSES.get(spec.kind, ParallelNeuron)
+    return make(spec, context)
 
 
 State = dict[str, Tensor]

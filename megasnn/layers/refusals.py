@@ -11,9 +11,9 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
-from megasnn.layers.converted import is_multi_step, our_batch_norm
+from megasnn.layers.converted import class_name, in_table, is_multi_step, our_batch_norm
 from megasnn.layers.dropout import DropPath, ParallelDropout
-from megasnn.layers.init import own_tensors
+from megasnn.layers.init import own_tensors, tensors_of
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.norm import ParallelBatchNorm
@@ -76,6 +76,7 @@ def _name_of(test: Callable[[nn.Module, str, Any], object]) -> Callable[[nn.Modu
 
 _EVERY, _KEEPS_STATE = "plain inside kept cut", "keeps its state from one micro-batch to the next"
 _SINGLE = "is in step mode 's': layers take all time steps at once, so give step_mode='m'"
+_DRAWS = "draws random numbers by the layout: use megasnn.ParallelDropout(p, name)"
 _VALUES = "make modules in `layers`, as they are yielded, and their tensors with torch.empty, because torch.Tensor(...)"
 
 PROBLEMS: Sequence[tuple[str, Callable[[Any], object], str]] = (
@@ -92,7 +93,8 @@ PROBLEMS: Sequence[tuple[str, Callable[[Any], object], str]] = (
         _name_of(lambda module, name, x: x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None)),
         "has a hook on {!r}, which would not see the gradient: put it on a module",
     ),
-    ("plain inside kept", _draws, "draws random numbers by the layout: use megasnn.ParallelDropout(p, name)"),
+    ("inside", _draws, _DRAWS),
+    ("plain kept", lambda each: in_table(each) is None and _draws(each), _DRAWS),
     (_EVERY, _has_own_forward, "is a batch norm with a forward of its own, which ours would not have"),
     (
         _EVERY,
@@ -146,12 +148,24 @@ def place_of(path: str, module: nn.Module) -> str:
     return f"{path} ({kind})" if path else kind
 
 
+_ELEMENTWISE = {"Sequential", "Identity", "ReLU", "GELU", "SiLU", "Sigmoid", "Tanh"}
+_ELEMENTWISE |= {"Hardtanh", "LeakyReLU", "ELU", "Softplus"}
+_POOLS = [f"{kind}Pool{dims}d" for kind in ("Max", "Avg", "AdaptiveMax", "AdaptiveAvg") for dims in (1, 2, 3)]
+_BY_CHANNEL = {*_ELEMENTWISE, *_POOLS, "Flatten", "Upsample", "SeqToANNContainer"}
+
+
+def is_by_channel(module: nn.Module) -> bool:
+    """Tells whether a module without tensors may compute each channel by itself, which the check of cut layers proves:
+    torch's and SpikingJelly's do that are known here, and neurons."""
+    if next(tensors_of(module), None) is not None:
+        return False
+    is_node = hasattr(module, "surrogate_function")
+    return is_node or class_name(module) in _BY_CHANNEL and all(map(is_by_channel, module.children()))
+
+
 # --- layers that ranks share the rows of images of
 
-_BY_ROWS = (
-    *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh),
-    *(nn.Hardtanh, nn.LeakyReLU, nn.ELU, nn.Softplus),
-)
+_BY_ROWS = {*_ELEMENTWISE, "ModuleList", "ModuleDict"}
 
 
 def refuse_mixed_rows(layer: nn.Module, context: BuildContext) -> None:
@@ -175,4 +189,4 @@ def _mixes_rows(module: nn.Module) -> bool:
         return bool(said)
     # Neurons of one's own have surrogate functions of SpikingJelly's in them.
     ours = type(module).__module__.startswith(("megasnn.", "spikingjelly.activation_based.surrogate"))
-    return not (ours or type(module) in _BY_ROWS or isinstance(module, NeuronLayer))
+    return not (ours or class_name(module) in _BY_ROWS or isinstance(module, NeuronLayer))

@@ -1,11 +1,11 @@
-"""Builds layers from models' dimensions, without memory and values: makes, checks and runs them, one after another."""
+"""Builds layers from models' dimensions, without memory and values: makes and runs them, one after another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -18,18 +18,19 @@ from megasnn.config.checks import flag
 from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.context import BuildContext, building
-from megasnn.layers.init import initialise_sharded, tensors_of, without_memory
-from megasnn.layers.refusals import SHARDED, is_plain, refuse, refuse_mixed_rows
+from megasnn.layers.init import initialise_sharded, without_memory
+from megasnn.layers.refusals import SHARDED, is_by_channel, is_plain, refuse, refuse_mixed_rows
 from megasnn.layers.replicated import apply_layer, forget_state, plain_layer
 from megasnn.layers.shape_inference import (
     MaxInference,
+    RefuseRandom,
     content_of,
     inferring_requires_grad,
     is_ours,
     note_never_called,
 )
 from megasnn.models.convert_module import convert_network
-from megasnn.models.cut_check import MixedChannels, check_layer, cuts_by_shape
+from megasnn.models.cut_check import MixedChannels, cuts_by_shape
 from megasnn.models.description import (
     DRY_SAMPLES,
     INPUT,
@@ -46,8 +47,8 @@ from megasnn.models.layer import Layer
 from megasnn.models.model import Model
 from megasnn.models.summary import OperationCounter
 from megasnn.models.ties import refuse_other_calls, separate, tie_all
-from megasnn.parallel.sharding import described_tensors, parameter_count, sharded_tensors
-from megasnn.parallel_state import Group, alone
+from megasnn.parallel.sharding import Cut, described_tensors, parameter_count, sharded_tensors
+from megasnn.parallel_state import Group
 
 _LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 
@@ -146,8 +147,8 @@ def _require_logits(model: Model, last: Built) -> None:
 
 
 def build(model: Model, neuron: NeuronSpec, context: BuildContext, one: Sequence[Built] | None = None) -> list[Built]:
-    """Builds all layers for a rank, without memory. Each is made, compared with one rank's where a rank has some of the
-    channels, and run once on the meta device, where it learns what its inputs hold.
+    """Builds all layers for a rank, without memory. Each is made, and run once on the meta device, where it learns what
+    its inputs hold.
 
     Args:
         one: the layers of one rank, which none of these may be; None for these themselves.
@@ -160,25 +161,24 @@ def build(model: Model, neuron: NeuronSpec, context: BuildContext, one: Sequence
     taken, built, size = _inputs_of(layers), list[Built](), context.tp.size
     frames = torch.empty((DRY_SAMPLES, *model.input_shape), dtype=context.compute_dtype, device="meta")
     outputs: dict[int, tuple[Bundle, Cuts]] = {INPUT: (frames_of(frames, model.input_shape), [None])}
-    wholes: dict[int, Bundle] = {}
     if one is not None:
         _refuse_made_before(one, layers)
-        example = model.example_input(DRY_SAMPLES, torch.Generator().manual_seed(0))
-        wholes = {INPUT: frames_of(example.double(), model.input_shape), **{n: one[n].output for n in range(len(one))}}
     for number, each in enumerate(layers):
-        make = partial(_made, each, is_first=number == 0, classes=model.num_classes if each is layers[-1] else 0)
-        inputs, cuts = [outputs[source] for source in taken[number]], None
-        if one is None or size == 1:
-            module = make(context)
-        else:
-            given = [(wholes[source], outputs[source][1]) for source in taken[number]]
-            module, cuts = _made_and_checked(each, make, context, one[number].module, given)
+        inputs = [outputs[source][0] for source in taken[number]]
+        cuts = [cut for source in taken[number] for cut in outputs[source][1]]
+        module = _made(each, context, cuts, model.num_classes if each is layers[-1] else 0)
         with OperationCounter(module) if one is None else nullcontext() as counter:
-            output = dry_run(each.name, module, [x for x, _ in inputs])
-        if cuts is None:
-            cuts = cuts_by_shape(each.name, module, output, wholes.get(number, output), inputs[0][1], size)
+            try:
+                output = dry_run(each.name, module, inputs)
+            except ValueError as error:
+                if one is None or size == 1:
+                    raise
+                raise MixedChannels(str(error), size) from error
+        whole = output if one is None else one[number].output
+        cuts = [*cuts_by_shape(each.name, module, output, whole, cuts, size)]
         outputs[number] = output, cuts
-        built.append(Built(replace(each, module=module), output, counter.of_a_sample if counter is not None else 0))
+        operations = counter.of_a_sample if counter is not None else 0
+        built.append(Built(replace(each, module=module), output, cuts, operations))
     tie_all([each.layer for each in built], ties)
     _require_logits(model, built[-1])
     return built
@@ -218,66 +218,35 @@ def _refuse_made_before(one: Sequence[Built], layers: Sequence[Layer]) -> None:
                 raise ValueError(f"{each.name}: made outside `layers`; make every module where it is yielded")
 
 
-def _made(
-    each: Layer, context: BuildContext, whole: frozenset[str] = frozenset(), *, is_first: bool, classes: int
-) -> nn.Module:
+def _made(each: Layer, context: BuildContext, cuts: Cuts, classes: int) -> nn.Module:
     """Makes the module of a layer for a rank; a plain one is whole on every tensor parallel rank, or mixes no channels.
 
     Args:
-        whole: paths of modules that mix channels, in a network that was given to shard, or of the layer.
-        classes: of the last layer; 0 of others.
+        cuts: of its inputs. classes: of the last layer; 0 of others.
     """
     with building(context), without_memory():
         try:
-            module = _for_rank(each, context, whole, is_first, classes)
+            module = _for_rank(each, context, cuts, classes)
             refuse_mixed_rows(module, context)
         except (ValueError, RuntimeError) as error:  # torch's own of modules without sizes
             raise ValueError(f"{each.name}: {error}") from error
     return module
 
 
-def _for_rank(each: Layer, context: BuildContext, whole: frozenset[str], is_first: bool, classes: int) -> nn.Module:
+def _for_rank(each: Layer, context: BuildContext, cuts: Cuts, classes: int) -> nn.Module:
     for module in each.module.modules():
         if getattr(module, "inplace", False) is True:  # would change what other stages, and a second forward, take
             module.inplace = False  # type: ignore[assignment]
     if each.is_sharded:
-        return convert_network(each, context, whole, classes)
+        return convert_network(each, context, cuts, classes)
     if is_plain(each.module):
-        has_tensors = next(tensors_of(each.module), None) is not None
-        is_whole = is_first or classes > 0 or has_tensors or each.name in whole
-        return plain_layer(each.module, each.name, context, each.initialise, whole=is_whole, classes=classes)
+        is_cut = is_by_channel(each.module) and not classes and all(cut == Cut(2) for cut in cuts)
+        options: Any = {"whole": not is_cut, "cuts": cuts, "classes": classes}
+        return plain_layer(each.module, each.name, context, each.initialise, **options)
     refuse(each.module, "inside")
     if each.initialise is not None:
         initialise_sharded(each.module, each.initialise)
     return each.module
-
-
-def _made_and_checked(
-    each: Layer,
-    make: Callable[..., nn.Module],
-    context: BuildContext,
-    one: nn.Module,
-    inputs: Sequence[tuple[Bundle, Cuts]],
-) -> tuple[nn.Module, Cuts | None]:
-    """The module of a layer, in which modules that mix channels are whole, and how its output is cut as far as that is
-    known. Raises MixedChannels for a module of the user's that cannot be whole, being inside a layer of ours."""
-    whole, mixed, size = frozenset[str](), None, context.tp.size
-    while True:
-        try:
-            module = make(context, whole)
-            one = make(replace(context, tp=alone("tp")), whole) if whole and each.is_sharded else one
-        except ValueError as error:
-            raise mixed or error from error
-        try:
-            cuts = check_layer(each.name, one, module, inputs, size)
-            if any(cut is not None and (cut.dim < 2 or cut.blocks > 1) for cut in cuts or ()):
-                raise MixedChannels(each.name, "a rank's channels are not side by side behind samples", size)
-            return module, cuts
-        except MixedChannels as error:
-            path = error.path if each.is_sharded else each.name
-            if "_call" not in vars(module) or path in whole:
-                raise
-            whole, mixed = whole | {path}, error
 
 
 # --- the dry run
@@ -290,11 +259,11 @@ def dry_run(name: str, layer: nn.Module, inputs: Sequence[Bundle]) -> Bundle:
         ValueError: it cannot take what it is given, changes it or a buffer, or gives no tensors; names the layer.
     """
     for module in layer.modules():
-        for noted in ("_calls", "_noted_height"):  # in the check, or for another layer that it was copied of
+        for noted in ("_calls", "_noted_height"):  # for another layer that it was copied of
             vars(module).pop(noted, None)
     before, buffers = _versions(inputs), dict(_buffers(layer))
     try:
-        with inferring_requires_grad(), MaxInference():
+        with inferring_requires_grad(), MaxInference(), RefuseRandom():
             output = apply_layer(layer, inputs[0], range(DRY_SAMPLES), *inputs[1:])
         if wrong := [x for x in entries_of(output).values() if x.shape[1:2] != (DRY_SAMPLES,)]:
             raise ValueError(f"its output {list(wrong[0].shape)} is not [T, N, ...] of {DRY_SAMPLES} samples")

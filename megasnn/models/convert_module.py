@@ -1,13 +1,13 @@
 """Conversion for tensor parallelism: a network of torch's and SpikingJelly's layers becomes one of ours.
 
-What is in the table of `megasnn.layers.converted` becomes a layer of ours, cut by channel. What has tensors and is not
-in the table is whole on every tensor parallel rank: its input is gathered. Anything else works on a rank's channels,
-with its parts replaced, and is whole where that would compute something else (`megasnn.models.cut_check`).
+What is in the table of `megasnn.layers.converted` becomes a layer of ours, cut by channel. A network with something
+else in it that has tensors, or may mix channels, is whole on every rank. Forwards of the user's classes work
+on a rank's channels, with their parts replaced, which is checked before training (`megasnn.models.cut_check`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,15 +15,13 @@ from typing import Any
 from torch import nn
 
 from megasnn.layers.context import BuildContext, context_for, is_building
-from megasnn.layers.conv import ParallelConv, cheaper_style
+from megasnn.layers.conv import cheaper_style
 from megasnn.layers.converted import class_name, convert, in_table, is_multi_step, spec_of
 from megasnn.layers.init import ModuleInitialiser, note_paths, own_tensors, tensors_of, without_values
-from megasnn.layers.linear import ParallelLinear
-from megasnn.layers.refusals import SEQUENCES, is_stateful, note_stepped, place_of, problem_of, refuse
-from megasnn.layers.replicated import LayerCall, as_layer, folds_time, is_whole, replicate
+from megasnn.layers.refusals import SEQUENCES, is_by_channel, is_stateful, note_stepped, place_of, problem_of, refuse
+from megasnn.layers.replicated import LayerCall, as_layer, folds_time, plain_layer
 from megasnn.models.layer import Layer, require_module
-
-_CONTAINERS = ("Sequential", "ModuleList", "ModuleDict", "SeqToANNContainer")
+from megasnn.parallel.sharding import Cut
 
 
 def shard(module: nn.Module, *, initialise: ModuleInitialiser | None = None) -> Sharded:
@@ -73,11 +71,15 @@ class Sharded:
             yield Layer(path, part, path, self.initialise, is_sharded=True)
 
     def __str__(self) -> str:
-        copied, context = without_values(self.network), context_for(None)
-        rows: list[tuple[str, str, str]] = []
-        for path, part in _flat(copied, "") if _is_flat(copied) else [("", copied)]:
-            note_stepped(part)
-            _Conversion(context, self.initialise, frozenset(), rows).converted(part, path)
+        rows, context = list[tuple[str, str, str]](), context_for(None)
+        for path, part in _flat(self.network, "") if _is_flat(self.network) else [("", self.network)]:
+            try:
+                convert_network(Layer(path, part, path, self.initialise), context)
+                why = why_whole(part, context.tp.size)
+                text = f"whole on every rank: {why}" if why else "cut by channel"
+            except ValueError as error:
+                text = f"refused: {error}"
+            rows.append((path or "(itself)", type(part).__name__, text))
         name, kind = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
         return "\n".join(f"{row[0]:{name}}  {row[1]:{kind}}  {row[2]}" for row in rows)
 
@@ -110,79 +112,50 @@ def _join(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-def convert_network(each: Layer, context: BuildContext, whole: frozenset[str], classes: int) -> nn.Module:
+def convert_network(each: Layer, context: BuildContext, cuts: Sequence[Cut | None] = (), classes: int = 0) -> nn.Module:
     """Makes a layer of a copy of a network that was given to `shard`.
 
     Args:
-        whole: paths of modules, with the layer's name, that are whole because they mix channels.
-        classes: of the last layer of a model; 0 of others.
+        cuts: of its inputs. classes: of the last layer of a model; 0 of others.
     Raises:
         ValueError: a module that cannot be computed alike on every layout neither cut nor whole.
     """
-    network = without_values(each.module)
+    network, size = without_values(each.module), context.tp.size
+    first = next(module for module in network.modules() if _is_leaf(module))
+    # Of what every rank has whole, none of ours but convolutions and linear layers compute a part.
+    is_given_whole = size > 1 and None in cuts and not isinstance(first, (nn.modules.conv._ConvNd, nn.Linear))
+    if is_given_whole or why_whole(network, size):
+        options: Any = {"whole": True, "cuts": cuts, "classes": classes}
+        return plain_layer(network, each.name, context, each.initialise, **options)
     note_paths(network)
     note_stepped(network)
-    fold = folds_time(network)
-    inside = frozenset(path.removeprefix(each.name).removeprefix(".") for path in whole)
-    conversion = _Conversion(context, each.initialise, inside, dim=None if classes else 1 if fold else 2)
-    made = conversion.converted(network, "")
-    dtype = context.dtype if is_whole(made) else None
-    return as_layer(made, each.name, context, LayerCall(context.tp, context.time_steps, fold, dtype, classes))
+    call = LayerCall(context.tp, context.time_steps, folds_time(network), False, None, classes)
+    return as_layer(_converted(network, "", context, each.initialise, {}), each.name, context, call)
 
 
-class _Conversion:
-    """Conversion of a copy of a network.
+def _converted(
+    module: nn.Module,
+    path: str,
+    context: BuildContext,
+    initialise: ModuleInitialiser | None,
+    made: dict[nn.Module, nn.Module],
+) -> nn.Module:
+    """The module that one becomes: itself, with its parts replaced, or a layer of ours.
 
     Args:
-        whole: paths of modules that are whole because they mix channels.
-        rows: gets (path, class, what it becomes), where refusals are to be told rather than raised.
-        dim: in which the output of the network is cut where it is whole.
+        made: those that others have become before.
     """
-
-    def __init__(
-        self,
-        context: BuildContext,
-        initialise: ModuleInitialiser | None,
-        whole: frozenset[str],
-        rows: list[tuple[str, str, str]] | None = None,
-        dim: int | None = None,
-    ) -> None:
-        self._context, self._initialise, self._whole, self._rows = context, initialise, whole, rows
-        self._dim = dim
-        self._made: dict[nn.Module, nn.Module] = {}
-
-    def converted(self, module: nn.Module, path: str) -> nn.Module:
-        """The module that one becomes: itself, with its parts replaced, or another one."""
-        if module in self._made:
-            return self._made[module]
-        try:
-            made, text = self._decided(module, path)
-        except ValueError as error:
-            if self._rows is None:
-                raise ValueError(f"{place_of(path, module)}: {error}") from error
-            made, text = nn.Identity(), f"refused: {error}"  # the report does not look into it
-        self._made[module] = made
-        if text and self._rows is not None:
-            self._rows.append((path or "(itself)", type(module).__name__, text))
-        if made is module and not is_whole(module) and not _is_leaf(module):
-            for name, child in module._modules.items():
-                module._modules[name] = None if child is None else self.converted(child, _join(path, name))
-        return made
-
-    def _decided(self, module: nn.Module, path: str) -> tuple[nn.Module, str]:
-        """A module by itself or what replaces it, and in words how, but for containers."""
-        conversion = _conversion_of(module)
-        if problem := problem_of(module, "kept" if conversion is None else "cut"):
-            raise ValueError(f"it {problem}")
-        if why := "it mixes channels" if path in self._whole else _why_whole(module, self._context.tp.size):
-            whole = replicate(module, self._context, self._initialise, None if path else self._dim)
-            return whole, f"whole on every rank: {why}"
-        if conversion is not None:
-            ours = convert(module, conversion, self._context, self._initialise)
-            return ours, _how_cut(ours)
-        if _is_leaf(module):
-            return module, "as it is, on a rank's channels"
-        return module, "" if class_name(module) in _CONTAINERS else "its own forward, with its parts replaced"
+    if module in made:
+        return made[module]
+    conversion = _conversion_of(module)
+    if problem := problem_of(module, "kept" if conversion is None else "cut"):
+        raise ValueError(f"{place_of(path, module)} {problem}")
+    made[module] = module if conversion is None else convert(module, conversion, context, initialise)
+    if conversion is None and not _is_leaf(module):
+        for name, child in module._modules.items():
+            if child is not None:
+                module._modules[name] = _converted(child, _join(path, name), context, initialise, made)
+    return made[module]
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -197,28 +170,39 @@ def _conversion_of(module: nn.Module) -> Any:
     return None if is_node and (not is_multi_step(module) or spec_of(module) is None) else in_table(module)
 
 
-def _why_whole(module: nn.Module, size: int) -> str | None:
-    """Reason why a module cannot be cut over so many ranks, and its input is gathered; None where it can."""
+def why_whole(module: nn.Module, size: int, path: str = "") -> str | None:
+    """Reason why a network cannot be cut over so many ranks, and each of them computes all of it; None where it can."""
+    why = _why_not_cut(module, size)
+    if why is not None:
+        return f"{place_of(path, module)} {why}"
+    is_converted = _conversion_of(module) is not None or _is_leaf(module)
+    parts = [] if is_converted else module.named_children()
+    return next((why for name, child in parts if (why := why_whole(child, size, _join(path, name)))), None)
+
+
+def _why_not_cut(module: nn.Module, size: int) -> str | None:
     if isinstance(module, SEQUENCES):
-        return "its parts are not always called one by one"  # in evaluation one kernel of torch's computes it
+        return "does not always call its parts one by one"  # in evaluation one kernel of torch's computes it
     if _conversion_of(module) is None:
-        has_tensors = next(own_tensors(module), None) is not None
-        return "it has tensors of its own, and is not in the table" if has_tensors else None
+        if next(own_tensors(module), None) is not None:
+            return "has tensors of its own, and is not in the table"
+        is_foreign = class_name(module) is not None and _is_leaf(module) and not is_by_channel(module)
+        return "may mix channels" if is_foreign else None
     for name, channels in _sizes_that_are_cut(module):
         if channels % size:
-            return f"{name} {channels} does not divide by --tensor-model-parallel-size {size}"
+            return f"has {name} {channels}, --tensor-model-parallel-size {size}"
     if isinstance(module, nn.modules.conv._ConvNd) and (why := _why_other_padding(module)):
         return why
     groups = getattr(module, "groups", 1)
-    return f"{groups} groups, --tensor-model-parallel-size {size}" if groups > 1 and groups % size else None
+    return f"has {groups} groups, --tensor-model-parallel-size {size}" if groups > 1 and groups % size else None
 
 
 def _why_other_padding(conv: nn.modules.conv._ConvNd) -> str | None:
     """Padding of a convolution that ours has not: other values than zeros, or more behind than before."""
     if conv.padding_mode != "zeros":
-        return f"padding_mode {conv.padding_mode!r}"
+        return f"has padding_mode {conv.padding_mode!r}"
     uneven = any(step * (size - 1) % 2 for size, step in zip(conv.kernel_size, conv.dilation, strict=True))
-    return "padding 'same' of an even kernel" if conv.padding == "same" and uneven else None
+    return "has padding 'same' of an even kernel" if conv.padding == "same" and uneven else None
 
 
 def _sizes_that_are_cut(module: Any) -> Iterator[tuple[str, int]]:
@@ -228,10 +212,3 @@ def _sizes_that_are_cut(module: Any) -> Iterator[tuple[str, int]]:
             yield name, getattr(module, name)
     if hasattr(module, "in_channels") and cheaper_style(module.in_channels, module.out_channels) == "row":
         yield "in_channels", module.in_channels
-
-
-def _how_cut(ours: nn.Module) -> str:
-    style = ours.style if isinstance(ours, ParallelLinear) else ""
-    if isinstance(ours, ParallelConv):
-        style = "row" if ours.plan.scatter else "column" if ours.plan.gather else "by groups"
-    return f"{type(ours).__name__}, cut by channel{style and ', '}{style}"

@@ -31,12 +31,13 @@ class Built(NamedTuple):
     """Layer that is built for a rank, on the meta device.
 
     Attributes:
-        output: of a dry run with `DRY_SAMPLES` samples.
+        output: of a dry run with `DRY_SAMPLES` samples. cuts: how tensor parallel ranks cut its tensors.
         operations: multiply-adds in a sample's forward, as far as they were counted.
     """
 
     layer: Layer
     output: Bundle
+    cuts: Cuts
     operations: int = 0
 
     @property

@@ -24,8 +24,8 @@ def build_optimizer(
         groups: this rank's group along each axis that tensors are cut over; None where none of them is cut.
     """
     trained = _trained(tensors)
-    decaying = [entry.tensor for entry in trained if len(entry.shard.global_shape) > 1]
-    others = [entry.tensor for entry in trained if len(entry.shard.global_shape) <= 1]
+    decaying = [entry.tensor for entry in trained if _decays(entry)]
+    others = [entry.tensor for entry in trained if not _decays(entry)]
     # Both groups are there without parameters too: a pipeline stage may hold none.
     parameters = [
         {"params": decaying, "weight_decay": config.weight_decay, "lr_scale": 1.0},
@@ -34,6 +34,11 @@ def build_optimizer(
     recipe = OPTIMIZERS[config.optimizer]
     options = {"norms": ShardedNorms(trained, groups or {})} if recipe.takes_norms else {}
     return recipe.build(parameters, lr=config.lr, **options)
+
+
+def _decays(entry: ShardedTensor) -> bool:
+    """Tells matrices and kernels from the rest; the bias of a parallel spiking neuron is `[T, 1]`."""
+    return len(entry.shard.global_shape) > 1 and not entry.name.endswith(".bias")
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass
@@ -20,11 +20,6 @@ class Traffic:
     calls: int = 0
     bytes: int = 0
     dense_bytes: int = 0
-
-    def add(self, calls: int, moved: int, dense: int) -> None:
-        self.calls += calls
-        self.bytes += moved
-        self.dense_bytes += dense
 
 
 class CommStatistics:
@@ -48,7 +43,10 @@ class CommStatistics:
 
     def record(self, group: str, operation: str, direction: str, moved: int, dense: int | None = None) -> None:
         if self.enabled:
-            self._traffic[group, operation, direction].add(1, moved, moved if dense is None else dense)
+            traffic = self._traffic[group, operation, direction]
+            traffic.calls += 1
+            traffic.bytes += moved
+            traffic.dense_bytes += moved if dense is None else dense
 
     def read(self) -> dict[tuple[str, str, str], Traffic]:
         """(group, operation, "forward" | "backward" | "step") -> traffic since the last reset."""
@@ -56,11 +54,12 @@ class CommStatistics:
 
     def total(self, group: str | None = None, operation: str | None = None) -> Traffic:
         """Sums all traffic, or that of one group, or of one operation."""
-        total = Traffic()
-        for (name, kind, _), traffic in self._traffic.items():
-            if group in (None, name) and operation in (None, kind):
-                total.add(traffic.calls, traffic.bytes, traffic.dense_bytes)
-        return total
+        found = [
+            traffic
+            for (name, kind, _), traffic in self._traffic.items()
+            if group in (None, name) and operation in (None, kind)
+        ]
+        return Traffic(*(sum(getattr(each, key.name) for each in found) for key in fields(Traffic)))
 
 
 statistics = CommStatistics()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -216,17 +215,3 @@ def build_chunks(
                 materialise(within, device, seed)
                 kept(number, [layer for _, layer in within])
     return chunks
-
-
-def describe_tensors(description: ModelDescription, dtype: torch.dtype = torch.float32) -> list[ShardedTensor]:
-    """Describes every tensor of the whole model, on the meta device: nothing is allocated.
-
-    Args:
-        dtype: of those that are floating point.
-    """
-
-    def typed(like: Tensor) -> Tensor:
-        dtype_here = dtype if like.is_floating_point() else like.dtype
-        return torch.empty_like(like, dtype=dtype_here).requires_grad_(like.requires_grad)
-
-    return [replace(entry, tensor=typed(entry.tensor)) for entry in description.tensors]

@@ -37,7 +37,6 @@ class PipelineExecutor:
     Args:
         units: of this rank, as the schedule numbers them.
         loss: called on the rank of the last unit, in each forward of a training step.
-        gradient_buckets: data parallelism; None where gradients are not reduced.
         weights: gathers weights when they are used; None where they are always there.
     """
 
@@ -47,7 +46,7 @@ class PipelineExecutor:
         state: ParallelState,
         transfers: Transfers,
         loss: LossFunction,
-        gradient_buckets: GradientBuckets | None = None,
+        gradient_buckets: GradientBuckets,
         weights: GatheredWeights | None = None,
     ) -> None:
         self._units, self._state, self._transfers = units, state, transfers
@@ -59,7 +58,7 @@ class PipelineExecutor:
         self._scattered: set[int] = set()  # units whose gradients are, after every micro-batch
         self._methods: dict[Kind, Callable[[StepState, Action], None]] = {
             Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._whole_backward,
+            Kind.BACKWARD: lambda run, action: run.backward(action.key),
             Kind.INPUT_GRADIENT: self._input_gradient,
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
             Kind.RECOMPUTE: self._forward_again,
@@ -67,10 +66,9 @@ class PipelineExecutor:
             Kind.RECV_FORWARD: self._receive_forward,
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.RECV_BACKWARD: self._receive_backward,
+            Kind.REDUCE_GRAD: lambda run, action: gradient_buckets.finish(action.unit),
+            Kind.REDUCE_SCATTER: lambda run, action: gradient_buckets.scatter(action.unit),
         }
-        if gradient_buckets is not None:
-            self._methods[Kind.REDUCE_GRAD] = lambda run, action: gradient_buckets.finish(action.unit)
-            self._methods[Kind.REDUCE_SCATTER] = lambda run, action: gradient_buckets.scatter(action.unit)
         if weights is not None:
             self._methods[Kind.UNSHARD] = lambda run, action: weights.unshard(action.unit)
             self._methods[Kind.RESHARD] = lambda run, action: weights.reshard(action.unit)
@@ -95,10 +93,10 @@ class PipelineExecutor:
             self._begin_graphs(sizes)
         with nullcontext() if consume is None else torch.no_grad():
             for action in actions:
-                with placed(partial(self._place, action)), named(str(action)):
+                with placed(partial(self._place, action)), named(action):
                     self._do(run, action)
         self._transfers.wait()
-        if self._gradient_buckets is not None and consume is None:
+        if consume is None:
             self._gradient_buckets.wait()
         total = torch.zeros((), dtype=torch.float64, device=self._state.device)
         for loss in run.losses:
@@ -121,10 +119,13 @@ class PipelineExecutor:
             self._transfers.announce(action)
         if self._weights is not None and action.kind in USES_WEIGHTS:
             self._weights.wait_unshard(action.unit)
-        if self._gradient_buckets is not None and action.unit in self._scattered and action.kind in _BACKWARDS:
+        if action.unit in self._scattered and action.kind in _BACKWARDS:
             self._gradient_buckets.begin(action.unit, first_part=action.kind is Kind.INPUT_GRADIENT)
-        if action.kind in self._methods:  # a replica that is alone reduces nothing
-            self._methods[action.kind](run, action)
+        self._methods[action.kind](run, action)
+        if action.kind in FINISHING:
+            graphs = self._units[action.unit].graphs
+            if graphs is not None:
+                graphs.done(action.key[1])
 
     def _place(self, action: Action) -> str:
         state = self._state
@@ -181,10 +182,6 @@ class PipelineExecutor:
         elif not micro.is_padding:
             run.consume(y, micro.labels)
 
-    def _whole_backward(self, run: StepState, action: Action) -> None:
-        run.backward(action.key)
-        self._finished(action)
-
     def _input_gradient(self, run: StepState, action: Action) -> None:
         with self._units[action.unit].weight_gradients.deferred() as tasks:
             run.backward(action.key)
@@ -195,13 +192,6 @@ class PipelineExecutor:
         tasks = run.weight_gradients.pop(action.key)
         while tasks:
             tasks.pop()()  # and its tensors are free
-        self._finished(action)
-
-    def _finished(self, action: Action) -> None:
-        """Ends a micro-batch of a unit, after all of its backward."""
-        graphs = self._units[action.unit].graphs
-        if graphs is not None:
-            graphs.done(action.key[1])
 
     # --- transfers
 

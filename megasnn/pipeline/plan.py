@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from megasnn.batching import micro_batches_of
+from torch import nn
+
+from megasnn.batching import micro_batch_counts
 from megasnn.config import ParallelConfig, PretrainConfig
 from megasnn.layers.context import BuildContext
-from megasnn.models.description import ModelDescription
+from megasnn.models.description import Built, ModelDescription
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.fsdp import unit_bytes
-from megasnn.parallel_state import ParallelState
+from megasnn.parallel_state import Group, ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts
 from megasnn.pipeline.peak_memory import unit_memory, within_budget
 from megasnn.pipeline.profile_layers import profile_pipeline
@@ -84,16 +86,21 @@ class PipelinePlan:
 
 
 def plan_pipeline(
-    config: PretrainConfig, description: ModelDescription, context: BuildContext, state: ParallelState
+    config: PretrainConfig,
+    description: ModelDescription,
+    context: BuildContext,
+    state: ParallelState,
+    built: Sequence[Built],
 ) -> PipelinePlan:
     """Profiles layers where that is needed, on all ranks, and lets the first one choose. Collective over the world.
 
+    Args:
+        built: the layers for this rank.
     Raises:
         ValueError: on every rank, what the schedule cannot place, or a budget that it cannot keep.
     """
     training, parallel, stages, replicas = config.training, config.parallel, state.pp.size, state.dp.size
-    shares = {len(micro_batches_of(training.micro_batches, replicas, each)) for each in (0, replicas - 1)}
-    counts = [config.windows * each for each in sorted(shares, reverse=True)]
+    counts = micro_batch_counts(training.global_batch_size, training.micro_batch_size, replicas, config.windows)
     if training.evaluate_only:  # no activation is kept, so none is recomputed; there are no other steps
         parallel = replace(parallel, recompute=NEVER, memory_budget=None)
         counts = counts[:1]
@@ -107,7 +114,8 @@ def plan_pipeline(
         costs = profile_pipeline(description, context.largest_share(training.micro_batch_size), context, state)
     if context.dp_shard.size > 1:
         scatters = parallel.weight_gradients == "scattered"
-        weights_of = partial(shared_weights, description, context=context, scatters=scatters)
+        layers = [each.module for each in built]
+        weights_of = partial(shared_weights, layers, dp_shard=context.dp_shard, scatters=scatters)
     choice = partial(choose, parallel, stages, len(description.layers), counts, bounds, costs, weights_of)
     return broadcast_result(state.world.handle, choice)
 
@@ -164,16 +172,16 @@ def choose(
 
 
 def shared_weights(
-    description: ModelDescription, units: Sequence[range], context: BuildContext, scatters: bool = False
+    layers: Sequence[nn.Module], units: Sequence[range], dp_shard: Group, scatters: bool = False
 ) -> SharedWeights:
-    """Weights that replicas shard by rows, of each unit; nothing gets memory for that.
+    """Weights that replicas shard by rows, of each unit.
 
     Args:
+        layers: of the model; they may be without memory.
         units: layers of each.
         scatters: gradients are scattered after every micro-batch.
     """
-    layers = [each.module for each in description.build(context)]
-    found = [unit_bytes([layers[number] for number in unit], context.dp_shard) for unit in units]
+    found = [unit_bytes([layers[number] for number in unit], dp_shard) for unit in units]
     gathered, travelling = tuple(size for size, _ in found), tuple(buffer for _, buffer in found)
     scattered = frozenset(unit for unit, size in enumerate(gathered) if size) if scatters else frozenset()
     return SharedWeights(gathered, scattered, travelling)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import product
 from typing import Literal
 
-from megasnn.batching import micro_batches_of
 from megasnn.config import PretrainConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.validate import layout_problems
@@ -62,13 +62,10 @@ class Layout:
         shared = sum(self.grid.size(axis) > 1 for axis in AXES if axis != "dp_replicate")
         return shared + (self.chunks > 1) + (self.recompute != NEVER) + self.shards_optimizer
 
-    def micro_batches(self, count: int) -> int:
-        """Micro-batches of a global batch of so many, for the replica that has the most."""
-        return len(micro_batches_of(count, self.grid.replicas, 0))
-
-    def own_samples(self, size: int) -> int:
-        """Samples of a micro-batch of so many that a rank has at most."""
-        return -(-size // self.grid.cp) if self.cut == "samples" else size
+    @property
+    def own_samples(self) -> int:
+        """Samples of a micro-batch that a rank has at most."""
+        return -(-self.micro_batch_size // self.grid.cp) if self.cut == "samples" else self.micro_batch_size
 
     def parallel(self, given: ParallelConfig, bounds: tuple[range, ...] | None = None) -> ParallelConfig:
         """As flags.
@@ -109,26 +106,21 @@ class Candidate:
     """A layout that was looked at.
 
     Attributes:
-        seconds, bytes: of a step, and that the largest rank needs; estimated, or simulated. None: it cannot be.
+        seconds, bytes: of a step, and that the largest rank needs; estimated, or simulated. Infinite: it cannot be.
         reason: why it was not taken; "" of the one that was.
     """
 
     layout: Layout
-    seconds: float | None
-    bytes: float | None
+    seconds: float = math.inf
+    bytes: float = math.inf
     simulated: bool = False
     reason: str = ""
 
 
-def with_size(config: PretrainConfig, micro_batch_size: int) -> PretrainConfig:
-    """Configuration with micro-batches of so many samples."""
-    return replace(config, training=replace(config.training, micro_batch_size=micro_batch_size))
-
-
 def with_layout(config: PretrainConfig, layout: Layout, bounds: tuple[range, ...] | None = None) -> PretrainConfig:
     """Configuration of a run on a layout. Args: bounds: as in `Layout.parallel`."""
-    config = with_size(config, layout.micro_batch_size)
-    return replace(config, parallel=layout.parallel(config.parallel, bounds))
+    training = replace(config.training, micro_batch_size=layout.micro_batch_size)
+    return replace(config, training=training, parallel=layout.parallel(config.parallel, bounds))
 
 
 def layouts(

@@ -68,15 +68,14 @@ class MemoryForecast:
         return f"{self.total:.0f} MB = {self.told}"
 
 
-def sample_bytes(config: PretrainConfig, itemsize: int, micro_batches: int, share: int, on_host: bool) -> int:
+def sample_bytes(config: PretrainConfig, itemsize: int, micro_batches: int, samples: int, on_host: bool) -> int:
     """Bytes of the batch that is trained on, and on the host the one read ahead.
 
     Args:
-        itemsize: bytes of a value. share: samples of a micro-batch that the rank has.
+        itemsize: bytes of a value. samples: of a micro-batch that the rank reads; those that are mixed are read whole.
         on_host: the rank computes on its host.
     """
     batches = 2 if on_host and config.data.num_workers else 1
-    samples = config.training.micro_batch_size if config.data.mixes else share  # those that are mixed are read whole
     return itemsize * prod(config.model.input_shape) * micro_batches * samples * batches
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
+from megasnn.batching import most_micro_batches
 from megasnn.config import ConfigError, PretrainConfig
 from megasnn.config.checks import flag
 from megasnn.config.training import LENGTHS
@@ -98,7 +99,7 @@ def plan(
     return Plan(
         layout=chosen.layout,
         predicted=predicted,
-        bytes=chosen.bytes or 0.0,
+        bytes=chosen.bytes,
         largest_micro_batch=search.largest_micro_batch(chosen),
         cluster=cluster,
         prefer=prefer,
@@ -131,7 +132,8 @@ def problems(config: PretrainConfig, cluster: Cluster) -> list[str]:
 def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterator[str]:
     """Advice on what is not the planner's to change."""
     training, grid = config.training, layout.grid
-    count, stages = layout.micro_batches(training.micro_batches), grid.pp
+    count = most_micro_batches(training.global_batch_size, training.micro_batch_size, grid.replicas)
+    stages = grid.pp
     if stages > 1 and count < 4 * stages:
         # Of the sizes that divide the batch, the largest that gives four micro-batches a stage.
         most = training.global_batch_size // (grid.replicas * 4 * stages)

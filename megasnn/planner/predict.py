@@ -9,11 +9,11 @@ from functools import cache, lru_cache, partial
 from itertools import chain
 from typing import NamedTuple
 
-from megasnn.batching import micro_batches_of
+from megasnn.batching import micro_batch_counts
 from megasnn.config import PretrainConfig
 from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.peak_memory import peak_moments, unit_memory
-from megasnn.planner.candidates import Layout, with_size
+from megasnn.planner.candidates import Layout
 from megasnn.planner.cost_file import Analysis
 from megasnn.planner.costs import Share, held_tensors, layer_costs
 from megasnn.planner.machines import Cluster
@@ -64,7 +64,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return self.pipeline + self.reduction + self.agreement + self.update + self.sharing
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,10 @@ class Predictor:
         self._config, self._cluster = config, cluster
         self._on_gpu = cluster.machine.kind == "cuda"
         self._held = lru_cache(maxsize=None)(partial(held_tensors, analysis))
-        self._sized = lru_cache(maxsize=None)(partial(with_size, config))
         self._layers = lru_cache(maxsize=None)(partial(layer_costs, analysis, cluster.machine))
         self._stages_of = lru_cache(maxsize=None)(self._balanced_stages)
         self._states_of = lru_cache(maxsize=None)(self._states_of_spans)
-        self._unit_bytes = lru_cache(maxsize=None)(self._gathered_layers)
+        self._unit_bytes = lru_cache(maxsize=None)(lambda tensor: [*map(gathered_bytes, self._held(tensor))])
 
     def estimate(self, layout: Layout) -> tuple[float, float]:
         """Seconds of a step and bytes of its largest rank, about: stages are taken for equal where ranks wait.
@@ -173,14 +172,17 @@ class Predictor:
         """Bytes of images, which the first stage has."""
         if rank != layout.placement[0]:
             return 0
-        config = self._sized(layout.micro_batch_size)
-        itemsize = ITEM_SIZES[PRECISIONS[config.training.precision].weights]
-        share = layout.own_samples(config.training.micro_batch_size)
-        return sample_bytes(config, itemsize, self.micro_batches(layout), share, not self._on_gpu)
+        itemsize = ITEM_SIZES[PRECISIONS[self._config.training.precision].weights]
+        samples = layout.micro_batch_size if self._config.data.mixes else layout.own_samples
+        return sample_bytes(self._config, itemsize, self.micro_batches(layout), samples, not self._on_gpu)
 
     def micro_batches(self, layout: Layout) -> int:
         """Micro-batches of the replica that has the most."""
-        return layout.micro_batches(self._sized(layout.micro_batch_size).training.micro_batches)
+        return self._counts(layout)[0]
+
+    def _counts(self, layout: Layout) -> tuple[int, ...]:
+        batch = self._config.training.global_batch_size
+        return micro_batch_counts(batch, layout.micro_batch_size, layout.grid.replicas)
 
     def agreement(self, layout: Layout) -> float:
         """Seconds of what a step reads, which is a sum over all ranks of a few numbers."""
@@ -199,9 +201,8 @@ class Predictor:
 
     def _share(self, layout: Layout) -> tuple[Share, LinkCost]:
         """Share of a rank, and the slowest link between ranks that share layers with it."""
-        grid, size = layout.grid, self._sized(layout.micro_batch_size).training.micro_batch_size
-        at_work = min(layout.ranks, self._cluster.ranks_of_node)
-        share = Share(grid.tp, grid.cp, layout.cut, layout.own_samples(size), at_work)
+        grid, at_work = layout.grid, min(layout.ranks, self._cluster.ranks_of_node)
+        share = Share(grid.tp, grid.cp, layout.cut, layout.own_samples, at_work)
         return share, self._cluster.link(grid, "cp")  # tensor parallel ranks are neighbours
 
     def _stages(self, layout: Layout) -> list[Stage]:
@@ -254,9 +255,6 @@ class Predictor:
             most = max(most, 2 * sum(sorted(sizes)[-AT_ONCE:]))
         return waits, most
 
-    def _gathered_layers(self, tensor: int) -> list[int]:
-        return [gathered_bytes(each) for each in self._held(tensor)]
-
     def _states_of_spans(self, spans: tuple[range, ...], tensor: int, weight: int, owners: int) -> States:
         tensors = list(chain(*(self._held(tensor)[i] for i in chain(*spans))))
         return states_of(tensors, weight, owners, self._config.optimizer, self._on_gpu)
@@ -288,11 +286,8 @@ class Predictor:
             return costs.of_chunks(self.bounds(layout, placement), placement, layout.recompute != NEVER)
 
         plan = plan_schedule(layout.schedule, layout.grid.pp, layout.chunks, count, costs_of)
-        counts = [count]
-        if layout.grid.dp_shard > 1:  # which cannot be where replicas would gather in other orders
-            all_of_step = self._sized(layout.micro_batch_size).training.micro_batches
-            replicas = layout.grid.replicas
-            counts = list(dict.fromkeys([count, len(micro_batches_of(all_of_step, replicas, replicas - 1))]))
+        # Replicas that would gather in other orders are refused.
+        counts = self._counts(layout) if layout.grid.dp_shard > 1 else (count,)
         plan = replace(plan, decided=tuple(map(plan.of_chunks, counts)))
         if layout.recompute != NEVER or layout.grid.dp_shard > 1:
             plan = plan.in_units(bounds, layout.recompute)

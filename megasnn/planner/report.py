@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import isinf
 
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.planner.candidates import Candidate
@@ -65,14 +66,14 @@ def table(plan: Plan) -> str:
     for row in rows:
         cells = [text.ljust(width) for text, width in zip(row[:4], widths, strict=True)]
         lines.append("  ".join([*cells, row[4]]).rstrip())
-    refused = Counter(each.reason for each in plan.candidates if each.seconds is None)
+    refused = Counter(each.reason for each in plan.candidates if isinf(each.seconds))
     lines += [f"{count} cannot be: {reason}" for reason, count in refused.most_common(SHOWN)]
     return "\n".join(lines)
 
 
 def _row(each: Candidate) -> tuple[str, str, str, str, str]:
     name = str(each.layout)
-    if each.seconds is None or each.bytes is None:
+    if isinf(each.seconds):
         return name, "-", "-", "", each.reason
     how = "simulated" if each.simulated else "about"
     return name, f"{1e3 * each.seconds:.1f}", f"{each.bytes / GB:.2f}", how, each.reason or "taken"

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import attrgetter
 
 from megasnn.config import PretrainConfig
 from megasnn.config.checks import flag
@@ -22,6 +23,7 @@ SLOWER = 4.0  # times the fastest step: a grid whose 1F1B takes longer has no be
 TRIED = 3  # times as many are simulated as are to fit
 MOST_COMPUTATIONS = 40_000  # of a schedule that is simulated
 MOST_REASONS = 4  # told of a search that finds nothing
+SECONDS, BYTES = attrgetter("seconds"), attrgetter("bytes")
 
 
 class PlanError(ValueError):
@@ -55,8 +57,8 @@ class Search:
         """
         looked_at = list(self._looked_at())
         fitting = sorted((each for each in looked_at if not each.reason), key=self.rank)
-        smallest = sorted((each for each in looked_at if each.bytes is not None), key=_bytes)[:simulations]
-        one = sorted((each for each in fitting if each.layout.ranks == 1), key=_seconds)[:1]
+        smallest = sorted((each for each in looked_at if not math.isinf(each.bytes)), key=BYTES)[:simulations]
+        one = sorted((each for each in fitting if each.layout.ranks == 1), key=SECONDS)[:1]
         # Where no simulation fits, what needs least is tried, although its estimate may be too large.
         for each in chain(one, fitting[: TRIED * simulations], smallest):
             if len(self._able()) >= simulations:
@@ -65,7 +67,7 @@ class Search:
                 self._simulate(each)
             if one and self._prefer != "speed" and len(self._simulated) == 1:
                 alone = self._simulated[each.layout][0]
-                self._slowest = math.inf if alone.reason else _seconds(alone)
+                self._slowest = math.inf if alone.reason else alone.seconds
         taken = self._taken()
         found = [self._simulated.get(each.layout, (each, None))[0] for each in looked_at]
         if taken is None:
@@ -78,16 +80,16 @@ class Search:
         """Every layout by its estimate."""
         counts = self._cluster.counts()
         for layout, refused in layouts(self._analysis, self._config, counts, self._sizes, self._may_be_best):
-            each = Candidate(layout, None, None, reason=refused) if refused else self._estimated(layout)
+            each = Candidate(layout, reason=refused) if refused else self._estimated(layout)
             if not each.reason:
-                self._fastest = min(self._fastest, _seconds(each))
+                self._fastest = min(self._fastest, each.seconds)
             yield each
 
     def _estimated(self, layout: Layout) -> Candidate:
         try:
             seconds, need = self._predictor.estimate(layout)
         except ValueError as error:
-            return Candidate(layout, None, None, reason=str(error))
+            return Candidate(layout, reason=str(error))
         return Candidate(layout, seconds, need, reason=self._misfit(need, NEAR))
 
     def _may_be_best(self, plain: Layout) -> bool:
@@ -95,8 +97,7 @@ class Search:
         where as many micro-batches as stages are there; one device is always looked at."""
         if self._prefer != "speed" or plain.ranks == 1:
             return True
-        seconds = self._estimated(plain).seconds
-        return seconds is None or seconds < SLOWER * self._fastest
+        return self._estimated(plain).seconds < SLOWER * self._fastest
 
     def _misfit(self, need: float, near: float = 1.0) -> str:
         limit = self._cluster.machine.memory
@@ -104,7 +105,7 @@ class Search:
 
     def rank(self, each: Candidate) -> tuple[object, ...]:
         """The best first: what fits, by what is preferred, then by the other; those that cannot be come last."""
-        if each.seconds is None or each.bytes is None:
+        if math.isinf(each.seconds):
             return (2,)
         misfits, parts = bool(self._misfit(each.bytes)), each.layout.parts
         step = round(100 * math.log(max(each.seconds, 1e-12)))  # in steps of 1 %, of which the simplest is first
@@ -117,7 +118,7 @@ class Search:
     def largest_micro_batch(self, each: Candidate) -> int:
         """Samples of the largest micro-batch that would fit, as far as this one tells: states do not grow with it."""
         states = self._predictor.without_samples(each.layout)
-        growing = max(_bytes(each) - states, 1.0)
+        growing = max(each.bytes - states, 1.0)
         return max(0, int(each.layout.micro_batch_size * (self._cluster.machine.memory - states) / growing))
 
     def _simulate(self, each: Candidate) -> None:
@@ -130,7 +131,7 @@ class Search:
         try:
             predicted = self._predictor.predict(each.layout)
         except ValueError as error:  # what the schedule cannot place or keep
-            self._simulated[each.layout] = replace(each, seconds=None, bytes=None, reason=str(error)), None
+            self._simulated[each.layout] = replace(each, seconds=math.inf, bytes=math.inf, reason=str(error)), None
             return
         need = self._predictor.with_program(max(1e6 * (rank.total - rank.program) for rank in predicted.memory))
         seconds, reason = predicted.time.total, self._misfit(need)
@@ -141,12 +142,12 @@ class Search:
         """Quantity that is to be least, before the time of a step decides."""
         if self._prefer == "speed":
             return 0.0
-        return float(-self.largest_micro_batch(each)) if self._prefer == "capacity" else _bytes(each)
+        return float(-self.largest_micro_batch(each)) if self._prefer == "capacity" else each.bytes
 
     def _able(self) -> list[Candidate]:
         """Those that were simulated, fit, and are not slower than one device."""
         found = [each for each, _ in self._simulated.values() if each.simulated and not each.reason]
-        return [each for each in found if _seconds(each) <= AS_FAST * self._slowest]
+        return [each for each in found if each.seconds <= AS_FAST * self._slowest]
 
     def _taken(self) -> Candidate | None:
         """Chooses, of those that have the least of what is preferred, the simplest within 1 % of the fastest; of alike
@@ -154,11 +155,11 @@ class Search:
         able = self._able()
         least = min(map(self._preferred, able), default=0.0)
         able = [each for each in able if self._preferred(each) == least]
-        longest = AS_FAST * min(map(_seconds, able), default=0.0)
-        return min((each for each in able if _seconds(each) <= longest), key=self._simplicity, default=None)
+        longest = AS_FAST * min(map(SECONDS, able), default=0.0)
+        return min((each for each in able if each.seconds <= longest), key=self._simplicity, default=None)
 
     def _simplicity(self, each: Candidate) -> tuple[float, ...]:
-        return each.layout.parts, -each.layout.micro_batch_size, _seconds(each), _bytes(each)
+        return each.layout.parts, -each.layout.micro_batch_size, each.seconds, each.bytes
 
     def _why_none(self, looked_at: Sequence[Candidate]) -> str:
         devices = f"no layout of {self._cluster.ranks} device(s)"
@@ -169,33 +170,25 @@ class Search:
             asked = ", ".join(f"{flag(name)} {getattr(given, name)}" for name in given_flags(given))
             told = "; ".join(reason for reason, _ in reasons) or f"none has {asked}; leave some of these out"
             return f"{devices} can be: {told}"
-        least = min(simulated, key=_bytes)
+        least = min(simulated, key=BYTES)
         return (
             f"{devices} fits into {self._cluster.machine.memory / GB:.3g} GB each: {least.layout} needs "
-            f"{_bytes(least) / GB:.2f} GB; what would do: --memory {math.ceil(1e-6 * _bytes(least))}MB for each "
+            f"{least.bytes / GB:.2f} GB; what would do: --memory {math.ceil(1e-6 * least.bytes)}MB for each "
             "device; a smaller --micro-batch-size, which changes what norms see; or more devices (--gpus)"
         )
 
     def with_reason(self, each: Candidate, chosen: Candidate) -> Candidate:
         """Why it was not taken."""
-        if each.reason or each.seconds is None or each.bytes is None:
+        if each.reason or math.isinf(each.seconds):
             return each
         about = "" if each.simulated else "not simulated: about "
-        slower = each.seconds / _seconds(chosen)
+        slower = each.seconds / chosen.seconds
         if each.seconds > AS_FAST * self._slowest:
             reason = f"{about}{each.seconds / self._slowest:.2f} times the step of one device"
         elif self._preferred(each) > self._preferred(chosen):
-            reason = f"{about}{each.bytes / _bytes(chosen):.2f} times its memory"
+            reason = f"{about}{each.bytes / chosen.bytes:.2f} times its memory"
         elif each.simulated and slower <= AS_FAST:
             reason = "takes as long within 1 %, and is no simpler"
         else:
             reason = f"{about}{slower:.2f} times its step"
         return replace(each, reason=reason)
-
-
-def _seconds(each: Candidate) -> float:
-    return math.inf if each.seconds is None else each.seconds
-
-
-def _bytes(each: Candidate) -> float:
-    return math.inf if each.bytes is None else each.bytes

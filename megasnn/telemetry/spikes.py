@@ -28,8 +28,9 @@ class LayerSpikes:
     """Statistics of a layer; a neuron is one channel at one place.
 
     Attributes:
-        firing_rate: spikes per neuron and time step. silent: share of neurons that never fired.
-        saturated: share of neurons that fired at every step of every sample.
+        firing_rate: spikes per neuron and time step; above 1 where neurons fire counts. silent: share of neurons that
+            never fired.
+        saturated: share of neurons that fired a spike a step, or more in the mean: of 0 and 1, at every step.
     """
 
     name: str
@@ -50,7 +51,7 @@ class SpikeRecorder:
 
     @torch.no_grad()
     def observe(self, name: str, spikes: Tensor) -> None:
-        """Adds zeros and ones `[T, N, C_local, ...]` of one layer and micro-batch, where enabled."""
+        """Adds spikes or counts `[T, N, C_local, ...]` of one layer and micro-batch, where enabled."""
         if not self.enabled:
             return
         fired = spikes.sum(dim=(0, 1), dtype=torch.float32).to(torch.int32).reshape(-1)
@@ -117,5 +118,5 @@ def _sums(count: Tensor) -> Tensor:
     """Returns float64 `[4]`: neurons, sum of their rates, silent neurons, saturated neurons."""
     spikes, presentations = count[:-1].double(), count[-1].double()
     number = torch.full_like(presentations, len(spikes))
-    silent, saturated = (spikes == 0).sum(), (spikes == presentations).sum()
+    silent, saturated = (spikes == 0).sum(), (spikes >= presentations).sum()
     return torch.stack([number, spikes.sum() / presentations, silent.double(), saturated.double()])

@@ -79,13 +79,9 @@ class RunData:
     def loader(self, engine: Engine, training: bool = True) -> BatchLoader:
         """Reads this rank's shares of the global batches; the same one for all evaluations, which share its workers."""
         if training not in self._loaders:
-            self._loaders[training] = self._loader(engine, training)
+            share = engine.batches.trained_share if training else engine.batches.evaluated_share
+            dataset = self.datasets.train if training else self.datasets.valid
+            assert dataset is not None
+            config, pins = self._config, engine.state.device.type == "cuda"
+            self._loaders[training] = BatchLoader(dataset, share, config.data, config.training.seed, training, pins)
         return self._loaders[training]
-
-    def _loader(self, engine: Engine, training: bool) -> BatchLoader:
-        share = engine.batches.trained_share if training else engine.batches.evaluated_share
-        dataset = self.datasets.train if training else self.datasets.valid
-        assert dataset is not None
-        return BatchLoader(
-            dataset, share, self._config.data, self._config.training.seed, training, engine.state.device.type == "cuda"
-        )

@@ -79,7 +79,8 @@ class TrainingRun:
 
     def _outline(self) -> RunOutline:
         # An evaluation only continues no log, and removes nothing of one.
-        resumed = (self.iteration, self.consumed_samples) if 0 < self.iteration and self.iterations else None
+        position = self.engine.iteration, self.engine.consumed_samples
+        resumed = position if 0 < position[0] and self.iterations else None
         folders = self.config.logging.tensorboard_dir, log_folder(self.config)
         return RunOutline(self.iterations, self.data.length.epoch_samples, *folders, resumed)
 
@@ -88,22 +89,15 @@ class TrainingRun:
             self.reporter.line(notice)
         if self.config.training.evaluate_only:
             what = "weights" if self.engine.step.average is None else "average of the weights"
-            self.reporter.line(f"evaluating the {what} of iteration {self.iteration}")
+            self.reporter.line(f"evaluating the {what} of iteration {self.engine.iteration}")
             return
-        if self.iteration >= self.iterations:
-            self.reporter.line(f"iteration {self.iteration} of {self.iterations} is reached already: evaluating only")
-        if self.iteration:
-            self.reporter.line(f"continuing at iteration {self.iteration}, {self.consumed_samples} samples consumed")
-
-    @property
-    def iteration(self) -> int:
-        """Optimizer steps done, over all runs that this one continues."""
-        return self.engine.iteration
-
-    @property
-    def consumed_samples(self) -> int:
-        """Training samples used; the position in the data."""
-        return self.engine.consumed_samples
+        iteration, samples = self.engine.iteration, self.engine.consumed_samples
+        if iteration >= self.iterations:
+            self.reporter.line(
+                f"iteration {self.engine.iteration} of {self.iterations} is reached already: evaluating only"
+            )
+        if iteration:
+            self.reporter.line(f"continuing at iteration {iteration}, {samples} samples consumed")
 
     @property
     def has_diverged(self) -> bool:
@@ -124,9 +118,9 @@ class TrainingRun:
             self._compare_replicas_if(True)
             statistics.reset()  # traffic and time until here belong to no iteration
             self.reporter.begin()
-            trace = StepTrace(self.config, self.state, (self.iteration, self.iterations), self.reporter)
-            with closing(self.data.loader(self.engine).batches(self.consumed_samples)) as batches:
-                while self.iteration < self.iterations:
+            trace = StepTrace(self.config, self.state, (self.engine.iteration, self.iterations), self.reporter)
+            with closing(self.data.loader(self.engine).batches(self.engine.consumed_samples)) as batches:
+                while self.engine.iteration < self.iterations:
                     with self.engine.step.timers("data"), placed("while reading a batch"):
                         batch = next(batches)
                     self._iterate(batch, trace)
@@ -138,10 +132,10 @@ class TrainingRun:
         if self.has_diverged:
             self.reporter.line(
                 f"WARNING: the last {self._skipped_in_a_row} steps were skipped, since loss or gradient were not "
-                f"finite (--max-skipped-steps): the run ends at iteration {self.iteration}, and saves nothing more"
+                f"finite (--max-skipped-steps): the run ends at iteration {self.engine.iteration} and saves nothing"
             )
         elif self.engine.stop_votes:
-            self.reporter.line(f"asked to stop: the run ends at iteration {self.iteration} of {self.iterations}")
+            self.reporter.line(f"asked to stop: the run ends at iteration {self.engine.iteration} of {self.iterations}")
         elif self._evaluates:
             self.evaluate()
         if not self.has_diverged:
@@ -151,10 +145,10 @@ class TrainingRun:
             compare(self._memory, self.state, self.reporter)
 
     def _iterate(self, batch: GlobalBatch, trace: StepTrace) -> None:
-        number = self.iteration + 1
+        number = self.engine.iteration + 1
         logs = self._logs(number)
         self.metrics.spikes.enabled = logs
-        self.pictures.begin(batch, self.iteration)
+        self.pictures.begin(batch, self.engine.iteration)
         with trace.around(number):
             result = self.engine.train_on(batch)
         self.metrics.spikes.enabled = False
@@ -166,13 +160,13 @@ class TrainingRun:
         self.reporter.step(result)
         if logs:
             self._log()
-        self.pictures.end(self.iteration)
-        if self.iteration < self.iterations and not self._should_exit():  # else `_end` evaluates and saves
+        self.pictures.end(self.engine.iteration)
+        if self.engine.iteration < self.iterations and not self._should_exit():  # else `_end` evaluates and saves
             self._between_steps()
 
     def _between_steps(self) -> None:
         """Evaluates, compares replicas and saves where that is due."""
-        number, logging = self.iteration, self.config.logging
+        number, logging = self.engine.iteration, self.config.logging
         if self._evaluates and _due(number, logging.eval_interval):
             self.evaluate()
             if self.engine.stop_votes:
@@ -182,10 +176,11 @@ class TrainingRun:
         self._save_if(saves)
 
     def _log(self) -> None:
-        measured, layers = self.metrics.since_last(self.iteration)
+        measured, layers = self.metrics.since_last(self.engine.iteration)
         predicted = memory_scalars([each.total for each in self._memory], "predicted")
         skipped = self.data.skipped_over_replicas(self.engine, self._skipped_samples, training=True)
-        self.reporter.log(self.iteration, self.consumed_samples, {**measured, **predicted}, layers, skipped)
+        engine = self.engine
+        self.reporter.log(engine.iteration, engine.consumed_samples, {**measured, **predicted}, layers, skipped)
 
     def _logs(self, number: int) -> bool:
         """Returns True where iteration `number` has a log line."""
@@ -193,7 +188,7 @@ class TrainingRun:
         return ends or _due(number, self.config.logging.log_interval)
 
     def _should_exit(self) -> bool:
-        at_interval = _due(self.iteration, self.config.training.exit_interval)
+        at_interval = _due(self.engine.iteration, self.config.training.exit_interval)
         return at_interval or self.engine.stop_votes > 0 or self.has_diverged
 
     def _wants_to_stop(self) -> bool:
@@ -260,7 +255,7 @@ class TrainingRun:
         where = next(filter(None, gather(self.state.world.handle, found)), None)
         if where is not None:
             self.saves.finish()
-            raise ValueError(f"iteration {self.iteration} is not saved, since it is not finite: {where}")
+            raise ValueError(f"iteration {self.engine.iteration} is not saved, since it is not finite: {where}")
 
     def _compare_replicas_if(self, due: bool) -> None:
         """Ends the run where replicas differ, once the checkpoint that is being written is complete: it is good."""
@@ -268,7 +263,7 @@ class TrainingRun:
             return
         try:
             with self.engine.step.timers("compare_replicas"):
-                self.replicas(self.iteration)
+                self.replicas(self.engine.iteration)
         except ReplicaError:
             self.saves.finish()
             raise

@@ -84,7 +84,7 @@ def _trained(config: PretrainConfig, state: ParallelState, callbacks: Sequence[C
     stage, stop = f"pipeline stage {state.pp.rank}", StopSignals()
     with placed(f"on {stage}"):
         run = TrainingRun(config, state, stop, callbacks)
-    with placed(lambda: f"on {stage}, after iteration {run.iteration}"):
+    with placed(lambda: f"on {stage}, after iteration {run.engine.iteration}"):
         try:
             run.train()
         except Exception:

@@ -62,7 +62,8 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
     snapshot = values + values * (averages > 0) + _state_bytes(written, config)
     samples = 0  # stages behind the first see none
     if distributed.takes_images:
-        share = distributed.context.largest_share(config.training.micro_batch_size)
+        size = config.training.micro_batch_size
+        share = size if config.data.mixes else distributed.context.largest_share(size)
         batches = plan.micro_batches // config.windows
         samples = sample_bytes(config, distributed.context.dtype.itemsize, batches, share, on_host)
     release_free_memory()

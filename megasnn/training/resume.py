@@ -206,7 +206,7 @@ def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> Starti
     """Takes only the weights, of a model whose tensors fit; a last layer of another shape stays as initialised."""
     distributed, world = engine.distributed, engine.state.world.handle
     head = distributed.description.layers[-1].name
-    shapes = {entry.name: entry.shard.global_shape for entry in distributed.described}
+    shapes = {entry.name: entry.shard.global_shape for entry in distributed.description.tensors}
     of_head = {name for name in shapes if name.startswith(f"{head}.")}
     mine = [  # parameters by which neurons learn their time constants
         owner_name(neuron, "w", path)

@@ -6,95 +6,53 @@ should hold after a load.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.grid import Grid, Place
-from megasnn.parallel.sharding import (
-    Cut,
-    Initialiser,
-    Shard,
-    ShardedTensor,
-    declare,
-    materialise,
-    sharded_tensors,
-)
+from megasnn.parallel.sharding import Cut, Shard, ShardedTensor, declare, materialise, sharded_tensors
 from megasnn.random import keyed_generator
 
+ONE = Grid()
 CONFIG = {"model": {"embed_dim": 16, "depth": 2}, "neuron": {"tau": 2.0, "v_reset": None}}
-CPU = torch.device("cpu")
+STATES = ("step", "exp_avg", "exp_avg_sq")
+_ATTENTION = {"qkv": ((48, 16, 1), Cut(0, 3)), "projection": ((16, 16, 1), Cut(1)), "w": ((), None)}
+LAYERS = {
+    "stem": {"weight": ((8, 3, 3, 3), Cut(0)), "running_mean": ((8,), Cut(0)), "batches": ((), None)},
+    "blocks.0": _ATTENTION,
+    "blocks.1": _ATTENTION,
+    "head": {"weight": ((5, 16), Cut(1)), "bias": ((5,), None)},
+}
+"""Shapes of tensors, and how tensor parallel ranks cut them."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Ranks count tensor fastest, then data, then pipeline."""
-
-    tensor: int = 1
-    data: int = 1
-    pipeline: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.tensor * self.data * self.pipeline
-
-
-def _draw(tensor: Tensor, generator: torch.Generator) -> None:
-    tensor.normal_(generator=generator)
-
-
-def _zero(tensor: Tensor, generator: torch.Generator) -> None:
-    tensor.zero_()
-
-
-def _cut(shape: tuple[int, ...], place: Place, dim: int, blocks: int = 1, *, initialise: Initialiser) -> Shard:
-    return Shard(shape, (("tp", Cut(dim, blocks)),), place, initialise=initialise)
-
-
-class Stem(nn.Module):
-    def __init__(self, place: Place, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        declare(self, "weight", _cut((8, 3, 3, 3), place, 0, initialise=_draw), dtype)
-        declare(self, "running_mean", _cut((8,), place, 0, initialise=_zero), dtype, is_parameter=False)
-        declare(self, "batches", Shard((), place=place, initialise=_zero), torch.int64, is_parameter=False)
-
-
-class Attention(nn.Module):
-    def __init__(self, place: Place, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        qkv = _cut((48, 16, 1), place, 0, 3, initialise=_draw)
-        declare(self, "qkv", qkv, dtype)
-        declare(self, "projection", _cut((16, 16, 1), place, 1, initialise=_draw), dtype)
-        w = Shard((), (), place, True, _zero)
-        declare(self, "w", w, dtype)
-
-
-class Head(nn.Module):
-    def __init__(self, place: Place, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        declare(self, "weight", _cut((5, 16), place, 1, initialise=_draw), dtype)
-        declare(self, "bias", Shard((5,), place=place, initialise=_zero), dtype)
-
-
-LAYERS = {"stem": Stem, "blocks.0": Attention, "blocks.1": Attention, "head": Head}
+def layer(name: str, place: Place, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A layer on the meta device."""
+    module = nn.Module()
+    for tensor, (shape, cut) in LAYERS[name].items():
+        partial, cuts = tensor == "w", () if cut is None else (("tp", cut),)
+        shard = Shard(shape, cuts, place, partial, lambda value, generator: value.normal_(generator=generator))
+        if tensor == "batches":
+            shard = Shard(shape, cuts, place, initialise=lambda value, generator: value.zero_())
+            declare(module, tensor, shard, torch.int64, is_parameter=False)
+        else:
+            declare(module, tensor, shard, dtype, is_parameter=tensor != "running_mean")
+    return module
 
 
 class Rank:
-    """What one rank of a layout holds: its layers, their tensors, an AdamW over the parameters."""
+    """What one rank of a grid holds: its layers, their tensors, an AdamW over the parameters."""
 
-    def __init__(self, layout: Layout, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
-        rank = dist.get_rank() if layout.world_size > 1 else 0
-        grid = Grid(pp=layout.pipeline, dp_replicate=layout.data, tp=layout.tensor)
-        place = grid.place(rank)
-        self.group = dist.group.WORLD if layout.world_size > 1 else None
-        per_stage = len(LAYERS) // layout.pipeline
-        chosen = list(LAYERS.items())[place.pp * per_stage : (place.pp + 1) * per_stage]
-        self.layers = [(name, kind(place, dtype)) for name, kind in chosen]
-        materialise(self.layers, CPU, seed)
-        self.tensors = list(sharded_tensors(self.layers))
+    def __init__(self, grid: Grid = ONE, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        place = grid.place(dist.get_rank() if grid.world_size > 1 else 0)
+        self.group = dist.group.WORLD if grid.world_size > 1 else None
+        per_stage = len(LAYERS) // grid.pp
+        mine = [*LAYERS][place.pp * per_stage : (place.pp + 1) * per_stage]
+        layers = [(name, layer(name, place, dtype)) for name in mine]
+        materialise(layers, torch.device("cpu"), seed)
+        self.tensors = list(sharded_tensors(layers))
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
 
     def parameters(self) -> list[Tensor]:
@@ -138,6 +96,3 @@ def wrong(rank: Rank) -> list[str]:
     states = [f"optimizer.{kind}.{entry.name}" for entry in rank.tensors if entry.is_parameter for kind in STATES]
     missing = [name for name in states if name not in found]
     return missing + [name for name, entry in found.items() if not torch.equal(entry.tensor, expected(entry))]
-
-
-STATES = ("step", "exp_avg", "exp_avg_sq")

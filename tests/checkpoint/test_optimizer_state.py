@@ -11,7 +11,7 @@ from megasnn.checkpoint.optimizer_state import allocate
 from megasnn.checkpoint.save import save_checkpoint
 from megasnn.grid import Place
 from megasnn.parallel.sharding import sharded_tensors
-from tests.checkpoint.fake_model import Layout, Rank, Stem
+from tests.checkpoint.fake_model import Rank, layer
 
 OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
@@ -28,7 +28,7 @@ def saved(rank: Rank, folder) -> None:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_goes_on_bit_for_bit(tmp_path, kind, steps_before):
-    first, second = Rank(Layout()), Rank(Layout(), seed=1)
+    first, second = Rank(), Rank(seed=1)
     for rank in (first, second):
         rank.optimizer = OPTIMIZERS[kind](rank.parameters())
     for _ in range(steps_before):
@@ -44,7 +44,7 @@ def test_goes_on_bit_for_bit(tmp_path, kind, steps_before):
 
 
 def test_a_frozen_parameter_has_no_state(tmp_path):
-    rank, other = Rank(Layout()), Rank(Layout(), seed=1)
+    rank, other = Rank(), Rank(seed=1)
     for parameter in rank.parameters()[1:]:
         parameter.grad = torch.ones_like(parameter)
     rank.optimizer.step()
@@ -58,7 +58,7 @@ def test_a_frozen_parameter_has_no_state(tmp_path):
 @pytest.mark.parametrize(("capturable", "device"), [(False, "cpu"), (True, "meta")])
 def test_the_step_count_lies_where_the_optimizer_looks_for_it(capturable, device):
     """The meta device stands for an accelerator: nothing is computed here."""
-    tensors = list(sharded_tensors([("stem", Stem(Place()))]))
+    tensors = list(sharded_tensors([("stem", layer("stem", Place()))]))
     optimizer = torch.optim.AdamW([tensors[0].tensor], capturable=capturable)
     saved = {
         "stem.weight": SavedTensor((8, 3, 3, 3), "float32", ()),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import resource
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from megasnn.checkpoint.save import save_checkpoint
 from megasnn.files import CheckpointError, NoCheckpointError
 from megasnn.grid import Grid
 from megasnn.parallel.sharding import Shard, ShardedTensor
-from tests.checkpoint.fake_model import CONFIG, Layout, Rank, expected, known
+from tests.checkpoint.fake_model import CONFIG, Rank, known
 
 
 def save(folder: Path, rank: Rank, iteration: int = 100, **progress) -> None:
@@ -43,7 +42,7 @@ def refusal(folder: Path, rank: Rank, model: str | None = None, config: dict | N
 
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
-    rank = Rank(Layout())
+    rank = Rank()
     rank.step()
     save(tmp_path, rank, 50)
     save(tmp_path, rank, 100)
@@ -51,9 +50,9 @@ def checkpoint(tmp_path) -> Path:
 
 
 def test_one_that_is_not_there(checkpoint, tmp_path):
-    error = refusal(tmp_path / "absent", Rank(Layout()))
+    error = refusal(tmp_path / "absent", Rank())
     assert isinstance(error, NoCheckpointError) and "absent" in str(error) and "--load" in str(error)
-    error = refusal(checkpoint, Rank(Layout()), step=70)
+    error = refusal(checkpoint, Rank(), step=70)
     assert not isinstance(error, NoCheckpointError) and "70" in str(error) and "50, 100" in str(error)
 
 
@@ -62,54 +61,46 @@ def test_another_model_another_configuration_and_weights_alone(checkpoint):
     config["neuron"]["tau"] = 1.5
     config["model"]["num_heads"] = 4
     config["model"]["embed_dim"] = 16.0  # of another type, and equal
-    text = str(refusal(checkpoint, Rank(Layout()), config=config))
+    text = str(refusal(checkpoint, Rank(), config=config))
     assert "neuron.tau: saved 2.0, now 1.5" in text and "model.num_heads: saved absent, now 4" in text
     assert "embed_dim" not in text
-    save(checkpoint, Rank(Layout()), 200, model="spikformer")
-    text = str(refusal(checkpoint, Rank(Layout()), model="vgg_dvs"))
+    save(checkpoint, Rank(), 200, model="spikformer")
+    text = str(refusal(checkpoint, Rank(), model="vgg_dvs"))
     assert "spikformer" in text and "vgg_dvs" in text
-    rank = Rank(Layout())
+    rank = Rank()
     save_checkpoint(checkpoint, Progress(300), LocalState(rank.tensors))
     text = str(refusal(checkpoint, rank))
     assert "--finetune" in text
     load_checkpoint(checkpoint, LocalState(rank.tensors))
 
 
-def rename(rank: Rank) -> tuple[str, str]:
-    old = rank.tensors[0]
-    rank.tensors[0] = ShardedTensor("stem.kernel", old.tensor, old.shard, True)
-    return "stem.kernel: missing", "stem.weight"
-
-
-def drop(rank: Rank) -> tuple[str, ...]:
-    return (rank.tensors.pop(1).name,)
-
-
-def reshape(rank: Rank) -> tuple[str, str]:
-    old = rank.tensors[-1]
-    rank.tensors[-1] = ShardedTensor(old.name, torch.zeros(6), Shard((6,)), False)
+def change(rank: Rank, number: int, **fields: object) -> None:
+    """Puts another tensor in the place of one of them, or none."""
+    old = rank.tensors.pop(number)
+    rank.tensors += [replace(old, **fields)] if fields else []
     rank.optimizer = torch.optim.AdamW(rank.parameters())
-    return "head.bias", "[5], now [6]"
 
 
-def round_off(rank: Rank) -> tuple[str, str]:
-    old = rank.tensors[1]
-    rank.tensors[1] = ShardedTensor(old.name, old.tensor.half(), old.shard, False)
-    return "stem.running_mean", "float32, torch.float16"
+RESHAPED = {"tensor": torch.zeros(6), "shard": Shard((6,)), "is_parameter": False}
 
 
-@pytest.mark.parametrize("change", [rename, drop, reshape, round_off])
-def test_tensors_that_do_not_fit(checkpoint, change: Callable[[Rank], tuple[str, ...]]):
-    rank = Rank(Layout())
-    names = change(rank)
+@pytest.mark.parametrize(("number", "fields", "told"), [
+    (0, {"name": "stem.kernel"}, ("stem.kernel: missing", "stem.weight")),
+    (1, {}, ("stem.running_mean",)),
+    (1, {"tensor": torch.zeros(8).half()}, ("stem.running_mean", "float32, torch.float16")),
+    (-1, RESHAPED, ("head.bias", "[5], now [6]")),
+])  # fmt: skip
+def test_tensors_that_do_not_fit(checkpoint, number, fields, told):
+    rank = Rank()
+    change(rank, number, **fields)
     text = str(refusal(checkpoint, rank))
-    assert all(name in text for name in names)
+    assert all(name in text for name in told)
 
 
 def test_tensors_of_another_precision(tmp_path):
-    double, single = Rank(Layout(), dtype=torch.float64), Rank(Layout())
+    double, single = Rank(Grid(), dtype=torch.float64), Rank()
     save(tmp_path / "double", double)
-    assert "--precision fp64" in str(refusal(tmp_path / "double", Rank(Layout())))
+    assert "--precision fp64" in str(refusal(tmp_path / "double", Rank()))
     single.step()
     save(tmp_path / "single", single)
     load_checkpoint(tmp_path / "single", double.state)
@@ -117,8 +108,8 @@ def test_tensors_of_another_precision(tmp_path):
 
 
 def test_what_is_left_stays_as_it_is(checkpoint):
-    rank = Rank(Layout())
-    reshape(rank)
+    rank = Rank()
+    change(rank, -1, **RESHAPED)
     rank.tensors.append(ShardedTensor("stem.w", torch.full((), 3.0), Shard(()), False))
     before = {entry.name: entry.tensor.clone() for entry in rank.tensors}
     left = {"stem.w", "head.weight", "head.bias"}
@@ -129,7 +120,7 @@ def test_what_is_left_stays_as_it_is(checkpoint):
 
 
 def test_another_optimizer(checkpoint):
-    rank = Rank(Layout())
+    rank = Rank()
     rank.optimizer = torch.optim.SGD(rank.parameters(), lr=0.1)
     text = str(refusal(checkpoint, rank))
     assert "AdamW" in text and "SGD" in text and "--finetune" in text
@@ -139,12 +130,22 @@ def test_another_optimizer(checkpoint):
 
 def refused_on_ranks(folder: Path) -> list[str]:
     """Only one of two pipeline ranks has a reason to refuse; both must, with the same words."""
-    rank = Rank(Layout(pipeline=2))
+    rank = Rank(Grid(pp=2))
     if dist.get_rank() == 1:
-        reshape(rank)
-    texts = [str(refusal(folder, rank)), str(refusal(folder, Rank(Layout(pipeline=2)), step=70))]
+        change(rank, -1, **RESHAPED)
+    texts = [str(refusal(folder, rank)), str(refusal(folder, Rank(Grid(pp=2)), step=70))]
     config = CONFIG | {"neuron": {"tau": 1.0 + dist.get_rank(), "v_reset": None}}
-    return [*texts, str(refusal(folder, Rank(Layout(pipeline=2)), config=config))]
+    texts.append(str(refusal(folder, Rank(Grid(pp=2)), config=config)))
+    rank = Rank(Grid(pp=2))
+    values = {entry.name: known(entry.name, entry.shard.global_shape) for entry in Rank().tensors}
+    for other in ({"head.bias": None}, {"extra": torch.zeros(2)}, {"blocks.1.qkv": torch.zeros(24, 16, 1)}):
+        before = rank.snapshot()
+        with pytest.raises(CheckpointError) as raised:
+            load_globals_into(rank.tensors, values | other, rank.group)
+        assert next(iter(other)) in str(raised.value)
+        assert all(torch.equal(value, before[name]) for name, value in rank.snapshot().items())
+        texts.append(str(raised.value))
+    return texts
 
 
 def test_all_ranks_refuse_with_the_same_words(ranks, checkpoint):
@@ -154,7 +155,7 @@ def test_all_ranks_refuse_with_the_same_words(ranks, checkpoint):
 
 
 def test_what_cannot_be_saved(tmp_path):
-    rank = Rank(Layout())
+    rank = Rank()
     for value in (object(), float("nan")):
         with pytest.raises(CheckpointError, match="JSON"):
             save(tmp_path, rank, extra={"schedule": value})
@@ -171,7 +172,7 @@ def test_what_cannot_be_saved(tmp_path):
 
 def save_on_ranks_that_cannot(folder: Path) -> list[str]:
     """Shards that are missing, and a disk that one rank cannot write."""
-    rank = Rank(Layout(tensor=2))
+    rank = Rank(Grid(tp=2))
     for index, entry in enumerate(rank.tensors):
         place = replace(entry.shard.place, grid=Grid(dp_replicate=2, tp=2), dp_replicate=dist.get_rank())
         rank.tensors[index] = replace(entry, shard=replace(entry.shard, place=place))
@@ -182,7 +183,7 @@ def save_on_ranks_that_cannot(folder: Path) -> list[str]:
         if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
         with pytest.raises(CheckpointError) as raised:
-            save(folder, Rank(Layout(tensor=2)), 200)
+            save(folder, Rank(Grid(tp=2)), 200)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return [str(missing.value), str(raised.value)]
@@ -196,36 +197,3 @@ def test_every_element_is_written_or_nothing_is(ranks, checkpoint):
     assert "rank 1: OSError" in full and "iter_0000200" in full
     assert (checkpoint / LATEST).read_text() == "100\n"
     assert sorted(path.name for path in checkpoint.iterdir()) == ["iter_0000050", "iter_0000100", LATEST]
-
-
-# --- full tensors
-
-
-def known_values(change: str = "") -> dict[str, torch.Tensor]:
-    values = {entry.name: known(entry.name, entry.shard.global_shape) for entry in Rank(Layout()).tensors}
-    if change == "missing":
-        del values["blocks.1.w"]
-    elif change == "extra":
-        values["blocks.1.extra"] = torch.zeros(2)
-    elif change == "[24, 16, 1]":
-        values["blocks.1.qkv"] = values["blocks.1.qkv"][:24]
-    return values
-
-
-def take_values(layout: Layout) -> list[str]:
-    """Refusals of wrong values, which change nothing; then the right ones are taken."""
-    rank, texts = Rank(layout, seed=1), []
-    for change in ("missing", "extra", "[24, 16, 1]"):
-        before = rank.snapshot()
-        with pytest.raises(CheckpointError) as raised:
-            load_globals_into(rank.tensors, known_values(change), rank.group)
-        assert change in str(raised.value) and "blocks.1" in str(raised.value)
-        assert all(torch.equal(value, before[name]) for name, value in rank.snapshot().items())
-        texts.append(str(raised.value))
-    load_globals_into(rank.tensors, known_values(), rank.group)
-    assert all(torch.equal(entry.tensor, expected(entry)) for entry in rank.tensors)
-    return texts
-
-
-def test_every_rank_takes_its_part_of_full_values_or_none_does(ranks):
-    assert len({*map(str, ranks(4, take_values, Layout(tensor=2, pipeline=2)))}) == 1

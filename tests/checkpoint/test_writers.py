@@ -17,7 +17,8 @@ from megasnn.checkpoint.folder import BEST, LATEST, list_checkpoints
 from megasnn.checkpoint.format import Progress
 from megasnn.checkpoint.load import load_global_tensors
 from megasnn.checkpoint.writer import Writer
-from tests.checkpoint.fake_model import CONFIG, Layout, Rank, known
+from megasnn.grid import Grid
+from tests.checkpoint.fake_model import CONFIG, Rank, known
 from tests.small_disk import fill, small_disk
 
 BOTH = pytest.mark.parametrize("background", [False, True])
@@ -26,7 +27,7 @@ BOTH = pytest.mark.parametrize("background", [False, True])
 class Session:
     """A writer of a fake rank's tensors, and its lines."""
 
-    def __init__(self, folder: Path, layout: Layout, background: bool = True, **options: object) -> None:
+    def __init__(self, folder: Path, layout: Grid, background: bool = True, **options: object) -> None:
         self.rank, self.said = Rank(layout), list[str]()
         self.rank.fill()
         group, report = self.rank.group, self.said.append
@@ -66,7 +67,7 @@ def held_writes() -> Iterator[threading.Event]:
 
 
 def save_while_training(folder: Path) -> tuple[list[str], int | None, bool]:
-    session = Session(folder, Layout(tensor=2))
+    session = Session(folder, Grid(tp=2))
     with held_writes() as go:
         session.save(1)
         session.spoil()  # training goes on
@@ -92,9 +93,19 @@ def test_a_save_in_the_background_has_the_values_of_its_moment(ranks, tmp_path):
     assert all(is_known(tmp_path, step) for step in (1, 2, 3))
 
 
+@BOTH
+def test_a_tensor_may_change_its_memory_between_saves(tmp_path, background):
+    session = Session(tmp_path, Grid(), background)
+    parameter = session.rank.parameters()[0]
+    for step, order in enumerate((torch.contiguous_format, torch.channels_last, torch.channels_last), 1):
+        before, parameter.data = parameter.data, parameter.data.clone(memory_format=order)
+        before.zero_()
+        assert session.saved(step) and is_known(tmp_path, step)
+
+
 def fail_once(folder: Path, background: bool, fault: str) -> tuple[list[str], list[bool]]:
     """The first save meets a fault on one rank: a state that cannot be saved, or memory that runs out."""
-    session, outcomes = Session(folder, Layout(tensor=2), background), []
+    session, outcomes = Session(folder, Grid(tp=2), background), []
     state = next(iter(session.rank.optimizer.state.values()))
     for step in (1, 2):
         fails = step == 1 and dist.get_rank() == 1
@@ -120,7 +131,7 @@ def test_a_failure_on_one_rank_fails_the_save_on_all_and_no_run(ranks, tmp_path,
 
 @BOTH
 def test_the_best_is_named_and_old_ones_go(tmp_path, background):
-    session = Session(tmp_path, Layout(), background, keep_last=1)
+    session = Session(tmp_path, Grid(), background, keep_last=1)
     assert session.saved(1)
     session.save(1, best=True)
     assert session.saved(2) and session.saved(3)
@@ -129,7 +140,7 @@ def test_the_best_is_named_and_old_ones_go(tmp_path, background):
 
 
 def save_until_full(folder: Path, background: bool, free: int) -> tuple[list[bool], list[str]]:
-    session, outcomes = Session(folder, Layout(tensor=2), background), []
+    session, outcomes = Session(folder, Grid(tp=2), background), []
     for step in (1, 2, 3):
         if dist.get_rank() == 0 and step == 2:
             fill(folder, free)

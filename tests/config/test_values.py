@@ -16,20 +16,16 @@ from megasnn.models.spikformer.model import Spikformer
 CLASS = run_config(Spikformer)
 
 
-def test_there_and_back_and_defaults_for_what_is_missing() -> None:
+def test_dictionaries_there_and_back_and_flags_that_changed() -> None:
     config = CLASS(model=Spikformer(variant="spikformer_ti", depth=2), neuron=NeuronConfig(v_reset=None))
     assert from_dict(CLASS, json.loads(json.dumps(to_dict(config)))) == config
-    config = from_dict(CLASS, {"model": {"variant": "spikformer_s"}, "optimizer": {"lr": 1}})
-    assert config.model == Spikformer(variant="spikformer_s")
-    assert config.optimizer.lr == 1.0 and isinstance(config.optimizer.lr, float)
-
-
-def test_flags_show_changes() -> None:
-    config = CLASS(model=Spikformer(variant="spikformer_ti", depth=2), neuron=NeuronConfig(v_reset=None))
     assert changed_flags(config) == {"model": ["--depth 2"], "neuron": ["--v-reset none"]}
     others = replace(config, optimizer=OptimizerConfig(lr=0.5, optimizer="sgd"), neuron=NeuronConfig(decay_input=False))
     neuron = ["--v-reset 0.0", "--no-decay-input"]
     assert flags_between(config, others) == {"neuron": neuron, "optimizer": ["--optimizer sgd", "--lr 0.5"]}
+    config = from_dict(CLASS, {"model": {"variant": "spikformer_s"}, "optimizer": {"lr": 1}})
+    assert config.model == Spikformer(variant="spikformer_s")
+    assert config.optimizer.lr == 1.0 and isinstance(config.optimizer.lr, float)
 
 
 def test_keywords_of_an_engine() -> None:
@@ -50,14 +46,6 @@ def test_a_resume_warns_of_every_flag_that_changes_the_update() -> None:
     optimizer = OptimizerConfig(lr=0.1, weight_decay=1.0, clip_grad=0.0, lr_warmup_iters=8)
     changed = replace(config, optimizer=optimizer, training=replace(config.training, train_iters=9, seed=5))
     (line,) = changed_recipe(saved, recipe(changed))
-    for flag in (
-        "--lr ",
-        "--weight-decay ",
-        "--clip-grad ",
-        "--lr-warmup-iters ",
-        "--seed ",
-        "--train-",
-    ):
-        assert flag in line
-    assert "\n" not in line
+    names = ("--lr ", "--weight-decay ", "--clip-grad ", "--lr-warmup-iters ", "--seed ", "--train-")
+    assert all(name in line for name in names) and "\n" not in line
     assert changed_recipe({}, recipe(changed)) == [], "weights from elsewhere"

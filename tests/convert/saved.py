@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megasnn.checkpoint.format import Metadata, Progress
+from megasnn.checkpoint.format import Progress
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import save_checkpoint
+from megasnn.config.identity import identity as identity_of
 from megasnn.config.neuron import NeuronConfig
-from megasnn.convert.reshard import saved_model
-from megasnn.convert.source import Source
 from megasnn.layers import BuildContext
+from megasnn.models.build import describe
 from megasnn.models.description import ModelDescription
-from megasnn.models.registry import MODELS as TABLE
+from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.parallel.sharding import ShardedTensor, materialise, sharded_tensors
@@ -25,28 +25,22 @@ from megasnn.parallel_state import Group
 from megasnn.random import keyed_generator
 
 CPU = torch.device("cpu")
-MODELS: dict[str, Spikformer | VggDvs] = {
+MODELS: dict[str, Model] = {
     "spikformer": Spikformer(
         embed_dim=32, depth=2, num_heads=4, mlp_ratio=2, patch_size=4, image_size=8, time_steps=2, num_classes=5
     ),
-    "vgg": VggDvs(channels="8,P,8,16", image_size=8, time_steps=2, num_classes=5),
+    "vgg_dvs": VggDvs(channels="8,P,8,16", image_size=8, time_steps=2, num_classes=5),
 }
-ENTRIES = {Spikformer: TABLE["spikformer"], VggDvs: TABLE["vgg_dvs"]}
 EXTRA = {"dataset": "digits", "seed": 3}
 
 
-def identity(model: Spikformer | VggDvs, neuron: str = "plif") -> dict[str, Any]:
+def identity(model: Model, neuron: str = "plif") -> dict[str, Any]:
     """The configuration as a run keeps it; parametric neurons have whole tensors with state of their own."""
-    dimensions = asdict(model)
-    dimensions.pop("variant", None)
-    neurons = asdict(NeuronConfig(neuron=neuron))  # type: ignore[arg-type]
-    neurons.pop("neuron_backend")
-    return {"model": dimensions, "neuron": neurons}
+    return identity_of(run_config(type(model))(model=model, neuron=NeuronConfig(neuron=neuron)))
 
 
-def model_like(model: Spikformer | VggDvs, neuron: str = "plif") -> ModelDescription:
-    metadata = Metadata(model=ENTRIES[type(model)].name, config=identity(model, neuron))
-    return saved_model(Source(Path("a test"), {}, metadata))[1]
+def model_like(model: Model, neuron: str = "plif") -> ModelDescription:
+    return describe(model, NeuronConfig(neuron=neuron).spec)
 
 
 @dataclass
@@ -68,7 +62,7 @@ def build(
     return Rank(tensors, torch.optim.AdamW([entry.tensor for entry in tensors if entry.is_parameter]))
 
 
-def save_whole(folder: Path, model: Spikformer | VggDvs, neuron: str = "plif") -> Path:
+def save_whole(folder: Path, model: Model, neuron: str = "plif") -> Path:
     """Saves as one rank, after one step with gradients that follow from the tensors' names."""
     described = model_like(model, neuron)
     rank = build(described)
@@ -79,5 +73,5 @@ def save_whole(folder: Path, model: Spikformer | VggDvs, neuron: str = "plif") -
             entry.tensor.normal_(generator=keyed_generator(entry.name))
     rank.optimizer.step()
     layout = {"tp": 1, "pp": 1, "dp": 1, "bounds": str(len(described.layers))}
-    progress = Progress(100, 6400, ENTRIES[type(model)].name, identity(model, neuron), layout, EXTRA)
+    progress = Progress(100, 6400, model.name, identity(model, neuron), layout, EXTRA)
     return save_checkpoint(folder, progress, LocalState(rank.tensors, rank.optimizer))

@@ -44,9 +44,9 @@ def weights(folder: Path, change: float = 0.0, **others: torch.Tensor) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_what_a_checkpoint_is_of_is_said_and_kept(tmp_path, capsys, kind):
-    path, name = save_whole(tmp_path / "run", MODELS[kind]), {"vgg": "vgg_dvs"}.get(kind, kind)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_checkpoint_is_of_is_said_and_kept(tmp_path, capsys, name):
+    path = save_whole(tmp_path / "run", MODELS[name])
     status, text = answers(capsys, "inspect", path)
     assert status == 0 and name in text and "iteration 100, 6400 samples" in text and "AdamW" in text
     status, text = answers(capsys, "verify", path)

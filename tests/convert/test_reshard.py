@@ -90,13 +90,13 @@ def test_it_says_what_it_said_before_and_any_layout_loads_it(checkpoint, tmp_pat
     ],
 )
 def test_impossible_targets_are_refused(tmp_path, capsys, flags, reason):
-    save_whole(tmp_path / "run", MODELS["vgg"])
+    save_whole(tmp_path / "run", MODELS["vgg_dvs"])
     assert main(["reshard", "--load", str(tmp_path / "run"), "--save", str(tmp_path / "new"), *flags]) == 2
     assert reason in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
 def test_tensors_that_are_not_the_models_are_listed(tmp_path):
-    save_whole(tmp_path / "run", MODELS["vgg"])
+    save_whole(tmp_path / "run", MODELS["vgg_dvs"])
     source = open_source(tmp_path / "run", values=False)
     name = next(name for name in source.tensors if name.endswith("conv.weight") and not name.startswith("optimizer"))
     source.tensors["stray"] = source.tensors.pop(name)

@@ -96,18 +96,6 @@ def dat2(events: Events, size: tuple[int, int] | None) -> bytes:
     return header.encode() + bytes([0x0C, 8]) + np.stack([events.t.astype(np.uint32), word], axis=1).tobytes()
 
 
-def evt2(events: Events, size: tuple[int, int]) -> bytes:
-    """EVT 2.0: words of a type (0 darker, 1 brighter, 8 upper bits of the time), 6 bits of time, x 11 bits, y 11."""
-    words, high = [], -1
-    for t, x, y, p in zip(*(getattr(events, name).tolist() for name in "txyp"), strict=True):
-        if t >> 6 != high:
-            high = t >> 6
-            words.append(8 << 28 | high)
-        words.append(p << 28 | (t & 63) << 22 | x << 11 | y)
-    header = f"% evt 2.0\n% format EVT2;width={size[1]};height={size[0]}\n% end\n"
-    return header.encode() + np.array(words, "<u4").tobytes()
-
-
 def evt3(events: Events, size: tuple[int, int]) -> bytes:
     """EVT 3.0: words of a type (0 y, 2 x, 6 and 8 lower and upper half of the time) and 12 bits; x has polarity too."""
     words = []

@@ -11,44 +11,31 @@ from hypothesis import strategies as st
 
 from megasnn.events import Events, FrameOptions, Recording, SensorSize, make_frames, resize_frames
 from tests.events.files import event_lists, random_events
-from tests.events.spikingjelly_events import utils
+from tests.events.spikingjelly_events import spikingjelly_module
 
 SENSOR = SensorSize(5, 7)
-quick = settings(max_examples=80, deadline=None)
 
 
 def frames_of(events: Events, options: FrameOptions, sensor: SensorSize = SENSOR) -> np.ndarray:
     return make_frames(Recording(events, sensor), options)
 
 
-def as_dict(events: Events) -> dict[str, np.ndarray]:
-    return {"t": events.t, "x": events.x, "y": events.y, "p": events.p}
-
-
-@quick
-@given(event_lists(*SENSOR, longest_time=40), st.integers(1, 12))
-def test_equal_numbers_of_events(events, time_steps):
-    frames = frames_of(events, FrameOptions(time_steps, "number"))
-    theirs = utils().integrate_events_by_fixed_frames_number(as_dict(events), "number", time_steps, *SENSOR)
-    assert frames.dtype == np.int32 and frames.shape == (time_steps, 2, *SENSOR)
-    assert np.array_equal(frames, theirs)
-
-
-@quick
-@given(event_lists(*SENSOR, longest_time=40), st.integers(1, 12))
-def test_equal_times(events, time_steps):
-    options = FrameOptions(time_steps, "time")
-    if events.t[-1] - events.t[0] < time_steps:
+@settings(max_examples=160, deadline=None)
+@given(event_lists(*SENSOR, longest_time=40), st.integers(1, 12), st.sampled_from(["number", "time"]))
+def test_frames_are_spikingjellys(events, time_steps, split_by):
+    options, integrate = FrameOptions(time_steps, split_by), spikingjelly_module("utils")
+    if split_by == "time" and events.t[-1] - events.t[0] < time_steps:
         with pytest.raises(ValueError, match=f"{time_steps} frames"):
             frames_of(events, options)
         return
     frames = frames_of(events, options)
-    assert frames.sum() == len(events)
+    assert frames.dtype == np.int32 and frames.shape == (time_steps, 2, *SENSOR) and frames.sum() == len(events)
+    arrays = {name: getattr(events, name) for name in "txyp"}
     try:
-        theirs = utils().integrate_events_by_fixed_frames_number(as_dict(events), "time", time_steps, *SENSOR)
+        theirs = integrate.integrate_events_by_fixed_frames_number(arrays, split_by, time_steps, *SENSOR)
     except IndexError:  # there, a time without events is an error; here, an empty frame
         edges = events.t[0] + (events.t[-1] - events.t[0]) // time_steps * np.arange(time_steps + 1)
-        assert (np.diff(np.searchsorted(events.t, edges)) == 0).any()
+        assert split_by == "time" and (np.diff(np.searchsorted(events.t, edges)) == 0).any()
         return
     assert np.array_equal(frames, theirs)
 
@@ -64,25 +51,12 @@ def test_resizing_is_pytorchs(old, new):
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-5, atol=1e-5)
 
 
-def test_frames_of_the_sensors_size_stay_counts():
-    sensor = SensorSize(16, 16)
-    assert frames_of(random_events(3000, 16, 16), FrameOptions(4, size=16), sensor).dtype == np.int32
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"time_steps": 0}, "--time-steps.* 0"),
-        ({"split_by": "count"}, "--split-by.*'count'"),
-    ],
-)
-def test_options_that_make_no_sense(options, named):
-    with pytest.raises(ValueError, match=named):
-        FrameOptions(**options)
-
-
-def test_frames_that_would_be_too_large():
-    events = Events.make([0, 10**9], [0, 0], [0, 0], [0, 0])
-    for options in (FrameOptions(10**9), FrameOptions(1, size=10**5)):
+def test_frames_of_the_sensors_size_stay_counts_and_options_are_checked():
+    events = random_events(3000, 16, 16)
+    assert frames_of(events, FrameOptions(4, size=16), SensorSize(16, 16)).dtype == np.int32
+    for options, named in (({"time_steps": 0}, "--time-steps.* 0"), ({"split_by": "count"}, "--split-by.*'count'")):
+        with pytest.raises(ValueError, match=named):
+            FrameOptions(**options)
+    for large in (FrameOptions(10**9), FrameOptions(1, size=10**5)):
         with pytest.raises(ValueError, match="--max-sample-mb"):
-            frames_of(events, options)
+            frames_of(Events.make([0, 10**9], [0, 0], [0, 0], [0, 0]), large)

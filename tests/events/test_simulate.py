@@ -40,13 +40,6 @@ def test_equal_keys_give_equal_recordings_which_look_like_n_mnist():
     assert recording.sensor == (48, 64) and recording.events.t[-1] > 95_000 and recording.events.x.max() >= 48
 
 
-def test_nothing_moves_nothing_happens():
-    still = replace(QUIET, path=((0.0, 0.0), (0.0, 0.0)))
-    assert len(digit(0, sensor=still).events) == 0
-    noisy = replace(still, noise_rate=5.0)
-    assert len(digit(0, sensor=noisy).events) == pytest.approx(5.0 * 0.3 * 34 * 34, rel=0.15)
-
-
 @pytest.mark.parametrize(("path", "front", "back"), [(RIGHT, 1, 0), (RIGHT[::-1], 0, 1)])
 def test_a_bright_bar_brightens_where_it_goes_and_darkens_where_it_was(path, front, back):
     bar = np.zeros((26, 26))
@@ -57,22 +50,15 @@ def test_a_bright_bar_brightens_where_it_goes_and_darkens_where_it_was(path, fro
     assert right.sum() > 200 and left.sum() > 200
     assert (events.p[right] == front).all() and (events.p[left] == back).all()
     assert events.y.min() >= 11 and events.y.max() <= 22
-    moved = [events.t[(events.x == column) & (events.p == front)].mean() for column in (18, 20)]
-    assert (moved[0] < moved[1]) == (path == RIGHT)
 
 
-def test_events_are_the_contrast_in_thresholds_at_times_that_do_not_hang_on_rendered_images():
+def test_events_are_the_contrast_in_thresholds_and_come_from_motion_and_noise_alone():
     for threshold in (0.1, 0.4):
         sensor = replace(QUIET, path=RIGHT, threshold=threshold)
         events = simulate_recording(EDGE, "edge", sensor=sensor).events
         per_pixel = len(events[(events.x == 17) & (events.y > 6) & (events.y < 27)]) / 20
         assert per_pixel == pytest.approx(np.log(1 / sensor.background) / threshold, abs=0.5)
-    sensor = replace(QUIET, path=RIGHT)
-    fine, coarse = (
-        simulate_recording(EDGE, "edge", sensor=replace(sensor, frame_time=step)).events for step in (1_000, 10_000)
-    )
-    at_17, at_18 = ([events.t[events.x == column].mean() for events in (fine, coarse)] for column in (17, 18))
-    assert at_18[0] - at_17[0] > 20_000
-    assert at_17[0] == pytest.approx(at_17[1], abs=1_500) and at_18[0] == pytest.approx(at_18[1], abs=1_500)
-    rate = np.bincount(digit(0, sensor=QUIET).events.t // 10_000, minlength=30)[:30].reshape(3, 10)
-    assert (rate[:, [0, 9]] < 0.5 * rate[:, 4:6]).all(), "the image rests at the corners of its path"
+    still = replace(QUIET, path=((0.0, 0.0), (0.0, 0.0)))
+    assert len(digit(0, sensor=still).events) == 0
+    noisy = digit(0, sensor=replace(still, noise_rate=5.0)).events
+    assert len(noisy) == pytest.approx(5.0 * 0.3 * 34 * 34, rel=0.15)

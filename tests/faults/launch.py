@@ -30,7 +30,6 @@ PP2 = (*ONE_F_ONE_B, "--pipeline-model-parallel-size", "2", "--pipeline-model-pa
 PP3 = (*ONE_F_ONE_B, "--pipeline-model-parallel-size", "3", "--pipeline-model-parallel-layout", "4|2|2")
 TP2 = ("--tensor-model-parallel-size", "2")
 _PR_SET_PDEATHSIG = 1  # of Linux, prctl(2)
-_CLONE_NEWUTS = 0x04000000  # of Linux, unshare(2)
 
 
 @dataclass
@@ -170,45 +169,29 @@ def _train(argv: list[str], fault: tuple[str, int] | None) -> None:
     from tests.faults import driver
 
     if fault is not None and fault[1] == int(os.environ["RANK"]):
-        driver.FAULTS[fault[0]]()
+        getattr(driver, fault[0])()
     sys.exit(driver.pretrain_spikformer.main(argv))
-
-
-@dataclass(frozen=True)
-class Host:
-    """One of several hosts: a network namespace.
-
-    Attributes:
-        name: of the host, and with `megasnn-` before it of its namespace.
-        interface: the network interface there.
-        flags: of torchrun, which say where it meets the others.
-    """
-
-    name: str
-    interface: str
-    flags: tuple[str, ...]
-
-    def enter(self) -> None:
-        """Moves this process, which has one thread, and all that it starts from then on."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        with open(f"/run/netns/megasnn-{self.name}") as namespace:
-            if libc.setns(namespace.fileno(), 0) or libc.unshare(_CLONE_NEWUTS):
-                raise OSError(ctypes.get_errno(), f"host {self.name} cannot be entered")
-        socket.sethostname(self.name)
-        os.environ["GLOO_SOCKET_IFNAME"] = self.interface
 
 
 class Torchrun(Running):
     """The program under torchrun, which is forked from the same server; everything that they write goes to one file.
 
     The ranks are processes that torchrun starts, as always.
+
+    Args:
+        where: flags that say how it meets those of other hosts.
     """
 
     def __init__(
-        self, folder: Path, size: int, program: str, *argv: str, restarts: int = 0, host: Host | None = None
+        self,
+        folder: Path,
+        size: int,
+        program: str,
+        *argv: str,
+        restarts: int = 0,
+        where: tuple[str, ...] = ("--standalone",),
     ) -> None:
         super().__init__(folder, 1)
-        where = host.flags if host is not None else ("--standalone",)
         flags = [*where, "--nproc-per-node", str(size), "--max-restarts", str(restarts)]
         environment = {
             **os.environ,
@@ -219,19 +202,17 @@ class Torchrun(Running):
         (file,) = self.files
         file.touch()
         words = [*flags, str(ROOT / program), *argv]
-        self.processes = [forking().Process(target=_torchrun, args=(file, environment, words, host))]
+        self.processes = [forking().Process(target=_torchrun, args=(file, environment, words))]
         self.processes[0].start()
 
 
-def _torchrun(file: Path, environment: dict[str, str], argv: list[str], host: Host | None) -> None:
+def _torchrun(file: Path, environment: dict[str, str], argv: list[str]) -> None:
     _end_with_parent(signal.SIGTERM)
     os.setsid()
     os.chdir(file.parent)
     os.environ.clear()
     os.environ.update(environment)
     _write_to(file)
-    if host is not None:
-        host.enter()
     from torch.distributed.run import main
 
     main(argv)

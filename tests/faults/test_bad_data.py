@@ -22,11 +22,6 @@ def run(tmp_path: Path, data: object, *flags: str) -> Ended:
     return ended
 
 
-def test_a_missing_shard(tmp_path, shards) -> None:
-    refused(run(tmp_path, tmp_path / "train-{00000..00002}.tar"), "train-00002.tar", "--data-path")
-    assert not (tmp_path / "saved").exists()
-
-
 @pytest.fixture
 def broken(tmp_path) -> Path:
     samples = numbered(range(12))

@@ -25,7 +25,7 @@ from tests.training.runs import TINY, same, saved, train
 
 MOMENTS = int(os.environ.get("MEGASNN_KILLS", "4"))
 SEED = os.environ.get("MEGASNN_KILLS_SEED", "0")
-LAST = 6
+LAST = 4
 RUN = ("--eval-iters", "0", "--train-iters", str(LAST), "--save-interval", "1", "--log-interval", "1")
 
 

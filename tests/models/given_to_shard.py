@@ -52,26 +52,36 @@ def vgg() -> nn.Sequential:
 
 
 class Block(nn.Module):
-    """A residual block with norms of all kinds, and a part that no table knows."""
+    """A residual block that is cut."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.down = sj.Conv2d(width, width, (3, 2), stride=2, padding=1, padding_mode="circular", bias=False)
+        self.down = sj.Conv2d(width, width, (3, 2), stride=2, padding=1, bias=False)
         self.norm1 = sj.BatchNorm2d(width)
         self.fire1 = neuron.LIFNode(v_threshold=0.7, v_reset=-0.1)
         self.depthwise = sj.Conv2d(width, width, 3, padding="same", dilation=2, groups=width)
-        self.norm2 = sj.GroupNorm(4, width)
         self.fire2 = neuron.ParametricLIFNode(init_tau=1.5, surrogate_function=surrogate.S2NN())
         self.shortcut = sj.SeqToANNContainer(nn.Conv2d(width, width, (1, 1), 2), nn.BatchNorm2d(width))
         self.fire3 = neuron.IFNode()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fire2(self.depthwise(self.fire1(self.norm1(self.down(x)))))
+        return y + self.fire3(self.shortcut(x)[..., :4, :4])
+
+
+class Up(nn.Module):
+    """Parts that no table knows, which are whole with all around them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = sj.Conv2d(width, width, 3, padding=1, padding_mode="circular", bias=False)
+        self.norm = sj.GroupNorm(4, width)
+        self.fire = neuron.ParametricLIFNode()
         self.up = sj.ConvTranspose2d(width, width, 2)
         self.norm3 = nn.LayerNorm([width, 5, 5])
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.fire1(self.norm1(self.down(x)))
-        y = self.fire2(self.norm2(self.depthwise(y)))
-        y = y + self.fire3(self.shortcut(x)[..., :4, :4])
-        return self.norm3(self.up(y))
+        return self.norm3(self.up(self.fire(self.norm(self.conv(x)))))
 
 
 class Head(nn.Module):
@@ -91,9 +101,8 @@ def residual() -> nn.Sequential:
         neuron.LIFNode(detach_reset=True),
         sj.AdaptiveAvgPool2d((7, 7)),
     )
-    return (
-        functional.set_step_mode(net := nn.Sequential(OrderedDict(stem=stem, block=Block(8), head=Head(8))), "m") or net
-    )
+    parts = OrderedDict(stem=stem, block=Block(8), up=Up(8), head=Head(8))
+    return functional.set_step_mode(net := nn.Sequential(parts), "m") or net
 
 
 def signals() -> nn.Sequential:
@@ -165,7 +174,7 @@ class Gate(nn.Module):
 
 
 def gates() -> nn.Sequential:
-    parts = OrderedDict(stem=sj.Conv2d(3, 8, 3, padding=1), gate=Gate(8), deep=nn.Sequential(Gate(8)), head=Head(8))
+    parts = OrderedDict(stem=sj.Conv2d(3, 8, 3, padding=1), gate=Gate(8), head=Head(8))
     return functional.set_step_mode(net := nn.Sequential(parts), "m") or net
 
 
@@ -197,12 +206,13 @@ class Given(Model):
 
 
 class Dropping(Given):
-    """Dropout of both kinds: torch's on frames, torch's on all time steps and SpikingJelly's."""
+    """Dropout of all kinds: torch's on frames, torch's on all time steps, in what is whole, and SpikingJelly's."""
 
     def layers(self) -> Iterable[Layer]:
         yield layer("stem", megasnn.shard(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.3))))
         parts = (sj.Conv2d(8, 8, 3, step_mode="m"), nn.Dropout(0.2), neuron.LIFNode(step_mode="m"))
         yield layer("block", megasnn.shard(nn.Sequential(*parts, sj.Dropout(0.4, step_mode="m"))))
+        yield layer("plain", nn.Sequential(nn.GroupNorm(2, 8), nn.Dropout(0.3)))
         yield layer("head", megasnn.shard(Head(8)))
 
 
@@ -219,8 +229,16 @@ class Residual(Given):
 
     def layers(self) -> Iterable[Layer]:
         net = residual()
-        for name in ("stem", "block", "head"):
-            yield layer(name, megasnn.shard(getattr(net, name)))
+        for name, part in net.named_children():
+            yield layer(name, megasnn.shard(part))
+
+
+class MaxFormerOfParts(Given):
+    """The blocks that join channels are plain modules."""
+
+    def layers(self) -> Iterable[Layer]:
+        for name, part in maxformer().named_children():
+            yield layer(name, part if name.startswith("stage3") else megasnn.shard(part))
 
 
 class Signals(Given):
@@ -258,7 +276,6 @@ CASES = {
     "signals": _case(Signals(network="signals"), signals),
     "rest": _case(Given(network="rest"), rest),
     # Neurons of what is whole are on every rank, which counts their spikes.
-    "maxformer": replace(_case(Given(network="maxformer", image_size=16), maxformer), counts=False),
+    "maxformer": replace(_case(MaxFormerOfParts(image_size=16), maxformer), counts=False),
     "odd": replace(_case(Given(network="odd"), odd), counts=False),
-    "gates": replace(_case(Given(network="gates"), gates), counts=False),
 }

@@ -1,27 +1,43 @@
-"""Check of cut layers on random numbers: what is accepted computes the same with a rank's channels."""
+"""Check of cut layers on real ranks: what is accepted computes the same with a rank's channels."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
 from torch import Tensor, nn
 
-from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelLinear
+import megasnn
+from megasnn.kernels import NeuronSpec
+from megasnn.layers import (
+    BuildContext,
+    ConvNormNeuron,
+    MeanLinear,
+    ParallelBatchNorm,
+    ParallelDropout,
+    ParallelLinear,
+    ParallelNeuron,
+    apply_layer,
+)
+from megasnn.layers.context import building
+from megasnn.layers.shape_inference import MaxInference, inferring_requires_grad
 from megasnn.models.build import describe
-from megasnn.models.cut_check import MixedChannels, check_layer
+from megasnn.models.cut_check import MixedChannels, check_cut_layers, cut_by_shape, difference, fill
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
+from megasnn.models.registry import MODELS
 from megasnn.parallel.sharding import Cut
-from megasnn.parallel_state import Group
+from megasnn.parallel_state import Group, alone
+from tests.distributed.whole import context, everybody
+from tests.models import given_to_shard as networks
 from tests.models.networks import between
 
+CPU = torch.device("cpu")
 SHAPE = (2, 3, 8, 4, 6)
 Function = Callable[[Tensor], Tensor]
 
@@ -37,22 +53,23 @@ class Block(nn.Module):
         return x
 
 
-def followed(block: nn.Module, shape: tuple[int, ...], ranks: int = 2) -> Cut | None:
-    """How the block's output is cut where channels (dimension 2) are. Raises MixedChannels."""
-    given = torch.empty(shape, device="meta", requires_grad=True)
-    cuts = check_layer("a", block, block, [(given, [Cut(2)])], ranks)
-    assert cuts is not None
-    return cuts[0]
+class Behind(nn.Module):
+    """A function of the spikes of a unit, which real ranks compute."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.unit, self.function = ConvNormNeuron(SHAPE[2], SHAPE[2]), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.unit(x))
 
 
-def assert_same(block: nn.Module, cut: Cut | None, x: Tensor, ranks: int = 2) -> None:
+def assert_same(block: nn.Module, x: Tensor) -> None:
+    """Each of two ranks computes its part, in the one dimension that is shorter, of what one rank does."""
     whole = block(x)
-    for rank in range(ranks):
-        part = block(x.chunk(ranks, 2)[rank])
-        expected = whole
-        if cut is not None:
-            blocks = whole.unflatten(cut.dim, (cut.blocks, ranks, -1))
-            expected = blocks.select(cut.dim + 1, rank).flatten(cut.dim, cut.dim + 1)
+    for rank, part in enumerate(map(block, x.chunk(2, 2))):
+        cut = cut_by_shape(part, whole, 2)
+        expected = whole if cut is None else whole.chunk(2, cut.dim)[rank]
         assert torch.allclose(part, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -108,12 +125,6 @@ MIXING: dict[str, Function] = {
 }
 
 
-@pytest.mark.parametrize("way", MIXING)
-def test_what_mixes_channels_is_refused(way: str) -> None:
-    with pytest.raises(MixedChannels):
-        followed(Block(MIXING[way], torch.sin), SHAPE)
-
-
 # What is right for a rank's channels, wherever they have come to.
 RIGHT: dict[str, Function] = {
     "tokens": lambda x: x.flatten(3).softmax(3),
@@ -154,12 +165,39 @@ def written(x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("way", RIGHT)
-def test_what_is_right_for_a_ranks_channels_is_accepted(way: str, ranks: int) -> None:
-    x = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    block = Block(RIGHT[way], torch.relu)
-    assert_same(block, followed(block, SHAPE, ranks), x, ranks)
+def _ways() -> dict[str, list[str | None]]:
+    """What differs in each way, by itself on dense numbers and behind a unit on its spikes."""
+    found = {}
+    for way, function in {**MIXING, **{f"right: {way}": function for way, function in RIGHT.items()}}.items():
+        block = Block(function, torch.sin)
+        found[way] = [_differs(block, block), _differs(*_built(lambda function=function: Behind(function)))]
+    return found
+
+
+def _built(make: Callable[[], nn.Module]) -> list[nn.Module]:
+    layers = []
+    for group in alone("tp"), everybody():
+        with building(context(group)):
+            layers.append(make())
+        with torch.no_grad(), inferring_requires_grad(), MaxInference():
+            apply_layer(layers[-1], torch.empty(SHAPE, device="meta").chunk(group.size, 2)[0], None)
+        fill("a", layers[-1], CPU)
+    return layers
+
+
+def _differs(reference: nn.Module, block: nn.Module) -> str | None:
+    given = torch.empty(SHAPE, device="meta", requires_grad=True)
+    try:
+        return difference(reference, block, [given], [Cut(2)], everybody(), CPU)
+    except (RuntimeError, ValueError, IndexError) as error:  # of shapes
+        return str(error)
+
+
+def test_what_mixes_channels_is_found_and_nothing_else(ranks) -> None:
+    first, second = ranks(2, _ways)
+    for way in first:
+        for one, other in zip(first[way], second[way], strict=True):
+            assert ((one or other) is None) == way.startswith("right: "), (way, one, other)
 
 
 FUNCTIONS: list[Function] = [
@@ -179,20 +217,26 @@ FUNCTIONS: list[Function] = [
 ]
 
 
-@settings(max_examples=250, deadline=None)
-@given(st.lists(st.sampled_from(range(len(FUNCTIONS))), min_size=1, max_size=5), st.sampled_from([2, 4]))
-def test_blocks_of_random_functions_are_refused_or_the_same(numbers: list[int], ranks: int) -> None:
-    block = Block(*(FUNCTIONS[number] for number in numbers))
+def _random_blocks() -> list[list[int]]:
+    draw = random.Random(3)
+    return [draw.sample(range(len(FUNCTIONS)), draw.randint(1, 4)) for _ in range(400)]
+
+
+def _accepted() -> list[bool]:
+    found = []
+    for numbers in _random_blocks():
+        block = Block(*(FUNCTIONS[number] for number in numbers))
+        found.append(_differs(block, block) is None)
+    return found
+
+
+def test_blocks_of_random_functions_are_refused_or_the_same(ranks) -> None:
     x = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    try:
-        block(x)
-    except (RuntimeError, ValueError, IndexError):
-        return  # no network
-    try:
-        cut = followed(block, SHAPE, ranks)
-    except (MixedChannels, RuntimeError, ValueError, IndexError):
-        return
-    assert_same(block, cut, x, ranks)
+    accepted = [all(verdicts) for verdicts in zip(*ranks(2, _accepted), strict=True)]
+    assert sum(accepted) > 20
+    for numbers, is_accepted in zip(_random_blocks(), accepted, strict=True):
+        if is_accepted:
+            assert_same(Block(*(FUNCTIONS[number] for number in numbers)), x)
 
 
 class MixedBackward(torch.autograd.Function):
@@ -234,14 +278,6 @@ class Hidden(Model):
         yield layer("head", MeanLinear(4, self.num_classes))
 
 
-@pytest.mark.parametrize("way", HIDDEN)
-def test_what_the_meta_device_does_not_show_is_found_on_random_numbers(way: str) -> None:
-    described = describe(Hidden(way=way))
-    with pytest.raises(MixedChannels, match="^hiding: .*--tensor-model-parallel-size 2"):
-        described.build(BuildContext(Group("tp", (0, 1))))
-    described.build(BuildContext())
-
-
 class Gate(nn.Module):
     """Its factor has the shape of one channel, and its gradient that of all."""
 
@@ -253,17 +289,75 @@ class Gate(nn.Module):
         return x * self.linear(x.mean((3, 4)))[..., None, None]
 
 
-def test_what_all_ranks_have_whole_and_learn_from_meets_nothing_cut() -> None:
-    described = describe(between(lambda: [layer("gate", Gate())], width=8))
-    with pytest.raises(MixedChannels, match="^gate: gradients"):
-        described.build(BuildContext(Group("tp", (0, 1))))
+class Mean(nn.Module):
+    """Gives what every rank has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = MeanLinear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[..., None, None]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_check_says_how_the_inputs_of_whole_modules_are_cut(size: int) -> None:
-    found = [
-        check_layer("a", block, block, [(torch.empty(SHAPE, device="meta"), [cut])], size)
-        for block in (nn.Sequential(nn.ReLU(), nn.Flatten(0, 1)), nn.Softmax(3))
-        for cut in (Cut(2), Cut(2, 2) if size == 2 else None)
-    ]
-    assert found == [[Cut(1)], [Cut(1, 2) if size == 2 else None], [Cut(2)], [Cut(2, 2) if size == 2 else None]]
+FEATURES = layer("pool", nn.AvgPool1d(3, 1, 1)), layer("space", nn.Unflatten(1, (8, 16)))
+MODELS_THAT_MIX: dict[str, tuple[Model, str]] = {
+    **{f"hidden {way}": (Hidden(way=way), "hiding: ") for way in HIDDEN},
+    "gate": (between(lambda: [layer("gate", Gate())], width=8), "gate: gradients"),
+    # Layers of ours and torch's that are given something else than they are made for.
+    "linear along pixels": (
+        between(lambda: [layer("flat", nn.Flatten(2)), *_shared("fc", nn.Linear(16, 16))], width=8),
+        "fc: ",
+    ),
+    "dropout of what is whole": (
+        between(lambda: [layer("mean", Mean()), layer("drop", ParallelDropout(0.5, "a"))], width=8),
+        "drop: ",
+    ),
+    "time constant of what is whole": (
+        between(lambda: [layer("mean", Mean()), layer("plif", ParallelNeuron(NeuronSpec("plif", tau=2.0)))], width=8),
+        "plif: ",
+    ),
+    "blocks": (between(lambda: [layer("norm", ParallelBatchNorm(8, blocks=2))], width=8), "norm: "),
+    "pixels of signals": (
+        between(lambda: [layer("flat", nn.Flatten(2)), layer("pool", nn.AvgPool2d(3, 1, 1))], width=8),
+        "pool: ",
+    ),
+    "own forward": (networks.Given(network="gates"), "gate: "),
+    "maxformer": (networks.Given(network="maxformer", image_size=16), "stage3"),
+    "features": (between(lambda: [layer("flat", nn.Flatten()), *FEATURES], width=8), "pool: "),
+}
+
+
+def _shared(name: str, module: nn.Module) -> list[Layer]:
+    return [layer(name, megasnn.shard(module))]
+
+
+def _checked(model: Model) -> None:
+    described, own = describe(model), BuildContext(everybody())
+    built = described.build(own)
+    check_cut_layers(described, own, built, range(len(built)), CPU)
+
+
+def _problems() -> dict[str, str]:
+    found = {}
+    for name, (model, _) in MODELS_THAT_MIX.items():
+        try:
+            _checked(model)
+        except MixedChannels as error:
+            found[name] = str(error)
+    return found
+
+
+def test_what_layers_hide_or_are_not_made_for_is_found(ranks) -> None:
+    first, second = ranks(2, _problems)
+    assert first.keys() == MODELS_THAT_MIX.keys() and first == second
+    for name, (_, text) in MODELS_THAT_MIX.items():
+        assert first[name].startswith(text) and "--tensor-model-parallel-size 2" in first[name], name
+
+
+@pytest.mark.parametrize("name", [each for each in MODELS])
+def test_built_in_models_are_not_run(name: str) -> None:
+    """A group without processes could not."""
+    described, own = describe(MODELS[name]()), BuildContext(Group("tp", (0, 1)))
+    built = described.build(own)
+    check_cut_layers(described, own, built, range(len(built)), CPU)

@@ -24,7 +24,6 @@ from megasnn.models.registry import MODELS
 from megasnn.parallel.sharding import described_tensors, materialise, parameter_count, sharded_tensors
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group
-from megasnn.pipeline.chunk import describe_tensors
 from tests.models.networks import Again, Tied, TwoTied, between
 from tests.parity.ranks import (
     Layout,
@@ -100,7 +99,7 @@ def test_one_rank_computes_what_autograd_computes_with_one_module(ranks) -> None
 
 def test_a_tied_parameter_is_counted_initialised_and_described_once() -> None:
     described = describe(Tied())
-    entries = describe_tensors(described)
+    entries = described.tensors
     names = [entry.name for entry in entries]
     assert len(names) == len(set(names)) and "head.weight" not in names and "block.1.unit.conv.weight" not in names
     assert parameter_count(entries) == 4 * 27 + 8 + 16 + 4 + 144 + 4 + 8 + 1 + 16 + 8 + 8 + 4
@@ -229,7 +228,7 @@ def test_frozen_and_missing_gradients_are_paired_by_their_tensors(ranks, frozen:
 
 
 def test_weights_tied_inside_a_layer_and_modules_inside_of_two() -> None:
-    names = [entry.name for entry in describe_tensors(describe(_model(lambda: [TwoTied(4)])))]
+    names = [entry.name for entry in describe(_model(lambda: [TwoTied(4)])).tensors]
     assert "made.0.a.weight" in names and "made.0.b.weight" not in names and "made.0.b.bias" in names
 
     def nested() -> list[nn.Module]:

@@ -13,12 +13,12 @@ import torch
 from spikingjelly.activation_based import neuron
 from torch import Tensor
 
-from megasnn.batching import micro_batch_sizes, micro_batches_of
+from megasnn.batching import micro_batch_sizes, micro_batches_of, most_micro_batches
 from megasnn.bundle import Bundle, logits_of
 from megasnn.checkpoint.load import load_globals_into
 from megasnn.config import ParallelConfig, PretrainConfig, TrainingConfig
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.engine.model import DistributedModel
+from megasnn.engine.model import DistributedModel, StepFigures
 from megasnn.grid import HOLDING_AXES, ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
@@ -70,7 +70,8 @@ class Layout:
 def name_of(layout: Layout) -> str:
     weight = f"-wp{layout.weight}" if layout.weight > 1 else ""
     context = f"-cp{layout.context}{layout.cut}" if layout.context > 1 else ""
-    return f"dp{layout.data}-tp{layout.tensor}-pp{layout.pipeline}{context}-{layout.schedule}{weight}"
+    options = "-scatters" * layout.scatters + (f"-{layout.recompute}" if layout.recompute else "")
+    return f"dp{layout.data}-tp{layout.tensor}-pp{layout.pipeline}{context}-{layout.schedule}{weight}{options}"
 
 
 LAYOUTS = [
@@ -162,7 +163,8 @@ def built(
         if layout.recompute is not None or layout.weight > 1:
             plan = plan.in_units(bounds, layout.recompute or NEVER)
         if layout.weight > 1:
-            plan = plan.sharing(shared_weights(model, plan.unit_bounds(bounds), context, layout.scatters), [])
+            layers = [each.module for each in model.build(context)]
+            plan = plan.sharing(shared_weights(layers, plan.unit_bounds(bounds), state.dp_shard, layout.scatters), [])
         parallel = ParallelConfig(use_distributed_optimizer=rows_have_owners)
         config = PretrainConfig(model_config(), training=TrainingConfig(seed=seed), parallel=parallel)
         yield DistributedModel(model, state, context, PipelinePlan(tuple(bounds), plan, 1), config, graphs)
@@ -189,10 +191,9 @@ def inputs_of(engine: DistributedModel, x: Tensor, labels: Tensor, micro_batch_s
     return batches
 
 
-def forward_backward(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput], samples: int) -> float:
-    """Computes the global batch's loss, which it returns, and the reduced gradients."""
-    engine.check(engine.run(micro_batches, samples))
-    return engine.mean_loss
+def forward_backward(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput], samples: int) -> StepFigures:
+    """Computes the figures of a step, which it returns, and the reduced gradients."""
+    return engine.check(engine.run(micro_batches, samples))
 
 
 def merge_statistics(engine: DistributedModel, most_micro_batches: int) -> None:
@@ -215,10 +216,10 @@ def evaluated(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput]
 
 def bits_of(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput], samples: int) -> Bits:
     """Takes a step, and evaluates behind it."""
-    loss = forward_backward(engine, micro_batches, samples)
+    found = forward_backward(engine, micro_batches, samples)
     merge_statistics(engine, len(micro_batches))
-    norm, correct, tensors = engine.norm, engine.correct, whole.digests(tensors_of(engine))
-    return Bits(loss, norm, correct, evaluated(engine, micro_batches), tensors)
+    tensors = whole.digests(tensors_of(engine))
+    return Bits(found.mean_loss, found.norm, found.correct, evaluated(engine, micro_batches), tensors)
 
 
 def tensors_of(engine: DistributedModel) -> dict[str, Tensor]:
@@ -260,14 +261,14 @@ def record_step(
         return inner(y, target)
 
     engine.loss = keeping
-    loss = forward_backward(engine, batches, len(labels))
+    found = forward_backward(engine, batches, len(labels))
     engine.loss = inner
     for hook in hooks:
         hook.remove()
-    number = len(micro_batch_sizes(len(labels), micro_batch_size))
-    merge_statistics(engine, max(len(micro_batches_of(number, state.dp.size, r)) for r in range(state.dp.size)))
+    merge_statistics(engine, most_micro_batches(len(labels), micro_batch_size, state.dp.size))
     place = state.place
-    result = RankStep((place.pp, state.dp.rank, place.cp, place.tp), loss, engine.norm, logits, sum(fired))
+    rank = place.pp, state.dp.rank, place.cp, place.tp
+    result = RankStep(rank, found.mean_loss, found.norm, logits, sum(fired))
     for each in engine.owned:
         trains = each.is_parameter and each.tensor.requires_grad
         assert (each.tensor.grad is not None) == trains, each.name

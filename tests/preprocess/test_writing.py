@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import resource
-import subprocess
-import sys
 import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -16,13 +14,7 @@ import pytest
 from megasnn.data.index import Index, read_index
 from megasnn.preprocess.sources import Item, Listing
 from megasnn.preprocess.writing import preprocess
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path / "cache"))
+from tests.forking import forking
 
 
 def encode(item: Item) -> dict[str, bytes]:
@@ -92,22 +84,21 @@ def test_a_broken_sample_ends_the_run_or_is_left_out_and_listed_and_a_dead_worke
         make(tmp_path / "all", tuple(range(23)), skip_broken=True)
 
 
+def slowly(output: Path) -> None:
+    """In a process that leads a group, of itself and of its workers."""
+    os.setsid()
+    make(output, tuple(range(23)), "slow", workers=2)
+
+
 def test_a_run_that_is_killed_leaves_nothing_that_looks_complete(tmp_path) -> None:
-    code = (
-        "from pathlib import Path; from tests.preprocess.test_writing import make\n"
-        "if __name__ == '__main__':\n"
-        f"    make(Path({str(tmp_path / 'out')!r}), range(23), 'slow', workers=2)"
-    )
-    (tmp_path / "script.py").write_text(code)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, tmp_path / "script.py"]
-    run = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True)
+    run = forking().Process(target=slowly, args=(tmp_path / "out",))
+    run.start()
     deadline = time.monotonic() + 60
     while not list((tmp_path / "out.partial").glob("*.tar")):
-        assert run.poll() is None and time.monotonic() < deadline
+        assert run.is_alive() and time.monotonic() < deadline
         time.sleep(0.01)
     run.kill()  # nothing can be tidied up, and the workers lose their parent
-    run.wait(60)
+    run.join(60)
     assert not (tmp_path / "out").exists() and (tmp_path / "out.partial").exists()
     with pytest.raises(ProcessLookupError):  # the workers have ended
         while time.monotonic() < deadline:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasnn.schedule import Action, ChunkCost, Kind, Schedule, generate, plan_schedule, simulate, validate
-from megasnn.schedule.actions import SHARDING, USES_WEIGHTS
+from megasnn.schedule.actions import COMPUTE, SHARDING, USES_WEIGHTS
 from megasnn.schedule.fsdp_passes import SharedWeights
 from megasnn.schedule.memory import weights_held
 from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.passes import RECOMPUTE, insert_recompute, refine
 
 ADDED = SHARDING | {Kind.REDUCE_SCATTER}
+ON_LINK = (Kind.UNSHARD, Kind.REDUCE_SCATTER)
+ONE = ChunkCost(1, 1, 1)
 
 
 def of_units(name: str, stages: int, micro_batches: int, units: int, recompute: str = "never") -> Schedule:
@@ -83,6 +86,9 @@ def test_whatever_the_schedule_it_is_only_added_to(data: st.DataObject) -> None:
         assert tuple(action for action in actions if action.kind not in ADDED) == plain.actions[rank]
         assert weights_held(schedule, rank, unit_bytes)[-1] == 0
         _check_live(actions, unit_bytes)
+    unshard, reduce_scatter = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
+    gathers = replace(ONE, unshard=unshard), replace(ONE, unshard=unshard, reduce_scatter=reduce_scatter)
+    _check_times(plain, schedule, [gathers[unit in scattered] for unit in range(plain.units)])
 
 
 def _check_live(actions: tuple[Action, ...], unit_bytes: tuple[int, ...]) -> None:
@@ -95,6 +101,23 @@ def _check_live(actions: tuple[Action, ...], unit_bytes: tuple[int, ...]) -> Non
         elif kind in USES_WEIGHTS and unit_bytes[unit]:
             later = (each.unit for each in actions[index:] if each.kind in USES_WEIGHTS and unit_bytes[each.unit])
             assert set(list(dict.fromkeys(later))[:2]) == live
+
+
+def _check_times(plain: Schedule, shared: Schedule, costs: list[ChunkCost]) -> None:
+    """Nothing computes without its weights, and neither computations nor messages overlap on a rank."""
+    alone, result = simulate(plain, [ONE] * len(costs)), simulate(shared, costs)
+    assert result.busy == alone.busy and result.peak_activations == alone.peak_activations
+    moved = [(timed.end - timed.start) for row in result.timeline for timed in row if timed.action.kind in ON_LINK]
+    assert result.makespan >= alone.makespan and (any(moved) or result.makespan == alone.makespan)
+    for row in result.timeline:
+        for kinds in (ON_LINK, COMPUTE):
+            done = [timed for timed in row if timed.action.kind in kinds]
+            assert all(before.end <= after.start for before, after in zip(done, done[1:], strict=False))
+        there = {action.unit: 0.0 for action, *_ in row}
+        for action, start, end in row:
+            if action.kind is Kind.UNSHARD:
+                there[action.unit] = end
+            assert action.kind not in USES_WEIGHTS or start >= there[action.unit]
 
 
 def test_replicas_with_other_numbers_of_micro_batches_are_refused() -> None:

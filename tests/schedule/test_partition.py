@@ -1,4 +1,4 @@
-from itertools import combinations, combinations_with_replacement, groupby
+from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
@@ -95,15 +95,3 @@ def test_a_layout_of_another_sum_or_length_is_refused() -> None:
         layout_to_bounds((2, 3), UNITS)
     with pytest.raises(ValueError, match="has 2 entries for 4 chunks"):
         layout_to_bounds((1, 3), UNITS, chunks=4)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(1, 4))
-def test_layouts_of_units_cut_between_units_only(sizes: list[int], chunks: int) -> None:
-    units = [f"unit {index}" for index, size in enumerate(sizes) for _ in range(size)]
-    starts = {layers[0] for layers in (list(g) for _, g in groupby(range(len(units)), key=units.__getitem__))}
-    for ends in combinations_with_replacement(range(len(sizes) + 1), chunks - 1):
-        layout = [b - a for a, b in zip((0, *ends), (*ends, len(sizes)), strict=True)]
-        bounds = layout_to_bounds(layout, units, chunks)
-        assert cover(bounds) == list(range(len(units)))
-        assert all(bound.start in starts for bound in bounds if bound)

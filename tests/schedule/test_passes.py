@@ -1,4 +1,4 @@
-"""Transfers, units, and forwards that are computed again: what stays, what it costs, where it stands."""
+"""Actions, transfers, units, and forwards that are computed again: what stays, what it costs, where it stands."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import re
 from dataclasses import replace
 
 import pytest
+from torch.distributed.pipelining.schedules import _Action
 
 from megasnn.schedule import Action, ChunkCost, Kind, Schedule, generate, simulate, validate
-from megasnn.schedule.actions import COMPUTE, PROPAGATING
+from megasnn.schedule.actions import COMPUTE, PROPAGATING, RECEIVES, SENDS
 from megasnn.schedule.memory import activations_held
 from megasnn.schedule.named import SCHEDULES
-from megasnn.schedule.passes import RECOMPUTE, complete, insert_recompute, insert_transfers, refine
+from megasnn.schedule.passes import RECOMPUTE, insert_recompute, insert_transfers, refine
 
 STAGES, MICRO_BATCHES, UNITS = 4, 8, 3
 COST = ChunkCost(3, 3, 3, 1, 1)  # whole numbers, so that sums are exact
@@ -29,6 +30,23 @@ def _parsed(text: str) -> Action:
     return Action(int(chunk), Kind(kind), int(micro_batch) if micro_batch else None)
 
 
+def test_transfers_know_their_other_end() -> None:
+    for kind in Kind:
+        action = Action(3, kind, 7)
+        if kind in SENDS | RECEIVES:
+            assert action.peer.peer == action and (action.peer.kind in SENDS) != (kind in SENDS)
+        else:
+            with pytest.raises(ValueError, match=str(action)):
+                _ = action.peer
+
+
+def test_the_notation_is_that_of_torch_pipelining() -> None:
+    for text in ("2F0", "1B3", "1I3", "1W3", "0SEND_F2", "2RECV_F1", "1SEND_B0", "2RECV_B1", "3UNSHARD", "3RESHARD"):
+        ((action,),) = parsed(text)
+        assert str(_Action.from_str(text)) == str(action) == text
+    assert str(Action(0, Kind.REDUCE_GRAD)) == "0REDUCE_GRAD"
+
+
 def test_receives_wait_for_their_turn_on_a_shared_link() -> None:
     rows = parsed("0F0 2F0 0F1 2F1", "1F0 1F1 3F0 3F1")
     schedule = insert_transfers(Schedule("loop", (0, 1, 0, 1), 2, rows, forward_only=True))
@@ -36,25 +54,6 @@ def test_receives_wait_for_their_turn_on_a_shared_link() -> None:
     assert " ".join(map(str, schedule.actions[1])) == (
         "1RECV_F0 1F0 1SEND_F0 3RECV_F0 1RECV_F1 1F1 1SEND_F1 3F0 3RECV_F1 3F1"
     )
-
-
-@pytest.mark.parametrize(
-    ("placement", "rows"),
-    [
-        # Two chunks a rank, in a loop and as a V; in a V the last two chunks' neighbours share a rank.
-        ((0, 1, 0, 1), ("0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1")),
-        ((0, 1, 1, 0), ("0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1")),
-    ],
-)
-def test_several_chunks_on_a_rank(placement: tuple[int, ...], rows: tuple[str, str]) -> None:
-    schedule = complete(Schedule("by hand", placement, 2, parsed(*rows)))
-    validate(schedule)
-    for rank, order in enumerate(schedule.actions):
-        reduced = [action.unit for action in order if action.kind is Kind.REDUCE_GRAD]
-        assert reduced == list(reversed(schedule.units_of(rank)))
-    local = {(a, a + 1) for a in range(3) if placement[a] == placement[a + 1]}
-    sent = {(a.unit, a.peer.unit) for order in schedule.actions for a in order if a.kind is Kind.SEND_FORWARD}
-    assert sent == {(0, 1), (1, 2), (2, 3)} - local
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -1,12 +1,6 @@
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from megasnn.schedule import ChunkCost, Kind, generate, simulate
-from megasnn.schedule.actions import COMPUTE, USES_WEIGHTS
-from megasnn.schedule.fsdp_passes import SharedWeights
-from megasnn.schedule.named import SCHEDULES
-from megasnn.schedule.passes import insert_recompute, refine
+from megasnn.schedule import ChunkCost, generate, simulate
 
 
 def test_a_transfer_delays_the_receiver_only() -> None:
@@ -36,29 +30,3 @@ def test_costs_say_what_activations_count_and_must_fit() -> None:
     assert result.peak_activations == (1.5, 6)
     with pytest.raises(ValueError, match="2 costs for 1"):
         simulate(generate("1f1b", 1, 1), [ChunkCost(1, 1, 1)] * 2)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.sampled_from(tuple(SCHEDULES)), st.booleans(), st.integers(0, 3), st.integers(0, 3))
-def test_gathers_of_any_schedule(name: str, scattered: bool, gather: int, scatter: int) -> None:
-    schedule = generate(name, 2, 4)
-    schedule = insert_recompute(refine(schedule, [2] * schedule.units), lambda unit, m: m < 3)
-    units = range(schedule.units)
-    shared = SharedWeights((1,) * len(units), frozenset(units if scattered else ())).insert(schedule)
-    alone = simulate(schedule, [ChunkCost(1, 1, 1)] * len(units))
-    result = simulate(shared, [ChunkCost(1, 1, 1, unshard=gather, reduce_scatter=scatter)] * len(units))
-    assert result.busy == alone.busy and result.peak_activations == alone.peak_activations
-    assert result.makespan >= alone.makespan
-    if gather == 0 and (scatter == 0 or not scattered):
-        assert result.makespan == alone.makespan
-    for row in result.timeline:
-        on_link = [t for t in row if t.action.kind in (Kind.UNSHARD, Kind.REDUCE_SCATTER)]
-        computed = [t for t in row if t.action.kind in COMPUTE]
-        for timed in (on_link, computed):
-            assert all(before.end <= after.start for before, after in zip(timed, timed[1:], strict=False))
-        there: dict[int, float] = {}
-        for action, start, end in row:
-            if action.kind is Kind.UNSHARD:
-                there[action.unit] = end
-            elif action.kind in USES_WEIGHTS:
-                assert start >= there[action.unit]

@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megasnn.telemetry.log import BestEffort
-from megasnn.telemetry.tensorboard import GROUPS, TensorBoard, card, charts
+from megasnn.telemetry.tensorboard import GROUPS, TensorBoard, card
 from tests.small_disk import fill, small_disk
 
 LOSS = "1_training/1_loss"
@@ -56,33 +56,9 @@ def test_scalars_stand_against_iterations_nan_as_it_is_and_those_only_ever_zero_
     assert points(tmp_path, "8_data/skipped_samples") == [(2, 1.0), (3, 1.0), (4, 0.0)]
 
 
-def test_charts_of_several_lines_find_their_scalars(tmp_path) -> None:
-    TensorBoard(tmp_path, BestEffort(print)).close()
-    assert "custom_scalars__config__" in read(tmp_path).PluginTagToContent("custom_scalars")
-    patterns = {title: chart[1][0] for group in charts().values() for title, chart in group.items()}
-    assert all(re.match(patterns["loss"], card(name)) for name in ("training/loss", "validation/loss"))
-    assert not re.match(patterns["loss"], card("training/learning_rate"))
-    assert re.match(patterns["peak memory of a rank, largest and mean, MB"], card("memory/peak_mb_mean"))
-
-
-def test_texts_and_pictures_stand_in_the_same_run(tmp_path) -> None:
-    board = TensorBoard(tmp_path, BestEffort(print))
-    board.text("config", "| lr | 0.001 |")
-    board.picture("samples", lambda: np.zeros((2, 2, 3), np.uint8), 3)
-    board.flush()  # readable while the run goes on
-    found = read(tmp_path)
-    assert found.Tensors("config/text_summary")[0].tensor_proto.string_val == [b"| lr | 0.001 |"]
-    assert [event.step for event in found.Images("samples")] == [3]
-    assert [path for path in tmp_path.iterdir() if path.is_dir()] == [], "no run of their own"
-    board.close()
-
-
-@pytest.mark.parametrize("how", ["full", "no folder"])
-def test_files_that_cannot_be_written_are_told_once_and_end_nothing(tmp_path, how) -> None:
+def test_files_that_cannot_be_written_are_told_once_and_end_nothing(tmp_path) -> None:
     told: list[str] = []
     with small_disk(tmp_path / "disk", "128k") as disk:
-        if how == "no folder":
-            (disk / "board").write_text("where a folder should be")
         board = TensorBoard(disk / "board", BestEffort(told.append))
         fill(disk)
         for iteration in range(1, 1000):

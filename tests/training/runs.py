@@ -82,7 +82,7 @@ def train_model(model: str, flags: list[str], only_load: bool = False, callbacks
                 run.close()
             raise
         run.close()
-        return Outcome(run.iteration, run.consumed_samples, pieces_of(run))
+        return Outcome(run.engine.iteration, run.engine.consumed_samples, pieces_of(run))
     finally:
         destroy_model_parallel()
 

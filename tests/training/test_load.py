@@ -82,7 +82,7 @@ def test_flags_variants_and_files_win(run, tmp_path) -> None:
 
 
 def test_a_folder_without_a_checkpoint_of_this_model_changes_nothing(cache, tmp_path, capsys) -> None:
-    save_whole(tmp_path / "vgg", SAVED["vgg"])
+    save_whole(tmp_path / "vgg", SAVED["vgg_dvs"])
     save_global_tensors(tmp_path / "weights", {}, model="SomebodysNet")
     (tmp_path / "damaged" / "iter_0000001").mkdir(parents=True)
     (tmp_path / "damaged" / "iter_0000001" / "metadata.json").write_text("{}")
