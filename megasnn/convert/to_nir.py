@@ -33,7 +33,7 @@ from megasnn.layers import (
     ParallelNeuron,
     WholeImages,
 )
-from megasnn.models.layer import Computed
+from megasnn.models.layer import FunctionLayer
 
 DT = 1e-4  # seconds; SpikingJelly's default
 
@@ -94,7 +94,7 @@ class _Graph:
         """Adds a layer of the model, which torch's tracer divides into modules and functions."""
         call, tracer, self.place = vars(module).get("_call"), _Tracer(), name
         given = [each._replace(folds_time=call is not None and call.fold_time) for each in inputs]
-        if isinstance(module, Computed):
+        if isinstance(module, FunctionLayer):
             output = self.call(name, module.function, *given)
         elif tracer.is_leaf_module(module, ""):
             output = self.convert(name, module, *given)
