@@ -16,7 +16,7 @@ from megasnn.checkpoint.state_dict import read_state_dict
 from megasnn.checkpoint.tensor_io import read_full
 from megasnn.files import CheckpointError
 from megasnn.models.registry import dialect_of, model_of
-from megasnn.models.weight_names import Recipe
+from megasnn.models.weight_names import NameMap
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def in_our_names(source: Source) -> Source:
     return derived(source, dialect_of(source.tensors).to_ours(source.tensors))
 
 
-def derived(source: Source, recipe: Recipe) -> Source:
+def derived(source: Source, recipe: NameMap) -> Source:
     """Tensors made from those of another source. Raises CheckpointError where they do not fit together."""
     tensors = {
         name: made.of(source.tensors[each] for each in made.sources).contiguous() for name, made in recipe.items()

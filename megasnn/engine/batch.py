@@ -104,33 +104,28 @@ class Batches:
                 f"images must be floating-point values [N, {sizes}] of one sample or more, as the model's input_shape "
                 f"says, got {_described(images)}"
             )
-        if not predicts and (problem := self._label_problem(labels, len(images), trains)):
-            return problem
-        if trains:
-            return self._training_problem(len(images))
-        # In training loss or gradient tell of it; here neurons would hide a nan.
-        if self._takes_images and not bool(images.isfinite().all()):
-            return "images hold values that are nan or infinite: no class follows from them"
-        return None
-
-    def _label_problem(self, labels: Any, samples: int, trains: bool) -> str | None:
-        classes, loss = self._config.model.num_classes, LOSSES[self._config.training.loss]
+        samples, classes, loss = len(images), self._config.model.num_classes, LOSSES[self._config.training.loss]
         takes_soft = trains and loss.mixes and not self._config.data.mixes
         fits = isinstance(labels, Tensor) and labels.ndim > 0 and len(labels) == samples
         is_soft = takes_soft and fits and labels.is_floating_point() and labels.shape == (samples, classes)
         if fits and self._takes_labels and not is_soft:
             others = labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool
             fits = labels.ndim == 1 and not others
-        if not fits:
+        if not predicts and not fits:
             soft = f", or probabilities [{samples}, {classes}]" if takes_soft else ""
             return (
                 f"labels must be class indices [{samples}] of an integer type{soft}, for {samples} images, got "
                 f"{_described(labels)}"
             )
-        if self._takes_labels and not is_soft:
+        if not predicts and self._takes_labels and not is_soft:
             lowest, highest = int(labels.long().min()), int(labels.long().max())
             if not 0 <= lowest <= highest < classes:
                 return f"labels are from {lowest} to {highest}; num_classes {classes} needs 0 to {classes - 1}"
+        if trains:
+            return self._training_problem(samples)
+        # In training loss or gradient tell of it; here neurons would hide a nan.
+        if self._takes_images and not bool(images.isfinite().all()):
+            return "images hold values that are nan or infinite: no class follows from them"
         return None
 
     def _training_problem(self, samples: int) -> str | None:

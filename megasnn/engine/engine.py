@@ -158,7 +158,7 @@ class Engine:
         """
         with self._running():
             samples = self.batches.checked(images, labels, trains=True, problem=self.step.problem())
-            return self.train_on(self.batches.share(images, labels, samples, self.consumed_samples))
+            return self.train_on(self.batches.share(images, labels, samples, self.step.consumed_samples))
 
     def train_on(self, batch: GlobalBatch) -> StepResult:
         """`train_step` on this rank's share of a global batch, as `megasnn.data.BatchLoader` gives it."""

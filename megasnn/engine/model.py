@@ -222,7 +222,7 @@ class DistributedModel:
         self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer | None = None
     ) -> Tensor:
         """Trains, or with `consume` evaluates; windows leave no state behind. Returns the sum of this rank's losses."""
-        trains, taken = consume is None, None if consume is None else partial(self._consume, consume)
+        trains, taken = consume is None, None if consume is None else partial(self._hand_on, consume)
         for chunk in self.chunks.values():
             chunk.train(trains)
         for norm in self.norms:
@@ -237,22 +237,25 @@ class DistributedModel:
 
     def _micro_batch_loss(self, output: Bundle, labels: Tensor, again: bool) -> Tensor:
         loss = self.loss(output, labels) / (self._global_batch_size * self._windows)
-        if not again:
-            self._consume(self._count_correct, map_entries(Tensor.detach, output), labels)
+        whole = None if again else self._of_all_windows(map_entries(Tensor.detach, output))
+        if whole is not None:
+            self._correct_here += correct_predictions(logits_of(whole), labels, (1,))[0]
         return loss if self.context.counts_logits else 0 * loss
 
-    def _count_correct(self, output: Bundle, labels: Tensor) -> None:
-        self._correct_here += correct_predictions(logits_of(output), labels, (1,))[0]
+    def _hand_on(self, consume: OutputConsumer, output: Bundle, labels: Tensor) -> None:
+        if (whole := self._of_all_windows(output)) is not None:
+            consume(whole, labels)
 
-    def _consume(self, consume: OutputConsumer, output: Bundle, labels: Tensor) -> None:
-        """Hands on the output for all time steps, with the last window of the samples."""
-        if self._windows > 1:
-            self._outputs.append(entries_of(output))
-            if len(self._outputs) < self._windows:
-                return
-            output = bundle_of({key: torch.cat([each[key] for each in self._outputs]) for key in self._outputs[0]})
-            self._outputs.clear()
-        consume(output, labels)
+    def _of_all_windows(self, output: Bundle) -> Bundle | None:
+        """The output for all time steps, with the last window of the samples; None before it."""
+        if self._windows == 1:
+            return output
+        self._outputs.append(entries_of(output))
+        if len(self._outputs) < self._windows:
+            return None
+        whole = bundle_of({key: torch.cat([each[key] for each in self._outputs]) for key in self._outputs[0]})
+        self._outputs.clear()
+        return whole
 
     def _votes_and_findings(self) -> Tensor:
         """Returns this rank's vote to stop and its findings, `[2]`."""

@@ -148,11 +148,10 @@ def place_of(path: str, module: nn.Module) -> str:
     return f"{path} ({kind})" if path else kind
 
 
+_ELEMENTWISE = {"Sequential", "Identity", "ReLU", "GELU", "SiLU", "Sigmoid", "Tanh"}
+_ELEMENTWISE |= {"Hardtanh", "LeakyReLU", "ELU", "Softplus"}
 _POOLS = [f"{kind}Pool{dims}d" for kind in ("Max", "Avg", "AdaptiveMax", "AdaptiveAvg") for dims in (1, 2, 3)]
-_BY_CHANNEL = {
-    *("Sequential", "Identity", "ReLU", "GELU", "SiLU", "Sigmoid", "Tanh", "Hardtanh", "LeakyReLU", "ELU", "Softplus"),
-    *("Flatten", "Upsample", "SeqToANNContainer", *_POOLS),
-}
+_BY_CHANNEL = {*_ELEMENTWISE, *_POOLS, "Flatten", "Upsample", "SeqToANNContainer"}
 
 
 def is_by_channel(module: nn.Module) -> bool:
@@ -166,10 +165,7 @@ def is_by_channel(module: nn.Module) -> bool:
 
 # --- layers that ranks share the rows of images of
 
-_BY_ROWS = (
-    *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh),
-    *(nn.Hardtanh, nn.LeakyReLU, nn.ELU, nn.Softplus),
-)
+_BY_ROWS = {*_ELEMENTWISE, "ModuleList", "ModuleDict"}
 
 
 def refuse_mixed_rows(layer: nn.Module, context: BuildContext) -> None:
@@ -193,4 +189,4 @@ def _mixes_rows(module: nn.Module) -> bool:
         return bool(said)
     # Neurons of one's own have surrogate functions of SpikingJelly's in them.
     ours = type(module).__module__.startswith(("megasnn.", "spikingjelly.activation_based.surrogate"))
-    return not (ours or type(module) in _BY_ROWS or isinstance(module, NeuronLayer))
+    return not (ours or class_name(module) in _BY_ROWS or isinstance(module, NeuronLayer))

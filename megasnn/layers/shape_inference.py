@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasnn.kernels.spike_codec import Content
 
@@ -33,12 +34,6 @@ _REARRANGE = {
 _ADD = {"add", "__add__", "__radd__", "__iadd__", "add_"}
 _MULTIPLY = {"mul", "__mul__", "__rmul__", "__imul__", "mul_", "multiply", "logical_and"}
 _SUBTRACT_FROM = {"rsub", "__rsub__"}
-_RANDOM = {
-    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "rrelu"),
-    *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "bernoulli_"),
-    *("normal", "normal_", "uniform_", "exponential_", "poisson", "multinomial", "gumbel_softmax", "native_dropout"),
-    *("random_", "log_normal_", "cauchy_", "geometric_", "scaled_dot_product_attention"),
-}
 
 
 def mark_max(tensor: Tensor, largest: int) -> Tensor:
@@ -75,11 +70,7 @@ def join_content(first: Content, second: Content) -> Content:
 
 
 class MaxInference(TorchFunctionMode):
-    """Marks every result of a torch function with the largest value that follows from its arguments.
-
-    Raises:
-        ValueError: a function that draws random numbers, which would depend on the layout.
-    """
+    """Marks every result of a torch function with the largest value that follows from its arguments."""
 
     def __torch_function__(
         self,
@@ -89,10 +80,6 @@ class MaxInference(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = getattr(function, "__name__", "")
-        if name in _RANDOM and _draws(name, args, kwargs or {}):
-            raise ValueError(
-                f"{name} draws random numbers that depend on the layout: use megasnn.ParallelDropout or DropPath"
-            )
         result = function(*args, **(kwargs or {}))
         largest = _max_of_result(name, args)
         for each in result if isinstance(result, (tuple, list)) else (result,):
@@ -101,14 +88,16 @@ class MaxInference(TorchFunctionMode):
         return result
 
 
-def _draws(name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Tells of dropout whether it leaves anything out; functions without it always draw."""
-    if name == "scaled_dot_product_attention":
-        return bool(options.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    if "dropout" not in name:
-        return True
-    p = options.get("p", args[1] if len(args) > 1 else 0.5)
-    return bool(p) and bool(options.get("training", args[2] if len(args) > 2 else True))
+class RefuseRandom(TorchDispatchMode):
+    """Raises ValueError for an operator that draws random numbers, which would depend on the layout."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise ValueError(
+                f"{func.overloadpacket.__name__} draws random numbers that depend on the layout: use "
+                "megasnn.ParallelDropout or DropPath"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _max_of_result(name: str, args: tuple[Any, ...]) -> int | None:

@@ -23,6 +23,7 @@ from megasnn.layers.refusals import SHARDED, is_by_channel, is_plain, refuse, re
 from megasnn.layers.replicated import apply_layer, forget_state, plain_layer
 from megasnn.layers.shape_inference import (
     MaxInference,
+    RefuseRandom,
     content_of,
     inferring_requires_grad,
     is_ours,
@@ -262,7 +263,7 @@ def dry_run(name: str, layer: nn.Module, inputs: Sequence[Bundle]) -> Bundle:
             vars(module).pop(noted, None)
     before, buffers = _versions(inputs), dict(_buffers(layer))
     try:
-        with inferring_requires_grad(), MaxInference():
+        with inferring_requires_grad(), MaxInference(), RefuseRandom():
             output = apply_layer(layer, inputs[0], range(DRY_SAMPLES), *inputs[1:])
         if wrong := [x for x in entries_of(output).values() if x.shape[1:2] != (DRY_SAMPLES,)]:
             raise ValueError(f"its output {list(wrong[0].shape)} is not [T, N, ...] of {DRY_SAMPLES} samples")

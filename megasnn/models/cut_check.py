@@ -27,7 +27,7 @@ from megasnn.layers.replicated import apply_layer, is_whole
 from megasnn.layers.shape_inference import content_of, is_ours, max_of
 from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.models.description import DRY_SAMPLES, INPUT, Built, Cuts, ModelDescription, frames_of
-from megasnn.models.layer import Computed
+from megasnn.models.layer import FunctionLayer
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.sharding import Cut, Shard, materialise
@@ -61,8 +61,8 @@ def check_cut_layers(
         MixedChannels: on every rank, for the first layer that computes something else with a rank's channels.
     """
     tp, inputs = context.tp, [_entries(built, sources) for sources in described.inputs]
-    suspects = [number for number in numbers if not is_trusted(built[number].module, inputs[number])]
-    if tp.size == 1 or not suspects:
+    suspects = [n for n in numbers if tp.size > 1 and not is_trusted(built[n].module, inputs[n])]
+    if not suspects:
         return
     wide = replace(
         context,
@@ -106,7 +106,7 @@ def is_known(layer: nn.Module) -> bool:
     """Tells whether a module is MegaSNN's with all in it."""
     return all(
         getattr(each.forward, "func", each.forward).__module__.startswith("megasnn.")
-        and not isinstance(each, Computed)
+        and not isinstance(each, FunctionLayer)
         and (is_ours(each) or not isinstance(each, SpikingNeuron))
         and not each._forward_hooks
         and not each._forward_pre_hooks

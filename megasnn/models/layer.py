@@ -36,7 +36,7 @@ class Layer:
     is_sharded: bool = False
 
 
-class Computed(nn.Module):
+class FunctionLayer(nn.Module):
     """A function of the inputs as a module. It is whole on every tensor parallel rank, and learns nothing."""
 
     mixes_rows = True  # of a function nobody knows: see `megasnn.layers.refusals`
@@ -80,7 +80,7 @@ def layer(
     is_sharded = False
     try:
         if inspect.isroutine(given) or isinstance(given, partial):
-            given = Computed(given)
+            given = FunctionLayer(given)
         elif not isinstance(given, nn.Module) and hasattr(type(given), "give"):
             if initialise is not None:
                 raise ValueError("give initialise=... to megasnn.shard, which describes the initial values")

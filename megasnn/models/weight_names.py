@@ -40,7 +40,7 @@ class Made:
             raise CheckpointError(f"these tensors do not fit together: {given}: {error}") from None
 
 
-Recipe = Mapping[str, Made]
+NameMap = Mapping[str, Made]
 ModelValues = Mapping[str, Any]
 """A model's configuration as a checkpoint keeps it."""
 
@@ -61,18 +61,18 @@ class Dialect:
     name: str
     title: str
     marker: str
-    incoming: Callable[[Collection[str], ModelValues | None], Recipe]
-    outgoing: Callable[[Collection[str], ModelValues | None], Recipe]
+    incoming: Callable[[Collection[str], ModelValues | None], NameMap]
+    outgoing: Callable[[Collection[str], ModelValues | None], NameMap]
     is_unused: Callable[[str], bool] = lambda name: False
 
-    def to_ours(self, names: Collection[str], model: ModelValues | None = None) -> Recipe:
+    def to_ours(self, names: Collection[str], model: ModelValues | None = None) -> NameMap:
         """Raises CheckpointError that lists what is missing and unexpected, in their names."""
         recipe = self.incoming(names, model)
         used = [name for name in names if not self.is_unused(name)]
         require_equal(sources(recipe), used, f"these are not the tensors of {self.title}:")
         return recipe
 
-    def from_ours(self, names: Collection[str], model: ModelValues | None = None) -> Recipe:
+    def from_ours(self, names: Collection[str], model: ModelValues | None = None) -> NameMap:
         """Raises CheckpointError that lists what is missing and unexpected, in our names."""
         try:
             recipe = self.outgoing(names, model)
@@ -84,17 +84,17 @@ class Dialect:
         return recipe
 
 
-def values_of(recipe: Recipe, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def values_of(recipe: NameMap, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a recipe, made from those of the other program."""
     return {name: made.of(tensors[source] for source in made.sources) for name, made in recipe.items()}
 
 
-def renamed(names: Mapping[str, str]) -> Recipe:
+def renamed(names: Mapping[str, str]) -> NameMap:
     """A recipe that only renames: new name -> old name."""
     return {new: Made((old,)) for new, old in names.items()}
 
 
-def sources(recipe: Recipe) -> set[str]:
+def sources(recipe: NameMap) -> set[str]:
     """All names that a recipe takes."""
     return {name for made in recipe.values() for name in made.sources}
 
@@ -131,7 +131,7 @@ def prefix_dialect(
         lacks: values of our model's configuration with which theirs has no such model.
     """
 
-    def outgoing(ours: Collection[str], model: ModelValues | None) -> Recipe:
+    def outgoing(ours: Collection[str], model: ModelValues | None) -> NameMap:
         for field, value in (lacks or {}).items():
             if model is not None and model.get(field) == value:
                 raise CheckpointError(f"{title} has no {flag(field)} {value}")

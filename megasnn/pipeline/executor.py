@@ -93,7 +93,7 @@ class PipelineExecutor:
             self._begin_graphs(sizes)
         with nullcontext() if consume is None else torch.no_grad():
             for action in actions:
-                with placed(partial(self._place, action)), named(str(action)):
+                with placed(partial(self._place, action)), named(action):
                     self._do(run, action)
         self._transfers.wait()
         if consume is None:

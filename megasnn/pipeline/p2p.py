@@ -15,9 +15,10 @@ A message has the size that was planned, whatever the values: a packed one that 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -133,9 +134,8 @@ def on_wire(message: Tensor, wire: torch.device) -> Tensor:
     return torch.empty_like(message, device=wire, pin_memory=message.is_cuda).copy_(message)
 
 
-def linked(placement: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs of pipeline ranks that send to each other, in ascending order."""
-    pairs = zip(placement, placement[1:], strict=False)
+def linked(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Pairs of pipeline ranks that send to each other, each once, in ascending order."""
     return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
 
 
@@ -213,7 +213,7 @@ class Transfers:
         self._units, self.placement, self._boundaries = units, tuple(placement), boundaries
         self._rank, self.links = state.pp.rank, dict[int, Link]()
         up, down, wire = state.pp, state.pp_down, state.wire
-        for low, high in linked(placement):
+        for low, high in linked(pairwise(placement)):
             start_messages(up, low, high, wire)
             start_messages(down, high, low, wire)
             if self._rank in (low, high):

@@ -8,7 +8,6 @@ profiled once. No more than one layer exists at a time. Values come from keyed g
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -17,7 +16,6 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from megasnn.bundle import entries_of
 from megasnn.kernels.spike_codec import bits_of, remember_bits
@@ -94,8 +92,7 @@ def profile_layers(
     layers: list[nn.Module | None] = [each.module for each in description.build(built)]
     known: dict[Hashable, tuple[LayerCost, list[Tensor]]] = {}
     given, costs = list[Tensor](), list[LayerCost]()
-    quiet = True if rounds == 0 or (dist.is_initialized() and dist.get_rank() > 0) else None  # None: on a terminal
-    for number in tqdm(range(len(layers)), desc="measuring layers", leave=False, disable=quiet):
+    for number in range(len(layers)):
         layer, layers[number] = layers[number], None  # its memory is free when it has been profiled
         assert layer is not None
         chunk = PipelineChunk(description, bounds, number, [layer], built)
@@ -142,13 +139,15 @@ class _Trial:
         self._chunk, self._micro, self._given, self._device = chunk, micro, given, device
         self._key = chunk.index, 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        before = statistics.total()
+        before, collected = statistics.total(), Cache()
         # The first run pays for compiling and for the gradients' memory. What is left of it goes while something else
         # is counted: torch warns of memory not seen taken.
         with AllocationCounter(device).counting(), statistics.counting():
-            self._pass(lambda part: nullcontext())
+            self._pass(lambda part: recording(collected) if part == "forward" else nullcontext())
         after = statistics.total()
         self._traffic = after.calls - before.calls, after.bytes - before.bytes
+        parts = (part for each in collected for part in ([each] if isinstance(each, Tensor) else each))
+        self._found = sum(part.nbytes for part in parts)
 
     def cost(self, rounds: int) -> LayerCost:
         """Costs of the layer, and of the boundary behind it. Args: rounds: as of `profile_layers`."""
@@ -189,7 +188,7 @@ class _Trial:
             deferred=counted["deferred"][1],
             collectives=self._traffic[0],
             exchanged=self._traffic[1],
-            found=self._found(),
+            found=self._found,
         )
 
     def _pass(self, inside: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -212,16 +211,6 @@ class _Trial:
         with inside("weight_gradient"):
             while tasks:
                 tasks.pop()()
-
-    def _found(self) -> int:
-        """Bytes that a forward keeps beside its input where it is computed again."""
-        collected: Cache = deque()
-        run = StepState([self._micro], self._anchor)
-        run.inputs[self._key] = [*self._given]
-        with recording(collected):
-            self._forward(run)
-        parts = (part for each in collected for part in ([each] if isinstance(each, Tensor) else each))
-        return sum(part.nbytes for part in parts)
 
     def _forward(self, run: StepState) -> list[Tensor]:
         chunk = self._chunk

@@ -23,7 +23,7 @@ from megasnn.parallel.sync_batch_norm import StepStatistics
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
-from megasnn.pipeline.p2p import on_wire
+from megasnn.pipeline.p2p import linked, on_wire
 
 
 @dataclass
@@ -81,9 +81,8 @@ class Ties:
                 pair.owned.append(owned[tie.name])
             if pipeline.rank == copy:
                 pair.copies.append(kept(next(copies[index])).tensor)
-        for low, high in sorted({(min(pair.owner, pair.copy), max(pair.owner, pair.copy)) for pair in pairs.values()}):
-            if low < high:
-                start_messages(pipeline, low, high, wire)
+        for low, high in linked((pair.owner, pair.copy) for pair in pairs.values()):
+            start_messages(pipeline, low, high, wire)
         self._pairs = [pair for _, pair in sorted(pairs.items()) if pipeline.rank in (pair.owner, pair.copy)]
         for pair in self._pairs:
             pair.owning_norms = [norm_of[tensor] for tensor in pair.owned if tensor in norm_of]

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from megasnn.config.checks import ConfigError
+from tests.forking import forking
+from tools.benchmark import ranks as ranks_of_benchmark
 from tools.benchmark.__main__ import main
 from tools.benchmark.harness import run, table
 from tools.benchmark.layouts import Layouts, figures, parse_row
@@ -17,6 +19,13 @@ from tools.benchmark.steps import Facts, Turn
 
 TINY = ["--dimensions", *"embed_dim=32 num_heads=2 depth=1 image_size=16 time_steps=2".split()]
 SHORT = "--global-batch-size 4 --micro-batches 2 --rounds 1 --steps 1".split()
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks ranks from the server of the tests, for tests that look at no figure of a process by itself."""
+    context = forking()
+    monkeypatch.setattr(ranks_of_benchmark.multiprocessing, "get_context", lambda method: context)
 
 
 @pytest.mark.parametrize(

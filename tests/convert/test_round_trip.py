@@ -95,6 +95,10 @@ def test_weights_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match=r"blocks\.1\.mlp\.fc3\.weight: unexpected"):
         from_spikingjelly({**plif, "blocks.1.mlp.fc3.weight": torch.ones(1)})
     rank = build(model_like(CONFIGS["spikformer"], neuron="plif"))
+    before = {entry.name: entry.tensor.clone() for entry in rank.tensors}
+    with pytest.raises(CheckpointError, match=r"head\.weight: .*\[4, 16\]"):
+        load_globals_into(rank.tensors, from_spikingjelly({**plif, "head.weight": plif["head.weight"][:4]}))
+    assert all(torch.equal(entry.tensor, before[entry.name]) for entry in rank.tensors)
     del plif["blocks.1.attn.attn_lif.w"]
     with pytest.raises(CheckpointError, match=r"blocks\.1\.attention\.neuron\.w"):
         load_globals_into(rank.tensors, from_spikingjelly(plif))

@@ -179,9 +179,9 @@ def test_what_a_gpu_reads_from_the_host_is_received_into_pinned_memory(monkeypat
 
 
 def test_links_are_those_of_the_placement() -> None:
-    assert linked((0, 1, 2)) == [(0, 1), (1, 2)]
-    assert linked((0, 1, 2, 0, 1, 2)) == [(0, 1), (0, 2), (1, 2)]
-    assert linked((0, 1, 1, 0)) == [(0, 1)]
+    assert linked([(0, 1), (2, 1)]) == [(0, 1), (1, 2)]
+    assert linked([(0, 1), (1, 2), (2, 0), (0, 1)]) == [(0, 1), (0, 2), (1, 2)]
+    assert linked([(0, 1), (1, 1), (1, 0)]) == [(0, 1)]
 
 
 # --- what boundaries carry

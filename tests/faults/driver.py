@@ -30,7 +30,7 @@ from megasnn.engine import mesh as program
 from megasnn.layers.weight_grad import WeightGradients
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.telemetry.records import StepResult
-from megasnn.telemetry.timers import DeviceClock
+from megasnn.telemetry.timers import Timers
 from tests.sums import form_sums_where_few
 
 MICRO_BATCHES = 2  # of a step, on every rank
@@ -88,8 +88,8 @@ def _lose_the_gpu() -> None:
     def asked(*args: Any, **options: Any) -> Any:
         raise torch.AcceleratorError(ASKED_AGAIN)
 
-    for name in ("mark", "has_passed"):
-        mock.patch.object(DeviceClock, name, asked).start()
+    for name in ("_mark", "_take_ended"):
+        mock.patch.object(Timers, name, asked).start()
     for name in ("synchronize", "empty_cache", "memory_stats", "current_stream"):
         mock.patch.object(torch.cuda, name, asked).start()
     Path(os.environ[PID_FILE]).with_suffix(".lost").write_text(str(time.monotonic()))

@@ -28,7 +28,7 @@ from megasnn.layers import (
     apply_layer,
 )
 from megasnn.models.build import describe
-from megasnn.models.layer import Computed, Layer, layer
+from megasnn.models.layer import FunctionLayer, Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel_state import Group
@@ -445,13 +445,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "weights beside": (Scaled, "Scaled .* 'scale'"),
     "weights of neurons": (lambda: With(Steeper()), r"part \(Steeper\) .*self\.per_channel\('steep'"),
     "dropout twice": (Drops, "twice"),
-    "function": (lambda: Function(partial(F.dropout, p=0.2)), "dropout draws"),
-    "native dropout": (lambda: Computed(lambda x: torch.native_dropout(x, 0.5, True)[0]), "native_dropout draws"),
+    "function": (lambda: Function(partial(F.dropout, p=0.2)), "bernoulli_ draws"),
+    "native dropout": (lambda: FunctionLayer(lambda x: torch.native_dropout(x, 0.5, True)[0]), "native_dropout draws"),
     "attention": (
-        lambda: Computed(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2)),
-        "scaled_dot_product_attention draws",
+        lambda: FunctionLayer(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2)),
+        "bernoulli_ draws",
     ),
-    "in place": (lambda: Computed(lambda x: x.clone().cauchy_()), "cauchy_ draws"),
+    "in place": (lambda: FunctionLayer(lambda x: x.clone().cauchy_()), "cauchy_ draws"),
 }
 
 
@@ -463,7 +463,7 @@ def test_what_cannot_be_computed_alike_everywhere_is_refused_with_the_layers_nam
 
 
 def test_a_function_that_could_draw_and_does_not_is_taken() -> None:
-    assert describe(model_of(lambda: Computed(lambda x: F.scaled_dot_product_attention(x, x, x)))).layers
+    assert describe(model_of(lambda: FunctionLayer(lambda x: F.scaled_dot_product_attention(x, x, x)))).layers
 
 
 def test_sizes_that_do_not_divide_are_refused_or_stay_whole() -> None:

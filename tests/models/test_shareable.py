@@ -19,7 +19,7 @@ from megasnn.layers import (
     WholeImages,
 )
 from megasnn.models.build import describe
-from megasnn.models.layer import Computed, layer
+from megasnn.models.layer import FunctionLayer, layer
 from megasnn.models.model import Model
 from megasnn.parallel_state import Group
 from tests.models.networks import between
@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[str, Callable[[], nn.Module], str]] = {
     "silent": ("rows", Silent, "Silent"),
     "within": ("rows", lambda: nn.Sequential(nn.ReLU(), nn.AvgPool2d(3, 1, 1)), r"1 \(AvgPool2d\)"),
     "around ours": ("rows", WithUnit, "WithUnit"),
-    "a function": ("rows", lambda: Computed(torch.relu), "Computed"),
+    "a function": ("rows", lambda: FunctionLayer(torch.relu), "FunctionLayer"),
     **{
         f"twice, {name}": ("rows", partial(TwoHeights, make), f"{name} .*6 rows and of 3")
         for name, make in {

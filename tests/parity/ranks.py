@@ -70,7 +70,8 @@ class Layout:
 def name_of(layout: Layout) -> str:
     weight = f"-wp{layout.weight}" if layout.weight > 1 else ""
     context = f"-cp{layout.context}{layout.cut}" if layout.context > 1 else ""
-    return f"dp{layout.data}-tp{layout.tensor}-pp{layout.pipeline}{context}-{layout.schedule}{weight}"
+    options = "-scatters" * layout.scatters + (f"-{layout.recompute}" if layout.recompute else "")
+    return f"dp{layout.data}-tp{layout.tensor}-pp{layout.pipeline}{context}-{layout.schedule}{weight}{options}"
 
 
 LAYOUTS = [

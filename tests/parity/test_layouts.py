@@ -1,31 +1,81 @@
-"""Every layout computes what SpikingJelly's own model computes: one step in float64, to 1e-9 relative."""
+"""Every layout computes what SpikingJelly's own model computes: one step in float64, to 1e-9 relative.
+
+The suite takes each axis, schedule and option with each other once; `pytest -m matrix` takes all layouts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
+from typing import Any, get_args
 
 import pytest
 import torch
 
+from megasnn.grid import ContextCut
 from tests.parity.beside import SPIKFORMER, assert_equal_to_truth, run
 from tests.parity.ranks import Layout, assemble, error, name_of
 
-
-def layouts() -> list[object]:
-    """All that fit 8 ranks, with both schedules where there is a pipeline; the suite takes one of the two for each."""
-    found: list[object] = []
-    for data, tensor, pipeline in product((1, 2), (1, 2, 4), (1, 2, 4)):
-        if data * tensor * pipeline <= 8:
-            usual, other = ("1f1b", "gpipe") if (data * tensor) % 4 else ("gpipe", "1f1b")
-            found.append(Layout(data, tensor, pipeline, usual))
-            if pipeline > 1:
-                found.append(pytest.param(Layout(data, tensor, pipeline, other), marks=pytest.mark.matrix))
-    return found
+SIZES = {1: (3, 3, 3, 2), 2: (3, 3, 3, 2), 4: (6, 5)}
+"""Of micro-batches, by the number of ranks that share each: none has equally many samples of all of them."""
 
 
-@pytest.mark.parametrize("layout", layouts(), ids=name_of)
+def on(usual: Iterable[Layout], every: Iterable[Layout]) -> Any:
+    layouts = dict.fromkeys(usual, ()) | dict.fromkeys(set(every) - set(usual), pytest.mark.matrix)
+    cases = [pytest.param(layout, marks=marks) for layout, marks in sorted(layouts.items(), key=str)]
+    return pytest.mark.parametrize("layout", cases, ids=lambda layout: name_of(layout))
+
+
+def with_each_cut(layouts: Iterable[Layout]) -> list[Layout]:
+    """Ranks that share micro-batches, by samples and by rows of images."""
+    return [replace(layout, cut=cut) for cut, layout in product(get_args(ContextCut), layouts)]
+
+
+# With both schedules where there is a pipeline.
+GRIDS = [grid for grid in product((1, 2), (1, 2, 4), (1, 2, 4)) if grid[0] * grid[1] * grid[2] <= 8]
+EVERY = [
+    Layout(*grid, schedule) for grid in GRIDS for schedule in ("1f1b", "gpipe") if grid[2] > 1 or schedule == "1f1b"
+]
+USUAL = [Layout(*grid, "1f1b" if grid[0] * grid[1] % 4 or grid[2] == 1 else "gpipe") for grid in GRIDS]
+
+SHARED_WEIGHTS = [
+    Layout(data, tensor, pipeline, schedule, weight=weight, scatters=scatters, recompute=recompute)
+    for weight, data, tensor, pipeline in product((2, 4), (2, 4), (1, 2), (1, 2))
+    if weight <= data and data * tensor * pipeline <= 8
+    for schedule in (("1f1b", "zbv") if pipeline > 1 else ("1f1b",))
+    for scatters, recompute in product((False, True), (None, "always"))
+]
+USUAL += [
+    Layout(2, 1, 1, weight=2),
+    Layout(4, 1, 1, weight=2, scatters=True, recompute="always"),
+    Layout(4, 1, 2, "zbv", weight=2, scatters=True),
+    Layout(4, 2, 1, weight=4, recompute="always"),
+    Layout(2, 2, 2, "zbv", weight=2, recompute="always"),
+    Layout(2, 2, 2, "1f1b", weight=2, scatters=True),
+    Layout(4, 1, 2, "1f1b", weight=4),
+]
+
+SHARED_SAMPLES = with_each_cut(
+    Layout(data, tensor, pipeline, schedule, context=context)
+    for context, data, tensor, pipeline in product((2, 4), (1, 2), (1, 2), (1, 2))
+    if context * data * tensor * pipeline <= 8
+    for schedule in (("1f1b", "zbv") if pipeline > 1 else ("1f1b",))
+)
+USUAL += with_each_cut(
+    [
+        Layout(context=2),
+        Layout(2, 1, 2, "zbv", context=2),
+        Layout(1, 2, 2, "1f1b", context=2),
+        Layout(1, 2, 1, context=4),
+        Layout(2, 1, 2, "1f1b", weight=2, context=2, recompute="always"),
+    ]
+)
+
+
+@on(USUAL, [*EVERY, *SHARED_WEIGHTS, *SHARED_SAMPLES])
 def test_layout_equals_spikingjelly(ranks, layout: Layout) -> None:
-    assert_equal_to_truth(SPIKFORMER, ranks, layout)
+    assert_equal_to_truth(replace(SPIKFORMER, sizes=SIZES[layout.context]), ranks, layout)
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(2, 2, 2)], ids=name_of)

@@ -96,8 +96,7 @@ def _rows() -> Iterator[Row]:
 def _parameters() -> Iterator[Any]:
     for name, model, layout, size, usual in _rows():
         marks = () if usual else pytest.mark.matrix
-        scatters = "-scatters" * layout.scatters
-        yield pytest.param(model, layout, size, id=f"{name}-{name_of(layout)}{scatters}", marks=marks)
+        yield pytest.param(model, layout, size, id=f"{name}-{name_of(layout)}", marks=marks)
 
 
 @pytest.fixture(scope="module")

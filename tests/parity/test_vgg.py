@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.parity import vgg
 from tests.parity.beside import Case, assert_equal_to_truth, assert_schedules_agree, truth
 from tests.parity.ranks import Layout, assemble, name_of
+from tests.parity.test_layouts import SHARED_SAMPLES, SHARED_WEIGHTS, SIZES, on, with_each_cut
 
 LAYOUTS = [
     Layout(),
@@ -17,6 +19,9 @@ LAYOUTS = [
     Layout(2, 1, 3),
     Layout(1, 1, 4, "interleaved", 2),
     Layout(2, 2, 2, "zbv"),
+    Layout(4, 1, 1, weight=2, scatters=True, recompute="always"),
+    Layout(4, 1, 2, "zbv", weight=2, scatters=True),
+    *with_each_cut([Layout(2, 2, 1, context=2), Layout(1, 1, 2, "zbv", context=4)]),
 ]
 
 
@@ -27,9 +32,9 @@ def require_equal(ranks: Any, layout: Layout, case: Case, **options: Any) -> Non
     assert len(biases) == 5 and not any(value.any() for value in biases), "they cancel against the norms' means"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+@on(LAYOUTS, [*SHARED_WEIGHTS, *SHARED_SAMPLES])
 def test_layout_equals_spikingjelly_with_dropout(ranks, layout: Layout) -> None:
-    require_equal(ranks, layout, vgg.DROPOUT)
+    require_equal(ranks, layout, replace(vgg.DROPOUT, sizes=SIZES[layout.context]))
 
 
 def test_a_full_grid_equals_spikingjelly_without_dropout(ranks) -> None:

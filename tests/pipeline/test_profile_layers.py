@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import chain
-from math import prod
 
 import pytest
 import torch
@@ -37,8 +36,6 @@ def test_costs_of_a_layer_are_what_it_does() -> None:
     stem, block = four[0], four[5]
     assert stem.message == stem.gradient // 32  # a bit in place of a float32
     assert block.message == block.gradient // 4
-    sizes = [prod(entry.shard.global_shape) for entry in MODEL.tensors if entry.is_parameter]
-    assert sum(cost.parameters for cost in four) == sum(cost.parameters for cost in eight) == 4 * sum(sizes)
     assert all((cost.collectives, cost.exchanged) == (0, 0) for cost in four)
 
 
@@ -75,8 +72,6 @@ def test_a_layer_costs_its_rank_what_its_own_part_costs(ranks) -> None:
         for mine in ranks(2, _profiled_in_a_group, tensor, context):
             assert [2 * cost.gradient for cost in mine[:-1]] == [cost.gradient for cost in whole[:-1]]
             assert all(cost.held < 0.8 * of_all.held for cost, of_all in zip(mine[:-1], whole[:-1], strict=True))
-            parts = [tensor * cost.parameters for cost in mine[:-1]]
-            assert parts == [cost.parameters for cost in whole[:-1]]
             if tensor == 2:
                 # The second layer's input is gathered, a bit a spike, and its gradient of the same size summed.
                 bits, gradient = whole[0].message // 2, whole[0].gradient // 2

@@ -39,39 +39,13 @@ class Blocked:
 
 
 sys.meta_path.insert(0, Blocked())
-from pathlib import Path
-from megasnn.models.spikformer.model import Spikformer
-from megasnn.planner.cost_file import read
-from megasnn.planner.machines import DEVICES, Cluster
-from megasnn.planner.plan import apply, plan
-from megasnn.planner.report import table
-from megasnn.pretraining import configuration
-flags = "--embed-dim 32 --depth 1 --num-heads 2 --image-size 16 --time-steps 2 --micro-batch-size 4".split()
-config = configuration(Spikformer, [*flags, "--global-batch-size", "16"])
-found = plan(read(Path(sys.argv[1])), config, Cluster(8, 8, DEVICES["h100"]))
-print(table(found))
-print(apply(found, config, Path(sys.argv[2])))
+from megasnn.commands.plan import make_plan
+make_plan(sys.argv[1:])
 """
 
 
 def planned(ranks: int = 8, gigabytes: float = 4.0, prefer: Prefer = "speed") -> Plan:
     return plan(analysis(), config(), cluster(ranks, gigabytes), prefer)
-
-
-@pytest.fixture
-def costs(tmp_path: Path) -> Path:
-    write(analysis(), tmp_path / "costs.json")
-    return tmp_path / "costs.json"
-
-
-def test_without_torch(costs: Path, tmp_path: Path) -> None:
-    flags = tmp_path / "flags.json"
-    assert read(costs) == analysis()
-    program = [sys.executable, "-c", WITHOUT_TORCH, str(costs), str(flags)]
-    said = subprocess.run(program, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert "plan for 8 x h100" in said and f"--config {flags}" in said.splitlines()[-1]
-    of_file = from_flags(MODELS["spikformer"], ["--config", str(flags), "--train-iters", "1"])
-    validate(of_file, 8)
 
 
 def test_every_candidate_has_a_reason() -> None:
@@ -212,15 +186,19 @@ def test_parts_of_the_memory_add_up(rest: float) -> None:
 MODEL_FLAGS = "spikformer --embed-dim 32 --depth 1 --num-heads 2 --image-size 16 --time-steps 2".split()
 
 
-def test_the_program(costs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = tmp_path / "flags.json"
-    sizes = "--global-batch-size 16 --gpus 4 --device-name cpu-core".split()
-    files = ["--costs", str(costs), "--output", str(flags)]
-    make_plan([*MODEL_FLAGS, *sizes, *files, "--memory=2GB", "--micro-batch-size", "4"])
-    said = capsys.readouterr().out
-    assert "plan for 4 x cpu-core" in said and "of 2.00 GB" in said and f"--config {flags}" in said
+def test_the_program_needs_no_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs, output = tmp_path / "costs.json", tmp_path / "flags.json"
+    write(analysis(), costs)
+    assert read(costs) == analysis()
+    flags = [*MODEL_FLAGS, *"--global-batch-size 16 --gpus 4 --device-name cpu-core".split()]
+    flags += ["--costs", str(costs), "--output", str(output)]
+    program = [sys.executable, "-c", WITHOUT_TORCH, *flags, "--memory=2GB", "--micro-batch-size", "4"]
+    said = subprocess.run(program, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "plan for 4 x cpu-core" in said and "of 2.00 GB" in said and f"--config {output}" in said
     assert set(re.findall(r"micro-batches of (\d+)", said)) == {"4"}, "the size was given"
-    make_plan([*MODEL_FLAGS, *sizes, *files])
+    of_file = from_flags(MODELS["spikformer"], ["--config", str(output), "--train-iters", "1"])
+    validate(of_file, 4)
+    make_plan(flags)
     assert len(set(re.findall(r"micro-batches of (\d+)", capsys.readouterr().out))) > 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -14,18 +15,6 @@ from tests.training.runs import train, without_trial
 FLAGS = ("--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1", "--log-interval", "2")
 
 
-class Kept(megasnn.Callback):
-    """Keeps the name of each method that was called, with what it was given."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-
-    def __getattribute__(self, name: str) -> Any:
-        if name not in vars(megasnn.Callback) or name.startswith("_"):
-            return super().__getattribute__(name)
-        return lambda *values: self.calls.append((name, values))
-
-
 class Failing(megasnn.Callback):
     def step(self, iteration: int, result: Any) -> None:
         if iteration != 3:
@@ -33,13 +22,13 @@ class Failing(megasnn.Callback):
 
 
 def test_callbacks_are_told_what_the_log_has(tmp_path, capfd) -> None:
-    kept = Kept()
+    kept = mock.Mock(spec=megasnn.Callback)
     with without_trial():
         train(str(tmp_path / "cache"), *FLAGS, "--save", str(tmp_path / "run"), callbacks=[Failing(), kept])
-    names = [name for name, _ in kept.calls]
+    names = [name for name, *_ in kept.method_calls]
     first, second = ["step", "step", "log", "evaluation"], ["step", "step", "log", "evaluation", "save", "end"]
     assert names == ["start", *first, *second]
-    told = [values for _, values in kept.calls]
+    told = [values for _, values, _ in kept.method_calls]
     outline, flags = told[0]
     assert outline.iterations == 4 and flags["lr"] == 1e-2 and flags["data_parallel_size"] == 1
     (iteration, step), (record, scalars), (evaluation,) = told[2:5]
@@ -54,34 +43,24 @@ def test_callbacks_are_told_what_the_log_has(tmp_path, capfd) -> None:
 
 def test_what_is_no_callback_is_refused() -> None:
     with pytest.raises(ValueError, match="megasnn.Callback"):
-        megasnn.pretrain("spikformer", ["--train-iters", "1"], callbacks=[Kept])  # type: ignore[list-item]
+        megasnn.pretrain("spikformer", ["--train-iters", "1"], callbacks=[Ending])  # type: ignore[list-item]
 
 
-class Ending(Kept):
-    """Asks for the end at the second step."""
-
-    def __init__(self, asks: BaseException) -> None:
-        super().__init__()
-        self.asks = asks
-
-    def __getattribute__(self, name: str) -> Any:
-        if name != "step":
-            return super().__getattribute__(name)
-        return self.ends
-
-    def ends(self, iteration: int, result: Any) -> None:
-        self.calls.append(("step", (iteration, result)))
+class Ending(megasnn.Callback):
+    def step(self, iteration: int, result: Any) -> None:
         if iteration == 2:
-            raise self.asks
+            raise SystemExit
 
 
 def test_a_callback_that_exits_ends_the_run_as_a_signal_does(tmp_path) -> None:
     """After the next step, saved and not evaluated."""
-    ending, folder = Ending(SystemExit()), tmp_path / "run"
+    kept, folder = mock.Mock(spec=megasnn.Callback), tmp_path / "run"
     with without_trial():
-        outcome = train(str(tmp_path / "cache"), "--train-iters", "9", "--save", str(folder), callbacks=[ending])
+        outcome = train(
+            str(tmp_path / "cache"), "--train-iters", "9", "--save", str(folder), callbacks=[Ending(), kept]
+        )
     assert outcome.iteration == 3 and list_checkpoints(folder) == [3]
-    assert [name for name, _ in ending.calls] == ["start", "step", "step", "step", "save", "end"]
+    assert [name for name, *_ in kept.method_calls] == ["start", "step", "step", "step", "save", "end"]
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     texts = [line["text"] for line in log if line["kind"] == "message"]
     assert "Ending.step asks for the end of the run (SystemExit), as a signal does" in texts

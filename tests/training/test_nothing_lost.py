@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import pytest
 
 from megasnn.files import CheckpointError, NoCheckpointError
@@ -38,3 +41,29 @@ def test_what_a_resumed_run_does_otherwise_is_told_or_refused(tmp_path_factory, 
         train(cache, *again, "--data-path", str(tmp_path / "train-00000.tar"))
     with pytest.raises(CheckpointError, match="--load"):
         train(cache, "--train-iters", "2", "--save", folder)
+
+
+def test_a_damaged_one_gives_way_to_the_one_before_unless_it_is_asked_for(tmp_path_factory, tmp_path, capsys) -> None:
+    """One bit of the newest, and a model of other dimensions; neither changes what is there."""
+    cache, folder = str(tmp_path_factory.mktemp("cache")), tmp_path / "run"
+    common = ("--train-iters", "2", "--eval-iters", "0", "--load", str(folder))
+    train(cache, *common, "--save", str(folder), "--save-interval", "1")
+    (file,) = (folder / "iter_0000002").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+    before = contents(folder)
+    capsys.readouterr()
+    assert train(cache, *common, only_load=True).iteration == 1
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert len(warnings) == 1 and "damaged" in warnings[0]
+    with pytest.raises(CheckpointError, match=f"iter_0000002/{file.name}"):
+        train(cache, *common, "--ckpt-step", "2", "--save", str(folder))
+    with pytest.raises(CheckpointError, match="embed_dim.*32.*64"):
+        train(cache, *common, "--embed-dim", "64", "--save", str(folder))
+    assert contents(folder) == before
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Files of the checkpoints and their hashes."""
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("iter_*/*")}

@@ -13,16 +13,14 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
-from megasnn.config import OptimizerConfig, ParallelConfig, PretrainConfig, TrainingConfig
-from megasnn.config.training import Length
 from megasnn.engine import Engine
-from megasnn.models.model import Model, run_config
+from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.parallel import gradient_buckets
 from megasnn.parallel.gradient_buckets import BUCKET_BYTES
-from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.preprocess.sample import shards_of_sample
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.telemetry.reporter import Reporter, RunOutline
@@ -34,119 +32,97 @@ VGG = VggDvs(channels="16,32,P,64,P,64,P", image_size=32, time_steps=5)
 # Parameters take more here than all that a micro-batch of one sample leaves.
 WIDE = Spikformer(embed_dim=192, depth=2, num_heads=4, image_size=16, in_channels=3, time_steps=2)
 DEEP = VggDvs(channels="16,32,P,128,P,256,P", image_size=32, time_steps=5)
-MICRO_BATCH, MICRO_BATCHES, STEPS = 4, 3, 4
-ZERO1: dict[str, Any] = {"use_distributed_optimizer": True}
+STEPS = 4
+THREE = {"micro_batch_size": 4, "global_batch_size": 12, "train_iters": 9}
+ZERO1 = {"use_distributed_optimizer": True}
+SINGLE = {**ZERO1, "micro_batch_size": 1, "global_batch_size": 6}
 PP2_ALWAYS = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b", "recompute": "always"}
 ROWS_ALWAYS = {"context_parallel_size": 2, "context_parallel_cut": "rows", "recompute": "always"}
-Case = tuple[Model, int, dict[str, Any], dict[str, Any]]
-"""Model, ranks, flags of the layout, and what else is set."""
+Case = tuple[Model, int, dict[str, Any]]
+"""Model, ranks and flags, of which three micro-batches a replica and step are the usual ones."""
 CASES: dict[str, Case] = {
-    "spikformer": (SPIKFORMER, 1, {}, {}),
-    "vgg-zero1": (VGG, 2, ZERO1, {}),
-    "spikformer-rows-always": (SPIKFORMER, 2, ROWS_ALWAYS, {}),
-    "vgg-tp-always": (VGG, 2, {"tensor_model_parallel_size": 2, "recompute": "always"}, {}),
-    "spikformer-zbv": (SPIKFORMER, 2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}, {}),
-    "vgg-pp-always": (VGG, 2, PP2_ALWAYS, {}),
+    "spikformer": (SPIKFORMER, 1, {}),
+    "vgg-zero1": (VGG, 2, {**ZERO1, "global_batch_size": 24}),
+    "spikformer-rows-always": (SPIKFORMER, 2, ROWS_ALWAYS),
+    "vgg-tp-always": (VGG, 2, {"tensor_model_parallel_size": 2, "recompute": "always"}),
+    "spikformer-zbv": (SPIKFORMER, 2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}),
+    "vgg-pp-always": (VGG, 2, PP2_ALWAYS),
     # Neurons go on from one window of time steps to the next.
-    "vgg-windows": (VGG, 1, {}, {"bptt_steps": 1}),
+    "vgg-windows": (VGG, 1, {"bptt_steps": 1}),
     # Sharded gradients and rows travel in buffers.
-    "wide-zero1": (WIDE, 2, ZERO1, {"micro_batch": 1}),
+    "wide-zero1": (WIDE, 2, SINGLE),
     # The first layers need most, while the bucket of the last ones is under way.
-    "bucket": (DEEP, 2, ZERO1, {"micro_batch": 1, "bucket_bytes": 2**17}),
+    "bucket": (DEEP, 2, SINGLE),
     # Weights in bfloat16 are copied once a step.
-    "spikformer-bf16": (SPIKFORMER, 2, PP2_ALWAYS, {"precision": "bf16"}),
+    "spikformer-bf16": (SPIKFORMER, 2, {**PP2_ALWAYS, "precision": "bf16"}),
 }
+SMALL_BUCKETS = {"bucket": 2**17}
 
 
-def predicted_and_counted(model: Model, parallel: dict[str, Any], options: dict[str, Any]) -> tuple[int, int]:
-    """Bytes of this rank, above what is there between two steps."""
-    micro_batch, bucket_bytes = options.get("micro_batch", MICRO_BATCH), options.get("bucket_bytes", BUCKET_BYTES)
-    layout = ParallelConfig(**parallel)
-    state = initialize_model_parallel(
-        tp=layout.tensor_model_parallel_size,
-        pp=layout.pipeline_model_parallel_size,
-        cp=layout.context_parallel_size,
-    )
-    try:
-        samples = micro_batch * MICRO_BATCHES * state.dp.size
-        training = TrainingConfig(
-            micro_batch_size=micro_batch,
-            global_batch_size=samples,
-            train_iters=9,
-            precision=options.get("precision", "fp32"),
-            bptt_steps=options.get("bptt_steps"),
-        )
-        config: PretrainConfig = run_config(type(model))(model=model, training=training, parallel=layout)
-        small = mock.patch.object(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
-        with small, Engine(config, length=Length(9)) as engine:
-            costs = layer_costs(config, engine.distributed, engine.plan)
-            return peak_of(costs, engine.distributed, engine.plan).total, _counted(engine, samples)
-    finally:
-        destroy_model_parallel()
-
-
-def _counted(engine: Engine, samples: int) -> int:
-    """The least of some steps, since what threads of the transport give back is not seen, behind one that has paid for
-    what is taken once."""
-    model = engine.distributed.description
-    shape = engine.config.model.input_shape  # of all windows
+def batch_of(engine: Engine) -> tuple[Tensor, Tensor]:
+    samples, shape = engine.config.training.global_batch_size, engine.config.model.input_shape  # of all windows
     images = torch.randn((samples, *shape), generator=torch.Generator().manual_seed(0))
-    labels = torch.arange(samples) % model.num_classes
-    micro_batches = engine.batches.inputs(engine.batches.share(images, labels, samples, 0), trains=True)
-    forward_backward(engine.distributed, micro_batches, samples)
-    gc.collect()
-    peaks = []
-    for _ in range(STEPS):
-        counter = AllocationCounter(engine.distributed.state.device)
-        with counter.counting():
-            forward_backward(engine.distributed, micro_batches, samples)
-            engine.distributed.gradient_buckets.all_gather_params()
-        peaks.append(counter.peak)
-    return min(peaks)
+    return images, torch.arange(samples) % engine.config.model.num_classes
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_within_ten_percent(ranks, case: Case) -> None:
-    model, size, parallel, options = case
-    found = ranks(size, predicted_and_counted, model, parallel, options)
+def predicted_and_counted(model: Model, flags: dict[str, Any], bucket_bytes: int = BUCKET_BYTES) -> tuple[int, int]:
+    """Bytes of this rank, above what is there between two steps: the least of some, since what threads of the transport
+    give back is not seen, behind one that has paid for what is taken once."""
+    small = mock.patch.object(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
+    with small, Engine(model, **{**THREE, **flags}) as engine:
+        distributed, samples = engine.distributed, engine.config.training.global_batch_size
+        predicted = peak_of(layer_costs(engine.config, distributed, engine.plan), distributed, engine.plan).total
+        batch = engine.batches.share(*batch_of(engine), samples, 0)
+        micro_batches, peaks = engine.batches.inputs(batch, trains=True), []
+        forward_backward(distributed, micro_batches, samples)
+        gc.collect()
+        for _ in range(STEPS):
+            counter = AllocationCounter(distributed.state.device)
+            with counter.counting():
+                forward_backward(distributed, micro_batches, samples)
+                distributed.gradient_buckets.all_gather_params()
+            peaks.append(counter.peak)
+        return predicted, min(peaks)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_within_ten_percent(ranks, name: str) -> None:
+    model, size, flags = CASES[name]
+    found = ranks(size, predicted_and_counted, model, flags, SMALL_BUCKETS.get(name, BUCKET_BYTES))
     assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.1)
 
 
-def _forecast_and_counted(optimizer: str, parallel: dict[str, Any]) -> tuple[float, float]:
+def forecast_and_counted(flags: dict[str, Any]) -> tuple[float, float]:
     """MB of a whole step with the optimizer's, above weights, gradients and state: as forecast, and counted."""
-    layout = ParallelConfig(**parallel)
-    state = initialize_model_parallel()
-    try:
-        samples = 2 * state.dp.size
-        training = TrainingConfig(micro_batch_size=1, global_batch_size=samples, train_iters=9, sparse_products="off")
-        config = run_config(type(WIDE))(
-            model=WIDE, training=training, parallel=layout, optimizer=OptimizerConfig(optimizer=optimizer)
-        )
-        with Engine(config, length=Length(9)) as engine:
-            images, labels = torch.randn(samples, *WIDE.input_shape), torch.arange(samples)
+    with Engine(WIDE, train_iters=9, micro_batch_size=1, sparse_products="off", **flags) as engine:
+        images, labels = batch_of(engine)
+        engine.train_step(images, labels)
+        forecasts = forecast_memory(engine.config, engine, Reporter(RunOutline(1, 1), is_writer=False))
+        mine = forecasts[engine.distributed.state.rank]
+        gc.collect()
+        counter = AllocationCounter(engine.distributed.state.device)
+        with counter.counting():
             engine.train_step(images, labels)
-            forecasts = forecast_memory(config, engine, Reporter(RunOutline(1, 1), is_writer=False))
-            mine = forecasts[state.rank]
-            gc.collect()
-            counter = AllocationCounter(state.device)
-            with counter.counting():
-                engine.train_step(images, labels)
-            return mine.kept + mine.working + mine.messages + mine.update, 1e-6 * counter.peak
-    finally:
-        destroy_model_parallel()
+        return mine.kept + mine.working + mine.messages + mine.update, 1e-6 * counter.peak
 
 
-@pytest.mark.parametrize(("optimizer", "parallel"), [("lamb", ZERO1), ("adamw", {})])
-def test_what_the_optimizers_step_takes(ranks, optimizer: str, parallel: dict[str, Any]) -> None:
-    found = ranks(2 if parallel else 1, _forecast_and_counted, optimizer, parallel)
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (2, {**ZERO1, "optimizer": "lamb", "global_batch_size": 4}),
+        (1, {"optimizer": "adamw", "global_batch_size": 2}),
+    ],
+)
+def test_what_the_optimizers_step_takes(ranks, size: int, flags: dict[str, Any]) -> None:
+    found = ranks(size, forecast_and_counted, flags)
     assert [predicted for predicted, _ in found] == pytest.approx([counted for _, counted in found], rel=0.1)
 
 
 def test_a_budget_is_kept_as_it_was_predicted(ranks) -> None:
     gpipe: dict[str, Any] = {"pipeline_schedule": "gpipe"}
-    ((without, _),) = ranks(1, predicted_and_counted, VGG, gpipe, {})
+    ((without, _),) = ranks(1, predicted_and_counted, VGG, gpipe)
     gpipe["memory_budget"] = budget = 0.7e-6 * without
-    ((predicted, counted),) = ranks(1, predicted_and_counted, VGG, gpipe, {})
+    ((predicted, counted),) = ranks(1, predicted_and_counted, VGG, gpipe)
     assert predicted == pytest.approx(counted, rel=0.1) and 1e-6 * predicted <= budget
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.config import parse
 from megasnn.models.build import describe
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
+from tests.small_disk import fill, small_disk
 from tests.training.runs import TINY, train, whole, without_trial
 
 FLAGS = "--train-iters 4 --log-interval 2 --eval-iters 0".split()
@@ -44,10 +46,14 @@ def test_a_trace_names_actions_and_layers_and_changes_no_bit(ranks, tmp_path) ->
     assert [image.step for image in events.Images("pipeline/simulated")] == [0], "at the start"
 
 
-def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path, capfd) -> None:
-    (tmp_path / "traces").write_text("in the way")
+def test_what_cannot_be_reported_ends_no_run(tmp_path, capfd) -> None:
+    """TensorBoard's files, pictures and the trace on a full disk."""
     flags = "--train-iters 2 --eval-iters 0 --profile-step 1".split()
-    with without_trial():
-        outcome = train(str(tmp_path / "cache"), *flags, "--tensorboard-dir", str(tmp_path))
-    assert outcome.iteration == 2
-    assert "WARNING: the trace of --profile-step failed (FileExistsError" in capfd.readouterr().out
+    with small_disk(tmp_path / "disk", "64k") as disk, without_trial():
+        fill(disk)
+        folders = ("--tensorboard-dir", str(disk / "board"), "--save", str(tmp_path / "run"))
+        outcome = train(str(tmp_path / "cache"), *flags, *folders)
+    told = [line for line in capfd.readouterr().out.splitlines() if "WARNING" in line]
+    assert outcome.iteration == 2 and list_checkpoints(tmp_path / "run") == [2]
+    assert len(told) == len({line.split(" failed")[0] for line in told}) and all(str(disk) in line for line in told)
+    assert told and all("No space left on device" in line for line in told), told

@@ -31,7 +31,7 @@ from megasnn.models.weight_names import (
     Dialect,
     Made,
     ModelValues,
-    Recipe,
+    NameMap,
     prefix_dialect,
     unit_prefixes,
 )
@@ -105,7 +105,7 @@ def _units(names: Collection[str]) -> Iterator[_Unit]:
             yield _Unit(f"{ours}.mlp.fc{layer}", (f"{mlp}.fc{layer}_{kind}",), (f"{mlp}.fc{layer}_bn",))
 
 
-def _incoming(names: Collection[str], model: ModelValues | None) -> Recipe:
+def _incoming(names: Collection[str], model: ModelValues | None) -> NameMap:
     if "pos_embed" in names:
         raise CheckpointError(
             "these are weights of the published cifar10dvs model, whose attention is scaled by 0.25; "
@@ -137,7 +137,7 @@ def _without_biases(*means_and_biases: Tensor) -> Tensor:
     return _joined(*means_and_biases[:half]) - _joined(*means_and_biases[half:])
 
 
-def _outgoing(names: Collection[str], model: ModelValues | None) -> Recipe:
+def _outgoing(names: Collection[str], model: ModelValues | None) -> NameMap:
     raise CheckpointError(
         "Spikformer is not exported under the published names: export it with --names spikingjelly, or megasnn"
     )

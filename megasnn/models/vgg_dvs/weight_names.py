@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 
 from megasnn.files import CheckpointError
 from megasnn.models.vgg_dvs.model import CIFAR10_DVS, parse_channels
-from megasnn.models.weight_names import Dialect, ModelValues, Recipe, inverse, moved, renamed
+from megasnn.models.weight_names import Dialect, ModelValues, NameMap, inverse, moved, renamed
 
 
 def _prefixes(pools: Sequence[bool], dropout: bool) -> dict[str, str]:
@@ -30,7 +30,7 @@ def _prefixes(pools: Sequence[bool], dropout: bool) -> dict[str, str]:
     return prefixes
 
 
-def _incoming(theirs: Collection[str], model: ModelValues | None) -> Recipe:
+def _incoming(theirs: Collection[str], model: ModelValues | None) -> NameMap:
     if model is None:
         blocks = [f"features.{index}.proj_bn" for index in range(len(theirs))]
         pools = [f"{block}.2.weight" in theirs for block in blocks if f"{block}.1.weight" in theirs]
@@ -39,7 +39,7 @@ def _incoming(theirs: Collection[str], model: ModelValues | None) -> Recipe:
     return renamed(moved(theirs, inverse(_prefixes(pools, "classifier.1.weight" in theirs))))
 
 
-def _outgoing(ours: Collection[str], model: ModelValues | None) -> Recipe:
+def _outgoing(ours: Collection[str], model: ModelValues | None) -> NameMap:
     channels = CIFAR10_DVS if model is None else model["channels"]
     pools = [pool for _, pool in parse_channels(channels)[0]]
     if f"features.{len(pools) - 1}.conv.weight" not in ours:
