@@ -61,8 +61,8 @@ def check_cut_layers(
         MixedChannels: on every rank, for the first layer that computes something else with a rank's channels.
     """
     tp, inputs = context.tp, [_entries(built, sources) for sources in described.inputs]
-    suspects = [number for number in numbers if not is_trusted(built[number].module, inputs[number])]
-    if tp.size == 1 or not suspects:
+    suspects = [n for n in numbers if tp.size > 1 and not is_trusted(built[n].module, inputs[n])]
+    if not suspects:
         return
     wide = replace(
         context,

@@ -20,9 +20,7 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
 from tests.kernels.models import channels_last, saved_tensors
-from tests.models.steps import assert_equal, one_step
-from tests.parity.ranks import Layout
-from tests.parity.test_layouts import name_of
+from tests.parity.ranks import Layout, assemble, assert_equal_to_one
 
 STEPS = 5
 CONTEXT = BuildContext(dtype=torch.float64, compute_dtype=torch.float64, time_steps=STEPS)
@@ -117,11 +115,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-def test_every_layout_computes_the_same(ranks, layout: Layout) -> None:
-    one = ranks(1, one_step, Mixed(), Layout(), torch.float64, 3)
-    assert one[0].spikes > 100 and all(value.any() for _, value in one[0].gradients.values())
-    assert_equal(ranks(layout.world_size, one_step, Mixed(), layout, torch.float64, 3), one)
+def test_every_layout_computes_the_same(ranks) -> None:
+    one = assert_equal_to_one(ranks, Mixed(), LAYOUTS, micro_batch_size=3)
+    assert one.spikes > 100 and all(value.any() for value in assemble([one], "gradients").values())
 
 
 def test_counts_travel_as_bytes_and_spikes_as_bits() -> None:
