@@ -61,7 +61,7 @@ class TrainedModel(nn.Module):
         about: what was saved. values: all weights and buffers by global name.
         model: the class of the model; None for the one that `megasnn.MODELS` has by its name.
     Attributes:
-        about: the same. config: the model's dimensions. dtype: of weights and computation.
+        about: the same. config: the model's dimensions. description: its layers. dtype: of weights and computation.
     Raises:
         CheckpointError: an unknown model, dimensions that cannot be, or weights of another model.
     """
@@ -73,14 +73,14 @@ class TrainedModel(nn.Module):
         model = model or MODELS[about.model]
         if model.name != about.model:
             raise CheckpointError(f"it is of the model {about.model}, and model={model.__name__} is {model.name}")
-        run, description = saved_model(about.model, model, about.config)
+        run, self.description = saved_model(about.model, model, about.config)
         is_double = any(value.dtype == torch.float64 for value in values.values())
         self.about, self.config, self.dtype = about, run.model, torch.float64 if is_double else torch.float32
         context = BuildContext(
             dtype=self.dtype, compute_dtype=self.dtype, neuron_backend="torch", neuron=run.neuron.spec, traceable=True
         )
-        bounds = [range(len(description.layers))]
-        (self.chunk,) = build_chunks(description, bounds, [0], context, torch.device("cpu"), 0).values()
+        bounds = [range(len(self.description.layers))]
+        (self.chunk,) = build_chunks(self.description, bounds, [0], context, torch.device("cpu"), 0).values()
         load_globals_into(self.chunk.sharded_tensors(), values)
         self.eval().requires_grad_(False)
 

@@ -6,6 +6,7 @@
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
     megasnn-convert-checkpoint export --load checkpoints/run --output spikformer.pt
     megasnn-convert-checkpoint import --input spikformer.pt --save checkpoints/start
+    megasnn-convert-checkpoint nir --load checkpoints/run --output network.nir
     megasnn-convert-checkpoint diff checkpoints/run/iter_0000100 spikformer.pt --model-only
 
 A path may lead to a run's folder of checkpoints, which stands for its latest, to one checkpoint in it, or to a file of
@@ -29,6 +30,7 @@ from megasnn.convert.report import as_text, differences, size_text
 from megasnn.convert.reshard import Target, reshard
 from megasnn.convert.source import Source, in_our_names, open_source
 from megasnn.files import CheckpointError
+from megasnn.inference import load_model
 from megasnn.schedule.partition import PLACEMENTS
 
 Place = Annotated[Path, tyro.conf.Positional]
@@ -126,6 +128,28 @@ def _import(input: Path, save: Path) -> Differs:
     return False
 
 
+def _nir(load: Path, output: Path, dt: float = 1e-4) -> Differs:
+    """Write a model as a graph of NIR, which simulators and chips read: convolutions, linear layers, LIF and IF.
+
+    Args:
+        load: checkpoint to read; the average of the weights is taken where the run kept one.
+        output: file to write.
+        dt: seconds of a time step.
+    """
+    try:
+        import nir
+
+        from megasnn.convert.to_nir import to_nir
+    except ModuleNotFoundError as error:
+        raise CheckpointError("nir writes these graphs: pip install megasnn[nir]") from error
+    if output.exists():
+        raise CheckpointError(f"{output} exists already; remove it or give another --output")
+    graph = to_nir(load_model(load), dt)
+    nir.write(output, graph)
+    print(f"{output}: {len(graph.nodes)} nodes, {len(graph.edges)} edges")
+    return False
+
+
 def _diff(first: Place, second: Place, tolerance: float = 0.0, model_only: bool = False) -> Differs:
     """Print for each tensor how far two checkpoints are apart, whatever their formats. Status 1 beyond the tolerance.
 
@@ -158,6 +182,7 @@ COMMANDS: dict[str, Callable[..., Differs]] = {
     "reshard": _reshard,
     "export": _export,
     "import": _import,
+    "nir": _nir,
     "diff": _diff,
 }
 

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, parent_process, resource_tracker
+from multiprocessing import forkserver, parent_process, queues, resource_tracker
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -34,7 +34,14 @@ def start_worker(number: int) -> None:
     torch.multiprocessing.set_sharing_strategy("file_system")
     keep_free_memory()
     threadpool_limits(1)
+    queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
     end_with_parent()
+
+
+def _end_worker(error: BaseException, batch: object) -> None:
+    """Ends a worker whose batch cannot be handed over, as where /dev/shm is full: the rank would wait for it."""
+    print(f"data worker {os.getpid()}: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def end_with_parent() -> None:
