@@ -104,9 +104,11 @@ def _machine(options: Options, config: PretrainConfig, analysis: Analysis | None
 
 def _bytes(text: str) -> float:
     try:
+        if text[-1:].isdigit():
+            raise ValueError("no unit")
         return float(TypeAdapter(ByteSize).validate_python(text))
     except ValueError:
-        raise ValueError(f"--memory {text!r} is no size; it looks like 80GB or 500MB") from None
+        raise ValueError(f"--memory {text!r} is no size with a unit; it looks like 80GB or 500MB") from None
 
 
 def _analysis(options: Options, config: PretrainConfig) -> Analysis:

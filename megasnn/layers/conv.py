@@ -245,10 +245,11 @@ class ParallelConv(WeightedLayer):
         height, geometry = x.shape[3], self.plan.products.geometry
         note_height(self, height)
         outputs = (rows_to_pool if self._row_above else shared_rows)(output_height, rows.size)
-        along = self._kernel[0], geometry.stride[0], geometry.dilation[0], self._padding[0], self.plan.pool
+        pool = self.plan.pool
+        along = self._kernel[0], geometry.stride[0], geometry.dilation[0], self._padding[0], pool
         needed = tuple(window_rows(each, *along) for each in outputs)
         owned = shared_rows(height, rows.size)
-        self._move = None if needed == owned else RowMove(owned, needed, height - height % self.plan.pool)
+        self._move = None if needed == owned else RowMove(owned, needed, height - height % pool, pool)
         if self._move is None:
             return geometry
         return replace(geometry, padding=(0, geometry.padding[1]))

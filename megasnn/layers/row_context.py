@@ -77,17 +77,25 @@ class RowMove:
         owned: the rows of the image that each rank has.
         needed: the rows that each rank needs; those above and below the image are zeros.
         height: number of rows of the image that are given; those from there on count as below it.
+        pool: size of the windows that are averaged first, whose pixels have one gradient together.
+        first_counts: the gradients of all ranks but the first are zeros, and do not travel.
     """
 
     owned: tuple[range, ...]
     needed: tuple[range, ...]
     height: int
+    pool: int = 1
+    first_counts: bool = False
 
     def given(self, owner: int, to: int) -> range:
         """Rows that one rank gives to another, or has itself of those that it needs."""
         own, needed = self.owned[owner], self.needed[to]
         first = max(own.start, needed.start)
         return range(first, max(first, min(own.stop, needed.stop, self.height)))
+
+    def returned(self, owner: int, to: int) -> range:
+        """Rows of which one rank gives the gradient back to their owner."""
+        return range(0) if self.first_counts and to else self.given(owner, to)
 
 
 def window_rows(outputs: range, kernel: int, stride: int, dilation: int, before: int, pool: int) -> range:
@@ -158,8 +166,7 @@ class _MoveRows(torch.autograd.Function):
         _rows(total, own, owned).copy_(_rows(images, own, needed))
         parts = exchange()
         for rank in _others(group):
-            rows = _rows(total, move.given(group.rank, rank), owned)
-            rows.add_(parts[rank].view(rows.shape))
+            _add_gradient(total, parts[rank], move, move.returned(group.rank, rank), owned)
         return total.movedim(-1, 2), None, None, None
 
 
@@ -177,13 +184,41 @@ def _start_rows(images: Tensor, move: RowMove, group: Group, content: Content) -
 
 
 def _start_gradients(images: Tensor, move: RowMove, group: Group) -> Exchange:
-    """Starts sending the gradients of what this rank was given, `[T, N, needed rows, W, C]`, to the owners, dense."""
-    row = images.shape[:2].numel() * images.shape[3:].numel()
-    needed = move.needed[group.rank]
-    given = [_rows(images, move.given(owner, group.rank), needed).reshape(-1) for owner in _others(group)]
-    sent = [row * len(move.given(owner, group.rank)) for owner in range(group.size)]
-    arriving = [row * len(move.given(group.rank, rank)) for rank in range(group.size)]
-    return start_exchange(torch.cat(given), sent, arriving, group, "backward")
+    """Starts sending the gradients of what this rank was given, `[T, N, needed rows, W, C]`, to the owners, dense, one
+    of each window."""
+    pool, needed = move.pool, move.needed[group.rank]
+    of_row = images.shape[:2].numel() * (images.shape[3] // pool) * images.shape[4:].numel()
+    columns = images[:, :, :, : images.shape[3] // pool * pool : pool]
+    parts = list[Tensor]()
+    for owner in _others(group):
+        given = move.returned(owner, group.rank)
+        aligned = range(-(-given.start // pool) * pool, given.stop)
+        rows = _rows(columns, aligned, needed)[:, :, ::pool]
+        if given and aligned.start > given.start:  # a window that begins on a rank before
+            rows = torch.cat([_rows(columns, range(given.start, given.start + 1), needed), rows], 2)
+        parts.append(rows.reshape(-1))
+    sent = [of_row * len(_windows(move.returned(owner, group.rank), pool)) for owner in range(group.size)]
+    arriving = [of_row * len(_windows(move.returned(group.rank, rank), pool)) for rank in range(group.size)]
+    return start_exchange(torch.cat(parts), sent, arriving, group, "backward")
+
+
+def _add_gradient(total: Tensor, part: Tensor, move: RowMove, given: range, owned: range) -> None:
+    """Adds the gradient of rows that another rank was given."""
+    if not given:
+        return
+    pool, rows = move.pool, _rows(total, given, owned)
+    if pool == 1:
+        rows.add_(part.view(rows.shape))
+        return
+    width = rows.shape[3] // pool
+    windows = part.view(*rows.shape[:2], len(_windows(given, pool)), width, *rows.shape[4:])
+    pixels = windows.repeat_interleave(pool, 2).repeat_interleave(pool, 3)
+    rows[:, :, :, : width * pool].add_(pixels.narrow(2, given.start % pool, len(given)))
+
+
+def _windows(rows: range, pool: int) -> range:
+    """Windows of `pool` rows that some rows lie in."""
+    return range(rows.start // pool, -(-rows.stop // pool)) if rows else rows
 
 
 def _others(group: Group) -> list[int]:
@@ -208,9 +243,10 @@ def sum_for_each(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _Sum.apply(x, group)
 
 
-def gather_rows(x: Tensor, height: int, group: Group, content: Content) -> Tensor:
+def gather_rows(x: Tensor, height: int, group: Group, content: Content, pool: int = 1) -> Tensor:
     """Whole images `[T, N, C, H, W]` from the rows that each rank has, of which the first rank's count."""
-    move = RowMove(shared_rows(height, group.size), (range(height),) * group.size, height)
+    needed = (range(height),) * group.size
+    move = RowMove(shared_rows(height, group.size), needed, height, pool, first_counts=True)
     return first_counts(move_rows(x, move, group, content), group)
 
 
@@ -275,11 +311,16 @@ class _Sum(torch.autograd.Function):
 
 class WholeImages(nn.Module):
     """`[T, N, C_local, own rows, W]` -> `[T, N, C_local, H, W]` on every rank that shares the rows, for a layer that
-    takes each pixel by itself; elsewhere images are whole already."""
+    takes each pixel by itself; elsewhere images are whole already.
 
-    def __init__(self, context: BuildContext | None = None) -> None:
+    Args:
+        pool: average pooling that follows at once: then gradients travel one for each window.
+    """
+
+    def __init__(self, pool: int = 1, context: BuildContext | None = None) -> None:
         super().__init__()
         self._rows, self._height, self._content = row_group(context_for(context)), 0, Content.DENSE
+        self._pool = pool
 
     def forward(self, x: Tensor) -> Tensor:
         if self._rows is None:
@@ -289,7 +330,7 @@ class WholeImages(nn.Module):
             note_height(self, self._height)
             shared_rows(self._height, self._rows.size)  # refuses fewer rows than ranks
             return x
-        return gather_rows(x, self._height, self._rows, self._content)
+        return gather_rows(x, self._height, self._rows, self._content, self._pool)
 
 
 class MeanOverSpace(nn.Module):

@@ -207,6 +207,7 @@ REFUSED = {flags: flags for flags in NOT_PLANNED} | {
     "--gpus 0": "--gpus",
     "--gpus 8 --gpus-per-node 3": "--gpus 6 or 9",
     "--memory 80sheep": "--memory '80sheep'",
+    "--memory 80": "--memory '80'",
     "--device-name cpu-core --precision bf16": "--precision bf16",
     "--micro-batch-size 8 --global-batch-size 4": "--micro-batch-size 8",
     "--costs log.jsonl": "log.jsonl",
