@@ -221,7 +221,7 @@ A spiking neural network trained with MegaSNN: {parameters} parameters ({dtype})
 ```python
 import megasnn
 
-model = megasnn.TrainedModel.from_pretrained("this folder")
+model = megasnn.TrainedModel.from_pretrained("this folder")  # a class of your own: model=CLASS
 logits = model(images)  # [N, {shape}] -> [N, {classes}]
 ```
 

@@ -57,6 +57,8 @@ def open_datasets(
         made = sample_shards(isinstance(format, EventFormat))
 
     paths = [(config.data_path, "--data-path")] + ([(valid_path, "--valid-data-path")] if valid_path else [])
+    if evaluates and config.valid_data_path:
+        paths = [(config.valid_data_path, "--valid-data-path")] * 2
     splits: list[Sequence[Address]] = [
         [made[split]] if path == SAMPLE else expand_shards(path, flag) for split, (path, flag) in enumerate(paths)
     ]

@@ -90,7 +90,13 @@ def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
         tuple(_ties(named)),
         tuple(sharded_tensors(named)),
         model.example_input,
+        frozenset(spec for _, layer in named for part in layer.modules() if (spec := _spec_of(part)) is not None),
     )
+
+
+def _spec_of(module: nn.Module) -> NeuronSpec | None:
+    spec = getattr(module, "spec", None)
+    return spec if isinstance(spec, NeuronSpec) else None
 
 
 def building_problems(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, Key
+from megasnn.kernels.neuron_spec import NeuronSpec
 from megasnn.kernels.spike_codec import Content, encoded_like
 from megasnn.layers.context import BuildContext
 from megasnn.parallel.sharding import Cut, ShardedTensor
@@ -130,6 +131,7 @@ class ModelDescription:
         ties: copies of tensors, in the order of the layers that have them.
         example_input: makes samples that layers are measured on.
         tensors: parameters and buffers, as one rank has them.
+        neurons: descriptions of the neurons in the layers.
     """
 
     layers: tuple[LayerDescription, ...]
@@ -140,6 +142,7 @@ class ModelDescription:
     ties: tuple[Tie, ...]
     tensors: tuple[ShardedTensor, ...]
     example_input: Callable[[int, torch.Generator], Tensor]
+    neurons: frozenset[NeuronSpec] = frozenset()
 
     def named_layers(self, context: BuildContext) -> list[tuple[str, nn.Module]]:
         """All layers for a rank with their names, without memory."""

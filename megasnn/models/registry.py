@@ -44,7 +44,8 @@ def model_of(model: str | None, ours: Collection[str]) -> type[Model] | None:
     try:
         return MODELS[model]
     except ValueError as error:
-        raise CheckpointError(str(error)) from None
+        own = "a class of your own is exported with --names megasnn, and read by megasnn.load_model(..., model=CLASS)"
+        raise CheckpointError(f"{error}; {own}") from None
 
 
 def saved_model(

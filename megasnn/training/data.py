@@ -48,7 +48,9 @@ class RunData:
 
     @property
     def notice(self) -> str:
-        """A warning where the model has more classes than the data; "" otherwise."""
+        """For the user: the model has more classes than the data, or nothing is evaluated; "" otherwise."""
+        if self._config.logging.eval_iters != 0 and not self.evaluates:
+            return "without --valid-data-path nothing is evaluated"
         found, classes = int(self.datasets.train.labels.max()) + 1, self._config.model.num_classes
         if found >= classes:
             return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Set
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from megasnn.engine import Engine
 from megasnn.engine.model import DistributedModel
 from megasnn.files import write_whole
 from megasnn.kernels.backends import backend_for
+from megasnn.kernels.neuron_spec import NeuronSpec
 from megasnn.kernels.spike_codec import Content
 from megasnn.models.description import ModelDescription
 from megasnn.models.summary import as_table, multiply_adds
@@ -40,7 +42,10 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
     given, config = config, _without_secrets(config)
     distributed, plan, state = engine.distributed, engine.plan, engine.state
     context = distributed.context
-    lines = _summary(config, distributed, length, engine.iteration)
+    lines = [
+        *_summary(config, distributed, length, engine.iteration),
+        *_unread(config, distributed.description.neurons),
+    ]
     reporter.work = _work(distributed.description)
     if state.cp.size > 1:
         lines.append(f"context parallel: {state.cp.size} ranks share each micro-batch by {context.cut}")
@@ -119,13 +124,27 @@ def _summary(config: PretrainConfig, distributed: DistributedModel, length: Leng
     spec = config.neuron.spec
     sample = torch.empty(1, 1, 1, dtype=distributed.context.compute_dtype, device=state.device)
     backend = backend_for(config.neuron.neuron_backend, sample, spec)
+    kinds = ", ".join(sorted({each.kind for each in distributed.description.neurons})) or "of the model's own"
     layers, parameters = len(distributed.description.layers), distributed.parameters
     return [
         f"{name} with {parameters:,} parameters{frozen} in {layers} layers on {where}",
         what,
         f"data: {data}",
-        f"neurons: {spec.kind} by {backend.summary}",
+        f"neurons: {kinds} by {backend.summary}",
     ]
+
+
+def _unread(config: PretrainConfig, neurons: Set[NeuronSpec]) -> list[str]:
+    """Warns of flags of the neuron that no neuron of the model follows: those of converted modules keep their own."""
+    wanted, usual = config.neuron.spec, config.model.neuron().spec
+    names = {"kind": "neuron", "alpha": "surrogate_alpha"}
+    lines = []
+    for name, value in vars(wanted).items():
+        if value != getattr(usual, name) and all(getattr(each, name) != value for each in neurons):
+            flag = f"--{names.get(name, name).replace('_', '-')} {value}"
+            theirs = ", ".join(sorted({str(getattr(each, name)) for each in neurons})) or "neurons of its own"
+            lines.append(f"WARNING: {flag}: no neuron of {config.model.name} follows it; the model has {theirs}")
+    return lines
 
 
 def _device(device: torch.device, parallel: ParallelConfig) -> str:

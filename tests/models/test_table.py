@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from spikingjelly.activation_based.neuron import LIFNode
+from torch import nn
 
 import megasnn
 from megasnn.checkpoint.format import Progress, read_metadata
@@ -50,6 +52,17 @@ class Line(Model):
         return [f"--width {self.width} must be a multiple of {tensor_parallel}"] if wrong else []
 
 
+@dataclass(frozen=True, kw_only=True)
+class Converted(Line):
+    """SpikingJelly's neurons, which keep what they were made with."""
+
+    marker = "conv.weight"
+
+    def layers(self) -> Iterable[Layer]:
+        parts = [nn.Conv2d(self.in_channels, self.width, 3), LIFNode(step_mode="m"), nn.AvgPool2d(30), nn.Flatten()]
+        yield from megasnn.shard(nn.Sequential(*parts, nn.Linear(self.width, self.num_classes)))
+
+
 @pytest.fixture
 def line(monkeypatch) -> type[Model]:
     """A model whose only mention outside its own code is its line in the table."""
@@ -64,6 +77,17 @@ def saved(folder: Path, of: type[Model], **changed) -> Path:
     materialise(layers, CPU, 0)
     told = {"model": of.name, "config": {"model": to_dict(config.model), "neuron": to_dict(config.neuron)}}
     return save_checkpoint(folder, Progress(3, **(told | changed)), LocalState(list(sharded_tensors(layers))))
+
+
+@pytest.mark.parametrize(("model", "warned"), [(Line, []), (Converted, ["--tau 4.0", "--surrogate atan"])])
+def test_flags_of_the_neuron_that_no_neuron_follows_are_warned_of(monkeypatch, capsys, tmp_path, model, warned) -> None:
+    monkeypatch.setitem(MODELS, model.name, model)
+    monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path))
+    sizes = "--micro-batch-size 2 --global-batch-size 2 --image-size 32 --in-channels 1 --num-classes 10".split()
+    flags = [*sizes, "--tau", "4", "--surrogate", "atan", "--num-workers", "0", "--eval-iters", "0"]
+    assert pretrain(model, [*flags, "--train-iters", "1"]) == 0
+    found = [line for line in capsys.readouterr().out.splitlines() if "follows it" in line]
+    assert all(any(flag in line for line in found) for flag in warned) and bool(found) == bool(warned)
 
 
 def test_every_model_is_in_the_table_under_the_name_of_its_folder():

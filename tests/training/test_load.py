@@ -162,7 +162,7 @@ def test_an_evaluation_makes_samples_as_the_training_did_or_says_that_it_does_no
     """Whatever is said of the training data and of its augmentation, that has no part in an evaluation."""
     folder, loss = trained
     evaluate = ("--load", folder, "--evaluate-only", "--valid-data-path", shard)
-    training = ("--data-path", shard, "--augment", "cifar")
+    training = ("--data-path", "absent.tar", "--augment", "cifar")
     for number, flags in enumerate((training, ("--normalize-images", "cifar10", "--center-crop", "0.5"))):
         assert evaluated(tmp_path / str(number), *evaluate, *flags) == loss
         assert WARNING not in capsys.readouterr().out

@@ -68,7 +68,7 @@ def _tell() -> None:
     """Says once, on the first rank, that kernels are compiled."""
     if os.environ.get("RANK", "0") == "0" and not MachineCode._told:
         MachineCode._told = True
-        sys.stderr.write("compiling kernels for this processor: half a minute to a minute, the first time only\n")
+        sys.stderr.write("compiling kernels for this processor: half a minute to a minute, once for each kernel\n")
 
 
 class FolderLocator(UserProvidedCacheLocator):
