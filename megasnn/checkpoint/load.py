@@ -192,7 +192,9 @@ def model_differences(metadata: Metadata, model: str | None, config: Mapping[str
         yield "it holds weights without a model configuration; load it with --finetune"
     elif config is not None and metadata.config is not None:
         found = list(config_differences(metadata.config, config))
-        yield from found + ["--finetune takes the weights that fit"] * bool(found)
+        yield from found + [
+            "leave the flags out to continue; for a last layer of another shape take --finetune"
+        ] * bool(found)
 
 
 def _optimizer_difference(metadata: Metadata, optimizer: str | None) -> Iterator[str]:

@@ -95,7 +95,7 @@ def _reshard(
         placement,
     )
     path, layout = reshard(open_source(load, values=False), save, target)
-    print(f"{path}: a file for each of {target.tensor * target.pipeline} ranks")
+    print(f"{path}: a file for each rank, {target.tensor * target.pipeline} in all")
     if len(target.placement) > 1:
         print(f'train with --pipeline-model-parallel-layout "{layout}": then each rank opens its own file only')
     return False

@@ -17,6 +17,7 @@ from typing import get_args
 from megasnn.batching import most_micro_batches
 from megasnn.config import ConfigError, PretrainConfig
 from megasnn.config.checks import flag
+from megasnn.config.data import SAMPLE
 from megasnn.config.training import LENGTHS
 from megasnn.config.values import to_json
 from megasnn.files import write_whole
@@ -169,6 +170,7 @@ def _warnings(analysis: Analysis, config: PretrainConfig, cluster: Cluster) -> I
 
 def apply(found: Plan, config: PretrainConfig, path: Path) -> str:
     """Writes the file that `--config` takes; returns the command that runs it, on several nodes that of each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, to_json(found.configuration(config)))
     return command(found, config, path)
 
@@ -179,6 +181,8 @@ def command(found: Plan, config: PretrainConfig, path: Path) -> str:
     run = f"{_program(config)} --config {shlex.quote(str(path))}"
     if all(getattr(config.training, name) is None for name in LENGTHS):
         run += " --train-epochs N"
+    if config.data.data_path == SAMPLE:
+        run += " --data-path SHARDS"
     where = "--standalone"
     if ranks > of_node:
         meet = "--rdzv-id JOB --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:PORT_OF_THE_JOB"
