@@ -169,7 +169,7 @@ def test_the_command(tmp_path: Path) -> None:
     of_file = from_flags(MODELS["spikformer"], ["--config", str(tmp_path / "flags.json")])
     assert of_file == found.configuration(config())
     own = run_config(Own)(model=Own(), training=config().training)
-    assert command(found, own, Path("plan.json")).endswith(f"{__file__} --config plan.json")
+    assert command(found, own, Path("plan.json")).endswith(f"{__file__} --config plan.json --data-path SHARDS")
 
 
 @pytest.mark.parametrize("rest", [0.0, 1.0])
