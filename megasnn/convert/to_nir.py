@@ -39,7 +39,7 @@ DT = 1e-4  # seconds; SpikingJelly's default
 
 
 class Value(NamedTuple):
-    """What goes from node to node, of a sample at a time step: the sum of the outputs of `nodes`.
+    """Tensor between nodes, of a sample at a time step: the sum of the outputs of `nodes`.
 
     Attributes:
         folds_time: True where a module has it as `[T * N, ...]`.
