@@ -198,7 +198,7 @@ def difference(
     device: torch.device,
     of_outputs: Cuts | None = None,
 ) -> str | None:
-    """Describes what a layer computes otherwise with a rank's channels than the same layer with all of them; None for nothing.
+    """Tells what a layer computes otherwise with a rank's channels than with all of them; None for nothing.
 
     Args:
         inputs: what it takes, on the meta device or an example; of all ranks together.
