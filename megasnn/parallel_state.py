@@ -41,7 +41,7 @@ class Group:
         sizes: tuple[int, ...] = (),
     ) -> None:
         self.name, self.ranks, self.rank, self._made = name, ranks, rank, made
-        self.sizes = sizes or (len(ranks),)
+        self.size, self.sizes = len(ranks), sizes or (len(ranks),)
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
@@ -49,10 +49,6 @@ class Group:
         if self._made is None and self.size > 1:  # None would be the world to torch
             raise RuntimeError("the grid of ranks is gone, and its process groups with it; make another one")
         return self._made
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
     def free(self) -> None:
         """Lets go of the process group, and waits for its threads: whoever still has the Group keeps none alive. A

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from megasnn.device_checks import explained, refuse
-from megasnn.kernels.layout import counted, flat_in_memory
+from megasnn.kernels.layout import flat_in_memory
 from megasnn.kernels.triton.available import MOST_VALUES, usable_on
+from megasnn.telemetry.allocations import counted
 
 
 class Content(Enum):

@@ -200,7 +200,7 @@ class Transfers:
 
     Args:
         units: this rank's units by index. placement: pipeline rank of every unit.
-        boundaries: what they carry; None on a single stage.
+        boundaries: what they carry.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Transfers:
         units: Mapping[int, PipelineChunk],
         placement: Sequence[int],
         state: ParallelState,
-        boundaries: Boundaries | None = None,
+        boundaries: Boundaries,
     ) -> None:
         self._units, self.placement, self._boundaries = units, tuple(placement), boundaries
         self._rank, self.links = state.pp.rank, dict[int, Link]()
@@ -279,10 +279,9 @@ class Transfers:
     def _message(self, action: Action, sizes: Sequence[int], forward_only: bool) -> Message:
         """Link and tensors of a transfer; of gradients, those of the tensors that learn."""
         unit, forward = self._units[action.unit], action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
-        boundaries, samples, carried = self._boundaries, sizes[action.key[1]], dict[int, tuple[TensorSpec, str]]()
-        assert boundaries is not None
+        samples, carried = sizes[action.key[1]], dict[int, tuple[TensorSpec, str]]()
         for place, each in enumerate(unit.receives if action.kind.is_receive == forward else unit.hands_on):
-            spec = boundaries.spec(each, samples)
+            spec = self._boundaries.spec(each, samples)
             if forward:
                 carried[place] = replace(spec, learns=spec.learns and not forward_only), each.name
             elif spec.learns:

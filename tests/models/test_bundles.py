@@ -38,7 +38,6 @@ from tests.parity.ranks import (
     forward_backward,
     images,
     inputs_of,
-    merge_statistics,
     tensors_of,
 )
 
@@ -85,7 +84,7 @@ def _random_step(seed: int, chunks: int) -> tuple[float, dict[str, Tensor]]:
     with built(model, layout, torch.float32, bounds=bounds) as engine:
         x, labels = images(Random())
         loss = forward_backward(engine, inputs_of(engine, x[:4].float(), labels[:4], 2), 4)
-        merge_statistics(engine, 2)
+        engine.merge_statistics(2)
         return loss, tensors_of(engine)
 
 
