@@ -108,10 +108,10 @@ class DistributedModel:
         if state.dp_shard.size > 1:
             self._weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
         here = [index for index, home in enumerate(placement) if home == state.pp.rank]
-        keep = None if self._weights is None else (unit_bounds, self._weights.shard)
+        shard = None if self._weights is None else (unit_bounds, self._weights.shard)
         built = built or description.build(context)
         check_cut_layers(description, context, built, [n for index in here for n in bounds[index]], state.device)
-        self.chunks = build_chunks(description, bounds, here, context, state.device, training.seed, keep, built)
+        self.chunks = build_chunks(description, bounds, here, context, state.device, training.seed, built, shard)
         self.takes_images, self.gives_logits = 0 in self.chunks, len(placement) - 1 in self.chunks
         self._reports = self.gives_logits and state.tp.rank == 0 and context.counts_logits
         kept = (lambda entry: entry) if self._weights is None else self._weights.kept
