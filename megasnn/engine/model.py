@@ -191,9 +191,8 @@ class DistributedModel:
         if self.ties is not None:
             self.ties.sum_gradients()
         here = torch.stack([loss, self._correct_here])
-        mine = [here if self._reports else torch.zeros_like(here), self._votes_and_findings()]
-        mine += [self._overflowing(), self.gradient_norm.squares()]
-        values = all_reduce_sum(torch.cat(mine), self.state.world, "step")
+        mine = [here if self._reports else torch.zeros_like(here), self._votes_and_findings(), self._overflowing()]
+        values = all_reduce_sum(torch.cat([*mine, self.gradient_norm.squares()]), self.state.world, "step")
         squares, most = values[5:].sum(), torch.finfo(self.context.dtype).max  # optimizers keep squares of gradients
         is_void = (values[3] != 0) | (values[4] != 0) | ~(values[0].isfinite() & (squares <= most))
         return StepSums(values, squares.sqrt(), is_void)

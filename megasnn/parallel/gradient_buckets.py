@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from weakref import WeakMethod
 
 from torch import Tensor
@@ -140,8 +141,7 @@ class GradientBuckets:
     ) -> None:
         owners = data if rows_have_owners and data.size > 1 else None
         self._data, self._tensor, self._additions = data, tensor, additions or {}
-        self._buckets: list[Bucket] = []
-        self._next = 0
+        self._next, self._of = 0, dict[int, list[Bucket]]()
         self._is_scattered, self._on_their_way = scattered, deque[Bucket]()
         late = weights.multiplied if weights is not None and scattered else set[Tensor]()
         for unit, entries in sorted(tensors, key=lambda pair: -pair[0]):
@@ -151,7 +151,8 @@ class GradientBuckets:
             groups = [(group, False) for part in parts for group in _packed(part, bucket_bytes)]
             if partial := [e.tensor for e in trained if e.shard.partial_gradient]:  # a handful of scalars
                 groups.append((partial, True))
-            self._buckets += [Bucket(unit, *group, owners, weights, scattered) for group in groups]
+            self._of[unit] = [Bucket(unit, *group, owners, weights, scattered) for group in groups]
+        self._buckets = list(chain(*self._of.values()))
         self._rows = {parameter: rows for each in self._buckets for parameter, rows in each.param_rows.items()}
         self._bucket_of = {parameter: each for each in self._buckets for parameter in each.parameters}
         # A parameter keeps its hooks, and Python finds no circle through a tensor: with a hook that kept this object,
@@ -192,14 +193,14 @@ class GradientBuckets:
 
     def begin(self, unit: int, first_part: bool = False) -> None:
         """Prepares for a backward of the unit, or the first part of one, whose gradients are scattered."""
-        for bucket in self._of(unit):
+        for bucket in self._of.get(unit, ()):
             if not (first_part and bucket.is_late):
                 bucket.begin()
 
     def scatter(self, unit: int) -> None:
         """Starts sending the gradients that backwards have left for the unit to those who keep the rows, and add them
         up in rank order. Collective over them."""
-        for bucket in self._of(unit):
+        for bucket in self._of.get(unit, ()):
             self._reduce(bucket, bucket.shard)
             bucket.free()
 
@@ -207,7 +208,7 @@ class GradientBuckets:
         """Ends the unit's gradients; a parameter that took no part in backward keeps a zero gradient."""
         if self._is_scattered:
             return
-        for bucket in self._of(unit):
+        for bucket in self._of.get(unit, ()):
             bucket.pending.clear()
         self._reduce_complete()
 
@@ -255,8 +256,7 @@ class GradientBuckets:
     def held_bytes(self) -> int:
         """Bytes of gradients and of the sums of rows, at most: of what the second parts of backwards add and is then
         scattered, those of the two largest units."""
-        units = {each.unit for each in self._buckets}
-        late = [sum(each.flat.nbytes * each.is_late for each in self._of(unit)) for unit in units]
+        late = [sum(each.flat.nbytes * each.is_late for each in buckets) for buckets in self._of.values()]
         sums = sum(rows.sum.nbytes for each in self._buckets for rows in each.row_shards)
         return sums + sum(each.flat.nbytes for each in self._buckets) - sum(sorted(late)[:-2])
 
@@ -264,9 +264,6 @@ class GradientBuckets:
     def exchanged_bytes(self) -> int:
         """Bytes that exchanges with those who own or keep rows take at most: two at a time."""
         return sum(sorted(rows.exchange_bytes for each in self._buckets for rows in each.row_shards)[-2:])
-
-    def _of(self, unit: int) -> list[Bucket]:
-        return [bucket for bucket in self._buckets if bucket.unit == unit]
 
     def _reduce_complete(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].pending:

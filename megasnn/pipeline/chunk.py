@@ -17,7 +17,7 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.replicated import apply_layer
-from megasnn.layers.row_context import own_pixel_rows
+from megasnn.layers.row_context import own_pixel_rows, row_group
 from megasnn.layers.shape_inference import to_channels_last
 from megasnn.models.description import Built, Carried, ModelDescription, frames_of
 from megasnn.parallel.sharding import ShardedTensor, described_tensors, materialise, sharded_tensors
@@ -96,13 +96,14 @@ class PipelineChunk(nn.Module):
         """
         if not goes_on and self._carrying:
             self.forget()
-        shape = self._description.input_shape
-        given = [own_pixel_rows(frames_of(x, shape), self._context)] if isinstance(x, Tensor) else x
+        if isinstance(x, Tensor):
+            frames, rows = frames_of(x, self._description.input_shape), row_group(self._context)
+            x = [frames if rows is None else own_pixel_rows(frames, rows)]
         if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
-            y = self.graphs.apply(given, samples, micro_batch)
-            given.clear()
+            y = self.graphs.apply(x, samples, micro_batch)
+            x.clear()
             return y
-        return self._run(given, samples, goes_on)
+        return self._run(x, samples, goes_on)
 
     def _run(self, given: list[Tensor], samples: range | None, goes_on: bool = False) -> Any:
         outputs: dict[int, Bundle] = {self.receives[0].layer: given[0]}

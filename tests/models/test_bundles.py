@@ -195,8 +195,8 @@ CHANGES: dict[str, Callable[[dict[str, Tensor]], object]] = {
     "a list": lambda y: list(y.values()),
 }
 NAMED = {
-    "an entry less": r"two .*\['spikes'\].*\['spikes', 'dense'\]",
-    "a tuple": r"two .*\[0, 1\]",
+    "an entry less": r"two: .*\['spikes'\].*\['spikes', 'dense'\]",
+    "a tuple": r"two: .*\[0, 1\]",
     "a tensor": r"two: it gives \[None\]",
     "a list": "two: .* not a list",
 }
