@@ -79,20 +79,16 @@ class RowShards:
 
 
 def send_rows(
-    outgoing: Tensor,
-    counts: Sequence[int],
-    places: Sequence[list[Tensor]],
-    group: Group,
-    incoming: Tensor | None = None,
+    outgoing: Tensor, counts: Sequence[int], places: Sequence[list[Tensor]], group: Group
 ) -> Callable[[], None]:
     """Starts sending this rank's rows to all others; the returned function waits for theirs, and copies them to their
     places.
 
     Args:
         outgoing: a copy of the rows for each of the others. counts: numbers of values that each rank sends.
-        places: by rank. incoming: as of `start_exchange`.
+        places: by rank.
     """
-    exchange = start_exchange(outgoing, [counts[group.rank]] * group.size, counts, group, "step", incoming)
+    exchange = start_exchange(outgoing, [counts[group.rank]] * group.size, counts, group, "step")
 
     def finish() -> None:
         for rank, arrived in enumerate(exchange()):

@@ -14,7 +14,7 @@ from megasnn.layers.context import BuildContext
 from megasnn.models.description import Built, ModelDescription
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.fsdp import unit_bytes
-from megasnn.parallel_state import Group, ParallelState
+from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts
 from megasnn.pipeline.peak_memory import unit_memory, within_budget
 from megasnn.pipeline.profile_layers import profile_pipeline
@@ -115,7 +115,7 @@ def plan_pipeline(
     if context.dp_shard.size > 1:
         scatters = parallel.weight_gradients == "scattered"
         layers = [each.module for each in built]
-        weights_of = partial(shared_weights, layers, dp_shard=context.dp_shard, scatters=scatters)
+        weights_of = partial(shared_weights, layers, ranks=context.dp_shard.size, scatters=scatters)
     choice = partial(choose, parallel, stages, len(description.layers), counts, bounds, costs, weights_of)
     return broadcast_result(state.world.handle, choice)
 
@@ -172,7 +172,7 @@ def choose(
 
 
 def shared_weights(
-    layers: Sequence[nn.Module], units: Sequence[range], dp_shard: Group, scatters: bool = False
+    layers: Sequence[nn.Module], units: Sequence[range], ranks: int, scatters: bool = False
 ) -> SharedWeights:
     """Weights that replicas shard by rows, of each unit.
 
@@ -181,7 +181,6 @@ def shared_weights(
         units: layers of each.
         scatters: gradients are scattered after every micro-batch.
     """
-    found = [unit_bytes([layers[number] for number in unit], dp_shard) for unit in units]
-    gathered, travelling = tuple(size for size, _ in found), tuple(buffer for _, buffer in found)
+    gathered = tuple(unit_bytes([layers[number] for number in unit]) for unit in units)
     scattered = frozenset(unit for unit, size in enumerate(gathered) if size) if scatters else frozenset()
-    return SharedWeights(gathered, scattered, travelling)
+    return SharedWeights(gathered, scattered, ranks)

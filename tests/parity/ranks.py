@@ -163,7 +163,9 @@ def built(
             plan = plan.in_units(bounds, layout.recompute or NEVER)
         if layout.weight > 1:
             layers = [each.module for each in model.build(context)]
-            plan = plan.sharing(shared_weights(layers, plan.unit_bounds(bounds), state.dp_shard, layout.scatters), [])
+            plan = plan.sharing(
+                shared_weights(layers, plan.unit_bounds(bounds), state.dp_shard.size, layout.scatters), []
+            )
         parallel = ParallelConfig(use_distributed_optimizer=rows_have_owners)
         config = PretrainConfig(model_config(), training=TrainingConfig(seed=seed), parallel=parallel)
         yield DistributedModel(model, state, context, PipelinePlan(tuple(bounds), plan, 1), config, graphs)
