@@ -73,12 +73,12 @@ def alone(name: str) -> Group:
 # places.
 
 
-def start_messages(group: Group, source: int, target: int, wire: torch.device) -> None:
+def start_messages(group: Group, source: int, target: int, device: torch.device) -> None:
     """Starts messages from one place in a group to another. Both ranks call it, in the same order as others."""
     if group.rank == source:
-        dist.send(torch.zeros(1, device=wire), group.ranks[target], group=group.handle)
+        dist.send(torch.zeros(1, device=device), group.ranks[target], group=group.handle)
     elif group.rank == target:
-        dist.recv(torch.zeros(1, device=wire), group.ranks[source], group=group.handle)
+        dist.recv(torch.zeros(1, device=device), group.ranks[source], group=group.handle)
 
 
 # --- the state
@@ -115,8 +115,7 @@ class ParallelState:
         dp_shard_grad: dp_shard once more for gradients, whose order is not that of the gathers.
         pp_down: the pipeline group once more, for messages to lower ranks; those to higher ones go through `pp`.
         world: all ranks.
-        device: where this rank computes. wire: where a tensor lies that is sent to one other rank: the CPU where the
-            transport takes none from a GPU.
+        device: where this rank computes.
     """
 
     grid: Grid
@@ -133,7 +132,6 @@ class ParallelState:
     pp_down: Group
     world: Group
     device: torch.device
-    wire: torch.device
 
     @property
     def rank(self) -> int:
@@ -183,14 +181,15 @@ def initialize_model_parallel(
             "init_process_group was given device_id, with which all messages of a group share one queue: stages of a "
             "pipeline would wait for each other for ever; leave it out"
         )
-    wire = device if world_size == 1 or "nccl" in dist.get_backend() else torch.device("cpu")
+    if device.type == "cuda" and world_size > 1 and "nccl" not in dist.get_backend():
+        raise ValueError(f"init_process_group was given {dist.get_backend()}: use cpu:gloo,cuda:nccl on GPUs")
     groups = _make_groups(grid, rank, timeout)
-    _state = ParallelState(grid=grid, place=grid.place(rank), device=device, wire=wire, **groups)
+    _state = ParallelState(grid=grid, place=grid.place(rank), device=device, **groups)
     # Making a group does not wait for its members, starting it does. The world comes last: a rank that went on and
     # destroyed a group would break the start of the others. The pipeline's collectives are those of hosts.
     for name in ("dp_shard_grad", *_GROUPS):
         if name != "pp" and groups[name].size > 1:
-            dist.all_reduce(torch.zeros(1, device=wire), group=groups[name].handle)
+            dist.all_reduce(torch.zeros(1, device=device), group=groups[name].handle)
     let_computing_go_first()
     return _state
 

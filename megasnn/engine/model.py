@@ -139,7 +139,7 @@ class DistributedModel:
         gradient = self.gradient_buckets.gradient
         self.ties: Ties | None = None
         if description.ties:
-            self.ties = Ties(description, bounds, placement, self.chunks, state.pp, state.wire, gradient, kept)
+            self.ties = Ties(description, bounds, placement, self.chunks, state.pp, state.device, gradient, kept)
         context.weight_gradients.observer = self.gradient_buckets.accumulated
         for chunk in self.chunks.values():
             if graphs is not None:

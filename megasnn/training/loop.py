@@ -70,7 +70,7 @@ class TrainingRun:
             self.metrics = Metrics(engine)
             self.pictures = Pictures(config, engine, self.data.datasets, self.metrics.rasters, reporter)
             groups = {axis: state.group(axis) for axis in HOLDING_AXES}
-            self.replicas = ReplicaCheck(engine.checkpoints.entries, groups, state.world, state.wire)
+            self.replicas = ReplicaCheck(engine.checkpoints.entries, groups, state.world, state.device)
             introduce(config, engine, self.data.length, reporter)
             self._memory = [] if config.training.evaluate_only else forecast_memory(config, engine, reporter)
             announce(self._memory, reporter)

@@ -150,7 +150,7 @@ def _unread(config: PretrainConfig, neurons: Set[NeuronSpec]) -> list[str]:
 def _device(device: torch.device, parallel: ParallelConfig) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    threads, (_, why) = torch.get_num_threads(), choose_device(parallel.backend, parallel.device)
+    threads, (_, why) = torch.get_num_threads(), choose_device(parallel.device)
     return f"CPU with {threads} thread{'s' * (threads > 1)} a rank{f' ({why})' if why else ''}"
 
 

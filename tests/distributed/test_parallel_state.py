@@ -136,19 +136,19 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("backend", "device", "gpus", "named"),
-    [("nccl", "cpu", 1, r"2 rank.*1 GPU"), ("auto", "cuda", 1, r"2 rank.*1 GPU"), ("auto", "cuda", 0, "--device cpu")],
+    ("gpus", "named"),
+    [(1, r"2 rank.*1 GPU"), (0, "--device cpu")],
 )
-def test_devices_that_are_not_there(machine, backend, device, gpus, named) -> None:
+def test_devices_that_are_not_there(machine, gpus, named) -> None:
     machine(gpus, cuda=None)
     with pytest.raises(ValueError, match=named):
-        start_process_group(backend, device)
+        start_process_group("cuda")
 
 
 @pytest.mark.parametrize(
     ("asked", "gpus", "cuda", "named"),
     [
-        ("auto", 1, "13.0", "--backend gloo --device cuda"),
+        ("auto", 1, "13.0", "2 ranks"),
         ("auto", 0, "13.0", "CUDA 13.0"),
         ("auto", 0, None, ""),
         ("cpu", 1, "13.0", ""),
@@ -156,16 +156,8 @@ def test_devices_that_are_not_there(machine, backend, device, gpus, named) -> No
 )
 def test_a_run_that_falls_back_to_the_cpu_says_why(machine, asked, gpus, cuda, named) -> None:
     machine(gpus, cuda)
-    device, why = choose_device("auto", asked)
+    device, why = choose_device(asked)
     assert device.type == "cpu" and named in why and bool(why) == bool(named)
-
-
-@pytest.mark.parametrize("local_rank, gpu", [(0, 0), (1, 1), (2, 0)])
-def test_ranks_share_a_gpu_with_gloo(machine, monkeypatch, local_rank, gpu) -> None:
-    machine(2, local_rank=local_rank, sharing=3)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert start_process_group("gloo", "cuda") == torch.device("cuda", gpu)
 
 
 SLURM = {"each its own": ["a", "b", "c", "d"], "two by two": ["a", "a", "b", "b"], "all the same": ["a"] * 4}
@@ -185,7 +177,7 @@ def devices_where_each_sees_one(seen: list[str]) -> list[str]:
         process_group._find_place(store, "auto")
         for asked in ("auto", "cuda"):
             try:
-                found.append(str(choose_device("auto", asked)[0]))
+                found.append(str(choose_device(asked)[0]))
             except ValueError as error:
                 found.append(str(error))
     return found
@@ -203,8 +195,8 @@ def test_ranks_that_see_one_gpu_each_take_it(ranks, name: str) -> None:
 def test_rocm_is_refused_by_name(machine) -> None:
     machine(8, cuda=None, hip="6.4")
     with pytest.raises(ValueError, match="ROCm 6.4"):
-        choose_device("auto", "cuda")
-    device, why = choose_device("auto", "auto")
+        choose_device("cuda")
+    device, why = choose_device("auto")
     assert device.type == "cpu" and "ROCm 6.4" in why
 
 

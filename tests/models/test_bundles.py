@@ -211,7 +211,7 @@ def test_an_output_that_differs_from_the_dry_runs_is_refused_at_the_first_step(c
 
 def test_what_does_not_fit_its_boundary_names_the_entry() -> None:
     pair, model, bounds = Group("pp", (0, 1), made=mock.Mock()), describe(Bundles()), [range(2), range(2, 6)]
-    state = SimpleNamespace(pp=pair, pp_down=pair, device=CPU, wire=CPU)
+    state = SimpleNamespace(pp=pair, pp_down=pair, device=CPU)
     chunks = build_chunks(model, bounds, [0], BuildContext(), CPU, 0)
     boundaries, checks = Boundaries(model, BuildContext(), model.build(BuildContext())), DeviceChecks(CPU)
     with mock.patch.object(p2p, "start_messages"):
