@@ -84,6 +84,7 @@ def start_messages(group: Group, source: int, target: int, device: torch.device)
 # --- the state
 
 _GROUPS: dict[str, tuple[str, tuple[Axis, ...]]] = {
+    "dp_shard_grad": ("dp_shard_grad", ("dp_shard",)),
     "dp_shard": ("dp_shard", ("dp_shard",)),
     "cp": ("cp", ("cp",)),
     "dp_replicate": ("dp", ("dp_replicate",)),
@@ -92,14 +93,13 @@ _GROUPS: dict[str, tuple[str, tuple[Axis, ...]]] = {
     "tp": ("tp", ("tp",)),
     "dp": ("dp", REPLICA_AXES),
     "pp": ("pp", ("pp",)),
+    "pp_down": ("pp", ("pp",)),
     "world": ("world", AXES),
 }
-"""By field of the state the name in statistics and the axes, in the order in which all ranks make the groups."""
-_APART: dict[str, tuple[str, tuple[Axis, ...]]] = {
-    "dp_shard_grad": ("dp_shard_grad", ("dp_shard",)),
-    "pp_down": ("pp", ("pp",)),
-}
-"""Groups with a process group of their own beside that of the same ranks."""
+"""By field of the state the name in statistics and the axes, in the order in which all ranks make and start the groups.
+"""
+_APART = "dp_shard_grad", "pp_down"  # with a process group of their own beside that of the same ranks
+_STARTED_LATER = "pp", "pp_down"  # by messages: the pipeline's collectives are those of hosts
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,10 @@ class ParallelState:
     def rank(self) -> int:
         return self.world.rank
 
-    def group(self, axis: Axis) -> Group:
-        """The group along one axis."""
-        group: Group = getattr(self, axis)
-        return group
+    @property
+    def holding_groups(self) -> dict[Axis, Group]:
+        """Groups along each axis whose ranks hold the same layers, whole or cut."""
+        return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
 
 
 _state: ParallelState | None = None
@@ -186,9 +186,9 @@ def initialize_model_parallel(
     groups = _make_groups(grid, rank, timeout)
     _state = ParallelState(grid=grid, place=grid.place(rank), device=device, **groups)
     # Making a group does not wait for its members, starting it does. The world comes last: a rank that went on and
-    # destroyed a group would break the start of the others. The pipeline's collectives are those of hosts.
-    for name in ("dp_shard_grad", *_GROUPS):
-        if name != "pp" and groups[name].size > 1:
+    # destroyed a group would break the start of the others.
+    for name in _GROUPS:
+        if name not in _STARTED_LATER and groups[name].size > 1:
             dist.all_reduce(torch.zeros(1, device=device), group=groups[name].handle)
     let_computing_go_first()
     return _state
@@ -199,7 +199,7 @@ def _make_groups(grid: Grid, rank: int, timeout: datetime.timedelta | None) -> d
     once."""
     made_of: dict[str, dist.ProcessGroup | None] = {str(grid.groups(*AXES)): dist.group.WORLD}
     found: dict[str, Group] = {}
-    for field, (name, axes) in {**_GROUPS, **_APART}.items():
+    for field, (name, axes) in _GROUPS.items():
         partition = grid.groups(*axes)
         mine = next(ranks for ranks in partition if rank in ranks)
         key = field if field in _APART else str(partition)
@@ -243,7 +243,7 @@ def destroy_model_parallel() -> None:
     global _state
     if _state is None:
         return
-    groups: list[Group] = [getattr(_state, name) for name in (*_GROUPS, *_APART)]
+    groups: list[Group] = [getattr(_state, name) for name in _GROUPS]
     for made in dict.fromkeys(group.handle for group in groups):
         if made is not None and made is not dist.group.WORLD:
             dist.destroy_process_group(made)

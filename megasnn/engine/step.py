@@ -13,7 +13,6 @@ from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine.debug import first_place
 from megasnn.engine.model import DistributedModel
-from megasnn.grid import HOLDING_AXES
 from megasnn.optim.average import WeightAverage
 from megasnn.optim.build import build_optimizer, takes_found_inf
 from megasnn.pipeline.microbatch_state import MicroBatchInput
@@ -34,9 +33,7 @@ class TrainStep:
 
     def __init__(self, config: PretrainConfig, distributed: DistributedModel, rate: Callable[[int], float]) -> None:
         self._config, self._rate, self.distributed, state = config, rate, distributed, distributed.state
-        self.optimizer = build_optimizer(
-            distributed.owned, config.optimizer, {axis: state.group(axis) for axis in HOLDING_AXES}
-        )
+        self.optimizer = build_optimizer(distributed.owned, config.optimizer, state.holding_groups)
         decay = config.optimizer.ema_decay
         self.average = WeightAverage(distributed.owned, decay) if decay else None
         self.timers = Timers(state.device)

@@ -19,7 +19,7 @@ from megasnn.checkpoint.load import load_globals_into
 from megasnn.config import ParallelConfig, PretrainConfig, TrainingConfig
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.engine.model import DistributedModel, StepFigures
-from megasnn.grid import HOLDING_AXES, ContextCut
+from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.layers.replicated import is_whole
@@ -299,8 +299,7 @@ def take_steps(
         if weights is not None:
             values = torch.load(weights, mmap=True, weights_only=True)
             load_globals_into(engine.tensors, values, engine.state.world.handle)
-        groups = {axis: engine.state.group(axis) for axis in HOLDING_AXES}
-        optimizer = build_optimizer(engine.owned, options, groups)
+        optimizer = build_optimizer(engine.owned, options, engine.state.holding_groups)
         for _ in range(count):
             steps.append(record_step(engine, *batch, micro_batch_size))
             if count > 1:
