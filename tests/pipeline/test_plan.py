@@ -77,7 +77,7 @@ def test_ranks_that_share_rows_get_the_plan_of_the_first(ranks) -> None:
 def test_nothing_is_measured_where_nothing_depends_on_it(ranks) -> None:
     flags = {"pipeline_schedule": "1f1b", "pipeline_model_parallel_layout": f"4|{len(MODEL.layers) - 4}"}
     plan, _ = ranks(2, _plan, 5, True, flags)
-    assert plan.costs is None and plan.simulation(5) is None and plan.describe("1f1b") == []
+    assert plan.costs is None and plan.simulation(5) is None and plan.describe(ParallelConfig()) == []
     assert plan.bounds == (range(0, 4), range(4, len(MODEL.layers)))
 
 
