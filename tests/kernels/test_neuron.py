@@ -14,7 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasnn.kernels import SURROGATES, NeuronSpec, torch_backend
 from megasnn.kernels.neuron import neuron_multi_step
-from tests.kernels.models import assert_close, channels_last, plif_weight, saved_tensors, spikingjelly_neuron
+from tests.kernels.models import (
+    assert_close,
+    channels_last,
+    gradients,
+    neuron_results,
+    plif_weight,
+    require_same,
+    saved_tensors,
+    spikingjelly_neuron,
+    spikingjelly_results,
+)
 
 CHARGES: dict[str, dict[str, Any]] = {
     "if": {"kind": "if"},
@@ -31,12 +41,6 @@ FEW = [(charge, (-0.3, None)[i % 2], i % 3 > 0, ("sigmoid", "atan")[i // 2 % 2])
 BACKENDS = "torch", "fused"
 
 
-def gradients(spikes: Tensor, v: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    """Of a fixed function of spikes and last potential."""
-    weights = channels_last(*spikes.shape, seed=7)
-    return torch.autograd.grad((spikes * weights).sum() + (v * weights[0]).sum(), inputs)
-
-
 @pytest.mark.parametrize(
     ("charge", "v_reset", "detach_reset", "surrogate_name"),
     [pytest.param(*case, marks=() if case in FEW else pytest.mark.matrix) for case in NEURONS],
@@ -46,17 +50,10 @@ def test_equals_spikingjelly(charge, v_reset, detach_reset, surrogate_name) -> N
     spec = NeuronSpec(v_threshold=0.6, v_reset=v_reset, detach_reset=detach_reset, surrogate=surrogate_name, **numbers)
     x = (channels_last(5, 2, 7, 3, 3) * 2.5).requires_grad_()
     w = plif_weight(spec)
-    node = spikingjelly_neuron(spec, w)
-    expected = node(x)
-    of_expected = gradients(expected, node.v, [x] + ([node.w] if w is not None else []))
-    assert 0.05 < expected.mean() < 0.95
+    wanted = spikingjelly_results(x, spec, w)
+    assert 0.05 < wanted[0].mean() < 0.95
     for backend in BACKENDS:
-        spikes, v = neuron_multi_step(x, spec, None, w, backend)
-        assert torch.equal(spikes, expected)
-        assert_close(v, node.v)
-        found = gradients(spikes, v, [x] + ([w] if w is not None else []))
-        for actual, wanted in zip(found, of_expected, strict=True):
-            assert_close(actual, wanted)
+        require_same(neuron_results(x, spec, backend, w), wanted)
 
 
 @pytest.mark.parametrize("v_reset", [0.1, None])
@@ -65,13 +62,10 @@ def test_first_potential(v_reset) -> None:
     spec = NeuronSpec(tau=3.0, v_reset=v_reset, detach_reset=False, surrogate="atan")
     x = channels_last(6, 2, 5, 4).requires_grad_()
     for backend in BACKENDS:
-        whole, v_whole = neuron_multi_step(x, spec, backend="torch")
         first, v = neuron_multi_step(x[:3], spec, backend=backend)
         second, v = neuron_multi_step(x[3:], spec, v, backend=backend)
         halves = torch.cat([first, second])
-        assert torch.equal(halves, whole)
-        assert_close(v, v_whole)
-        assert_close(gradients(halves, v, [x])[0], gradients(whole, v_whole, [x])[0])
+        require_same([halves, v, *gradients(halves, [x], v)], neuron_results(x, spec, "torch"))
 
 
 @pytest.mark.parametrize("name", [name for name, entry in SURROGATES.items() if entry.spikingjelly is not None])
@@ -80,11 +74,7 @@ def test_every_surrogate(name) -> None:
     spec = NeuronSpec(surrogate=name)
     assert spec.surrogate_alpha == getattr(surrogate, SURROGATES[name][0])().alpha
     x = channels_last(3, 2, 4, 5).requires_grad_()
-    node = spikingjelly_neuron(spec)
-    expected = node(x)
-    spikes, v = neuron_multi_step(x, spec)
-    assert torch.equal(spikes, expected)
-    assert_close(gradients(spikes, v, [x])[0], gradients(expected, node.v, [x])[0])
+    require_same(neuron_results(x, spec), spikingjelly_results(x, spec))
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
@@ -146,10 +136,7 @@ def test_ties_with_the_threshold(factor) -> None:
 def test_any_memory_order(view) -> None:
     x = view(channels_last(4, 3, 5, 6)).detach().requires_grad_()
     spec = NeuronSpec(detach_reset=False)
-    (expected, v_expected), (spikes, v) = (neuron_multi_step(x, spec, backend=each) for each in BACKENDS)
-    assert torch.equal(spikes, expected)
-    assert_close(v, v_expected)
-    assert_close(gradients(spikes, v, [x])[0], gradients(expected, v_expected, [x])[0])
+    require_same(neuron_results(x, spec, "fused"), neuron_results(x, spec, "torch"))
 
 
 def test_large_potentials_and_nan() -> None:
@@ -185,14 +172,12 @@ def test_bfloat16_keeps_its_own_size_and_computes_in_float32(kind, backend) -> N
     expected, last = neuron_multi_step(whole, spec, v0, w, backend)
     with saved_tensors() as saved:
         spikes, v = neuron_multi_step(leaf, spec, v0, w, backend)
-    assert spikes.dtype == torch.bfloat16 and v.dtype == torch.float32
-    assert torch.equal(spikes.float(), expected) and torch.equal(v, last)
     assert (torch.bfloat16, x.numel()) in saved and sum(size for _, size in saved) <= x.numel() + v0.numel() + 1
     learned = [] if w is None else [w]
-    wanted, *of_w = torch.autograd.grad(expected.sum() + last.sum(), [whole, *learned])
-    found, *of_mine = torch.autograd.grad(spikes.float().sum() + v.sum(), [leaf, *learned])
-    assert torch.equal(found, wanted.bfloat16()) and found.any()
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(of_mine, of_w, strict=True))
+    wanted = expected.bfloat16(), last, *gradients(expected, [whole, *learned], last)
+    found = spikes, v, *gradients(spikes, [leaf, *learned], v)
+    assert torch.equal(found[2], wanted[2].bfloat16()) and found[2].any() and v.dtype == torch.float32
+    assert spikes.dtype == torch.bfloat16 and all(map(torch.equal, found[:2] + found[3:], wanted[:2] + wanted[3:]))
 
 
 @pytest.mark.parametrize(

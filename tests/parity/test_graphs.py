@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,13 +15,12 @@ from megasnn.engine import Engine
 from megasnn.models.build import describe
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
-from megasnn.pipeline.graphs import ChunkGraphs
 from megasnn.telemetry.spikes import LayerSpikes
 from megasnn.training.metrics import Metrics
 from tests.gpu_waits import MODEL_FLAGS
 from tests.models.networks import CLASSES, Random
 from tests.parity.ranks import Layout, built, forward_backward, inputs_of, merge_statistics, tensors_of
-from tests.recorded_graphs import Pool, RecordedGraphs, recorded_graphs
+from tests.recorded_graphs import RecordedGraphs, recorded_graphs
 
 SIZES = "--micro-batch-size 2 --train-iters 9 --lr 1e-3 --clip-grad 0.1 --ema-decay 0.9 --neuron-backend torch"
 FLAGS = {model: flags.replace("--depth 2", "--depth 1") for model, flags in MODEL_FLAGS.items()}
@@ -107,53 +105,6 @@ def test_random_networks(seed: int) -> None:
     assert graphs.replays > 0
     for (loss, tensors), (other, others) in zip(found, expected, strict=True):
         assert loss == other and all(map(torch.equal, tensors, others))
-
-
-# --- breaks that must be seen
-
-
-def forgetful(outputs: Any, inputs: Any, grads: Any, **options: Any) -> Any:
-    return gradients(outputs, inputs, grads, **{**options, "retain_graph": False})
-
-
-def in_one_slot(self: ChunkGraphs, micro_batch: int) -> bool:
-    found = has(self, micro_batch)
-    self._slots |= dict.fromkeys(self._slots, 0)
-    return found
-
-
-def one_pool(self: RecordedGraphs) -> Pool:
-    if not self.pools:
-        self.pools.append(Pool())
-    return self.pools[0]
-
-
-gradients, has = torch.autograd.grad, ChunkGraphs.has
-GPIPE = "--global-batch-size 4 --precision bf16 --pipeline-schedule gpipe"
-WRONG = {
-    "memory is freed": ("megasnn.pipeline.graphs.torch.autograd.grad", forgetful, GPIPE),
-    "one slot for all": ("megasnn.pipeline.graphs.ChunkGraphs.has", in_one_slot, GPIPE),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_what_a_graph_must_not_do_is_seen(what: str) -> None:
-    target, wrong, flags = WRONG[what]
-    with mock.patch(target, wrong), pytest.raises(AssertionError):
-        with_and_without("vgg_dvs", flags)
-
-
-def differs_with_one_pool(flags: str) -> bool:
-    with mock.patch("tests.recorded_graphs.RecordedGraphs.pool", one_pool):
-        try:
-            with_and_without("vgg_dvs", flags)
-        except AssertionError:
-            return True
-        return False
-
-
-def test_memory_that_replays_in_another_order_must_not_share(ranks) -> None:
-    assert any(ranks(2, differs_with_one_pool, f"--global-batch-size 8 {PIPELINE} zb1p {LAYOUT} 2|2"))
 
 
 def test_what_is_taken_from_the_host_is_refused() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -121,6 +122,12 @@ def whole(outcomes: Sequence[HasPieces]) -> dict[str, Tensor]:
             for offset, value in parts:
                 full[tuple(slice(o, o + n) for o, n in zip(offset, value.shape, strict=True))] = value
     return tensors
+
+
+def log_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of this kind in the log of a run."""
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == kind]
 
 
 def saved(folder: Path, step: int | None = None) -> dict[str, Tensor]:

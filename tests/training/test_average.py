@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,9 @@ from megasnn.checkpoint.load import load_global_tensors
 from megasnn.convert.exchange import export_weights
 from megasnn.convert.source import open_source
 from megasnn.files import CheckpointError
-from tests.training.runs import train, whole
+from tests.training.runs import log_of, train, whole
 
 COMMON = ("--train-iters", "4", "--eval-iters", "0")
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("cache"))
 
 
 def averages(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
@@ -57,11 +51,6 @@ def test_with_and_without_it(cache, tmp_path, capsys) -> None:
         export_weights(open_source(tmp_path / "run"), tmp_path / "out.pt", "spikingjelly", averaged=True)
 
 
-def losses(folder: Path) -> list[float]:
-    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if line["kind"] == "validation"]
-
-
 def test_it_is_what_is_evaluated(ranks, cache, tmp_path) -> None:
     """Once in the run that trains, once in one that starts from what was exported."""
     flags = ("--train-iters", "3", "--precision", "fp64", "--ema-decay", "0.5")
@@ -74,7 +63,7 @@ def test_it_is_what_is_evaluated(ranks, cache, tmp_path) -> None:
     train(cache, *again, "--tensorboard-dir", str(tmp_path / "weights"))
     for name, what in (("average", "average of the weights"), ("weights", "weights")):
         assert f"evaluating the {what} of iteration 3" in (tmp_path / name / "log.jsonl").read_text()
-    found = [losses(tmp_path / name) for name in ("run", "exported", "average", "weights")]
-    assert all(len(each) == 1 for each in found)
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-9) and found[0][0] == pytest.approx(found[2][0], rel=1e-9)
-    assert found[0][0] != pytest.approx(found[3][0], rel=1e-6)
+    found = [log_of(tmp_path / name, "validation") for name in ("run", "exported", "average", "weights")]
+    (run,), (exported,), (average,), (weights,) = ([line["loss"] for line in each] for each in found)
+    assert run == pytest.approx(exported, rel=1e-9) == pytest.approx(average, rel=1e-9)
+    assert run != pytest.approx(weights, rel=1e-6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 from unittest import mock
 
@@ -10,7 +9,7 @@ import pytest
 
 import megasnn
 from megasnn.checkpoint.folder import list_checkpoints
-from tests.training.runs import train, without_trial
+from tests.training.runs import log_of, train, without_trial
 
 FLAGS = ("--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1", "--log-interval", "2")
 
@@ -21,10 +20,10 @@ class Failing(megasnn.Callback):
             raise OSError("no tracker there")
 
 
-def test_callbacks_are_told_what_the_log_has(tmp_path, capfd) -> None:
+def test_callbacks_are_told_what_the_log_has(cache, tmp_path, capfd) -> None:
     kept = mock.Mock(spec=megasnn.Callback)
     with without_trial():
-        train(str(tmp_path / "cache"), *FLAGS, "--save", str(tmp_path / "run"), callbacks=[Failing(), kept])
+        train(cache, *FLAGS, "--save", str(tmp_path / "run"), callbacks=[Failing(), kept])
     names = [name for name, *_ in kept.method_calls]
     first, second = ["step", "step", "log", "evaluation"], ["step", "step", "log", "evaluation", "save", "end"]
     assert names == ["start", *first, *second]
@@ -52,16 +51,13 @@ class Ending(megasnn.Callback):
             raise SystemExit
 
 
-def test_a_callback_that_exits_ends_the_run_as_a_signal_does(tmp_path) -> None:
+def test_a_callback_that_exits_ends_the_run_as_a_signal_does(cache, tmp_path) -> None:
     """After the next step, saved and not evaluated."""
     kept, folder = mock.Mock(spec=megasnn.Callback), tmp_path / "run"
     with without_trial():
-        outcome = train(
-            str(tmp_path / "cache"), "--train-iters", "9", "--save", str(folder), callbacks=[Ending(), kept]
-        )
+        outcome = train(cache, "--train-iters", "9", "--save", str(folder), callbacks=[Ending(), kept])
     assert outcome.iteration == 3 and list_checkpoints(folder) == [3]
     assert [name for name, *_ in kept.method_calls] == ["start", "step", "step", "step", "save", "end"]
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    texts = [line["text"] for line in log if line["kind"] == "message"]
+    texts = [line["text"] for line in log_of(folder, "message")]
     assert "Ending.step asks for the end of the run (SystemExit), as a signal does" in texts
     assert "asked to stop: the run ends at iteration 3 of 9" in texts

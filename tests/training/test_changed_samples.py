@@ -12,8 +12,7 @@ FLAGS = (
 ).split()
 
 
-def test_a_layout_and_a_resumed_run_train_on_the_same_samples(ranks, tmp_path) -> None:
-    cache = str(tmp_path / "cache")
+def test_a_layout_and_a_resumed_run_train_on_the_same_samples(ranks, cache, tmp_path) -> None:
     straight = whole([train(cache, *FLAGS)])
     piped = whole(ranks(2, train, cache, *FLAGS, "--pipeline-model-parallel-size", "2", "--num-workers", "2"))
     for name, value in straight.items():

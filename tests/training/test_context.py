@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.training.runs import train, without_trial
+from tests.training.runs import log_of, train, without_trial
 
 FP64 = ("--precision", "fp64", "--micro-batch-size", "3", "--global-batch-size", "8")
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("cache"))
 
 
 def trained(cache: str, *flags: str) -> None:
     with without_trial():
         train(cache, *FP64, *flags)
-
-
-def log_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return {kind: [line for line in lines if line["kind"] == kind] for kind in {line["kind"] for line in lines}}
 
 
 @pytest.mark.parametrize("layout", [(), ("--context-parallel-cut", "rows", "--tensor-model-parallel-size", "2")])
@@ -36,17 +22,19 @@ def test_what_is_told_is_what_one_rank_tells(ranks, cache, tmp_path, layout: tup
     trained(cache, *common, "--tensorboard-dir", str(tmp_path / "one"))
     shared = ("--context-parallel-size", "2", *layout, "--check-replicas-interval", "2")
     ranks(4, trained, cache, *common, *shared, "--tensorboard-dir", str(tmp_path / "four"))
-    one, four = log_of(tmp_path / "one"), log_of(tmp_path / "four")
-    assert len(four["iteration"]) == 2
-    for ours, theirs in zip(four["iteration"], one["iteration"], strict=True):
+    (one, four), (evaluated, again) = (
+        [log_of(tmp_path / name, kind) for name in ("one", "four")] for kind in ("iteration", "validation")
+    )
+    assert len(four) == 2
+    for ours, theirs in zip(four, one, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], 1e-9) and ours["accuracy"] == theirs["accuracy"]
         assert ours["layers"].keys() == theirs["layers"].keys() != set()
         assert any(shares["silent"] > 0 for shares in theirs["layers"].values())
         for name, shares in theirs["layers"].items():
             assert ours["layers"][name] == pytest.approx(shares, rel=1e-12), name
-    for ours, theirs in zip(four["validation"], one["validation"], strict=True):
+    for ours, theirs in zip(again, evaluated, strict=True):
         assert (ours["samples"], ours["top1"]) == (theirs["samples"], theirs["top1"])
-    (start,) = four["start"]
+    (start,) = log_of(tmp_path / "four", "start")
     assert start["ranks"] == 4
     events = EventAccumulator(str(tmp_path / "four")).Reload()
     for group in ("cp", "tp" if layout else "dp"):

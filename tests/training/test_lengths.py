@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +13,9 @@ from megasnn.checkpoint.format import read_metadata
 from megasnn.config import TrainingConfig
 from megasnn.engine.model import DistributedModel
 from megasnn.files import CheckpointError
-from tests.training.runs import train
+from tests.training.runs import log_of, train
 
 BEST = "best_checkpointed_iteration.txt"
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("cache"))
 
 
 def test_epochs_in_iterations() -> None:
@@ -35,11 +29,6 @@ def test_epochs_in_iterations() -> None:
     assert alone.length(20).iterations == 0
 
 
-def validations(folder: Path) -> list[dict]:
-    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == "validation"]
-
-
 def test_a_run_that_only_evaluates(ranks, cache, tmp_path) -> None:
     """It finds what the run that trained found, on any layout and with other data, and changes nothing."""
     folder, flags = str(tmp_path / "run"), ("--precision", "fp64", "--loss", "mse")
@@ -49,9 +38,8 @@ def test_a_run_that_only_evaluates(ranks, cache, tmp_path) -> None:
     for size, layout in ((1, ""), (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")):
         outcomes = ranks(size, train, cache, *again, *layout.split())
         assert {outcome.iteration for outcome in outcomes} == {3}
-    entries = map(json.loads, (tmp_path / "run/log.jsonl").read_text().splitlines())
-    assert [entry["iterations"] for entry in entries if entry["kind"] == "start"] == [3]  # the scripts read it
-    expected, *found = [*validations(tmp_path / "run"), *validations(tmp_path / "again")]
+    assert [entry["iterations"] for entry in log_of(tmp_path / "run", "start")] == [3]  # the scripts read it
+    expected, *found = [line for name in ("run", "again") for line in log_of(tmp_path / name, "validation")]
     assert len(found) == 2
     for each in found:
         assert each["loss"] == pytest.approx(expected["loss"], rel=1e-9) and each["top1"] == expected["top1"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -20,18 +19,13 @@ from megasnn.pretraining import configuration, pretrain
 from tests.convert.saved import MODELS as SAVED
 from tests.convert.saved import save_whole
 from tests.data.shard_files import image_file, write_shard
-from tests.training.runs import TINY, train
+from tests.training.runs import TINY, log_of, train
 
 DEFAULTS = run_config(MODELS["spikformer"])()
 DIMENSIONS = TINY[: TINY.index("--micro-batch-size")]
 NEURON = ["--neuron", "if", "--v-reset", "none"]
 BATCHES = "--micro-batch-size 4 --global-batch-size 8 --num-workers 0".split()
 WARNING = "WARNING: samples are made otherwise than those that the checkpoint was trained on: "
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +137,7 @@ def shard(tmp_path_factory) -> str:
 def evaluated(log: Path, *flags: str) -> list[float]:
     """The losses that a run has found on what it evaluated."""
     assert pretrain("spikformer", [*BATCHES, "--tensorboard-dir", str(log), *flags]) == 0
-    lines = map(json.loads, (log / "log.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if line["kind"] == "validation"]
+    return [line["loss"] for line in log_of(log, "validation")]
 
 
 @pytest.fixture(scope="module")

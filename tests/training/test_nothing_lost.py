@@ -12,8 +12,7 @@ from tests.data.shard_files import numbered, write_shard
 from tests.training.runs import train
 
 
-def test_a_folder_named_by_mistake_is_refused_and_a_first_start_is_not(tmp_path_factory, tmp_path) -> None:
-    cache = str(tmp_path_factory.mktemp("cache"))
+def test_a_folder_named_by_mistake_is_refused_and_a_first_start_is_not(cache, tmp_path) -> None:
     with pytest.raises(NoCheckpointError, match="typo"):
         train(cache, "--train-iters", "1", "--load", str(tmp_path / "typo"))
     folder = str(tmp_path / "job")
@@ -22,8 +21,8 @@ def test_a_folder_named_by_mistake_is_refused_and_a_first_start_is_not(tmp_path_
     assert (first.iteration, second.iteration) == (1, 2)
 
 
-def test_what_a_resumed_run_does_otherwise_is_told_or_refused(tmp_path_factory, tmp_path, capsys) -> None:
-    cache, folder = str(tmp_path_factory.mktemp("cache")), str(tmp_path)
+def test_what_a_resumed_run_does_otherwise_is_told_or_refused(cache, tmp_path, capsys) -> None:
+    folder = str(tmp_path)
     train(cache, "--train-iters", "2", "--exit-interval", "1", "--eval-iters", "0", "--save", folder)
     capsys.readouterr()
     again = ("--train-iters", "2", "--eval-iters", "0", "--load", folder)
@@ -43,9 +42,9 @@ def test_what_a_resumed_run_does_otherwise_is_told_or_refused(tmp_path_factory, 
         train(cache, "--train-iters", "2", "--save", folder)
 
 
-def test_a_damaged_one_gives_way_to_the_one_before_unless_it_is_asked_for(tmp_path_factory, tmp_path, capsys) -> None:
+def test_a_damaged_one_gives_way_to_the_one_before_unless_it_is_asked_for(cache, tmp_path, capsys) -> None:
     """One bit of the newest, and a model of other dimensions; neither changes what is there."""
-    cache, folder = str(tmp_path_factory.mktemp("cache")), tmp_path / "run"
+    folder = tmp_path / "run"
     common = ("--train-iters", "2", "--eval-iters", "0", "--load", str(folder))
     train(cache, *common, "--save", str(folder), "--save-interval", "1")
     (file,) = (folder / "iter_0000002").glob("*.safetensors")

@@ -6,7 +6,6 @@ import io
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,17 +20,7 @@ from megasnn.losses.sums import correct_predictions
 from megasnn.optim.rates import learning_rate
 from tests.data.shard_files import write_shard, write_shards
 from tests.data.shard_server import serving
-from tests.training.runs import train, train_vgg, whole
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("cache"))
-
-
-def log_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == kind]
+from tests.training.runs import log_of, train, train_vgg, whole
 
 
 @pytest.fixture(scope="module")

@@ -31,11 +31,6 @@ SCATTERED = ("--weight-gradients", "scattered")
 THREE = "--train-iters 3 --clip-grad 0.05 --eval-iters 0 --micro-batch-size 2 --global-batch-size 8".split()
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("cache"))
-
-
 def trained(cache: str, *flags: str) -> None:
     with without_trial():
         train(cache, *THREE, "--precision", "fp64", "--neuron", "plif", *flags)

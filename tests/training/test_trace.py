@@ -26,8 +26,8 @@ def ranges(path: Path) -> set[str]:
     return {event["name"] for event in events if event.get("cat") == "user_annotation"}
 
 
-def test_a_trace_names_actions_and_layers_and_changes_no_bit(ranks, tmp_path) -> None:
-    cache, folder = str(tmp_path / "cache"), tmp_path / "run"
+def test_a_trace_names_actions_and_layers_and_changes_no_bit(ranks, cache, tmp_path) -> None:
+    folder = tmp_path / "run"
     plain = whole(ranks(2, train, cache, *FLAGS, *ZBV))
     asked = ("--profile-step", "3", "--tensorboard-dir", str(folder))
     found = whole(ranks(2, train, cache, *FLAGS, *ZBV, *asked))
@@ -46,13 +46,13 @@ def test_a_trace_names_actions_and_layers_and_changes_no_bit(ranks, tmp_path) ->
     assert [image.step for image in events.Images("pipeline/simulated")] == [0], "at the start"
 
 
-def test_what_cannot_be_reported_ends_no_run(tmp_path, capfd) -> None:
+def test_what_cannot_be_reported_ends_no_run(cache, tmp_path, capfd) -> None:
     """TensorBoard's files, pictures and the trace on a full disk."""
     flags = "--train-iters 2 --eval-iters 0 --profile-step 1".split()
     with small_disk(tmp_path / "disk", "64k") as disk, without_trial():
         fill(disk)
         folders = ("--tensorboard-dir", str(disk / "board"), "--save", str(tmp_path / "run"))
-        outcome = train(str(tmp_path / "cache"), *flags, *folders)
+        outcome = train(cache, *flags, *folders)
     told = [line for line in capfd.readouterr().out.splitlines() if "WARNING" in line]
     assert outcome.iteration == 2 and list_checkpoints(tmp_path / "run") == [2]
     assert len(told) == len({line.split(" failed")[0] for line in told}) and all(str(disk) in line for line in told)
