@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megasnn.events import Events, FrameOptions, Recording, SensorSize, make_frames, resize_frames
-from tests.events.files import event_lists, random_events
-from tests.events.spikingjelly_events import spikingjelly_module
+from tests.events.files import event_lists, random_events, spikingjelly_module
 
 SENSOR = SensorSize(5, 7)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.driver import ASKED_AGAIN, LOST
 from tests.faults.launch import PP2, PP3, TINY, TP2, Ranks, Torchrun, held_port, lines_of
 
 QUICK = (*TINY, "--neuron-backend", "torch")  # nothing has to be compiled
@@ -30,6 +31,20 @@ def test_one_that_raises(tmp_path, layout, size, fault, faulty, place) -> None:
     tellers = [rank for rank, output in enumerate(ended.output) if "injected fault" in output]
     assert tellers == [faulty] and "".join(ended.output).count(place) == 1, ended.output
     assert place in ended.output[faulty].splitlines()[-1] and "injected fault" in ended.output[faulty].splitlines()[-1]
+
+
+def test_one_whose_gpu_fails(tmp_path) -> None:
+    """Beside a replica, with a trace and a save: told once by the rank itself, and nothing asks the GPU for more."""
+    flags = ("--global-batch-size", "8", "--profile-step", "2", "--tensorboard-dir", str(tmp_path / "board"))
+    flags += ("--save", str(tmp_path / "run"), "--save-interval", "1", "--async-save")
+    ranks = Ranks(tmp_path, 2, *QUICK, *flags, fault=("lose_the_gpu", 1))
+    ended = ranks.end(90)
+    lost = float(ranks.pid_file.with_suffix(".lost").read_text())
+    assert ended.status == [1, 1] and ranks.started + ended.seconds - lost < 10  # 5.02 was seen on two busy cores
+    text, place = "".join(ended.output), "rank 1, pipeline stage 0, action 0F1, micro-batch 1"
+    (line,) = (line for line in ended.output[1].splitlines() if place in line)
+    assert line.endswith(f": AcceleratorError: {LOST}") and text.count(place) == text.count("Traceback") == 1, text
+    assert ASKED_AGAIN not in text, "something asked the broken GPU, or hid its first error"
 
 
 def test_one_that_is_killed(tmp_path) -> None:

@@ -1,11 +1,12 @@
-"""Whole runs on ranks that share micro-batches tell what one rank tells."""
+"""Runs on ranks that share micro-batches tell what one rank tells; runs whose samples are changed train on the same."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.training.runs import log_of, train, without_trial
+from tests.training.runs import log_of, train, whole, without_trial
 
 FP64 = ("--precision", "fp64", "--micro-batch-size", "3", "--global-batch-size", "8")
 
@@ -39,3 +40,20 @@ def test_what_is_told_is_what_one_rank_tells(ranks, cache, tmp_path, layout: tup
     events = EventAccumulator(str(tmp_path / "four")).Reload()
     for group in ("cp", "tp" if layout else "dp"):
         assert events.Scalars(f"7_communication/{group}_mb")[-1].value > 0
+
+
+FLAGS = (
+    "--in-channels 3 --image-size 16 --augment crop --rand-augment rand-m9-mstd0.5-inc1 --random-erasing 0.5 "
+    "--mixup-alpha 0.5 --cutmix-alpha 1 --label-smoothing 0.1 --eval-iters 1 --train-iters 3 --precision fp64"
+).split()
+
+
+def test_a_layout_and_a_resumed_run_train_on_the_same_samples(ranks, cache, tmp_path) -> None:
+    straight = whole([train(cache, *FLAGS)])
+    piped = whole(ranks(2, train, cache, *FLAGS, "--pipeline-model-parallel-size", "2", "--num-workers", "2"))
+    for name, value in straight.items():
+        torch.testing.assert_close(piped[name], value, rtol=1e-9, atol=1e-9, msg=name)
+    common = (*FLAGS, "--num-workers", "1")
+    train(cache, *common, "--exit-interval", "2", "--save", str(tmp_path / "run"))
+    resumed = whole([train(cache, *common, "--load", str(tmp_path / "run"))])
+    assert all(torch.equal(resumed[name], straight[name]) for name in straight)
