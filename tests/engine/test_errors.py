@@ -7,9 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import megasnn
-from megasnn import ConvNormNeuron, Engine, MeanLinear, layer
+from megasnn import Engine, layer
 from megasnn.config import TrainingConfig
 from megasnn.engine.mesh import set_precision
 from megasnn.parallel_state import TASKS
 from tests.engine.test_engine import MODEL, PP2
 from tests.faults.launch import Ranks, Torchrun
+from tests.models.networks import CLASSES, between
 from tests.training.runs import train
 
 SIZES = {"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 9, "lr": 1e-2}
@@ -38,43 +37,35 @@ class Failing(nn.Module):
         return x
 
 
-@dataclass(frozen=True, kw_only=True)
-class Net(megasnn.Model):
-    image_size: int = 4
-    in_channels: int = 1
-    time_steps: int = 2
-
-    def layers(self) -> Any:
-        yield layer("first", ConvNormNeuron(self.in_channels, 4, kernel_size=3))
-        yield layer("failing", Failing())
-        yield layer("head", MeanLinear(4, self.num_classes))
+def net() -> megasnn.Model:
+    return between(lambda: [layer("failing", Failing())])
 
 
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.rand(8, 1, 4, 4, generator=generator), torch.randint(0, 10, (8,), generator=generator)
+    return torch.rand(8, 3, 4, 4, generator=generator), torch.randint(0, CLASSES, (8,), generator=generator)
 
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with Engine(Net(), **SIZES, ema_decay=0.5) as made:
+    with Engine(net(), **SIZES, ema_decay=0.5) as made:
         yield made
 
 
 def test_wrong_batches_are_refused_and_change_nothing(engine: Engine) -> None:
     x, y = batch()
-    soft = torch.full((8, 10), 0.1)
+    soft = torch.full((8, CLASSES), 1 / CLASSES)
     for images, labels, named in (
-        (x[:, 0], y, r"\[N, 1, 4, 4\]"),
+        (x[:, 0], y, r"\[N, 3, 4, 4\]"),
         (x[:0], y[:0], "images"),
         ((255 * x).to(torch.uint8), y, "uint8"),
         (x.numpy(), y, "ndarray"),
         (x, y[:7], "8 images"),
-        (x, y + 10, "num_classes 10"),
+        (x, y + CLASSES, "num_classes 4"),
         (x, None, "NoneType"),
         (x, y.float(), "float32"),
         (x, y > 3, "bool"),
-        (x, soft[:, 1:], r"\[8, 10\]"),
+        (x, soft[:, 1:], r"\[8, 4\]"),
     ):
         with pytest.raises(ValueError, match=named):
             engine.train_step(images, labels)  # type: ignore[arg-type]
@@ -139,7 +130,7 @@ def test_an_iterable_that_raises_ends_the_engine(engine: Engine) -> None:
 @pytest.mark.parametrize("method", ["train_step", "evaluate", "predict"])
 @pytest.mark.parametrize("error", [RuntimeError("out of luck"), KeyboardInterrupt()])
 def test_an_error_ends_the_engine_and_another_one_can_be_made(method: str, error: BaseException) -> None:
-    engine = Engine(Net(), **SIZES, ema_decay=0.5)
+    engine = Engine(net(), **SIZES, ema_decay=0.5)
     ERRORS.append(error)
     with pytest.raises((RuntimeError, KeyboardInterrupt)):
         getattr(engine, method)(*batch()[: 1 if method == "predict" else 2])
@@ -147,14 +138,14 @@ def test_an_error_ends_the_engine_and_another_one_can_be_made(method: str, error
         with pytest.raises(RuntimeError, match="luck|KeyboardInterrupt"):
             refused()
     engine.close()
-    with Engine(Net(), **SIZES) as another:
+    with Engine(net(), **SIZES) as another:
         assert another.train_step(*batch()).loss > 0
 
 
 def one_of_two() -> None:
     """A rank of a program that goes on after an error of its second rank as long as it can."""
     rank = int(os.environ["RANK"])
-    with Engine(Net(), **SIZES, pipeline_model_parallel_size=2, pipeline_schedule="1f1b") as engine:
+    with Engine(net(), **SIZES, pipeline_model_parallel_size=2, pipeline_schedule="1f1b") as engine:
         for number in range(4):
             if (number, rank) == (1, 1):
                 ERRORS.append(RuntimeError("out of luck"))

@@ -39,6 +39,7 @@ NEURONS = list(product(CHARGES, (0.0, -0.3, None), (True, False), ("sigmoid", "a
 # One of each charge, and any two of the others: each is compiled for seconds. A reset to 0.0 has the code of -0.3.
 FEW = [(charge, (-0.3, None)[i % 2], i % 3 > 0, ("sigmoid", "atan")[i // 2 % 2]) for i, charge in enumerate(CHARGES)]
 BACKENDS = "torch", "fused"
+IF = NeuronSpec("if", detach_reset=False)  # which is compiled in any case
 
 
 @pytest.mark.parametrize(
@@ -135,8 +136,7 @@ def test_ties_with_the_threshold(factor) -> None:
 )
 def test_any_memory_order(view) -> None:
     x = view(channels_last(4, 3, 5, 6)).detach().requires_grad_()
-    spec = NeuronSpec(detach_reset=False)
-    require_same(neuron_results(x, spec, "fused"), neuron_results(x, spec, "torch"))
+    require_same(neuron_results(x, IF, "fused"), neuron_results(x, IF, "torch"))
 
 
 def test_large_potentials_and_nan() -> None:
@@ -144,7 +144,7 @@ def test_large_potentials_and_nan() -> None:
     for dtype in (torch.float32, torch.float64):
         x = torch.tensor([[0.0, 30.0, -30.0, 1e4, -1e4, 1e30, -1e30, float("nan")]], dtype=dtype)
         x.requires_grad_()
-        spikes = [neuron_multi_step(x, NeuronSpec("if"), backend=each)[0] for each in BACKENDS]
+        spikes = [neuron_multi_step(x, IF, backend=each)[0] for each in BACKENDS]
         expected, actual = (torch.autograd.grad(each.sum(), x)[0] for each in spikes)
         torch.testing.assert_close(actual, expected, rtol=0, atol=torch.finfo(dtype).eps * 4, equal_nan=True)
 
@@ -154,7 +154,7 @@ def test_sigmoid_gradient_accuracy() -> None:
     u = torch.linspace(-20, 5, 4001, dtype=torch.float64)
     for dtype, allowed in ((torch.float32, 5e-7), (torch.float64, 3e-15)):
         x = (u.to(dtype) + 1).requires_grad_()
-        (actual,) = torch.autograd.grad(neuron_multi_step(x[None], NeuronSpec(kind="if"), backend="fused")[0].sum(), x)
+        (actual,) = torch.autograd.grad(neuron_multi_step(x[None], IF, backend="fused")[0].sum(), x)
         z = np.abs(4 * ((x.detach() - 1).numpy().astype(np.longdouble)))
         exact = 4 * np.exp(-z) / (1 + np.exp(-z)) ** 2
         assert np.max(np.abs(actual.numpy() / exact - 1)) < allowed
