@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
@@ -18,11 +17,9 @@ import megasnn
 from megasnn import Engine, layer
 from megasnn.config import TrainingConfig
 from megasnn.engine.mesh import set_precision
-from megasnn.parallel_state import TASKS
 from tests.engine.test_engine import MODEL, PP2
 from tests.faults.launch import Ranks, Torchrun
 from tests.models.networks import CLASSES, between
-from tests.training.runs import train
 
 SIZES = {"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 9, "lr": 1e-2}
 ERRORS: list[BaseException] = []
@@ -182,39 +179,6 @@ def test_a_program_that_closes_no_engine_ends_well(tmp_path: Path) -> None:
     """A thread of Gloo's that is left would end it with an error."""
     (script := tmp_path / "script.py").write_text("from tests.engine.test_errors import of_nobody; of_nobody()")
     assert Torchrun(tmp_path, 2, str(script)).end(90).status == [0]
-
-
-def gloo_threads() -> int:
-    names = list[str]()
-    for task in TASKS.iterdir():
-        with suppress(OSError):  # it has ended meanwhile
-            names.append((task / "comm").read_text())
-    return sum("gloo" in name for name in names)
-
-
-def threads_left(cache: str, folder: str) -> list[int]:
-    """Threads of Gloo behind each of two Engines and two runs with saves in the background."""
-    found = []
-    for number in range(2):
-        with Engine(MODEL, **{**SIZES, "global_batch_size": 16}, **PP2, weight_parallel_size=2) as engine:
-            engine.train_step(torch.rand(16, 1, 8, 8), torch.arange(16) % 10)
-            inside = gloo_threads()
-        with pytest.raises(RuntimeError, match="grid of ranks is gone"):
-            assert engine.state.world.handle
-        flags = ("--save", folder, "--load", folder, "--async-save", "--tensor-model-parallel-size", "2")
-        train(cache, "--train-iters", str(number + 1), *flags)
-        deadline = time.monotonic() + 5
-        while (left := gloo_threads()) >= inside and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.1)
-        found.append(left)
-    return found
-
-
-@pytest.mark.skipif(not TASKS.is_dir(), reason="this system does not list the threads of a process")
-def test_no_thread_is_left(ranks, tmp_path: Path) -> None:
-    for first, second in ranks(4, threads_left, str(tmp_path / "cache"), str(tmp_path / "run")):
-        assert 0 < first == second, "but those of the world, which the tests have made"
 
 
 def test_arithmetic_of_a_gpu_is_set_or_refused() -> None:

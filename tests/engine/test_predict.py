@@ -1,5 +1,4 @@
-"""Predictions and evaluations of networks that fire: beside SpikingJelly's own, in order, and on every layout; and steps
-of ranks that share micro-batches, as from Python."""
+"""Predictions and evaluations of networks that fire: beside SpikingJelly's own, in order, and on every layout."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from itertools import product
 from unittest import mock
 
@@ -176,22 +175,3 @@ def test_gpus_that_cannot_be_used_are_told_of() -> None:
             mock.patch("megasnn.kernels.triton.launch.try_out", side_effect=broken),
         ):
             assert re.search(named, _unusable.__wrapped__(device) or "")
-
-
-@pytest.mark.parametrize(
-    "full", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("Triton Error [CUDA]: out of memory")], ids=str
-)
-def test_a_full_memory_is_not_remembered(full: Exception) -> None:
-    """Unlike all other reasons, and that there is none: these are looked for once."""
-    from megasnn.kernels.triton import available
-
-    tried, device = mock.Mock(side_effect=[full, None]), torch.device("cuda", 7)
-    with (
-        mock.patch("torch.cuda.get_device_capability", lambda device: (9, 0)),
-        mock.patch("megasnn.kernels.triton.launch.try_out", tried),
-        mock.patch.object(available, "_unusable", cache(available._unusable.__wrapped__)),
-    ):
-        with pytest.raises(type(full), match="out of memory"):
-            available.usable_on(device)
-        assert available.usable_on(device) and available.usable_on(device)
-    assert tried.call_count == 2

@@ -22,20 +22,12 @@ from megasnn.training.memory import layer_costs, peak_of
 from tests.planner.models import cluster, config, layout, on_cpu
 
 LAYOUTS = {
-    "one": layout(),
     "one, always": layout(recompute="always"),
-    "data": layout(dp_replicate=2),
     "data, sharded": layout(dp_replicate=2, shards_optimizer=True),
     "weight": layout(dp_shard=2),
-    "weight, always": layout(dp_shard=2, recompute="always"),
     "tensor": layout(tp=2),
-    "tensor, always": layout(tp=2, recompute="always"),
-    "context": layout(cp=2),
     "context, sharded, always": layout(cp=2, shards_optimizer=True, recompute="always"),
-    "1f1b": layout(pp=2),
-    "zb1p": layout(pp=2, schedule="zb1p"),
     "zbv": layout(pp=2, schedule="zbv", chunks=2),
-    "interleaved": layout(pp=2, schedule="interleaved", chunks=2, recompute="always"),
 }
 STATES = "weights", "gathered", "gradients", "optimizer"
 
@@ -77,11 +69,7 @@ def of_run(layout: Layout, bounds: tuple[range, ...], costs: tuple[ChunkCost, ..
         destroy_model_parallel()
 
 
-USUAL = "one, always", "data, sharded", "weight", "tensor", "context, sharded, always", "zbv"
-CASES = [pytest.param(name, marks=() if name in USUAL else pytest.mark.matrix) for name in LAYOUTS]
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_as_a_run_foresees_it(ranks, name: str) -> None:
     layout = LAYOUTS[name]
     predictor = Predictor(on_cpu(), with_lamb(), cluster(layout.ranks))

@@ -11,7 +11,7 @@ from megasnn.checkpoint.load import load_global_tensors
 from megasnn.convert.exchange import export_weights
 from megasnn.convert.source import open_source
 from megasnn.files import CheckpointError
-from tests.training.runs import log_of, train, whole
+from tests.training.runs import log_of, train
 
 COMMON = ("--train-iters", "4", "--eval-iters", "0")
 
@@ -23,7 +23,7 @@ def averages(folder: Path, step: int | None = None) -> dict[str, torch.Tensor]:
 
 def test_it_is_the_average_of_the_weights_and_statistics(cache, tmp_path) -> None:
     flags = (*COMMON, "--precision", "fp64", "--ema-decay", "0.75")
-    expected = whole([train(cache, *flags, only_load=True)])
+    expected = train(cache, *flags, only_load=True).tensors
     train(cache, *flags, "--save", str(tmp_path), "--save-interval", "1")
     for step in range(1, 5):
         now = load_global_tensors(tmp_path, step)

@@ -18,7 +18,7 @@ from megasnn.models.build import describe
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
 from tests.small_disk import fill, small_disk
-from tests.training.runs import TINY, log_of, train, whole, without_trial
+from tests.training.runs import TINY, log_of, train, without_trial
 
 FLAGS = ("--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1", "--log-interval", "2")
 
@@ -84,9 +84,9 @@ def ranges(path: Path) -> set[str]:
 
 def test_a_trace_names_actions_and_layers_and_changes_no_bit(ranks, cache, tmp_path) -> None:
     folder = tmp_path / "run"
-    plain = whole(ranks(2, train, cache, *TRACED, *ZBV))
+    plain = ranks(2, train, cache, *TRACED, *ZBV)[0].tensors
     asked = ("--profile-step", "3", "--tensorboard-dir", str(folder))
-    found = whole(ranks(2, train, cache, *TRACED, *ZBV, *asked))
+    found = ranks(2, train, cache, *TRACED, *ZBV, *asked)[0].tensors
     assert all(torch.equal(one, plain[name]) for name, one in found.items())
     files = [f"rank{rank}-3.pt.trace.json" for rank in range(2)]
     assert sorted(path.name for path in (folder / "traces").iterdir()) == files

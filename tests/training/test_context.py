@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.training.runs import log_of, train, whole, without_trial
+from tests.training.runs import log_of, train, without_trial
 
 FP64 = ("--precision", "fp64", "--micro-batch-size", "3", "--global-batch-size", "8")
 
@@ -49,11 +49,11 @@ FLAGS = (
 
 
 def test_a_layout_and_a_resumed_run_train_on_the_same_samples(ranks, cache, tmp_path) -> None:
-    straight = whole([train(cache, *FLAGS)])
-    piped = whole(ranks(2, train, cache, *FLAGS, "--pipeline-model-parallel-size", "2", "--num-workers", "2"))
+    straight = train(cache, *FLAGS).tensors
+    piped = ranks(2, train, cache, *FLAGS, "--pipeline-model-parallel-size", "2", "--num-workers", "2")[0].tensors
     for name, value in straight.items():
         torch.testing.assert_close(piped[name], value, rtol=1e-9, atol=1e-9, msg=name)
     common = (*FLAGS, "--num-workers", "1")
     train(cache, *common, "--exit-interval", "2", "--save", str(tmp_path / "run"))
-    resumed = whole([train(cache, *common, "--load", str(tmp_path / "run"))])
+    resumed = train(cache, *common, "--load", str(tmp_path / "run")).tensors
     assert all(torch.equal(resumed[name], straight[name]) for name in straight)
