@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
 
 import numpy as np
 import torch
@@ -93,43 +90,3 @@ def steps_in_there() -> None:
 
 def test_time_steps_beyond_31_bits(interpreted) -> None:
     interpreted(steps_in_there)
-
-
-@contextmanager
-def _programs_from(first: int) -> Iterator[None]:
-    """In it the programs that are started have numbers from this one on."""
-    from triton.runtime.interpreter import interpreter_builder
-
-    def place(*numbers: int) -> None:
-        interpreter_builder.grid_idx = (first + numbers[0], *numbers[1:])
-
-    with mock.patch.object(interpreter_builder, "set_grid_idx", place):
-        yield
-
-
-def _statistics(values: Tensor, program: int) -> list[Tensor]:
-    """As that program computes them, which has these values."""
-    from megasnn.kernels.triton.launch import COLUMNS, NUMBERS, launch
-    from megasnn.kernels.triton.sums import statistics_kernel
-
-    start, size, row = program * BLOCK, (program + 1) * BLOCK, BLOCK // 2
-    x, partial = Far(size), Far(2 * size)
-    x.write(start, values)
-    with _programs_from(program):
-        launch(
-            statistics_kernel, 1, x.start, partial.start, size, row, program + 1, 1,
-            D=NUMBERS[torch.float32], ROWS=BLOCK // row, COLUMNS=COLUMNS,
-        )  # fmt: skip
-    places = (kind * (program + 1) * row + program * row for kind in range(3))
-    return [partial.read(place, row) for place in places]
-
-
-def programs_in_there() -> None:
-    values = normal(BLOCK)
-    expected, found = (_statistics(values, program) for program in (0, 2 * FAR // BLOCK))
-    for actual, wanted in zip(found, expected, strict=True):
-        assert wanted.any() and torch.equal(actual, wanted)
-
-
-def test_programs_beyond_31_bits(interpreted) -> None:
-    interpreted(programs_in_there)

@@ -217,7 +217,7 @@ class TimeWeights(nn.Module):
 class With(Small):
     """With another layer before the last one."""
 
-    more: str
+    more: str = "stateful"
 
     def layers(self) -> Any:
         *before, head = super().layers()
