@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -47,6 +47,7 @@ def trained_spikingjelly() -> torch.nn.Module:
     return model.eval()
 
 
+@cache
 @torch.no_grad()
 def by_spikingjelly() -> tuple[dict[str, Tensor], Tensor]:
     """Weights by our names, and logits `[T, N, classes]`."""
