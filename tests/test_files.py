@@ -1,4 +1,4 @@
-"""Files are read with sizes and fields checked; those of the cache are this user's, complete, and never out of date."""
+"""Files are read with sizes and fields checked; those of the cache are complete, and machine code never out of date."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numba
 import numpy as np
 import pytest
+from numba.core.caching import FunctionCache
 from pydantic import with_config
 
 from megasnn.cache import CacheError, build_once, cache_folder, cached_name
 from megasnn.files import STRICT, Count, DescriptionError, FreeForm, described, read_arrays, read_file
-from megasnn.kernels.numba.jit import FolderLocator
+from megasnn.kernels.numba.jit import FolderLocator, kernel, run
+from tests.kernels.models import torch_threads
 
 
 @with_config(STRICT)
@@ -164,3 +168,38 @@ def test_machine_code_lies_in_the_cache_and_not_beside_the_source(cache):
     )
     run = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
     assert run.stdout.startswith(str(cache / "numba")) and run.stdout.endswith("''\n")
+
+
+def add(x, first, last):
+    for i in range(first, last):
+        x[i] += 1
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """The kernel as another process would have it."""
+    monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path))
+    # Both: numba reads its environment anew when that has changed.
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "numba"))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "numba"))
+    return lambda: kernel(add)
+
+
+def added(function: Any, dtype: str) -> float:
+    x = np.zeros(9, dtype)
+    run(function, 9, x)
+    return float(x.sum())
+
+
+def test_machine_code_is_found_again(compiled, capsys: pytest.CaptureFixture[str]) -> None:
+    assert added(compiled(), "f4") == 9
+    second = compiled()
+    with mock.patch("megasnn.kernels.numba.jit.FileLock", side_effect=AssertionError("nobody waits for a lock")):
+        assert added(second, "f4") == 9 and sum(second.stats.cache_hits.values()) == 1
+    assert capsys.readouterr().err.count("compiling") <= 1
+
+
+def test_machine_code_that_cannot_be_saved_is_run(compiled) -> None:
+    full = mock.patch.object(FunctionCache, "save_overload", side_effect=OSError(28, "No space left on device"))
+    with full as saved, torch_threads(3):
+        assert added(compiled(), "f4") == 9 and saved.called

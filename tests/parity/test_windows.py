@@ -202,9 +202,9 @@ class Stateful(nn.Module):
 class TimeWeights(nn.Module):
     """A weight for each time step."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(Small().time_steps))
+        self.weight = nn.Parameter(torch.ones(steps))
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
@@ -222,7 +222,7 @@ class With(Small):
     def layers(self) -> Any:
         *before, head = super().layers()
         yield from before
-        yield layer("more", {"stateful": Stateful, "weighted": TimeWeights}[self.more]())
+        yield layer("more", TimeWeights(self.time_steps) if self.more == "weighted" else Stateful())
         yield head
 
 
