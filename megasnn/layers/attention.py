@@ -20,7 +20,8 @@ from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import make_neuron
 from megasnn.layers.norm import ParallelBatchNorm
-from megasnn.layers.row_context import count_type, row_group, sum_counts, sum_for_each
+from megasnn.layers.row_context import row_group, sum_counts, sum_for_each
+from megasnn.layers.shape_inference import LARGEST_COUNT
 from megasnn.parallel.collectives import from_matrix, start_all_reduce_sum, to_matrix
 from megasnn.parallel.sharding import Initialiser
 from megasnn.parallel_state import Group
@@ -61,7 +62,7 @@ class _HeadAttention(nn.Module):
             raise ValueError(f"--num-heads {num_heads} does not divide by --tensor-model-parallel-size {size}")
         self.local_heads = num_heads // size
         _require_spikes(self, context.neuron)
-        unit = partial(ConvNormNeuron, context=context, pointwise=True, initialise=initialise)
+        unit = partial(ConvNormNeuron, context=context, dims=1, initialise=initialise)
         blocks = len(self.fused)
         self.add_module(self.fused, unit(dim, blocks * dim, blocks=blocks))
         self.projection = unit(dim, dim)
@@ -89,8 +90,6 @@ class SpikingSelfAttention(_HeadAttention):
         qkv = self.qkv(x)
         if x.is_meta:
             self._tokens = x.shape[3:].numel()  # of whole images
-            if self._rows is not None:
-                count_type(self._tokens)  # refuses what cannot travel
         shared = None if self._rows is None or x.is_meta else (self._rows, self._tokens)
         plan = AttendPlan(qkv.shape[0] * qkv.shape[1], self.local_heads, shared)
         if self._traceable:
@@ -226,7 +225,8 @@ class Attend(torch.autograd.Function):
         kv, shared = k.transpose(-2, -1) @ v, plan.shared
         if shared is not None:
             kv = sum_counts(kv, shared[1], shared[0])
-        ctx.save_for_backward(packed, *([] if shared is None else [kv.to(count_type(shared[1]))]))
+            sums = kv.to(torch.uint8) if shared[1] <= LARGEST_COUNT else kv
+        ctx.save_for_backward(packed, *([] if shared is None else [sums]))
         return rearrange(product(q, kv * SCALE, rows.dtype), "f h l d -> (f l) (h d)").to(rows.dtype)
 
     @staticmethod

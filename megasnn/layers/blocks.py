@@ -151,8 +151,8 @@ class ResidualMLP(nn.Module):
 
     def __init__(self, dim: int, hidden: int, **conv_options: Any) -> None:
         super().__init__()
-        self.fc1 = ConvNormNeuron(dim, hidden, pointwise=True, **conv_options)
-        self.fc2 = ConvNormNeuron(hidden, dim, pointwise=True, **conv_options)
+        self.fc1 = ConvNormNeuron(dim, hidden, dims=1, **conv_options)
+        self.fc2 = ConvNormNeuron(hidden, dim, dims=1, **conv_options)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.fc2(self.fc1(x))

@@ -16,7 +16,7 @@ from megasnn.kernels.neuron_spec import SURROGATES
 from megasnn.kernels.torch_backend import REDUCED, surrogate_function
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import constant
-from megasnn.layers.shape_inference import mark_max, refuse_second_call
+from megasnn.layers.shape_inference import mark_spikes, refuse_second_call
 from megasnn.parallel.sharding import Initialiser, declare
 
 SpikeObserver = Callable[[Tensor], None]
@@ -72,7 +72,7 @@ class NeuronLayer(nn.Module):
     def observed(self, spikes: Tensor) -> Tensor:
         if self.observer is not None:
             self.observer(spikes.detach())
-        return spikes if self.largest is None else mark_max(spikes, self.largest)
+        return spikes if self.largest is None else mark_spikes(spikes, self.largest)
 
 
 class ParallelNeuron(NeuronLayer):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megasnn.layers import ParallelConv
-from megasnn.layers.shape_inference import mark_max
+from megasnn.layers.shape_inference import mark_spikes
 from megasnn.layers.weight_grad import CastWeights
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, alone
@@ -141,7 +141,7 @@ def _exchanged_bytes(pool: int) -> tuple[int, int]:
     layer = ParallelConv(8, 16, 3, context(group, torch.float32), **options)
     build({"conv": layer}, {})
     x = channels_last(mine(spikes(T, N, 8, 8, 8, dtype=torch.float32), group)).requires_grad_()
-    layer(mark_max(x.to("meta"), 1))
+    layer(mark_spikes(x.to("meta"), 1))
     statistics.reset()
     with statistics.counting():
         layer(x).sum().backward()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megasnn.kernels import spike_codec as codec
 from megasnn.kernels.spike_codec import remember_bits
 from megasnn.layers import ParallelLinear
-from megasnn.layers.shape_inference import mark_max
+from megasnn.layers.shape_inference import mark_spikes
 from megasnn.parallel_state import Group
 from tests.distributed.whole import assemble, build, context, everybody, mine, nothing, parts, random, spikes
 
@@ -41,7 +41,7 @@ def _run(style: str) -> list:
     weights = {**WEIGHTS, "second.weight": WEIGHTS["second.weight"][:, : INPUTS if style == "row only" else HIDDEN]}
     tensors = build(layers, weights)
     if "spikes" in style:
-        layers["first"](mark_max(x.to("meta"), 1))
+        layers["first"](mark_spikes(x.to("meta"), 1))
     y = x
     for layer in layers.values():
         y = torch.tanh(layer(y))
@@ -105,7 +105,7 @@ def test_spikes_that_know_their_bits_are_not_packed_again(monkeypatch) -> None:
     layer = ParallelLinear(INPUTS, OUTPUTS, initialise=nothing)
     build({"layer": layer}, {"layer.weight": WEIGHTS["second.weight"][:, :INPUTS], "layer.bias": random(OUTPUTS)})
     x = spikes(T, N, INPUTS)
-    layer(mark_max(x.to("meta"), 1))
+    layer(mark_spikes(x.to("meta"), 1))
 
     def gradient_of(x: torch.Tensor) -> torch.Tensor:
         layer.weight.grad = None
