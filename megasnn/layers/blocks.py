@@ -115,10 +115,7 @@ class ConvNormNeuron(nn.Module):
 
 
 class NeuronConvNorm(nn.Module):
-    """neuron -> conv -> batch norm: potentials `[T, N, C_in/size, H, W]` -> potentials `[T, N, C_out/size, H, W]`.
-
-    Args: as of ConvNormNeuron.
-    """
+    """neuron -> conv -> batch norm: potentials `[T, N, C_in/size, H, W]` -> potentials `[T, N, C_out/size, H, W]`."""
 
     def __init__(
         self,
@@ -142,12 +139,7 @@ class NeuronConvNorm(nn.Module):
 
 
 class ResidualMLP(nn.Module):
-    """x + fc2(fc1(x)), pointwise over tokens: the second half of a block of Spikformer and of QKFormer.
-
-    Args:
-        dim, hidden: the global numbers of channels.
-        conv_options: as of ParallelConv.
-    """
+    """x + fc2(fc1(x)), pointwise over tokens: the second half of a block of Spikformer and of QKFormer."""
 
     def __init__(self, dim: int, hidden: int, **conv_options: Any) -> None:
         super().__init__()

@@ -275,7 +275,6 @@ def along_each(name: str, size: Size, dims: int) -> tuple[int, int]:
 
 
 def _refuse_sizes(inputs: int, outputs: int, groups: int, style: str, size: int) -> None:
-    """Raises ValueError for channels and groups that do not divide by the tensor-parallel ranks."""
     if min(inputs, outputs, groups) < 1 or inputs % groups or outputs % groups or (groups > 1 and groups % size):
         raise ValueError(
             f"groups {groups} must divide in_channels {inputs} and out_channels {outputs} and be a multiple of "

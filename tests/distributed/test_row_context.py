@@ -146,13 +146,9 @@ def images(make: Callable[[], nn.Module], *heights: int, **options: bool) -> lis
     return [Case(make, (C, height, 5), **options) for height in heights]
 
 
-def convolution(case: Convolution) -> nn.Module:
-    return ParallelConv(case.inputs, case.outputs, case.kernel, **dict(case.options))
-
-
 def has_rows(case: Convolution) -> bool:
     """Whether each of three ranks has a row of the output."""
-    return convolution(case)(case.input(0).to("meta")).shape[3] >= 3
+    return case.layer()(case.input(0).to("meta")).shape[3] >= 3
 
 
 PLIF, SOFT = NeuronSpec("plif", surrogate="atan"), NeuronSpec("lif", v_reset=None)
@@ -169,7 +165,7 @@ CASES: dict[str, list[Case]] = {
         *images(lambda: ParallelConv(C, C, 3, pool=2, padding=1, stride=2), 12, 13),
         *images(lambda: ParallelConv(C, C, 1, stride=2), 7, 8, holds_spikes=False),
         *(
-            Case(partial(convolution, each), tuple(each.input(0).shape[2:]), holds_spikes=False)
+            Case(each.layer, tuple(each.input(0).shape[2:]), holds_spikes=False)
             for each in CONVOLUTIONS
             if has_rows(each)
         ),

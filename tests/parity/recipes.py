@@ -35,7 +35,7 @@ from megasnn.telemetry.records import StepResult
 from megasnn.training.loop import TrainingRun
 from tests.data.shard_files import write_shard
 from tests.parity.zoo import their_sew_resnet
-from tests.training.runs import Pieces, pieces_of
+from tests.parts import Part, parts
 
 STEPS, SAMPLES, CLASSES = 3, 4, 5
 SMALL = (
@@ -186,7 +186,7 @@ class RecipeRun:
 
     batches: list[list[tuple[Tensor | None, Tensor | None]]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    pieces: Pieces = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
 
 
 def shard(folder: Path, count: int = SAMPLES) -> Path:
@@ -218,7 +218,7 @@ def train_recipe(name: str, *flags: str) -> RecipeRun:
         run.engine.step = _Watched(run.engine.step, seen)  # type: ignore[assignment]
         run.train()
         run.close()
-        seen.pieces = pieces_of(run)
+        seen.parts = parts(run.engine.distributed.tensors)
         return seen
     finally:
         destroy_model_parallel()

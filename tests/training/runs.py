@@ -24,6 +24,7 @@ from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.telemetry.callback import Callback
 from megasnn.training import memory
 from megasnn.training.loop import TrainingRun
+from tests.parts import Part, assemble, parts
 
 TINY = (
     "--image-size 8 --in-channels 1 --num-classes 10 --patch-size 4 --embed-dim 32 --depth 1 --num-heads 4 "
@@ -35,12 +36,8 @@ TINY_VGG = (
 ).split()
 
 
-Pieces = list[tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]
-"""Of each tensor that a rank holds: its name, its global shape, and the parts with their places in it."""
-
-
-class HasPieces(Protocol):
-    pieces: Pieces
+class HasParts(Protocol):
+    parts: list[Part]
 
 
 @dataclass
@@ -49,7 +46,7 @@ class Outcome:
 
     iteration: int
     consumed_samples: int
-    pieces: Pieces = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
 
 
 def train(cache: str, *flags: str, only_load: bool = False, callbacks: Sequence[Callback] = ()) -> Outcome:
@@ -82,20 +79,9 @@ def train_model(model: str, flags: list[str], only_load: bool = False, callbacks
                 run.close()
             raise
         run.close()
-        return Outcome(run.engine.iteration, run.engine.consumed_samples, pieces_of(run))
+        return Outcome(run.engine.iteration, run.engine.consumed_samples, parts(run.engine.distributed.tensors))
     finally:
         destroy_model_parallel()
-
-
-def pieces_of(run: TrainingRun) -> Pieces:
-    return [
-        (
-            entry.name,
-            entry.shard.global_shape,
-            [(p.global_offset, p.of_local(entry.tensor).detach().clone()) for p in entry.shard.pieces()],
-        )
-        for entry in run.engine.distributed.tensors
-    ]
 
 
 @contextmanager
@@ -112,15 +98,9 @@ def without_trial() -> Iterator[None]:
         yield
 
 
-def whole(outcomes: Sequence[HasPieces]) -> dict[str, Tensor]:
+def whole(outcomes: Sequence[HasParts]) -> dict[str, Tensor]:
     """Global tensors from all ranks' parts."""
-    tensors: dict[str, Tensor] = {}
-    for outcome in outcomes:
-        for name, shape, parts in outcome.pieces:
-            full = tensors.setdefault(name, torch.full(shape, -1, dtype=parts[0][1].dtype))
-            for offset, value in parts:
-                full[tuple(slice(o, o + n) for o, n in zip(offset, value.shape, strict=True))] = value
-    return tensors
+    return assemble([each.parts for each in outcomes])
 
 
 def saved(folder: Path, step: int | None = None) -> dict[str, Tensor]:
