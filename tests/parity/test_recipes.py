@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from math import ceil
 
 import pytest
 import torch
 
-from megasnn.optim.rates import learning_rate
+from megasnn.optim.rates import learning_rate, require_schedule
 from tests.parity import recipes
 from tests.parity.ranks import TOLERANCE, error
 from tests.parity.recipes import PUBLISHED, SMALL
@@ -61,7 +62,10 @@ def test_rates_over_the_whole_course(name: str) -> None:
     options = recipes.recipe(name, "--data-path", "d")
     epochs, published = options.training.train_epochs, PUBLISHED[name]
     assert epochs == {"qkformer/cifar10": 410, "sew_resnet/imagenet": 320}.get(name, 310)
+    length = Fraction(1563, 4)  # of an epoch: its steps do not begin with whole ones
+    require_schedule(options.optimizer, int(length * epochs), length)
     for epoch in (0, 1, 19, 20, 21, 150, 299, 300, 309, 319, 399, 400, 409):
-        if epoch < epochs:
-            ours = learning_rate(options.optimizer, 7 * epoch + 3, 7 * epochs, Fraction(7))
-            assert ours == pytest.approx(published.rate(epoch), rel=1e-12), epoch
+        for step in (ceil(length * epoch), ceil(length * (epoch + 1)) - 1):
+            if epoch < epochs:
+                ours = learning_rate(options.optimizer, step, int(length * epochs), length)
+                assert ours == pytest.approx(published.rate(epoch), rel=1e-12), epoch
