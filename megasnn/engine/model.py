@@ -212,11 +212,8 @@ class DistributedModel:
         Args:
             most_micro_batches: of any replica.
         """
-        records = self.state.dp, most_micro_batches
-        if self.ties is None:
-            merge_running_statistics(self.norms, *records)
-        else:
-            merge_running_statistics(self.norms, *records, self.ties.statistics_of_owners)
+        of_owners = None if self.ties is None else self.ties.statistics_of_owners
+        merge_running_statistics(self.norms, self.state.dp, most_micro_batches, of_owners)
 
     def refresh_copies(self) -> None:
         """Gives the values that owners have changed to the replicas and to tied layers. Collective."""

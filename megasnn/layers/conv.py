@@ -190,7 +190,7 @@ class ParallelConv(WeightedLayer):
         self.plan = ConvPlan(
             group=group,
             gather=style == "column" and groups == 1 < group.size,
-            scatter=style == "row" and groups == 1,
+            scatter=style == "row" and groups == 1 < group.size,
             content=Content.DENSE,
             products=Products(geometry=geometry),
             pool=pool,
@@ -338,7 +338,7 @@ class Convolve(torch.autograd.Function):
 
         ctx.plan, ctx.leave, ctx.input_shape = plan, leave, x.shape
         ctx.save_for_backward(weight, *payloads)
-        exchanges = (plan.scatter or plan.sum_whole) and plan.group.size > 1
+        exchanges = plan.scatter or plan.sum_whole and plan.group.size > 1
         return cached_collective(sums) if exchanges else output()
 
     @staticmethod

@@ -85,7 +85,7 @@ def merge_running_statistics(
     norms: Sequence[RunningNorm],
     data: Group,
     most_micro_batches: int,
-    of_owners: Callable[[Sequence[StepStatistics]], Sequence[StepStatistics]] = lambda found: found,
+    of_owners: Callable[[Sequence[StepStatistics]], Sequence[StepStatistics]] | None = None,
 ) -> None:
     """Merges what the norms recorded in this step, over all replicas, into their running statistics.
 
@@ -114,7 +114,8 @@ def merge_running_statistics(
     repeats = without_waiting(torch.tensor(channels), table.device)
     counts = counts.repeat_interleave(repeats, dim=1, output_size=sum(channels))
     pooled = [values.split(channels) for values in _pooled(counts, means, variances)]
-    _update(of_owners(list(zip(called, *pooled, strict=True))))
+    found = list(zip(called, *pooled, strict=True))
+    _update(found if of_owners is None else of_owners(found))
     for norm in tracked:
         norm.pending.clear()
 
