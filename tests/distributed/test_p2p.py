@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch._lazy.ts_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
