@@ -14,20 +14,12 @@ from megasnn.telemetry.allocations import counted
 _ALIGNMENT = 64  # bytes, as torch's own allocator does it
 
 
-def memory_order(x: Tensor) -> list[int]:
-    """Dimensions of ``x`` from slowest to fastest; for a dense tensor ``x.permute(order)`` is contiguous.
-
-    Dimensions of size 1 have no place of their own; they come first.
-    """
-    strides = x.stride()
-    return sorted(range(x.ndim), key=lambda dim: (x.shape[dim] != 1, -strides[dim], dim))
-
-
 def flat_in_memory(x: Tensor) -> Tensor:
     """The elements in memory order, as a view; of a tensor that is not dense a copy in row-major order."""
     if x.is_contiguous():
         return x.view(-1)
-    ordered = x.permute(memory_order(x))
+    # From the slowest dimension to the fastest; those of size 1 have no place of their own, and come first.
+    ordered = x.permute(sorted(range(x.ndim), key=lambda dim: (x.shape[dim] != 1, -x.stride(dim), dim)))
     return ordered.view(-1) if ordered.is_contiguous() else x.reshape(-1)
 
 

@@ -130,7 +130,11 @@ class FlatParameter:
             for each, parameter in zip(rows, parameters, strict=True)
         ]
         for parameter, values in zip(parameters, self.values, strict=True):
-            parameter.data = values if values.dtype == parameter.dtype else _without_memory(parameter)
+            if values.dtype == parameter.dtype:
+                parameter.data = values
+            else:  # only multiplied by, in another type: nothing reads its own values
+                parameter.data = torch.empty_like(parameter, requires_grad=False)
+                parameter.untyped_storage().resize_(0)
         self.free()
 
     def start(self) -> Callable[[], None]:
@@ -158,13 +162,6 @@ class FlatParameter:
                 "(weight.numpy()); let it take a copy, or leave --weight-parallel-size out"
             )
         self._storage.resize_(0)
-
-
-def _without_memory(parameter: Tensor) -> Tensor:
-    """For a parameter that is only multiplied by, in another type: nothing reads its own values."""
-    values = torch.empty_like(parameter, requires_grad=False)
-    values.untyped_storage().resize_(0)
-    return values
 
 
 def _multiplied(layers: Iterable[nn.Module]) -> Mapping[Tensor, torch.dtype]:
