@@ -19,7 +19,8 @@ def flat_in_memory(x: Tensor) -> Tensor:
     if x.is_contiguous():
         return x.view(-1)
     # From the slowest dimension to the fastest; those of size 1 have no place of their own, and come first.
-    ordered = x.permute(sorted(range(x.ndim), key=lambda dim: (x.shape[dim] != 1, -x.stride(dim), dim)))
+    strides = x.stride()
+    ordered = x.permute(sorted(range(x.ndim), key=lambda dim: (x.shape[dim] != 1, -strides[dim], dim)))
     return ordered.view(-1) if ordered.is_contiguous() else x.reshape(-1)
 
 
