@@ -33,11 +33,12 @@ from tests.parity.zoo import CASES as ZOO
 CASES = ZOO | OWN
 # SEW-ResNet's other connections differ in one line.
 CHOSEN_OF = {"sew_resnet-and": [CHOSEN[0], CHOSEN[-1]], "sew_resnet-iand": [CHOSEN[0], CHOSEN[-1]], "sew_resnet-34": []}
+CHOSEN_OF["e_spikeformer"] = [*CHOSEN[:2], Layout(1, 1, 2, "zbv")]
 CHOSEN_OF |= {name: [CHOSEN[1], CHOSEN[-1]] for name in OWN if name not in ("plain", "called-again")}
 CHOSEN_OF |= {name: CHOSEN[1:2] for name in ("shard-maxformer", "event-frames")}
 OFTEN = ["sew_resnet-iand", "qkformer", "spike_driven"]
 OFTEN += ["plain", "called-again", "shard-maxformer", "shard-vgg", "adaptive"]
-RARE = [pytest.param(name, marks=pytest.mark.matrix) for name in OWN if name not in OFTEN]
+RARE = [pytest.param(name, marks=pytest.mark.matrix) for name in (*OWN, "e_spikeformer") if name not in OFTEN]
 
 
 @pytest.mark.parametrize(("case", "layout"), list(on_layouts(CASES, CHOSEN_OF)))
