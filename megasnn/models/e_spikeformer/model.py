@@ -91,7 +91,7 @@ class ESpikeFormer(Model):
                 yield layer(down, e.ConvNorm(*sizes, 7, stride=2, bias=True))
             else:
                 yield layer(down, e.CountConvNorm(*sizes, 3, stride=1 if stage == LAST else 2, bias=True))
-            wide: dict[str, Any] = {"pointwise": True, "bias": True} if attends else {"kernel_size": 3}
+            wide: dict[str, Any] = {"dims": 1, "bias": True} if attends else {"kernel_size": 3}
             for block in range(depth):
                 name = f"stage{stage}.{block}"
                 yield layer(f"{name}.separable", e.SeparableConv(dim, 3 if attends else 7), unit=name)
