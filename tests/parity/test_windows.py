@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import megasnn
 from megasnn import ConvNormNeuron, Engine, MeanLinear, ParallelDropout, layer
 from megasnn.config import ConfigError
-from tests.distributed import whole
 from tests.parity.ranks import SIZES, TOLERANCE, RankStep, assemble, assert_equal, error, images
 from tests.parity.spikingjelly_reference import with_other_norms
+from tests.parts import gradients, parts
 
 WINDOW = 2
 
@@ -99,8 +99,8 @@ def one_step(model: Small, flags: dict[str, Any], weights: dict[str, Tensor] | N
         place = engine.state.place
         step = RankStep((place.pp, place.dp_replicate, 0, place.tp), result.loss, result.grad_norm, [], sum(fired))
         tensors = engine.distributed.tensors
-        step.gradients = whole.parts(tensors, gradients=True)
-        step.buffers = whole.parts([each for each in tensors if not each.is_parameter])
+        step.gradients = gradients(tensors)
+        step.buffers = parts([each for each in tensors if not each.is_parameter])
         return step
 
 
