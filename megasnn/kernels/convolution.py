@@ -111,7 +111,9 @@ def pooled_space(space: torch.Size, window: int) -> torch.Size:
 
 def average_pool(images: Tensor, window: int) -> Tensor:
     """`[frames, C, H, W]` -> `[frames, C, H // window, W // window]`."""
-    return images if window == 1 else F.avg_pool2d(images, window)
+    if window == 1 or not images.is_cuda:
+        return images if window == 1 else F.avg_pool2d(images, window)
+    return windows(images, window).mean((2, 4)).movedim(-1, 1)
 
 
 def average_pool_gradient(grad: Tensor, window: int, space: torch.Size) -> Tensor:
@@ -120,6 +122,21 @@ def average_pool_gradient(grad: Tensor, window: int, space: torch.Size) -> Tenso
     images = torch.empty(
         (*grad.shape[:2], *space), dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last
     )
-    return torch.ops.aten.avg_pool2d_backward.grad_input(
-        grad, images, [window] * 2, [window] * 2, [0, 0], False, True, None, grad_input=images
-    )
+    if not grad.is_cuda:
+        return torch.ops.aten.avg_pool2d_backward.grad_input(
+            grad, images, [window] * 2, [window] * 2, [0, 0], False, True, None, grad_input=images
+        )
+    if any(size % window for size in space):
+        images.zero_()  # pixels that no window has
+    windows(images, window).copy_((grad / window**2).movedim(1, -1)[:, :, None, :, None])
+    return images
+
+
+def windows(images: Tensor, window: int) -> Tensor:
+    """View of the pixels that are pooled: `[frames, C, H, W]` -> `[frames, H', window, W', window, C]`.
+
+    torch's pooling of images with the channels last took a third of a step of the VGG on an H200: 0.3 TB/s of 4.
+    """
+    height, width = pooled_space(images.shape[2:], window)
+    pixels = images.movedim(1, -1)[:, : height * window, : width * window]
+    return pixels.unflatten(2, (width, window)).unflatten(1, (height, window))
