@@ -88,7 +88,7 @@ class ConvNormNeuron(nn.Module):
         constant = self.conv.bias if norm.uses_batch_statistics else None
         y = self.conv(x, add_bias=constant is None)
         steps = neuron.steps_of(y)
-        above, y = self.conv.split_row_above(y)
+        above, y = self.conv.split_row_above(y) if self.conv.row_above else (None, y)
         spikes, mean, variance, count = norm_pool_neuron(
             y,
             norm.weight,
@@ -115,10 +115,7 @@ class ConvNormNeuron(nn.Module):
 
 
 class NeuronConvNorm(nn.Module):
-    """neuron -> conv -> batch norm: potentials `[T, N, C_in/size, H, W]` -> potentials `[T, N, C_out/size, H, W]`.
-
-    Args: as of ConvNormNeuron.
-    """
+    """neuron -> conv -> batch norm: potentials `[T, N, C_in/size, H, W]` -> potentials `[T, N, C_out/size, H, W]`."""
 
     def __init__(
         self,
@@ -142,17 +139,12 @@ class NeuronConvNorm(nn.Module):
 
 
 class ResidualMLP(nn.Module):
-    """x + fc2(fc1(x)), pointwise over tokens: the second half of a block of Spikformer and of QKFormer.
-
-    Args:
-        dim, hidden: the global numbers of channels.
-        conv_options: as of ParallelConv.
-    """
+    """x + fc2(fc1(x)), pointwise over tokens: the second half of a block of Spikformer and of QKFormer."""
 
     def __init__(self, dim: int, hidden: int, **conv_options: Any) -> None:
         super().__init__()
-        self.fc1 = ConvNormNeuron(dim, hidden, pointwise=True, **conv_options)
-        self.fc2 = ConvNormNeuron(hidden, dim, pointwise=True, **conv_options)
+        self.fc1 = ConvNormNeuron(dim, hidden, dims=1, **conv_options)
+        self.fc2 = ConvNormNeuron(hidden, dim, dims=1, **conv_options)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.fc2(self.fc1(x))

@@ -21,7 +21,7 @@ from megasnn.bundle import Bundle, entries_of, map_entries, plain_bundle
 from megasnn.layers.context import BuildContext
 from megasnn.layers.converted import ConvertedDropout, batch_norm, convert, in_table, our_batch_norm, spec_of
 from megasnn.layers.dropout import drawing_for
-from megasnn.layers.init import ModuleInitialiser, initializer_from_module, note_paths, own_tensors, to_meta
+from megasnn.layers.init import ModuleInitialiser, initializer_from_module, own_tensors, to_meta
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.refusals import SEQUENCES, is_stateful, note_stepped, refuse
 from megasnn.layers.shape_inference import mark_spikes
@@ -157,7 +157,6 @@ def plain_layer(
     Raises:
         ValueError: what cannot be computed alike on every layout.
     """
-    note_paths(module)
     note_stepped(module)
     refuse(module, "plain")
     call = LayerCall(context.tp, context.time_steps, folds_time(module), whole, context.dtype, classes, cuts)
@@ -165,9 +164,7 @@ def plain_layer(
 
 
 def as_layer(module: nn.Module, name: str, context: BuildContext, call: LayerCall) -> nn.Module:
-    """Makes a layer of a module that knows nothing of ranks. Raises ValueError for state that cannot be detached."""
-    if context.carries:
-        refuse(module, "carries")
+    """Makes a layer of a module that knows nothing of ranks."""
     for path, each in module.named_modules(prefix=name):
         if isinstance(each, ConvertedDropout):
             each.name = path
@@ -194,8 +191,8 @@ def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundl
     call: LayerCall | None = vars(layer).get("_call")
     if call is None:
         with drawing_for(samples):
-            plain: Bundle = plain_bundle(layer(x, *more))
-        return plain
+            y: Bundle = layer(x, *more)
+        return y if isinstance(y, Tensor) else plain_bundle(y)
     first = next(iter(entries_of(x).values()))
     frames = (call.time_steps if len(first) == 1 else len(first), *first.shape[1:2])
     for each in layer.modules():

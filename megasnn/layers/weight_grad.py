@@ -34,7 +34,7 @@ class WeightGradients:
     """
 
     def __init__(self) -> None:
-        self.observer: Callable[[Tensor], None] | None = None
+        self.observer: Callable[[Tensor], None] = lambda parameter: None
         self.anchor = torch.zeros((), requires_grad=True)
         self._parameters: set[Tensor] = set()
         self._deferred: list[Task] | None = None
@@ -59,40 +59,28 @@ class WeightGradients:
     def _leave(self, parameter: Tensor, add: AddGradient) -> None:
         if self._collected is not None:
             self._collected.append((parameter, add))
-        elif self._deferred is not None:
-            self._deferred.append(partial(self._add, parameter, add))
         else:
-            self._add(parameter, add)
+            self.leave(partial(self._add, parameter, add))
 
     def leave(self, task: Task) -> None:
         """Runs a task now, or when deferred tasks are run."""
-        if self._deferred is None:
-            task()
-        else:
-            self._deferred.append(task)
-
-    def added(self, parameter: Tensor) -> None:
-        """Tells the observer that a task has added a gradient."""
-        if self.observer is not None:
-            self.observer(parameter)
+        task() if self._deferred is None else self._deferred.append(task)
 
     @contextmanager
     def collected(self) -> Iterator[list[tuple[Tensor, AddGradient]]]:
         """Adds nothing inside: the list gets each parameter, and what would add to its gradient."""
-        found: list[tuple[Tensor, AddGradient]] = []
-        self._collected = found
+        self._collected = []
         try:
-            yield found
+            yield self._collected
         finally:
             self._collected = None
 
     @contextmanager
     def deferred(self) -> Iterator[list[Task]]:
         """Runs no tasks inside, but collects them in the list, to be run in its order."""
-        tasks: list[Task] = []
-        self._deferred = tasks
+        self._deferred = []
         try:
-            yield tasks
+            yield self._deferred
         finally:
             self._deferred = None
 
@@ -101,7 +89,7 @@ class WeightGradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             add(parameter.grad)
-        self.added(parameter)
+        self.observer(parameter)
 
 
 class CastWeights:
@@ -147,8 +135,6 @@ class CastWeights:
         """Keeps copies where no weight changes: around the forwards and backwards of a step."""
         if self._stay:
             self._refresh()
-        else:
-            self._copies = {}
         self._is_kept = True
         try:
             yield
