@@ -138,7 +138,7 @@ def test_objects_made_in_python_are_checked_too() -> None:
         Spikformer(variant="vgg")  # type: ignore[arg-type]
 
 
-OF_GPUS = ("--cuda-graphs on", "--precision tf32", "--device cuda", "--backend nccl", "--neuron-backend triton")
+OF_GPUS = ("--cuda-graphs on", "--precision tf32", "--device cuda", "--neuron-backend triton")
 
 
 @pytest.mark.parametrize("flags", OF_GPUS)
