@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from shlex import split
 
@@ -64,17 +63,6 @@ def test_flags_win_wherever_they_stand(tmp_path) -> None:
     assert config.checkpoint.finetune and config.checkpoint.load is None
     assert not spikformer(path, "--no-finetune").checkpoint.finetune
     assert spikformer(path, "--config", "none") == CLASS()
-
-
-def test_a_variant_gives_the_dimensions_that_file_and_flags_do_not(tmp_path) -> None:
-    path = written(tmp_path, {"model": {"variant": "spikformer_s", "depth": 3}})
-    assert spikformer(path).model == Spikformer(variant="spikformer_s", depth=3)
-    saved = CLASS(model=Spikformer(embed_dim=64, num_classes=3, time_steps=7, mlp_ratio=2.0))
-    path = written(tmp_path, to_json(saved))
-    named = Spikformer(variant="spikformer_ti", time_steps=7, mlp_ratio=2.0)
-    assert spikformer(path, "--variant", "spikformer_ti").model == named
-    assert spikformer(path, "--variant", "spikformer_ti", "--depth", "2").model == replace(named, depth=2)
-    assert spikformer(path, "--variant", "none").model == Spikformer(time_steps=7, mlp_ratio=2.0)
 
 
 def test_the_values_of_a_checkpoint_come_before_those_of_a_file(tmp_path) -> None:

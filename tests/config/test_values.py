@@ -17,14 +17,14 @@ CLASS = run_config(Spikformer)
 
 
 def test_dictionaries_there_and_back_and_flags_that_changed() -> None:
-    config = CLASS(model=Spikformer(variant="spikformer_ti", depth=2), neuron=NeuronConfig(v_reset=None))
+    config = CLASS(model=Spikformer(depth=2), neuron=NeuronConfig(v_reset=None))
     assert from_dict(CLASS, json.loads(json.dumps(to_dict(config)))) == config
     assert changed_flags(config) == {"model": ["--depth 2"], "neuron": ["--v-reset none"]}
     others = replace(config, optimizer=OptimizerConfig(lr=0.5, optimizer="sgd"), neuron=NeuronConfig(decay_input=False))
     neuron = ["--v-reset 0.0", "--no-decay-input"]
     assert flags_between(config, others) == {"neuron": neuron, "optimizer": ["--optimizer sgd", "--lr 0.5"]}
-    config = from_dict(CLASS, {"model": {"variant": "spikformer_s"}, "optimizer": {"lr": 1}})
-    assert config.model == Spikformer(variant="spikformer_s")
+    config = from_dict(CLASS, {"model": {"depth": 6}, "optimizer": {"lr": 1}})
+    assert config.model == Spikformer(depth=6)
     assert config.optimizer.lr == 1.0 and isinstance(config.optimizer.lr, float)
 
 

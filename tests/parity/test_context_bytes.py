@@ -63,7 +63,7 @@ def test_statistics_are_all_that_travels_inside_of_layers(ranks, layout: Layout,
 
 
 MODELS: dict[str, tuple[Model, float]] = {
-    "spikformer": (Spikformer(variant="spikformer_cifar10", image_size=32, time_steps=4), 1 / 4),
+    "spikformer": (Spikformer(), 1 / 4),
     "vgg": (VggDvs(image_size=48, time_steps=10), 1 / 8),
 }
 """Whole models, and how much of the bytes of tensor parallel ranks they may receive at most."""
