@@ -23,7 +23,6 @@ from megasnn.layers import (
     ParallelLinear,
     ParallelNeuron,
     Residual,
-    SpikingNeuron,
 )
 from megasnn.layers.replicated import is_whole
 from megasnn.models.build import describe
@@ -32,7 +31,7 @@ from megasnn.models.model import Model
 from megasnn.models.registry import MODELS
 from megasnn.parallel_state import Group
 from tests.models import given_to_shard as networks
-from tests.models.networks import CLASSES, between
+from tests.models.networks import CLASSES, Integrates, between
 from tests.parity.ranks import Layout, RankStep, assert_equal, one_step
 
 WIDTH, TWO = 8, BuildContext(Group("tp", (0, 1)))
@@ -105,7 +104,7 @@ BY_ELEMENT: dict[str, Function] = {
     "sum": lambda x: 2 + x + torch.relu(x) - 0.5 * x,
     "in place": lambda x: x.clone().mul_(2).add_(x),
     "chosen": lambda x: torch.where(x > 0, x, 0.5 * x),
-    "functions": lambda x: (F.silu(x) * x.sigmoid()).clamp(0, 0.7).detach() + x.tanh().to(x.dtype),
+    "functions": lambda x: (F.silu(x) * x.sigmoid()).clamp(0, 0.7).detach() + x.tanh().double(),
     "beside zeros": lambda x: torch.zeros_like(x).maximum(x),
 }
 
@@ -133,7 +132,7 @@ class Of(Model):
     def layers(self) -> Iterable[Layer]:
         yield layer("stem", ConvNormNeuron(3, WIDTH))
         yield layer("way", Behind((MIXING | BY_ELEMENT)[self.way]))
-        yield layer("head", lambda x: torch.sin(x.flatten(2)[..., :16].unflatten(2, (CLASSES, -1))).mean(-1))
+        yield layer("head", lambda x: torch.stack([each.mean(2) for each in x.flatten(2).sin().chunk(CLASSES, 2)], 2))
 
 
 def _whole(model: Model) -> list[str]:
@@ -220,14 +219,11 @@ class Mean(nn.Module):
         return self.linear(x)[..., None, None]
 
 
-class Inhibited(SpikingNeuron):
+class Inhibited(Integrates):
     """Each neuron is held back by the others at its place."""
 
     def charge(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
-        return state["v"] + x - x.mean(1, keepdim=True)
-
-    def reset(self, h: Tensor, spikes: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"v": h * (1 - spikes.detach())}
+        return super().charge(x - x.mean(1, keepdim=True), state)
 
 
 class Softmax(nn.Softmax):
@@ -253,21 +249,8 @@ PLACES: dict[str, Callable[[], list[Layer]]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class At(Model):
-    image_size: int = 4
-    time_steps: int = 2
-    num_classes: int = CLASSES
-    place: str = ""
-
-    def layers(self) -> Iterable[Layer]:
-        yield layer("stem", ConvNormNeuron(3, WIDTH))
-        yield from PLACES[self.place]()
-        yield layer("head", MeanLinear(WIDTH, CLASSES))
-
-
 PLACED: dict[str, Model] = {
-    **{place: At(place=place) for place in PLACES},
+    **{place: between(make, width=WIDTH) for place, make in PLACES.items()},
     "own forward": networks.Given(network="gates"),
     "maxformer": networks.Given(network="maxformer", image_size=16),
 }
