@@ -22,10 +22,10 @@ from megasnn.bundle import Bundle, entries_of, map_entries, plain_bundle
 from megasnn.layers.context import BuildContext
 from megasnn.layers.converted import ConvertedDropout, batch_norm, convert, in_table, spec_of
 from megasnn.layers.dropout import drawing_for
-from megasnn.layers.init import ModuleInitialiser, initializer_from_module, note_paths, own_tensors, to_meta
+from megasnn.layers.init import ModuleInitialiser, initializer_from_module, own_tensors, to_meta
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.refusals import SEQUENCES, is_stateful, note_stepped, refuse
-from megasnn.layers.shape_inference import mark_max, mark_spikes, max_of
+from megasnn.layers.shape_inference import mark_spikes, max_of
 from megasnn.parallel.collectives import gather_alike, own_channels
 from megasnn.parallel.sharding import describe_tensor
 from megasnn.parallel_state import Group
@@ -112,7 +112,7 @@ class LayerCall:
 
 def _gathered(x: Tensor, group: Group) -> Tensor:
     y, largest = gather_alike(x, group), max_of(x) if x.is_meta else None
-    return y if largest is None else mark_max(y, largest)
+    return y if largest is None else mark_spikes(y, largest)
 
 
 def make_whole(layer: nn.Module, group: Group, cuts: Sequence[bool], is_last: bool) -> None:
@@ -147,7 +147,6 @@ def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise:
     Raises:
         ValueError: what cannot be computed alike on every layout.
     """
-    note_paths(module)
     note_stepped(module)
     refuse(module, "plain")
     call = LayerCall(context.time_steps, folds_time(module), context.dtype)
@@ -155,9 +154,7 @@ def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise:
 
 
 def as_layer(module: nn.Module, name: str, context: BuildContext, call: LayerCall) -> nn.Module:
-    """Makes a layer of a module that knows nothing of ranks. Raises ValueError for state that cannot be detached."""
-    if context.carries:
-        refuse(module, "carries")
+    """Makes a layer of a module that knows nothing of ranks."""
     for path, each in module.named_modules(prefix=name):
         if isinstance(each, ConvertedDropout):
             each.name = path

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from megasnn.bundle import Bundle, entries_of
@@ -107,34 +106,34 @@ class ChannelWatch(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        given = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)]
-        self.see(given)
-        if not self._is_called_by_known(sys._getframe(1)):
-            name = getattr(function, "__name__", "").strip("_")
+        frame = self._own_code(sys._getframe(1))
+        if frame is not None:
+            given = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)]
             shape = result.shape if isinstance(result, Tensor) else torch.Size()
-            self.mixes |= name not in _ELEMENTWISE or not all(_meets(x.shape, shape) for x in given)
+            is_known = getattr(function, "__name__", "").strip("_") in _ELEMENTWISE and not _has_own_backward(frame)
+            self.mixes |= not is_known or not all(_meets(x.shape, shape) for x in given)
         return result
 
-    def see(self, tensors: Iterable[Tensor]) -> None:
-        """Looks at tensors for backwards that the user's code computes."""
-        for x in tensors:
-            if isinstance(x.grad_fn, BackwardCFunction):
-                origin = type(x.grad_fn)._forward_cls.__module__
-                self.mixes |= not origin.startswith((_OURS, *_LIBRARIES))
-
-    def _is_called_by_known(self, frame: FrameType | None) -> bool:
-        """Tells whether a function is called by MegaSNN's code, or by a module that is known to work by channel."""
+    def _own_code(self, frame: FrameType | None) -> FrameType | None:
+        """The user's code that calls a function; None where MegaSNN's does, or a module that is known to work by
+        channel."""
         while frame is not None:
-            code = frame.f_globals.get("__name__", "")
+            code, module = frame.f_globals.get("__name__", ""), frame.f_locals.get("self")
             if code.startswith(_OURS):
-                return True
-            module = frame.f_locals.get("self")
+                return None
             if isinstance(module, nn.Module):
-                return module in self._known
+                return None if module in self._known else frame
             if not code.startswith(_LIBRARIES):
-                return False
+                return frame
             frame = frame.f_back
-        return False
+        return frame
+
+
+def _has_own_backward(frame: FrameType | None) -> bool:
+    """Tells whether code is of the forward of an autograd function, whose backward may mix."""
+    while frame is not None and frame.f_globals.get("__name__") != torch.autograd.function.__name__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _meets(shape: torch.Size, result: torch.Size) -> bool:

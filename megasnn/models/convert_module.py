@@ -16,7 +16,7 @@ from torch import nn
 
 from megasnn.layers.context import BuildContext, context_for, is_building
 from megasnn.layers.converted import class_name, convert, in_table, is_multi_step, spec_of
-from megasnn.layers.init import ModuleInitialiser, note_paths, own_tensors, tensors_of, without_values
+from megasnn.layers.init import ModuleInitialiser, own_tensors, tensors_of, without_values
 from megasnn.layers.refusals import SEQUENCES, is_by_channel, is_stateful, note_stepped, place_of, problem_of, refuse
 from megasnn.layers.replicated import LayerCall, as_layer, folds_time, plain_layer
 from megasnn.models.layer import Layer, require_module
@@ -121,7 +121,6 @@ def convert_network(each: Layer, context: BuildContext) -> nn.Module:
     network = without_values(each.module)
     if why_whole(network):
         return plain_layer(network, each.name, context, each.initialise)
-    note_paths(network)
     note_stepped(network)
     call = LayerCall(context.time_steps, folds_time(network))
     return as_layer(_converted(network, "", context, each.initialise, {}), each.name, context, call)
