@@ -101,7 +101,7 @@ MIXING: dict[str, Function] = {
     "gradients": MixedBackward.apply,
 }
 BY_ELEMENT: dict[str, Function] = {
-    "sum": lambda x: 2 + x + torch.relu(x) - 0.5 * x,
+    "sums": lambda x: 2 + x + torch.relu(x) - 0.5 * x,
     "in place": lambda x: x.clone().mul_(2).add_(x),
     "chosen": lambda x: torch.where(x > 0, x, 0.5 * x),
     "functions": lambda x: (F.silu(x) * x.sigmoid()).clamp(0, 0.7).detach() + x.tanh().double(),
