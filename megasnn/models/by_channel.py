@@ -22,6 +22,7 @@ from megasnn.layers.conv import ParallelConv
 from megasnn.layers.converted import class_name
 from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.layers.refusals import is_by_channel
+from megasnn.layers.row_context import MeanOverSpace
 from megasnn.models.description import Cuts
 from megasnn.models.layer import FunctionLayer
 
@@ -45,7 +46,7 @@ def may_be_cut(layer: nn.Module, inputs: Sequence[Bundle], cuts: Cuts, is_first:
     """
     dims = {x.ndim for each in inputs for x in entries_of(each).values()}
     if not _is_known(layer):
-        return all(cuts) and all(_fits(part, max(dims)) for part in _parts(layer))
+        return all(cuts) and _fits(layer, max(dims))
     if _blocks_of(layer) > 1 or isinstance(layer, ParallelLinear) and not isinstance(layer, MeanLinear) and dims != {3}:
         return False
     begins = isinstance(layer, (ConvNormNeuron, ParallelConv)) or type(layer).__module__.startswith("megasnn.models.")
@@ -67,15 +68,20 @@ def _parts(module: nn.Module) -> Iterable[nn.Module]:
     return [part for child in module.children() for part in _parts(child)]
 
 
-def _fits(part: nn.Module, dims: int) -> bool:
-    """Tells whether a module gives a rank's channels, in their order, for those of a tensor of so many dimensions."""
-    if _is_known(part):
-        return _blocks_of(part) == 1 and not any(isinstance(each, ParallelLinear) for each in part.modules())
-    if not is_by_channel(part):
-        return not isinstance(part, FunctionLayer)
-    kinds = [type(each).__name__ for each in part.modules()]
-    pools = [kind for kind in kinds if "Pool" in kind]
-    return all(dims == 3 + int(kind[-2]) for kind in pools) and "Flatten" not in kinds[:-1]
+def _fits(layer: nn.Module, dims: int) -> bool:
+    """Tells whether the modules in a layer give a rank's channels, in their order, for those of a tensor of so many
+    dimensions."""
+    parts = [*_parts(layer)]
+    if any(_blocks_of(part) > 1 or isinstance(part, FunctionLayer) for part in parts):
+        return False
+    if any(isinstance(each, ParallelLinear) for each in layer.modules()):  # whose output may be whole
+        return False
+    # Pools find the channels by the number of dimensions, which no module in front of them may change.
+    kinds = [type(each).__name__ for part in parts if is_by_channel(part) for each in part.modules()]
+    pools, flattens = {int(kind[-2]) for kind in kinds if "Pool" in kind}, [kind == "Flatten" for kind in kinds]
+    if any(flattens[:-1] if is_by_channel(layer) else flattens):
+        return False
+    return pools <= {dims - 3} and not (pools and any(isinstance(each, MeanOverSpace) for each in layer.modules()))
 
 
 def _blocks_of(module: nn.Module) -> int:

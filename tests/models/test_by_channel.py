@@ -18,6 +18,7 @@ from megasnn.layers import (
     BuildContext,
     ConvNormNeuron,
     MeanLinear,
+    MeanOverSpace,
     ParallelBatchNorm,
     ParallelDropout,
     ParallelLinear,
@@ -246,6 +247,10 @@ PLACES: dict[str, Callable[[], list[Layer]]] = {
     "blocks": lambda: [layer("blocks", ParallelBatchNorm(WIDTH, blocks=2))],
     "pixels of signals": lambda: [layer("flat", nn.Flatten(2)), layer("pool", nn.AvgPool2d(3, 1, 1))],
     "features": lambda: [layer("flat", nn.Flatten()), *FEATURES],
+    "pool of means": lambda: [
+        layer("pool", nn.Sequential(MeanOverSpace(), nn.AvgPool1d(3, 1, 1))),
+        layer("space", lambda x: x[..., None, None]),
+    ],
 }
 
 
