@@ -92,6 +92,14 @@ def refuse_unbuildable(config: PretrainConfig) -> None:
     from megasnn.engine.build import model_problems
 
     data, shape, evaluates = config.data, config.model.input_shape, config.training.evaluate_only
+    if own := {"inputs", "target"} & {*config.model.own_task()}:
+        what = " and ".join(sorted(own))
+        raise ConfigError(
+            [
+                f"shards hold images and classes, and {config.model.name} has its own {what}: train it with "
+                "a megasnn.Engine, on batches of your own"
+            ]
+        )
     if wrong := model_problems(config) or refusal(sample_format, data, shape, evaluates):
         raise ConfigError(wrong)
 

@@ -7,7 +7,7 @@ the sample. A `torch.utils.data.DataLoader` reads micro-batches in order, so the
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, repeat, tee
 from typing import Any
@@ -33,14 +33,16 @@ class MicroBatch:
         start: place of its first sample in the global batch.
         sample_ids: int64 `[size]`, the samples of the order, the same on every rank of a pipeline: a broken sample
             that was replaced keeps its number here.
-        images: float32 `[size, C, H, W]`, channels last in memory, or event frames `[size, T, 2, H, W]`.
+        images: float32 `[size, C, H, W]`, channels last in memory, or event frames `[size, T, 2, H, W]`; or inputs by
+            name.
+        labels: classes `[size]`, or other targets.
         skipped: number of broken samples that were replaced; 0 on ranks that read nothing.
     """
 
     start: int
     size: int
     sample_ids: torch.Tensor
-    images: torch.Tensor | None
+    images: torch.Tensor | Mapping[str, torch.Tensor] | None
     labels: torch.Tensor | None
     skipped: int = 0
 

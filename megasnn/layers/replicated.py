@@ -122,6 +122,12 @@ def _gathered(x: Tensor, cut: Cut, group: Group) -> Tensor:
     return y.movedim(2, cut.dim)
 
 
+def gather_channels(output: Bundle, cuts: Sequence[Cut | None], group: Group) -> Bundle:
+    """The output of a layer with all channels on every rank."""
+    of_entries = iter(cuts)
+    return map_entries(lambda y: y if (cut := next(of_entries)) is None else _gathered(y, cut, group), output)
+
+
 def is_whole(layer: nn.Module) -> bool:
     """Tells whether every rank computes all of a layer."""
     call: LayerCall | None = vars(layer).get("_call")

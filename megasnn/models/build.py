@@ -33,19 +33,18 @@ from megasnn.models.convert_module import convert_network
 from megasnn.models.cut_check import MixedChannels, cuts_by_shape
 from megasnn.models.description import (
     DRY_SAMPLES,
-    INPUT,
     Built,
     Cuts,
     EntryDescription,
     LayerDescription,
     ModelDescription,
     Tie,
-    frames_of,
     sources,
 )
 from megasnn.models.layer import Layer
 from megasnn.models.model import Model
 from megasnn.models.summary import OperationCounter
+from megasnn.models.task import task_of
 from megasnn.models.ties import refuse_other_calls, separate, tie_all
 from megasnn.parallel.sharding import Cut, described_tensors, parameter_count, sharded_tensors
 from megasnn.parallel_state import Group
@@ -60,7 +59,7 @@ def describe(model: Model, neuron: NeuronSpec | None = None) -> ModelDescription
         neuron: None for what the model takes by default.
     Raises:
         ValueError: two layers have the same name, a layer cannot take what it is given or gives something else than it
-            says, nothing takes what it gives, or the last one gives no logits.
+            says, nothing takes what it gives, the last one gives no logits, or a function of the task fails.
     """
     return _described(model, neuron or model.neuron().spec)
 
@@ -83,13 +82,13 @@ def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
     ]
     return ModelDescription(
         tuple(described),
+        task_of(model).tried(one[-1].output),
         lambda context: build(model, neuron, context, one),
         model.time_steps,
         model.input_shape,
         model.num_classes,
         tuple(_ties(named)),
         tuple(sharded_tensors(named)),
-        model.example_input,
         frozenset(spec for _, layer in named for part in layer.modules() if (spec := _spec_of(part)) is not None),
     )
 
@@ -127,15 +126,17 @@ def _ties(named_layers: Sequence[tuple[str, nn.Module]]) -> Iterator[Tie]:
             owners.setdefault(entry.name, name)
 
 
-def _inputs_of(layers: Sequence[Layer]) -> tuple[tuple[int, ...], ...]:
-    """Numbers, for each layer, of those it takes. Raises ValueError for an output that nothing takes."""
+def _inputs_of(layers: Sequence[Layer], inputs: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Numbers, for each layer, of those it takes. Raises ValueError for an output, or an input, that nothing takes."""
     if empty := [each.name for each in layers if each.takes == ()]:
         raise ValueError(f"{empty[0]}: takes=() names no layer; leave it out to take the layer before")
-    taken = sources([(each.name, each.takes or ()) for each in layers])
+    taken = sources([(each.name, each.takes or ()) for each in layers], inputs)
     used = {source for numbers in taken for source in numbers}
     for number, each in enumerate(layers[:-1]):
         if number not in used:
             raise ValueError(f"{each.name}: no later layer takes its output; name it in `takes`, or leave it out")
+    if idle := [name for number, name in enumerate(inputs) if -1 - number not in used]:
+        raise ValueError(f"no layer takes the input {idle[0]!r}; name it in `takes`, or leave it out of `inputs`")
     return taken
 
 
@@ -164,15 +165,18 @@ def build(model: Model, neuron: NeuronSpec, context: BuildContext, one: Sequence
     context = replace(context, neuron=neuron, time_steps=model.time_steps)
     with building(context), without_memory():
         layers, ties = separate(_yielded(model))
-    taken, built, size = _inputs_of(layers), list[Built](), context.tp.size
-    frames = torch.empty((DRY_SAMPLES, *model.input_shape), dtype=context.compute_dtype, device="meta")
-    outputs: dict[int, tuple[Bundle, Cuts]] = {INPUT: (frames_of(frames, model.input_shape), [None])}
+    task = task_of(model)
+    taken, built, size = _inputs_of(layers, [*task.inputs]), list[Built](), context.tp.size
+    outputs: dict[int, tuple[Bundle, Cuts]] = {
+        -1 - number: (each.frames(each.empty(DRY_SAMPLES, context.compute_dtype)), [None])
+        for number, each in enumerate(task.inputs.values())
+    }
     if one is not None:
         _refuse_made_before(one, layers)
     for number, each in enumerate(layers):
         inputs = [outputs[source][0] for source in taken[number]]
         cuts = [cut for source in taken[number] for cut in outputs[source][1]]
-        module = _made(each, context, cuts, model.num_classes if each is layers[-1] else 0)
+        module = _made(each, context, cuts, (task.classes or 1) if each is layers[-1] else 0)
         with OperationCounter(module) if one is None else nullcontext() as counter:
             try:
                 output = dry_run(each.name, module, inputs)
@@ -186,7 +190,10 @@ def build(model: Model, neuron: NeuronSpec, context: BuildContext, one: Sequence
         operations = counter.of_a_sample if counter is not None else 0
         built.append(Built(replace(each, module=module), output, cuts, operations))
     tie_all([each.layer for each in built], ties)
-    _require_logits(model, built[-1])
+    if task.classes:
+        _require_logits(model, built[-1])
+    elif size > 1:
+        vars(built[-1].module)["_output_cuts"] = built[-1].cuts  # a chunk gathers what the loss takes
     return built
 
 
@@ -228,7 +235,7 @@ def _made(each: Layer, context: BuildContext, cuts: Cuts, classes: int) -> nn.Mo
     """Makes the module of a layer for a rank; a plain one is whole on every tensor parallel rank, or mixes no channels.
 
     Args:
-        cuts: of its inputs. classes: of the last layer; 0 of others.
+        cuts: of its inputs. classes: of the last layer; 1 where it gives no logits, 0 of others.
     """
     with building(context), without_memory():
         try:

@@ -26,7 +26,7 @@ from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.replicated import apply_layer, is_whole
 from megasnn.layers.shape_inference import content_of, is_ours, max_of
 from megasnn.layers.weight_grad import CastWeights, WeightGradients
-from megasnn.models.description import DRY_SAMPLES, INPUT, Built, Cuts, ModelDescription, frames_of
+from megasnn.models.description import DRY_SAMPLES, Built, Cuts, ModelDescription
 from megasnn.models.layer import FunctionLayer
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.collectives import all_reduce_sum
@@ -76,9 +76,10 @@ def check_cut_layers(
         cast_weights=CastWeights(),
     )
     reference, cut = described.build(replace(wide, tp=alone("tp"))), described.build(wide)
-    example = described.example_input(DRY_SAMPLES, torch.Generator().manual_seed(0)).double()
     outputs = {number: each.output for number, each in enumerate(reference)}
-    outputs[INPUT] = frames_of(example, described.input_shape)
+    examples = described.task.examples(DRY_SAMPLES, torch.float64)
+    for number, (spec, x) in enumerate(zip(described.task.inputs.values(), examples.values(), strict=True)):
+        outputs[-1 - number] = spec.frames(x)
     for number in suspects:
         name, pair = built[number].name, (reference[number].module, cut[number].module)
         for layer in pair:
@@ -95,7 +96,7 @@ def _entries(built: Sequence[Built], sources: Sequence[int]) -> list[tuple[Tenso
     """Inputs of a layer, and how ranks cut them; None for the model's input."""
     found: list[tuple[Tensor | None, Cut | None]] = []
     for source in sources:
-        if source == INPUT:
+        if source < 0:
             found.append((None, None))
         else:
             found += zip(entries_of(built[source].output).values(), built[source].cuts, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,10 +16,10 @@ from megasnn.layers.blocks import recompute_mode
 from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.neuron import NeuronLayer
-from megasnn.layers.replicated import apply_layer
+from megasnn.layers.replicated import apply_layer, gather_channels
 from megasnn.layers.row_context import own_pixel_rows
 from megasnn.layers.shape_inference import to_channels_last
-from megasnn.models.description import Built, Carried, LayerDescription, ModelDescription, frames_of
+from megasnn.models.description import Built, Carried, LayerDescription, ModelDescription
 from megasnn.parallel.sharding import ShardedTensor, described_tensors, materialise, sharded_tensors
 from megasnn.pipeline.graphs import Capture, ChunkGraphs, why_not
 from megasnn.telemetry.ranges import named
@@ -83,12 +83,16 @@ class PipelineChunk(nn.Module):
         return PipelineChunk(self._description, bounds, index, layers, self._context)
 
     def forward(
-        self, x: Tensor | list[Tensor], samples: range | None = None, goes_on: bool = False, micro_batch: int = 0
+        self,
+        x: Tensor | Mapping[str, Tensor] | list[Tensor],
+        samples: range | None = None,
+        goes_on: bool = False,
+        micro_batch: int = 0,
     ) -> Any:
         """
         Args:
             x: tensors of `receives`, in a list that is emptied, so that they are freed when they are used up; for the
-                first chunk, images or frames as they are loaded.
+                first chunk, inputs by name as they are loaded, or the tensor of the only one.
             samples: positions of the micro-batch's samples in the training, for dropout.
             goes_on: True for a later window of the samples that the last forward was on (--bptt-steps).
             micro_batch: its number in the step.
@@ -97,13 +101,19 @@ class PipelineChunk(nn.Module):
         """
         if not goes_on and self._carrying:
             self.forget()
-        shape = self._description.input_shape
-        given = [own_pixel_rows(frames_of(x, shape), self._context)] if isinstance(x, Tensor) else x
+        given = x if isinstance(x, list) else self._frames(x)
         if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
             y = self.graphs.apply(given, samples, micro_batch)
             given.clear()
             return y
         return self._run(given, samples, goes_on)
+
+    def _frames(self, x: Tensor | Mapping[str, Tensor]) -> list[Tensor]:
+        """Tensors of `receives` from the samples of a micro-batch."""
+        inputs = [*self._description.task.inputs.items()]
+        named_inputs = {inputs[0][0]: x} if isinstance(x, Tensor) else x
+        taken = [inputs[-1 - each.layer] for each in self.receives]
+        return [own_pixel_rows(spec.frames(named_inputs[name]), self._context) for name, spec in taken]
 
     def _run(self, given: list[Tensor], samples: range | None, goes_on: bool = False) -> Any:
         outputs: dict[int, Bundle] = {self.receives[0].layer: given[0]}
@@ -123,7 +133,8 @@ class PipelineChunk(nn.Module):
             outputs[number] = y if self._is_chain else _with_edges_of_their_own(y, inputs)
         if self.is_last:
             (output,) = outputs.values()
-            return output
+            cuts = vars(self.layers[-1]).get("_output_cuts") if len(self.layers) else None
+            return output if cuts is None else gather_channels(output, cuts, self._context.tp)
         return [entries_of(outputs[each.layer])[each.key] for each in self.hands_on]
 
     def forget(self) -> None:

@@ -229,7 +229,7 @@ class _Watched:
         self._step, self._seen = step, seen
 
     def __call__(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
-        self._seen.batches.append([(micro.images, micro.labels) for micro in micro_batches])
+        self._seen.batches.append([((micro.inputs or {}).get("images"), micro.targets) for micro in micro_batches])
         result = self._step(micro_batches, batch)
         self._seen.losses.append(result.loss)
         return result
