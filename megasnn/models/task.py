@@ -5,7 +5,7 @@ Without a word of the model it is the classification of images: `Model.inputs` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -129,33 +129,38 @@ class Task:
     def summed_loss(self, named: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
         """(output, target) -> the sum of the samples' losses: the model's own, or the `named` one."""
         own = self.loss
-        return named if own is None else lambda output, target: own(_raised(output), target).sum()
+        if own is None:
+            return named
+        return lambda output, target: _values("loss", own(_raised(output), target), len(target)).sum()
 
-    def sums(self, output: Bundle, target: Tensor, names: tuple[str, ...]) -> Tensor:
+    def sums(self, output: Bundle, target: Tensor, names: Sequence[str]) -> Tensor:
         """Sums of metrics over the samples, `[names]`."""
         if self.metrics is None:
             return correct_predictions(logits_of(output), target, tuple(_TOP[name] for name in names))
         found = self.metrics(_raised(output), target)
-        return torch.stack([found[name].double().sum() for name in names]) if names else torch.zeros(0)
+        if not names:
+            return target.new_zeros(0)
+        return torch.stack([_values(f"metrics {name}", found[name], len(target)).double().sum() for name in names])
 
     def answers_of(self, output: Bundle) -> Tensor:
-        return self.predict(_raised(output))
+        answers = self.predict(_raised(output))
+        return _values("predict", answers, logits_of(output).shape[1], ", ...")
 
     def tried(self, output: Bundle) -> Task:
         """The same task with what a dry run finds, on the meta device. Raises ValueError where a function of it fails,
         or gives something else than a value, or an answer, for each sample."""
-        samples = logits_of(output).shape[1]
-        target, task = self.target_spec.empty(samples, torch.float32), self
-        if self.loss is not None:
-            _run("loss", samples, True, self.loss, output, target)
-        if self.metrics is not None:
-            figures = self.metrics(output, target)
-            for name in figures:
-                _run(f"metrics {name!r}", samples, True, figures.get, name)
-            task = replace(task, trained=tuple(figures), evaluated=tuple(figures))
-        found = _run("predict", samples, False, self.predict, output)
-        is_float = found.is_floating_point()
-        return replace(task, answer=ArraySpec(tuple(found.shape[1:]), "float" if is_float else "int"))
+        target, names = self.target_spec.empty(logits_of(output).shape[1], torch.float32), self.evaluated
+        try:
+            if self.loss is not None:
+                self.summed_loss(self.loss)(output, target)
+            if self.metrics is not None:
+                names = tuple(self.metrics(output, target))
+                self.sums(output, target, names)
+            answer = self.answers_of(output)
+        except Exception as error:
+            raise ValueError(f"loss, metrics or predict of the model, tried without values: {error}") from error
+        spec = ArraySpec(tuple(answer.shape[1:]), "float" if answer.is_floating_point() else "int")
+        return replace(self, evaluated=names, trained=names if self.metrics else self.trained, answer=spec)
 
 
 def task_of(model: Model) -> Task:
@@ -180,17 +185,12 @@ def _raised(output: Bundle) -> Any:
     return map_entries(lambda x: x.float() if x.dtype in (torch.bfloat16, torch.float16) else x, output)
 
 
-def _run(name: str, samples: int, is_value: bool, function: Callable[..., Any], *given: Any) -> Tensor:
-    """Result of a function of the model. Raises ValueError for one that is not `[samples]`, or `[samples, ...]`."""
-    try:
-        found = function(*given)
-    except Exception as error:
-        raise ValueError(f"{name}, on the meta device, without values: {error}") from error
-    if not isinstance(found, Tensor) or found.shape[:1] != (samples,) or (is_value and found.ndim != 1):
-        wanted = f"[{samples}{'' if is_value else ', ...'}]"
+def _values(name: str, found: object, samples: int, more: str = "") -> Tensor:
+    """Result of a function of the model. Raises ValueError for one that is not `[samples]`, with `more` `[samples, ..]`."""
+    if not isinstance(found, Tensor) or found.shape[:1] != (samples,) or (not more and found.ndim != 1):
         raise ValueError(
-            f"{name} gives {_described(found)} for {samples} samples, and should give one value or answer for each, "
-            f"{wanted}: take no mean over samples"
+            f"{name} gives {_described(found)} for {samples} samples, and should give one for each, [{samples}{more}]: "
+            "take no mean over samples"
         )
     return found
 
