@@ -69,8 +69,8 @@ class ArraySpec:
             return samples.transpose(0, 1)
         if not self.over_time and len(found) in (dims + 1, dims + 2):
             return samples.unsqueeze(0) if len(found) == dims + 1 else samples
-        also = "" if self.over_time else " or [T, N, ...]"
-        raise ValueError(f"expected samples of the shape {list(self.shape)}, [N, ...]{also}, got {list(found)}")
+        sizes = ", ".join(map(str, ["N", *self.shape]))
+        raise ValueError(f"expected samples [{sizes}]{'' if self.over_time else ' or [T, N, ...]'}, got {list(found)}")
 
     def problem(self, name: str, values: Any, samples: int | None, reads: bool) -> str | None:
         """Reason why values are no batch of these arrays; None where they are.
@@ -186,7 +186,7 @@ def _raised(output: Bundle) -> Any:
 
 
 def _values(name: str, found: object, samples: int, more: str = "") -> Tensor:
-    """Result of a function of the model. Raises ValueError for one that is not `[samples]`, with `more` `[samples, ..]`."""
+    """Result of a function of the model. Raises ValueError for one that is not `[samples]`, or not `[samples, ...]`."""
     if not isinstance(found, Tensor) or found.shape[:1] != (samples,) or (not more and found.ndim != 1):
         raise ValueError(
             f"{name} gives {_described(found)} for {samples} samples, and should give one for each, [{samples}{more}]: "
