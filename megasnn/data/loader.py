@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.config.data import DataConfig
+from megasnn.data.arrays import ArrayFormat
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.order import SampleOrder, Span
 from megasnn.data.reading import Item, SpanDataset
@@ -124,7 +125,9 @@ class BatchLoader:
         self._pin_memory, self._timeout, samples = pin_memory, timeout, len(dataset)
         epoch = epoch_samples(samples, share.global_batch_size, config.last_batch) if training else samples
         self._order = SampleOrder(samples, seed, config.shuffle and training, epoch)
-        self._reads = share.images or (share.labels and config.skip_broken_samples)
+        self._format = format = dataset.format if isinstance(dataset.format, ArrayFormat) else None
+        of_target = format is not None and format.target
+        self._reads = share.images or (share.labels and bool(config.skip_broken_samples or of_target))
         augments = training and share.images
         self._reader = SpanDataset(dataset, self._order, augments, config.skip_broken_samples)
         self._sampler = UpcomingBatches()
@@ -176,13 +179,20 @@ class BatchLoader:
             position += size
 
     def _micro_batch(
-        self, start: int, spans: list[Span], images: torch.Tensor | None, replaced: dict[int, int]
+        self,
+        start: int,
+        spans: list[Span],
+        images: torch.Tensor | dict[str, torch.Tensor] | None,
+        replaced: dict[int, int],
     ) -> MicroBatch:
         due = np.concatenate([span.samples for span in spans])
         used = due.copy()
         for place, sample in replaced.items():
             used[place] = sample
         labels = torch.from_numpy(self.dataset.labels[used]) if self._share.labels else None
+        if isinstance(images, dict) and self._format is not None:
+            labels = images[self._format.target] if self._share.labels and self._format.target else labels
+            images = {name: images[name] for name in self._format.inputs}
         images = images if self._share.images else None
         return MicroBatch(start, len(due), torch.from_numpy(due), images, labels, len(replaced))
 

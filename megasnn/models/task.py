@@ -30,6 +30,8 @@ class ArraySpec:
         dtype: "float" for the type that the model computes in, "int" for whole numbers (int64).
         below: whole numbers are from 0 to below - 1, as every batch is checked for; None: they may be any.
         over_time: True where the first dimension of an input is T, so that each time step has its own part.
+        file: ending of its file in shards, "npy", "mask.npy" or "seg.png"; without one, an input is the image of the
+            sample, and a target its class.
         example: (samples, generator) -> values that layers are measured on; None for random ones.
     """
 
@@ -37,6 +39,7 @@ class ArraySpec:
     dtype: Literal["float", "int"] = "float"
     below: int | None = None
     over_time: bool = False
+    file: str = ""
     example: Callable[[int, torch.Generator], Tensor] | None = None
 
     def type_for(self, floating: torch.dtype) -> torch.dtype:
