@@ -20,7 +20,8 @@ from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import make_neuron
 from megasnn.layers.norm import ParallelBatchNorm
-from megasnn.layers.row_context import count_type, row_group, sum_counts, sum_for_each
+from megasnn.layers.row_context import row_group, sum_counts, sum_for_each
+from megasnn.layers.shape_inference import LARGEST_COUNT
 from megasnn.parallel.collectives import from_matrix, start_all_reduce_sum, to_matrix
 from megasnn.parallel.sharding import Initialiser
 from megasnn.parallel_state import Group
@@ -37,8 +38,6 @@ class _HeadAttention(nn.Module):
         dim: C, the global number of channels.
         v_threshold: from which the neuron on the attention fires; 0.5 in Spikformer.
         initialise: fills the global weights; by default as torch does.
-    Raises:
-        ValueError: the heads do not divide by the number of ranks, or the channels by the heads.
     """
 
     fused: str  # name of the first unit; its letters are the blocks
@@ -61,7 +60,7 @@ class _HeadAttention(nn.Module):
             raise ValueError(f"--num-heads {num_heads} does not divide by --tensor-model-parallel-size {size}")
         self.local_heads = num_heads // size
         _require_spikes(self, context.neuron)
-        unit = partial(ConvNormNeuron, context=context, pointwise=True, initialise=initialise)
+        unit = partial(ConvNormNeuron, context=context, dims=1, initialise=initialise)
         blocks = len(self.fused)
         self.add_module(self.fused, unit(dim, blocks * dim, blocks=blocks))
         self.projection = unit(dim, dim)
@@ -74,12 +73,6 @@ class SpikingSelfAttention(_HeadAttention):
 
     Softmax-free: out = (v k^T) q * 0.125 for each head, over the tokens. With 0/1 entries every sum is a whole number,
     so the product is exact in float32 in any order, and computing k v^T first costs L d^2 in place of L^2 d.
-
-    Args and raises as `_HeadAttention`.
-    Attributes:
-        qkv: unit from C to 3C channels.
-        neuron: fires on the attention's result.
-        projection: unit from C to C channels.
     """
 
     fused = "qkv"
@@ -89,8 +82,6 @@ class SpikingSelfAttention(_HeadAttention):
         qkv = self.qkv(x)
         if x.is_meta:
             self._tokens = x.shape[3:].numel()  # of whole images
-            if self._rows is not None:
-                count_type(self._tokens)  # refuses what cannot travel
         shared = None if self._rows is None or x.is_meta else (self._rows, self._tokens)
         plan = AttendPlan(qkv.shape[0] * qkv.shape[1], self.local_heads, shared)
         if self._traceable:
@@ -102,14 +93,7 @@ class SpikingSelfAttention(_HeadAttention):
 
 class TokenAttention(_HeadAttention):
     """Attention by q and k alone (QKFormer, arXiv 2403.16552, equations 6 to 8): `[T, N, C_local, H, W]` spikes or
-    counts -> spikes. Of each head and token, a neuron fires on the sum of q, and lets k through where it does.
-
-    Args and raises as `_HeadAttention`.
-    Attributes:
-        qk: unit from C to 2C channels.
-        neuron: fires on the sum of q.
-        projection: unit from C to C channels.
-    """
+    counts -> spikes. Of each head and token, a neuron fires on the sum of q, and lets k through where it does."""
 
     fused = "qk"
     qk: ConvNormNeuron
@@ -152,7 +136,7 @@ class SpikeDrivenAttention(nn.Module):
 
 
 def _require_spikes(attention: nn.Module, neuron: NeuronSpec) -> None:
-    """Raises ValueError for neurons that give counts: q, k and v are kept as bits."""
+    """Raises ValueError for neurons that give counts, which bits do not hold."""
     if neuron.largest > 1:
         raise ValueError(
             f"--neuron {neuron.kind} fires up to {neuron.largest} in a step, and {type(attention).__name__} takes "
@@ -170,16 +154,14 @@ def sums_type(dtype: torch.dtype) -> torch.dtype:
 
 SCALE = 0.125  # a power of two: on k^T v, which is small, it gives the same bits as on the output
 
-EXACT_BFLOAT16 = 256
-"""Up to here bfloat16 holds every whole number."""
+EXACT_BFLOAT16 = 256  # up to here bfloat16 holds every whole number
 
 
 @dataclass(frozen=True)
 class AttendPlan:
-    """
+    """Sizes of an attention: time steps times samples, and heads of this rank.
+
     Attributes:
-        frames: time steps times samples.
-        heads: of this rank.
         shared: the ranks that share out the tokens, and the number of all of them: k^T v is summed over the ranks, and
             so is its gradient.
     """
@@ -226,7 +208,8 @@ class Attend(torch.autograd.Function):
         kv, shared = k.transpose(-2, -1) @ v, plan.shared
         if shared is not None:
             kv = sum_counts(kv, shared[1], shared[0])
-        ctx.save_for_backward(packed, *([] if shared is None else [kv.to(count_type(shared[1]))]))
+            sums = kv.to(torch.uint8) if shared[1] <= LARGEST_COUNT else kv
+        ctx.save_for_backward(packed, *([] if shared is None else [sums]))
         return rearrange(product(q, kv * SCALE, rows.dtype), "f h l d -> (f l) (h d)").to(rows.dtype)
 
     @staticmethod

@@ -115,10 +115,7 @@ class ConvNormNeuron(nn.Module):
 
 
 class NeuronConvNorm(nn.Module):
-    """neuron -> conv -> batch norm: potentials `[T, N, C_in/size, H, W]` -> potentials `[T, N, C_out/size, H, W]`.
-
-    Args: as of ConvNormNeuron.
-    """
+    """neuron -> conv -> batch norm: potentials `[T, N, C_in/size, H, W]` -> potentials `[T, N, C_out/size, H, W]`."""
 
     def __init__(
         self,
@@ -142,17 +139,12 @@ class NeuronConvNorm(nn.Module):
 
 
 class ResidualMLP(nn.Module):
-    """x + fc2(fc1(x)), pointwise over tokens: the second half of a block of Spikformer and of QKFormer.
-
-    Args:
-        dim, hidden: the global numbers of channels.
-        conv_options: as of ParallelConv.
-    """
+    """x + fc2(fc1(x)), pointwise over tokens: the second half of a block of Spikformer and of QKFormer."""
 
     def __init__(self, dim: int, hidden: int, **conv_options: Any) -> None:
         super().__init__()
-        self.fc1 = ConvNormNeuron(dim, hidden, pointwise=True, **conv_options)
-        self.fc2 = ConvNormNeuron(hidden, dim, pointwise=True, **conv_options)
+        self.fc1 = ConvNormNeuron(dim, hidden, dims=1, **conv_options)
+        self.fc2 = ConvNormNeuron(hidden, dim, dims=1, **conv_options)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.fc2(self.fc1(x))

@@ -41,7 +41,7 @@ from megasnn.layers.row_context import (
     shared_rows,
     window_rows,
 )
-from megasnn.layers.shape_inference import content_of, count_call, join_content
+from megasnn.layers.shape_inference import content_of, count_call
 from megasnn.layers.weight_grad import Leave
 from megasnn.parallel.collectives import (
     all_reduce_sum,
@@ -103,7 +103,8 @@ class WeightedLayer(nn.Module):
         have = x.shape[dim] * (1 if whole else size)
         if have != channels:
             raise ValueError(f"a layer of {channels} input channels is given {have}")
-        content = join_content(self.plan.content, content_of(x)) if again else content_of(x)
+        before = self.plan.content if again else Content.SPIKES
+        content = max(before, content_of(x), key=(Content.SPIKES, Content.COUNTS, Content.DENSE).index)
         self.plan, self._has_whole_input = replace(self.plan, content=content), whole
         return whole
 
@@ -113,8 +114,8 @@ class ParallelConv(WeightedLayer):
 
     Args:
         kernel_size, stride, padding, dilation: as in torch: a number, or one for each dimension; padding is of zeros.
-        dims: 2 for frames `[T, N, C, H, W]`, 1 for signals `[T, N, C, L]`, with a weight `[out, in, k]`.
-        pointwise: on frames or signals, with kernel_size 1 and a weight in the shape of a Conv1d, `[out, in, 1]`.
+        dims: 2 for frames `[T, N, C, H, W]`, 1 for signals `[T, N, C, L]`, with a weight `[out, in, k]`; with
+            kernel_size 1 that takes frames too.
         style: see the module's text; None for the one that moves fewer bytes.
         blocks: the output consists of this many equal parts, each cut by itself (3 for fused q, k, v).
         groups: as in torch; with groups > 1 each rank takes whole groups and nothing is communicated.
@@ -153,7 +154,6 @@ class ParallelConv(WeightedLayer):
         groups: int = 1,
         bias: bool = False,
         dims: int = 2,
-        pointwise: bool = False,
         blocks: int = 1,
         pool: int = 1,
         pooled_behind: bool = False,
@@ -167,7 +167,7 @@ class ParallelConv(WeightedLayer):
             raise ValueError(f"style must be 'column' or 'row', got {style!r}")
         kernel = along_each("kernel_size", kernel_size, dims)
         _refuse_sizes(in_channels, out_channels, groups, style, group.size)
-        shape = (out_channels, in_channels // groups, *(kernel[:1] if pointwise else kernel[:dims]))
+        shape = (out_channels, in_channels // groups, *kernel[:dims])
         cut = 1 if style == "row" and groups == 1 else 0
         default = uniform(torch.Size(shape[1:]).numel())
         super().__init__(
@@ -176,7 +176,7 @@ class ParallelConv(WeightedLayer):
             context.shard((out_channels,), 0, blocks, initialise=initialise_bias or default) if bias else None,
         )
         self._rows, self._row_above = rows, row_above
-        self.in_channels, self.out_channels, self.dims, self.pointwise = in_channels, out_channels, dims, pointwise
+        self.in_channels, self.out_channels, self.dims = in_channels, out_channels, dims
         self._kernel, self._move = kernel, None
         self._sparse = context.sparse_products and not (pooled_behind and rows is not None)
         geometry = Geometry(
@@ -216,7 +216,8 @@ class ParallelConv(WeightedLayer):
 
         Raises ValueError for dimensions that do not fit, and as `learn_input`.
         """
-        if x.ndim != 5 or is_signal != (self.dims == 1) and not self.pointwise:
+        fits = self.dims == 1 if is_signal else self.dims == 2 or self._kernel == (1, 1)
+        if x.ndim != 5 or not fits:
             wanted = "signals [T, N, C, L]" if self.dims == 1 else "frames [T, N, C, H, W]"
             raise ValueError(f"a convolution with dims={self.dims} takes {wanted}, and is given {x.ndim} dimensions")
         whole = self.learn_input(x, 2, self.in_channels)
@@ -249,7 +250,7 @@ class ParallelConv(WeightedLayer):
         along = self._kernel[0], geometry.stride[0], geometry.dilation[0], self._padding[0], pool
         needed = tuple(window_rows(each, *along) for each in outputs)
         owned = shared_rows(height, rows.size)
-        self._move = None if needed == owned else RowMove(owned, needed, height - height % pool, pool)
+        self._move = None if needed == owned else RowMove(owned, needed, height - height % pool)
         if self._move is None:
             return geometry
         return replace(geometry, padding=(0, geometry.padding[1]))
@@ -274,7 +275,6 @@ def along_each(name: str, size: Size, dims: int) -> tuple[int, int]:
 
 
 def _refuse_sizes(inputs: int, outputs: int, groups: int, style: str, size: int) -> None:
-    """Raises ValueError for channels and groups that do not divide by the tensor-parallel ranks."""
     if min(inputs, outputs, groups) < 1 or inputs % groups or outputs % groups or (groups > 1 and groups % size):
         raise ValueError(
             f"groups {groups} must divide in_channels {inputs} and out_channels {outputs} and be a multiple of "

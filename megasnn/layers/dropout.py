@@ -98,7 +98,6 @@ class ParallelDropout(_Drop):
 
     Args:
         same_at_all_steps: what is dropped is dropped at all time steps (SpikingJelly's Dropout).
-        p, name, and raises: as of `_Drop`.
     """
 
     purpose = "dropout"
@@ -144,8 +143,6 @@ class DropPath(_Drop):
     Stochastic depth (Huang et al. 2016, arXiv 1603.09382), for a branch that is added to its input. Whether a sample is
     kept follows from (seed, name, its position in the training), so it is the same on all tensor-parallel ranks and for
     any cut into micro-batches. What comes out are no spikes any more: 1 / (1 - p) is no whole number.
-
-    Args and raises as of `_Drop`.
     """
 
     purpose = "drop path"

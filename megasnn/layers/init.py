@@ -11,9 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from inspect import Parameter, signature
 from itertools import chain
 from typing import Any
 
@@ -21,28 +19,24 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megasnn.parallel.sharding import Initialiser, Shard
+from megasnn.parallel.sharding import Initialiser
 
-ModuleInitialiser = Callable[..., None]
-"""Sets values of a module: `function(module)`, or `function(module, path)` with its path in the layer."""
-
-
-def zeros(tensor: Tensor, generator: torch.Generator) -> None:
-    tensor.zero_()
-
-
-def ones(tensor: Tensor, generator: torch.Generator) -> None:
-    tensor.fill_(1)
+ModuleInitialiser = Callable[[nn.Module], None]
+"""Sets values of a module."""
 
 
 def constant(value: float) -> Initialiser:
     """The same value everywhere."""
-    return partial(_constant, value)
+    return lambda tensor, generator: tensor.fill_(value)
+
+
+zeros, ones = constant(0), constant(1)
 
 
 def uniform(fan_in: int) -> Initialiser:
     """Uniform within +-1 / sqrt(fan_in): what torch gives weights and biases of convolutions and linear layers."""
-    return partial(_uniform, 1 / math.sqrt(fan_in))
+    bound = 1 / math.sqrt(fan_in)
+    return lambda tensor, generator: tensor.uniform_(-bound, bound, generator=generator)
 
 
 def trunc_normal(tensor: Tensor, generator: torch.Generator) -> None:
@@ -53,14 +47,6 @@ def trunc_normal(tensor: Tensor, generator: torch.Generator) -> None:
 def kaiming_normal(tensor: Tensor, generator: torch.Generator) -> None:
     """Normal with variance 2 / fan_out: what ResNets and VGGs start from (arXiv 1502.01852)."""
     nn.init.kaiming_normal_(tensor, mode="fan_out", nonlinearity="relu", generator=generator)
-
-
-def _constant(value: float, tensor: Tensor, generator: torch.Generator) -> None:
-    tensor.fill_(value)
-
-
-def _uniform(bound: float, tensor: Tensor, generator: torch.Generator) -> None:
-    tensor.uniform_(-bound, bound, generator=generator)
 
 
 # --- of plain modules
@@ -153,13 +139,11 @@ def _fresh(
     """Fills a tensor with the initial values that the module's own `reset_parameters` gives it."""
 
     def memory(each: nn.Module, own: str, old: Tensor) -> Tensor:
-        shards: dict[str, Shard] = vars(each).get("_described_shards", {})
-        shape = shards[own].global_shape if own in shards else old.shape
         # In float32 whatever the precision, as materialise draws: torch draws other numbers in float64.
         dtype = torch.float32 if old.is_floating_point() else old.dtype
         if each is module and own in numbers:
             return numbers[own].to(dtype, copy=True)
-        return torch.full(shape, math.nan if old.is_floating_point() else 0, dtype=dtype)
+        return torch.full(old.shape, math.nan if old.is_floating_point() else 0, dtype=dtype)
 
     fresh = copied(module, memory)
     before, version = getattr(fresh, name), getattr(fresh, name)._version
@@ -171,7 +155,7 @@ def _fresh(
         _set_what_constructors_set(fresh)
         if initialise is not None:
             for each in reversed(list(fresh.modules())):  # as Module.apply: the parts first
-                call_initialiser(initialise, each)
+                initialise(each)
     values = getattr(fresh, name)
     is_set = name in numbers or values is not before or values._version > version
     if values.is_floating_point() and name not in numbers:  # tensor.data changes without a version
@@ -184,46 +168,8 @@ def _fresh(
     tensor.copy_(values)
 
 
-def call_initialiser(initialise: ModuleInitialiser, module: nn.Module) -> None:
-    """Calls a function of the user's with a module, and with its path in the layer where it takes two arguments."""
-    needed = [each for each in signature(initialise).parameters.values() if each.default is Parameter.empty]
-    if len([each for each in needed if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]) > 1:
-        initialise(module, vars(module).get("_path_in_layer", ""))
-    else:
-        initialise(module)
-
-
-def _after(
-    module: nn.Module,
-    name: str,
-    initialise: ModuleInitialiser,
-    fill: Initialiser | None,
-    tensor: Tensor,
-    generator: torch.Generator,
-) -> None:
-    """Fills a global tensor as its layer does, and then as a function of the user's does."""
-    if fill is not None:
-        fill(tensor, generator)
-    _fresh(module, name, initialise, {name: tensor}, tensor, generator)
-
-
 def _set_what_constructors_set(module: Any) -> None:
     """Sets what the constructor of SpikingJelly's tdBN sets beside numbers."""
     kind = type(module)
     if kind.__module__.startswith("spikingjelly.") and "ThresholdDependentBatchNorm" in kind.__name__:
         nn.init.constant_(module.weight, module.alpha * module.v_th)
-
-
-def note_paths(layer: nn.Module) -> None:
-    """Tells every module its path in the layer."""
-    for path, module in layer.named_modules():
-        vars(module)["_path_in_layer"] = path
-
-
-def initialise_sharded(layer: nn.Module, initialise: ModuleInitialiser) -> None:
-    """Lets a function of the user's set initial values in modules of MegaSNN, which show it their global tensors."""
-    note_paths(layer)
-    for module in layer.modules():
-        shards: dict[str, Shard] = vars(module).get("_described_shards", {})
-        for name, shard in shards.items():
-            shards[name] = replace(shard, initialise=partial(_after, module, name, initialise, shard.initialise))

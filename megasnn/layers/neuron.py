@@ -16,7 +16,7 @@ from megasnn.kernels.neuron_spec import SURROGATES
 from megasnn.kernels.torch_backend import REDUCED, surrogate_function
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import constant
-from megasnn.layers.shape_inference import mark_max, refuse_second_call
+from megasnn.layers.shape_inference import mark_spikes, refuse_second_call
 from megasnn.parallel.sharding import Initialiser, declare
 
 SpikeObserver = Callable[[Tensor], None]
@@ -72,7 +72,7 @@ class NeuronLayer(nn.Module):
     def observed(self, spikes: Tensor) -> Tensor:
         if self.observer is not None:
             self.observer(spikes.detach())
-        return spikes if self.largest is None else mark_max(spikes, self.largest)
+        return spikes if self.largest is None else mark_spikes(spikes, self.largest)
 
 
 class ParallelNeuron(NeuronLayer):
@@ -84,11 +84,8 @@ class ParallelNeuron(NeuronLayer):
     Args:
         spec: what the neuron computes; None for the neuron of the context (the flags `--neuron`, `--tau` ...).
     Attributes:
-        spec: the same.
         w: parameter of a neuron that learns its time constant; otherwise None.
         v: the potential `[N, C_local, *space]` that the last call left, where neurons carry; otherwise None.
-    Raises:
-        ValueError: the description is of another kind than that of the class.
     """
 
     kind: str | None = None  # of all neurons that a class makes; None where the description decides
@@ -151,24 +148,8 @@ State = dict[str, Tensor]
 
 
 class SpikingNeuron(NeuronLayer):
-    """A layer of `channels` neurons. A subclass says one time step, on `[N, C_local, *space]`:
-
-        class AdaptiveLIF(SpikingNeuron):  # the threshold rises with every spike
-            def __init__(self, channels: int) -> None:
-                super().__init__(channels, surrogate="atan")
-                self.per_channel("rise", 0.2)
-
-            def start(self, x):
-                return {"v": torch.zeros_like(x), "a": torch.zeros_like(x)}
-
-            def charge(self, x, state):
-                return state["v"] + (x - state["v"]) / 2
-
-            def fire(self, h, state):
-                return self.spike(h - 1 - self.of("rise", h) * state["a"])
-
-            def reset(self, h, spikes, state):
-                return {"v": h * (1 - spikes.detach()), "a": 0.9 * state["a"] + spikes}
+    """A layer of `channels` neurons, of which a subclass says one time step, on `[N, C_local, *space]`, by `start`,
+    `charge`, `fire` and `reset`, with `per_channel` for what is learned; docs/models.md has an example.
 
     Neurons are cut by channel over the tensor parallel ranks, and their parameters with them; what is computed may
     depend on a neuron's own channel only, and on its own row of the image, or the class has `mixes_rows = True`. Every

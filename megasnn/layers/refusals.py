@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
-from megasnn.layers.converted import class_name, in_table, is_multi_step, our_batch_norm
+from megasnn.layers.converted import class_name, is_multi_step, our_batch_norm
 from megasnn.layers.dropout import DropPath, ParallelDropout
 from megasnn.layers.init import own_tensors, tensors_of
 from megasnn.layers.linear import ParallelLinear
@@ -47,24 +46,6 @@ def note_stepped(module: nn.Module) -> None:
                 vars(part)["_is_stepped"] = True
 
 
-def _draws(module: nn.Module) -> bool:
-    """Tells whether a plain module draws random numbers."""
-    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
-        return bool(module.dropout)
-    named = type(module).__name__ in ("Dropout", "Dropout2d", "DropConnectLinear")
-    if isinstance(module, _DropoutNd) or named:
-        return bool(module.p)
-    return isinstance(module, (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d))
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-
-
-def _has_own_forward(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and our_batch_norm(module) is None
-
-
 def _is_single_step(module: nn.Module) -> bool:
     return hasattr(module, "step_mode") and not is_multi_step(module) and not vars(module).get("_is_stepped")
 
@@ -74,13 +55,10 @@ def _name_of(test: Callable[[nn.Module, str, Any], object]) -> Callable[[nn.Modu
     return lambda module: next((name for name, x in own_tensors(module) if test(module, name, x)), None)
 
 
-_EVERY, _KEEPS_STATE = "plain inside kept cut", "keeps its state from one micro-batch to the next"
 _SINGLE = "is in step mode 's': layers take all time steps at once, so give step_mode='m'"
-_DRAWS = "draws random numbers by the layout: use megasnn.ParallelDropout(p, name)"
 _VALUES = "make modules in `layers`, as they are yielded, and their tensors with torch.empty, because torch.Tensor(...)"
 
 PROBLEMS: Sequence[tuple[str, Callable[[Any], object], str]] = (
-    ("plain shard", _is_compiled, "is compiled: give the module itself"),
     (
         "plain given",
         _name_of(lambda module, name, x: not x.is_meta and x.ndim > 0),
@@ -89,26 +67,17 @@ PROBLEMS: Sequence[tuple[str, Callable[[Any], object], str]] = (
     ("given", lambda each: vars(each).get("_is_given"), "would learn by itself in each layer: give it to shard once"),
     ("shard", lambda each: isinstance(each, SHARDED), "is cut already; shard is for plain layers"),
     (
-        "shard",
-        _name_of(lambda module, name, x: x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None)),
-        "has a hook on {!r}, which would not see the gradient: put it on a module",
-    ),
-    ("inside", _draws, _DRAWS),
-    ("plain kept", lambda each: in_table(each) is None and _draws(each), _DRAWS),
-    (_EVERY, _has_own_forward, "is a batch norm with a forward of its own, which ours would not have"),
-    (
-        _EVERY,
-        lambda each: min(each._non_persistent_buffers_set, default=None),
-        "has a buffer {!r} that is not saved; register it as persistent",
+        "plain inside kept cut",
+        lambda each: isinstance(each, _BatchNorm) and our_batch_norm(each) is None,
+        "is a batch norm with a forward of its own, which ours would not have",
     ),
     ("plain", _is_single_step, _SINGLE),
     ("kept cut", lambda each: is_stateful(each) and _is_single_step(each), _SINGLE),
     ("torch", lambda each: getattr(each, "batch_first", False) is True, "takes time for the batch: batch_first=True"),
-    ("inside", lambda each: isinstance(each, _BatchNorm), "is in a block of ours: use megasnn.ParallelBatchNorm"),
     (
         "inside",
         lambda each: is_stateful(each) and hasattr(each, "step_mode"),
-        f"{_KEEPS_STATE} in a block of ours: use megasnn.ParallelNeuron, or make it a layer of its own",
+        "keeps its state in a block of ours: use megasnn.ParallelNeuron, or make it a layer of its own",
     ),
     (
         "inside",
@@ -116,16 +85,10 @@ PROBLEMS: Sequence[tuple[str, Callable[[Any], object], str]] = (
         "does not say how ranks share {0!r}: move it, with what is computed from it, to a layer of its own; neurons of "
         "one's own declare it with self.per_channel({0!r}, initial value)",
     ),
-    (
-        "carries",
-        lambda each: is_stateful(each) and not callable(getattr(each, "detach", None)),
-        f"{_KEEPS_STATE}, and has no `detach` for --bptt-steps: give it one, as SpikingJelly's modules have",
-    ),
 )
 """Uses of a module, what finds a problem, and its text with the finding. Uses: "plain", in a layer without sharded
-layers; "inside", in one with some; "torch", in a layer of torch's modules alone; "carries", in a plain layer with
---bptt-steps; "shard", in a network given to shard; "given", the same while a model is built; "cut" and "kept", there,
-in the table of conversions or not."""
+layers; "inside", in one with some; "torch", in a layer of torch's modules alone; "shard", in a network given to shard;
+"given", the same while a model is built; "cut" and "kept", there, in the table of conversions or not."""
 
 
 def problem_of(module: nn.Module, *uses: str) -> str | None:

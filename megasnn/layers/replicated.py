@@ -21,7 +21,7 @@ from megasnn.bundle import Bundle, entries_of, map_entries, plain_bundle
 from megasnn.layers.context import BuildContext
 from megasnn.layers.converted import ConvertedDropout, batch_norm, convert, in_table, our_batch_norm, spec_of
 from megasnn.layers.dropout import drawing_for
-from megasnn.layers.init import ModuleInitialiser, initializer_from_module, note_paths, own_tensors, to_meta
+from megasnn.layers.init import ModuleInitialiser, initializer_from_module, own_tensors, to_meta
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.refusals import SEQUENCES, is_stateful, note_stepped, refuse
 from megasnn.layers.shape_inference import mark_spikes
@@ -163,7 +163,6 @@ def plain_layer(
     Raises:
         ValueError: what cannot be computed alike on every layout.
     """
-    note_paths(module)
     note_stepped(module)
     refuse(module, "plain")
     call = LayerCall(context.tp, context.time_steps, folds_time(module), whole, context.dtype, classes, cuts)
@@ -171,9 +170,7 @@ def plain_layer(
 
 
 def as_layer(module: nn.Module, name: str, context: BuildContext, call: LayerCall) -> nn.Module:
-    """Makes a layer of a module that knows nothing of ranks. Raises ValueError for state that cannot be detached."""
-    if context.carries:
-        refuse(module, "carries")
+    """Makes a layer of a module that knows nothing of ranks."""
     for path, each in module.named_modules(prefix=name):
         if isinstance(each, ConvertedDropout):
             each.name = path

@@ -6,11 +6,12 @@ from that alone (`shared_rows`), so that residual branches fit each other. Rows 
 gradients go back to the owner, dense, and are added there.
 
 Where space is gone (a mean, a linear layer on whole images) every rank computes the same, and the first one counts: the
-gradients of the others are zeros, and its share of the loss and of weight gradients is all.
+loss, and so the gradients, of the others are zeros (`BuildContext.counts_logits`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,9 @@ from torch import Tensor, nn
 
 from megasnn.kernels.spike_codec import Content, decode_into, encode, encoded_like
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.shape_inference import content_of
-from megasnn.parallel.collectives import Exchange, all_gather_into, all_reduce_sum, start_exchange
+from megasnn.layers.shape_inference import LARGEST_COUNT, content_of
+from megasnn.parallel.collectives import Exchange, all_reduce_sum, gather_columns, start_exchange
 from megasnn.parallel.sharding import own_span
-from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group
 from megasnn.recompute import cached_collective, is_replaying
 
@@ -77,15 +77,11 @@ class RowMove:
         owned: the rows of the image that each rank has.
         needed: the rows that each rank needs; those above and below the image are zeros.
         height: number of rows of the image that are given; those from there on count as below it.
-        pool: size of the windows that are averaged first, whose pixels have one gradient together.
-        first_counts: the gradients of all ranks but the first are zeros, and do not travel.
     """
 
     owned: tuple[range, ...]
     needed: tuple[range, ...]
     height: int
-    pool: int = 1
-    first_counts: bool = False
 
     def given(self, owner: int, to: int) -> range:
         """Rows that one rank gives to another, or has itself of those that it needs."""
@@ -93,9 +89,11 @@ class RowMove:
         first = max(own.start, needed.start)
         return range(first, max(first, min(own.stop, needed.stop, self.height)))
 
-    def returned(self, owner: int, to: int) -> range:
-        """Rows of which one rank gives the gradient back to their owner."""
-        return range(0) if self.first_counts and to else self.given(owner, to)
+    def exchanged(self, rank: int) -> tuple[list[range], list[range]]:
+        """Rows that a rank gives to each of the others, and rows that each of them gives to it."""
+        others = [None if other == rank else other for other in range(len(self.owned))]
+        gives = [range(0) if other is None else self.given(rank, other) for other in others]
+        return gives, [range(0) if other is None else self.given(other, rank) for other in others]
 
 
 def window_rows(outputs: range, kernel: int, stride: int, dilation: int, before: int, pool: int) -> range:
@@ -140,89 +138,51 @@ class _MoveRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, move: RowMove, group: Group, content: Content) -> Tensor:
         ctx.move, ctx.group = move, group
-        images, needed = x.movedim(2, -1), move.needed[group.rank]
-        exchange = None if is_replaying() else _start_rows(images, move, group, content)
+        images, owned, needed = x.movedim(2, -1), move.owned[group.rank], move.needed[group.rank]
+        sent, received = move.exchanged(group.rank)
+        exchange = None if is_replaying() else _start(images, owned, sent, received, content, group, "forward")
         shape = (*images.shape[:2], len(needed), *images.shape[3:])
         is_inside = needed.start >= 0 and needed.stop <= move.height
         taken = images.new_empty(shape) if is_inside else images.new_zeros(shape)
         own = move.given(group.rank, group.rank)
-        _rows(taken, own, needed).copy_(_rows(images, own, move.owned[group.rank]))  # while others' travel
-        parts = cached_collective(lambda: [] if exchange is None else exchange())
-        for owner in _others(group):
-            if given := move.given(owner, group.rank):
-                rows = taken.new_empty((*shape[:2], len(given), *shape[3:]))
-                decode_into(parts[owner], content, rows.view(-1, shape[-1]))
-                _rows(taken, given, needed).copy_(rows)
+        _rows(taken, own, needed).copy_(_rows(images, own, owned))  # while others' travel
+        for rows, part in zip(received, cached_collective(lambda: [] if exchange is None else exchange()), strict=True):
+            if rows:
+                values = taken.new_empty((*shape[:2], len(rows), *shape[3:]))
+                decode_into(part, content, values.view(-1, shape[-1]))
+                _rows(taken, rows, needed).copy_(values)
         return taken.movedim(-1, 2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """Adds this rank's own gradient first, and then those of others in their order."""
         move, group = ctx.move, ctx.group
-        images, needed, owned = grad.movedim(2, -1), move.needed[group.rank], move.owned[group.rank]
-        exchange = _start_gradients(images, move, group)
+        images, owned, needed = grad.movedim(2, -1), move.owned[group.rank], move.needed[group.rank]
+        received, sent = move.exchanged(group.rank)
+        exchange = _start(images, needed, sent, received, Content.DENSE, group, "backward")
         total = images.new_zeros((*images.shape[:2], len(owned), *images.shape[3:]))
         own = move.given(group.rank, group.rank)
         _rows(total, own, owned).copy_(_rows(images, own, needed))
-        parts = exchange()
-        for rank in _others(group):
-            _add_gradient(total, parts[rank], move, move.returned(group.rank, rank), owned)
+        for rows, part in zip(received, exchange(), strict=True):
+            there = _rows(total, rows, owned)
+            there.add_(part.view(there.shape))
         return total.movedim(-1, 2), None, None, None
 
 
-def _start_rows(images: Tensor, move: RowMove, group: Group, content: Content) -> Exchange:
-    """Starts sending others what they need of this rank's `[T, N, rows, W, C]`, packed."""
-    sent, arriving = [0] * group.size, [0] * group.size
-    outgoing = [images.new_empty(0, dtype=encoded_like(0, content, images.dtype, torch.device("meta")).dtype)]
-    for rank in _others(group):
-        rows = _rows(images, move.given(group.rank, rank), move.owned[group.rank])
-        outgoing.append(encode(rows.reshape(-1), content, check=True))
-        sent[rank] = len(outgoing[-1])
-        values = len(move.given(rank, group.rank)) * images[:, :, 0].numel()
-        arriving[rank] = encoded_like(values, content, images.dtype, torch.device("meta")).numel()
-    return start_exchange(torch.cat(outgoing), sent, arriving, group, "forward")
-
-
-def _start_gradients(images: Tensor, move: RowMove, group: Group) -> Exchange:
-    """Starts sending the gradients of what this rank was given, `[T, N, needed rows, W, C]`, to the owners, dense, one
-    of each window."""
-    pool, needed = move.pool, move.needed[group.rank]
-    of_row = images.shape[:2].numel() * (images.shape[3] // pool) * images.shape[4:].numel()
-    columns = images[:, :, :, : images.shape[3] // pool * pool : pool]
-    parts = list[Tensor]()
-    for owner in _others(group):
-        given = move.returned(owner, group.rank)
-        aligned = range(-(-given.start // pool) * pool, given.stop)
-        rows = _rows(columns, aligned, needed)[:, :, ::pool]
-        if given and aligned.start > given.start:  # a window that begins on a rank before
-            rows = torch.cat([_rows(columns, range(given.start, given.start + 1), needed), rows], 2)
-        parts.append(rows.reshape(-1))
-    sent = [of_row * len(_windows(move.returned(owner, group.rank), pool)) for owner in range(group.size)]
-    arriving = [of_row * len(_windows(move.returned(group.rank, rank), pool)) for rank in range(group.size)]
-    return start_exchange(torch.cat(parts), sent, arriving, group, "backward")
-
-
-def _add_gradient(total: Tensor, part: Tensor, move: RowMove, given: range, owned: range) -> None:
-    """Adds the gradient of rows that another rank was given."""
-    if not given:
-        return
-    pool, rows = move.pool, _rows(total, given, owned)
-    if pool == 1:
-        rows.add_(part.view(rows.shape))
-        return
-    width = rows.shape[3] // pool
-    windows = part.view(*rows.shape[:2], len(_windows(given, pool)), width, *rows.shape[4:])
-    pixels = windows.repeat_interleave(pool, 2).repeat_interleave(pool, 3)
-    rows[:, :, :, : width * pool].add_(pixels.narrow(2, given.start % pool, len(given)))
-
-
-def _windows(rows: range, pool: int) -> range:
-    """Windows of `pool` rows that some rows lie in."""
-    return range(rows.start // pool, -(-rows.stop // pool)) if rows else rows
-
-
-def _others(group: Group) -> list[int]:
-    return [rank for rank in range(group.size) if rank != group.rank]
+def _start(
+    images: Tensor,
+    there: range,
+    sent: Sequence[range],
+    received: Sequence[range],
+    content: Content,
+    group: Group,
+    direction: str,
+) -> Exchange:
+    """Starts sending each rank its rows of images `[T, N, rows, W, C]` which are those `there`, packed."""
+    of_row, meta = images.shape[:2].numel() * images.shape[3:].numel(), torch.device("meta")
+    packed = [encode(_rows(images, rows, there).reshape(-1), content, check=True) for rows in sent]
+    arriving = [encoded_like(of_row * len(rows), content, images.dtype, meta).numel() for rows in received]
+    return start_exchange(torch.cat(packed), [len(each) for each in packed], arriving, group, direction)
 
 
 def _rows(images: Tensor, rows: range, there: range) -> Tensor:
@@ -230,12 +190,7 @@ def _rows(images: Tensor, rows: range, there: range) -> Tensor:
     return images.narrow(2, rows.start - there.start if rows else 0, len(rows))
 
 
-# --- what every rank has whole
-
-
-def first_counts(x: Tensor, group: Group) -> Tensor:
-    """Values from which every rank computes the same. Backward: the gradient on the first rank, and zeros elsewhere."""
-    return x if group.size == 1 else _FirstCounts.apply(x, group.rank)
+# --- sums over the ranks
 
 
 def sum_for_each(x: Tensor, group: Group) -> Tensor:
@@ -243,54 +198,12 @@ def sum_for_each(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _Sum.apply(x, group)
 
 
-def gather_rows(x: Tensor, height: int, group: Group, content: Content, pool: int = 1) -> Tensor:
-    """Whole images `[T, N, C, H, W]` from the rows that each rank has, of which the first rank's count."""
-    needed = (range(height),) * group.size
-    move = RowMove(shared_rows(height, group.size), needed, height, pool, first_counts=True)
-    return first_counts(move_rows(x, move, group, content), group)
-
-
 def sum_counts(own: Tensor, largest: int, group: Group) -> Tensor:
-    """The sum over the ranks of whole numbers from 0 on, exact, without a gradient.
-
-    A number travels in a byte where it is at most 255, and else in two.
-
-    Args:
-        largest: that the sum can be.
-    Raises:
-        ValueError: as `count_type`.
-    """
-    travels_in = count_type(largest)
-
-    def gathered() -> Tensor:
-        packed = own.to(travels_in).flatten()
-        mine = packed.view(torch.uint8)
-        statistics.record(group.name, "all_gather", "forward", (group.size - 1) * mine.nbytes)
-        parts = all_gather_into(mine.new_empty(group.size * len(mine)), mine, group)
-        total = parts[0].view(packed.dtype).to(own.dtype)
-        for part in parts[1:]:
-            total += part.view(packed.dtype)
-        return total
-
-    return cached_collective(gathered).view(own.shape)
-
-
-def count_type(largest: int) -> torch.dtype:
-    """The smallest type of numbers from 0 to `largest`. Raises ValueError for more than two bytes hold."""
-    if largest >= 1 << 15:
-        raise ValueError(f"sums of up to {largest} do not fit into the two bytes that they travel in, {2**15 - 1}")
-    return torch.uint8 if largest < 1 << 8 else torch.int16
-
-
-class _FirstCounts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rank: int) -> Tensor:
-        ctx.rank = rank
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad if ctx.rank == 0 else torch.zeros_like(grad), None
+    """The sum over the ranks of whole numbers from 0 on, exact, without a gradient. They travel in bytes where the sum
+    can be no larger (`largest`)."""
+    content = Content.COUNTS if largest <= LARGEST_COUNT else Content.DENSE
+    of_all, _ = gather_columns(own.reshape(1, -1), group, content)
+    return of_all.view(group.size, *own.shape).sum(0)
 
 
 class _Sum(torch.autograd.Function):
@@ -311,26 +224,22 @@ class _Sum(torch.autograd.Function):
 
 class WholeImages(nn.Module):
     """`[T, N, C_local, own rows, W]` -> `[T, N, C_local, H, W]` on every rank that shares the rows, for a layer that
-    takes each pixel by itself; elsewhere images are whole already.
+    takes each pixel by itself; elsewhere images are whole already."""
 
-    Args:
-        pool: average pooling that follows at once: then gradients travel one for each window.
-    """
-
-    def __init__(self, pool: int = 1, context: BuildContext | None = None) -> None:
+    def __init__(self, context: BuildContext | None = None) -> None:
         super().__init__()
-        self._rows, self._height, self._content = row_group(context_for(context)), 0, Content.DENSE
-        self._pool = pool
+        self._rows, self._content = row_group(context_for(context)), Content.DENSE
+        self._move: RowMove | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self._rows is None:
             return x
         if x.is_meta:
-            self._height, self._content = x.shape[3], content_of(x)
-            note_height(self, self._height)
-            shared_rows(self._height, self._rows.size)  # refuses fewer rows than ranks
-            return x
-        return gather_rows(x, self._height, self._rows, self._content, self._pool)
+            height, ranks = x.shape[3], self._rows.size
+            note_height(self, height)
+            self._move = RowMove(shared_rows(height, ranks), (range(height),) * ranks, height)
+            self._content = content_of(x)
+        return x if x.is_meta or self._move is None else move_rows(x, self._move, self._rows, self._content)
 
 
 class MeanOverSpace(nn.Module):
@@ -344,7 +253,7 @@ class MeanOverSpace(nn.Module):
         # With the channels last also in the gradient, which residual sums take their memory order from.
         pixels = x.movedim(2, -1).flatten(2, -2)
         if self._rows is not None and not x.is_meta:
-            return first_counts(sum_for_each(pixels.sum(dim=2), self._rows), self._rows) / self._pixels
+            return sum_for_each(pixels.sum(dim=2), self._rows) / self._pixels
         if self._rows is not None:
             note_height(self, x.shape[3])
         self._pixels = pixels.shape[2]  # in the dry run of whole images

@@ -9,13 +9,11 @@ they exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,17 +34,12 @@ _MULTIPLY = {"mul", "__mul__", "__rmul__", "__imul__", "mul_", "multiply", "logi
 _SUBTRACT_FROM = {"rsub", "__rsub__"}
 
 
-def mark_max(tensor: Tensor, largest: int) -> Tensor:
-    """Marks a tensor of the dry run as holding whole numbers from 0 to `largest`."""
+def mark_spikes(tensor: Tensor, largest: int = 1) -> Tensor:
+    """Marks a tensor of the dry run as holding spikes, or whole numbers from 0 to `largest`: as such it travels and is
+    kept. A forward of one's own says so of what it returns. Checked wherever a tensor is packed."""
     if tensor.is_meta:
         tensor._largest = largest  # type: ignore[attr-defined]
     return tensor
-
-
-def mark_spikes(tensor: Tensor, largest: int = 1) -> Tensor:
-    """Says in a forward of one's own that a tensor holds spikes, or whole numbers up to `largest`: as such it travels
-    and is kept. Checked wherever it is packed."""
-    return mark_max(tensor, largest)
 
 
 def max_of(value: Any) -> int | None:
@@ -64,11 +57,6 @@ def content_of(tensor: Tensor) -> Content:
     return Content.SPIKES if largest <= 1 else Content.COUNTS
 
 
-def join_content(first: Content, second: Content) -> Content:
-    """The content that holds everything that one of the two does."""
-    return max(first, second, key=(Content.SPIKES, Content.COUNTS, Content.DENSE).index)
-
-
 class MaxInference(TorchFunctionMode):
     """Marks every result of a torch function with the largest value that follows from its arguments."""
 
@@ -84,7 +72,7 @@ class MaxInference(TorchFunctionMode):
         largest = _max_of_result(name, args)
         for each in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(each, Tensor) and largest is not None:
-                mark_max(each, largest)
+                mark_spikes(each, largest)
         return result
 
 
@@ -146,30 +134,7 @@ def refuse_second_call(module: nn.Module, why: str) -> None:
         raise ValueError(f"this {type(module).__name__} is called twice in one forward, and {why}")
 
 
-# --- gradients and memory order
-
-
-@contextmanager
-def inferring_requires_grad() -> Iterator[None]:
-    """Around a dry run: tensors need a gradient where those of a step would."""
-    hook = register_module_forward_hook(_requiring_grad)
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        hook.remove()
-
-
-def _requiring_grad(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-    """The output of a layer of ours, which a gradient leads through; None for what tells by itself, and where someone
-    else's class has a part in it, which may have cut it off."""
-    if not isinstance(output, Tensor) or output.requires_grad or not output.is_floating_point():
-        return None
-    if not is_ours(module) or not all(type(x).__module__.startswith(("megasnn.", "torch.")) for x in module.modules()):
-        return None
-    sources = [*module.parameters(), *(each for each in inputs if isinstance(each, Tensor))]
-    # A product, since what is no leaf may be changed in place.
-    return output.requires_grad_() * 1 if any(x.requires_grad for x in sources) else None
+# --- classes and memory order
 
 
 def is_ours(module: nn.Module) -> bool:

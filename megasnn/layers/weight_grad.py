@@ -59,17 +59,12 @@ class WeightGradients:
     def _leave(self, parameter: Tensor, add: AddGradient) -> None:
         if self._collected is not None:
             self._collected.append((parameter, add))
-        elif self._deferred is not None:
-            self._deferred.append(partial(self._add, parameter, add))
         else:
-            self._add(parameter, add)
+            self.leave(partial(self._add, parameter, add))
 
     def leave(self, task: Task) -> None:
         """Runs a task now, or when deferred tasks are run."""
-        if self._deferred is None:
-            task()
-        else:
-            self._deferred.append(task)
+        task() if self._deferred is None else self._deferred.append(task)
 
     def added(self, parameter: Tensor) -> None:
         """Tells the observer that a task has added a gradient."""
@@ -79,20 +74,18 @@ class WeightGradients:
     @contextmanager
     def collected(self) -> Iterator[list[tuple[Tensor, AddGradient]]]:
         """Adds nothing inside: the list gets each parameter, and what would add to its gradient."""
-        found: list[tuple[Tensor, AddGradient]] = []
-        self._collected = found
+        self._collected = []
         try:
-            yield found
+            yield self._collected
         finally:
             self._collected = None
 
     @contextmanager
     def deferred(self) -> Iterator[list[Task]]:
         """Runs no tasks inside, but collects them in the list, to be run in its order."""
-        tasks: list[Task] = []
-        self._deferred = tasks
+        self._deferred = []
         try:
-            yield tasks
+            yield self._deferred
         finally:
             self._deferred = None
 
@@ -147,8 +140,6 @@ class CastWeights:
         """Keeps copies where no weight changes: around the forwards and backwards of a step."""
         if self._stay:
             self._refresh()
-        else:
-            self._copies = {}
         self._is_kept = True
         try:
             yield

@@ -18,14 +18,13 @@ from megasnn.config.checks import flag
 from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.context import BuildContext, building
-from megasnn.layers.init import initialise_sharded, without_memory
+from megasnn.layers.init import without_memory
 from megasnn.layers.refusals import SHARDED, is_by_channel, is_plain, refuse, refuse_mixed_rows
 from megasnn.layers.replicated import apply_layer, forget_state, plain_layer
 from megasnn.layers.shape_inference import (
     MaxInference,
     RefuseRandom,
     content_of,
-    inferring_requires_grad,
     is_ours,
     note_never_called,
 )
@@ -258,7 +257,7 @@ def _for_rank(each: Layer, context: BuildContext, cuts: Cuts, classes: int) -> n
         return plain_layer(each.module, each.name, context, each.initialise, **options)
     refuse(each.module, "inside")
     if each.initialise is not None:
-        initialise_sharded(each.module, each.initialise)
+        raise ValueError("initialise=... is for plain modules: give it to the sharded layers in this one")
     return each.module
 
 
@@ -276,7 +275,7 @@ def dry_run(name: str, layer: nn.Module, inputs: Sequence[Bundle]) -> Bundle:
             vars(module).pop(noted, None)
     before, buffers = _versions(inputs), dict(_buffers(layer))
     try:
-        with inferring_requires_grad(), MaxInference(), RefuseRandom():
+        with MaxInference(), RefuseRandom():
             output = apply_layer(layer, inputs[0], range(DRY_SAMPLES), *inputs[1:])
         if wrong := [x for x in entries_of(output).values() if x.shape[1:2] != (DRY_SAMPLES,)]:
             raise ValueError(f"its output {list(wrong[0].shape)} is not [T, N, ...] of {DRY_SAMPLES} samples")

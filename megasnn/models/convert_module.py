@@ -17,7 +17,7 @@ from torch import nn
 from megasnn.layers.context import BuildContext, context_for, is_building
 from megasnn.layers.conv import cheaper_style
 from megasnn.layers.converted import class_name, convert, in_table, is_multi_step, spec_of
-from megasnn.layers.init import ModuleInitialiser, note_paths, own_tensors, tensors_of, without_values
+from megasnn.layers.init import ModuleInitialiser, own_tensors, tensors_of, without_values
 from megasnn.layers.refusals import SEQUENCES, is_by_channel, is_stateful, note_stepped, place_of, problem_of, refuse
 from megasnn.layers.replicated import LayerCall, as_layer, folds_time, plain_layer
 from megasnn.models.layer import Layer, require_module
@@ -127,7 +127,6 @@ def convert_network(each: Layer, context: BuildContext, cuts: Sequence[Cut | Non
     if is_given_whole or why_whole(network, size):
         options: Any = {"whole": True, "cuts": cuts, "classes": classes}
         return plain_layer(network, each.name, context, each.initialise, **options)
-    note_paths(network)
     note_stepped(network)
     call = LayerCall(context.tp, context.time_steps, folds_time(network), False, None, classes)
     return as_layer(_converted(network, "", context, each.initialise, {}), each.name, context, call)

@@ -236,7 +236,7 @@ def difference(
 
 def _forward(layer: nn.Module, inputs: Sequence[Bundle], values: Sequence[Tensor]) -> _Run:
     shown = [entry for each in inputs for entry in entries_of(each).values()]
-    leaves = [x.clone().requires_grad_(like.requires_grad) for x, like in zip(values, shown, strict=True)]
+    leaves = [x.clone().requires_grad_(_learns(like)) for x, like in zip(values, shown, strict=True)]
     given = iter(leaves)
     bundles = [map_entries(lambda _: next(given), each) for each in inputs]
     output = apply_layer(layer, bundles[0], range(DRY_SAMPLES), *bundles[1:])
@@ -256,6 +256,11 @@ def _of_parameters(reference: nn.Module, layer: nn.Module, group: Group) -> list
                     all_reduce_sum(gradient, group, "backward")
                 found.append((gradient, shard.cut(_grad(whole))))
     return found
+
+
+def _learns(like: Tensor) -> bool:
+    """Tells whether a layer's output may need a gradient, unlike an example of the model's input."""
+    return like.is_meta and like.is_floating_point()
 
 
 def _grad(x: Tensor) -> Tensor:

@@ -15,18 +15,8 @@ from megasnn.layers.attention import EXACT_BFLOAT16, Attend, AttendPlan, exact_t
 from megasnn.layers.row_context import sum_for_each
 from megasnn.parallel.sharding import own_span
 from megasnn.parallel_state import alone
-from tests.distributed.whole import (
-    assemble,
-    build,
-    channels_last,
-    context,
-    everybody,
-    fill_mantissas,
-    mine,
-    parts,
-    random,
-    spikes,
-)
+from tests.distributed.whole import context, everybody, random, require_close, run, spikes
+from tests.parts import Part, assemble
 
 FRAMES, HEADS, WIDTH = 2, 3, 8
 PLAN = AttendPlan(FRAMES, HEADS)
@@ -34,7 +24,7 @@ DIM, SHAPE = 16, (2, 3, 16, 3, 4)
 CUT: dict[str, tuple[type[nn.Module], int]] = {"qkv": (SpikingSelfAttention, 3), "qk": (TokenAttention, 2)}
 
 
-def _heads(fused: str, alone_too: bool = False) -> list:
+def _heads(fused: str, alone_too: bool = False) -> list[Part]:
     """Output and gradients of four heads on this rank's channels; q, k and v have weights of other sizes each."""
     group = alone("tp") if alone_too else everybody()
     kind, blocks = CUT[fused]
@@ -42,24 +32,17 @@ def _heads(fused: str, alone_too: bool = False) -> list:
     weight = random(blocks * DIM, DIM, 1, seed=3) * (1 + torch.arange(blocks)).repeat_interleave(DIM)[:, None, None]
     bias = torch.linspace(0.5, 1.5, blocks * DIM, dtype=torch.float64)  # other rates of firing for q, k and v
     values = {"norm.weight": torch.full((blocks * DIM,), 2.0), "norm.bias": bias, "conv.weight": weight / 4}
-    values = {f"a.{fused}.{name}": value for name, value in values.items()}
-    values |= {f"a.projection.norm.{name}": torch.full((DIM,), 2.0) for name in ("weight", "bias")}
-    tensors = build({"a": layer}, values)
-    fill_mantissas(layer)
-    x = channels_last(mine(spikes(*SHAPE, seed=1), group)).requires_grad_()
-    y = layer(x)
-    (y * mine(random(*SHAPE, seed=2), group)).sum().backward()
-    at = (0, 0, group.rank * DIM // group.size, 0, 0)
-    return parts(tensors, gradients=True) + [("y", SHAPE, [(at, y.detach())]), ("x", SHAPE, [(at, x.grad)])]
+    given = {f"{fused}.{name}": value for name, value in values.items()}
+    given |= {f"projection.norm.{name}": torch.full((DIM,), 2.0) for name in ("weight", "bias")}
+    return run(layer, given, spikes(*SHAPE, seed=1), group, holds_spikes=True, fills=True)
 
 
 @pytest.mark.parametrize("fused", CUT)
 @pytest.mark.parametrize("size", [2, 4])
 def test_heads_are_cut_inside_q_k_and_v(ranks, size: int, fused: str) -> None:
     expected, found = assemble([_heads(fused, alone_too=True)]), assemble(ranks(size, _heads, fused))
-    assert found.keys() == expected.keys() and 0.05 < expected["y"].mean() < 0.95 and expected["x"].abs().max() > 0
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}")
+    assert 0.05 < expected["y"].mean() < 0.95 and expected["x"].abs().max() > 0
+    require_close(found, expected, fused, rtol=1e-9, atol=1e-11)
 
 
 def attended(tokens: int, dtype: torch.dtype, every: float | None = None) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -9,23 +10,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.layers import ParallelConv
-from megasnn.layers.shape_inference import mark_max
+from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
+from megasnn.layers.shape_inference import mark_spikes
 from megasnn.layers.weight_grad import CastWeights
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, alone
 from tests.distributed.whole import (
-    assemble,
     build,
+    by_one,
     channels_last,
     context,
     everybody,
     mine,
-    nothing,
-    parts,
     random,
+    require_close,
+    run,
     spikes,
 )
+from tests.parts import Part, assemble
 
 T, N, SIDE = 2, 3, 5
 CLOSE = dict(rtol=1e-11, atol=1e-11)
@@ -45,15 +47,17 @@ class Case:
     def input(self, seed: int) -> Tensor:
         return random(T, N, self.inputs, *[7] * self.dims, seed=seed)
 
-    def reference(self) -> nn.Conv1d | nn.Conv2d:
-        ours = ("style", "pool", "dims")
-        return (nn.Conv1d if self.dims == 1 else nn.Conv2d)(
-            self.inputs,
-            self.outputs,
-            self.kernel,
-            **{"bias": False, **{k: v for k, v in self.options if k not in ours}},
-            dtype=torch.float64,
-        )
+    def layer(self, context: BuildContext | None = None) -> ParallelConv:
+        return ParallelConv(self.inputs, self.outputs, self.kernel, context, **dict(self.options))
+
+    def reference(self, seed: int) -> nn.Conv1d | nn.Conv2d:
+        options = {key: value for key, value in self.options if key not in ("style", "pool", "dims")}
+        kind, sizes = nn.Conv1d if self.dims == 1 else nn.Conv2d, (self.inputs, self.outputs, self.kernel)
+        conv = kind(*sizes, **{"bias": False, **options}, dtype=torch.float64)
+        with torch.no_grad():
+            for offset, parameter in enumerate(conv.parameters()):
+                parameter.copy_(random(*parameter.shape, seed=1000 + 2 * seed + offset))
+        return conv
 
 
 def case(inputs: int, outputs: int, kernel: int | tuple[int, ...], **options: object) -> Case:
@@ -82,66 +86,42 @@ CASES = [
 ]
 
 
-def _run_cases() -> list:
+def _run_cases() -> list[list[Part]]:
+    """In both memory orders."""
     group = everybody()
-    found = []
-    for index, one in enumerate(CASES):
-        options = dict(one.options)
-        layer = ParallelConv(one.inputs, one.outputs, one.kernel, context(group), initialise=nothing, **options)
-        truth = _randomised(one.reference(), index)
-        tensors = build({"conv": layer}, {f"conv.{name}": value for name, value in truth.state_dict().items()})
-        x = one.input(index)
-        whole = one.inputs == 3
-        own = x if whole else mine(x, group)
-        local = (channels_last(own) if index % 2 else own).requires_grad_(not whole)  # in both memory orders
-        layer(local.to("meta"))
-        y = layer(local)
-        shape = (T, N, one.outputs, *y.shape[3:])
-        (y * mine(random(*shape, seed=50), group)).sum().backward()
-        result = parts(tensors, gradients=True) + [("y", shape, [(_offset(group, one.outputs, one.dims), y.detach())])]
-        if not whole:
-            result.append(("x", tuple(x.shape), [(_offset(group, one.inputs, one.dims), local.grad)]))
-        found.append(result)
-    return found
-
-
-def _offset(group: Group, channels: int, dims: int) -> tuple[int, ...]:
-    """Where this rank's channels begin in a whole tensor `[T, N, C, *space]`."""
-    return 0, 0, group.rank * channels // group.size, *[0] * dims
-
-
-def _randomised(conv: nn.Conv1d | nn.Conv2d, seed: int) -> nn.Conv1d | nn.Conv2d:
-    with torch.no_grad():
-        for offset, parameter in enumerate(conv.parameters()):
-            parameter.copy_(random(*parameter.shape, seed=1000 + 2 * seed + offset))
-    return conv
+    return [
+        run(
+            one.layer(context(group)),
+            one.reference(index).state_dict(),
+            one.input(index),
+            group,
+            order=channels_last if index % 2 else torch.clone,
+        )
+        for index, one in enumerate(CASES)
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_option_against_torch(ranks, size) -> None:
     everyone = ranks(size, _run_cases)
     for index, one in enumerate(CASES):
-        truth = _randomised(one.reference(), index)
-        x = one.input(index).requires_grad_()
-        pool = dict(one.options).get("pool", 1)
-        images = x.flatten(0, 1)
-        y = truth(images if pool == 1 else F.avg_pool2d(images, pool)).unflatten(0, (T, N))
-        (y * random(*y.shape, seed=50)).sum().backward()
-        expected = {"y": y.detach(), "x": x.grad, **{f"conv.{n}": p.grad for n, p in truth.named_parameters()}}
-        found = assemble([rank[index] for rank in everyone])
-        assert found.keys() == expected.keys() - ({"x"} if one.inputs == 3 else set())
-        for name, value in found.items():
-            torch.testing.assert_close(value, expected[name], **CLOSE, msg=lambda text, at=(one, name): f"{at}: {text}")
+        conv, pool = one.reference(index), dict(one.options).get("pool", 1)
+
+        def on_frames(x: Tensor, conv: nn.Module = conv, pool: int = pool) -> Tensor:
+            images = x.flatten(0, 1)
+            return conv(images if pool == 1 else F.avg_pool2d(images, pool)).unflatten(0, (T, N))
+
+        expected = by_one(on_frames, dict(conv.named_parameters()), one.input(index))
+        require_close(assemble([rank[index] for rank in everyone]), expected, one, **CLOSE)
 
 
 def _exchanged_bytes(pool: int) -> tuple[int, int]:
     """(forward, backward) bytes that this rank receives for one layer."""
     group = everybody()
-    options = dict(initialise=nothing, padding=1, pool=pool)
-    layer = ParallelConv(8, 16, 3, context(group, torch.float32), **options)
+    layer = ParallelConv(8, 16, 3, context(group, torch.float32), padding=1, pool=pool)
     build({"conv": layer}, {})
     x = channels_last(mine(spikes(T, N, 8, 8, 8, dtype=torch.float32), group)).requires_grad_()
-    layer(mark_max(x.to("meta"), 1))
+    layer(mark_spikes(x.to("meta"), 1))
     statistics.reset()
     with statistics.counting():
         layer(x).sum().backward()
@@ -156,24 +136,27 @@ def test_pooled_spikes_travel_as_bits_and_their_gradient_pooled(ranks) -> None:
     assert ranks(2, _exchanged_bytes, 2)[0] == (forward, backward // 4)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        (dict(inputs=6, outputs=8, style="row"), "in_channels 6 .*--tensor-model-parallel-size 4"),
-        (dict(inputs=8, outputs=6), "out_channels 6 .*--tensor-model-parallel-size 4"),
-        (dict(inputs=8, outputs=8, groups=2), "groups 2 .*--tensor-model-parallel-size 4"),
-        (dict(inputs=8, outputs=8, groups=3), "groups 3"),
-        (dict(inputs=8, outputs=16, blocks=3, bias=True), "3 block"),
-        (dict(inputs=8, outputs=8, style="diagonal"), "style"),
-        (dict(inputs=8, outputs=8, dims=3), "dims"),
-        (dict(inputs=8, outputs=8, dims=1, kernel_size=(3, 3)), r"kernel_size \(3, 3\)"),
-    ],
-)
-def test_what_does_not_divide_is_refused(arguments, names) -> None:
-    options = dict(arguments)
-    sizes = options.pop("inputs"), options.pop("outputs"), options.pop("kernel_size", 1)
+FOUR = Group("tp", (0, 1, 2, 3), 1)
+REFUSED: list[tuple[Callable[..., nn.Module], tuple[int, ...], dict[str, object], str]] = [
+    (ParallelConv, (6, 8, 1), dict(style="row"), "in_channels 6 .*--tensor-model-parallel-size 4"),
+    (ParallelConv, (8, 6, 1), {}, "out_channels 6 .*--tensor-model-parallel-size 4"),
+    (ParallelConv, (8, 8, 1), dict(groups=2), "groups 2 .*--tensor-model-parallel-size 4"),
+    (ParallelConv, (8, 8, 1), dict(groups=3), "groups 3"),
+    (ParallelConv, (8, 16, 1), dict(blocks=3, bias=True), "3 block"),
+    (ParallelConv, (8, 8, 1), dict(style="diagonal"), "style"),
+    (ParallelConv, (8, 8, 1), dict(dims=3), "dims"),
+    (ParallelConv, (8, 8, (3, 3)), dict(dims=1), r"kernel_size \(3, 3\)"),
+    (ParallelLinear, (6, 8), {}, "in_features 6 .*--tensor-model-parallel-size 4"),
+    (ParallelLinear, (8, 6), dict(style="column"), "out_features 6 .*--tensor-model-parallel-size 4"),
+    (ParallelLinear, (8, 8), dict(style="both"), "style must be"),
+]
+
+
+@pytest.mark.parametrize(("make", "sizes", "options", "names"), REFUSED)
+def test_what_does_not_divide_is_refused(make, sizes, options, names) -> None:
     with pytest.raises(ValueError, match=names):
-        ParallelConv(*sizes, context(Group("tp", (0, 1, 2, 3), 1)), initialise=nothing, **options)
+        make(*sizes, context(FOUR), **options)
+    ParallelLinear(8, 5, context(FOUR))  # outputs of a row layer are whole on every rank: any number will do
 
 
 def test_a_single_output_channel_with_the_channels_last_in_memory() -> None:

@@ -18,7 +18,8 @@ from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.sync_batch_norm import SharedStatistics, merge_running_statistics
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import alone
-from tests.distributed.whole import assemble, build, channels_last, context, everybody, mine, parts, random
+from tests.distributed.whole import build, channels_last, context, cut_part, everybody, mine, random, require_close
+from tests.parts import Part, assemble, gradients, parts
 
 T, N, C, STEPS = 3, 5, 12, 2
 CLOSE = dict(rtol=1e-10, atol=1e-11)
@@ -73,35 +74,29 @@ def values_of(norm: nn.Module) -> dict[str, Tensor]:
     return {name: random(*value.shape, seed=20 + index) + 1 for index, (name, value) in enumerate(named)}
 
 
-def _cut(one: Case) -> list:
+def _cut(one: Case) -> list[Part]:
     """Outputs and gradients of two steps, and in evaluation behind them, with all tensors."""
     group, shape = everybody(), tuple(input_of(one).shape)
     if C % (one.blocks * group.size):
         return []
     norm: Any = one.ours(replace(context(group), time_steps=T))
     tensors = build({"norm": norm}, {f"norm.{key}": value for key, value in values_of(one.theirs()).items()})
-    found, each = [], C // one.blocks // group.size
+    found: list[Part] = []
     norm.recording = True
-
-    def keep(name: str, value: Tensor) -> None:
-        at = [
-            (0, 0, block * (C // one.blocks) + group.rank * each, *[0] * len(one.space)) for block in range(one.blocks)
-        ]
-        found.append((name, shape, list(zip(at, value.chunk(one.blocks, 2), strict=True))))
-
     for step in range(STEPS):
         x = channels_last(mine(input_of(one, step), group, blocks=one.blocks)).requires_grad_()
         y = norm(x)
         (y * mine(random(*shape, seed=60), group, blocks=one.blocks)).sum().backward()
-        keep(f"y{step}", y.detach()), keep(f"x{step}", x.grad)
+        found += [cut_part(name, value, group, one.blocks) for name, value in ((f"y{step}", y), (f"x{step}", x.grad))]
         merge_running_statistics([norm], alone("dp"), 1)
         assert not norm.pending
     for tensor in tensors:
         if tensor.shard.partial_gradient:
             all_reduce_sum(tensor.tensor.grad, group, "backward")
     norm.eval()
-    keep("evaluated", norm(channels_last(mine(input_of(one) + 1, group, blocks=one.blocks))).detach())
-    return found + parts(tensors) + [(f"grad {name}", *rest) for name, *rest in parts(tensors, gradients=True)]
+    y = norm(channels_last(mine(input_of(one) + 1, group, blocks=one.blocks)))
+    found.append(cut_part("evaluated", y, group, one.blocks))
+    return found + parts(tensors) + [(f"grad {name}", *rest) for name, *rest in gradients(tensors)]
 
 
 def _truth(one: Case) -> dict[str, Tensor]:
@@ -120,7 +115,7 @@ def _truth(one: Case) -> dict[str, Tensor]:
     return found | {f"grad norm.{name.split('.')[-1]}": p.grad for name, p in norm.named_parameters()}
 
 
-def _all_cut() -> list:
+def _all_cut() -> list[list[Part]]:
     return [_cut(one) for one in CASES.values()]
 
 
@@ -129,12 +124,7 @@ def test_every_norm_against_spikingjellys_or_torchs(ranks, size: int) -> None:
     everyone = ranks(size, _all_cut)
     for index, (name, one) in enumerate(CASES.items()):
         if everyone[0][index]:
-            expected, found = _truth(one), assemble([rank[index] for rank in everyone])
-            assert found.keys() == expected.keys(), name
-            for what, value in expected.items():
-                torch.testing.assert_close(
-                    found[what], value, **CLOSE, msg=lambda text, at=(name, what): f"{at}: {text}"
-                )
+            require_close(assemble([rank[index] for rank in everyone]), _truth(one), name, **CLOSE)
 
 
 SHARES = [[4, 4], [4], [2]]  # micro-batches of three replicas: uneven in number and size

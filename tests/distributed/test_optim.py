@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.config.training import TrainingConfig
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext, ConvNormNeuron, ParallelLinear
 from megasnn.optim.build import build_optimizer, held_state_bytes, state_bytes
@@ -21,7 +20,8 @@ from megasnn.optimizers import OPTIMIZERS
 from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
-from tests.distributed.whole import assemble, build, context, nothing, parts, random
+from tests.distributed.whole import build, context, nothing, random
+from tests.parts import assemble, gradients
 
 
 def _layers(inner: BuildContext) -> dict[str, nn.Module]:
@@ -69,7 +69,7 @@ def _norm_and_clip(tensor: int, pipeline: int) -> tuple:
         norm.clip(float("nan"), 1.0)
         assert of_all() == value  # none clips
         norm.clip(value, 0.5)
-        clipped = parts(tensors, gradients=True)
+        clipped = gradients(tensors)
         after = of_all()
         _poison(tensors, state.rank)
         return value, after, clipped, of_all()
@@ -131,31 +131,6 @@ def test_learning_rates() -> None:
     everything_is_warm_up = rates(4, lr_decay_style="cosine", lr_warmup_iters=4)
     assert everything_is_warm_up[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates(1, lr_decay_style="linear")[0] == 1.0
-
-
-def by_timm(epoch: int, lr: float, min_lr: float, warmup_lr: float, epochs: int, warmup_epochs: int) -> float:
-    """timm's CosineLRScheduler with its defaults, which steps once an epoch and then stays at min_lr."""
-    if epoch < warmup_epochs:
-        return warmup_lr + epoch * (lr - warmup_lr) / warmup_epochs
-    if epoch >= epochs:
-        return min_lr
-    return min_lr + 0.5 * (lr - min_lr) * (1 + math.cos(math.pi * epoch / epochs))
-
-
-@pytest.mark.parametrize("iterations_per_epoch", [Fraction(1), Fraction(7), Fraction(1563, 4)])
-def test_the_rates_of_spikformers_recipe(iterations_per_epoch: Fraction) -> None:
-    """cifar10.yml of the published code: 300 epochs, 20 of warm-up from 1e-5, and 10 of cool-down."""
-    config = OptimizerConfig(
-        lr=5e-4, min_lr=1e-5, lr_warmup_epochs=20, lr_warmup_init=1e-5, lr_cooldown_epochs=10, lr_interval="epoch",
-    )  # fmt: skip
-    assert config.problems() == []
-    length = TrainingConfig(train_epochs=310, global_batch_size=4).length(int(4 * iterations_per_epoch))
-    assert length.epoch == iterations_per_epoch
-    require_schedule(config, length.iterations, length.epoch)
-    for iteration in {round(length.iterations * part / 997) for part in range(997)}:
-        rate = learning_rate(config, iteration, length.iterations, length.epoch)
-        epoch = int(iteration / iterations_per_epoch)
-        assert rate == pytest.approx(by_timm(epoch, 5e-4, 1e-5, 1e-5, 300, 20), rel=1e-12), epoch
 
 
 def test_warm_up_and_cool_down_in_epochs() -> None:

@@ -21,9 +21,7 @@ from megasnn.kernels.spike_codec import Content, bits_of, remember_bits
 from megasnn.layers import (
     BuildContext,
     ConvNormNeuron,
-    ParallelConv,
     ParallelNeuron,
-    SpikingNeuron,
     WholeImages,
 )
 from megasnn.layers.shape_inference import to_channels_last
@@ -37,6 +35,7 @@ from megasnn.pipeline.microbatch_state import without_graph
 from megasnn.pipeline.p2p import Boundaries, Link, TensorSpec, linked
 from tests.distributed.whole import everybody, random, spikes
 from tests.models.networks import between
+from tests.models.test_bundles import Meeting
 
 CPU, PAIR = torch.device("cpu"), Group("pp", (0, 1), made=mock.Mock())
 BITS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -199,11 +198,6 @@ class CutOff(nn.Module):
         return (0.5 * y).transpose(3, 4).contiguous().transpose(3, 4), y.detach()
 
 
-class Joined(nn.Module):
-    def forward(self, both: tuple[Tensor, Tensor]) -> Tensor:
-        return both[0] + both[1]
-
-
 class Doubled(nn.Module):
     """Has no weights, and gives whole numbers beside what it changes."""
 
@@ -236,12 +230,12 @@ def _carried(model: Model, stop: int, samples: int = 3, context: BuildContext | 
 
 
 def test_what_is_planned_follows_from_the_description_for_any_number_of_samples() -> None:
-    model = between(lambda: [layer("two", CutOff()), layer("one", Joined())])
+    model = between(lambda: [layer("two", CutOff()), layer("one", Meeting())])
     for samples in (1, 3, 7):
         dense, cut_off = _carried(model, 2, samples)
         assert dense == TensorSpec((2, samples, 4, 4, 4), torch.float32, Content.DENSE, learns=True)
         assert cut_off.learns and cut_off.shape == dense.shape, "that it is cut off is not seen, and costs zeros"
-    doubled, ones = _carried(between(lambda: [layer("two", Doubled()), layer("one", Joined())]), 2)
+    doubled, ones = _carried(between(lambda: [layer("two", Doubled()), layer("one", Meeting())]), 2)
     assert doubled.learns and not ones.learns and ones.shape == (2, 3, 1, 1, 1) and ones.dtype == torch.int64
     plain = between(lambda: [layer("plain", nn.Conv2d(4, 4, 1)), layer("own", ConvNormNeuron(4, 4))])
     assert [each.shape for each in _carried(plain, 2)] == [(2, 3, 4, 4, 4)]
@@ -249,17 +243,7 @@ def test_what_is_planned_follows_from_the_description_for_any_number_of_samples(
 
 
 def test_ranks_that_share_out_rows_have_some_of_them_up_to_where_images_are_whole() -> None:
-    class Whole(nn.Module):
-        mixes_rows = False
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.whole = WholeImages()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.whole(x)
-
-    model = between(lambda: [layer("whole", Whole()), layer("own", ConvNormNeuron(4, 4))], image_size=5)
+    model = between(lambda: [layer("whole", WholeImages()), layer("own", ConvNormNeuron(4, 4))], image_size=5)
     context = BuildContext(cp=Group("cp", (0, 1), 0), cut="rows")
     assert [each.shape for each in _carried(model, 1, context=context)] == [(2, 3, 4, 3, 5)]
     with pytest.raises(ValueError, match="whole, .*--pipeline-model-parallel-layout"):
@@ -268,19 +252,6 @@ def test_ranks_that_share_out_rows_have_some_of_them_up_to_where_images_are_whol
     boundaries = Boundaries(described, context, described.build(context))
     images = boundaries.spec(Carried(-1, None, Content.DENSE, "the model's input"), 3)
     assert images.shape == (1, 3, model.in_channels, 3, 5) and not images.learns
-
-
-class NoDerivative(SpikingNeuron):
-    """A threshold, without a surrogate."""
-
-    def charge(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
-        return state["v"] + x
-
-    def fire(self, h: Tensor, state: dict[str, Tensor]) -> Tensor:
-        return (h > 1).to(h.dtype)
-
-    def reset(self, h: Tensor, spikes: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"v": h * (1 - spikes)}
 
 
 class Stop(nn.Module):
@@ -305,7 +276,6 @@ class Shrinking(nn.Module):
 
 
 ENDS = {
-    "neuron": lambda: nn.Sequential(ParallelConv(4, 4, 1), NoDerivative(4)),
     "detached": Stop,
     "plain": lambda: nn.Conv2d(4, 4, 1),
     "in pairs": InPairs,
@@ -332,7 +302,7 @@ PAIR_OF_STAGES = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_la
 
 
 def test_any_layer_may_end_a_stage_and_changes_no_bit(ranks) -> None:
-    """Without a derivative, with an order of its own, or one that takes more than a single sample in training."""
+    """One that cuts the graph off, one with an order of its own, or one that takes more than a sample in training."""
     assert ranks(2, _losses, list(ENDS), PAIR_OF_STAGES)[0] == ranks(1, _losses, list(ENDS), {})[0]
 
 

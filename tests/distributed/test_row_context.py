@@ -32,7 +32,7 @@ from megasnn.layers import (
 )
 from megasnn.layers.context import building
 from megasnn.layers.row_context import RowMove, move_rows, shared_rows
-from megasnn.layers.shape_inference import MaxInference, mark_max
+from megasnn.layers.shape_inference import MaxInference, mark_spikes
 from megasnn.parallel.sharding import materialise, own_span
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group
@@ -146,13 +146,9 @@ def images(make: Callable[[], nn.Module], *heights: int, **options: bool) -> lis
     return [Case(make, (C, height, 5), **options) for height in heights]
 
 
-def convolution(case: Convolution) -> nn.Module:
-    return ParallelConv(case.inputs, case.outputs, case.kernel, **dict(case.options))
-
-
 def has_rows(case: Convolution) -> bool:
     """Whether each of three ranks has a row of the output."""
-    return convolution(case)(case.input(0).to("meta")).shape[3] >= 3
+    return case.layer()(case.input(0).to("meta")).shape[3] >= 3
 
 
 PLIF, SOFT = NeuronSpec("plif", surrogate="atan"), NeuronSpec("lif", v_reset=None)
@@ -169,7 +165,7 @@ CASES: dict[str, list[Case]] = {
         *images(lambda: ParallelConv(C, C, 3, pool=2, padding=1, stride=2), 12, 13),
         *images(lambda: ParallelConv(C, C, 1, stride=2), 7, 8, holds_spikes=False),
         *(
-            Case(partial(convolution, each), tuple(each.input(0).shape[2:]), holds_spikes=False)
+            Case(each.layer, tuple(each.input(0).shape[2:]), holds_spikes=False)
             for each in CONVOLUTIONS
             if has_rows(each)
         ),
@@ -209,7 +205,7 @@ def computed(case: Case, context: BuildContext) -> dict[str, Tensor]:
         layer = case.make()
     with torch.no_grad(), MaxInference():
         meta = torch.empty_like(x, device="meta")
-        shape = apply_layer(layer, mark_max(meta, 1) if case.holds_spikes else meta, range(N)).shape
+        shape = apply_layer(layer, mark_spikes(meta, 1) if case.holds_spikes else meta, range(N)).shape
     materialise([("layer", layer)], torch.device("cpu"), seed=1)
     fill_mantissas(layer)
     own = own_span(x.shape[3], group.sizes, group.rank)
@@ -284,11 +280,3 @@ def test_fewer_rows_than_ranks_are_refused(make: Callable[[], nn.Module], height
         layer = make()
     with pytest.raises(ValueError, match=f"--context-parallel-size may be {most} at most"):
         layer(torch.empty(T, N, C, height, 5, device="meta"))
-
-
-def test_more_tokens_than_sums_of_two_bytes_count_are_refused() -> None:
-    """In the dry run."""
-    with building(BuildContext(cp=Group("cp", (0, 1), 0), cut="rows")):
-        layer = SpikingSelfAttention(C, 2)
-    with torch.no_grad(), pytest.raises(ValueError, match="40000"):
-        layer(torch.empty(T, N, C, 200, 200, device="meta"))

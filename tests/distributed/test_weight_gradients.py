@@ -13,7 +13,7 @@ from megasnn.layers import (
     SpikingSelfAttention,
 )
 from megasnn.layers.init import trunc_normal
-from megasnn.layers.shape_inference import mark_max
+from megasnn.layers.shape_inference import mark_spikes
 from megasnn.layers.weight_grad import Task
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, alone
@@ -23,7 +23,7 @@ T, N, CHANNELS, SIDE = 2, 3, 16, 6
 CONVOLUTIONS: dict[str, dict] = {
     "column": dict(kernel_size=3, padding=1, bias=True),
     "row": dict(kernel_size=3, padding=1, stride=2, style="row", bias=True),
-    "pointwise": dict(kernel_size=1, pointwise=True, blocks=2),
+    "pointwise": dict(kernel_size=1, dims=1, blocks=2),
     "groups": dict(kernel_size=3, groups=4),
     "pooled": dict(kernel_size=3, padding=1, pool=2),
 }
@@ -51,7 +51,7 @@ class _Model:
                 nn.init.constant_(entry.tensor, 1.5)  # so that neurons fire
         self.input_gradients: list[Tensor] = []
         self.space = () if name.startswith("linear") else (SIDE, SIDE)
-        self.layer(mark_max(torch.empty(T, N, CHANNELS // group.size, *self.space, device="meta"), 1))
+        self.layer(mark_spikes(torch.empty(T, N, CHANNELS // group.size, *self.space, device="meta"), 1))
 
     def backward(self, micro_batch: int) -> None:
         x = spikes(T, N, CHANNELS, *self.space, seed=micro_batch, dtype=self.compute)

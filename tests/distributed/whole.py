@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megasnn.layers import BuildContext
+from megasnn.layers.shape_inference import MaxInference, mark_spikes
 from megasnn.parallel.sharding import ShardedTensor, materialise, sharded_tensors
 from megasnn.parallel_state import Group, alone
 from megasnn.random import philox, philox_key
+from tests.parts import Part, gradients
 
 
 def everybody(name: str = "tp") -> Group:
@@ -81,37 +83,64 @@ def digests(values: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: hashlib.sha1(value.detach().numpy().tobytes()).hexdigest() for name, value in values.items()}
 
 
-Part = tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]
+# --- layers of which a rank has its channels
 
 
-def parts(tensors: Sequence[ShardedTensor], gradients: bool = False) -> list[Part]:
-    """(name, global shape, [(offset, values)]) of what this rank holds."""
-    return [
-        (
-            e.name,
-            e.shard.global_shape,
-            [
-                (piece.global_offset, piece.of_local(e.tensor.grad if gradients else e.tensor).detach().clone())
-                for piece in e.shard.pieces()
-            ],
-        )
-        for e in tensors
-        if not gradients or e.tensor.grad is not None
-    ]
+def cut_part(name: str, local: Tensor, group: Group, blocks: int = 1) -> Part:
+    """This rank's channels of a tensor `[T, N, C, *space]`, of each block, with their places in it."""
+    of_rank, channels = local.shape[2] // blocks, local.shape[2] * group.size
+    starts = [block * channels // blocks + group.rank * of_rank for block in range(blocks)]
+    offsets = [(0, 0, start, *[0] * (local.ndim - 3)) for start in starts]
+    shape = (*local.shape[:2], channels, *local.shape[3:])
+    return name, shape, list(zip(offsets, local.detach().chunk(blocks, 2), strict=True))
 
 
-def assemble(ranks: Sequence[list[Part]]) -> dict[str, Tensor]:
-    """Whole tensors from all ranks' parts. What several ranks hold must be equal bits, and no element may lack."""
-    whole: dict[str, Tensor] = {}
-    written: dict[str, Tensor] = {}
-    for held in ranks:
-        for name, shape, boxes in held:
-            for offset, values in boxes:
-                full = whole.setdefault(name, torch.zeros(shape, dtype=values.dtype))
-                seen = written.setdefault(name, torch.zeros(shape, dtype=torch.bool))
-                box = tuple(slice(start, start + length) for start, length in zip(offset, values.shape, strict=True))
-                assert not seen[box].any() or torch.equal(full[box], values), f"ranks differ in {name}"
-                full[box] = values
-                seen[box] = True
-    assert all(seen.all() for seen in written.values())
-    return whole
+def whole_part(name: str, x: Tensor) -> Part:
+    return name, tuple(x.shape), [((0,) * x.ndim, x.detach())]
+
+
+def run(
+    layer: nn.Module,
+    given: Mapping[str, Tensor],
+    x: Tensor,
+    group: Group,
+    *,
+    whole_output: bool = False,
+    holds_spikes: bool = False,
+    order: Callable[[Tensor], Tensor] = channels_last,
+    fills: bool = False,
+) -> list[Part]:
+    """A layer's output "y", and the gradients of the input "x" and of the parameters, as far as this rank has them.
+
+    Args:
+        given: global values of its tensors. x: the whole input, which every rank has where its channels do not divide.
+        order: of the input in memory. fills: weights get all bits of float64 (`fill_mantissas`).
+    """
+    tensors = build({"layer": layer}, {f"layer.{name}": value for name, value in given.items()})
+    if fills:
+        fill_mantissas(layer)
+    whole_input = x.shape[2] % group.size > 0
+    own = order(x.clone() if whole_input else mine(x, group)).requires_grad_()
+    with MaxInference():
+        meta = own.detach().to("meta")
+        layer(mark_spikes(meta) if holds_spikes else meta)
+    y = layer(own)
+    shape = (*y.shape[:2], y.shape[2] * (1 if whole_output else group.size), *y.shape[3:])
+    weights = random(*shape, seed=50)
+    (y * (weights if whole_output else mine(weights, group))).sum().backward()
+    found = [whole_part("y", y) if whole_output else cut_part("y", y, group), *gradients(tensors)]
+    return [*found, whole_part("x", own.grad) if whole_input else cut_part("x", own.grad, group)]
+
+
+def by_one(layer: Callable[[Tensor], Tensor], parameters: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+    """The same by a layer of torch's, which has these parameters."""
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    (y * random(*y.shape, seed=50)).sum().backward()
+    return {"y": y.detach(), "x": x.grad, **{f"layer.{name}": value.grad for name, value in parameters.items()}}
+
+
+def require_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], about: object, **close: float) -> None:
+    assert found.keys() == expected.keys(), about
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, **close, msg=lambda text, at=(about, name): f"{at}: {text}")

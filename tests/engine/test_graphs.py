@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megasnn.device_checks import place_of
 from megasnn.engine import Engine
 from megasnn.layers import ConvNormNeuron, MeanLinear
-from megasnn.layers.shape_inference import mark_max
+from megasnn.layers.shape_inference import mark_spikes
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.pipeline.graphs import CudaCapture
@@ -106,7 +106,7 @@ class Claims(nn.Module):
     """Says that its input holds spikes."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return mark_max(x, 1)
+        return mark_spikes(x, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

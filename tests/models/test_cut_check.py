@@ -25,7 +25,7 @@ from megasnn.layers import (
     apply_layer,
 )
 from megasnn.layers.context import building
-from megasnn.layers.shape_inference import MaxInference, inferring_requires_grad
+from megasnn.layers.shape_inference import MaxInference
 from megasnn.models.build import describe
 from megasnn.models.cut_check import MixedChannels, check_cut_layers, cut_by_shape, difference, fill
 from megasnn.models.layer import Layer, layer
@@ -179,7 +179,7 @@ def _built(make: Callable[[], nn.Module]) -> list[nn.Module]:
     for group in alone("tp"), everybody():
         with building(context(group)):
             layers.append(make())
-        with torch.no_grad(), inferring_requires_grad(), MaxInference():
+        with MaxInference():
             apply_layer(layers[-1], torch.empty(SHAPE, device="meta").chunk(group.size, 2)[0], None)
         fill("a", layers[-1], CPU)
     return layers

@@ -48,11 +48,7 @@ ALL = [
     for schedule in (("1f1b", "zbv") if pipeline > 1 else ("1f1b",))
     if data * tensor * pipeline <= 8
 ]
-PIPELINES = [Layout(1, 1, size, schedule) for size in (2, 4) for schedule in ("gpipe", "1f1b", "zbv")]
 FEW_PIPELINES = [Layout(1, 1, 2, "1f1b"), Layout(1, 1, 2, "zbv"), Layout(1, 1, 4, "gpipe")]
-few_pipelines_or_all = pytest.mark.parametrize(
-    "layouts", [FEW_PIPELINES, pytest.param(PIPELINES, marks=pytest.mark.matrix)], ids=["few", "all"]
-)
 
 Loss = Callable[[Any, Tensor], Tensor]
 

@@ -39,8 +39,8 @@ from megasnn.pipeline.plan import PipelinePlan, shared_weights
 from megasnn.schedule import plan_schedule
 from megasnn.schedule.partition import balanced_bounds
 from megasnn.schedule.passes import NEVER
+from tests import parts
 from tests.distributed import whole
-from tests.distributed.whole import Part
 from tests.parity.spikingjelly_reference import DIMS, IMAGE_SIZE
 
 SIZES = (2, 2, 1)
@@ -96,9 +96,9 @@ class RankStep:
     norm: float
     logits: list[Tensor] = field(default_factory=list)
     spikes: int = 0
-    weights: list[Part] = field(default_factory=list)
-    gradients: list[Part] = field(default_factory=list)
-    buffers: list[Part] = field(default_factory=list)
+    weights: list[parts.Part] = field(default_factory=list)
+    gradients: list[parts.Part] = field(default_factory=list)
+    buffers: list[parts.Part] = field(default_factory=list)
 
 
 @dataclass
@@ -272,8 +272,8 @@ def record_step(
     for each in engine.owned:
         trains = each.is_parameter and each.tensor.requires_grad
         assert (each.tensor.grad is not None) == trains, each.name
-    result.gradients = whole.parts(engine.owned, gradients=True)
-    result.buffers = whole.parts([each for each in engine.owned if not each.is_parameter])
+    result.gradients = parts.gradients(engine.owned)
+    result.buffers = parts.parts([each for each in engine.owned if not each.is_parameter])
     return result
 
 
@@ -312,7 +312,7 @@ def take_steps(
                 optimizer.step()
                 engine.gradient_buckets.all_gather_params()
                 engine.ties.refresh()
-                steps[-1].weights = whole.parts([each for each in engine.tensors if each.is_parameter])
+                steps[-1].weights = parts.parts([each for each in engine.tensors if each.is_parameter])
     return steps
 
 
@@ -330,7 +330,7 @@ def one_step(
 
 def assemble(steps: list[RankStep], what: str) -> dict[str, Tensor]:
     """Global tensors from all ranks' parts; what several ranks hold must be the same bits on all of them."""
-    return whole.assemble([getattr(step, what) for step in steps])
+    return parts.assemble([getattr(step, what) for step in steps])
 
 
 def logits_in_order(steps: list[RankStep]) -> list[Tensor]:

@@ -62,41 +62,10 @@ def test_statistics_are_all_that_travels_inside_of_layers(ranks, layout: Layout,
         assert {key[0] for key in found} == {"cp", "dp", "world"}, "gradients, and a step's sums"
 
 
-MODELS: dict[str, tuple[Model, float]] = {
-    "spikformer": (Spikformer(variant="spikformer_cifar10", image_size=32, time_steps=4), 1 / 4),
-    "vgg": (VggDvs(image_size=48, time_steps=10), 1 / 8),
-}
-"""Whole models, and how much of the bytes of tensor parallel ranks they may receive at most."""
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", MODELS)
-def test_rows_receive_a_fraction_of_what_channels_do(ranks, name: str) -> None:
-    """Statistics of norms included, of which a rank keeps its own share."""
-    model, most = MODELS[name]
-    batch = torch.randn(8, *model.input_shape, generator=torch.Generator().manual_seed(7)), torch.arange(8) % 10
-    by_channels, by_rows = (
-        [
-            sum(size for _, size in by_direction(found, "tp", "cp").values())
-            for found, _ in ranks(2, traffic, model, layout, batch, 8, timeout=400)
-        ]
-        for layout in (Layout(tensor=2), Layout(context=2, cut="rows"))
-    )
-    assert 0 < max(by_rows) <= most * max(by_channels), (by_rows, by_channels)
-
-
 SMALL: dict[str, Model] = {
     "spikformer": Spikformer(embed_dim=32, depth=1, num_heads=2, image_size=32, patch_size=4, time_steps=2),
     "vgg": VggDvs(channels="8,8,P,16,P", image_size=16, time_steps=2),
 }
-
-
-def test_gradients_of_pooled_rows_travel_one_for_each_window(ranks) -> None:
-    """To the byte: of the two convolutions behind the first, and of the classifier to all ranks but the first."""
-    batch = torch.randn(4, *SMALL["vgg"].input_shape), torch.arange(4)
-    found = ranks(2, traffic, SMALL["vgg"], Layout(context=2, cut="rows"), batch, 4)
-    values, frames = (8 * 16 + 8 * 8, 8 * 16 + 8 * 8 + 16 * 4 * 2), 2 * 4
-    assert [each["cp", "all_to_all", "backward"].bytes for each, _ in found] == [4 * frames * each for each in values]
 
 
 EXCHANGES: dict[tuple[str, ContextCut], tuple[int, int]] = {

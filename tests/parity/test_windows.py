@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,6 @@ from megasnn.config import ConfigError
 from tests.distributed import whole
 from tests.parity.ranks import SIZES, TOLERANCE, RankStep, assemble, assert_equal, error, images
 from tests.parity.spikingjelly_reference import with_other_norms
-from tests.training.runs import train, without_trial
 
 WINDOW = 2
 
@@ -194,35 +192,12 @@ def test_evaluation_does_not_depend_on_windows() -> None:
     assert logits[0].std() > 0
 
 
-def run_in_windows(cache: str, folder: str) -> None:
-    flags = "--train-iters 2 --eval-iters 1 --log-interval 1 --bptt-steps 1 --profile-step 2".split()
-    pipeline = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 3|5 --pipeline-schedule 1f1b".split()
-    with without_trial():
-        train(cache, *flags, *pipeline, "--save", folder)
-
-
-def test_a_run_in_windows_is_logged_profiled_and_evaluated(ranks, tmp_path_factory, tmp_path) -> None:
-    ranks(2, run_in_windows, str(tmp_path_factory.getbasetemp() / "cache"), str(tmp_path))
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert sum(line["kind"] == "iteration" for line in lines) == 2
-    assert next(line for line in lines if line["kind"] == "validation")["samples"] == 10
-
-
-class Forgetful(nn.Module):
+class Stateful(nn.Module):
     def reset(self) -> None:
         pass
 
     def forward(self, x: Tensor) -> Tensor:
         return x
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attached(Small):
-    def layers(self) -> Any:
-        *before, head = super().layers()
-        yield from before
-        yield layer("stateful", Forgetful())
-        yield head
 
 
 class TimeWeights(nn.Module):
@@ -240,11 +215,15 @@ class TimeWeights(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weighted(Small):
+class With(Small):
+    """With another layer before the last one."""
+
+    more: str = "stateful"
+
     def layers(self) -> Any:
         *before, head = super().layers()
         yield from before
-        yield layer("weighted", TimeWeights(self.time_steps))
+        yield layer("more", TimeWeights(self.time_steps) if self.more == "weighted" else Stateful())
         yield head
 
 
@@ -253,13 +232,13 @@ class Weighted(Small):
     [
         (Small(), 3, "--time-steps 4 does not divide by --bptt-steps 3"),
         (Small(), 8, "--time-steps 4 does not divide by --bptt-steps 8"),
-        (Attached(), 2, "stateful: Forgetful .*no `detach`"),
-        (Weighted(), 2, "weighted.weight depends on --time-steps 4: .* windows of --bptt-steps 2"),
+        (With(more="stateful"), 2, "more: Stateful .*no `detach`"),
+        (With(more="weighted"), 2, "more.weight depends on --time-steps 4: .* windows of --bptt-steps 2"),
     ],
 )
 def test_what_cannot_be_cut_into_windows_is_refused(model: Small, steps: int, problem: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=problem):
         Engine(model, micro_batch_size=2, train_iters=1, bptt_steps=steps)
     assert not megasnn.parallel_state.model_parallel_is_initialized()
-    if isinstance(model, (Attached, Weighted)):
-        Engine(replace(model), micro_batch_size=2, train_iters=1).close()
+    if isinstance(model, With):
+        Engine(model, micro_batch_size=2, train_iters=1).close()

@@ -75,18 +75,6 @@ def test_a_kernel_that_is_wrong_misses_its_target() -> None:
     assert not check_gpu.Figure("", float("nan"), most=1.0).is_met
 
 
-def test_operations_of_convolutions_and_products() -> None:
-    images, weight = [2, 3, 8, 8], [16, 3, 3, 3]
-    forward = 2 * 2 * 16 * 4 * 4 * 3 * 9  # stride 2: 4 x 4 outputs
-    stride_and_padding = ["", "", "", "[2, 2]", "[1, 1]"]
-    assert check_gpu._operations("aten::mkldnn_convolution", [images, weight], stride_and_padding) == forward
-    on_a_gpu = ["", "", "[1, 1]", "[2, 2]", "[1, 1]"]
-    assert check_gpu._operations("aten::cudnn_convolution", [images, weight], on_a_gpu) == forward
-    both = ["", "", "", "[16]", "[True, True, False]"]
-    assert check_gpu._operations("aten::convolution_backward", [[2, 16, 4, 4], images, weight], both) == 2 * forward
-    assert check_gpu._operations("aten::mm", [[5, 6], [6, 7]], []) == 2 * 5 * 6 * 7
-
-
 def test_without_a_gpu_nothing_is_checked(tmp_path: Path) -> None:
     with mock.patch.object(torch.cuda, "is_available", return_value=False):
         assert main(["--output", str(tmp_path / "log")]) == 2

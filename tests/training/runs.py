@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 from unittest import mock
 
 import torch
@@ -35,21 +36,13 @@ TINY_VGG = (
 ).split()
 
 
-Pieces = list[tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]
-"""Of each tensor that a rank holds: its name, its global shape, and the parts with their places in it."""
-
-
-class HasPieces(Protocol):
-    pieces: Pieces
-
-
 @dataclass
 class Outcome:
-    """What one rank knows at the end of a run: its parts of all tensors, and how far it came."""
+    """How far a run came, and all tensors at its end."""
 
     iteration: int
     consumed_samples: int
-    pieces: Pieces = field(default_factory=list)
+    tensors: dict[str, Tensor]
 
 
 def train(cache: str, *flags: str, only_load: bool = False, callbacks: Sequence[Callback] = ()) -> Outcome:
@@ -81,21 +74,11 @@ def train_model(model: str, flags: list[str], only_load: bool = False, callbacks
             if world == 1:  # as the program does: of several, the others still work on it
                 run.close()
             raise
+        outcome = Outcome(run.engine.iteration, run.engine.consumed_samples, run.engine.state_dict())
         run.close()
-        return Outcome(run.engine.iteration, run.engine.consumed_samples, pieces_of(run))
+        return outcome
     finally:
         destroy_model_parallel()
-
-
-def pieces_of(run: TrainingRun) -> Pieces:
-    return [
-        (
-            entry.name,
-            entry.shard.global_shape,
-            [(p.global_offset, p.of_local(entry.tensor).detach().clone()) for p in entry.shard.pieces()],
-        )
-        for entry in run.engine.distributed.tensors
-    ]
 
 
 @contextmanager
@@ -112,15 +95,10 @@ def without_trial() -> Iterator[None]:
         yield
 
 
-def whole(outcomes: Sequence[HasPieces]) -> dict[str, Tensor]:
-    """Global tensors from all ranks' parts."""
-    tensors: dict[str, Tensor] = {}
-    for outcome in outcomes:
-        for name, shape, parts in outcome.pieces:
-            full = tensors.setdefault(name, torch.full(shape, -1, dtype=parts[0][1].dtype))
-            for offset, value in parts:
-                full[tuple(slice(o, o + n) for o, n in zip(offset, value.shape, strict=True))] = value
-    return tensors
+def log_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of this kind in the log of a run."""
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == kind]
 
 
 def saved(folder: Path, step: int | None = None) -> dict[str, Tensor]:

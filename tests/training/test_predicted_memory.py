@@ -37,18 +37,19 @@ THREE = {"micro_batch_size": 4, "global_batch_size": 12, "train_iters": 9}
 ZERO1 = {"use_distributed_optimizer": True}
 SINGLE = {**ZERO1, "micro_batch_size": 1, "global_batch_size": 6}
 PP2_ALWAYS = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b", "recompute": "always"}
-ROWS_ALWAYS = {"context_parallel_size": 2, "context_parallel_cut": "rows", "recompute": "always"}
+HALF = {"micro_batch_size": 2, "global_batch_size": 6}
+ROWS_ALWAYS = {**HALF, "context_parallel_size": 2, "context_parallel_cut": "rows", "recompute": "always"}
 Case = tuple[Model, int, dict[str, Any]]
 """Model, ranks and flags, of which three micro-batches a replica and step are the usual ones."""
 CASES: dict[str, Case] = {
     "spikformer": (SPIKFORMER, 1, {}),
-    "vgg-zero1": (VGG, 2, {**ZERO1, "global_batch_size": 24}),
+    "vgg-zero1": (VGG, 2, {**ZERO1, **HALF, "global_batch_size": 12}),
     "spikformer-rows-always": (SPIKFORMER, 2, ROWS_ALWAYS),
     "vgg-tp-always": (VGG, 2, {"tensor_model_parallel_size": 2, "recompute": "always"}),
     "spikformer-zbv": (SPIKFORMER, 2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}),
     "vgg-pp-always": (VGG, 2, PP2_ALWAYS),
     # Neurons go on from one window of time steps to the next.
-    "vgg-windows": (VGG, 1, {"bptt_steps": 1}),
+    "vgg-windows": (VGG, 1, {**HALF, "bptt_steps": 1}),
     # Sharded gradients and rows travel in buffers.
     "wide-zero1": (WIDE, 2, SINGLE),
     # The first layers need most, while the bucket of the last ones is under way.
@@ -59,10 +60,10 @@ CASES: dict[str, Case] = {
 SMALL_BUCKETS = {"bucket": 2**17}
 
 
-def batch_of(engine: Engine) -> tuple[Tensor, Tensor]:
+def batch_of(engine: Engine) -> tuple[dict[str, Tensor], Tensor]:
     samples, shape = engine.config.training.global_batch_size, engine.config.model.input_shape  # of all windows
     images = torch.randn((samples, *shape), generator=torch.Generator().manual_seed(0))
-    return images, torch.arange(samples) % engine.config.model.num_classes
+    return {"images": images}, torch.arange(samples) % engine.config.model.num_classes
 
 
 def predicted_and_counted(model: Model, flags: dict[str, Any], bucket_bytes: int = BUCKET_BYTES) -> tuple[int, int]:
