@@ -81,7 +81,7 @@ def scan(tar: Path, name: str) -> Members:
     if not samples:
         raise ValueError(f"shard {name} holds no samples; leave it out or write it again")
     labels, data, seen = [], [], set()
-    starts, ends = [], [0]
+    starts, ends = [], []
     with open(tar, "rb") as file:
         for key, files in samples.items():
             found = [suffix for suffix in SUFFIXES if suffix in files]
@@ -97,10 +97,10 @@ def scan(tar: Path, name: str) -> Members:
             seen.add(first)
             starts.append(min(each.offset for each in files.values()))
             ends.append(max(each.offset_data + each.size for each in files.values()))
-            if starts[-1] < ends[-2]:
-                raise ValueError(f"the files of sample {key!r} of shard {name} do not lie side by side; write it again")
     offsets, sizes = [each.offset_data for each in data], [each.size for each in data]
-    return Members(list(samples), labels, offsets, sizes, sorted(seen), starts, ends[1:])
+    if any(start < end for start, end in zip(starts[1:], ends, strict=False)):  # between the files of another sample
+        starts, ends = [], []
+    return Members(list(samples), labels, offsets, sizes, sorted(seen), starts, ends)
 
 
 def _is_array(suffix: str) -> bool:
