@@ -122,7 +122,8 @@ def _dataset(config: DataConfig, format: SampleFormat, num_classes: int, shards:
         if isinstance(format, ArrayFormat):
             if not shard.members.starts:
                 raise ValueError(
-                    f"shard {shard.name} has an {INDEX_NAME} of before that knows no arrays: make it again"
+                    f"shard {shard.name}: the files of a sample do not lie side by side, or {INDEX_NAME} beside it is of "
+                    "before; write it again"
                 )
             continue
         if wrong := [suffix for suffix in shard.members.suffixes if suffix not in format.suffixes]:

@@ -22,7 +22,7 @@ class Members:
 
     Attributes:
         suffixes: endings of the samples' data that occur.
-        starts, ends: of all files of each sample, where these lie side by side; empty elsewhere, and in folders of before.
+        starts, ends: of all files of each sample, where these lie side by side; otherwise, and in old folders, empty.
     """
 
     keys: list[str]
