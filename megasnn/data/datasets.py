@@ -122,7 +122,7 @@ def _dataset(config: DataConfig, format: SampleFormat, num_classes: int, shards:
         if isinstance(format, ArrayFormat):
             if not shard.members.starts:
                 raise ValueError(
-                    f"shard {shard.name}: the files of a sample do not lie side by side, or {INDEX_NAME} beside it is of "
+                    f"shard {shard.name}: the files of a sample do not lie side by side, or {INDEX_NAME} is of "
                     "before; write it again"
                 )
             continue
