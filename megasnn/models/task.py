@@ -136,6 +136,7 @@ class Task:
             return named
         return lambda output, target: _values("loss", own(_raised(output), target), len(target)).sum()
 
+    @torch.no_grad()
     def sums(self, output: Bundle, target: Tensor, names: Sequence[str]) -> Tensor:
         """Sums of metrics over the samples, `[names]`."""
         if self.metrics is None:

@@ -118,10 +118,9 @@ def test_a_short_run_of_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_short_run_of_plans(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert main(["--plans", *TINY, *SHORT, "--output", str(log), "--rows", "megasnn", "tp2"]) == 0
-    one, tp2 = (json.loads(line) for line in log.read_text().splitlines())
-    assert one["foreseen_ms"] > 0 and one["mb_x_foreseen"] == pytest.approx(1, abs=0.3)
-    assert tp2["foreseen_mb"] < one["foreseen_mb"]
+    assert main(["--plans", *TINY, *SHORT, "--output", str(log), "--rows", "tp2"]) == 0
+    tp2 = json.loads(log.read_text())
+    assert tp2["foreseen_ms"] > 0 < tp2["foreseen_mb"] and tp2["mb_x_foreseen"] == pytest.approx(1, abs=0.3)
 
 
 def test_wrong_flags_and_a_failing_rank_are_told(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megasnn.checkpoint import tensor_io
 from megasnn.checkpoint.format import OPTIMIZER, Progress, SavedTensor, covers_once
 from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
 from megasnn.checkpoint.optimizer_state import allocate
-from megasnn.checkpoint.save import file_name, save_checkpoint
-from megasnn.checkpoint.tensor_io import boxes_of, read_boxes, write_safetensors
+from megasnn.checkpoint.save import save_checkpoint
 from megasnn.grid import Grid, Place
-from megasnn.parallel.sharding import Cut, Shard, ShardedTensor, sharded_tensors
+from megasnn.parallel.sharding import sharded_tensors
 from tests.checkpoint.fake_model import CONFIG, Rank, known, layer, wrong
 
 LAYOUTS = [
@@ -87,36 +85,6 @@ def test_a_folder_whose_name_is_not_utf8(tmp_path):
     folder = tmp_path / os.fsdecode(b"caf\xe9")
     save_known(Grid(), folder)
     assert load_all(Grid(), [folder]) == [[]]
-
-
-ROWS = (3072, 2)
-
-
-def rows(rank: int, ranks: int, blocks: int = 1) -> ShardedTensor:
-    """Rows by the replica that owns them, of a tensor that two tensor-parallel ranks have in blocks."""
-    place = Place(Grid(dp_replicate=ranks // 2, tp=2), dp_replicate=rank // 2, tp=rank % 2)
-    shard = Shard(ROWS, (("tp", Cut(0, blocks)),), place).by_rows("dp_replicate")
-    return ShardedTensor("w", torch.zeros(shard.local_shape), shard, True)
-
-
-def test_of_the_files_of_many_ranks_those_are_opened_that_a_rank_needs(tmp_path, monkeypatch):
-    values, ranks = known("w", ROWS).float(), 64
-    written = []
-    for rank in range(ranks):
-        entry = rows(rank, ranks)
-        entry.tensor.copy_(entry.shard.cut(values))
-        content = boxes_of([entry], file_name(rank))
-        write_safetensors(tmp_path / file_name(rank), content)
-        written += [box for _, saved, _ in content for box in saved.boxes]
-    saved = SavedTensor(ROWS, "float32", tuple(written))
-    opened: list[str] = []
-    real = tensor_io.safe_open
-    monkeypatch.setattr(tensor_io, "safe_open", lambda file, **how: (opened.append(file.name), real(file, **how))[1])
-    for rank, of, blocks, most in ((0, 6, 1, 12), (5, 6, 3, 13), (3, 4, 1, 17), (40, 64, 1, 1)):
-        opened.clear()
-        entry = rows(rank, of, blocks)
-        read_boxes(tmp_path, {"w": saved}, [entry])
-        assert torch.equal(entry.tensor, entry.shard.cut(values)) and len(opened) == len(set(opened)) <= most
 
 
 def test_boxes_of_numbers_and_of_nothing():

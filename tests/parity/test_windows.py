@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import megasnn
 from megasnn import ConvNormNeuron, Engine, MeanLinear, ParallelDropout, layer
 from megasnn.config import ConfigError
-from tests.distributed import whole
 from tests.parity.ranks import SIZES, TOLERANCE, RankStep, assemble, assert_equal, error, images
 from tests.parity.spikingjelly_reference import with_other_norms
+from tests.parts import gradients, parts
 
 WINDOW = 2
 
@@ -99,8 +99,8 @@ def one_step(model: Small, flags: dict[str, Any], weights: dict[str, Tensor] | N
         place = engine.state.place
         step = RankStep((place.pp, place.dp_replicate, 0, place.tp), result.loss, result.grad_norm, [], sum(fired))
         tensors = engine.distributed.tensors
-        step.gradients = whole.parts(tensors, gradients=True)
-        step.buffers = whole.parts([each for each in tensors if not each.is_parameter])
+        step.gradients = gradients(tensors)
+        step.buffers = parts([each for each in tensors if not each.is_parameter])
         return step
 
 
@@ -192,14 +192,6 @@ def test_evaluation_does_not_depend_on_windows() -> None:
     assert logits[0].std() > 0
 
 
-class Stateful(nn.Module):
-    def reset(self) -> None:
-        pass
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
 class TimeWeights(nn.Module):
     """A weight for each time step."""
 
@@ -215,15 +207,11 @@ class TimeWeights(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class With(Small):
-    """With another layer before the last one."""
-
-    more: str = "stateful"
-
+class Weighted(Small):
     def layers(self) -> Any:
         *before, head = super().layers()
         yield from before
-        yield layer("more", TimeWeights(self.time_steps) if self.more == "weighted" else Stateful())
+        yield layer("weighted", TimeWeights(self.time_steps))
         yield head
 
 
@@ -232,13 +220,12 @@ class With(Small):
     [
         (Small(), 3, "--time-steps 4 does not divide by --bptt-steps 3"),
         (Small(), 8, "--time-steps 4 does not divide by --bptt-steps 8"),
-        (With(more="stateful"), 2, "more: Stateful .*no `detach`"),
-        (With(more="weighted"), 2, "more.weight depends on --time-steps 4: .* windows of --bptt-steps 2"),
+        (Weighted(), 2, "weighted.weight depends on --time-steps 4: .* windows of --bptt-steps 2"),
     ],
 )
 def test_what_cannot_be_cut_into_windows_is_refused(model: Small, steps: int, problem: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=problem):
         Engine(model, micro_batch_size=2, train_iters=1, bptt_steps=steps)
     assert not megasnn.parallel_state.model_parallel_is_initialized()
-    if isinstance(model, With):
+    if isinstance(model, Weighted):
         Engine(model, micro_batch_size=2, train_iters=1).close()
