@@ -55,7 +55,7 @@ def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None
         return state, lambda: None
     was_joined, minutes = dist.is_initialized(), parallel.distributed_timeout_minutes
     with placed("while joining the other ranks"):
-        device = start_process_group(parallel.backend, parallel.device, minutes, pipeline)
+        device = start_process_group(parallel.device, minutes, pipeline)
     watch = watch_ranks()
     with placed("while making the groups of ranks"):
         state = initialize_model_parallel(

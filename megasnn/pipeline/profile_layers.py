@@ -57,8 +57,8 @@ def profile_pipeline(
         dist.barrier(group=world.handle)
     group = state.pp if state.pp.size > 1 else context.dp_shard
     if group.size > 1:
-        start_messages(group, 0, 1, state.wire)
-        link = measure_link(group, state.wire)
+        start_messages(group, 0, 1, state.device)
+        link = measure_link(group, state.device)
     measured = [PipelineCosts(tuple(layers), link)]
     if world.size > 1:
         dist.broadcast_object_list(measured, src=0, group=world.handle)

@@ -19,7 +19,7 @@ from megasnn.telemetry.spikes import LayerSpikes
 from megasnn.training.metrics import Metrics
 from tests.gpu_waits import MODEL_FLAGS
 from tests.models.networks import CLASSES, Random
-from tests.parity.ranks import Layout, built, forward_backward, inputs_of, merge_statistics, tensors_of
+from tests.parity.ranks import Layout, built, forward_backward, inputs_of, tensors_of
 from tests.recorded_graphs import RecordedGraphs, recorded_graphs
 
 SIZES = "--micro-batch-size 2 --train-iters 9 --lr 1e-3 --clip-grad 0.1 --ema-decay 0.9 --neuron-backend torch"
@@ -90,7 +90,7 @@ def random_steps(graphs: RecordedGraphs | None) -> list[tuple[float, list[Tensor
                 for i, each in enumerate(inputs_of(engine, images, labels, 2))
             ]
             loss = forward_backward(engine, batches, 4)
-            merge_statistics(engine, 2)
+            engine.merge_statistics(2)
             found.append((loss, [each.clone() for each in tensors_of(engine).values()]))
     return found
 

@@ -30,7 +30,6 @@ from tests.parity.ranks import (
     evaluated,
     forward_backward,
     inputs_of,
-    merge_statistics,
     model_config,
 )
 from tests.parts import Part, parts
@@ -101,7 +100,7 @@ def _statistics_before_and_after_evaluation() -> bool:
     with built(describe(model_config()), Layout(pipeline=2)) as engine:
         batches = inputs_of(engine, *reference.data(6), 3)
         forward_backward(engine, batches, 6)
-        merge_statistics(engine, 2)
+        engine.merge_statistics(2)
         before = [e.tensor.clone() for e in engine.tensors]
         evaluated(engine, batches)
         engine.run_again(batches)

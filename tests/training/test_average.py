@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasnn.checkpoint import writer
 from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.checkpoint.format import read_metadata
 from megasnn.checkpoint.load import load_global_tensors
@@ -138,19 +137,3 @@ def test_the_best_checkpoint_stays(cache, tmp_path, monkeypatch) -> None:
     accuracies(monkeypatch, 0.5, 0.6, 0.6, 0.6)
     train(cache, "--train-iters", "9", "--exit-interval", "6", "--keep-last", "1", *common)
     assert (tmp_path / BEST).read_text() == "5\n" and list_checkpoints(tmp_path) == [5, 6]
-
-
-def test_a_best_that_was_not_saved_is_none(cache, tmp_path, monkeypatch) -> None:
-    accuracies(monkeypatch, 0.2, 0.5, 0.3, 0.1, 0.1)
-    write = writer.write_checkpoint
-
-    def fails_once(folder, progress, *others):
-        if progress.iteration == 2:
-            raise OSError("no space")
-        return write(folder, progress, *others)
-
-    monkeypatch.setattr(writer, "write_checkpoint", fails_once)
-    flags = ("--train-iters", "4", "--eval-interval", "1", "--save", str(tmp_path), "--keep-best", "--async-save")
-    train(cache, *flags)
-    assert (tmp_path / BEST).read_text() == "3\n" and list_checkpoints(tmp_path) == [1, 3, 4]
-    assert read_metadata(tmp_path / "iter_0000004").extra["best"] == {"iteration": 3, "accuracy_top1": 0.3}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megasnn.checkpoint.load import load_global_tensors
 from megasnn.checkpoint.save import save_global_tensors
 from megasnn.config import PretrainConfig, to_json, validate
 from megasnn.config.identity import samples
@@ -107,19 +105,6 @@ def test_another_number_of_time_steps_is_evaluated_where_only_weights_are_taken(
     error = refused(cache, *flags)
     assert "model.time_steps: saved" in error and "--finetune" in error
     assert train(cache, *flags, "--finetune").iteration == 0
-
-
-def test_time_constants_that_weights_do_not_have_start_from_tau(cache, run, tmp_path, capsys) -> None:
-    learns = ("--neuron", "plif", "--tau", "3.0", "--finetune", "--load", str(run), "--lr", "1e-12")
-    train(cache, "--train-iters", "1", "--eval-iters", "0", *learns, "--save", str(tmp_path))
-    told = capsys.readouterr().out
-    assert "neuron.w" in told and "--tau 3.0" in told
-    found, before = load_global_tensors(tmp_path), load_global_tensors(run)
-    constants = {name for name in found if name.endswith(".w")}
-    assert constants == found.keys() - before.keys()
-    assert {round(found[name].item(), 5) for name in constants} == {round(-math.log(3.0 - 1.0), 5)}
-    weights = "blocks.0.mlp.fc1.conv.weight"
-    assert (found[weights] - before[weights]).abs().max() < 1e-9
 
 
 # --- how samples are made
