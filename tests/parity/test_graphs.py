@@ -1,5 +1,4 @@
-"""Steps by graphs are bit for bit the steps without, on a stand-in for CUDA graphs (tests/recorded_graphs.py); which chunks
-have graphs, when they are captured and how, and what is refused."""
+"""CUDA graphs, by a stand-in (recorded_graphs.py): steps have the bits of those without; who has them, and when."""
 
 from __future__ import annotations
 
