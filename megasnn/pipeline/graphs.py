@@ -1,4 +1,4 @@
-"""CUDA graphs of a chunk: forward, the gradients of its inputs, and those of its weights. Never run on a GPU so far.
+"""CUDA graphs of a chunk: forward, the gradients of its inputs, and those of its weights.
 
 A graph computes on memory that stays where it is, with numbers that stay what they are. So:
 

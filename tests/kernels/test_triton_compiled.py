@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,18 +25,34 @@ ENDLESS = 1000  # steps in loops
 
 @pytest.mark.parametrize("decay_input", [True, False])
 def test_a_charge_that_divides_is_exact(decay_input: bool) -> None:
-    """Nothing is fused, and only the surrogate is divided approximately."""
+    """Nothing is fused but the corrections of a quotient, four for each, and only the surrogate is divided
+    approximately."""
     codes = compiled(90, torch.bfloat16, 4, tau=3.0, pool=False, decay_input=decay_input)
     assert [each.kernel for each in codes].count("fire_kernel") == 2
     for code in codes:
-        assert not code.count("fma."), code.kernel
         # Where the input does not decay, nothing is divided at the first of four steps: the potential is at rest.
         in_charge = (4 if decay_input else 3) * LANES if code.kernel in ("fire_kernel", *BACKWARD) else 0
-        assert code.count("div.rn.f32") == in_charge, code.kernel
+        assert code.count("fma.rn.f32") == code.count("fma.") == 4 * in_charge, code.kernel
+        assert not code.count("div.rn.f32"), code.kernel  # the inverse is a constant
         if code.kernel == "fire_kernel":
             assert not code.count("div.full") and not code.count("div.approx") and not code.count("rcp.")
         if code.kernel in BACKWARD:
             assert code.count("div.full.f32") == 4 * LANES and not code.count("div.approx")
+
+
+@pytest.mark.parametrize("tau", [1.333, 1.7, 3.0, 1.0000001])
+def test_a_corrected_quotient_is_the_quotient(tau: float) -> None:
+    """The operations of `divided`, in which extended precision stands for the fused ones."""
+    values = np.random.default_rng(0)
+    x = (values.standard_normal(10**6) * 10.0 ** values.uniform(-6, 6, 10**6)).astype(np.float32)
+    y = np.float32(tau)
+
+    def fused(a, b, c):
+        return (a.astype(np.longdouble) * np.longdouble(b) + c).astype(np.float32)
+
+    inverse = np.float32(1) / y
+    once = fused(fused(-(x * inverse), y, x), inverse, x * inverse)
+    assert np.array_equal(fused(fused(-once, y, x), inverse, once), x / y)
 
 
 COMPILED = [(80, MANY_STEPS, True), (90, MANY_STEPS, False), (90, MANY_STEPS, True), (90, ENDLESS, False)]
@@ -63,11 +80,11 @@ def test_loads_are_wide_registers_suffice_and_the_machine_fuses_nothing(
             assert wide == all_loads >= 1
 
 
-MODELS = {  # the largest units of recipes: steps, samples, channels, height and width, and whether they pool
-    "spikformer-8-512 at 224, stem": (4, (24, 64, 224, 224), True),
-    "spikformer-8-512 at 224, second convolution": (4, (24, 128, 112, 112), True),
-    "spikformer-8-512 at 224, block": (4, (24, 2048, 14, 14), False),
-    "vgg, first convolution": (10, (32, 64, 48, 48), False),
+MODELS = {  # the largest units of recipes: steps, samples, channels, height and width, whether they pool; tau
+    "spikformer-8-512 at 224, stem": (4, (24, 64, 224, 224), True, 2.0),
+    "spikformer-8-512 at 224, second convolution": (4, (24, 128, 112, 112), True, 2.0),
+    "spikformer-8-512 at 224, block": (4, (24, 2048, 14, 14), False, 2.0),
+    "vgg, first convolution": (10, (32, 64, 48, 48), False, 1.333),
 }
 
 
@@ -76,6 +93,7 @@ def test_registers_suffice_for_other_types_and_steps() -> None:
         (86, torch.float32, 16, 2.0, False),
         (89, torch.float64, 16, 2.0, True),
         (80, torch.bfloat16, 13, 2.0, True),
+        (80, torch.bfloat16, 10, 1.333, False),
     ):
         for code in compiled(*case):
             assert code.stack == 0, (case, code.kernel)
@@ -85,8 +103,8 @@ def test_registers_suffice_for_other_types_and_steps() -> None:
 def test_registers_suffice_for_models(name: str) -> None:
     """Whose sums go through tiles in a loop, where loads are unrolled by four. Behind pooling four values of a thread's
     sums have no register."""
-    steps, sizes, pool = MODELS[name]
-    for code in compiled(90, torch.bfloat16, steps, tau=2.0, pool=pool, sizes=sizes):
+    steps, sizes, pool, tau = MODELS[name]
+    for code in compiled(90, torch.bfloat16, steps, tau, pool, decay_input=tau == 2.0, sizes=sizes):
         assert code.stack <= (16 if code.kernel == "backward_sums_kernel" and pool else 0), code.kernel
         if code.kernel == "statistics_kernel":
             assert code.count("ld.global.v4.b32") >= 1 + 4
