@@ -29,7 +29,7 @@ _STARTS_NOTHING = ("empty", "detach", "_unsafe_view", "alias", "lift_fresh", "ne
 _ON_GPU = {
     "megasnn.kernels.triton.available.interpreted": lambda: True,  # on a CPU the kernels are then not refused
     "megasnn.kernels.triton.available._unusable": lambda device: None,
-    "megasnn.kernels.backends._chosen": {},
+    "megasnn.kernels.backends._fastest": {},
     "megasnn.device_checks.runs_ahead": lambda device: True,
     "megasnn.kernels.spike_codec.usable_on": lambda device: True,
     "megasnn.kernels.philox.usable_on": lambda device: True,

@@ -86,16 +86,19 @@ def backend_for(name: str, x: Tensor, spec: NeuronSpec) -> NeuronBackend:
     Raises:
         ValueError: an unknown name, or one that cannot be used here.
     """
-    asked = name, x.shape, x.dtype, x.device, spec
-    if (known := _chosen.get(asked)) is not None:
-        return known
     if name == AUTO:
-        name = next(each for each in reversed(BACKENDS) if BACKENDS[each].unavailable(x, spec) is None)
-    elif (reason := BACKENDS[name].unavailable(x, spec)) is not None:
+        asked = x.shape, x.dtype, x.device, spec
+        if asked not in _fastest:
+            usable = (each for each in reversed(BACKENDS.values()) if each.unavailable(x, spec) is None)
+            _fastest[asked] = next(usable)
+        return _fastest[asked]
+    backend = BACKENDS[name]
+    reason = backend.unavailable(x, spec)
+    if reason is not None:
         others = [AUTO, *(other for other, each in BACKENDS.items() if each.unavailable(x, spec) is None)]
         raise ValueError(f"the {name} kernels cannot be used: {reason}; choose --neuron-backend {' or '.join(others)}")
-    return _chosen.setdefault(asked, BACKENDS[name])
+    return backend
 
 
-_chosen: dict[tuple[object, ...], NeuronBackend] = {}
-"""Choices so far: a step asks the same of every layer."""
+_fastest: dict[tuple[object, ...], NeuronBackend] = {}
+"""Found so far: every step asks the same of every layer."""

@@ -16,7 +16,7 @@ from megasnn.layers.blocks import recompute_mode
 from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.neuron import NeuronLayer
-from megasnn.layers.replicated import apply_layer, gather_channels
+from megasnn.layers.replicated import apply_layer
 from megasnn.layers.row_context import own_pixel_rows, row_group
 from megasnn.layers.shape_inference import to_channels_last
 from megasnn.models.description import Built, Carried, ModelDescription
@@ -136,8 +136,7 @@ class PipelineChunk(nn.Module):
             outputs[number] = _with_edges_of_their_own(map_entries(to_channels_last, y), inputs)
         if self.is_last:
             (output,) = outputs.values()
-            cuts = vars(self.layers[-1]).get("_output_cuts") if len(self.layers) else None
-            return output if cuts is None else gather_channels(output, cuts, self._context.tp)
+            return output
         return [entries_of(outputs[each.layer])[each.key] for each in self.hands_on]
 
     def forget(self) -> None:

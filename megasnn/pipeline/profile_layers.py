@@ -26,14 +26,13 @@ from megasnn.parallel.sharding import materialise
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, ParallelState, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
-from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts, for_samples
+from megasnn.pipeline.cost_model import TIMED, LayerCost, LinkCost, PipelineCosts, for_samples
 from megasnn.pipeline.microbatch_state import MicroBatchInput, StepState
 from megasnn.pipeline.p2p import TensorSpec
 from megasnn.recompute import Cache, recording
 from megasnn.telemetry.allocations import AllocationCounter
 
 ROUNDS = 3
-TIMED = "forward", "input_gradient", "weight_gradient"
 TRIAL_SAMPLES = 1, 2
 COUNTED_AS_THEY_ARE = 4
 """Samples of a micro-batch. Of few, other moments are the peak than of many: weights' gradients take most."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import pytest
@@ -119,60 +120,37 @@ def test_without_ranks_every_group_is_this_process() -> None:
         initialize_model_parallel(tp=2)
 
 
-@pytest.fixture
-def machine(monkeypatch):
-    """A machine with some GPUs and ranks, of which this is the one with a local rank."""
-
-    def made(gpus: int, cuda: str | None = "13.0", hip: str | None = None, local_rank: int = 0, ranks: int = 2):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-
-    return made
+BUILDS: dict[str, tuple[str | None, str | None]] = {"cuda": ("13.0", None), "cpu": (None, None), "rocm": (None, "6.4")}
 
 
 @pytest.mark.parametrize(
-    ("gpus", "named"),
-    [(1, r"1 GPU.*2 ranks"), (0, "--device cpu")],
-)
-def test_devices_that_are_not_there(machine, gpus, named) -> None:
-    machine(gpus, cuda=None)
-    with pytest.raises(ValueError, match=named):
-        start_process_group("cuda")
-
-
-@pytest.mark.parametrize(
-    ("asked", "gpus", "cuda", "named"),
+    ("gpus", "build", "shown", "chosen", "why"),
     [
-        ("auto", 1, "13.0", "2 ranks"),
-        ("auto", 0, "13.0", "CUDA 13.0"),
-        ("auto", 0, None, ""),
-        ("cpu", 1, "13.0", ""),
+        (4, "cuda", None, "cuda:3", ""),
+        (1, "cuda", "0", "cuda:0", ""),
+        (1, "cuda", None, "cpu", r"1 GPU.*4 ranks"),
+        (0, "cuda", None, "cpu", "CUDA 13.0"),
+        (0, "cpu", None, "cpu", "without CUDA"),
+        (8, "rocm", None, "cpu", "ROCm 6.4"),
     ],
 )
-def test_a_run_that_falls_back_to_the_cpu_says_why(machine, asked, gpus, cuda, named) -> None:
-    machine(gpus, cuda)
-    device, why = choose_device(asked)
-    assert device.type == "cpu" and named in why and bool(why) == bool(named)
-
-
-@pytest.mark.parametrize(("gpus", "shown", "chosen"), [(4, None, "cuda:3"), (1, "0", "cuda:0"), (1, None, "cpu")])
-def test_a_rank_takes_the_gpu_of_its_number_or_the_one_it_is_shown(machine, monkeypatch, gpus, shown, chosen) -> None:
-    machine(gpus, local_rank=3, ranks=4)
-    if shown is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-    assert str(choose_device("auto")[0]) == chosen
-
-
-def test_rocm_is_refused_by_name(machine) -> None:
-    machine(8, cuda=None, hip="6.4")
-    with pytest.raises(ValueError, match="ROCm 6.4"):
-        choose_device("cuda")
-    device, why = choose_device("auto")
-    assert device.type == "cpu" and "ROCm 6.4" in why
+def test_the_last_of_four_ranks_takes_the_gpu_of_its_number_or_the_one_it_is_shown(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, build: str, shown: str | None, chosen: str, why: str
+) -> None:
+    cuda, hip = BUILDS[build]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": shown}.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    device, told = choose_device("auto")
+    assert str(device) == chosen and (re.search(why, told) if build != "cpu" else not told)
+    assert choose_device("cpu") == (torch.device("cpu"), "")
+    if why:
+        with pytest.raises(ValueError, match=f"{why}.*--device cpu"):
+            choose_device("cuda")
 
 
 def policies() -> list[int]:
