@@ -129,7 +129,7 @@ def convert_network(each: Layer, context: BuildContext, cuts: Sequence[Cut | Non
         return plain_layer(network, each.name, context, each.initialise, **options)
     note_stepped(network)
     call = LayerCall(context.tp, context.time_steps, folds_time(network), False, None, classes)
-    return as_layer(_converted(network, "", context, each.initialise, {}), each.name, context, call)
+    return as_layer(_converted(network, "", context, each.initialise, {}), each.name, call)
 
 
 def _converted(
