@@ -55,6 +55,8 @@ def map_entries(function: Callable[[Tensor], Any], output: Bundle) -> Any:
 
 def logits_of(output: Bundle) -> Tensor:
     """The logits in what a model's last layer gives: the entry "logits" of a dict; otherwise the first entry."""
+    if isinstance(output, Tensor):
+        return output
     if isinstance(output, dict) and "logits" in output:
         return output["logits"]
     return next(iter(entries_of(output).values()))

@@ -41,7 +41,7 @@ class Group:
         sizes: tuple[int, ...] = (),
     ) -> None:
         self.name, self.ranks, self.rank, self._made = name, ranks, rank, made
-        self.sizes = sizes or (len(ranks),)
+        self.size, self.sizes = len(ranks), sizes or (len(ranks),)
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
@@ -49,10 +49,6 @@ class Group:
         if self._made is None and self.size > 1:  # None would be the world to torch
             raise RuntimeError("the grid of ranks is gone, and its process groups with it; make another one")
         return self._made
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
     def free(self) -> None:
         """Lets go of the process group, and waits for its threads: whoever still has the Group keeps none alive. A
@@ -77,17 +73,18 @@ def alone(name: str) -> Group:
 # places.
 
 
-def start_messages(group: Group, source: int, target: int, wire: torch.device) -> None:
+def start_messages(group: Group, source: int, target: int, device: torch.device) -> None:
     """Starts messages from one place in a group to another. Both ranks call it, in the same order as others."""
     if group.rank == source:
-        dist.send(torch.zeros(1, device=wire), group.ranks[target], group=group.handle)
+        dist.send(torch.zeros(1, device=device), group.ranks[target], group=group.handle)
     elif group.rank == target:
-        dist.recv(torch.zeros(1, device=wire), group.ranks[source], group=group.handle)
+        dist.recv(torch.zeros(1, device=device), group.ranks[source], group=group.handle)
 
 
 # --- the state
 
 _GROUPS: dict[str, tuple[str, tuple[Axis, ...]]] = {
+    "dp_shard_grad": ("dp_shard_grad", ("dp_shard",)),
     "dp_shard": ("dp_shard", ("dp_shard",)),
     "cp": ("cp", ("cp",)),
     "dp_replicate": ("dp", ("dp_replicate",)),
@@ -96,14 +93,13 @@ _GROUPS: dict[str, tuple[str, tuple[Axis, ...]]] = {
     "tp": ("tp", ("tp",)),
     "dp": ("dp", REPLICA_AXES),
     "pp": ("pp", ("pp",)),
+    "pp_down": ("pp", ("pp",)),
     "world": ("world", AXES),
 }
-"""By field of the state the name in statistics and the axes, in the order in which all ranks make the groups."""
-_APART: dict[str, tuple[str, tuple[Axis, ...]]] = {
-    "dp_shard_grad": ("dp_shard_grad", ("dp_shard",)),
-    "pp_down": ("pp", ("pp",)),
-}
-"""Groups with a process group of their own beside that of the same ranks."""
+"""By field of the state the name in statistics and the axes, in the order in which all ranks make and start the groups.
+"""
+_APART = "dp_shard_grad", "pp_down"  # with a process group of their own beside that of the same ranks
+_STARTED_LATER = "pp", "pp_down"  # by messages: the pipeline's collectives are those of hosts
 
 
 @dataclass(frozen=True)
@@ -119,8 +115,7 @@ class ParallelState:
         dp_shard_grad: dp_shard once more for gradients, whose order is not that of the gathers.
         pp_down: the pipeline group once more, for messages to lower ranks; those to higher ones go through `pp`.
         world: all ranks.
-        device: where this rank computes. wire: where a tensor lies that is sent to one other rank: the CPU where the
-            transport takes none from a GPU.
+        device: where this rank computes.
     """
 
     grid: Grid
@@ -137,16 +132,15 @@ class ParallelState:
     pp_down: Group
     world: Group
     device: torch.device
-    wire: torch.device
 
     @property
     def rank(self) -> int:
         return self.world.rank
 
-    def group(self, axis: Axis) -> Group:
-        """The group along one axis."""
-        group: Group = getattr(self, axis)
-        return group
+    @property
+    def holding_groups(self) -> dict[Axis, Group]:
+        """Groups along each axis whose ranks hold the same layers, whole or cut."""
+        return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
 
 
 _state: ParallelState | None = None
@@ -187,14 +181,15 @@ def initialize_model_parallel(
             "init_process_group was given device_id, with which all messages of a group share one queue: stages of a "
             "pipeline would wait for each other for ever; leave it out"
         )
-    wire = device if world_size == 1 or "nccl" in dist.get_backend() else torch.device("cpu")
+    if device.type == "cuda" and world_size > 1 and "nccl" not in dist.get_backend():
+        raise ValueError(f"init_process_group was given {dist.get_backend()}: use cpu:gloo,cuda:nccl on GPUs")
     groups = _make_groups(grid, rank, timeout)
-    _state = ParallelState(grid=grid, place=grid.place(rank), device=device, wire=wire, **groups)
+    _state = ParallelState(grid=grid, place=grid.place(rank), device=device, **groups)
     # Making a group does not wait for its members, starting it does. The world comes last: a rank that went on and
-    # destroyed a group would break the start of the others. The pipeline's collectives are those of hosts.
-    for name in ("dp_shard_grad", *_GROUPS):
-        if name != "pp" and groups[name].size > 1:
-            dist.all_reduce(torch.zeros(1, device=wire), group=groups[name].handle)
+    # destroyed a group would break the start of the others.
+    for name in _GROUPS:
+        if name not in _STARTED_LATER and groups[name].size > 1:
+            dist.all_reduce(torch.zeros(1, device=device), group=groups[name].handle)
     let_computing_go_first()
     return _state
 
@@ -204,7 +199,7 @@ def _make_groups(grid: Grid, rank: int, timeout: datetime.timedelta | None) -> d
     once."""
     made_of: dict[str, dist.ProcessGroup | None] = {str(grid.groups(*AXES)): dist.group.WORLD}
     found: dict[str, Group] = {}
-    for field, (name, axes) in {**_GROUPS, **_APART}.items():
+    for field, (name, axes) in _GROUPS.items():
         partition = grid.groups(*axes)
         mine = next(ranks for ranks in partition if rank in ranks)
         key = field if field in _APART else str(partition)
@@ -248,7 +243,7 @@ def destroy_model_parallel() -> None:
     global _state
     if _state is None:
         return
-    groups: list[Group] = [getattr(_state, name) for name in (*_GROUPS, *_APART)]
+    groups: list[Group] = [getattr(_state, name) for name in _GROUPS]
     for made in dict.fromkeys(group.handle for group in groups):
         if made is not None and made is not dist.group.WORLD:
             dist.destroy_process_group(made)

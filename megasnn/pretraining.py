@@ -103,9 +103,9 @@ def refuse_other_device(config: PretrainConfig, world_size: int) -> None:
     from megasnn.parallel.process_group import choose_device
 
     parallel = config.parallel
-    if wrong := refusal(choose_device, parallel.backend, parallel.device):
+    if wrong := refusal(choose_device, parallel.device):
         raise ConfigError(wrong)
-    device, why = choose_device(parallel.backend, parallel.device)
+    device, why = choose_device(parallel.device)
     if device.type != "cpu":
         return
     try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -26,24 +26,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megasnn import device_checks, host_memory
+from megasnn import host_memory
 from megasnn.config import parse
 from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
-from megasnn.kernels import layout, philox
-from megasnn.kernels import spike_codec as codec
-from megasnn.kernels.numba import spike_sums as sparse_products
+from megasnn.kernels import layout
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
 from megasnn.training.metrics import Metrics
-from tests.recorded_graphs import recorded_graphs
+from tests.recorded_graphs import READS, as_on_a_gpu, recorded_graphs
 
 PACKAGE = str(Path(__file__).parent.parent / "megasnn")
-READS = {  # operations whose result the host has to know, be it only its size
-    *("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount"),
-    *("_unique", "_unique2", "unique_dim", "unique_consecutive"),
-}
 COPIES = {"tolist", "numpy", "cpu", "__array__"}  # to the host; not seen as operations of tensors on the CPU
 FROM_VALUES = {"new_tensor", "tensor", "as_tensor"}  # to a device, from the host's memory that is not pinned
 BETWEEN_HOSTS = {"all_gather_object", "gather_object", "broadcast_object_list"}
@@ -127,16 +121,8 @@ def host_waits(host: Callable[[], set[int]] = set) -> Iterator[list[str]]:
         host: the addresses of tensors that are the host's.
     """
     found: list[str] = []
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(codec, "_by_numpy", return_value=False))
-        stack.enter_context(mock.patch.object(philox, "_kept_by_loops", philox.kept_by_tensors))
-        stack.enter_context(mock.patch.object(sparse_products, "_work", return_value=None))
-        stack.enter_context(mock.patch.object(device_checks, "runs_ahead", lambda device: True))
-        stack.enter_context(
-            mock.patch("torch.cuda.synchronize", lambda *_: found.append(f"{place_in_package()}: synchronize"))
-        )
-        stack.enter_context(_Operations(found, host))
-        stack.enter_context(_Functions(found, host))
+    waits = mock.patch("torch.cuda.synchronize", lambda *_: found.append(f"{place_in_package()}: synchronize"))
+    with as_on_a_gpu(), waits, _Operations(found, host), _Functions(found, host):
         yield found
 
 

@@ -73,7 +73,7 @@ class _Queue:
     """Works off operations, one after another, in a thread of its own."""
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Operation] = queue.SimpleQueue()
         self.open: list[Operation] = []  # those that have not ended, in order
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -81,13 +81,9 @@ class _Queue:
         self.open = [each for each in self.open if not each.is_completed()] + [operation]
         self._waiting.put(operation)
 
-    def end(self) -> None:
-        """Behind all that is waiting, the thread ends."""
-        self._waiting.put(None)
-
     def _work(self) -> None:
-        while (operation := self._waiting.get()) is not None:
-            operation()
+        while True:
+            self._waiting.get()()
 
 
 class Device:
@@ -117,12 +113,6 @@ class Device:
         for each in [operation for line in self._queues.values() for operation in line.open]:
             if not each.ended.wait(self.limit):
                 self.hang(f"synchronises its device, which is to {each.text}{self.behind(each)}")
-
-    def end_queues(self) -> None:
-        """When their communicators are gone."""
-        for each in self._queues.values():
-            each.end()
-        self._queues.clear()
 
     def behind(self, operation: Operation) -> str:
         """What an operation waits behind."""

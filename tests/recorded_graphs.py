@@ -25,7 +25,10 @@ from megasnn.kernels import layout
 from megasnn.kernels.philox import kept_by_tensors
 
 NONSENSE = 0xFF  # in each byte: not a number, in every floating-point type
-READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "lift_fresh"}
+READS = {  # operations whose result the host has to know, be it only its size
+    *("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount"),
+    *("_unique", "_unique2", "unique_dim", "unique_consecutive"),
+}
 _COMPUTES_NOTHING = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach")
 
 
@@ -57,16 +60,10 @@ def _tensors(*values: Any) -> list[Tensor]:
 
 
 class Pool:
-    """Memory of graphs.
-
-    Attributes:
-        storages: all of it, by its address in torch.
-        peak: bytes that were held at once, at most. An allocator needs more where it cannot use again what was freed.
-    """
+    """Memory of graphs, by its address in torch."""
 
     def __init__(self) -> None:
         self.storages: dict[int, torch.UntypedStorage] = {}
-        self.peak = 0
 
     def place(self, tensors: list[Tensor]) -> list[torch.UntypedStorage]:
         """Moves new tensors into memory of the pool, which is returned: such as was given back, or their own."""
@@ -80,7 +77,6 @@ class Pool:
                 _bytes(storage).copy_(_bytes(own))
             if moved[own._cdata] is not own:
                 x.set_(moved[own._cdata], x.storage_offset(), x.shape, x.stride())
-        self.peak = max(self.peak, sum(each.nbytes() for each in self.storages.values() if _is_held(each)))
         return list(moved.values())
 
 
@@ -101,7 +97,7 @@ class _Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, options = function.overloadpacket.__name__, kwargs or {}
-        if name in READS or function.namespace == "c10d":
+        if name in READS or name == "lift_fresh" or function.namespace == "c10d":
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         given = tree_map(_memory, (args, options))
         for argument, value in zip(function._schema.arguments, args, strict=False):
@@ -183,16 +179,24 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 
 
 @contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """No compiled loops of the CPU, spikes that leave kernels as bits, and nothing read before the end of a step."""
+    with (
+        mock.patch("megasnn.kernels.spike_codec._by_numpy", lambda x: False),
+        mock.patch("megasnn.kernels.philox._kept_by_loops", kept_by_tensors),
+        mock.patch("megasnn.kernels.numba.spike_sums._work", lambda *_: None),
+        mock.patch("megasnn.device_checks.runs_ahead", lambda device: True),
+    ):
+        yield
+
+
+@contextmanager
 def recorded_graphs(graphs: RecordedGraphs | None = None) -> Iterator[RecordedGraphs]:
-    """Inside, Engines whose flags ask for CUDA graphs get these, and operators are those of a device: no compiled loops
-    of the CPU, nothing read before the end of a step, and spikes that leave the kernels as bits."""
+    """Inside, Engines whose flags ask for CUDA graphs get these, and operators are those of a device."""
     graphs = graphs or RecordedGraphs()
     with ExitStack() as stack:
         for module in [each for each in sys.modules.values() if getattr(each, "empty", None) is layout.empty]:
             stack.enter_context(mock.patch.object(module, "empty", _empty))
-        stack.enter_context(mock.patch("megasnn.kernels.spike_codec._by_numpy", lambda x: False))
-        stack.enter_context(mock.patch("megasnn.kernels.philox._kept_by_loops", kept_by_tensors))
-        stack.enter_context(mock.patch("megasnn.engine.build.can_be_sparse", lambda *_: False))
-        stack.enter_context(mock.patch("megasnn.device_checks.runs_ahead", lambda device: True))
+        stack.enter_context(as_on_a_gpu())
         stack.enter_context(mock.patch("megasnn.engine.build.capture_on", lambda device: graphs))
         yield graphs

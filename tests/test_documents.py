@@ -119,12 +119,6 @@ def test_links_lead_somewhere() -> None:
     assert {page.name: dead for page in PAGES if (dead := dead_links(page))} == {}
 
 
-def test_a_dead_link_is_found(tmp_path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# A title, with signs\n[a](page.md#a-title-with-signs) [b](other.md) [c](#none) `[d](code.md)`\n")
-    assert dead_links(page) == ["other.md#", "#none"]
-
-
 # --- commands
 
 

@@ -20,7 +20,6 @@ from megasnn.models.layer import Layer
 from megasnn.models.model import Model
 from megasnn.models.vgg_dvs.model import VggDvs
 from tests.engine.test_engine import MODEL
-from tests.parity.zoo import CASES
 from tests.training.runs import train
 
 SAMPLES, SIZES = 6, {"micro_batch_size": 3, "global_batch_size": 6, "train_iters": 3, "lr": 1e-2}
@@ -59,9 +58,8 @@ class Own(Model):
         yield layer("head", MeanLinear(8, 4))
 
 
-ZOO = {name: CASES[name].model for name in ("sew_resnet-add", "qkformer", "spike_driven")}
 VGG = VggDvs(channels="8,P,8,16,P", image_size=8, time_steps=2, num_classes=5)
-MODELS: dict[str, Model] = {"spikformer": MODEL, "vgg": VGG, "own": Own(), **ZOO}
+MODELS: dict[str, Model] = {"spikformer": MODEL, "vgg": VGG, "own": Own()}
 
 
 def images(model: Model) -> Tensor:

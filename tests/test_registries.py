@@ -24,10 +24,10 @@ from megasnn.models.spikformer.model import Spikformer
 from megasnn.optimizers import DECAY_STYLES, OPTIMIZERS, OptimizerRecipe
 from megasnn.precisions import PRECISIONS, Precision
 from megasnn.registry import Registry
-from megasnn.schedule import SCHEDULES, Action, Kind, Schedule
+from megasnn.schedule import SCHEDULES, Schedule
 from megasnn.schedule.named import NamedSchedule
 from megasnn.schedule.partition import PLACEMENTS
-from tests.training.runs import Outcome, train, whole
+from tests.training.runs import Outcome, train
 
 REGISTRIES = (
     *(SCHEDULES, NEURONS, SURROGATES, BACKENDS, FUSED_SURROGATES),
@@ -39,20 +39,9 @@ NAMED = (*FLAGS, "--precision")
 calls: Counter[str] = Counter()
 
 
-def one_more_ahead(stages: int, micro_batches: int, chunks: int) -> Schedule:
-    """1F1B with one more forward ahead on each rank."""
+def ahead(*arguments: Any) -> Schedule:
     calls["--pipeline-schedule"] += 1
-    rows = []
-    for rank in range(stages):
-        ahead = min(stages - rank, micro_batches)
-        forwards, backwards = (
-            [Action(rank, kind, m) for m in range(micro_batches)] for kind in (Kind.FORWARD, Kind.BACKWARD)
-        )
-        row = forwards[:ahead]
-        for pair in zip(forwards[ahead:], backwards, strict=False):
-            row += pair
-        rows.append(tuple(row + backwards[micro_batches - ahead :]))
-    return Schedule("", tuple(range(stages)), micro_batches, tuple(rows))
+    return SCHEDULES["1f1b"].order(*arguments)
 
 
 def half(x: Any, v: Any, spec: NeuronSpec, q: Any) -> Any:
@@ -79,7 +68,7 @@ def adam(groups: Any, lr: float) -> torch.optim.Optimizer:
 @contextmanager
 def one_of_each() -> Iterator[None]:
     entries: list[tuple[Registry[Any], Any]] = [
-        (SCHEDULES, NamedSchedule("one more ahead", one_more_ahead)),
+        (SCHEDULES, NamedSchedule("as 1f1b", ahead)),
         (NEURONS, Neuron("halves", half, leaks=False)),
         (LOSSES, Loss("as mse", loss)),
         (AUGMENTATIONS, Augmentation("as cifar", change, (IMAGES,))),
@@ -108,7 +97,7 @@ def test_a_run_uses_one_of_each(ranks, tmp_path) -> None:
     common += ("--pipeline-model-parallel-size", "2")
     told = ranks(2, train_with_one_of_each, *common, *(word for flag in NAMED for word in (flag, NAME)))
     others = "--pipeline-schedule 1f1b --neuron lif --no-decay-input --loss mse --augment cifar --optimizer adamw"
-    ours, theirs = whole([outcome for outcome, _ in told]), whole(ranks(2, train, *common, *others.split()))
+    ours, theirs = told[0][0].tensors, ranks(2, train, *common, *others.split())[0].tensors
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert set(sum((counted for _, counted in told), Counter())) == set(FLAGS)
 

@@ -1,7 +1,6 @@
 """The launch scripts: each starts its program with the flags of its recipe, and what a user adds wins.
 
-The scripts run with a `python` that prints its arguments, in place of one that trains.
-"""
+The scripts run with a `python` that prints its arguments, in place of one that trains."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 from torch.distributed.run import parse_args
 
 from megasnn.config import CheckpointConfig, PretrainConfig, parse, validate
@@ -134,3 +134,80 @@ def test_a_recipe_is_complete(name) -> None:
     model = name.partition("/")[0]
     data = [] if name.endswith("/digits") else ["--data-path", "d"]
     validate(configuration(model, ["--config", name, *data]), 1)
+
+
+FOLDER = Path(__file__).parents[1] / "scripts" / "clusters"
+# A host prints the words of its torchrun. `down` cannot be reached, and `stuck` waits for Ctrl-C, as it is typed.
+SSH = """#!/usr/bin/env bash
+command=${!#} host=${@: -2:1}
+case $host in
+    down) exit 255 ;;
+    stuck) read -r -N 1 key; printf %q "$key"; exit 1 ;;
+    *) bash -c "$command" ;;
+esac
+"""
+PYTHON = '#!/usr/bin/env bash\nprintf "%s\\n" "in $PWD" "$OMP_NUM_THREADS" "$@"\n'
+
+
+def by_ssh(folder: Path, hosts: str, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Runs the script in a folder, where its stand-ins are put, too."""
+    for name, text in (("ssh", SSH), ("python", PYTHON)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "HOSTS": hosts, "GPUS": "8", "OMP_NUM_THREADS": "3"} | more
+    script = ["bash", str(FOLDER / "torchrun_ssh.sh"), *words]
+    return subprocess.run(script, env=environment, cwd=folder, capture_output=True, text=True, timeout=30)
+
+
+def test_ssh_starts_one_torchrun_on_each_host(tmp_path) -> None:
+    data = "a b/{0..9}.tar"
+    ended = by_ssh(tmp_path, "one two", "-m", "megasnn", "spikformer", "--data-path", data, JOB="night", RESTARTS="3")
+    assert ended.returncode == 0, ended.stderr
+    endpoints = []
+    for host in ("one", "two"):
+        said = [line.removeprefix(f"{host}: ") for line in ended.stdout.splitlines() if line.startswith(host)]
+        assert said[:4] == [f"in {tmp_path}", "3", "-m", "torch.distributed.run"]
+        options = parse_args(said[4:])
+        assert (options.nnodes, options.nproc_per_node, options.max_restarts) == ("2", "8", 3)
+        assert (options.rdzv_id, options.rdzv_backend) == ("night", "c10d")
+        endpoints.append(options.rdzv_endpoint)
+        assert options.module and options.training_script == "megasnn"
+        assert options.training_script_args == ["spikformer", "--data-path", data]
+    other = by_ssh(tmp_path, "one", "-m", "megasnn", JOB="day").stdout
+    assert len({*endpoints}) == 1 and endpoints[0].startswith("one:") and endpoints[0] not in other
+
+
+def test_a_host_that_fails_stops_the_others(tmp_path) -> None:
+    ended = by_ssh(tmp_path, "stuck down", "-m", "megasnn")
+    assert ended.returncode != 0 and "stuck: $'\\003'" in ended.stdout
+
+
+@pytest.mark.parametrize("name", ["kubernetes_job.yaml", "kubernetes_pytorchjob.yaml"])
+def test_a_job_names_its_size_once_and_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The operator of PyTorchJob tells torchrun by variables; the pods of a plain job meet at a service."""
+    *services, job = yaml.safe_load_all((FOLDER / name).read_text())
+    spec = job["spec"]
+    worker = spec if services else spec["pytorchReplicaSpecs"]["Worker"]
+    hosts = worker["parallelism" if services else "replicas"]
+    (container,) = worker["template"]["spec"]["containers"]
+    if services:
+        assert spec["completionMode"] == "Indexed" and spec["completions"] == hosts
+    else:
+        least, most = (spec["elasticPolicy"][name] for name in ("minReplicas", "maxReplicas"))
+        assert container["name"] == "pytorch" and least == most == hosts
+        monkeypatch.setenv("PET_NNODES", f"{least}:{most}")
+        monkeypatch.setenv("PET_NPROC_PER_NODE", spec["nprocPerNode"])
+    assert container["command"][:3] == ["python", "-m", "torch.distributed.run"]
+    options = parse_args(container["command"][3:])
+    for service in services:
+        assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+        assert worker["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+        host, port = f"{job['metadata']['name']}-0.{service['metadata']['name']}", service["spec"]["ports"][0]["port"]
+        assert options.rdzv_endpoint == f"{host}:{port}"
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(options.nnodes.partition(":")[0]) == hosts and int(options.nproc_per_node) == gpus
+    program, *flags = options.training_script_args
+    config = parse(run_config(MODELS[program]), flags, recipes=MODELS[program].recipes())
+    validate(config, hosts * gpus)
+    assert config.checkpoint.save == config.checkpoint.load

@@ -23,6 +23,14 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def numbers(name: str, text: str, count: int) -> tuple[int, ...]:
+    """The numbers of a field like "1,2,7". Raises ValueError for anything but `count` whole numbers from 1 on."""
+    words = [word.strip() for word in text.split(",")]
+    if len(words) != count or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ValueError(f'{flag(name)} "{text}" must be {count} whole numbers from 1 on with commas between them')
+    return tuple(map(int, words))
+
+
 def refusal(check: Callable[..., object], *arguments: object) -> list[str]:
     """Message of the ValueError that a function raises for its arguments; empty where it raises none."""
     try:

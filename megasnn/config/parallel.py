@@ -46,10 +46,8 @@ class ParallelConfig:
     """Neighbouring data parallel replicas that share one copy of the weights, gathered before use (FSDP)."""
     weight_gradients: Literal["once", "scattered"] = "once"
     """With --weight-parallel-size: scatter gradients once in a step, or after every micro-batch."""
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Communication; auto takes nccl on GPUs, gloo on CPUs. With gloo, ranks may share a GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes GPUs where there is one for each rank of a node."""
+    """auto takes GPUs where there is one for each rank of a node. Ranks talk by NCCL on GPUs, by Gloo on CPUs."""
     distributed_timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 10.0
     """Minutes that a rank waits for another before it gives up."""
     check_replicas_interval: Count = 200
@@ -93,8 +91,6 @@ class ParallelConfig:
             wrong.append(f"--weight-gradients {self.weight_gradients} needs --weight-parallel-size 2 or more")
         if self.context_parallel_cut != "auto" and self.context_parallel_size == 1:
             wrong.append(f"--context-parallel-cut {self.context_parallel_cut} needs --context-parallel-size 2 or more")
-        if self.backend == "nccl" and self.device == "cpu":
-            wrong.append("--backend nccl cannot serve --device cpu; use --backend gloo or auto")
         wrong += refusal(chunks_of_schedule, self.pipeline_schedule, self.num_virtual_stages_per_pipeline_rank)
         if self.pipeline_model_parallel_layout is not None:
             wrong += refusal(parse_layout, self.pipeline_model_parallel_layout)

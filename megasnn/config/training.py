@@ -68,7 +68,7 @@ class TrainingConfig:
     deterministic: bool = False
     """The same bits in every run on the same layout, devices and versions, by slower algorithms on GPUs."""
     cuda_graphs: Literal["off", "on"] = "off"
-    """CUDA graphs of all layers; one that cannot have them is an error. Never run on a GPU."""
+    """CUDA graphs of all layers; one that cannot have them is an error. Faster where Python is slower than the GPU."""
     loss: Annotated[str, LOSSES] = "cross-entropy"
     """Loss that is minimised, as a mean over the samples."""
     label_smoothing: ShareBelowOne = 0.0

@@ -44,28 +44,25 @@ def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None
     if training.deterministic and not torch.cuda.is_initialized():
         # With this alone cuBLAS promises the same bits in every run; it reads it with the first product on a GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    weight, context = parallel.weight_parallel_size, parallel.context_parallel_size
+    sizes = {
+        "tp": parallel.tensor_model_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+        "dp_shard": parallel.weight_parallel_size,
+        "cp": parallel.context_parallel_size,
+    }
     if model_parallel_is_initialized():
         state = get_parallel_state()
-        asked = replace(state.grid, tp=tensor, pp=pipeline, dp_shard=weight, cp=context)
+        asked = replace(state.grid, **sizes)
         if asked != state.grid:
             raise ValueError(f"the flags ask for {asked}, and ranks are laid out as {state.grid}: make them equal")
         set_precision(training, state.device)
         return state, lambda: None
     was_joined, minutes = dist.is_initialized(), parallel.distributed_timeout_minutes
     with placed("while joining the other ranks"):
-        device = start_process_group(parallel.backend, parallel.device, minutes, pipeline)
+        device = start_process_group(parallel.device, minutes, stages=sizes["pp"])
     watch = watch_ranks()
     with placed("while making the groups of ranks"):
-        state = initialize_model_parallel(
-            tp=tensor,
-            pp=pipeline,
-            dp_shard=weight,
-            cp=context,
-            device=device,
-            timeout=datetime.timedelta(minutes=minutes),
-        )
+        state = initialize_model_parallel(**sizes, device=device, timeout=datetime.timedelta(minutes=minutes))
 
     def leave() -> None:
         atexit.unregister(leave)

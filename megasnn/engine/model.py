@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasnn.bundle import Bundle, Key, bundle_of, entries_of, logits_of, map_entries
+from megasnn.bundle import Bundle, Key, bundle_of, entries_of, logits_of
 from megasnn.config import PretrainConfig
 from megasnn.device_checks import DeviceChecks, placed
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
@@ -26,6 +26,7 @@ from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel.sharding import ShardedTensor, parameter_count
+from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.executor import PipelineExecutor
@@ -80,7 +81,8 @@ class DistributedModel:
         parameters, trained_parameters: elements of the whole model's parameters.
         loss: sum of the samples' losses, of the last layer's output and labels.
         stop_votes: ranks that wanted to stop in the last step, the same on every rank.
-        checks: values that were wrong on this rank. ties: tensors and layers that several chunks share.
+        checks: values that were wrong on this rank.
+        ties: tensors that several layers have; None without.
     """
 
     def __init__(
@@ -106,10 +108,10 @@ class DistributedModel:
         if state.dp_shard.size > 1:
             self._weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
         here = [index for index, home in enumerate(placement) if home == state.pp.rank]
-        keep = None if self._weights is None else (unit_bounds, self._weights.shard)
+        shard = None if self._weights is None else (unit_bounds, self._weights.shard)
         built = built or description.build(context)
         check_cut_layers(description, context, built, [n for index in here for n in bounds[index]], state.device)
-        self.chunks = build_chunks(description, bounds, here, context, state.device, training.seed, keep, built)
+        self.chunks = build_chunks(description, bounds, here, context, state.device, training.seed, built, shard)
         self.takes_images, self.gives_logits = 0 in self.chunks, len(placement) - 1 in self.chunks
         self._reports = self.gives_logits and state.tp.rank == 0 and context.counts_logits
         kept = (lambda entry: entry) if self._weights is None else self._weights.kept
@@ -135,7 +137,9 @@ class DistributedModel:
         )
         self.owned = [self.gradient_buckets.owned(entry) for entry in self.tensors]
         gradient = self.gradient_buckets.gradient
-        self.ties = Ties(description, bounds, placement, self.chunks, state.pp, state.wire, gradient, kept)
+        self.ties: Ties | None = None
+        if description.ties:
+            self.ties = Ties(description, bounds, placement, self.chunks, state.pp, state.device, gradient, kept)
         context.weight_gradients.observer = self.gradient_buckets.accumulated
         for chunk in self.chunks.values():
             if graphs is not None:
@@ -149,8 +153,9 @@ class DistributedModel:
         self._global_batch_size = 1
         self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
         self.checks = DeviceChecks(state.device)
-        known = Boundaries(description, context, built) if state.pp.size > 1 else None
-        transfers = Transfers(units, schedules.unit_placement, state, known)
+        transfers = None
+        if state.pp.size > 1:
+            transfers = Transfers(units, schedules.unit_placement, state, Boundaries(description, context, built))
         self.executor = PipelineExecutor(
             units, state, transfers, self._micro_batch_loss, self.gradient_buckets, self._weights
         )
@@ -183,11 +188,11 @@ class DistributedModel:
             norm.pending.clear()
         self._correct_here.zero_()
         loss = self._run(self.plan.schedules.training(len(micro_batches)), micro_batches)
-        self.ties.sum_gradients()
+        if self.ties is not None:
+            self.ties.sum_gradients()
         here = torch.stack([loss, self._correct_here])
-        mine = [here if self._reports else torch.zeros_like(here), self._votes_and_findings()]
-        mine += [self._overflowing(), self.gradient_norm.squares()]
-        values = all_reduce_sum(torch.cat(mine), self.state.world, "step")
+        mine = [here if self._reports else torch.zeros_like(here), self._votes_and_findings(), self._overflowing()]
+        values = all_reduce_sum(torch.cat([*mine, self.gradient_norm.squares()]), self.state.world, "step")
         squares, most = values[5:].sum(), torch.finfo(self.context.dtype).max  # optimizers keep squares of gradients
         is_void = (values[3] != 0) | (values[4] != 0) | ~(values[0].isfinite() & (squares <= most))
         return StepSums(values, squares.sqrt(), is_void)
@@ -200,6 +205,21 @@ class DistributedModel:
         if found:
             self._refuse_findings()
         return StepFigures(loss, correct, math.sqrt(math.fsum(squares)), not is_void)
+
+    def merge_statistics(self, most_micro_batches: int) -> None:
+        """Merges what the norms recorded in the step into their running statistics. Collective over the replicas.
+
+        Args:
+            most_micro_batches: of any replica.
+        """
+        of_owners = None if self.ties is None else self.ties.statistics_of_owners
+        merge_running_statistics(self.norms, self.state.dp, most_micro_batches, of_owners)
+
+    def refresh_copies(self) -> None:
+        """Gives the values that owners have changed to the replicas and to tied layers. Collective."""
+        self.gradient_buckets.all_gather_params()
+        if self.ties is not None:
+            self.ties.refresh()
 
     def forward(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
         """Evaluates: `consume` gets outputs for all time steps, and labels, where the logits are. Raises ValueError on
@@ -237,8 +257,7 @@ class DistributedModel:
 
     def _micro_batch_loss(self, output: Bundle, labels: Tensor, again: bool) -> Tensor:
         loss = self.loss(output, labels) / (self._global_batch_size * self._windows)
-        whole = None if again else self._of_all_windows(map_entries(Tensor.detach, output))
-        if whole is not None:
+        if not again and (whole := self._of_all_windows(output)) is not None:
             self._correct_here += correct_predictions(logits_of(whole), labels, (1,))[0]
         return loss if self.context.counts_logits else 0 * loss
 
@@ -250,7 +269,7 @@ class DistributedModel:
         """The output for all time steps, with the last window of the samples; None before it."""
         if self._windows == 1:
             return output
-        self._outputs.append(entries_of(output))
+        self._outputs.append({key: entry.detach() for key, entry in entries_of(output).items()})
         if len(self._outputs) < self._windows:
             return None
         whole = bundle_of({key: torch.cat([each[key] for each in self._outputs]) for key in self._outputs[0]})

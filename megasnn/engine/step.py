@@ -13,10 +13,8 @@ from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine.debug import first_place
 from megasnn.engine.model import DistributedModel
-from megasnn.grid import HOLDING_AXES
 from megasnn.optim.average import WeightAverage
 from megasnn.optim.build import build_optimizer, takes_found_inf
-from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.telemetry.records import StepResult
 from megasnn.telemetry.timers import Timers
@@ -35,9 +33,7 @@ class TrainStep:
 
     def __init__(self, config: PretrainConfig, distributed: DistributedModel, rate: Callable[[int], float]) -> None:
         self._config, self._rate, self.distributed, state = config, rate, distributed, distributed.state
-        self.optimizer = build_optimizer(
-            distributed.owned, config.optimizer, {axis: state.group(axis) for axis in HOLDING_AXES}
-        )
+        self.optimizer = build_optimizer(distributed.owned, config.optimizer, state.holding_groups)
         decay = config.optimizer.ema_decay
         self.average = WeightAverage(distributed.owned, decay) if decay else None
         self.timers = Timers(state.device)
@@ -66,14 +62,11 @@ class TrainStep:
                 self._update(rate, sums.norm, sums.is_void)
             found = distributed.check(sums)  # reads loss and norm; raises what was found on the device
             if found.is_finite:
-                data, of_owners = distributed.state.dp, distributed.ties.statistics_of_owners
                 size, windows = self._config.training.micro_batch_size, self._config.windows
-                most = most_micro_batches(batch.size, size, data.size, windows)
-                merge_running_statistics(distributed.norms, data, most, of_owners)
+                distributed.merge_statistics(most_micro_batches(batch.size, size, distributed.state.dp.size, windows))
                 if not updates_unread:
                     self._update(rate, found.norm)
-                distributed.gradient_buckets.all_gather_params()
-                distributed.ties.refresh()
+                distributed.refresh_copies()
                 if self.average is not None:
                     self.average.update()
         where = None if found.is_finite else first_place(distributed, micro_batches) or _OVERFLOW
@@ -117,7 +110,8 @@ class TrainStep:
             position: (iteration, consumed samples) to go on from; None: these stay.
             averaged: True where the average was loaded too; otherwise it starts again.
         """
-        self.distributed.ties.refresh()
+        if self.distributed.ties is not None:
+            self.distributed.ties.refresh()
         if self.average is not None and not averaged:
             self.average.restart()
         if position is not None:
@@ -127,5 +121,4 @@ class TrainStep:
         """Exchanges the values of the weights and of their average. Collective."""
         assert self.average is not None
         self.average.exchange()
-        self.distributed.gradient_buckets.all_gather_params()
-        self.distributed.ties.refresh()
+        self.distributed.refresh_copies()

@@ -87,10 +87,18 @@ def backend_for(name: str, x: Tensor, spec: NeuronSpec) -> NeuronBackend:
         ValueError: an unknown name, or one that cannot be used here.
     """
     if name == AUTO:
-        return next(each for each in reversed(BACKENDS.values()) if each.unavailable(x, spec) is None)
+        asked = x.shape, x.dtype, x.device, spec
+        if asked not in _fastest:
+            usable = (each for each in reversed(BACKENDS.values()) if each.unavailable(x, spec) is None)
+            _fastest[asked] = next(usable)
+        return _fastest[asked]
     backend = BACKENDS[name]
     reason = backend.unavailable(x, spec)
     if reason is not None:
         others = [AUTO, *(other for other, each in BACKENDS.items() if each.unavailable(x, spec) is None)]
         raise ValueError(f"the {name} kernels cannot be used: {reason}; choose --neuron-backend {' or '.join(others)}")
     return backend
+
+
+_fastest: dict[tuple[object, ...], NeuronBackend] = {}
+"""Found so far: every step asks the same of every layer."""

@@ -111,7 +111,9 @@ def pooled_space(space: torch.Size, window: int) -> torch.Size:
 
 def average_pool(images: Tensor, window: int) -> Tensor:
     """`[frames, C, H, W]` -> `[frames, C, H // window, W // window]`."""
-    return images if window == 1 else F.avg_pool2d(images, window)
+    if window == 1:
+        return images
+    return mean_of_windows(images, window) if images.is_cuda else F.avg_pool2d(images, window)
 
 
 def average_pool_gradient(grad: Tensor, window: int, space: torch.Size) -> Tensor:
@@ -120,6 +122,31 @@ def average_pool_gradient(grad: Tensor, window: int, space: torch.Size) -> Tenso
     images = torch.empty(
         (*grad.shape[:2], *space), dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last
     )
+    if grad.is_cuda:
+        return spread_over_windows(grad, window, images)
     return torch.ops.aten.avg_pool2d_backward.grad_input(
         grad, images, [window] * 2, [window] * 2, [0, 0], False, True, None, grad_input=images
     )
+
+
+# torch's pooling of images with the channels last took a third of a step of the VGG on an H200, at 0.3 TB/s of 4.
+
+
+def mean_of_windows(images: Tensor, window: int) -> Tensor:
+    """`average_pool` by a sum over views, in the order of memory."""
+    return _windows(images, window).mean((2, 4)).movedim(-1, 1)
+
+
+def spread_over_windows(grad: Tensor, window: int, images: Tensor) -> Tensor:
+    """Writes the gradient of the pooling's input into `images`."""
+    if any(size % window for size in images.shape[2:]):
+        images.zero_()  # pixels in no window
+    _windows(images, window).copy_((grad / window**2).movedim(1, -1)[:, :, None, :, None])
+    return images
+
+
+def _windows(images: Tensor, window: int) -> Tensor:
+    """View of the pixels that are pooled: `[frames, C, H, W]` -> `[frames, H', window, W', window, C]`."""
+    height, width = pooled_space(images.shape[2:], window)
+    pixels = images.movedim(1, -1)[:, : height * window, : width * window]
+    return pixels.unflatten(2, (width, window)).unflatten(1, (height, window))

@@ -9,23 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasnn.telemetry.allocations import count_array
+from megasnn.telemetry.allocations import counted
 
 _ALIGNMENT = 64  # bytes, as torch's own allocator does it
 
 
-def memory_order(x: Tensor) -> list[int]:
-    """Dimensions of ``x`` from slowest to fastest; for a dense tensor ``x.permute(order)`` is contiguous.
-
-    Dimensions of size 1 have no place of their own; they come first.
-    """
-    strides = x.stride()
-    return sorted(range(x.ndim), key=lambda dim: (x.shape[dim] != 1, -strides[dim], dim))
-
-
 def flat_in_memory(x: Tensor) -> Tensor:
     """The elements in memory order, as a view; of a tensor that is not dense a copy in row-major order."""
-    ordered = x.permute(memory_order(x))
+    if x.is_contiguous():
+        return x.view(-1)
+    # From the slowest dimension to the fastest; those of size 1 have no place of their own, and come first.
+    strides = x.stride()
+    ordered = x.permute(sorted(range(x.ndim), key=lambda dim: (x.shape[dim] != 1, -strides[dim], dim)))
     return ordered.view(-1) if ordered.is_contiguous() else x.reshape(-1)
 
 
@@ -41,16 +36,9 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return torch.from_numpy(memory).view(dtype).view(tuple(shape))
 
 
-def counted(array: np.ndarray) -> np.ndarray:
-    """An array that numpy has made, which the forecast of memory is to see."""
-    count_array(array)
-    return array
-
-
 def empty_array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """An uninitialised numpy array that starts at a multiple of 64 bytes."""
     size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    count_array(raw)
+    raw = counted(np.empty(size + _ALIGNMENT, np.uint8))
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)

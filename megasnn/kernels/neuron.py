@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -302,7 +303,7 @@ class _NormPoolNeuron(torch.autograd.Function):
         if running is None and shared is not None:
             found, count = cached_collective(lambda: shared.statistics(_statistics(calls, x), own))
         elif running is None:
-            found = cached_collective(lambda: calls.statistics(x))
+            found = cached_collective(partial(calls.statistics, x))
         else:
             found = torch.stack([each.detach().double() for each in running])
         mean, variance = found.unbind()

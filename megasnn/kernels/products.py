@@ -1,4 +1,4 @@
-"""Products of a layer with weights: its output, and the gradients of its input and of its weight.
+"""Products of a layer's input: with its weight, and with the gradient of its output for that of the weight.
 
 Where few values of the input are not 0, the output and the weight gradient are sums over these
 (`megasnn.kernels.numba.spike_sums`): the terms of the dense product, without those that are 0.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve, input_gradient
+from megasnn.kernels.convolution import Geometry, add_weight_gradient, convolve
 from megasnn.kernels.numba.spike_sums import TYPES
 from megasnn.kernels.numba.spike_sums import add_weight_gradient as add_sparse_weight_gradient
 from megasnn.kernels.numba.spike_sums import add_weight_gradient_of_bits as add_sparse_weight_gradient_of_bits
@@ -34,10 +34,6 @@ class Products:
         """Computes the layer's output, without bias."""
         y = sparse_output(x, weight, self.geometry) if self.sparse else None
         return convolve(x, weight, self.geometry) if y is None else y
-
-    def input_gradient(self, grad: Tensor, weight: Tensor, space: torch.Size) -> Tensor:
-        """Computes the gradient of the input, whose height and width are `space`."""
-        return input_gradient(grad, weight, self.geometry, space)
 
     def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
         """Adds the gradient of the weight to `total`."""

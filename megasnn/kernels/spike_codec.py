@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from megasnn.device_checks import explained, refuse
-from megasnn.kernels.layout import counted, flat_in_memory
+from megasnn.kernels.layout import flat_in_memory
 from megasnn.kernels.triton.available import MOST_VALUES, usable_on
+from megasnn.telemetry.allocations import counted
 
 
 class Content(Enum):
@@ -70,15 +71,13 @@ def encode(flat: Tensor, content: Content, check: bool = False) -> Tensor:
         return pack(flat, check)
 
 
-def encoded_like(
-    count: int, content: Content, dtype: torch.dtype, device: torch.device, pinned: bool = False
-) -> Tensor:
-    """An empty buffer for `count` encoded values; in pinned memory where a GPU will read it from the host's."""
+def encoded_like(count: int, content: Content, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty buffer for `count` encoded values."""
     if content is Content.SPIKES:
         count, dtype = packed_size(count), torch.uint8
     elif content is Content.COUNTS:
         dtype = torch.uint8
-    return torch.empty(count, dtype=dtype, device=device, pin_memory=pinned)
+    return torch.empty(count, dtype=dtype, device=device)
 
 
 def decode_into(payload: Tensor, content: Content, rows: Tensor) -> None:

@@ -53,12 +53,7 @@ class _HeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         context = context_for(context)
-        if dim % num_heads:
-            raise ValueError(f"{dim} channels do not divide by --num-heads {num_heads}")
-        size = context.tp.size
-        if num_heads % size:
-            raise ValueError(f"--num-heads {num_heads} does not divide by --tensor-model-parallel-size {size}")
-        self.local_heads = num_heads // size
+        self.local_heads = own_heads(dim, num_heads, context.tp.size)
         _require_spikes(self, context.neuron)
         unit = partial(ConvNormNeuron, context=context, dims=1, initialise=initialise)
         blocks = len(self.fused)
@@ -133,6 +128,19 @@ class SpikeDrivenAttention(nn.Module):
             number = sum_for_each(number, self._rows)
         gate = self.gate(number.to(together.dtype))
         return self.norm(self.projection(self.q(spikes) * gate.view(*gate.shape, 1, 1)))
+
+
+def own_heads(dim: int, num_heads: int, ranks: int) -> int:
+    """The heads that each tensor parallel rank computes.
+
+    Raises:
+        ValueError: the heads do not divide by the number of ranks, or the channels by the heads.
+    """
+    if dim % num_heads:
+        raise ValueError(f"{dim} channels do not divide by --num-heads {num_heads}")
+    if num_heads % ranks:
+        raise ValueError(f"--num-heads {num_heads} does not divide by --tensor-model-parallel-size {ranks}")
+    return num_heads // ranks
 
 
 def _require_spikes(attention: nn.Module, neuron: NeuronSpec) -> None:

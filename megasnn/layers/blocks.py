@@ -88,7 +88,7 @@ class ConvNormNeuron(nn.Module):
         constant = self.conv.bias if norm.uses_batch_statistics else None
         y = self.conv(x, add_bias=constant is None)
         steps = neuron.steps_of(y)
-        above, y = self.conv.split_row_above(y)
+        above, y = self.conv.split_row_above(y) if self.conv.row_above else (None, y)
         spikes, mean, variance, count = norm_pool_neuron(
             y,
             norm.weight,

@@ -26,6 +26,7 @@ from megasnn.kernels.convolution import (
     Geometry,
     average_pool,
     average_pool_gradient,
+    input_gradient,
     pooled_space,
 )
 from megasnn.kernels.products import Products
@@ -175,7 +176,7 @@ class ParallelConv(WeightedLayer):
             context.shard(shape, cut, blocks if cut == 0 else 1, initialise=initialise or default),
             context.shard((out_channels,), 0, blocks, initialise=initialise_bias or default) if bias else None,
         )
-        self._rows, self._row_above = rows, row_above
+        self._rows, self.row_above = rows, row_above
         self.in_channels, self.out_channels, self.dims = in_channels, out_channels, dims
         self._kernel, self._move = kernel, None
         self._sparse = context.sparse_products and not (pooled_behind and rows is not None)
@@ -188,8 +189,8 @@ class ParallelConv(WeightedLayer):
         self._padding = geometry.padding  # that of the plan is without rows which come with others'
         self.plan = ConvPlan(
             group=group,
-            gather=style == "column" and groups == 1,
-            scatter=style == "row" and groups == 1,
+            gather=style == "column" and groups == 1 < group.size,
+            scatter=style == "row" and groups == 1 < group.size,
             content=Content.DENSE,
             products=Products(geometry=geometry),
             pool=pool,
@@ -245,7 +246,7 @@ class ParallelConv(WeightedLayer):
         the geometry, which is returned, has no padding there."""
         height, geometry = x.shape[3], self.plan.products.geometry
         note_height(self, height)
-        outputs = (rows_to_pool if self._row_above else shared_rows)(output_height, rows.size)
+        outputs = (rows_to_pool if self.row_above else shared_rows)(output_height, rows.size)
         pool = self.plan.pool
         along = self._kernel[0], geometry.stride[0], geometry.dilation[0], self._padding[0], pool
         needed = tuple(window_rows(each, *along) for each in outputs)
@@ -257,7 +258,7 @@ class ParallelConv(WeightedLayer):
 
     def split_row_above(self, y: Tensor) -> tuple[Tensor | None, Tensor]:
         """The row above this rank's of an output with `row_above`, and the others; None where there is none."""
-        if not self._row_above or self._rows is None or self._rows.rank == 0 or y.is_meta:
+        if self._rows is None or self._rows.rank == 0 or y.is_meta:
             return None, y
         above, own = y.split((1, y.shape[3] - 1), dim=3)
         return above, own
@@ -337,7 +338,7 @@ class Convolve(torch.autograd.Function):
 
         ctx.plan, ctx.leave, ctx.input_shape = plan, leave, x.shape
         ctx.save_for_backward(weight, *payloads)
-        exchanges = (plan.scatter or plan.sum_whole) and plan.group.size > 1
+        exchanges = plan.scatter or plan.sum_whole and plan.group.size > 1
         return cached_collective(sums) if exchanges else output()
 
     @staticmethod
@@ -365,7 +366,7 @@ class Convolve(torch.autograd.Function):
 def _start_input_gradient(grad: Tensor, weight: Tensor, plan: ConvPlan, space: torch.Size) -> Callable[[], Tensor]:
     """Computes the input gradient and, where the input was gathered, starts summing it over the ranks; the returned
     function waits and gives this rank's rows. Apart from backward, which would keep the whole gradient to its end."""
-    product = plan.products.input_gradient(grad, weight, space)
+    product = input_gradient(grad, weight, plan.products.geometry, space)
     rows = product.movedim(1, -1).reshape(-1, product.shape[1])
     return sum_and_scatter_columns(rows, plan.group, "backward") if plan.gather else lambda: rows
 

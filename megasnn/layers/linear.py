@@ -61,7 +61,7 @@ class ParallelLinear(WeightedLayer):
         self.in_features, self.out_features, self.style = in_features, out_features, style
         self.plan = ConvPlan(
             group=group,
-            gather=style == "column",
+            gather=style == "column" and group.size > 1,
             scatter=False,
             content=Content.DENSE,
             products=Products(),
@@ -88,7 +88,7 @@ class ParallelLinear(WeightedLayer):
             raise ValueError(f"an input that every tensor parallel rank has whole is [T, N, C] here, got {[*x.shape]}")
         self.plan = replace(
             self.plan,
-            gather=not is_row and not whole,
+            gather=not is_row and not whole and self.plan.group.size > 1,
             whole=whole and not is_row,
             products=Products(self._sparse and may_be_sparse(self.plan.content)),
         )

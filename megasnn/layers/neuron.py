@@ -72,7 +72,7 @@ class NeuronLayer(nn.Module):
     def observed(self, spikes: Tensor) -> Tensor:
         if self.observer is not None:
             self.observer(spikes.detach())
-        return spikes if self.largest is None else mark_spikes(spikes, self.largest)
+        return mark_spikes(spikes, self.largest) if spikes.is_meta and self.largest is not None else spikes
 
 
 class ParallelNeuron(NeuronLayer):

@@ -191,8 +191,8 @@ def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundl
     call: LayerCall | None = vars(layer).get("_call")
     if call is None:
         with drawing_for(samples):
-            plain: Bundle = plain_bundle(layer(x, *more))
-        return plain
+            y: Bundle = layer(x, *more)
+        return y if isinstance(y, Tensor) else plain_bundle(y)
     first = next(iter(entries_of(x).values()))
     frames = (call.time_steps if len(first) == 1 else len(first), *first.shape[1:2])
     for each in layer.modules():

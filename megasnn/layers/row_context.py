@@ -47,11 +47,8 @@ def row_group(context: BuildContext) -> Group | None:
     return context.cp if context.cut == "rows" and context.cp.size > 1 else None
 
 
-def own_pixel_rows(frames: Tensor, context: BuildContext) -> Tensor:
+def own_pixel_rows(frames: Tensor, group: Group) -> Tensor:
     """This rank's rows of whole images `[T, N, C, H, W]`."""
-    group = row_group(context)
-    if group is None:
-        return frames
     own = shared_rows(frames.shape[3], group.size)[group.rank]
     return frames[:, :, :, own.start : own.stop]
 

@@ -34,7 +34,7 @@ class WeightGradients:
     """
 
     def __init__(self) -> None:
-        self.observer: Callable[[Tensor], None] | None = None
+        self.observer: Callable[[Tensor], None] = lambda parameter: None
         self.anchor = torch.zeros((), requires_grad=True)
         self._parameters: set[Tensor] = set()
         self._deferred: list[Task] | None = None
@@ -66,11 +66,6 @@ class WeightGradients:
         """Runs a task now, or when deferred tasks are run."""
         task() if self._deferred is None else self._deferred.append(task)
 
-    def added(self, parameter: Tensor) -> None:
-        """Tells the observer that a task has added a gradient."""
-        if self.observer is not None:
-            self.observer(parameter)
-
     @contextmanager
     def collected(self) -> Iterator[list[tuple[Tensor, AddGradient]]]:
         """Adds nothing inside: the list gets each parameter, and what would add to its gradient."""
@@ -94,7 +89,7 @@ class WeightGradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             add(parameter.grad)
-        self.added(parameter)
+        self.observer(parameter)
 
 
 class CastWeights:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasnn.config import PretrainConfig, from_dict
 from megasnn.files import CheckpointError, raise_problems
+from megasnn.models.e_spikeformer.model import ESpikeFormer
 from megasnn.models.model import Model, run_config
 from megasnn.models.qkformer.model import QKFormer
 from megasnn.models.sew_resnet.model import SewResNet
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from megasnn.models.description import ModelDescription
 
 MODELS: Registry[type[Model]] = Registry(
-    "model", {model.name: model for model in (Spikformer, VggDvs, SewResNet, QKFormer, SpikeDrivenTransformer)}
+    "model",
+    {each.name: each for each in (Spikformer, VggDvs, SewResNet, QKFormer, SpikeDrivenTransformer, ESpikeFormer)},
 )
 
 

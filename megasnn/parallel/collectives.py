@@ -162,17 +162,15 @@ def start_exchange(
     from_ranks: Sequence[int],
     group: Group,
     direction: str,
-    incoming: Tensor | None = None,
 ) -> Exchange:
     """Starts sending each other rank of a group its part of a tensor `[n]`. The returned function waits for what each
     rank has sent, in rank order; nothing from this one.
 
     Args:
         to_ranks, from_ranks: how many values go to each rank, and come from it; those for this rank are not looked at.
-        incoming: where to put what comes, which it fits; None: in memory of its own.
     """
     sent, received = ([0 if rank == group.rank else n for rank, n in enumerate(c)] for c in (to_ranks, from_ranks))
-    incoming = outgoing.new_empty(sum(received)) if incoming is None else incoming
+    incoming = outgoing.new_empty(sum(received))
     statistics.record(group.name, "all_to_all", direction, incoming.nbytes)
     work = dist.all_to_all_single(incoming, outgoing, received, sent, group=group.handle, async_op=True)
 

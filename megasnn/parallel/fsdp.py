@@ -4,9 +4,8 @@ A parameter stays the same object for its layer, of its full shape, but its memo
 unit are places in one piece of memory, which is resized to nothing when they are freed. What autograd has saved of them
 is a place in the same memory, and finds the values there when they are gathered again.
 
-Ranks send each other rows, which are copied to their places when the unit is first used. On their way they are in
-buffers that are made once and used again: as many as gathers are on their way at once, each as large as the largest
-one needs.
+Ranks send each other rows, which are copied to their places when the unit is first used. On its way is what the unit in
+use needs, and the one behind it.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ class GatheredWeights:
         self.scatter, self._group, self._give = scatter, group, give
         self.multiplied: set[Tensor] = set()
         self._units: dict[int, list[FlatParameter]] = {}
-        self._on_their_way: dict[int, tuple[list[Callable[[], None]], Tensor]] = {}  # with their buffer
-        self._buffers: list[Tensor] = []  # that nothing is on its way in
+        self._on_their_way: dict[int, list[Callable[[], None]]] = {}
         self._live: set[int] = set()
         self._rows: dict[Tensor, nn.Parameter] = {}
 
@@ -78,19 +76,11 @@ class GatheredWeights:
     def unshard(self, unit: int) -> None:
         """Starts gathering a unit's weights. Collective over the group.
 
-        Waits for those that are longest on their way, where these have all the buffers.
+        Waits for those that are longest on their way, where these are as many as may be, which bounds the memory.
         """
         if len(self._on_their_way) == AT_ONCE:
             self.wait_unshard(next(iter(self._on_their_way)))
-        if not self._buffers:
-            most = max(sum(flat.buffer_bytes for flat in flats) for flats in self._units.values())
-            device = next(iter(self._rows.values())).device
-            self._buffers.append(torch.empty(most, dtype=torch.uint8, device=device))
-        buffer, gathers, start = self._buffers.pop(), list[Callable[[], None]](), 0
-        for flat in self._units[unit]:
-            gathers.append(flat.start(buffer[start : start + flat.buffer_bytes]))
-            start += flat.buffer_bytes
-        self._on_their_way[unit] = gathers, buffer
+        self._on_their_way[unit] = [flat.start() for flat in self._units[unit]]
 
     def wait_unshard(self, unit: int) -> None:
         """Waits until a unit's weights are here, where they are on their way.
@@ -98,10 +88,9 @@ class GatheredWeights:
         Raises:
             ValueError: nobody has gathered them.
         """
-        if (gather := self._on_their_way.pop(unit, None)) is not None:
-            for finish in gather[0]:
+        if (gathers := self._on_their_way.pop(unit, None)) is not None:
+            for finish in gathers:
                 finish()
-            self._buffers.append(gather[1])
             self._live.add(unit)
         elif unit not in self._live and self._units.get(unit):
             raise ValueError(f"the weights of unit {unit} are used, and were not gathered")
@@ -120,7 +109,6 @@ class FlatParameter:
     Attributes:
         rows: this rank's, of each parameter.
         values: of each parameter, in the type that they travel in; without memory until they are gathered.
-        buffer_bytes: what is sent and what comes take on their way.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], travels_in: torch.dtype, group: Group) -> None:
@@ -132,7 +120,6 @@ class FlatParameter:
         places = side_by_side(parameters, flat, sizes)
         self.values, self._of_ranks = [each.data for each in places], by_owner(places, group)
         self._counts = [sum(part.numel() for part in parts) for parts in self._of_ranks]
-        self.buffer_bytes = _buffer_bytes(parameters, travels_in, group)
         mine = by_owner(parameters, group)[group.rank]
         with torch.no_grad():
             self._mine = joined([part.detach() for part in mine], parameters[0].detach()).clone()
@@ -143,20 +130,21 @@ class FlatParameter:
             for each, parameter in zip(rows, parameters, strict=True)
         ]
         for parameter, values in zip(parameters, self.values, strict=True):
-            parameter.data = values if values.dtype == parameter.dtype else _without_memory(parameter)
+            if values.dtype == parameter.dtype:
+                parameter.data = values
+            else:  # only multiplied by, in another type: nothing reads its own values
+                parameter.data = torch.empty_like(parameter, requires_grad=False)
+                parameter.untyped_storage().resize_(0)
         self.free()
 
-    def start(self, buffer: Tensor) -> Callable[[], None]:
+    def start(self) -> Callable[[], None]:
         """Starts sending this rank's rows to the others; the returned function waits for theirs, and copies all of them
         to their places."""
-        own, dtype = len(self._mine), self.values[0].dtype
-        coming = sum(self._counts) - own
-        outgoing, incoming = self._mine, buffer[: coming * dtype.itemsize].view(dtype)
-        if copies := _copies(self._mine.dtype, dtype, self._group.size):
-            start = aligned(coming * dtype.itemsize)
-            outgoing = buffer[start : start + copies * own * dtype.itemsize].view(dtype)
-            outgoing.view(copies, own).copy_(self._mine)
-        copy_of_others = send_rows(outgoing, self._counts, self._of_ranks, self._group, incoming)
+        # An all-gather would need no copies, but reaches a tenth of an all-to-all's speed on Gloo, and wants equally
+        # many rows.
+        outgoing, others = self._mine.to(self.values[0].dtype), self._group.size - 1
+        outgoing = outgoing if others == 1 else outgoing.repeat(others)
+        copy_of_others = send_rows(outgoing, self._counts, self._of_ranks, self._group)
 
         def finish() -> None:
             self._storage.resize_(self._bytes)
@@ -174,13 +162,6 @@ class FlatParameter:
                 "(weight.numpy()); let it take a copy, or leave --weight-parallel-size out"
             )
         self._storage.resize_(0)
-
-
-def _without_memory(parameter: Tensor) -> Tensor:
-    """For a parameter that is only multiplied by, in another type: nothing reads its own values."""
-    values = torch.empty_like(parameter, requires_grad=False)
-    values.untyped_storage().resize_(0)
-    return values
 
 
 def _multiplied(layers: Iterable[nn.Module]) -> Mapping[Tensor, torch.dtype]:
@@ -204,28 +185,11 @@ def _by_type(
     return by_type
 
 
-def _copies(dtype: torch.dtype, travels_in: torch.dtype, ranks: int) -> int:
-    """Copies of a rank's rows to be sent: one for each of the others, none where they can go as they are.
-
-    An all-gather would need none, but reaches a tenth of an all-to-all's speed on Gloo, and wants equally many rows.
-    """
-    return 0 if ranks == 2 and dtype == travels_in else ranks - 1
-
-
-def _buffer_bytes(parameters: Sequence[Tensor], travels_in: torch.dtype, group: Group) -> int:
-    """Bytes on their way to and from the rank where these are most."""
-    counts = [sum(part.numel() for part in parts) for parts in by_owner(parameters, group)]
-    copies = _copies(parameters[0].dtype, travels_in, group.size)
-    size = travels_in.itemsize
-    return max(aligned((sum(counts) - own) * size) + aligned(copies * own * size) for own in counts)
-
-
 def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def unit_bytes(layers: Sequence[nn.Module], group: Group) -> tuple[int, int]:
-    """Bytes of the gathered weights of a unit, and of a buffer for them. Its layers may be on the meta device."""
+def unit_bytes(layers: Sequence[nn.Module]) -> int:
+    """Bytes of the gathered weights of a unit. Its layers may be on the meta device."""
     by_type = _by_type(layers, _multiplied(layers))
-    gathered = (aligned(each.numel() * to.itemsize) for (_, to), parameters in by_type.items() for each in parameters)
-    return sum(gathered), sum(_buffer_bytes(parameters, to, group) for (_, to), parameters in by_type.items())
+    return sum(aligned(each.numel() * to.itemsize) for (_, to), parameters in by_type.items() for each in parameters)

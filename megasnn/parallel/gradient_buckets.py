@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from weakref import WeakMethod
 
 from torch import Tensor
@@ -24,6 +25,10 @@ BUCKET_BYTES = 8 * 1024 * 1024  # on a CPU
 
 class Bucket:
     """Some parameters' gradients side by side in one piece of memory; `param.grad` are views of it.
+
+    One that is scattered has memory only while a backward adds to it: then gradients go to those who keep the rows.
+    Where backwards are split, the weights of convolutions and linear layers get their gradients in the second part, and
+    have late buckets of their own. All other parameters get them in the first: few bytes.
 
     Args:
         partial: True where they are summed over the tensor parallel group, too.
@@ -46,6 +51,7 @@ class Bucket:
         partial: bool,
         owners: Group | None,
         weights: GatheredWeights | None,
+        scattered: bool,
     ) -> None:
         self.unit, self.parameters, self.partial = unit, parameters, partial
         # A product of matrices may sum in another order at another alignment, and neighbours depend on the layout.
@@ -54,16 +60,23 @@ class Bucket:
         self.views = side_by_side(parameters, self.flat, sizes)
         self.pending: dict[Tensor, int] = {}
         self.finish: Callable[[], object] | None = None
-        self.shard, self.reduced = None, self.flat
+        self.shard, self.reduced, self.is_late = None, self.flat, False
         held, gradients = parameters, self.views
         if weights is not None:
             rows = [weights.param_rows(each) for each in parameters]
             self.shard = RowShards(parameters, self.views, weights.scatter, rows)
             held, gradients, self.reduced = [*rows], self.shard.sums, self.shard.sum
+            self.is_late = scattered and parameters[0] in weights.multiplied
         self.owned = None if owners is None else RowShards(held, gradients, owners)
         self.row_shards = [rows for rows in (self.shard, self.owned) if rows is not None]
         last = self.row_shards[-1].rows if self.row_shards else []
         self.param_rows: dict[Tensor, Tensor] = dict(zip([*parameters, *held], [*last, *last], strict=False))
+        if scattered:
+            self.free()
+        # A module of one's own may use such a weight by itself: then autograd adds to it in the first part.
+        made = WeakMethod(self.begin)
+        for parameter in parameters if self.is_late else ():
+            parameter.register_hook(lambda _: None if (begin := made()) is None else begin())
 
     def zero(self) -> None:
         """Clears the gradients before a step."""
@@ -72,33 +85,7 @@ class Bucket:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
         for rows in self.row_shards:
-            rows.sum.zero_()
-            rows.attach()
-
-    def end(self) -> None:
-        """Waits for the sum over the replicas, where one is on its way."""
-        if self.finish is not None:
-            self.finish()
-            self.finish = None  # it holds what has been sent and received
-
-
-class ScatteredBucket(Bucket):
-    """A bucket with memory only while a backward adds to it: then gradients go to those who keep the rows.
-
-    Where backwards are split, the weights of convolutions and linear layers get their gradients in the second part, and
-    have buckets of their own. All other parameters get them in the first: few bytes.
-    """
-
-    def __init__(
-        self, unit: int, parameters: list[Tensor], partial: bool, owners: Group | None, weights: GatheredWeights
-    ) -> None:
-        super().__init__(unit, parameters, partial, owners, weights)
-        self.is_late = parameters[0] in weights.multiplied
-        self.free()
-        # A module of one's own may use such a weight by itself: then autograd adds to it in the first part.
-        made = WeakMethod(self.begin)
-        for parameter in parameters if self.is_late else ():
-            parameter.register_hook(lambda _: None if (begin := made()) is None else begin())
+            rows.zero()
 
     def begin(self) -> None:
         """Makes memory of zeros, where there is none."""
@@ -109,6 +96,12 @@ class ScatteredBucket(Bucket):
 
     def free(self) -> None:
         self.flat.untyped_storage().resize_(0)
+
+    def end(self) -> None:
+        """Waits for the sum over the replicas, where one is on its way."""
+        if self.finish is not None:
+            self.finish()
+            self.finish = None  # it holds what has been sent and received
 
 
 class GradientBuckets:
@@ -148,28 +141,18 @@ class GradientBuckets:
     ) -> None:
         owners = data if rows_have_owners and data.size > 1 else None
         self._data, self._tensor, self._additions = data, tensor, additions or {}
-        self._buckets: list[Bucket] = []
-        self._next = 0
-        self._scattered: dict[int, list[ScatteredBucket]] = {}
-        self._on_their_way = deque[Bucket]()
-
-        def add(unit: int, parameters: list[Tensor], partial: bool = False) -> None:
-            if weights is None or not scattered:
-                self._buckets.append(Bucket(unit, parameters, partial, owners, weights))
-                return
-            bucket = ScatteredBucket(unit, parameters, partial, owners, weights)
-            self._buckets.append(bucket)
-            self._scattered.setdefault(unit, []).append(bucket)
-
+        self._next, self._of = 0, dict[int, list[Bucket]]()
+        self._is_scattered, self._on_their_way = scattered, deque[Bucket]()
         late = weights.multiplied if weights is not None and scattered else set[Tensor]()
         for unit, entries in sorted(tensors, key=lambda pair: -pair[0]):
             trained = [e for e in reversed(entries) if e.is_parameter and e.tensor.requires_grad]
             complete = [e.tensor for e in trained if not e.shard.partial_gradient]
-            for parameters in ([t for t in complete if t not in late], [t for t in complete if t in late]):
-                for packed in _packed(parameters, bucket_bytes):
-                    add(unit, packed)
+            parts = [t for t in complete if t not in late], [t for t in complete if t in late]
+            groups = [(group, False) for part in parts for group in _packed(part, bucket_bytes)]
             if partial := [e.tensor for e in trained if e.shard.partial_gradient]:  # a handful of scalars
-                add(unit, partial, True)
+                groups.append((partial, True))
+            self._of[unit] = [Bucket(unit, *group, owners, weights, scattered) for group in groups]
+        self._buckets = list(chain(*self._of.values()))
         self._rows = {parameter: rows for each in self._buckets for parameter, rows in each.param_rows.items()}
         self._bucket_of = {parameter: each for each in self._buckets for parameter in each.parameters}
         # A parameter keeps its hooks, and Python finds no circle through a tensor: with a hook that kept this object,
@@ -194,7 +177,7 @@ class GradientBuckets:
         Raises:
             ValueError: more were added than the dry run has shown.
         """
-        if self._scattered:
+        if self._is_scattered:
             return
         pending = self._bucket_of[parameter].pending
         if parameter not in pending:
@@ -210,25 +193,23 @@ class GradientBuckets:
 
     def begin(self, unit: int, first_part: bool = False) -> None:
         """Prepares for a backward of the unit, or the first part of one, whose gradients are scattered."""
-        for bucket in self._scattered.get(unit, ()):
+        for bucket in self._of.get(unit, ()):
             if not (first_part and bucket.is_late):
                 bucket.begin()
 
     def scatter(self, unit: int) -> None:
         """Starts sending the gradients that backwards have left for the unit to those who keep the rows, and add them
         up in rank order. Collective over them."""
-        for bucket in self._scattered.get(unit, ()):
-            assert bucket.shard is not None
+        for bucket in self._of.get(unit, ()):
             self._reduce(bucket, bucket.shard)
             bucket.free()
 
     def finish(self, unit: int) -> None:
         """Ends the unit's gradients; a parameter that took no part in backward keeps a zero gradient."""
-        if self._scattered:
+        if self._is_scattered:
             return
-        for bucket in self._buckets:
-            if bucket.unit == unit:
-                bucket.pending.clear()
+        for bucket in self._of.get(unit, ()):
+            bucket.pending.clear()
         self._reduce_complete()
 
     def wait(self) -> None:
@@ -236,7 +217,7 @@ class GradientBuckets:
         self._on_their_way.clear()
         for bucket in self._buckets:
             bucket.end()
-            if bucket.partial and self._scattered:
+            if bucket.partial and self._is_scattered:
                 all_reduce_sum(bucket.reduced, self._tensor, "backward")
             if bucket.shard is not None:
                 self._reduce(bucket, bucket.owned)
@@ -267,20 +248,15 @@ class GradientBuckets:
     def all_gather_params(self) -> None:
         """Gives the rows that owners have changed to all replicas. Collective over the replicas; does nothing where
         rows have no owners."""
-        under_way = deque[Callable[[], object]]()
         for bucket in self._buckets:
             if bucket.owned is not None:
-                under_way.append(bucket.owned.start_all_gather())
-                if len(under_way) > 1:  # two at a time, which bounds the memory
-                    under_way.popleft()()
-        while under_way:
-            under_way.popleft()()
+                bucket.owned.start_all_gather()()  # one at a time, which bounds the memory
 
     @property
     def held_bytes(self) -> int:
         """Bytes of gradients and of the sums of rows, at most: of what the second parts of backwards add and is then
         scattered, those of the two largest units."""
-        late = [sum(each.flat.nbytes * each.is_late for each in buckets) for buckets in self._scattered.values()]
+        late = [sum(each.flat.nbytes * each.is_late for each in buckets) for buckets in self._of.values()]
         sums = sum(rows.sum.nbytes for each in self._buckets for rows in each.row_shards)
         return sums + sum(each.flat.nbytes for each in self._buckets) - sum(sorted(late)[:-2])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 import sys
 import threading
 
@@ -16,9 +15,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """By device. What hosts tell each other never waits for a GPU."""
 
 
-def start_process_group(
-    backend: str = "auto", device: str = "auto", timeout_minutes: float = 10.0, stages: int = 1
-) -> torch.device:
+def start_process_group(device: str = "auto", timeout_minutes: float = 10.0, stages: int = 1) -> torch.device:
     """Joins the ranks that torchrun started, once; a process started alone stays alone.
 
     NCCL where every rank of this machine has a GPU of its own, otherwise Gloo on the CPU. In a pipeline of several
@@ -33,7 +30,9 @@ def start_process_group(
     """
     if stages > 1:
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    (chosen, _), timeout = choose_device(backend, device), datetime.timedelta(minutes=timeout_minutes)
+    (chosen, _), timeout = choose_device(device), datetime.timedelta(minutes=timeout_minutes)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
         problem = (
             f"the {os.environ['WORLD_SIZE']} ranks did not come together within --distributed-timeout-minutes "
@@ -42,16 +41,11 @@ def start_process_group(
         )
         try:
             store, rank, world_size = _meet(timeout, problem)
-            _find_place(store, device)
-            chosen, _ = choose_device(backend, device)
-            if chosen.type == "cuda":
-                torch.cuda.set_device(chosen)
-            name = "gloo" if backend == "gloo" else BACKENDS[chosen.type]
-            dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            dist.init_process_group(
+                BACKENDS[chosen.type], store=store, rank=rank, world_size=world_size, timeout=timeout
+            )
         except dist.DistError as error:
             raise ConnectionError(f"{problem} ({error})") from error
-    elif chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
     return chosen
 
 
@@ -83,29 +77,8 @@ def _give_up(problem: str) -> None:
     os._exit(1)
 
 
-_place: tuple[int, int] | None = None
-"""Index and number of this rank among those of its machine that see the same GPUs; None before they have met."""
-
-
-def _find_place(store: dist.Store, device: str) -> None:
-    """Sets `_place`. Slurm and Kubernetes often show each rank one GPU, by the same number."""
-    global _place
-    local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    key = f"megasnn/gpus/{os.environ.get('GROUP_RANK', '')}/{socket.gethostname()}"
-    store.set(f"{key}/{local_rank}", " ".join(visible_gpus() if device != "cpu" else ()))
-    if ranks > 1:
-        of_ranks = [store.get(f"{key}/{each}") for each in range(ranks)]
-        alike = [each for each, seen in enumerate(of_ranks) if seen == of_ranks[local_rank]]
-        _place = alike.index(local_rank), len(alike)
-
-
-def visible_gpus() -> list[str]:
-    """Returns names of the GPUs that this process sees, which are theirs alone."""
-    return [str(torch.cuda.get_device_properties(each).uuid) for each in range(torch.cuda.device_count())]
-
-
-def choose_device(backend: str, asked: str) -> tuple[torch.device, str]:
-    """Chooses the device of this rank; nothing is begun on it. With Gloo and GPUs, several ranks may share one.
+def choose_device(asked: str) -> tuple[torch.device, str]:
+    """Chooses the device of this rank; nothing is begun on it.
 
     Args:
         asked: `--device`.
@@ -114,12 +87,10 @@ def choose_device(backend: str, asked: str) -> tuple[torch.device, str]:
         The device, and why it is not a GPU where somebody may expect one; "" elsewhere.
 
     Raises:
-        ValueError: CUDA or NCCL asked for where there is none for this rank.
+        ValueError: CUDA asked for where there is none for this rank.
     """
-    gpus, ranks, cuda = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.version.cuda
-    # Before ranks have met: as if all of this machine saw the same if there are enough, or else this one its own.
-    place, sharing = _place or ((int(os.environ.get("LOCAL_RANK", "0")), ranks) if gpus >= ranks else (0, 1))
-    shares, why = backend == "gloo" and asked == "cuda", ""
+    gpus, cuda, why = torch.cuda.device_count(), torch.version.cuda, ""
+    local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if torch.version.hip is not None:
         why = f"torch {torch.__version__} is built for ROCm {torch.version.hip}, on which MegaSNN has never run"
     elif not gpus and cuda is None:
@@ -129,12 +100,11 @@ def choose_device(backend: str, asked: str) -> tuple[torch.device, str]:
             f"torch {torch.__version__} is built for CUDA {cuda} and finds no GPU; see whether nvidia-smi lists one, "
             "its driver is recent enough for that CUDA, and CUDA_VISIBLE_DEVICES does not hide it"
         )
-    elif gpus < sharing and not shares:
-        why = f"{sharing} ranks see the same {gpus} GPU(s), which they share with --backend gloo --device cuda only"
-    if why and (asked == "cuda" or backend == "nccl"):
-        given = "--device cuda" if asked == "cuda" else f"--backend {backend}"
-        raise ValueError(f"{given}: {why}; or use --device cpu")
+    elif gpus < ranks and "CUDA_VISIBLE_DEVICES" not in os.environ:  # by it Slurm shows each rank its own
+        why = f"there are {gpus} GPU(s) for {ranks} ranks, and NCCL takes one for each: start fewer ranks"
+    if why and asked == "cuda":
+        raise ValueError(f"--device cuda: {why}; or use --device cpu")
     if not why and asked != "cpu":
-        return torch.device("cuda", place % gpus), ""
+        return torch.device("cuda", local_rank % gpus), ""
     expected = asked != "cpu" and (cuda is not None or torch.version.hip is not None)
     return torch.device("cpu"), why if expected else ""

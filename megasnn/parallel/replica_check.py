@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -19,7 +19,7 @@ from megasnn.grid import Axis
 from megasnn.kernels.layout import flat_in_memory
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import ShardedTensor
-from megasnn.parallel_state import Group
+from megasnn.parallel_state import Group, ParallelState
 from megasnn.random import keyed_generator
 
 Key = tuple[str, tuple[tuple[Axis, int], ...]]
@@ -37,22 +37,19 @@ class ReplicaCheck:
     Args:
         entries: gives parameters, buffers and optimizer state as they are now; those that ranks share in the same order
             on each of them.
-        groups: this rank's group along each axis along which ranks can hold the same.
-        world: the group of all ranks.
-        device: of the messages.
+        state: the grid of ranks.
 
     Attributes:
         agreed: the iteration at which all were last found equal; None before the first time.
     """
 
-    def __init__(
-        self,
-        entries: Callable[[], Sequence[ShardedTensor]],
-        groups: Mapping[Axis, Group],
-        world: Group,
-        device: torch.device,
-    ) -> None:
-        self._entries, self._groups, self._world, self._device = entries, groups, world, device
+    def __init__(self, entries: Callable[[], Sequence[ShardedTensor]], state: ParallelState) -> None:
+        self._entries, self._groups, self._world, self._device = (
+            entries,
+            state.holding_groups,
+            state.world,
+            state.device,
+        )
         self.agreed: int | None = None
 
     @property

@@ -53,8 +53,6 @@ class SharedStatistics:
 
 def _all_gathered(mine: Tensor, group: Group, direction: str) -> Tensor:
     """`[ranks, ...]`."""
-    if group.size == 1:
-        return mine[None]
     statistics.record(group.name, "all_gather", direction, (group.size - 1) * mine.nbytes)
     into = mine.new_empty(group.size, *mine.shape)
     all_gather_into(into, mine.reshape(-1), group)
@@ -87,7 +85,7 @@ def merge_running_statistics(
     norms: Sequence[RunningNorm],
     data: Group,
     most_micro_batches: int,
-    of_owners: Callable[[Sequence[StepStatistics]], Sequence[StepStatistics]] = lambda found: found,
+    of_owners: Callable[[Sequence[StepStatistics]], Sequence[StepStatistics]] | None = None,
 ) -> None:
     """Merges what the norms recorded in this step, over all replicas, into their running statistics.
 
@@ -107,14 +105,17 @@ def merge_running_statistics(
     tracked = [norm for norm in expected if norm.running_mean is not None]
     if not tracked:
         return
-    table = _all_gathered(_local_table(tracked, most_micro_batches), data, "step").flatten(0, 1)
+    table = _local_table(tracked, most_micro_batches)
+    if data.size > 1:
+        table = _all_gathered(table, data, "step").flatten(0, 1)
     called = [norm for norm in tracked for _ in range(norm.calls)]
     channels = [norm.running_mean.numel() for norm in called if norm.running_mean is not None]
     counts, means, variances = table.split([len(channels), sum(channels), sum(channels)], dim=1)
     repeats = without_waiting(torch.tensor(channels), table.device)
     counts = counts.repeat_interleave(repeats, dim=1, output_size=sum(channels))
     pooled = [values.split(channels) for values in _pooled(counts, means, variances)]
-    _update(of_owners(list(zip(called, *pooled, strict=True))))
+    found = list(zip(called, *pooled, strict=True))
+    _update(found if of_owners is None else of_owners(found))
     for norm in tracked:
         norm.pending.clear()
 

@@ -39,17 +39,15 @@ class RowShards:
         data: Group,
         kept: Sequence[nn.Parameter] | None = None,
     ) -> None:
-        self._data = data
-        self._values = [[] for _ in range(data.size)] if kept is not None else by_owner(parameters, data)
-        self._gradients = by_owner(gradients, data)
+        self._data, self._gradients = data, by_owner(gradients, data)
+        self._values = by_owner(parameters if kept is None else [], data)
         self._counts = [sum(part.numel() for part in parts) for parts in self._gradients]
         self.sum = gradients[0].new_zeros(self._counts[data.rank])
-        self.rows = (
-            list(kept) if kept is not None else [nn.Parameter(own_param_rows(each, data)) for each in parameters]
-        )
+        self.rows = [*kept] if kept is not None else [nn.Parameter(own_param_rows(each, data)) for each in parameters]
         self.sums = side_by_side(self.rows, self.sum, [rows.numel() for rows in self.rows])
 
-    def attach(self) -> None:
+    def zero(self) -> None:
+        self.sum.zero_()
         for rows, total in zip(self.rows, self.sums, strict=True):
             rows.grad = total
 
@@ -81,20 +79,16 @@ class RowShards:
 
 
 def send_rows(
-    outgoing: Tensor,
-    counts: Sequence[int],
-    places: Sequence[list[Tensor]],
-    group: Group,
-    incoming: Tensor | None = None,
+    outgoing: Tensor, counts: Sequence[int], places: Sequence[list[Tensor]], group: Group
 ) -> Callable[[], None]:
     """Starts sending this rank's rows to all others; the returned function waits for theirs, and copies them to their
     places.
 
     Args:
         outgoing: a copy of the rows for each of the others. counts: numbers of values that each rank sends.
-        places: by rank. incoming: as of `start_exchange`.
+        places: by rank.
     """
-    exchange = start_exchange(outgoing, [counts[group.rank]] * group.size, counts, group, "step", incoming)
+    exchange = start_exchange(outgoing, [counts[group.rank]] * group.size, counts, group, "step")
 
     def finish() -> None:
         for rank, arrived in enumerate(exchange()):

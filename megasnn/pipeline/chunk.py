@@ -17,9 +17,9 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.replicated import apply_layer
-from megasnn.layers.row_context import own_pixel_rows
+from megasnn.layers.row_context import own_pixel_rows, row_group
 from megasnn.layers.shape_inference import to_channels_last
-from megasnn.models.description import Built, Carried, LayerDescription, ModelDescription, frames_of
+from megasnn.models.description import Built, Carried, ModelDescription, frames_of
 from megasnn.parallel.sharding import ShardedTensor, described_tensors, materialise, sharded_tensors
 from megasnn.pipeline.graphs import Capture, ChunkGraphs, why_not
 from megasnn.telemetry.ranges import named
@@ -60,11 +60,10 @@ class PipelineChunk(nn.Module):
         self.weight_gradients = context.weight_gradients
         self.layers = nn.ModuleList(layers)
         self.receives, self.hands_on = description.carried(span.start), description.carried(span.stop)
+        self._is_chain = description.is_chain
         stateful = [each for each in self.layers.modules() if isinstance(each, (NeuronLayer, ParallelDropout))]
         self._carrying = [each for each in stateful if each.carries]
         self._last = [{*description.inputs[number]} - {*description.needed_from(number + 1)} for number in span]
-        self._gives_one = [description.layers[number].entries.keys() == {None} for number in span]
-        self._is_chain = description.is_chain
         self._context = context
         self.graphs: ChunkGraphs | None = None
 
@@ -97,30 +96,33 @@ class PipelineChunk(nn.Module):
         """
         if not goes_on and self._carrying:
             self.forget()
-        shape = self._description.input_shape
-        given = [own_pixel_rows(frames_of(x, shape), self._context)] if isinstance(x, Tensor) else x
+        if isinstance(x, Tensor):
+            frames, rows = frames_of(x, self._description.input_shape), row_group(self._context)
+            x = [frames if rows is None else own_pixel_rows(frames, rows)]
         if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
-            y = self.graphs.apply(given, samples, micro_batch)
-            given.clear()
+            y = self.graphs.apply(x, samples, micro_batch)
+            x.clear()
             return y
-        return self._run(given, samples, goes_on)
+        return self._run(x, samples, goes_on)
 
     def _run(self, given: list[Tensor], samples: range | None, goes_on: bool = False) -> Any:
         outputs: dict[int, Bundle] = {self.receives[0].layer: given[0]}
         if not self._is_chain:
             outputs = _unpacked(self.receives, given)
         given.clear()
-        for number, last, layer, gives_one in zip(self._span, self._last, self.layers, self._gives_one, strict=True):
-            layer_description = self._description.layers[number]
-            inputs, name = [outputs[source] for source in self._description.inputs[number]], layer_description.name
+        for number, last, layer in zip(self._span, self._last, self.layers, strict=True):
+            described = self._description.layers[number]
+            inputs, name = [outputs[source] for source in self._description.inputs[number]], described.name
             for source in last:  # nothing behind this layer needs them
                 del outputs[source]
             with explained(partial("{}: {}".format, name)), named(name):
                 y = apply_layer(layer, inputs[0], samples, *inputs[1:], goes_on=goes_on)
-            if not (gives_one and isinstance(y, Tensor)):
-                _require_described(layer_description, y)
-            y = map_entries(to_channels_last, y)
-            outputs[number] = y if self._is_chain else _with_edges_of_their_own(y, inputs)
+                if self._is_chain and isinstance(y, Tensor):
+                    outputs[number] = to_channels_last(y)
+                    continue
+                if (keys := entries_of(y).keys()) != described.entries.keys():
+                    raise ValueError(f"it gives {[*keys]}, and gave {[*described.entries]} in the dry run")
+            outputs[number] = _with_edges_of_their_own(map_entries(to_channels_last, y), inputs)
         if self.is_last:
             (output,) = outputs.values()
             return output
@@ -148,16 +150,6 @@ class PipelineChunk(nn.Module):
         return [entry for entry in described_tensors(self.named_layers()) if entry.is_copy]
 
 
-def _require_described(description: LayerDescription, y: Bundle) -> None:
-    """Raises ValueError for an output that is not built as that of the dry run was."""
-    try:
-        found, expected = entries_of(y).keys(), description.entries.keys()
-    except ValueError as error:
-        raise ValueError(f"{description.name}: {error}") from None
-    if found != expected:
-        raise ValueError(f"{description.name} gives {[*found]}, and gave {[*expected]} in the dry run")
-
-
 def _unpacked(carried: Sequence[Carried], tensors: Sequence[Tensor]) -> dict[int, Bundle]:
     """Outputs that a boundary carried, by the number of their layer."""
     entries: dict[int, dict[Key, Tensor]] = {}
@@ -179,10 +171,6 @@ def _with_edges_of_their_own(y: Bundle, inputs: Sequence[Bundle]) -> Bundle:
     return map_entries(apart, y)
 
 
-Keep = Callable[[int, Sequence[nn.Module]], None]
-"""Called with the number of a part and its layers when they have their values, before others get theirs."""
-
-
 def build_chunks(
     description: ModelDescription,
     bounds: Sequence[range],
@@ -190,28 +178,25 @@ def build_chunks(
     context: BuildContext,
     device: torch.device,
     seed: int,
-    keep: tuple[Sequence[range], Keep] | None = None,
     built: Sequence[Built] | None = None,
+    shard: tuple[Sequence[range], Callable[[int, Sequence[nn.Module]], None]] | None = None,
 ) -> dict[int, PipelineChunk]:
     """Builds a rank's chunks: of all layers, only their own get memory, and keyed initial values.
 
     Args:
         indices: of these chunks.
-        keep: layers that get their values at once, each part within one chunk, and what is called with each; None: the
-            chunks.
         built: all layers for this rank; None to build them.
+        shard: layers of each unit, and what is called with a unit's number and its layers when these have their values,
+            before others get theirs.
     """
     layers = [each.module for each in built or description.build(context)]
-    parts, kept = keep or (bounds, lambda part, layers: None)
-    chunks = {
+    units, keep = shard or (bounds, None)
+    for number, unit in enumerate(units):
+        if unit and any(unit.start in bounds[index] for index in indices):
+            materialise([(description.layers[at].name, layers[at]) for at in unit], device, seed)
+            if keep is not None:
+                keep(number, [layers[at] for at in unit])
+    return {
         index: PipelineChunk(description, bounds, index, [layers[number] for number in bounds[index]], context)
         for index in indices
     }
-    for index, chunk in chunks.items():
-        span = bounds[index]
-        for number, part in enumerate(parts):
-            if part and part.start in span:
-                within = [named for at, named in zip(span, chunk.named_layers(), strict=True) if at in part]
-                materialise(within, device, seed)
-                kept(number, [layer for _, layer in within])
-    return chunks

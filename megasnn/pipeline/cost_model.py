@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from megasnn.schedule import ChunkCost
 from megasnn.schedule.memory import stage_shares
 
+TIMED = "forward", "input_gradient", "weight_gradient"
+
 
 @dataclass(frozen=True)
 class LinkCost:
@@ -89,27 +91,21 @@ class PipelineCosts:
             bounds: layers of each chunk. placement: its rank.
             recomputes: backwards take the forwards that are computed again before them, too.
         """
-        shares = stage_shares(placement)
-        return [self._of_chunk(span, share, recomputes) for span, share in zip(bounds, shares, strict=True)]
+        found = []
+        for span, share in zip(bounds, stage_shares(placement), strict=True):
+            layers = [self.layers[i] for i in span]
+            # A chunk without layers hands its input on.
+            last = self.layers[span.stop - 1] if span.stop > 0 else LayerCost()
+            forward, inputs, weights = (sum(getattr(each, part) for each in layers) for part in TIMED)
+            inputs += recomputes * forward
+            transfers = self.link.message(last.message), self.link.message(last.gradient)
+            found.append(ChunkCost(forward, inputs, weights, *transfers, activation=share))
+        return found
 
     def with_unshards(self, costs: Sequence[ChunkCost], unit_bytes: Sequence[int], ranks: int) -> list[ChunkCost]:
         """Adds the time of UNSHARD and REDUCE_SCATTER to units whose weights `ranks` replicas shard."""
         times = [self.link.exchange(ranks, size / ranks) if size else 0.0 for size in unit_bytes]
         return [replace(cost, unshard=time, reduce_scatter=time) for cost, time in zip(costs, times, strict=True)]
-
-    def _of_chunk(self, span: range, share: float, recomputes: bool) -> ChunkCost:
-        layers = [self.layers[i] for i in span]
-        # A chunk without layers hands its input on.
-        last = self.layers[span.stop - 1] if span.stop > 0 else LayerCost()
-        forward = sum(each.forward for each in layers)
-        return ChunkCost(
-            forward=forward,
-            input_gradient=sum(each.input_gradient for each in layers) + recomputes * forward,
-            weight_gradient=sum(each.weight_gradient for each in layers),
-            transfer=self.link.message(last.message),
-            transfer_back=self.link.message(last.gradient),
-            activation=share,
-        )
 
 
 def for_samples(counted: Sequence[LayerCost], samples: int, sizes: Sequence[int]) -> LayerCost:

@@ -36,6 +36,7 @@ class PipelineExecutor:
 
     Args:
         units: of this rank, as the schedule numbers them.
+        transfers: None on a single stage.
         loss: called on the rank of the last unit, in each forward of a training step.
         weights: gathers weights when they are used; None where they are always there.
     """
@@ -44,7 +45,7 @@ class PipelineExecutor:
         self,
         units: Mapping[int, PipelineChunk],
         state: ParallelState,
-        transfers: Transfers,
+        transfers: Transfers | None,
         loss: LossFunction,
         gradient_buckets: GradientBuckets,
         weights: GatheredWeights | None = None,
@@ -54,6 +55,7 @@ class PipelineExecutor:
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a unit's input part of a graph
         modules = [module for unit in units.values() for module in unit.modules()]
         self._neurons = [module for module in modules if isinstance(module, NeuronLayer)]
+        self._graphs = [unit.graphs for unit in units.values() if unit.graphs is not None]
         self._sizes: list[tuple[int, ...]] = []  # of micro-batches in training steps
         self._scattered: set[int] = set()  # units whose gradients are, after every micro-batch
         self._methods: dict[Kind, Callable[[StepState, Action], None]] = {
@@ -62,13 +64,14 @@ class PipelineExecutor:
             Kind.INPUT_GRADIENT: self._input_gradient,
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
             Kind.RECOMPUTE: self._forward_again,
-            Kind.SEND_FORWARD: self._send_forward,
-            Kind.RECV_FORWARD: self._receive_forward,
-            Kind.SEND_BACKWARD: self._send_backward,
-            Kind.RECV_BACKWARD: self._receive_backward,
             Kind.REDUCE_GRAD: lambda run, action: gradient_buckets.finish(action.unit),
             Kind.REDUCE_SCATTER: lambda run, action: gradient_buckets.scatter(action.unit),
         }
+        if transfers is not None:
+            self._methods[Kind.SEND_FORWARD] = partial(self._send_forward, transfers)
+            self._methods[Kind.RECV_FORWARD] = partial(self._receive_forward, transfers)
+            self._methods[Kind.SEND_BACKWARD] = partial(self._send_backward, transfers)
+            self._methods[Kind.RECV_BACKWARD] = partial(self._receive_backward, transfers)
         if weights is not None:
             self._methods[Kind.UNSHARD] = lambda run, action: weights.unshard(action.unit)
             self._methods[Kind.RESHARD] = lambda run, action: weights.reshard(action.unit)
@@ -88,14 +91,16 @@ class PipelineExecutor:
         repeated = frozenset(each.key for each in actions if each.kind is Kind.RECOMPUTE)
         self._scattered = {each.unit for each in actions if each.kind is Kind.REDUCE_SCATTER}
         run = StepState(micro_batches, self._anchor, repeated, consume)
-        self._transfers.begin(schedule, sizes)
-        if consume is None:
+        if self._transfers is not None:
+            self._transfers.begin(schedule, sizes)
+        if self._graphs and consume is None:
             self._begin_graphs(sizes)
         with nullcontext() if consume is None else torch.no_grad():
             for action in actions:
                 with placed(partial(self._place, action)), named(action):
                     self._do(run, action)
-        self._transfers.wait()
+        if self._transfers is not None:
+            self._transfers.wait()
         if consume is None:
             self._gradient_buckets.wait()
         total = torch.zeros((), dtype=torch.float64, device=self._state.device)
@@ -105,17 +110,14 @@ class PipelineExecutor:
 
     def _begin_graphs(self, sizes: tuple[int, ...]) -> None:
         """Begins CUDA graphs. The first training step of its sizes has none: kernels are compiled in it."""
-        graphs = [unit.graphs for unit in self._units.values() if unit.graphs is not None]
-        if not graphs:
-            return
         observes = any(neuron.is_observed for neuron in self._neurons)
         has_graphs = sizes in self._sizes[:MOST_GRAPHED] and not observes
         self._sizes += [sizes] * (sizes not in self._sizes)
-        for each in graphs:
+        for each in self._graphs:
             each.begin(has_graphs)
 
     def _do(self, run: StepState, action: Action) -> None:
-        if action.kind in COMPUTE:
+        if self._transfers is not None and action.kind in COMPUTE:
             self._transfers.announce(action)
         if self._weights is not None and action.kind in USES_WEIGHTS:
             self._weights.wait_unshard(action.unit)
@@ -171,7 +173,7 @@ class PipelineExecutor:
         if not self._units[unit].is_last:
             run.await_gradients(key, y)
             given = [without_graph(each) for each in y]
-            if self._transfers.placement[unit + 1] == self._state.pp.rank:
+            if unit + 1 in self._units:
                 run.inputs[unit + 1, key[1]] = given
             else:
                 run.outputs[key] = given
@@ -195,17 +197,17 @@ class PipelineExecutor:
 
     # --- transfers
 
-    def _send_forward(self, run: StepState, action: Action) -> None:
-        self._transfers.send(action, run.outputs.pop(action.key))
+    def _send_forward(self, transfers: Transfers, run: StepState, action: Action) -> None:
+        transfers.send(action, run.outputs.pop(action.key))
 
-    def _send_backward(self, run: StepState, action: Action) -> None:
+    def _send_backward(self, transfers: Transfers, run: StepState, action: Action) -> None:
         unit, micro_batch = action.key
-        self._transfers.send(action, run.gradients.pop((unit - 1, micro_batch)))
+        transfers.send(action, run.gradients.pop((unit - 1, micro_batch)))
 
-    def _receive_forward(self, run: StepState, action: Action) -> None:
-        run.inputs[action.key] = [*self._transfers.receive(action).values()]
+    def _receive_forward(self, transfers: Transfers, run: StepState, action: Action) -> None:
+        run.inputs[action.key] = [*transfers.receive(action).values()]
 
-    def _receive_backward(self, run: StepState, action: Action) -> None:
+    def _receive_backward(self, transfers: Transfers, run: StepState, action: Action) -> None:
         """Gradients come for all that may learn; a layer may have cut some of it off."""
-        came = self._transfers.receive(action)
+        came = transfers.receive(action)
         run.gradients[action.key] = [came[index] for index in run.learning.pop(action.key)]

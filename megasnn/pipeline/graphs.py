@@ -1,4 +1,4 @@
-"""CUDA graphs of a chunk: forward, the gradients of its inputs, and those of its weights. Never run on a GPU so far.
+"""CUDA graphs of a chunk: forward, the gradients of its inputs, and those of its weights.
 
 A graph computes on memory that stays where it is, with numbers that stay what they are. So:
 
@@ -195,7 +195,7 @@ class _SlotGraphs:
         _fill(self._grads, grads)
         self._replay_backward()
         for parameter in self._learnt:
-            of.weight_gradients.added(parameter)
+            of.weight_gradients.observer(parameter)
         if self._tasks:
             of.weight_gradients.leave(self._add_weights)
         return [None if grad is None else grad.clone() for grad in self._found]
@@ -233,7 +233,7 @@ class _SlotGraphs:
     def _add_weights(self) -> None:
         self._replay_weights()
         for parameter, _ in self._tasks:
-            self._of.weight_gradients.added(parameter)
+            self._of.weight_gradients.observer(parameter)
 
 
 class _Replayed(torch.autograd.Function):

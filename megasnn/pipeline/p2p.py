@@ -26,7 +26,6 @@ from torch import Tensor
 
 from megasnn.bundle import Key, entries_of
 from megasnn.device_checks import explained
-from megasnn.host_memory import without_waiting
 from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, bits_of, decode_into, encode, encoded_like
 from megasnn.layers.context import BuildContext
@@ -57,9 +56,9 @@ class TensorSpec:
     content: Content = Content.DENSE
     learns: bool = False
 
-    def buffer(self, device: torch.device, pinned: bool = False) -> Tensor:
+    def buffer(self, device: torch.device) -> Tensor:
         """Empty message."""
-        return encoded_like(torch.Size(self.shape).numel(), self.content, self.dtype, device, pinned)
+        return encoded_like(torch.Size(self.shape).numel(), self.content, self.dtype, device)
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Makes the message. Spikes that know their bits are not looked at.
@@ -127,13 +126,6 @@ class Boundaries:
         return replace(spec, shape=(spec.shape[0], samples, *spec.shape[2:]))
 
 
-def on_wire(message: Tensor, wire: torch.device) -> Tensor:
-    """Message where it is sent from: itself, or of a GPU's a copy in pinned memory. The host waits for that."""
-    if message.device.type == wire.type:
-        return message
-    return torch.empty_like(message, device=wire, pin_memory=message.is_cuda).copy_(message)
-
-
 def linked(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Pairs of pipeline ranks that send to each other, each once, in ascending order."""
     return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
@@ -145,23 +137,21 @@ class Link:
     Args:
         outward, inward: groups that this rank sends through, and receives through.
         peer: global rank.
-        wire: where messages lie when they travel. device: where their tensors are.
     """
 
-    def __init__(self, outward: Group, inward: Group, peer: int, wire: torch.device, device: torch.device) -> None:
+    def __init__(self, outward: Group, inward: Group, peer: int, device: torch.device) -> None:
         self.outward, self.inward, self.peer = outward, inward, peer
-        self._wire, self._device = wire, device
+        self._device = device
         self._in_flight: deque[tuple[int, dist.Work, Tensor]] = deque()  # with the number of the transfer
         self._posted: deque[tuple[dist.Work, Tensor]] = deque()
         self.transfers = 0
 
     def send(self, message: Tensor) -> None:
         """Starts sending. Does not wait for the peer."""
-        payload = on_wire(message, self._wire)
-        work = dist.isend(payload, self.peer, group=self.outward.handle)
+        work = dist.isend(message, self.peer, group=self.outward.handle)
         assert work is not None
-        # The transport reads the payload until it is done: it must stay alive that long.
-        self._in_flight.append((self.transfers, work, payload))
+        # The transport reads the message until it is done: it must stay alive that long.
+        self._in_flight.append((self.transfers, work, message))
         while self._in_flight and self._in_flight[0][1].is_completed():
             self._in_flight.popleft()
 
@@ -172,7 +162,7 @@ class Link:
 
     def post(self, spec: TensorSpec) -> None:
         """Announces the next message."""
-        buffer = spec.buffer(self._wire, pinned=self._device.type == "cuda" and self._wire.type == "cpu")
+        buffer = spec.buffer(self._device)
         work = dist.irecv(buffer, self.peer, group=self.inward.handle)
         assert work is not None
         self._posted.append((work, buffer))
@@ -182,7 +172,7 @@ class Link:
         work, buffer = self._posted.popleft()
         work.wait()
         let_go()
-        return spec.unpack(without_waiting(buffer, self._device))
+        return spec.unpack(buffer)
 
     def finish(self) -> None:
         """Waits at the end of a step until everything sent has left."""
@@ -200,7 +190,7 @@ class Transfers:
 
     Args:
         units: this rank's units by index. placement: pipeline rank of every unit.
-        boundaries: what they carry; None on a single stage.
+        boundaries: what they carry.
     """
 
     def __init__(
@@ -208,17 +198,17 @@ class Transfers:
         units: Mapping[int, PipelineChunk],
         placement: Sequence[int],
         state: ParallelState,
-        boundaries: Boundaries | None = None,
+        boundaries: Boundaries,
     ) -> None:
         self._units, self.placement, self._boundaries = units, tuple(placement), boundaries
         self._rank, self.links = state.pp.rank, dict[int, Link]()
-        up, down, wire = state.pp, state.pp_down, state.wire
+        up, down, device = state.pp, state.pp_down, state.device
         for low, high in linked(pairwise(placement)):
-            start_messages(up, low, high, wire)
-            start_messages(down, high, low, wire)
+            start_messages(up, low, high, device)
+            start_messages(down, high, low, device)
             if self._rank in (low, high):
                 ways, peer = ((up, down), high) if self._rank == low else ((down, up), low)
-                self.links[peer] = Link(*ways, up.ranks[peer], wire, state.device)
+                self.links[peer] = Link(*ways, up.ranks[peer], device)
         self._sizes: Sequence[int] = ()
         self._schedule: Schedule | None = None  # the last one, for which the next three are made
         self._arrivals, self._posts = dict[Action, int](), dict[Action, list[Action]]()
@@ -279,10 +269,9 @@ class Transfers:
     def _message(self, action: Action, sizes: Sequence[int], forward_only: bool) -> Message:
         """Link and tensors of a transfer; of gradients, those of the tensors that learn."""
         unit, forward = self._units[action.unit], action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
-        boundaries, samples, carried = self._boundaries, sizes[action.key[1]], dict[int, tuple[TensorSpec, str]]()
-        assert boundaries is not None
+        samples, carried = sizes[action.key[1]], dict[int, tuple[TensorSpec, str]]()
         for place, each in enumerate(unit.receives if action.kind.is_receive == forward else unit.hands_on):
-            spec = boundaries.spec(each, samples)
+            spec = self._boundaries.spec(each, samples)
             if forward:
                 carried[place] = replace(spec, learns=spec.learns and not forward_only), each.name
             elif spec.learns:

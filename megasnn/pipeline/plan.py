@@ -14,7 +14,7 @@ from megasnn.layers.context import BuildContext
 from megasnn.models.description import Built, ModelDescription
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.fsdp import unit_bytes
-from megasnn.parallel_state import Group, ParallelState
+from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts
 from megasnn.pipeline.peak_memory import unit_memory, within_budget
 from megasnn.pipeline.profile_layers import profile_pipeline
@@ -37,16 +37,12 @@ class PipelinePlan:
         schedules: for any number of micro-batches; carries those decided on for the numbers of a step.
         micro_batches: of a usual step.
         costs: measured; None where nobody needed them.
-        memory_budget: MB, as it was asked for.
-        weight_ranks: number of replicas that share one copy of the weights.
     """
 
     bounds: tuple[range, ...]
     schedules: SchedulePlan
     micro_batches: int
     costs: PipelineCosts | None = None
-    memory_budget: float | None = None
-    weight_ranks: int = 1
 
     @property
     def unit_bounds(self) -> list[range]:
@@ -60,29 +56,23 @@ class PipelinePlan:
         costs = self.costs.of_chunks(self.unit_bounds, self.schedules.unit_placement)
         weights = self.schedules.weights
         if weights is not None:
-            costs = self.costs.with_unshards(costs, weights.unit_bytes, self.weight_ranks)
+            costs = self.costs.with_unshards(costs, weights.unit_bytes, weights.ranks)
         return simulate(self.schedules.training(micro_batches), costs)
 
-    def describe(self, asked: str) -> list[str]:
-        """A line about the choice; none without costs. Args: asked: name of the schedule."""
-        result = self.simulation(self.micro_batches)
-        if result is None:
-            return []
-        return [
-            f"--pipeline-schedule {asked}: {self.schedules.training(self.micro_batches).name}, predicted for "
-            f"{self.micro_batches} micro-batches {1e3 * result.makespan:.1f} ms ({result.idle_share:.1%} bubble)"
-        ]
-
-    def describe_recompute(self) -> list[str]:
-        """A line about forwards that are computed again."""
-        if self.schedules.recompute == NEVER and self.memory_budget is None:
-            return []
-        rows = self.schedules.training(self.micro_batches).actions
-        again = sum(action.kind is Kind.RECOMPUTE for row in rows for action in row)
-        budget = self.memory_budget
-        flag = f"--recompute {self.schedules.recompute}" if budget is None else f"--memory-budget {budget:g}"
-        forwards = sum(map(len, self.bounds)) * self.micro_batches
-        return [f"{flag}: {again} of a step's {forwards} forwards of layers are computed again"]
+    def describe(self, asked: ParallelConfig) -> list[str]:
+        """Lines about the choice of the schedule, where costs decide, and forwards that are computed again."""
+        count, schedule, lines = self.micro_batches, self.schedules.training(self.micro_batches), list[str]()
+        result, budget = self.simulation(count), asked.memory_budget
+        if result is not None:
+            lines.append(
+                f"--pipeline-schedule {asked.pipeline_schedule}: {schedule.name}, predicted for {count} micro-batches "
+                f"{1e3 * result.makespan:.1f} ms ({result.idle_share:.1%} bubble)"
+            )
+        if again := sum(action.kind is Kind.RECOMPUTE for row in schedule.actions for action in row):
+            flag = f"--recompute {asked.recompute}" if budget is None else f"--memory-budget {budget:g}"
+            forwards = sum(map(len, self.bounds)) * count
+            lines.append(f"{flag}: {again} of a step's {forwards} forwards of layers are computed again")
+        return lines
 
 
 def plan_pipeline(
@@ -115,7 +105,7 @@ def plan_pipeline(
     if context.dp_shard.size > 1:
         scatters = parallel.weight_gradients == "scattered"
         layers = [each.module for each in built]
-        weights_of = partial(shared_weights, layers, dp_shard=context.dp_shard, scatters=scatters)
+        weights_of = partial(shared_weights, layers, ranks=context.dp_shard.size, scatters=scatters)
     choice = partial(choose, parallel, stages, len(description.layers), counts, bounds, costs, weights_of)
     return broadcast_result(state.world.handle, choice)
 
@@ -168,11 +158,11 @@ def choose(
         plan = replace(refined, chosen=again) if again else plan
     if weights_of is not None:
         plan = plan.sharing(weights_of(plan.unit_bounds(cut)), counts)
-    return PipelinePlan(cut, plan, counts[0], costs, parallel.memory_budget, parallel.weight_parallel_size)
+    return PipelinePlan(cut, plan, counts[0], costs)
 
 
 def shared_weights(
-    layers: Sequence[nn.Module], units: Sequence[range], dp_shard: Group, scatters: bool = False
+    layers: Sequence[nn.Module], units: Sequence[range], ranks: int, scatters: bool = False
 ) -> SharedWeights:
     """Weights that replicas shard by rows, of each unit.
 
@@ -181,7 +171,6 @@ def shared_weights(
         units: layers of each.
         scatters: gradients are scattered after every micro-batch.
     """
-    found = [unit_bytes([layers[number] for number in unit], dp_shard) for unit in units]
-    gathered, travelling = tuple(size for size, _ in found), tuple(buffer for _, buffer in found)
+    gathered = tuple(unit_bytes([layers[number] for number in unit]) for unit in units)
     scattered = frozenset(unit for unit, size in enumerate(gathered) if size) if scatters else frozenset()
-    return SharedWeights(gathered, scattered, travelling)
+    return SharedWeights(gathered, scattered, ranks)

@@ -26,14 +26,13 @@ from megasnn.parallel.sharding import materialise
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, ParallelState, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
-from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts, for_samples
+from megasnn.pipeline.cost_model import TIMED, LayerCost, LinkCost, PipelineCosts, for_samples
 from megasnn.pipeline.microbatch_state import MicroBatchInput, StepState
 from megasnn.pipeline.p2p import TensorSpec
 from megasnn.recompute import Cache, recording
 from megasnn.telemetry.allocations import AllocationCounter
 
 ROUNDS = 3
-TIMED = "forward", "input_gradient", "weight_gradient"
 TRIAL_SAMPLES = 1, 2
 COUNTED_AS_THEY_ARE = 4
 """Samples of a micro-batch. Of few, other moments are the peak than of many: weights' gradients take most."""
@@ -57,8 +56,8 @@ def profile_pipeline(
         dist.barrier(group=world.handle)
     group = state.pp if state.pp.size > 1 else context.dp_shard
     if group.size > 1:
-        start_messages(group, 0, 1, state.wire)
-        link = measure_link(group, state.wire)
+        start_messages(group, 0, 1, state.device)
+        link = measure_link(group, state.device)
     measured = [PipelineCosts(tuple(layers), link)]
     if world.size > 1:
         dist.broadcast_object_list(measured, src=0, group=world.handle)

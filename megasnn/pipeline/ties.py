@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megasnn.host_memory import without_waiting
 from megasnn.layers import ParallelBatchNorm
 from megasnn.layers.shape_inference import calls_of
 from megasnn.models.description import ModelDescription
@@ -23,7 +22,7 @@ from megasnn.parallel.sync_batch_norm import StepStatistics
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
-from megasnn.pipeline.p2p import linked, on_wire
+from megasnn.pipeline.p2p import linked
 
 
 @dataclass
@@ -50,7 +49,7 @@ class Ties:
     Args:
         bounds, placement: the layers and the pipeline rank of each chunk.
         pipeline: this rank's group. Whatever its ranks have sent in a step must have arrived.
-        wire: where messages lie.
+        device: where messages lie.
         gradient: of a parameter, what this rank has of it, the same of an owner and of its copies.
         kept: what this rank keeps of a tensor, likewise.
     """
@@ -62,11 +61,11 @@ class Ties:
         placement: Sequence[int],
         chunks: Mapping[int, PipelineChunk],
         pipeline: Group,
-        wire: torch.device,
+        device: torch.device,
         gradient: Callable[[Tensor], Tensor | None],
         kept: Callable[[ShardedTensor], ShardedTensor] = lambda entry: entry,
     ) -> None:
-        self._pipeline, self._wire, self._gradient = pipeline, wire, gradient
+        self._pipeline, self._device, self._gradient = pipeline, device, gradient
         chunk_of = {description.layers[number].name: index for index, span in enumerate(bounds) for number in span}
         owned = {entry.name: kept(entry).tensor for chunk in chunks.values() for entry in chunk.sharded_tensors()}
         copies = {index: iter(chunk.copied_tensors()) for index, chunk in chunks.items()}
@@ -82,7 +81,7 @@ class Ties:
             if pipeline.rank == copy:
                 pair.copies.append(kept(next(copies[index])).tensor)
         for low, high in linked((pair.owner, pair.copy) for pair in pairs.values()):
-            start_messages(pipeline, low, high, wire)
+            start_messages(pipeline, low, high, device)
         self._pairs = [pair for _, pair in sorted(pairs.items()) if pipeline.rank in (pair.owner, pair.copy)]
         for pair in self._pairs:
             pair.owning_norms = [norm_of[tensor] for tensor in pair.owned if tensor in norm_of]
@@ -137,13 +136,13 @@ class Ties:
         if source == target:
             return given
         for tensor in given if self._pipeline.rank == source else ():
-            message = on_wire(tensor.detach().contiguous(), self._wire)
+            message = tensor.detach().contiguous()
             statistics.record("ties", "send", "step", message.nbytes)
             dist.send(message, ranks[target], group=group)
         for tensor in like if self._pipeline.rank == target else ():
-            message = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._wire)
+            message = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             dist.recv(message, ranks[source], group=group)
-            moved.append(without_waiting(message, tensor.device))
+            moved.append(message)
         return moved
 
 

@@ -55,7 +55,7 @@ def analyze(config: PretrainConfig, measure: bool = False) -> Analysis:
         return counted_sizes(description, config)
     from megasnn.planner.measure import measured
 
-    device, _ = choose_device(config.parallel.backend, config.parallel.device)
+    device, _ = choose_device(config.parallel.device)
     is_first = os.environ.get("RANK", "0") == "0"
     counted = counted_sizes(description, config, device.type == "cpu") if is_first else None
     return measured(description, config, counted)

@@ -104,7 +104,7 @@ def _gpu(name: str, memory: float, teraflops: dict[str, float], bandwidth: float
         memory=memory,
         operations={precision: PRODUCTS * 0.5e12 * rate for precision, rate in teraflops.items()},
         moved=MOVES * bandwidth,
-        # Eager steps are bound by their host: 1,063 launches of the 22 layers of Spikformer-8-512, at 33 us of Python
+        # Eager steps are bound by their host: 1,060 launches of the 22 layers of Spikformer-8-512, at 33 us of Python
         # each, are 16 for each of the three parts of a layer.
         least=5.3e-4,
         update=MOVED_IN_UPDATE / (UPDATE_REACHES * bandwidth),
@@ -113,8 +113,8 @@ def _gpu(name: str, memory: float, teraflops: dict[str, float], bandwidth: float
         program=1.5e9,
         rest=0.05,
         told=f"the table of devices; of its peak rates, products reach {PRODUCTS:.0%}, memory {MOVES:.0%} and links "
-        f"{LINKS:.0%}: fitted to figures that SpikingJelly publishes for an RTX 4090 and its own implementation "
-        "(docs/planner.md); MegaSNN was not measured on a GPU: compare with a run before you rely on it",
+        f"{LINKS:.0%}: fitted to figures that SpikingJelly publishes for an RTX 4090 and its own implementation; "
+        "on an H200 MegaSNN took twice as long as foreseen (docs/planner.md): compare with a run before you rely on it",
     )
 
 

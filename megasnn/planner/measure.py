@@ -30,7 +30,7 @@ def measured(description: ModelDescription, config: PretrainConfig, known: Analy
     """
     keep_free_memory()  # as an Engine does
     joined_before = dist.is_initialized()
-    device = start_process_group(config.parallel.backend, config.parallel.device)
+    device = start_process_group(config.parallel.device)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     context, samples = one_rank(config, device.type == "cpu"), config.training.micro_batch_size
     timed, link = [], None

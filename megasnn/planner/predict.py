@@ -295,8 +295,7 @@ class Predictor:
             sizes, ranks = self._unit_bytes(layout.grid.tp), layout.grid.dp_shard
             units = tuple(sum(sizes[i] for i in span) for span in plan.unit_bounds(bounds))
             # Others' rows come as they lie there; with more than one other, a copy in their order is made.
-            travelling = tuple(size * (ranks - 1) // ranks * (1 if ranks == 2 else 2) for size in units)
-            plan = plan.sharing(SharedWeights(units, travelling=travelling), counts)
+            plan = plan.sharing(SharedWeights(units, ranks=ranks), counts)
         return plan
 
     def _memory(

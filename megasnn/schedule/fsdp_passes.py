@@ -23,12 +23,12 @@ class SharedWeights:
     Attributes:
         unit_bytes: of the gathered weights of each unit; 0: it has none.
         scattered: units whose gradients are scattered after every micro-batch.
-        travelling: bytes of a buffer that each unit can be gathered in.
+        ranks: that shard them.
     """
 
     unit_bytes: tuple[int, ...]
     scattered: frozenset[int] = frozenset()
-    travelling: tuple[int, ...] = ()
+    ranks: int = 2
 
     def insert(self, schedule: Schedule) -> Schedule:
         """Adds UNSHARD, RESHARD and REDUCE_SCATTER, proved right."""
@@ -38,9 +38,11 @@ class SharedWeights:
         return complete
 
     def gathered_and_buffers(self, schedule: Schedule, rank: int) -> tuple[int, int]:
-        """Most bytes of gathered weights that a rank holds, and bytes of the buffers in which they come."""
-        units = [self.travelling[unit] for unit in schedule.units_of(rank) if self.unit_bytes[unit]]
-        return max(weights_held(schedule, rank, self.unit_bytes)), max(units, default=0) * min(AT_ONCE, len(units))
+        """Most bytes of gathered weights that a rank holds, and of what comes, and with more than two ranks goes, on
+        its way."""
+        units = [self.unit_bytes[unit] for unit in schedule.units_of(rank) if self.unit_bytes[unit]]
+        travelling = max(units, default=0) * (self.ranks - 1) // self.ranks * (1 if self.ranks == 2 else 2)
+        return max(weights_held(schedule, rank, self.unit_bytes)), travelling * min(AT_ONCE, len(units))
 
 
 def insert_unshards(schedule: Schedule, unit_bytes: Sequence[int]) -> Schedule:

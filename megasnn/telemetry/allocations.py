@@ -77,11 +77,12 @@ def let_others_go() -> None:
         time.sleep(_LONG_ENOUGH)
 
 
-def count_array(array: np.ndarray) -> None:
-    """To be called for an array that has memory of its own, which torch does not see."""
+def counted(array: np.ndarray) -> np.ndarray:
+    """An array with memory of its own, which torch does not see, and the forecast of memory is to see."""
     if _counting:
         _mark(array.nbytes)
         weakref.finalize(array, _mark, -array.nbytes)
+    return array
 
 
 def _mark(size: int) -> None:

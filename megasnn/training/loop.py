@@ -12,7 +12,6 @@ from megasnn.data import GlobalBatch
 from megasnn.device_checks import placed
 from megasnn.engine import Engine
 from megasnn.engine.debug import first_non_finite
-from megasnn.grid import HOLDING_AXES
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.replica_check import ReplicaCheck, ReplicaError
 from megasnn.parallel.traffic import statistics
@@ -69,8 +68,7 @@ class TrainingRun:
             self.saves = Saves(config, engine, claimed, self.data.place, begin, reporter)
             self.metrics = Metrics(engine)
             self.pictures = Pictures(config, engine, self.data.datasets, self.metrics.rasters, reporter)
-            groups = {axis: state.group(axis) for axis in HOLDING_AXES}
-            self.replicas = ReplicaCheck(engine.checkpoints.entries, groups, state.world, state.wire)
+            self.replicas = ReplicaCheck(engine.checkpoints.entries, state)
             introduce(config, engine, self.data.length, reporter)
             self._memory = [] if config.training.evaluate_only else forecast_memory(config, engine, reporter)
             announce(self._memory, reporter)

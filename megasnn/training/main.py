@@ -17,7 +17,6 @@ from megasnn.engine.mesh import join_ranks
 from megasnn.files import CheckpointError
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.replica_check import ReplicaError
-from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.callback import Callback
 from megasnn.training.loop import TrainingRun
 from megasnn.training.signals import StopSignals
@@ -68,34 +67,28 @@ def _recorded(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
 
 
 def _train(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
-    """Joins the ranks, then trains; returns the exit status."""
+    """Joins the ranks, builds, loads, trains, evaluates, saves; returns the exit status."""
     state, leave = join_ranks(config)
+    stage, stop, is_alone = f"pipeline stage {state.pp.rank}", StopSignals(), state.world.size == 1
     try:
-        status = _trained(config, state, callbacks)
+        with placed(f"on {stage}"):
+            run = TrainingRun(config, state, stop, callbacks)
+        with placed(lambda: f"on {stage}, after iteration {run.engine.iteration}"):
+            try:
+                run.train()
+            except Exception:
+                # A save in the background may be nearly complete. The other ranks still work on it: they hear of the
+                # error after this, and their processes end.
+                with suppress(Exception):  # the first error is the one to be reported
+                    run.saves.finish(None if is_alone else SAVING_SECONDS)
+                    if is_alone:
+                        run.close()
+                raise
+            run.close()
         gather(state.world.handle, None)  # an error of another rank at its end still ends all
     finally:
-        if state.world.size == 1 or sys.exc_info()[0] is None:  # else nothing that waits for other ranks may run
+        if is_alone or sys.exc_info()[0] is None:  # else nothing that waits for other ranks may run
             leave()
-    return status
-
-
-def _trained(config: PretrainConfig, state: ParallelState, callbacks: Sequence[Callback]) -> int:
-    """Builds, loads, trains, evaluates, saves; returns the exit status."""
-    stage, stop = f"pipeline stage {state.pp.rank}", StopSignals()
-    with placed(f"on {stage}"):
-        run = TrainingRun(config, state, stop, callbacks)
-    with placed(lambda: f"on {stage}, after iteration {run.engine.iteration}"):
-        try:
-            run.train()
-        except Exception:
-            # A save in the background may be nearly complete. The other ranks still work on it: they hear of the error
-            # after this, and their processes end.
-            with suppress(Exception):  # the first error is the one to be reported
-                run.saves.finish(None if state.world.size == 1 else SAVING_SECONDS)
-                if state.world.size == 1:
-                    run.close()
-            raise
-        run.close()
     if config.training.evaluate_only and not run.has_evaluated:
         return stop.status
     if run.has_diverged:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from megasnn.checkpoint.folder import go_back, list_checkpoints, resolve
@@ -24,9 +23,7 @@ from megasnn.config.identity import changed_recipe, changed_samples, identity, r
 from megasnn.device_checks import placed
 from megasnn.engine import Engine
 from megasnn.files import CheckpointError, NoCheckpointError, in_message
-from megasnn.layers import ParallelNeuron
-from megasnn.parallel.agreement import broadcast_result, gather, run_on_all_ranks
-from megasnn.parallel.sharding import owner_name
+from megasnn.parallel.agreement import broadcast_result, run_on_all_ranks
 from megasnn.parallel_state import ParallelState
 
 
@@ -204,29 +201,21 @@ def _continue(config: PretrainConfig, engine: Engine, place: Mapping[str, object
 
 def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> StartingPoint:
     """Takes only the weights, of a model whose tensors fit; a last layer of another shape stays as initialised."""
-    distributed, world = engine.distributed, engine.state.world.handle
+    distributed, other_head = engine.distributed, False
     head = distributed.description.layers[-1].name
     shapes = {entry.name: entry.shard.global_shape for entry in distributed.description.tensors}
     of_head = {name for name in shapes if name.startswith(f"{head}.")}
-    mine = [  # parameters by which neurons learn their time constants
-        owner_name(neuron, "w", path)
-        for path, neuron in distributed.neurons()
-        if isinstance(neuron, ParallelNeuron) and neuron.w is not None
-    ]
-    time_constants = set(chain(*gather(world, mine)))
-    other_head, initial = False, set[str]()
 
     def leave(saved: Metadata) -> set[str]:
-        nonlocal other_head, initial
+        nonlocal other_head
         other_head = any(saved.tensors[n].shape != shapes[n] for n in of_head & saved.tensors.keys())
-        initial = time_constants - saved.tensors.keys()
-        return (of_head if other_head else set()) | initial
+        return of_head if other_head else set()
 
     loaded = load_checkpoint(
         folder,
         LocalState(distributed.tensors),
         step=config.checkpoint.ckpt_step,
-        process_group=world,
+        process_group=engine.state.world.handle,
         check=lambda saved: model_differences(saved, config.model.name, None),
         leave=leave,
     )
@@ -234,11 +223,6 @@ def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> Starti
     remarks = [*loaded.remarks, *changed_samples(loaded.extra, config)]
     if other_head:
         remarks.append(f"{head} is of another shape in the checkpoint: it stays as it is initialised")
-    if initial:
-        remarks.append(
-            f"the checkpoint holds no time constants of neurons ({min(initial)}, ...): they start from --tau "
-            f"{config.neuron.tau}"
-        )
     return StartingPoint(_warnings(remarks))
 
 

@@ -29,7 +29,6 @@ class Saves:
         self._keeps_best, self._engine, self._claim = options.keep_best, engine, claim
         self._extra = {**place, SAMPLES: samples(config)}
         self._best, self._saved_best = begin.best, begin.best if begin.saved else None
-        self._saves_best = False
         self._saver: Writer | None = None
         if claim is not None:
             self._saver = Writer(
@@ -51,24 +50,16 @@ class Saves:
         """
         if self._saver is None:
             return
-        self._settle_best()
         best = {} if self._best is None else {"best": asdict(self._best)}
         progress = self._engine.checkpoints.progress({**self._extra, **best}, skipped_steps)
-        self._saves_best = self.at_best(self._engine.iteration) and self._best != self._saved_best
-        self._saver.save(progress, self._engine.checkpoints.state, self._saves_best)
+        is_best = self.at_best(self._engine.iteration) and self._best != self._saved_best
+        self._saved_best = self._best if is_best else self._saved_best
+        self._saver.save(progress, self._engine.checkpoints.state, is_best)
 
     def found(self, iteration: int, accuracy: float) -> None:
         """Takes the share of right answers of an evaluation, the same on every rank."""
-        self._settle_best()
         if self._keeps_best and (self._best is None or accuracy > self._best.accuracy_top1):
             self._best = Best(iteration, accuracy)
-
-    def _settle_best(self) -> None:
-        """Waits for a best that is being saved; one that could not be saved does not count."""
-        if self._saves_best and self._saver is not None:
-            self._saver.finish()
-            self._best = self._saved_best = self._saved_best if self._saver.failed else self._best
-        self._saves_best = False
 
     def at_best(self, iteration: int) -> bool:
         """Returns True where this iteration is the best so far, and is to be kept as that."""

@@ -72,7 +72,7 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
         "config": with_model_name(config),
     }
     reporter.entry("start", start)
-    simulation = plan.simulation(plan.micro_batches) if state.pp.size * plan.weight_ranks > 1 else None
+    simulation = plan.simulation(plan.micro_batches) if state.pp.size * state.dp_shard.size > 1 else None
     if simulation is not None:
         schedule = plan.schedules.training(plan.micro_batches)
         draw = partial(raster, schedule, simulation, "simulated")
@@ -150,7 +150,7 @@ def _unread(config: PretrainConfig, neurons: Set[NeuronSpec]) -> list[str]:
 def _device(device: torch.device, parallel: ParallelConfig) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    threads, (_, why) = torch.get_num_threads(), choose_device(parallel.backend, parallel.device)
+    threads, (_, why) = torch.get_num_threads(), choose_device(parallel.device)
     return f"CPU with {threads} thread{'s' * (threads > 1)} a rank{f' ({why})' if why else ''}"
 
 
@@ -166,13 +166,13 @@ def _flags(config: PretrainConfig) -> list[str]:
 
 def _model(config: PretrainConfig, distributed: DistributedModel, plan: PipelinePlan) -> list[str]:
     """Content of each chunk, and the schedule; without a pipeline, what the whole model computes."""
-    layers, placement, more = distributed.description.layers, plan.schedules.placement, plan.describe_recompute()
+    layers, placement = distributed.description.layers, plan.schedules.placement
     if len(placement) == 1:
-        return [multiply_adds(layers), *more]
+        return [multiply_adds(layers), *plan.describe(config.parallel)]
     lines = [f"pipeline layout {layers_per_chunk(plan.bounds)}; chunks"]
     for index, (span, rank) in enumerate(zip(plan.bounds, placement, strict=True)):
         content = f"{layers[span.start].name} .. {layers[span.stop - 1].name}" if span else "empty"
         mine = layers[span.start : span.stop]
         sizes = f", {sum(each.parameters for each in mine):,} parameters, {multiply_adds(mine)}" if mine else ""
         lines.append(f"  {index} on pipeline rank {rank}: {content}{sizes}")
-    return lines + plan.describe(config.parallel.pipeline_schedule) + more
+    return lines + plan.describe(config.parallel)

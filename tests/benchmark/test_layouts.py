@@ -1,17 +1,22 @@
-"""Rows by their names, figures from made-up clocks, and short runs of layouts, schedules and plans."""
+"""Benchmarks: rows by their names, figures from made-up clocks, short runs of each kind, and flags without sense."""
 
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from megasnn.config import DataConfig
 from megasnn.config.checks import ConfigError
+from tests.data.shard_files import as_events, loader, open_datasets, write_shard
 from tests.forking import forking
 from tools.benchmark import ranks as ranks_of_benchmark
 from tools.benchmark.__main__ import main
+from tools.benchmark.data import Samples
 from tools.benchmark.harness import run, table
 from tools.benchmark.layouts import Layouts, figures, parse_row
 from tools.benchmark.plans import Plans, layout_of
@@ -113,10 +118,9 @@ def test_a_short_run_of_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_short_run_of_plans(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert main(["--plans", *TINY, *SHORT, "--output", str(log), "--rows", "megasnn", "tp2"]) == 0
-    one, tp2 = (json.loads(line) for line in log.read_text().splitlines())
-    assert one["foreseen_ms"] > 0 and one["mb_x_foreseen"] == pytest.approx(1, abs=0.3)
-    assert tp2["foreseen_mb"] < one["foreseen_mb"]
+    assert main(["--plans", *TINY, *SHORT, "--output", str(log), "--rows", "tp2"]) == 0
+    tp2 = json.loads(log.read_text())
+    assert tp2["foreseen_ms"] > 0 < tp2["foreseen_mb"] and tp2["mb_x_foreseen"] == pytest.approx(1, abs=0.3)
 
 
 def test_wrong_flags_and_a_failing_rank_are_told(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,3 +129,53 @@ def test_wrong_flags_and_a_failing_rank_are_told(tmp_path: Path, capsys, monkeyp
     log = tmp_path / "log"
     assert main([*TINY, *SHORT, "--output", str(log), "--device", "cuda", "--rows", "dp2"]) == 1
     assert "--device cuda" in capsys.readouterr().err and not log.exists()
+
+
+def lines(log: Path) -> list[dict]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_kernels(tmp_path: Path) -> None:
+    log, threads = tmp_path / "log", torch.get_num_threads()
+    flags = "--kernels --pool --neuron-backend torch --channels 3 8 --mebibytes 0.05 --rounds 2 --output".split()
+    assert main([*flags, str(log)]) == 0
+    found = lines(log)
+    assert [each["row"] for each in found] == ["3 channels", "8 channels"] and torch.get_num_threads() == threads
+    assert all(each[name]["median"] > 0 for each in found for name in ("copy_ms", "forward_copies", "backward_copies"))
+
+
+@pytest.fixture
+def shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEGASNN_CACHE", str(tmp_path / "cache"))
+    return write_shard(tmp_path / "a.tar", as_events(range(12), sensor=(16, 16)))
+
+
+def test_the_plain_side_gives_the_same_batches(shard: Path) -> None:
+    dataset = open_datasets(DataConfig(data_path=str(shard)), (3, 2, 16, 16), 3).train
+    samples = Samples(dataset)
+    ours = loader(dataset, shuffle=False, global_batch_size=4, micro_batch_size=4).batches()
+    theirs = DataLoader(samples, 4, collate_fn=samples.collate)
+    for batch, (frames, labels) in zip(islice(ours, 3), theirs, strict=True):
+        (micro_batch,) = batch.micro_batches
+        assert torch.equal(micro_batch.images, frames) and torch.equal(micro_batch.labels, labels)
+
+
+def test_data(shard: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    small = "--image-size 16 --time-steps 2 --batch-size 3 --samples 6 --rounds 1 --workers 0 1 --augment dvs".split()
+    assert main(["--data", "--kinds", "events", "--data-path", str(shard), *small, "--output", str(log)]) == 0
+    found = lines(log)
+    assert [each["row"] for each in found] == ["events, 0 workers", "events, 1 workers"]
+    assert all(each["ratio"]["median"] > 0 < each["samples_per_s"]["median"] for each in found)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--kernels", "--channels", "0"], "--channels 0"),
+        (["--data", "--workers", "-1"], "--workers -1"),
+        (["--data", "--data-path", "nowhere.tar"], "--kinds"),
+    ],
+)
+def test_flags_without_sense(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags) == 2 and named in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What one layout saves, every other loads: bit for bit, optimizer state included."""
+"""What one layout saves, every other loads: bit for bit; a loaded optimizer goes on as the saved one would have."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megasnn.checkpoint import tensor_io
 from megasnn.checkpoint.format import OPTIMIZER, Progress, SavedTensor, covers_once
 from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
-from megasnn.checkpoint.save import file_name, save_checkpoint
-from megasnn.checkpoint.tensor_io import boxes_of, read_boxes, write_safetensors
+from megasnn.checkpoint.optimizer_state import allocate
+from megasnn.checkpoint.save import save_checkpoint
 from megasnn.grid import Grid, Place
-from megasnn.parallel.sharding import Cut, Shard, ShardedTensor
-from tests.checkpoint.fake_model import CONFIG, Rank, known, wrong
+from megasnn.parallel.sharding import sharded_tensors
+from tests.checkpoint.fake_model import CONFIG, Rank, known, layer, wrong
 
 LAYOUTS = [
     *(Grid(), Grid(tp=2), Grid(tp=4), Grid(dp_replicate=2)),
@@ -88,36 +87,6 @@ def test_a_folder_whose_name_is_not_utf8(tmp_path):
     assert load_all(Grid(), [folder]) == [[]]
 
 
-ROWS = (3072, 2)
-
-
-def rows(rank: int, ranks: int, blocks: int = 1) -> ShardedTensor:
-    """Rows by the replica that owns them, of a tensor that two tensor-parallel ranks have in blocks."""
-    place = Place(Grid(dp_replicate=ranks // 2, tp=2), dp_replicate=rank // 2, tp=rank % 2)
-    shard = Shard(ROWS, (("tp", Cut(0, blocks)),), place).by_rows("dp_replicate")
-    return ShardedTensor("w", torch.zeros(shard.local_shape), shard, True)
-
-
-def test_of_the_files_of_many_ranks_those_are_opened_that_a_rank_needs(tmp_path, monkeypatch):
-    values, ranks = known("w", ROWS).float(), 64
-    written = []
-    for rank in range(ranks):
-        entry = rows(rank, ranks)
-        entry.tensor.copy_(entry.shard.cut(values))
-        content = boxes_of([entry], file_name(rank))
-        write_safetensors(tmp_path / file_name(rank), content)
-        written += [box for _, saved, _ in content for box in saved.boxes]
-    saved = SavedTensor(ROWS, "float32", tuple(written))
-    opened: list[str] = []
-    real = tensor_io.safe_open
-    monkeypatch.setattr(tensor_io, "safe_open", lambda file, **how: (opened.append(file.name), real(file, **how))[1])
-    for rank, of, blocks, most in ((0, 6, 1, 12), (5, 6, 3, 13), (3, 4, 1, 17), (40, 64, 1, 1)):
-        opened.clear()
-        entry = rows(rank, of, blocks)
-        read_boxes(tmp_path, {"w": saved}, [entry])
-        assert torch.equal(entry.tensor, entry.shard.cut(values)) and len(opened) == len(set(opened)) <= most
-
-
 def test_boxes_of_numbers_and_of_nothing():
     assert covers_once((), [((), ())]) and covers_once((0, 3), []) and not covers_once((), [((), ()), ((), ())])
 
@@ -140,3 +109,60 @@ def test_boxes_hold_each_element_once():
         found.append(covers_once(shape, boxes))
         assert found[-1] == bool((held == 1).all()), (shape, boxes)
     assert 100 < sum(found) < 390
+
+
+OPTIMIZERS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
+    "AdamW amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True),
+    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "SGD momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+def saved(rank: Rank, folder) -> None:
+    save_checkpoint(folder, Progress(1), rank.state)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_goes_on_bit_for_bit(tmp_path, kind, steps_before):
+    first, second = Rank(), Rank(seed=1)
+    for rank in (first, second):
+        rank.optimizer = OPTIMIZERS[kind](rank.parameters())
+    for _ in range(steps_before):
+        first.step()
+    saved(first, tmp_path)
+    second.step()  # state of its own, which must be replaced
+    load_checkpoint(tmp_path, second.state)
+    for rank in (first, second):
+        rank.step()
+    before, after = first.snapshot(), second.snapshot()
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def test_a_frozen_parameter_has_no_state(tmp_path):
+    rank, other = Rank(), Rank(seed=1)
+    for parameter in rank.parameters()[1:]:
+        parameter.grad = torch.ones_like(parameter)
+    rank.optimizer.step()
+    saved(rank, tmp_path)
+    other.step()
+    load_checkpoint(tmp_path, other.state)
+    assert other.optimizer.state[other.parameters()[0]] == {}
+    assert set(other.optimizer.state[other.parameters()[1]]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize(("capturable", "device"), [(False, "cpu"), (True, "meta")])
+def test_the_step_count_lies_where_the_optimizer_looks_for_it(capturable, device):
+    """The meta device stands for an accelerator: nothing is computed here."""
+    tensors = list(sharded_tensors([("stem", layer("stem", Place()))]))
+    optimizer = torch.optim.AdamW([tensors[0].tensor], capturable=capturable)
+    saved = {
+        "stem.weight": SavedTensor((8, 3, 3, 3), "float32", ()),
+        "optimizer.step.stem.weight": SavedTensor((), "float32", ()),
+        "optimizer.exp_avg.stem.weight": SavedTensor((8, 3, 3, 3), "float32", ()),
+        "optimizer.exp_avg_sq.stem.weight": SavedTensor((8, 3, 3, 3), "float32", ()),
+    }
+    state = allocate(tensors, optimizer, saved)[tensors[0].tensor]
+    assert (state["step"].device.type, state["exp_avg"].device.type) == (device, "meta")

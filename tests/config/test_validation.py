@@ -82,7 +82,6 @@ REFUSED = [
     ("--save x --keep-best", 1, "--keep-best", "--eval-interval"),
     ("--precision tf32 --device cpu", 1, "--precision tf32", "--device cpu"),
     ("--cuda-graphs on --device cpu", 1, "--cuda-graphs on", "--device cpu"),
-    ("--backend nccl --device cpu", 1, "--backend nccl", "--device cpu"),
     ("--context-parallel-cut samples", 1, "--context-parallel-cut samples", "--context-parallel-size"),
     ("--weight-parallel-size 3", 4, "--weight-parallel-size 3", "4"),
     ("--weight-parallel-size 2 --global-batch-size 12 --micro-batch-size 2", 4, "-parallel-size 2", "6 are on 4"),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import fields
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
-from megasnn.parallel import process_group
 from megasnn.parallel.process_group import choose_device, start_process_group
 from megasnn.parallel_state import (
     TASKS,
@@ -112,90 +110,37 @@ def test_without_ranks_every_group_is_this_process() -> None:
         initialize_model_parallel(tp=2)
 
 
-@pytest.fixture
-def machine(monkeypatch):
-    """A machine with some GPUs that `sharing` ranks see, of which this is the one with a local rank."""
-
-    def made(gpus: int, cuda: str | None = "13.0", hip: str | None = None, local_rank: int = 0, sharing: int = 2):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(process_group, "_place", (local_rank, sharing))
-
-    return made
+BUILDS: dict[str, tuple[str | None, str | None]] = {"cuda": ("13.0", None), "cpu": (None, None), "rocm": (None, "6.4")}
 
 
 @pytest.mark.parametrize(
-    ("backend", "device", "gpus", "named"),
-    [("nccl", "cpu", 1, r"2 rank.*1 GPU"), ("auto", "cuda", 1, r"2 rank.*1 GPU"), ("auto", "cuda", 0, "--device cpu")],
-)
-def test_devices_that_are_not_there(machine, backend, device, gpus, named) -> None:
-    machine(gpus, cuda=None)
-    with pytest.raises(ValueError, match=named):
-        start_process_group(backend, device)
-
-
-@pytest.mark.parametrize(
-    ("asked", "gpus", "cuda", "named"),
+    ("gpus", "build", "shown", "chosen", "why"),
     [
-        ("auto", 1, "13.0", "--backend gloo --device cuda"),
-        ("auto", 0, "13.0", "CUDA 13.0"),
-        ("auto", 0, None, ""),
-        ("cpu", 1, "13.0", ""),
+        (4, "cuda", None, "cuda:3", ""),
+        (1, "cuda", "0", "cuda:0", ""),
+        (1, "cuda", None, "cpu", r"1 GPU.*4 ranks"),
+        (0, "cuda", None, "cpu", "CUDA 13.0"),
+        (0, "cpu", None, "cpu", "without CUDA"),
+        (8, "rocm", None, "cpu", "ROCm 6.4"),
     ],
 )
-def test_a_run_that_falls_back_to_the_cpu_says_why(machine, asked, gpus, cuda, named) -> None:
-    machine(gpus, cuda)
-    device, why = choose_device("auto", asked)
-    assert device.type == "cpu" and named in why and bool(why) == bool(named)
-
-
-@pytest.mark.parametrize("local_rank, gpu", [(0, 0), (1, 1), (2, 0)])
-def test_ranks_share_a_gpu_with_gloo(machine, monkeypatch, local_rank, gpu) -> None:
-    machine(2, local_rank=local_rank, sharing=3)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert start_process_group("gloo", "cuda") == torch.device("cuda", gpu)
-
-
-SLURM = {"each its own": ["a", "b", "c", "d"], "two by two": ["a", "a", "b", "b"], "all the same": ["a"] * 4}
-
-
-def devices_where_each_sees_one(seen: list[str]) -> list[str]:
-    """Devices by `--device auto` and `--device cuda` of a rank of four on one machine, each of which sees one GPU."""
-    rank, found = dist.get_rank(), []
-    local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "4"}
-    with (
-        mock.patch.dict(os.environ, local),
-        mock.patch.object(process_group, "visible_gpus", lambda: [seen[rank]]),
-        mock.patch.object(torch.cuda, "device_count", lambda: 1),
-        mock.patch.object(process_group, "_place", None),
-    ):
-        store = dist.PrefixStore(" ".join(seen), _get_default_store())
-        process_group._find_place(store, "auto")
-        for asked in ("auto", "cuda"):
-            try:
-                found.append(str(choose_device("auto", asked)[0]))
-            except ValueError as error:
-                found.append(str(error))
-    return found
-
-
-@pytest.mark.parametrize("name", SLURM)
-def test_ranks_that_see_one_gpu_each_take_it(ranks, name: str) -> None:
-    for auto, cuda in ranks(4, devices_where_each_sees_one, SLURM[name]):
-        if name == "each its own":
-            assert auto == cuda == "cuda:0"
-        else:
-            assert auto == "cpu" and f"{4 if name == 'all the same' else 2} ranks" in cuda
-
-
-def test_rocm_is_refused_by_name(machine) -> None:
-    machine(8, cuda=None, hip="6.4")
-    with pytest.raises(ValueError, match="ROCm 6.4"):
-        choose_device("auto", "cuda")
-    device, why = choose_device("auto", "auto")
-    assert device.type == "cpu" and "ROCm 6.4" in why
+def test_the_last_of_four_ranks_takes_the_gpu_of_its_number_or_the_one_it_is_shown(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, build: str, shown: str | None, chosen: str, why: str
+) -> None:
+    cuda, hip = BUILDS[build]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": shown}.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    device, told = choose_device("auto")
+    assert str(device) == chosen and (re.search(why, told) if build != "cpu" else not told)
+    assert choose_device("cpu") == (torch.device("cpu"), "")
+    if why:
+        with pytest.raises(ValueError, match=f"{why}.*--device cpu"):
+            choose_device("cuda")
 
 
 def policies() -> list[int]:

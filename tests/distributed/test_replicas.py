@@ -10,7 +10,6 @@ import torch
 
 from megasnn.checkpoint import optimizer_state
 from megasnn.config.optimizer import OptimizerConfig
-from megasnn.grid import HOLDING_AXES
 from megasnn.kernels.layout import flat_in_memory
 from megasnn.models.build import describe
 from megasnn.optim.build import build_optimizer
@@ -31,7 +30,7 @@ def compare(tensor: int, pipeline: int, flips: list[Flip]) -> tuple[str, int | N
         def entries():
             return [*engine.tensors, *optimizer_state.describe(engine.tensors, optimizer.state)]
 
-        check = ReplicaCheck(entries, {axis: state.group(axis) for axis in HOLDING_AXES}, state.world, state.device)
+        check = ReplicaCheck(entries, state)
         check(2)
         for entry in engine.tensors:
             entry.tensor.grad = torch.ones_like(entry.tensor) if entry.is_parameter else None

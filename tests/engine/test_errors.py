@@ -6,10 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import megasnn
-from megasnn import ConvNormNeuron, Engine, MeanLinear, layer
+from megasnn import Engine, layer
 from megasnn.config import TrainingConfig
 from megasnn.engine.mesh import set_precision
-from megasnn.parallel_state import TASKS
 from tests.engine.test_engine import MODEL, PP2
 from tests.faults.launch import Ranks, Torchrun
-from tests.training.runs import train
+from tests.models.networks import CLASSES, between
 
 SIZES = {"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 9, "lr": 1e-2}
 ERRORS: list[BaseException] = []
@@ -38,43 +34,35 @@ class Failing(nn.Module):
         return x
 
 
-@dataclass(frozen=True, kw_only=True)
-class Net(megasnn.Model):
-    image_size: int = 4
-    in_channels: int = 1
-    time_steps: int = 2
-
-    def layers(self) -> Any:
-        yield layer("first", ConvNormNeuron(self.in_channels, 4, kernel_size=3))
-        yield layer("failing", Failing())
-        yield layer("head", MeanLinear(4, self.num_classes))
+def net() -> megasnn.Model:
+    return between(lambda: [layer("failing", Failing())])
 
 
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.rand(8, 1, 4, 4, generator=generator), torch.randint(0, 10, (8,), generator=generator)
+    return torch.rand(8, 3, 4, 4, generator=generator), torch.randint(0, CLASSES, (8,), generator=generator)
 
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with Engine(Net(), **SIZES, ema_decay=0.5) as made:
+    with Engine(net(), **SIZES, ema_decay=0.5) as made:
         yield made
 
 
 def test_wrong_batches_are_refused_and_change_nothing(engine: Engine) -> None:
     x, y = batch()
-    soft = torch.full((8, 10), 0.1)
+    soft = torch.full((8, CLASSES), 1 / CLASSES)
     for images, labels, named in (
-        (x[:, 0], y, r"\[N, 1, 4, 4\]"),
+        (x[:, 0], y, r"\[N, 3, 4, 4\]"),
         (x[:0], y[:0], "images"),
         ((255 * x).to(torch.uint8), y, "uint8"),
         (x.numpy(), y, "ndarray"),
         (x, y[:7], "8 images"),
-        (x, y + 10, "num_classes 10"),
+        (x, y + CLASSES, "num_classes 4"),
         (x, None, "NoneType"),
         (x, y.float(), "float32"),
         (x, y > 3, "bool"),
-        (x, soft[:, 1:], r"\[8, 10\]"),
+        (x, soft[:, 1:], r"\[8, 4\]"),
     ):
         with pytest.raises(ValueError, match=named):
             engine.train_step(images, labels)  # type: ignore[arg-type]
@@ -139,7 +127,7 @@ def test_an_iterable_that_raises_ends_the_engine(engine: Engine) -> None:
 @pytest.mark.parametrize("method", ["train_step", "evaluate", "predict"])
 @pytest.mark.parametrize("error", [RuntimeError("out of luck"), KeyboardInterrupt()])
 def test_an_error_ends_the_engine_and_another_one_can_be_made(method: str, error: BaseException) -> None:
-    engine = Engine(Net(), **SIZES, ema_decay=0.5)
+    engine = Engine(net(), **SIZES, ema_decay=0.5)
     ERRORS.append(error)
     with pytest.raises((RuntimeError, KeyboardInterrupt)):
         getattr(engine, method)(*batch()[: 1 if method == "predict" else 2])
@@ -147,14 +135,14 @@ def test_an_error_ends_the_engine_and_another_one_can_be_made(method: str, error
         with pytest.raises(RuntimeError, match="luck|KeyboardInterrupt"):
             refused()
     engine.close()
-    with Engine(Net(), **SIZES) as another:
+    with Engine(net(), **SIZES) as another:
         assert another.train_step(*batch()).loss > 0
 
 
 def one_of_two() -> None:
     """A rank of a program that goes on after an error of its second rank as long as it can."""
     rank = int(os.environ["RANK"])
-    with Engine(Net(), **SIZES, pipeline_model_parallel_size=2, pipeline_schedule="1f1b") as engine:
+    with Engine(net(), **SIZES, pipeline_model_parallel_size=2, pipeline_schedule="1f1b") as engine:
         for number in range(4):
             if (number, rank) == (1, 1):
                 ERRORS.append(RuntimeError("out of luck"))
@@ -191,39 +179,6 @@ def test_a_program_that_closes_no_engine_ends_well(tmp_path: Path) -> None:
     """A thread of Gloo's that is left would end it with an error."""
     (script := tmp_path / "script.py").write_text("from tests.engine.test_errors import of_nobody; of_nobody()")
     assert Torchrun(tmp_path, 2, str(script)).end(90).status == [0]
-
-
-def gloo_threads() -> int:
-    names = list[str]()
-    for task in TASKS.iterdir():
-        with suppress(OSError):  # it has ended meanwhile
-            names.append((task / "comm").read_text())
-    return sum("gloo" in name for name in names)
-
-
-def threads_left(cache: str, folder: str) -> list[int]:
-    """Threads of Gloo behind each of two Engines and two runs with saves in the background."""
-    found = []
-    for number in range(2):
-        with Engine(MODEL, **{**SIZES, "global_batch_size": 16}, **PP2, weight_parallel_size=2) as engine:
-            engine.train_step(torch.rand(16, 1, 8, 8), torch.arange(16) % 10)
-            inside = gloo_threads()
-        with pytest.raises(RuntimeError, match="grid of ranks is gone"):
-            assert engine.state.world.handle
-        flags = ("--save", folder, "--load", folder, "--async-save", "--tensor-model-parallel-size", "2")
-        train(cache, "--train-iters", str(number + 1), *flags)
-        deadline = time.monotonic() + 5
-        while (left := gloo_threads()) >= inside and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.1)
-        found.append(left)
-    return found
-
-
-@pytest.mark.skipif(not TASKS.is_dir(), reason="this system does not list the threads of a process")
-def test_no_thread_is_left(ranks, tmp_path: Path) -> None:
-    for first, second in ranks(4, threads_left, str(tmp_path / "cache"), str(tmp_path / "run")):
-        assert 0 < first == second, "but those of the world, which the tests have made"
 
 
 def test_arithmetic_of_a_gpu_is_set_or_refused() -> None:

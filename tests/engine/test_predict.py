@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -47,6 +47,7 @@ def trained_spikingjelly() -> torch.nn.Module:
     return model.eval()
 
 
+@cache
 @torch.no_grad()
 def by_spikingjelly() -> tuple[dict[str, Tensor], Tensor]:
     """Weights by our names, and logits `[T, N, classes]`."""
@@ -148,3 +149,56 @@ def test_a_norm_without_running_statistics(ranks) -> None:
     assert ranks(2, evaluated_by_batch, {"context_parallel_size": 2}, 7) == [pytest.approx(one, 1e-9)] * 2
     for said in ranks(2, evaluated_by_batch, {"context_parallel_size": 2}, 5):
         assert "--context-parallel-size 2" in str(said)
+
+
+# --- ranks that share micro-batches
+
+CP2 = {"context_parallel_size": 2}
+MIXED = {"mixup_alpha": 0.4, "cutmix_alpha": 1.0, "micro_batch_size": 5}
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "stages": (4, LAYOUTS["samples of stages"][1], {}),
+    "mixed": (4, {**CP2, "use_distributed_optimizer": True}, MIXED),
+    "windows": (2, CP2, {"bptt_steps": 1, "ema_decay": 0.5}),
+    "rows": (2, {**CP2, "context_parallel_cut": "rows"}, {}),
+}
+"""Ranks, flags of their layout, and flags of what is computed."""
+
+
+def steps(flags: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    images, labels = batch()
+    with Engine(MODEL, **{**SIZES, "precision": "fp64", **flags}) as engine:
+        results = [engine.train_step(images[at : at + 10], labels[at : at + 10]) for at in (0, 5)]
+        record = engine.evaluate(images[:15], labels[:15])
+        figures = [value for each in results for value in (each.loss, each.correct, each.grad_norm)]
+        return [*figures, record.loss, record.top1], engine.state_dict()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_they_compute_what_one_rank_computes(ranks, case: str) -> None:
+    size, layout, computed = CASES[case]
+    ((figures, weights),) = ranks(1, steps, computed)
+    for found, theirs in ranks(size, steps, {**computed, **layout}):
+        assert found == pytest.approx(figures, rel=1e-9)
+        for name, value in weights.items():
+            assert (theirs[name] - value).double().norm() <= 1e-8 * value.double().norm(), name
+
+
+def refusals(layout: dict[str, Any]) -> list[str]:
+    images, labels = batch()
+    said = list[str]()
+    with Engine(MODEL, **{**SIZES, **layout}) as engine:
+        for samples in (9, 1):
+            with pytest.raises(ValueError) as caught:
+                engine.train_step(images[:samples], labels[:samples])
+            said.append(str(caught.value))
+        assert engine.train_step(images[:8], labels[:8]).loss > 0, "nothing was changed"
+    return said
+
+
+@pytest.mark.parametrize(
+    ("layout", "named"),
+    [(CP2, "context_parallel_size 2"), (LAYOUTS["shared weights"][1], "weight_parallel_size 2")],
+)
+def test_what_cannot_be_shared_is_refused_on_every_rank(ranks, layout: dict[str, Any], named: str) -> None:
+    first, second = ranks(2, refusals, layout)
+    assert first == second and all(named in text for text in first)

@@ -25,7 +25,7 @@ from megasnn.models.model import Model
 from megasnn.optim.build import build_optimizer, takes_found_inf
 from megasnn.parallel.sharding import Shard, ShardedTensor
 from megasnn.pipeline.executor import PipelineExecutor
-from tests.gpu_waits import copies_of_a_replayed_step, copies_of_a_step, found_in_steps, host_waits, pageable_copies
+from tests.gpu_waits import copies_of_a_replayed_step, copies_of_a_step, found_in_steps, pageable_copies
 from tests.models.networks import CLASSES, Tied, between
 
 FLAGS = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 9, "clip_grad": 0.01, "ema_decay": 0.9}
@@ -90,22 +90,9 @@ def test_mixed_samples_and_graphs_copy_from_pinned_memory(ranks) -> None:
     assert ranks(1, copies_of_a_replayed_step, "vgg_dvs") == [[]]
 
 
-def test_waits_and_pageable_copies_are_seen() -> None:
-    """The detectors themselves."""
+def test_pageable_copies_are_seen() -> None:
+    """The detector itself, which finds none in steps."""
     x, host = torch.arange(4.0), torch.arange(4.0)
-    waiting = [
-        *(lambda: x.sum().item(), lambda: bool((x == 0).all()), x.tolist, x.numpy, x.cpu, x.nonzero, x.unique),
-        *(lambda: x[x > 0], lambda: x.repeat_interleave(x.long()), lambda: torch.equal(x, x)),
-        *(lambda: x.new_tensor([1.0]), lambda: torch.tensor([1.0], device=x.device)),
-        lambda: torch.cuda.synchronize(),
-    ]
-    for number, work in enumerate(waiting):
-        with host_waits() as found:
-            work()
-        assert found, number
-    with host_waits() as found:
-        torch.where(x > 0, x, 0.0), x[1:3], x[torch.tensor([0, 1])], torch.tensor([1.0]).to(x.device)
-    assert found == []
     pageable = [
         *(lambda: host.to(x.device), lambda: (host * 2)[1:].to(x.device), lambda: x.copy_(host), lambda: x + host),
         *(lambda: torch.from_numpy(host.numpy()).to(x.device), lambda: x + torch.arange(4)),

@@ -1,13 +1,19 @@
-"""Small recordings as files of every format, written independently of the readers."""
+"""Small recordings as files of every format, written independently of the readers; and SpikingJelly's readers."""
 
 from __future__ import annotations
 
 import io
 import struct
+import sys
 from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
+import spikingjelly
 from hypothesis import strategies as st
 
 from megasnn.events import Events
@@ -142,3 +148,16 @@ def write(folder: Path, name: str, data: bytes) -> Path:
     path = folder / name
     path.write_bytes(data)
     return path
+
+
+_NAMES = {"DatasetFolder": object} | dict.fromkeys(("transforms", "check_integrity", "download_url", "extract_archive"))
+
+
+@cache
+def spikingjelly_module(name: str) -> ModuleType:
+    """Module of `spikingjelly.datasets`: utils, or cifar10_dvs, which reads AEDAT 2.0."""
+    package, torchvision = ModuleType("spikingjelly.datasets"), SimpleNamespace(**_NAMES)
+    package.__path__ = [str(Path(spikingjelly.__file__).parent / "datasets")]
+    places = ["torchvision", "torchvision.datasets", "torchvision.datasets.utils"]
+    with patch.dict(sys.modules, {"spikingjelly.datasets": package, **dict.fromkeys(places, torchvision)}):
+        return import_module(f"spikingjelly.datasets.{name}")

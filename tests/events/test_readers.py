@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from megasnn.events import Events, Recording, RecordingError, read_recording
 from tests.events import files
-from tests.events.files import equal, event_lists, random_events, write
-from tests.events.spikingjelly_events import spikingjelly_module
+from tests.events.files import equal, event_lists, random_events, spikingjelly_module, write
 
 quick = settings(max_examples=40, deadline=None)
 SMALL = random_events(40, 34, 34, longest_gap=9)

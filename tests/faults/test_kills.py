@@ -23,7 +23,7 @@ from megasnn.checkpoint.tensor_io import damage
 from tests.faults.launch import PP2, Ranks
 from tests.training.runs import TINY, same, saved, train
 
-MOMENTS = int(os.environ.get("MEGASNN_KILLS", "4"))
+MOMENTS = int(os.environ.get("MEGASNN_KILLS", "2"))
 SEED = os.environ.get("MEGASNN_KILLS_SEED", "0")
 LAST = 4
 RUN = ("--eval-iters", "0", "--train-iters", str(LAST), "--save-interval", "1", "--log-interval", "1")

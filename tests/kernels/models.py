@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from spikingjelly.activation_based import neuron, surrogate
 from torch import Tensor, nn
 
 from megasnn.kernels import BACKENDS, SURROGATES, NeuronSpec
+from megasnn.kernels.backends import AUTO
 from megasnn.kernels.neuron import Norm, Unit, neuron_multi_step, norm_pool_neuron
 from megasnn.kernels.neuron import channels_last as in_order
 from megasnn.kernels.spike_codec import bits_of, pack_bits
@@ -53,11 +55,72 @@ def plif_weight(spec: NeuronSpec, dtype: torch.dtype = torch.float64) -> Tensor 
     return torch.tensor(-math.log(1.7), dtype=dtype, requires_grad=True) if spec.kind == "plif" else None
 
 
-def assert_close(actual: Tensor, expected: Tensor, relative: float = 1e-10) -> None:
-    """Largest difference within ``relative`` of the largest value."""
+def norm_of(channels: int, dims: int = 5, training: bool = True) -> nn.Module:
+    """A batch norm with uneven parameters and statistics, some channels turned upside down."""
+    torch.manual_seed(channels)
+    norm = (nn.BatchNorm2d if dims == 5 else nn.BatchNorm1d)(channels).double()
+    nn.init.normal_(norm.weight, mean=0.8, std=1.5)
+    nn.init.normal_(norm.bias, std=0.5)
+    nn.init.normal_(norm.running_mean, std=0.3)
+    nn.init.uniform_(norm.running_var, 0.5, 2.0)
+    return norm.train(training)
+
+
+def gradients(spikes: Tensor, inputs: Sequence[Tensor], v: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Of a fixed function of spikes and last potential, which bfloat16 holds."""
+    weights = channels_last(*spikes.shape, seed=7).bfloat16().to(spikes.dtype)
+    value = (spikes * weights).sum()
+    return torch.autograd.grad(value if v is None else value + (v * weights[0]).sum(), inputs)
+
+
+def neuron_results(
+    x: Tensor, spec: NeuronSpec, backend: str = AUTO, w: Tensor | None = None, v0: Tensor | None = None
+) -> list[Tensor]:
+    """Spikes, last potential, and the gradients of a fixed function."""
+    spikes, v = neuron_multi_step(x, spec, v0, w, backend)
+    return [spikes, v, *gradients(spikes, [each for each in (x, v0, w) if each is not None], v)]
+
+
+def spikingjelly_results(x: Tensor, spec: NeuronSpec, w: Tensor | None = None) -> list[Tensor]:
+    """The same of SpikingJelly's node."""
+    node = spikingjelly_neuron(spec, w)
+    spikes = node(x)
+    return [spikes, node.v, *gradients(spikes, [x] if w is None else [x, node.w], node.v)]
+
+
+def unit_forward(x: Tensor, norm: nn.Module, spec: NeuronSpec, backend: str, **options: Any) -> list[Tensor]:
+    """Spikes, mean and variance of a unit with the values of a norm."""
+    parameters = norm.weight, norm.bias, norm.running_mean, norm.running_var
+    options |= {"spec": spec, "training": norm.training, "eps": norm.eps, "backend": backend}
+    return list(norm_pool_neuron(x, *parameters, **options)[:3])
+
+
+def unit_results(
+    x: Tensor, norm: nn.Module, spec: NeuronSpec, backend: str, *, above: bool = False, **options: Any
+) -> list[Tensor]:
+    """These, and the gradients of a fixed function: of the input, the norm's parameters, and the neuron's.
+
+    Args:
+        above: whether the first row is another rank's.
+    """
+    row, own = (x[:, :, :, :1], x[:, :, :, 1:]) if above else (None, x)
+    found = unit_forward(own, norm, spec, backend, above=row, **options)
+    learned = [each for each in (norm.weight, norm.bias, options.get("w")) if each is not None]
+    return [*found, *gradients(found[0], [x, *learned])]
+
+
+def assert_close(actual: Tensor, expected: Tensor, relative: float = 1e-10, least: float = 0.0) -> None:
+    """Largest difference within ``relative`` of the largest value, or of ``least``."""
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
-    scale = expected.abs().max().item()
+    scale = max(expected.abs().max().item(), least)
     assert (actual - expected).abs().max().item() <= relative * scale, (actual, expected)
+
+
+def require_same(found: list[Tensor], wanted: list[Tensor], relative: float = 1e-10) -> None:
+    """Equal spikes, and all else within a share of the largest value."""
+    assert torch.equal(found[0], wanted[0])
+    for actual, expected in zip(found[1:], wanted[1:], strict=True):
+        assert_close(actual, expected, relative)
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from megasnn.kernels.convolution import (
     add_weight_gradient,
     average_pool_gradient,
     input_gradient,
+    mean_of_windows,
+    spread_over_windows,
 )
 
 
@@ -51,11 +53,16 @@ def test_the_gradient_of_a_pointwise_weight_is_added(rows: int) -> None:
 
 
 @pytest.mark.parametrize("window", [2, 3])
-def test_the_gradient_of_pooling(window: int) -> None:
+def test_pooling_and_its_gradient(window: int) -> None:
+    """On the CPU, and by the views that a GPU takes."""
     space = torch.Size((8, 9))
-    x = random(2, 4, *space).requires_grad_()
+    x = random(2, 4, *space).contiguous(memory_format=torch.channels_last).requires_grad_()
     y = torch.nn.functional.avg_pool2d(x, window)
     grad = random(*y.shape)
     y.backward(grad)
     found = average_pool_gradient(grad, window, space)
     assert torch.equal(found, x.grad) and found.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(mean_of_windows(x, window), y, rtol=1e-15, atol=0)
+    assert mean_of_windows(x, window).stride() == y.stride()
+    again = spread_over_windows(grad, window, torch.full_like(x, torch.nan))
+    torch.testing.assert_close(again, x.grad, rtol=1e-15, atol=0)

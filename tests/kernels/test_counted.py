@@ -12,6 +12,7 @@ import torch
 from megasnn import Engine
 from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.dropout import drawing_for
+from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
 from megasnn.pipeline.microbatch_state import MicroBatchInput
@@ -24,27 +25,40 @@ pytestmark = without_triton
 
 MODELS = {"spikformer_ti": (Spikformer(variant="spikformer_ti", image_size=224), 8), "vgg_dvs": (VggDvs(), 128)}
 MOST_FORWARD, MOST_BACKWARD = 15, 20  # launches
-LAUNCHES = 546  # of a step of the VGG, two micro-batches; 50 look whether statistics are finite, 10 make keys
-LAUNCHES_OF_SPIKFORMER_8_512 = 1063  # of a micro-batch; docs/gpu.md and planner/machines.py reckon with them
-WITH_NEURONS_ALONE = {
-    "spikformer": Spikformer(image_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=4, time_steps=2),
-    "spike_driven": CASES["spike_driven"].model,
+# Of a step of two micro-batches of the VGG 50 look whether statistics are finite, and 10 make keys. docs/gpu.md and
+# planner/machines.py reckon with Spikformer's.
+LAUNCHES = {
+    "vgg_dvs": (VggDvs(), 128, 2, 546),
+    "spikformer-8-512": (Spikformer(embed_dim=512, depth=8, num_heads=8, patch_size=16, image_size=224), 8, 1, 1060),
 }
-LAUNCHES_OF_NEURONS_ALONE = {"spikformer": (160, 0), "spike_driven": (239, 3)}  # of a forward, and which pack bits
+# Of a forward of four samples, and which of them pack bits: those of products of spikes with spikes.
+OF_NEURONS_ALONE = {
+    "spikformer": (Spikformer(image_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=4, time_steps=2), 157, 0),
+    "spike_driven": (CASES["spike_driven"].model, 236, 3),
+}
+
+
+def opened(model: Model, samples: int, micro_batches: int = 1) -> Engine:
+    sizes = {"micro_batch_size": samples, "global_batch_size": samples * micro_batches, "train_iters": 1}
+    return Engine(model, **sizes, precision="bf16")
+
+
+def step(engine: Engine, number: int = 0) -> None:
+    """Forwards and backwards of a step."""
+    training = engine.config.training
+    size, samples = training.micro_batch_size, training.global_batch_size
+    shape, order = (size, *engine.distributed.description.input_shape), torch.channels_last
+    images = torch.empty(shape, memory_format=order if len(shape) == 4 else torch.contiguous_format)
+    labels = torch.empty(size, dtype=torch.int64)
+    starts = range(number * samples, (number + 1) * samples, size)
+    given = [MicroBatchInput(images, labels, size, range(start, start + size)) for start in starts]
+    forward_backward(engine.distributed, given, samples)
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def counted(request) -> Iterator[tuple[Engine, Counted]]:
-    model, samples = MODELS[request.param]
-    with Engine(model, micro_batch_size=samples, global_batch_size=samples, train_iters=1, precision="bf16") as engine:
-        names = {unit: name for name, unit in units(engine)}
-        shape = engine.distributed.description.input_shape
-        with fake_gpu(names) as found:
-            images = torch.empty(samples, *shape)
-            if images.ndim == 4:
-                images = images.contiguous(memory_format=torch.channels_last)
-            labels = torch.zeros(samples, dtype=torch.long)
-            forward_backward(engine.distributed, [MicroBatchInput(images, labels, samples, range(samples))], samples)
+    with opened(*MODELS[request.param]) as engine, fake_gpu({unit: name for name, unit in units(engine)}) as found:
+        step(engine)
     yield engine, found  # closed: a process has one open Engine at a time
 
 
@@ -70,47 +84,26 @@ def test_the_host_waits_once(counted) -> None:
     assert len(places) == 1 and places.pop().startswith("engine/model.py:")
 
 
-def test_launches_of_a_step() -> None:
-    """Of two micro-batches; kernels get the same numbers for other samples: none would be wrong in a CUDA graph."""
-    model, samples = MODELS["vgg_dvs"]
-    flags = {"micro_batch_size": samples, "global_batch_size": 2 * samples, "train_iters": 1, "precision": "bf16"}
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches_of_a_step(name: str) -> None:
+    """Kernels get the same numbers for other samples: none would be wrong in a CUDA graph."""
+    model, samples, micro_batches, launches = LAUNCHES[name]
     positions = partial(torch.zeros, samples, dtype=torch.int64)  # in memory that stays, as graphs have them
-    with Engine(model, **flags) as engine, fake_gpu() as found, drawing_for(positions()):
-        given = list[list[tuple[Any, ...]]]()
-        images, labels = torch.empty(samples, *engine.distributed.description.input_shape), torch.zeros(samples).long()
-        for step in range(2):
+    given = list[list[tuple[Any, ...]]]()
+    with opened(model, samples, micro_batches) as engine, fake_gpu() as found, drawing_for(positions()):
+        for number in range(2):
             for counts in (found.forward, found.backward, found.numbers):
                 counts.clear()
-            places = [range(i * samples, (i + 1) * samples) for i in range(2 * step, 2 * step + 2)]
-            forward_backward(
-                engine.distributed, [MicroBatchInput(images, labels, samples, e) for e in places], 2 * samples
-            )
+            step(engine, number)
             given.append(list(found.numbers))
-        launches = sum(work.total() for of in (found.forward, found.backward) for work in of.values())
-    assert launches == LAUNCHES and given[0] == given[1]
+    assert given[0] == given[1]
+    assert sum(work.total() for of in (found.forward, found.backward) for work in of.values()) == launches
 
 
-def test_launches_that_the_planner_reckons_with() -> None:
-    model = Spikformer(embed_dim=512, depth=8, num_heads=8, patch_size=16, image_size=224, time_steps=4)
-    with Engine(model, micro_batch_size=8, global_batch_size=8, train_iters=1, precision="bf16") as engine:
-        with fake_gpu() as found:
-            images = torch.empty(8, *engine.distributed.description.input_shape).contiguous(
-                memory_format=torch.channels_last
-            )
-            given = MicroBatchInput(images, torch.zeros(8).long(), 8, range(8))
-            forward_backward(engine.distributed, [given], 8)
-    launches = sum(work.total() for of in (found.forward, found.backward) for work in of.values())
-    assert launches == LAUNCHES_OF_SPIKFORMER_8_512
-
-
-@pytest.mark.parametrize("name", LAUNCHES_OF_NEURONS_ALONE)
+@pytest.mark.parametrize("name", OF_NEURONS_ALONE)
 def test_what_neurons_alone_give_is_not_packed_again(name: str) -> None:
-    """Of one micro-batch. What is packed are products of spikes with spikes."""
-    model, samples = WITH_NEURONS_ALONE[name], 4
-    flags = {"micro_batch_size": samples, "global_batch_size": samples, "train_iters": 1, "precision": "bf16"}
-    with Engine(model, **flags) as engine, fake_gpu() as found:
-        images, labels = torch.empty(samples, *engine.distributed.description.input_shape), torch.zeros(samples).long()
-        forward_backward(engine.distributed, [MicroBatchInput(images, labels, samples, range(samples))], samples)
-    packs = sum(work["pack_bits_kernel"] for work in found.forward.values())
-    launches = sum(work.total() for work in found.forward.values())
-    assert (launches, packs) == LAUNCHES_OF_NEURONS_ALONE[name]
+    model, launches, packs = OF_NEURONS_ALONE[name]
+    with opened(model, 4) as engine, fake_gpu() as found:
+        step(engine)
+    works = found.forward.values()
+    assert (sum(work.total() for work in works), sum(work["pack_bits_kernel"] for work in works)) == (launches, packs)

@@ -20,7 +20,7 @@ from megasnn.layers.shape_inference import content_of
 from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.telemetry.spikes import SpikeRecorder
-from tests.kernels.models import assert_close, channels_last
+from tests.kernels.models import assert_close, channels_last, gradients
 
 
 def counting(most: int, **options: Any) -> NeuronSpec:
@@ -33,13 +33,6 @@ def spikingjelly(x: Tensor, most: int, spec: NeuronSpec) -> tuple[Tensor, Tensor
     values = spec.tau, spec.v_threshold, count, spec.detach_reset
     counts, v, _ = functional.ilif_multi_step(x, torch.zeros_like(x[0]), *values)
     return counts, v
-
-
-def gradient(counts: Tensor, v: Tensor, x: Tensor) -> Tensor:
-    """Of a fixed function of counts and last potential."""
-    weights = channels_last(*counts.shape, seed=7)
-    (found,) = torch.autograd.grad((counts * weights).sum() + (v * weights[0]).sum(), x)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -58,7 +51,7 @@ def test_equals_spikingjelly(most: int, options: dict[str, Any]) -> None:
     counts, v = neuron_multi_step(x, spec)
     assert set(counts.unique().tolist()) == set(range(most + 1)) and spec.largest == most
     assert torch.equal(counts, expected) and (v - last).abs().max() < 1e-12
-    assert (gradient(counts, v, x) - gradient(expected, last, x)).abs().max() < 1e-12
+    assert (gradients(counts, [x], v)[0] - gradients(expected, [x], last)[0]).abs().max() < 1e-12
 
 
 def test_halves_are_rounded_to_even_and_the_ends_have_a_gradient() -> None:
@@ -79,7 +72,7 @@ def test_a_unit_is_norm_pooling_and_neuron_and_nothing_is_kept_as_bits() -> None
     two = torch.full((5,), 2.0, dtype=torch.float64)
     counts = norm_pool_neuron(x, two, None, spec=spec, training=True, pool=True).spikes
     assert torch.equal(counts, expected) and counts.max() > 1 and bits_of(counts) is None
-    assert_close(*(gradient(each, x[0].sum() * 0 * each[0], x) for each in (counts, expected)))
+    assert_close(*(gradients(each, [x])[0] for each in (counts, expected)))
     alone, _ = neuron_multi_step(3 * x, spec)
     assert alone.max() > 1 and bits_of(alone) is None
     assert bits_of(neuron_multi_step(x, counting(1))[0]) is not None  # which fires 0 or 1

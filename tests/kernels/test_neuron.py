@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasnn.kernels import SURROGATES, NeuronSpec, torch_backend
 from megasnn.kernels.neuron import neuron_multi_step
-from tests.kernels.models import assert_close, channels_last, plif_weight, saved_tensors, spikingjelly_neuron
+from tests.kernels.models import (
+    assert_close,
+    channels_last,
+    gradients,
+    neuron_results,
+    plif_weight,
+    require_same,
+    saved_tensors,
+    spikingjelly_neuron,
+    spikingjelly_results,
+)
 
 CHARGES: dict[str, dict[str, Any]] = {
     "if": {"kind": "if"},
@@ -25,38 +34,22 @@ CHARGES: dict[str, dict[str, Any]] = {
     "plif": {"kind": "plif"},
     "plif-leak": {"kind": "plif", "decay_input": False},
 }
-NEURONS = list(product(CHARGES, (0.0, -0.3, None), (True, False), ("sigmoid", "atan")))
 # One of each charge, and any two of the others: each is compiled for seconds. A reset to 0.0 has the code of -0.3.
 FEW = [(charge, (-0.3, None)[i % 2], i % 3 > 0, ("sigmoid", "atan")[i // 2 % 2]) for i, charge in enumerate(CHARGES)]
 BACKENDS = "torch", "fused"
+IF = NeuronSpec("if", detach_reset=False)  # which is compiled in any case
 
 
-def gradients(spikes: Tensor, v: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    """Of a fixed function of spikes and last potential."""
-    weights = channels_last(*spikes.shape, seed=7)
-    return torch.autograd.grad((spikes * weights).sum() + (v * weights[0]).sum(), inputs)
-
-
-@pytest.mark.parametrize(
-    ("charge", "v_reset", "detach_reset", "surrogate_name"),
-    [pytest.param(*case, marks=() if case in FEW else pytest.mark.matrix) for case in NEURONS],
-)
+@pytest.mark.parametrize(("charge", "v_reset", "detach_reset", "surrogate_name"), FEW)
 def test_equals_spikingjelly(charge, v_reset, detach_reset, surrogate_name) -> None:
     numbers = CHARGES[charge]
     spec = NeuronSpec(v_threshold=0.6, v_reset=v_reset, detach_reset=detach_reset, surrogate=surrogate_name, **numbers)
     x = (channels_last(5, 2, 7, 3, 3) * 2.5).requires_grad_()
     w = plif_weight(spec)
-    node = spikingjelly_neuron(spec, w)
-    expected = node(x)
-    of_expected = gradients(expected, node.v, [x] + ([node.w] if w is not None else []))
-    assert 0.05 < expected.mean() < 0.95
+    wanted = spikingjelly_results(x, spec, w)
+    assert 0.05 < wanted[0].mean() < 0.95
     for backend in BACKENDS:
-        spikes, v = neuron_multi_step(x, spec, None, w, backend)
-        assert torch.equal(spikes, expected)
-        assert_close(v, node.v)
-        found = gradients(spikes, v, [x] + ([w] if w is not None else []))
-        for actual, wanted in zip(found, of_expected, strict=True):
-            assert_close(actual, wanted)
+        require_same(neuron_results(x, spec, backend, w), wanted)
 
 
 @pytest.mark.parametrize("v_reset", [0.1, None])
@@ -65,13 +58,10 @@ def test_first_potential(v_reset) -> None:
     spec = NeuronSpec(tau=3.0, v_reset=v_reset, detach_reset=False, surrogate="atan")
     x = channels_last(6, 2, 5, 4).requires_grad_()
     for backend in BACKENDS:
-        whole, v_whole = neuron_multi_step(x, spec, backend="torch")
         first, v = neuron_multi_step(x[:3], spec, backend=backend)
         second, v = neuron_multi_step(x[3:], spec, v, backend=backend)
         halves = torch.cat([first, second])
-        assert torch.equal(halves, whole)
-        assert_close(v, v_whole)
-        assert_close(gradients(halves, v, [x])[0], gradients(whole, v_whole, [x])[0])
+        require_same([halves, v, *gradients(halves, [x], v)], neuron_results(x, spec, "torch"))
 
 
 @pytest.mark.parametrize("name", [name for name, entry in SURROGATES.items() if entry.spikingjelly is not None])
@@ -80,11 +70,7 @@ def test_every_surrogate(name) -> None:
     spec = NeuronSpec(surrogate=name)
     assert spec.surrogate_alpha == getattr(surrogate, SURROGATES[name][0])().alpha
     x = channels_last(3, 2, 4, 5).requires_grad_()
-    node = spikingjelly_neuron(spec)
-    expected = node(x)
-    spikes, v = neuron_multi_step(x, spec)
-    assert torch.equal(spikes, expected)
-    assert_close(gradients(spikes, v, [x])[0], gradients(expected, node.v, [x])[0])
+    require_same(neuron_results(x, spec), spikingjelly_results(x, spec))
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
@@ -145,11 +131,7 @@ def test_ties_with_the_threshold(factor) -> None:
 )
 def test_any_memory_order(view) -> None:
     x = view(channels_last(4, 3, 5, 6)).detach().requires_grad_()
-    spec = NeuronSpec(detach_reset=False)
-    (expected, v_expected), (spikes, v) = (neuron_multi_step(x, spec, backend=each) for each in BACKENDS)
-    assert torch.equal(spikes, expected)
-    assert_close(v, v_expected)
-    assert_close(gradients(spikes, v, [x])[0], gradients(expected, v_expected, [x])[0])
+    require_same(neuron_results(x, IF, "fused"), neuron_results(x, IF, "torch"))
 
 
 def test_large_potentials_and_nan() -> None:
@@ -157,7 +139,7 @@ def test_large_potentials_and_nan() -> None:
     for dtype in (torch.float32, torch.float64):
         x = torch.tensor([[0.0, 30.0, -30.0, 1e4, -1e4, 1e30, -1e30, float("nan")]], dtype=dtype)
         x.requires_grad_()
-        spikes = [neuron_multi_step(x, NeuronSpec("if"), backend=each)[0] for each in BACKENDS]
+        spikes = [neuron_multi_step(x, IF, backend=each)[0] for each in BACKENDS]
         expected, actual = (torch.autograd.grad(each.sum(), x)[0] for each in spikes)
         torch.testing.assert_close(actual, expected, rtol=0, atol=torch.finfo(dtype).eps * 4, equal_nan=True)
 
@@ -167,7 +149,7 @@ def test_sigmoid_gradient_accuracy() -> None:
     u = torch.linspace(-20, 5, 4001, dtype=torch.float64)
     for dtype, allowed in ((torch.float32, 5e-7), (torch.float64, 3e-15)):
         x = (u.to(dtype) + 1).requires_grad_()
-        (actual,) = torch.autograd.grad(neuron_multi_step(x[None], NeuronSpec(kind="if"), backend="fused")[0].sum(), x)
+        (actual,) = torch.autograd.grad(neuron_multi_step(x[None], IF, backend="fused")[0].sum(), x)
         z = np.abs(4 * ((x.detach() - 1).numpy().astype(np.longdouble)))
         exact = 4 * np.exp(-z) / (1 + np.exp(-z)) ** 2
         assert np.max(np.abs(actual.numpy() / exact - 1)) < allowed
@@ -185,14 +167,12 @@ def test_bfloat16_keeps_its_own_size_and_computes_in_float32(kind, backend) -> N
     expected, last = neuron_multi_step(whole, spec, v0, w, backend)
     with saved_tensors() as saved:
         spikes, v = neuron_multi_step(leaf, spec, v0, w, backend)
-    assert spikes.dtype == torch.bfloat16 and v.dtype == torch.float32
-    assert torch.equal(spikes.float(), expected) and torch.equal(v, last)
     assert (torch.bfloat16, x.numel()) in saved and sum(size for _, size in saved) <= x.numel() + v0.numel() + 1
     learned = [] if w is None else [w]
-    wanted, *of_w = torch.autograd.grad(expected.sum() + last.sum(), [whole, *learned])
-    found, *of_mine = torch.autograd.grad(spikes.float().sum() + v.sum(), [leaf, *learned])
-    assert torch.equal(found, wanted.bfloat16()) and found.any()
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(of_mine, of_w, strict=True))
+    wanted = expected.bfloat16(), last, *gradients(expected, [whole, *learned], last)
+    found = spikes, v, *gradients(spikes, [leaf, *learned], v)
+    assert torch.equal(found[2], wanted[2].bfloat16()) and found[2].any() and v.dtype == torch.float32
+    assert spikes.dtype == torch.bfloat16 and all(map(torch.equal, found[:2] + found[3:], wanted[:2] + wanted[3:]))
 
 
 @pytest.mark.parametrize(

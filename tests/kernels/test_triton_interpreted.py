@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,17 +18,23 @@ from torch import Tensor
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
 from megasnn.kernels.neuron import neuron_multi_step, norm_pool_neuron
+from megasnn.kernels.neuron_spec import numbers
 from megasnn.kernels.philox import Runs, kept_by_tensors
 from megasnn.kernels.spike_codec import bits_of, pack_bits, pack_counts
 from megasnn.random import philox_key
 from tests.kernels.models import (
     assert_close,
     channels_last,
+    gradients,
+    neuron_results,
     neurons_alone_leave_their_spikes_packed_as_well,
+    norm_of,
     plif_weight,
+    require_same,
     saved_tensors,
     spikes_leave_packed_as_well,
     two_ranks_equal_one,
+    unit_results,
 )
 from tests.kernels.test_neuron import CHARGES, FEW
 from tests.kernels.triton_process import interpreted as interpreted
@@ -48,25 +56,13 @@ specs = st.builds(
 )
 
 
-def weights_of(x: Tensor) -> Tensor:
-    return channels_last(*x.shape, seed=7).to(x.dtype)
-
-
 def assert_same_neurons(x: Tensor, spec: NeuronSpec, v0: Tensor | None) -> None:
     """Spikes and potentials of the reference, bit for bit, and its gradients."""
     w = plif_weight(spec, x.dtype)
-    inputs = [each for each in (x, v0, w) if each is not None]
-    results = []
-    for backend in ("torch", "triton"):
-        spikes, v = neuron_multi_step(x, spec, v0, w, backend)
-        weights = weights_of(spikes)
-        gradients = torch.autograd.grad((spikes * weights).sum() + (v * weights[0]).sum(), inputs)
-        results.append((spikes, v, *gradients))
-    (spikes, v, *wanted), (found_spikes, found_v, *found) = results
-    assert torch.equal(found_spikes, spikes) and torch.equal(found_v, v)
-    for actual, expected in zip(found, wanted, strict=True):
-        tolerance = TOLERANCE[x.dtype] * max(1.0, expected.abs().max().item())
-        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+    found, wanted = (neuron_results(x, spec, backend, w, v0) for backend in ("triton", "torch"))
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+    for actual, expected in zip(found[2:], wanted[2:], strict=True):
+        assert_close(actual, expected, TOLERANCE[x.dtype], least=1.0)
 
 
 def every_neuron_in_there() -> None:
@@ -91,38 +87,15 @@ def any_size_in_there(spec, shape, dtype, view, given_v) -> None:
     assert_same_neurons(x, spec, v0)
 
 
-def unit_on(
-    backend: str, x: Tensor, spec: NeuronSpec, *, training: bool, pool: bool, steps: int, above: bool = False
-) -> Any:
-    """Spikes, mean, variance, and the gradients of a fixed function.
-
-    Args:
-        above: whether the first row is another rank's.
-    """
-    channels = x.shape[2]
-    torch.manual_seed(channels)
-    weight, bias, running_mean, running_var = torch.randn(4, channels, dtype=torch.float64).unbind()
-    weight, bias = (weight * 1.5 + 0.8).requires_grad_(), (bias * 0.5).requires_grad_()
-    w = plif_weight(spec)
-    row, own = (x[:, :, :, :1], x[:, :, :, 1:]) if above else (None, x)
-    spikes, mean, var, _ = norm_pool_neuron(
-        own, weight, bias, running_mean, running_var.abs() + 0.5, spec=spec, training=training, w=w, pool=pool,
-        time_steps=steps, backend=backend, above=row,
-    )  # fmt: skip
-    inputs = [x, weight, bias] + ([w] if w is not None else [])
-    return spikes, mean, var, *torch.autograd.grad((spikes * weights_of(spikes)).sum(), inputs)
-
-
-def assert_same_units(x: Tensor, spec: NeuronSpec, **options: Any) -> None:
-    wanted, found = (unit_on(each, x.detach().requires_grad_(), spec, **options) for each in ("torch", "triton"))
-    assert torch.equal(found[0], wanted[0])
-    for actual, expected in zip(found[1:], wanted[1:], strict=True):
-        assert_close(actual, expected, 1e-9)
+def assert_same_units(x: Tensor, spec: NeuronSpec, training: bool = True, **options: Any) -> None:
+    x, norm = x.detach().requires_grad_(), norm_of(x.shape[2], training=training)
+    options["w"] = plif_weight(spec)
+    require_same(*(unit_results(x, norm, spec, each, **options) for each in ("triton", "torch")), 1e-9)
 
 
 @given(
     spec=specs,
-    shape=st.tuples(st.integers(1, 16), st.integers(1, 2), st.integers(1, 40), st.integers(1, 6), st.integers(2, 5)),
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 2), st.integers(1, 40), st.integers(1, 6), st.integers(2, 5)),
     tokens=st.booleans(),
     pool=st.booleans(),
     static=st.booleans(),
@@ -136,7 +109,7 @@ def any_unit_in_there(spec, shape, tokens, pool, static, training, above) -> Non
     pool = pool and not tokens
     above = above and pool and shape[3] > 1
     if x[:, :, 0, above:].numel() > 1:
-        assert_same_units(x, spec, training=training, pool=pool, steps=steps, above=above)
+        assert_same_units(x, spec, training, pool=pool, time_steps=steps, above=above)
 
 
 def many_steps_in_there() -> None:
@@ -151,7 +124,7 @@ def many_steps_in_there() -> None:
     steps, spec = 18, NeuronSpec(kind="plif", v_reset=None)
     for static, pool in ((False, False), (False, True), (True, True)):
         x = channels_last(1 if static else steps, 2, 24, 5, 4) * 2 + 0.3
-        assert_same_units(x, spec, training=True, pool=pool, steps=steps)
+        assert_same_units(x, spec, pool=pool, time_steps=steps)
 
 
 def sums_of_many_programs_in_there() -> None:
@@ -159,11 +132,11 @@ def sums_of_many_programs_in_there() -> None:
     from megasnn.kernels.triton import calls
 
     cut = calls._cut(1 << 30, 48, 8)
-    assert cut.tiles == 16 and cut.programs * cut.tiles * cut.rows * cut.row >= 1 << 30
+    assert cut.tiles == calls.TILES and cut.programs * cut.tiles * cut.rows * cut.row >= 1 << 30
     with mock.patch.object(calls, "_PROGRAMS", 1):
         calls._cut.cache_clear()
         for shape in ((2, 3, 24, 17, 18), (2, 1, 160, 5, 6)):
-            assert_same_units(channels_last(*shape) * 2 + 5, NeuronSpec("plif"), training=True, pool=False, steps=2)
+            assert_same_units(channels_last(*shape) * 2 + 5, NeuronSpec("plif"))
     calls._cut.cache_clear()
 
 
@@ -172,15 +145,11 @@ def pool_in_there() -> None:
     x = torch.randint(0, 3, (2, 2, 9, 8, 4), generator=torch.Generator().manual_seed(0)).double().movedim(-1, 2)
     x[0, 0, 1, 2, 3] = math.nan
     x.requires_grad_()
-    statistics = torch.zeros(4).double(), torch.ones(4).double()
-    results = []
-    for backend in ("torch", "triton"):
-        spikes, _, _, _ = norm_pool_neuron(
-            x, None, None, *statistics, backend=backend, spec=NeuronSpec(kind="if"), training=False, pool=True
-        )
-        results.append((spikes, *torch.autograd.grad((spikes * weights_of(spikes)).sum(), x)))
-    assert torch.equal(results[0][0], results[1][0])
-    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-9, atol=1e-9, equal_nan=True)
+    norm = torch.nn.BatchNorm2d(4).double().eval()
+    results = (unit_results(x, norm, NeuronSpec(kind="if"), each, pool=True) for each in ("torch", "triton"))
+    (spikes, _, _, wanted, *_), (found, _, _, actual, *_) = results
+    assert torch.equal(found, spikes)
+    torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
 def reduced_types_in_there() -> None:
@@ -189,8 +158,7 @@ def reduced_types_in_there() -> None:
         x = (channels_last(5, 2, 8, 5, dtype=torch.float32) * 2).to(dtype).requires_grad_()
         (spikes, v), (found, found_v) = (neuron_multi_step(x, spec, backend=each) for each in ("torch", "triton"))
         assert torch.equal(found, spikes) and torch.equal(found_v, v) and found.dtype == dtype
-        upstream = weights_of(spikes)
-        wanted, actual = (torch.autograd.grad(each, x, upstream)[0] for each in (spikes, found))
+        wanted, actual = (gradients(each, [x])[0] for each in (spikes, found))
         assert_close(actual.float(), wanted.float(), torch.finfo(dtype).eps)
         statistics = torch.full((8,), 0.1), torch.full((8,), 1.3)
         for x_t, pool in itertools.product((x, x.float()), (False, True)):
@@ -204,21 +172,15 @@ def reduced_types_in_there() -> None:
 
 def gradients_of_bfloat16_in_there() -> None:
     x = (channels_last(4, 2, 24, 6, 5, dtype=torch.float32) * 2).bfloat16()
+    norm, tolerances = torch.nn.BatchNorm2d(24), (1e-6, 1e-6, 2**-7, 1e-6, 1e-6)
     for pool in (False, True):
-        results = []
-        for backend in ("fused", "triton"):
-            leaf, weight = x.clone().requires_grad_(), torch.ones(24, requires_grad=True)
-            spikes, mean, var, _ = norm_pool_neuron(
-                leaf, weight, None, spec=NeuronSpec(), training=True, pool=pool, backend=backend
-            )
-            assert spikes.dtype == torch.bfloat16 and mean.dtype == torch.float32
-            gradients = torch.autograd.grad(spikes, [leaf, weight], weights_of(spikes))
-            results.append((spikes, mean, var, *(each.float() for each in gradients)))
-        (spikes, *wanted), (found_spikes, *found) = results
-        assert torch.equal(found_spikes, spikes)
+        leaf = x.clone().requires_grad_()
+        wanted, found = (unit_results(leaf, norm, NeuronSpec(), each, pool=pool) for each in ("fused", "triton"))
+        assert torch.equal(found[0], wanted[0])
+        assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float32
         # The interpreter cuts bits off where a GPU rounds to bfloat16.
-        for actual, expected, relative in zip(found, wanted, (1e-6, 1e-6, 2**-7, 1e-6), strict=True):
-            assert_close(actual, expected, relative)
+        for actual, expected, relative in zip(found[1:], wanted[1:], tolerances, strict=True):
+            assert_close(actual.float(), expected.float(), relative)
 
 
 def bits_in_there() -> None:
@@ -300,10 +262,86 @@ def chosen_in_there() -> None:
         assert BACKENDS["triton"].unavailable(given_x, given_spec)
 
 
+# --- far into memory: offsets of more than 31 bits, in address space of which only a few pages are used
+
+FAR = 3 * 2**29  # values of a time step: the third one begins beyond 2^31
+BLOCK, CHANNELS = 256, 16
+MAP_NORESERVE = 0x4000  # on Linux; mmap has the name from Python 3.13 on
+
+
+class Far:
+    """Room for float32, of which memory is taken only where something is written.
+
+    Attributes:
+        start: the first value alone, which tells a kernel where the others are: the interpreter copies what it gets.
+    """
+
+    def __init__(self, length: int) -> None:
+        before = 2**31  # for offsets that have become negative: a wrong result, and no crash
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        self._values = np.frombuffer(mmap.mmap(-1, 4 * (before + length), flags), np.float32)[before:]
+        self.start = torch.from_numpy(self._values[:1])
+
+    def write(self, place: int, values: Tensor) -> None:
+        self._values[place : place + len(values)] = values
+
+    def read(self, place: int, count: int) -> Tensor:
+        return torch.from_numpy(self._values[place : place + count].copy())
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def far(steps: Tensor, size: int) -> Far:
+    """Time steps of which each has `size` values, the first ones of them given."""
+    room = Far(len(steps) * size)
+    for t, values in enumerate(steps):
+        room.write(t * size, values)
+    return room
+
+
+def near(room: Far, steps: int, size: int) -> Tensor:
+    return torch.stack([room.read(t * size, BLOCK) for t in range(steps)])
+
+
+def far_kernels(size: int, steps: int, seed: int, chunk: int) -> list[Tensor]:
+    """What the kernels of a forward and a backward give for steps of so many values, of which the first are used."""
+    from megasnn.kernels.triton.launch import COLUMNS, NUMBERS, at_once, launch
+    from megasnn.kernels.triton.sums import backward_sums_kernel
+    from megasnn.kernels.triton.unit import fire_kernel, gradient_kernel
+
+    norm = normal(5, CHANNELS, seed=seed)
+    x, g = (far(2 * normal(steps, BLOCK, seed=seed + each), size) for each in (1, 2))
+    spikes, g_x, kept, partial = Far(steps * size), Far(steps * size), Far(steps * size), torch.zeros(2, 1, COLUMNS)
+    starts = kept.start if steps > chunk else None
+    common = {"T": steps, "REPEATED": False, "N": numbers(NeuronSpec()), "D": NUMBERS[torch.float32]}
+    launch(
+        fire_kernel, 1, x.start, norm, None, None, spikes.start, None, None, size, size, CHANNELS, 0, 0, 0,
+        POOL=False, AT_ONCE=at_once(steps), BLOCK=BLOCK, **common,
+    )  # fmt: skip
+    launch(
+        gradient_kernel, 1, x.start, g.start, g_x.start, norm, None, None, None, None, None, starts, size, CHANNELS,
+        CHUNK=chunk, BATCH=True, BLOCK=BLOCK, **common,
+    )  # fmt: skip
+    launch(
+        backward_sums_kernel, 1, x.start, g.start, norm, None, None, None, partial, starts, size, size, CHANNELS, 0, 0,
+        0, COLUMNS, 1, 1, CHUNK=chunk, POOL=False, LEARN=False, ROWS=BLOCK // COLUMNS, COLUMNS=COLUMNS, **common,
+    )  # fmt: skip
+    return [near(spikes, steps, size), near(g_x, steps, size), partial]
+
+
+def far_steps_in_there() -> None:
+    """The same as of steps that lie side by side, at once and in a loop over chunks."""
+    for chunk in (5, 2):
+        for expected, found in zip(far_kernels(BLOCK, 5, 1, chunk), far_kernels(FAR, 5, 1, chunk), strict=True):
+            assert expected[-1].any() and torch.equal(found, expected), chunk
+
+
 CASES = (
     *(every_neuron_in_there, any_size_in_there, any_unit_in_there, many_steps_in_there, sums_of_many_programs_in_there),
     *(pool_in_there, reduced_types_in_there, gradients_of_bfloat16_in_there, bits_in_there, codec_in_there),
-    *(philox_in_there, saved_in_there, chosen_in_there),
+    *(philox_in_there, saved_in_there, chosen_in_there, far_steps_in_there),
 )
 
 

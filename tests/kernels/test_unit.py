@@ -13,16 +13,22 @@ from megasnn.kernels.torch_backend import batch_norm
 from tests.kernels.models import (
     assert_close,
     channels_last,
+    gradients,
     neurons_alone_leave_their_spikes_packed_as_well,
+    norm_of,
     plif_weight,
+    require_same,
     saved_tensors,
     spikes_leave_packed_as_well,
     spikingjelly_neuron,
     spikingjelly_unit,
     torch_threads,
     two_ranks_equal_one,
+    unit_forward,
+    unit_results,
 )
 
+BOTH = "torch", "fused"
 SPECS = {
     "spikformer": NeuronSpec(),
     "soft-atan": NeuronSpec(v_reset=None, tau=3.0, v_threshold=0.7, detach_reset=False, surrogate="atan"),
@@ -30,30 +36,6 @@ SPECS = {
     "if": NeuronSpec(kind="if", v_reset=None),
     "plif": NeuronSpec(kind="plif", v_threshold=0.5, detach_reset=False),
 }
-
-
-def norm_of(channels: int, dims: int, training: bool) -> nn.Module:
-    """A batch norm with uneven parameters and statistics, some channels turned upside down."""
-    torch.manual_seed(channels)
-    norm = (nn.BatchNorm2d if dims == 5 else nn.BatchNorm1d)(channels).double()
-    nn.init.normal_(norm.weight, mean=0.8, std=1.5)
-    nn.init.normal_(norm.bias, std=0.5)
-    nn.init.normal_(norm.running_mean, std=0.3)
-    nn.init.uniform_(norm.running_var, 0.5, 2.0)
-    return norm.train(training)
-
-
-def both(x, norm, spec, **options):
-    """The unit on the two backends, as (spikes, mean, variance)."""
-    parameters = norm.weight, norm.bias, norm.running_mean, norm.running_var
-    for backend in ("torch", "fused"):
-        yield norm_pool_neuron(
-            x, *parameters, spec=spec, training=norm.training, eps=norm.eps, backend=backend, **options
-        )[:3]
-
-
-def gradients(spikes, inputs):
-    return torch.autograd.grad((spikes * channels_last(*spikes.shape, seed=3)).sum(), inputs)
 
 
 def check(shape, spec, *, pool=False, time_steps=None, training=True):
@@ -67,11 +49,10 @@ def check(shape, spec, *, pool=False, time_steps=None, training=True):
     norm.running_mean, norm.running_var = before
     wanted = gradients(expected, [x, norm.weight, norm.bias] + ([node.w] if w is not None else []))
     assert 0 < expected.sum() < expected.numel()
-    for spikes, mean, var in both(x, norm, spec, pool=pool, time_steps=time_steps, w=w):
-        assert torch.equal(spikes, expected) and spikes.movedim(2, -1).is_contiguous()
-        found = gradients(spikes, [x, norm.weight, norm.bias] + ([w] if w is not None else []))
-        for actual, gradient in zip(found, wanted, strict=True):
-            assert_close(actual, gradient)
+    for backend in BOTH:
+        spikes, mean, var, *found = unit_results(x, norm, spec, backend, pool=pool, time_steps=time_steps, w=w)
+        require_same([spikes, *found], [expected, *wanted])
+        assert spikes.movedim(2, -1).is_contiguous()
         if training:  # the running statistics as torch would have updated them
             count = steps * x[0].numel() // x.shape[2]
             assert_close(0.9 * before[0] + 0.1 * mean, after[0])
@@ -102,21 +83,21 @@ def test_pool_gives_ties_to_the_first() -> None:
     """A flat image region has nine equal values in a window; the gradient belongs to the first, as in torch."""
     x = torch.randint(0, 3, (2, 2, 9, 8, 4), generator=torch.Generator().manual_seed(0)).double().movedim(-1, 2)
     x.requires_grad_()
-    norm = norm_of(4, 5, True)
+    norm = norm_of(4)
     expected = spikingjelly_unit(x, norm, spikingjelly_neuron(NeuronSpec()), True, 2)
-    wanted = gradients(expected, [x])[0]
-    for spikes, _, _ in both(x, norm, NeuronSpec(), pool=True):
-        assert torch.equal(spikes, expected)
-        assert_close(gradients(spikes, [x])[0], wanted)
+    wanted = gradients(expected, [x])
+    for backend in BOTH:
+        spikes, _, _, of_x, *_ = unit_results(x, norm, NeuronSpec(), backend, pool=True)
+        require_same([spikes, of_x], [expected, *wanted])
 
 
 def test_float32() -> None:
     """The backends differ by rounding alone: hardly any spike, and where none differs, gradients to 1e-4."""
     x = (channels_last(4, 4, 32, 16, 16, dtype=torch.float32) * 3 + 1).requires_grad_()
-    norm = norm_of(32, 5, True).float()
+    norm = norm_of(32).float()
     inputs = [x, norm.weight, norm.bias]
     for pool in (False, True):
-        (s1, m1, v1), (s2, m2, v2) = both(x, norm, NeuronSpec(), pool=pool)
+        (s1, m1, v1), (s2, m2, v2) = (unit_forward(x, norm, NeuronSpec(), each, pool=pool) for each in BOTH)
         assert s2.dtype == torch.float32 and (s1 != s2).sum() <= 3
         assert_close(m2, m1, 1e-6)
         assert_close(v2, v1, 1e-6)
@@ -137,15 +118,12 @@ def test_statistics_with_a_large_mean() -> None:
 
 def test_without_parameters_and_with_frozen_ones() -> None:
     x = channels_last(3, 2, 6, 5, 5).requires_grad_()
-    results = []
-    for backend in ("torch", "fused"):
-        spikes, mean, var, _ = norm_pool_neuron(x, None, None, spec=NeuronSpec(), training=False, backend=backend)
-        results.append((spikes, mean, var, gradients(spikes, [x])[0]))
-    for plain, fused in zip(*results, strict=True):
-        assert_close(fused, plain)
-    norm = norm_of(6, 5, True)
+    bare = nn.BatchNorm2d(6, affine=False, track_running_stats=False).eval()
+    require_same(*(unit_results(x, bare, NeuronSpec(), backend) for backend in BOTH))
+    norm = norm_of(6)
     norm.weight.requires_grad_(False)
-    for spikes, mean, var in both(x.detach(), norm, NeuronSpec()):
+    for backend in BOTH:
+        spikes, mean, var = unit_forward(x.detach(), norm, NeuronSpec(), backend)
         norm.bias.grad = None
         spikes.sum().backward()
         assert norm.weight.grad is None and norm.bias.grad.abs().sum() > 0
@@ -153,11 +131,12 @@ def test_without_parameters_and_with_frozen_ones() -> None:
 
 
 def test_row_major_input_and_gradient() -> None:
-    x, norm = channels_last(3, 2, 6, 5, 5), norm_of(6, 5, True)
+    x, norm = channels_last(3, 2, 6, 5, 5), norm_of(6)
     wanted = None
     for memory in (x, x.contiguous()):
         leaf = memory.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-        for spikes, _, _ in both(leaf, norm, NeuronSpec(), pool=True):
+        for backend in BOTH:
+            spikes, _, _ = unit_forward(leaf, norm, NeuronSpec(), backend, pool=True)
             weights = channels_last(*spikes.shape, seed=3).contiguous()
             (gradient,) = torch.autograd.grad((spikes * weights).sum(), leaf)
             wanted = gradient if wanted is None else wanted
@@ -166,38 +145,30 @@ def test_row_major_input_and_gradient() -> None:
 
 @pytest.mark.parametrize("pool", [False, True])
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("backend", ["torch", "fused"])
+@pytest.mark.parametrize("backend", BOTH)
 def test_bfloat16_keeps_its_own_size(backend, training, pool) -> None:
     """The input is kept for backward as it came, in two bytes; the arithmetic is that of float32."""
     x = channels_last(4, 2, 8, 6, 6, dtype=torch.float32).bfloat16()
-    norm = norm_of(8, 5, True).float()
-    parameters = norm.weight, norm.bias, norm.running_mean, norm.running_var
-    options = {"spec": NeuronSpec(), "training": training, "pool": pool, "backend": backend}
+    norm = norm_of(8, 5, training).float()
     whole, leaf = x.float().requires_grad_(), x.clone().requires_grad_()
-    wanted, *statistics, _ = norm_pool_neuron(whole, *parameters, **options)
-    weights = channels_last(*wanted.shape, dtype=torch.float32).bfloat16()
-    of_whole = torch.autograd.grad(wanted, [whole, norm.weight, norm.bias], weights.float())
+    wanted = unit_results(whole, norm, NeuronSpec(), backend, pool=pool)
     with saved_tensors() as saved:
-        spikes, mean, variance, _ = norm_pool_neuron(leaf, *parameters, **options)
-    assert spikes.dtype == torch.bfloat16 and mean.dtype == torch.float32
-    assert torch.equal(spikes.float(), wanted) and not mean.requires_grad
-    assert torch.equal(mean, statistics[0]) and torch.equal(variance, statistics[1])
+        found = unit_forward(leaf, norm, NeuronSpec(), backend, pool=pool)
     assert (torch.bfloat16, x.numel()) in saved and sum(size for _, size in saved) <= x.numel() + 4 * 8
-    gradient, *of_parameters = torch.autograd.grad(spikes, [leaf, norm.weight, norm.bias], weights)
-    assert torch.equal(gradient, of_whole[0].bfloat16())
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(of_parameters, of_whole[1:], strict=True))
+    found += gradients(found[0], [leaf, norm.weight, norm.bias])
+    assert found[0].dtype == found[3].dtype == torch.bfloat16 and found[1].dtype == torch.float32
+    assert not any(each.requires_grad for each in found[1:3])
+    assert all(torch.equal(mine, theirs.to(mine.dtype)) for mine, theirs in zip(found, wanted, strict=True))
 
 
 def test_threads_do_not_change_a_bit() -> None:
     x = channels_last(4, 3, 24, 40, 40, dtype=torch.float32).requires_grad_()
-    norm = norm_of(24, 5, True).float()
+    norm = norm_of(24).float()
     for pool in (False, True):
         results = []
         for count in (1, 3):
             with torch_threads(count):
-                *_, (spikes, mean, var) = both(x, norm, NeuronSpec(), pool=pool)
-                upstream = channels_last(*spikes.shape, dtype=torch.float32)
-                results.append((spikes, mean, var, *torch.autograd.grad(spikes, [x, norm.weight, norm.bias], upstream)))
+                results.append(unit_results(x, norm, NeuronSpec(), "fused", pool=pool))
         assert all(torch.equal(one, three) for one, three in zip(*results, strict=True))
 
 
@@ -230,7 +201,7 @@ def test_large_results_equal_those_of_their_samples(channels) -> None:
     assert torch.equal(torch.from_numpy(whole), torch.cat([torch.from_numpy(each) for each in carried], dim=1))
 
 
-@pytest.mark.parametrize("backend", ["torch", "fused"])
+@pytest.mark.parametrize("backend", BOTH)
 def test_the_four_calls(backend) -> None:
     two_ranks_equal_one(backend)
     neurons_alone_leave_their_spikes_packed_as_well(backend)

@@ -38,7 +38,6 @@ from tests.parity.ranks import (
     forward_backward,
     images,
     inputs_of,
-    merge_statistics,
     tensors_of,
 )
 
@@ -85,7 +84,7 @@ def _random_step(seed: int, chunks: int) -> tuple[float, dict[str, Tensor]]:
     with built(model, layout, torch.float32, bounds=bounds) as engine:
         x, labels = images(Random())
         loss = forward_backward(engine, inputs_of(engine, x[:4].float(), labels[:4], 2), 4)
-        merge_statistics(engine, 2)
+        engine.merge_statistics(2)
         return loss, tensors_of(engine)
 
 
@@ -196,9 +195,9 @@ CHANGES: dict[str, Callable[[dict[str, Tensor]], object]] = {
     "a list": lambda y: list(y.values()),
 }
 NAMED = {
-    "an entry less": r"two .*\['spikes'\].*\['spikes', 'dense'\]",
-    "a tuple": r"two .*\[0, 1\]",
-    "a tensor": r"two gives \[None\]",
+    "an entry less": r"two: .*\['spikes'\].*\['spikes', 'dense'\]",
+    "a tuple": r"two: .*\[0, 1\]",
+    "a tensor": r"two: it gives \[None\]",
     "a list": "two: .* not a list",
 }
 
@@ -212,7 +211,7 @@ def test_an_output_that_differs_from_the_dry_runs_is_refused_at_the_first_step(c
 
 def test_what_does_not_fit_its_boundary_names_the_entry() -> None:
     pair, model, bounds = Group("pp", (0, 1), made=mock.Mock()), describe(Bundles()), [range(2), range(2, 6)]
-    state = SimpleNamespace(pp=pair, pp_down=pair, device=CPU, wire=CPU)
+    state = SimpleNamespace(pp=pair, pp_down=pair, device=CPU)
     chunks = build_chunks(model, bounds, [0], BuildContext(), CPU, 0)
     boundaries, checks = Boundaries(model, BuildContext(), model.build(BuildContext())), DeviceChecks(CPU)
     with mock.patch.object(p2p, "start_messages"):

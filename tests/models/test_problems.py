@@ -52,7 +52,7 @@ def test_an_mlp_without_channels_is_refused() -> None:
     assert "blocks.0.attention" in problem and "out_channels 0" in problem
 
 
-MOST = {"qkformer": 2, "sew_resnet": 1, "spike_driven": 2, "spikformer": 8, "vgg_dvs": 4}
+MOST = {"e_spikeformer": 2, "qkformer": 2, "sew_resnet": 1, "spike_driven": 2, "spikformer": 8, "vgg_dvs": 4}
 """How many ranks can share images of 32 rows."""
 
 

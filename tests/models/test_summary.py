@@ -16,6 +16,7 @@ from megasnn.config import NeuronConfig
 from megasnn.kernels.spike_codec import Content
 from megasnn.models.build import describe
 from megasnn.models.description import LayerDescription
+from megasnn.models.e_spikeformer.model import ESpikeFormer
 from megasnn.models.model import Model
 from megasnn.models.qkformer.model import QKFormer
 from megasnn.models.sew_resnet.model import SewResNet
@@ -35,6 +36,9 @@ def summary(model: Model) -> Sequence[LayerDescription]:
         (Spikformer(embed_dim=384, depth=4, num_heads=12), 9.32),
         (SewResNet(depth=34), 21.8),  # arXiv 2102.04159
         (SewResNet(depth=18), 11.7),
+        (ESpikeFormer(embed_dims="32,64,128,192"), 5.1),  # arXiv 2411.16061, table 2
+        (ESpikeFormer(), 10.0),
+        (ESpikeFormer(embed_dims="64,128,256,360"), 19.0),
     ],
 )
 def test_parameters_are_those_of_the_papers(model: Model, millions: float) -> None:

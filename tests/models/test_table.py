@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from spikingjelly.activation_based.neuron import LIFNode
 from torch import nn
 
@@ -28,6 +29,7 @@ from megasnn.models.registry import MODELS, dialect_for, dialect_of, model_of
 from megasnn.parallel.sharding import materialise, sharded_tensors
 from megasnn.pretraining import pretrain
 from tests.convert.saved import CPU
+from tests.parity.e_spikeformer import Published
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,3 +159,14 @@ def test_weights_published_with_sew_resnet_are_known_by_their_names() -> None:
     assert theirs.issuperset(known) and dialect_of(theirs) is dialect
     recipe = dialect.to_ours(theirs)
     assert recipe.keys() == ours and recipe["layer3.1.second.norm.bias"].sources == ("layer3.1.conv2.module.1.bias",)
+
+
+def test_names_of_the_published_e_spikeformer_go_both_ways() -> None:
+    with torch.device("meta"):
+        theirs = Published((48, 96, 192, 240), (6, 2), heads=8, ratio=4, steps=1, classes=1000)
+    assert sum(each.numel() for each in theirs.parameters()) == 10_023_112
+    shapes = {name: value.shape for name, value in theirs.state_dict().items()}
+    ours = {entry.name: entry.shard.global_shape for entry in describe(MODELS["e_spikeformer"]()).tensors}
+    recipe = dialect_of(shapes).to_ours(shapes)
+    assert {name: shapes[made.sources[0]] for name, made in recipe.items()} == ours
+    assert dialect_for("published", ours, "e_spikeformer").from_ours(ours).keys() == shapes.keys()

@@ -33,7 +33,6 @@ from tests.parity.ranks import (
     forward_backward,
     images,
     inputs_of,
-    merge_statistics,
     one_step,
     tensors_of,
 )
@@ -63,7 +62,7 @@ def _one_micro_batch() -> dict[str, Tensor]:
         before = {f"before {entry.name}": entry.tensor.detach().clone() for entry in engine.tensors}
         x, labels = images(model)
         forward_backward(engine, inputs_of(engine, x, labels, len(x)), len(x))
-        merge_statistics(engine, 1)
+        engine.merge_statistics(1)
         return before | {name: value.detach().clone() for name, value in tensors_of(engine).items()}
 
 

@@ -19,7 +19,7 @@ from megasnn.checkpoint.load import load_globals_into
 from megasnn.config import ParallelConfig, PretrainConfig, TrainingConfig
 from megasnn.config.optimizer import OptimizerConfig
 from megasnn.engine.model import DistributedModel, StepFigures
-from megasnn.grid import HOLDING_AXES, ContextCut
+from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
 from megasnn.layers.replicated import is_whole
@@ -31,7 +31,6 @@ from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.optim.build import build_optimizer
 from megasnn.parallel.sharding import own_span
-from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.graphs import Capture
 from megasnn.pipeline.microbatch_state import MicroBatchInput
@@ -164,7 +163,9 @@ def built(
             plan = plan.in_units(bounds, layout.recompute or NEVER)
         if layout.weight > 1:
             layers = [each.module for each in model.build(context)]
-            plan = plan.sharing(shared_weights(layers, plan.unit_bounds(bounds), state.dp_shard, layout.scatters), [])
+            plan = plan.sharing(
+                shared_weights(layers, plan.unit_bounds(bounds), state.dp_shard.size, layout.scatters), []
+            )
         parallel = ParallelConfig(use_distributed_optimizer=rows_have_owners)
         config = PretrainConfig(model_config(), training=TrainingConfig(seed=seed), parallel=parallel)
         yield DistributedModel(model, state, context, PipelinePlan(tuple(bounds), plan, 1), config, graphs)
@@ -196,11 +197,6 @@ def forward_backward(engine: DistributedModel, micro_batches: Sequence[MicroBatc
     return engine.check(engine.run(micro_batches, samples))
 
 
-def merge_statistics(engine: DistributedModel, most_micro_batches: int) -> None:
-    """Merges the step's records into the norms' running statistics."""
-    merge_running_statistics(engine.norms, engine.state.dp, most_micro_batches, engine.ties.statistics_of_owners)
-
-
 def evaluated(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput]) -> list[float]:
     """Returns the sums of an evaluation over all replicas: losses, samples, correct in top 1, in top 5."""
     totals = torch.zeros(4, dtype=torch.float64)
@@ -217,7 +213,7 @@ def evaluated(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput]
 def bits_of(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput], samples: int) -> Bits:
     """Takes a step, and evaluates behind it."""
     found = forward_backward(engine, micro_batches, samples)
-    merge_statistics(engine, len(micro_batches))
+    engine.merge_statistics(len(micro_batches))
     tensors = whole.digests(tensors_of(engine))
     return Bits(found.mean_loss, found.norm, found.correct, evaluated(engine, micro_batches), tensors)
 
@@ -265,7 +261,7 @@ def record_step(
     engine.loss = inner
     for hook in hooks:
         hook.remove()
-    merge_statistics(engine, most_micro_batches(len(labels), micro_batch_size, state.dp.size))
+    engine.merge_statistics(most_micro_batches(len(labels), micro_batch_size, state.dp.size))
     place = state.place
     rank = place.pp, state.dp.rank, place.cp, place.tp
     result = RankStep(rank, found.mean_loss, found.norm, logits, sum(fired))
@@ -303,15 +299,13 @@ def take_steps(
         if weights is not None:
             values = torch.load(weights, mmap=True, weights_only=True)
             load_globals_into(engine.tensors, values, engine.state.world.handle)
-        groups = {axis: engine.state.group(axis) for axis in HOLDING_AXES}
-        optimizer = build_optimizer(engine.owned, options, groups)
+        optimizer = build_optimizer(engine.owned, options, engine.state.holding_groups)
         for _ in range(count):
             steps.append(record_step(engine, *batch, micro_batch_size))
             if count > 1:
                 engine.gradient_norm.clip(steps[-1].norm, options.clip_grad)
                 optimizer.step()
-                engine.gradient_buckets.all_gather_params()
-                engine.ties.refresh()
+                engine.refresh_copies()
                 steps[-1].weights = parts.parts([each for each in engine.tensors if each.is_parameter])
     return steps
 

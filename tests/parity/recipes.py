@@ -10,13 +10,13 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from spikingjelly.activation_based import functional, layer, neuron, surrogate
@@ -35,7 +35,6 @@ from megasnn.telemetry.records import StepResult
 from megasnn.training.loop import TrainingRun
 from tests.data.shard_files import write_shard
 from tests.parity.zoo import their_sew_resnet
-from tests.parts import Part, parts
 
 STEPS, SAMPLES, CLASSES = 3, 4, 5
 SMALL = (
@@ -54,7 +53,6 @@ class Published:
         optimizer: as the publication makes it; takes the model.
         rate: of an epoch, from 0. An epoch has one step here.
         smoothing: of the labels.
-        stages: of the layout with two replicas of two tensor parallel ranks.
     """
 
     flags: str
@@ -62,7 +60,6 @@ class Published:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     rate: Callable[[int], float]
     smoothing: float = 0.0
-    stages: int = 2
 
 
 def _adamw(lr: float, weight_decay: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -174,19 +171,12 @@ PUBLISHED = {
         _sew_resnet,
         lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.0),
         _cosine(0.1, epochs=320),
-        stages=1,
     ),
 }
 
 
-@dataclass
-class RecipeRun:
-    """What one rank saw of a run: micro-batches of each step where it has them, losses, and its parts of all tensors
-    at the end."""
-
-    batches: list[list[tuple[Tensor | None, Tensor | None]]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
+Batches = list[list[tuple[Tensor, Tensor]]]
+"""Images and labels of the micro-batches of each step."""
 
 
 def shard(folder: Path, count: int = SAMPLES) -> Path:
@@ -206,48 +196,39 @@ def recipe(name: str, *flags: str) -> PretrainConfig:
     return configuration(MODELS[name.partition("/")[0]], ["--config", name, *flags])
 
 
-def train_recipe(name: str, *flags: str) -> RecipeRun:
-    """A run of a recipe by its name, on every rank of an initialised world."""
-    config = recipe(name, *flags)
-    validate(config, dist.get_world_size())
-    parallel = config.parallel
-    state = initialize_model_parallel(tp=parallel.tensor_model_parallel_size, pp=parallel.pipeline_model_parallel_size)
-    seen = RecipeRun()
+def train_recipe(name: str, *flags: str) -> tuple[Batches, list[float], dict[str, Tensor]]:
+    """What a run of a recipe by its name trains on, its losses, and all tensors at the end."""
+    config, step = recipe(name, *flags), TrainStep.__call__
+    batches, losses = list[list[Any]](), list[float]()
+
+    def watched(self: TrainStep, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
+        batches.append([(micro.images, micro.labels) for micro in micro_batches])
+        result = step(self, micro_batches, batch)
+        losses.append(result.loss)
+        return result
+
+    validate(config, 1)
+    state = initialize_model_parallel()
     try:
-        run = TrainingRun(config, state)
-        run.engine.step = _Watched(run.engine.step, seen)  # type: ignore[assignment]
-        run.train()
+        with mock.patch.object(TrainStep, "__call__", watched):
+            run = TrainingRun(config, state)
+            run.train()
+        tensors = run.engine.state_dict()
         run.close()
-        seen.parts = parts(run.engine.distributed.tensors)
-        return seen
+        return batches, losses, tensors
     finally:
         destroy_model_parallel()
 
 
-class _Watched:
-    def __init__(self, step: TrainStep, seen: RecipeRun) -> None:
-        self._step, self._seen = step, seen
-
-    def __call__(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
-        self._seen.batches.append([(micro.images, micro.labels) for micro in micro_batches])
-        result = self._step(micro_batches, batch)
-        self._seen.losses.append(result.loss)
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._step, name)
-
-
-def train_published(published: Published, model: nn.Module, seen: RecipeRun) -> list[float]:
-    """Trains SpikingJelly's model on what a run on one rank saw; the losses."""
-    optimizer, losses = published.optimizer(model), []
-    for epoch, batch in enumerate(seen.batches):
+def train_published(published: Published, model: nn.Module, batches: Batches) -> list[float]:
+    """Trains SpikingJelly's model on the same; the losses."""
+    optimizer, losses = published.optimizer(model), list[float]()
+    for epoch, batch in enumerate(batches):
         for group in optimizer.param_groups:
             group["lr"] = published.rate(epoch)
         optimizer.zero_grad()
         losses.append(0.0)
         for images, labels in batch:
-            assert images is not None and labels is not None
             functional.reset_net(model)
             logits = model(images)
             logits = logits if logits.ndim == 2 else logits.mean(0)

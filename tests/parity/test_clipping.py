@@ -64,53 +64,29 @@ def theirs(model: torch.nn.Module, options: OptimizerConfig):
 
 
 CASES = {name: replace(SPIKFORMER, steps=3, options=options, optimizer=theirs) for name, options in OPTIONS.items()}
-LAYOUTS = [Layout(), Layout(data=2), Layout(tensor=2), Layout(pipeline=3), Layout(tensor=4), Layout(2, 2, 2, "zbv")]
-SHARDED = [
-    Layout(2, tensor, pipeline, schedule)
-    for tensor in (1, 2)
-    for pipeline, schedule in ((1, "1f1b"), (2, "1f1b"), (2, "zbv"))
+ALL_AXES = Layout(2, 2, 2, "zbv")
+# LAMB has a norm for each tensor, which every layout cuts in another way. The others step element by element after the
+# same clipping: on one rank, on all axes, and some where rows have owners or are shared.
+CHOSEN = [(name, layout, False) for name in OPTIONS for layout in (Layout(), ALL_AXES)]
+CHOSEN += [("lamb", each, False) for each in (Layout(data=2), Layout(tensor=2), Layout(pipeline=3), Layout(tensor=4))]
+CHOSEN += [
+    ("adamw", ALL_AXES, True),
+    ("lamb", Layout(data=2), True),
+    ("lamb", Layout(4, 1, 2, "zbv", weight=2, scatters=True), True),
+    ("adamw", Layout(2, 2, 2, "1f1b", weight=2), False),
+    ("lamb", Layout(4, 1, 1, weight=4), False),
+    # Ranks that share micro-batches own rows as others do that hold the same.
+    ("lamb", Layout(context=2), True),
+    ("lamb", Layout(2, 1, 1, context=2), True),
+    ("adamw", Layout(1, 2, 2, "zbv", context=2, cut="rows"), True),
 ]
-GATHERED = [
-    Layout(4, 1, 2, "zbv", weight=2, scatters=True),
-    Layout(2, 2, 2, "1f1b", weight=2),
-    Layout(4, 1, 1, weight=4),
-]
-SHARED = [  # micro-batches; rows have as many owners as ranks hold the same
-    (Layout(context=2), True),
-    (Layout(2, 1, 1, context=2), True),
-    (Layout(1, 2, 2, "zbv", context=2, cut="rows"), True),
-    (Layout(1, 2, 2, "zbv", context=2), True),
-    (Layout(4, 1, 1, weight=2, context=2), True),
-    (Layout(2, 2, 1, weight=2, context=2), False),
-    (Layout(2, 1, 1, context=2, cut="rows"), True),
-    (Layout(context=2, cut="rows"), False),
-]
-EVERY = [*SHARED, *((layout, False) for layout in LAYOUTS)]
-EVERY += [(layout, True) for layout in (*SHARDED, Layout(data=4))]
-EVERY += [(layout, rows_have_owners) for layout in GATHERED for rows_have_owners in (False, True)]
-# LAMB has a norm for each tensor, which every layout cuts in another way: it takes all of them. The others step element
-# by element after the same clipping; the suite takes one rank and the layout with all axes for them.
-CHOSEN = {("lamb", layout, False) for layout in (*LAYOUTS, GATHERED[2])}
-CHOSEN |= {(name, layout, False) for name in OPTIONS for layout in (LAYOUTS[0], LAYOUTS[-1])}
-CHOSEN |= {("adamw", SHARDED[-1], True), ("lamb", SHARDED[0], True)}
-CHOSEN |= {("lamb", GATHERED[0], True), ("adamw", GATHERED[1], False)}
-CHOSEN |= {("lamb", *SHARED[0]), ("lamb", *SHARED[1]), ("adamw", *SHARED[2])}
 
 
-def cases() -> list[Any]:
-    """(optimizer, layout, whether rows have owners)."""
-    return [
-        pytest.param(
-            *(name, layout, owners),
-            marks=() if (name, layout, owners) in CHOSEN else pytest.mark.matrix,
-            id=f"{name}-{name_of(layout)}{'-owners' * owners}",
-        )
-        for name in OPTIONS
-        for layout, owners in EVERY
-    ]
+def _name(case: Any) -> str:
+    return name_of(case) if isinstance(case, Layout) else "owners" * case if isinstance(case, bool) else case
 
 
-@pytest.mark.parametrize(("optimizer", "layout", "rows_have_owners"), cases())
+@pytest.mark.parametrize(("optimizer", "layout", "rows_have_owners"), CHOSEN, ids=_name)
 def test_three_clipped_steps_equal_torch(ranks, optimizer: str, layout: Layout, rows_have_owners: bool) -> None:
     """Also where replicas own rows of the weights, or share them, and where ranks share micro-batches."""
     assert_equal_to_truth(CASES[optimizer], ranks, layout, rows_have_owners=rows_have_owners)

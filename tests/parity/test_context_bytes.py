@@ -62,29 +62,6 @@ def test_statistics_are_all_that_travels_inside_of_layers(ranks, layout: Layout,
         assert {key[0] for key in found} == {"cp", "dp", "world"}, "gradients, and a step's sums"
 
 
-MODELS: dict[str, tuple[Model, float]] = {
-    "spikformer": (Spikformer(variant="spikformer_cifar10", image_size=32, time_steps=4), 1 / 4),
-    "vgg": (VggDvs(image_size=48, time_steps=10), 1 / 8),
-}
-"""Whole models, and how much of the bytes of tensor parallel ranks they may receive at most."""
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", MODELS)
-def test_rows_receive_a_fraction_of_what_channels_do(ranks, name: str) -> None:
-    """Statistics of norms included, of which a rank keeps its own share."""
-    model, most = MODELS[name]
-    batch = torch.randn(8, *model.input_shape, generator=torch.Generator().manual_seed(7)), torch.arange(8) % 10
-    by_channels, by_rows = (
-        [
-            sum(size for _, size in by_direction(found, "tp", "cp").values())
-            for found, _ in ranks(2, traffic, model, layout, batch, 8, timeout=400)
-        ]
-        for layout in (Layout(tensor=2), Layout(context=2, cut="rows"))
-    )
-    assert 0 < max(by_rows) <= most * max(by_channels), (by_rows, by_channels)
-
-
 SMALL: dict[str, Model] = {
     "spikformer": Spikformer(embed_dim=32, depth=1, num_heads=2, image_size=32, patch_size=4, time_steps=2),
     "vgg": VggDvs(channels="8,8,P,16,P", image_size=16, time_steps=2),

@@ -19,10 +19,8 @@ from megasnn.layers import BuildContext
 from megasnn.models.build import describe
 from megasnn.parallel_state import destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline import profile_layers
-from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.cost_model import LayerCost, PipelineCosts
 from megasnn.pipeline.profile_layers import profile_pipeline
-from megasnn.schedule.partition import balanced_bounds
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.ranks import (
     Layout,
@@ -32,9 +30,10 @@ from tests.parity.ranks import (
     evaluated,
     forward_backward,
     inputs_of,
-    merge_statistics,
     model_config,
 )
+from tests.parts import Part, parts
+from tests.parts import assemble as whole_of
 
 PLIF = {
     "torch": [Layout(tensor=4), Layout(2, 2, 2)],
@@ -56,34 +55,17 @@ def test_a_learned_time_constant_sums_its_gradient_over_tensor_ranks(ranks, back
     assert len(scalars) == 15 and any(one[name].abs() > 0 for name in scalars)
 
 
-def _initial_values(tensor: int, pipeline: int) -> list:
-    state = initialize_model_parallel(tp=tensor, pp=pipeline)
-    try:
-        model = describe(model_config(), NeuronSpec())
-        bounds = balanced_bounds([1.0] * len(model.layers), pipeline)
-        context = BuildContext(state.tp)
-        chunk = build_chunks(model, bounds, [state.pp.rank], context, state.device, seed=5)[state.pp.rank]
-        return [
-            (e.name, [(p.global_offset, p.of_local(e.tensor).detach().clone()) for p in e.shard.pieces()])
-            for e in chunk.sharded_tensors()
-        ]
-    finally:
-        destroy_model_parallel()
+def _initial_values(layout: Layout) -> list[Part]:
+    with built(describe(model_config()), layout, seed=5) as engine:
+        return parts(engine.tensors)
 
 
 def test_initial_values_depend_on_the_name_and_not_on_the_layout(ranks) -> None:
     """Trap 10: the same seed on every stage makes layer 2 equal layer 0; values that depend on the layout."""
-    whole = {name: pieces for result in ranks(1, _initial_values, 1, 1) for name, pieces in result}
-    full = {
-        name: torch.cat([value for _, value in pieces]) if len(pieces) > 1 else pieces[0][1]
-        for name, pieces in whole.items()
-    }
-    for tensor, pipeline in ((2, 1), (1, 4), (4, 2)):
-        for result in ranks(tensor * pipeline, _initial_values, tensor, pipeline):
-            for name, pieces in result:
-                for offset, value in pieces:
-                    index = tuple(slice(o, o + n) for o, n in zip(offset, value.shape, strict=True))
-                    assert torch.equal(full[name][index], value), name
+    layouts = Layout(), Layout(tensor=2), Layout(pipeline=4), Layout(1, 4, 2)
+    full, *others = (whole_of(ranks(each.world_size, _initial_values, each)) for each in layouts)
+    for found in others:
+        assert found.keys() == full.keys() and all(torch.equal(found[name], value) for name, value in full.items())
     kernels = [v.flatten()[:64] for n, v in full.items() if n.endswith("conv.weight")]
     assert all(not torch.equal(a, b) for i, a in enumerate(kernels) for b in kernels[:i])
 
@@ -118,7 +100,7 @@ def _statistics_before_and_after_evaluation() -> bool:
     with built(describe(model_config()), Layout(pipeline=2)) as engine:
         batches = inputs_of(engine, *reference.data(6), 3)
         forward_backward(engine, batches, 6)
-        merge_statistics(engine, 2)
+        engine.merge_statistics(2)
         before = [e.tensor.clone() for e in engine.tensors]
         evaluated(engine, batches)
         engine.run_again(batches)

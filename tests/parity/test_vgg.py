@@ -6,7 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from megasnn.layers import BuildContext
+from megasnn.models.build import describe
+from megasnn.models.vgg_dvs.model import VggDvs
+from megasnn.pipeline.chunk import build_chunks
 from tests.parity import vgg
 from tests.parity.beside import Case, assert_equal_to_truth, assert_schedules_agree, truth
 from tests.parity.ranks import Layout, assemble, name_of
@@ -62,3 +67,13 @@ def test_pipeline_sizes_agree_bit_for_bit_in_float32(ranks) -> None:
     schedules = [Layout(pipeline=stages, schedule=name) for stages, name in ((2, "zbv"), (2, "zb1p"), (3, "v-min"))]
     layouts = [Layout(pipeline=2), Layout(pipeline=4, schedule="gpipe"), Layout(pipeline=6), *schedules]
     assert_schedules_agree(ranks, vgg.DROPOUT, layouts)
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 16, 16), (3, 4, 2, 16, 16), (4, 3, 2, 16, 8), (4, 3, 2, 16)])
+def test_frames_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    """FEATURES 0.21."""
+    config = VggDvs(channels="4,P,8", image_size=16, time_steps=3)
+    model = describe(config)
+    chunk = build_chunks(model, [range(3)], [0], BuildContext(), torch.device("cpu"), seed=0)[0]
+    with pytest.raises(ValueError, match=r"expected event frames \[N, 3, 2, 16, 16\]"):
+        chunk(torch.zeros(shape), range(shape[0]))

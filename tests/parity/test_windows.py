@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 import megasnn
 from megasnn import ConvNormNeuron, Engine, MeanLinear, ParallelDropout, layer
 from megasnn.config import ConfigError
-from tests.distributed import whole
 from tests.parity.ranks import SIZES, TOLERANCE, RankStep, assemble, assert_equal, error, images
 from tests.parity.spikingjelly_reference import with_other_norms
-from tests.training.runs import train, without_trial
+from tests.parts import gradients, parts
 
 WINDOW = 2
 
@@ -101,8 +99,8 @@ def one_step(model: Small, flags: dict[str, Any], weights: dict[str, Tensor] | N
         place = engine.state.place
         step = RankStep((place.pp, place.dp_replicate, 0, place.tp), result.loss, result.grad_norm, [], sum(fired))
         tensors = engine.distributed.tensors
-        step.gradients = whole.parts(tensors, gradients=True)
-        step.buffers = whole.parts([each for each in tensors if not each.is_parameter])
+        step.gradients = gradients(tensors)
+        step.buffers = parts([each for each in tensors if not each.is_parameter])
         return step
 
 
@@ -193,37 +191,6 @@ def test_evaluation_does_not_depend_on_windows() -> None:
     assert logits[0].std() > 0
 
 
-def run_in_windows(cache: str, folder: str) -> None:
-    flags = "--train-iters 2 --eval-iters 1 --log-interval 1 --bptt-steps 1 --profile-step 2".split()
-    pipeline = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 3|5 --pipeline-schedule 1f1b".split()
-    with without_trial():
-        train(cache, *flags, *pipeline, "--save", folder)
-
-
-def test_a_run_in_windows_is_logged_profiled_and_evaluated(ranks, tmp_path_factory, tmp_path) -> None:
-    ranks(2, run_in_windows, str(tmp_path_factory.getbasetemp() / "cache"), str(tmp_path))
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert sum(line["kind"] == "iteration" for line in lines) == 2
-    assert next(line for line in lines if line["kind"] == "validation")["samples"] == 10
-
-
-class Forgetful(nn.Module):
-    def reset(self) -> None:
-        pass
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attached(Small):
-    def layers(self) -> Any:
-        *before, head = super().layers()
-        yield from before
-        yield layer("stateful", Forgetful())
-        yield head
-
-
 class TimeWeights(nn.Module):
     """A weight for each time step."""
 
@@ -252,7 +219,6 @@ class Weighted(Small):
     [
         (Small(), 3, "--time-steps 4 does not divide by --bptt-steps 3"),
         (Small(), 8, "--time-steps 4 does not divide by --bptt-steps 8"),
-        (Attached(), 2, "stateful: Forgetful .*no `detach`"),
         (Weighted(), 2, "weighted.weight depends on --time-steps 4: .* windows of --bptt-steps 2"),
     ],
 )
@@ -260,5 +226,5 @@ def test_what_cannot_be_cut_into_windows_is_refused(model: Small, steps: int, pr
     with pytest.raises((ConfigError, ValueError), match=problem):
         Engine(model, micro_batch_size=2, train_iters=1, bptt_steps=steps)
     assert not megasnn.parallel_state.model_parallel_is_initialized()
-    if isinstance(model, (Attached, Weighted)):
-        Engine(replace(model), micro_batch_size=2, train_iters=1).close()
+    if isinstance(model, Weighted):
+        Engine(model, micro_batch_size=2, train_iters=1).close()

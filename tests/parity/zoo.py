@@ -13,10 +13,13 @@ from spikingjelly.activation_based import functional, neuron
 from spikingjelly.activation_based.model import qkformer, spike_driven_transformer
 from torch import nn
 
+from megasnn.models.e_spikeformer.model import ESpikeFormer
+from megasnn.models.model import Model
 from megasnn.models.qkformer.model import QKFormer
 from megasnn.models.sew_resnet.model import SewResNet
 from megasnn.models.spike_driven.model import SpikeDrivenTransformer
 from tests.parity.beside import Case
+from tests.parity.e_spikeformer import Published
 from tests.parity.spikingjelly_reference import with_other_norms
 
 CLASSES = 5
@@ -36,13 +39,13 @@ def their_sew_resnet(connect: str = "add", depth: int = 18, classes: int = CLASS
     return model
 
 
-def _case(model: QKFormer | SewResNet | SpikeDrivenTransformer, make: Callable[[], nn.Module]) -> Case:
+def _case(model: Model, make: Callable[[], nn.Module], firing: float = 0.8) -> Case:
     def reference() -> nn.Module:
         net = with_other_norms(make)
         functional.set_step_mode(net, "m")
         return net
 
-    return Case(model, reference)
+    return Case(model, reference, firing=firing)
 
 
 def _sew_resnet(connect: Any, depth: int = 18) -> Case:
@@ -68,5 +71,13 @@ CASES |= {
         partial(
             spike_driven_transformer.SpikeDrivenTransformer, T=3, num_heads=4, depths=2, pooling_stat="0011", **THEIRS
         ),
+    ),
+    "e_spikeformer": _case(
+        ESpikeFormer(
+            embed_dims="8,16,24,32", depths="1,1", num_heads=4, mlp_ratio=2.0, image_size=32, time_steps=2,
+            num_classes=CLASSES,
+        ),
+        partial(Published, (8, 16, 24, 32), (1, 1), heads=4, ratio=2, steps=2, classes=CLASSES),
+        firing=2.0,  # of the counts, on average
     ),
 }  # fmt: skip

@@ -1,4 +1,10 @@
-"""Every named schedule: the figures of the field's reference table, and validity over sizes and costs."""
+"""Every named schedule, its plan and the search: figures of the reference table, validity over sizes and costs."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,17 +22,18 @@ from megasnn.schedule import (
     validate,
 )
 from megasnn.schedule.actions import COMPUTE
-from megasnn.schedule.named import SCHEDULES, CostsOf
+from megasnn.schedule.named import SCHEDULES, CostsOf, named_schedule
+from megasnn.schedule.passes import complete
 from megasnn.schedule.zero_bubble import half_limit, min_limit
 
 NAMES = tuple(SCHEDULES)
-seconds = st.integers(1, 8).map(lambda quarter: quarter / 4)
+durations = st.integers(1, 8).map(lambda quarter: quarter / 4)
 
 
 @st.composite
 def costs(draw: st.DrawFn, stages: int) -> CostsOf:
     def stage() -> ChunkCost:
-        forward, inputs, weights = draw(seconds), draw(seconds), draw(seconds)
+        forward, inputs, weights = draw(durations), draw(durations), draw(durations)
         transfer = draw(st.sampled_from([0.0, 0.25]))
         return ChunkCost(forward, inputs, weights, transfer, transfer)
 
@@ -129,3 +136,117 @@ def test_evaluation_on_a_loop_keeps_every_rank_busy(stages: int, micro_batches: 
     result = simulate(schedule, equal_costs(stages)(schedule.placement))
     assert result.makespan <= micro_batches + stages - 1 + 1e-9
     assert max(result.peak_activations) == 1 / chunks
+
+
+def test_auto_keeps_the_placement_that_is_best_for_a_usual_step() -> None:
+    plan = plan_schedule("auto", 4, micro_batches=8)
+    best = plan.training(8)
+    assert simulate(best, equal_costs(4)(best.placement)).makespan <= 25.5  # of zbv
+    for micro_batches in (1, 3, 8, 9):
+        assert plan.training(micro_batches).placement == plan.placement
+        assert plan.evaluation(micro_batches).placement == plan.placement
+
+
+def test_auto_on_one_stage_is_1f1b() -> None:
+    assert plan_schedule("auto", 1).placement == (0,)
+    assert plan_schedule("auto", 1).training(3).actions == generate("1f1b", 1, 3).actions
+
+
+def test_a_plan_builds_a_schedule_once_and_sends_none() -> None:
+    plan = plan_schedule("zbv", 4, micro_batches=8).in_units([range(each, each + 2) for each in range(8)], "always")
+    small = len(pickle.dumps(plan))
+    schedule = plan.training(8)
+    assert plan.training(8) is schedule and plan.training(4).micro_batches == 4
+    assert len(pickle.dumps(plan)) == small and pickle.loads(pickle.dumps(plan)).training(8) == schedule
+    assert replace(plan, recompute="never").training(8) != schedule
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("zigzag", 2), "--pipeline-schedule 'zigzag'"),
+        (("1f1b", 2, 2), "--num-virtual-stages-per-pipeline-rank 2"),
+        (("zbv", 2, 3), "--num-virtual-stages-per-pipeline-rank 3"),
+        (("interleaved", 2, 1), "--num-virtual-stages-per-pipeline-rank 1"),
+        (("interleaved", 2, 0), "--num-virtual-stages-per-pipeline-rank must be at least 1, got 0"),
+        (("1f1b", 0), "--pipeline-model-parallel-size must be at least 1, got 0"),
+        (("1f1b", 2, None, 0), "micro-batches must be at least 1, got 0"),
+    ],
+)
+def test_refusals_name_the_flag(arguments: tuple, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        plan_schedule(*arguments)
+
+
+def uneven(stages: int, moves: bool) -> CostsOf:
+    """No two neighbours cost the same, and no two parts of a stage; all are multiples of 1/32, which add up exactly."""
+    way = 0.21875 if moves else 0.0
+    whole = []
+    for stage in range(stages):
+        forward, inputs, weights = 1 + stage * 3 % 4 / 4, 1 + stage * 5 % 4 / 8, 0.75 + stage % 3 / 4
+        whole.append(ChunkCost(forward, inputs, weights, way, way))
+    return per_stage(whole)
+
+
+# Makespans of a search that tries everything to its end: of each name, and of auto.
+FULL = {
+    (2, 8, False): (33.75, 33.75, 32.375, 32.0, 32.0, 31.5, 31.5, 31.5, 31.5),
+    (4, 8, True): (45.0625, 44.0625, 37.5625, 37.875, 36.125, 35.4375, 39.1875, 49.1875, 34.6875),
+    (8, 16, True): (95.0625, 92.9375, 79.0, 78.75, 74.84375, 73.09375, 94.75, 107.625, 71.34375),
+}
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "moves"), FULL)
+def test_makespans_are_those_of_the_full_search_or_better(stages: int, micro_batches: int, moves: bool) -> None:
+    costs_of = uneven(stages, moves)
+
+    def makespan(name: str) -> float:
+        schedule = generate(name, stages, micro_batches, None, costs_of)
+        return simulate(schedule, costs_of(schedule.placement)).makespan
+
+    *named, best = FULL[stages, micro_batches, moves]
+    assert [makespan(name) for name in NAMES] == named
+    assert makespan("auto") <= best
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 32), st.sampled_from([None, 1, 2, 3, 4]), st.data())
+def test_auto_is_never_worse_than_a_named_schedule(
+    stages: int, micro_batches: int, chunks: int | None, data: st.DataObject
+) -> None:
+    costs_of = data.draw(costs(stages))
+    named = [
+        complete(named_schedule(name, stages, micro_batches, count, costs_of))
+        for name, each in SCHEDULES.items()
+        for count in ((1, 2) if chunks is None else (chunks,))
+        if each.chunks <= count and each.can_place(count)
+    ]
+    best = generate("auto", stages, micro_batches, chunks, costs_of)
+    validate(best)
+    least = min(simulate(schedule, costs_of(schedule.placement)).makespan for schedule in named)
+    assert simulate(best, costs_of(best.placement)).makespan <= least
+
+
+def test_what_is_found_says_what_it_is() -> None:
+    best = generate("auto", 8, 32)
+    assert best.name == "zbv"
+    assert simulate(best, equal_costs(8)(best.placement)).makespan == 99.5  # 3 x 32, and half of 7 forwards before
+
+
+def seconds(name: str, stages: int, micro_batches: int, costs_of: CostsOf | None = None) -> float:
+    start = time.process_time()
+    generate(name, stages, micro_batches, None, costs_of)
+    return time.process_time() - start
+
+
+def test_large_schedules_are_found_in_seconds() -> None:
+    """A core takes a fifth of this. Looking at all ranks for every action, twice the size took 9, 31 and 80 s."""
+    assert seconds("interleaved", 32, 256) < 5
+    assert seconds("zbv", 32, 256) < 5
+    assert seconds("auto", 16, 64, uneven(16, moves=True)) < 10
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", [*NAMES, "auto"])
+def test_64_stages_and_512_micro_batches(name: str) -> None:
+    assert seconds(name, 64, 512, uneven(64, moves=True)) < (300 if name == "auto" else 15)

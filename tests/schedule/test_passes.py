@@ -1,16 +1,20 @@
-"""Actions, transfers, units, and forwards that are computed again: what stays, what it costs, where it stands."""
+"""Passes over schedules: transfers, units, what is computed again, weights that are gathered and scattered."""
 
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action
 
-from megasnn.schedule import Action, ChunkCost, Kind, Schedule, generate, simulate, validate
-from megasnn.schedule.actions import COMPUTE, PROPAGATING, RECEIVES, SENDS
-from megasnn.schedule.memory import activations_held
+from megasnn.schedule import Action, ChunkCost, Kind, Schedule, generate, plan_schedule, simulate, validate
+from megasnn.schedule.actions import COMPUTE, PROPAGATING, RECEIVES, SENDS, SHARDING, USES_WEIGHTS
+from megasnn.schedule.fsdp_passes import SharedWeights
+from megasnn.schedule.memory import activations_held, weights_held
 from megasnn.schedule.named import SCHEDULES
 from megasnn.schedule.passes import RECOMPUTE, insert_recompute, insert_transfers, refine
 
@@ -93,3 +97,156 @@ def test_time_and_memory_of_recompute_by_hand() -> None:
     assert simulate(schedule, [ChunkCost(3, 3, 2), ChunkCost(2, 2, 2)]).makespan == 2 * (3 + 5 + 2 + 4 + 3)
     held = activations_held(schedule, 0, [10, 20], entering=[1, 2])
     assert held == [1, 21, 1, 10, 0, 1, 21, 1, 10, 0, 0, 0]
+
+
+ADDED = SHARDING | {Kind.REDUCE_SCATTER}
+ON_LINK = (Kind.UNSHARD, Kind.REDUCE_SCATTER)
+ONE = ChunkCost(1, 1, 1)
+
+
+def of_units(name: str, stages: int, micro_batches: int, units: int, recompute: str = "never") -> Schedule:
+    schedule, wanted = generate(name, stages, micro_batches), RECOMPUTE[recompute]
+    return insert_recompute(refine(schedule, [units] * schedule.units), lambda unit, m: wanted(m, micro_batches))
+
+
+def gathers(schedule: Schedule) -> list[int]:
+    """Of each rank."""
+    return [sum(action.kind is Kind.UNSHARD for action in row) for row in schedule.actions]
+
+
+def uses(schedule: Schedule) -> list[int]:
+    """Computations of each rank that need weights: its gathers, if they were freed after each."""
+    return [sum(action.kind in USES_WEIGHTS for action in row) for row in schedule.actions]
+
+
+def row(schedule: Schedule, rank: int = 0) -> str:
+    return " ".join(map(str, schedule.actions[rank]))
+
+
+def test_where_they_stand() -> None:
+    """The next unit is gathered while one computes; where forward turns to backward nothing is gathered again."""
+    schedule = of_units("1f1b", 1, 1, 3)
+    assert row(SharedWeights((4, 4, 4)).insert(schedule)) == (
+        "0UNSHARD 1UNSHARD 0F0 0RESHARD 2UNSHARD 1F0 2F0 2B0 "
+        "2RESHARD 0UNSHARD 1B0 1RESHARD 0B0 0RESHARD 2REDUCE_GRAD 1REDUCE_GRAD 0REDUCE_GRAD"
+    )
+
+
+def test_what_others_wait_for_goes_first() -> None:
+    """Sends, then frees and gathers, then the gradients; what needs no weights stands behind a FREE."""
+    schedule = SharedWeights((1, 1, 0, 1), frozenset({1, 3})).insert(of_units("zb1p", 2, 1, 2))
+    assert row(schedule, 1) == (
+        "3UNSHARD 2RECV_F0 2F0 3F0 3I0 3RESHARD 2I0 2SEND_B0 3W0 3REDUCE_SCATTER0 2W0 3REDUCE_GRAD 2REDUCE_GRAD"
+    )
+    assert row(schedule, 0) == (
+        "0UNSHARD 1UNSHARD 0F0 1F0 1SEND_F0 1RECV_B0 1I0 1RESHARD 0I0 0RESHARD 1W0 1REDUCE_SCATTER0 0W0 "
+        "1REDUCE_GRAD 0REDUCE_GRAD"
+    )
+
+
+def test_evaluation_gathers_what_comes_next() -> None:
+    plan = plan_schedule("1f1b", 2).in_units([range(3), range(3, 5)], "never")
+    assert gathers(plan.sharing(SharedWeights((2,) * 5), []).evaluation(5)) == [15, 2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_the_schedule_it_is_only_added_to(data: st.DataObject) -> None:
+    """It is proved right, and a rank holds what it computes with and what it uses next, no more."""
+    name, units = data.draw(st.sampled_from(tuple(SCHEDULES))), data.draw(st.integers(1, 4))
+    plain = of_units(
+        name,
+        data.draw(st.integers(1, 4)),
+        data.draw(st.integers(1, 6)),
+        units,
+        data.draw(st.sampled_from(list(RECOMPUTE))),
+    )
+    unit_bytes = tuple(data.draw(st.lists(st.integers(0, 9), min_size=plain.units, max_size=plain.units)))
+    scattered = data.draw(st.frozensets(st.integers(0, plain.units - 1)))
+    schedule = SharedWeights(unit_bytes, scattered).insert(plain)
+    validate(schedule)
+    for rank, actions in enumerate(schedule.actions):
+        assert tuple(action for action in actions if action.kind not in ADDED) == plain.actions[rank]
+        assert weights_held(schedule, rank, unit_bytes)[-1] == 0
+        _check_live(actions, unit_bytes)
+    unshard, reduce_scatter = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
+    gathers = replace(ONE, unshard=unshard), replace(ONE, unshard=unshard, reduce_scatter=reduce_scatter)
+    _check_times(plain, schedule, [gathers[unit in scattered] for unit in range(plain.units)])
+
+
+def _check_live(actions: tuple[Action, ...], unit_bytes: tuple[int, ...]) -> None:
+    live: set[int] = set()
+    for index, (unit, kind, _) in enumerate(actions):
+        if kind is Kind.UNSHARD:
+            live.add(unit)
+        elif kind is Kind.RESHARD:
+            live.remove(unit)
+        elif kind in USES_WEIGHTS and unit_bytes[unit]:
+            later = (each.unit for each in actions[index:] if each.kind in USES_WEIGHTS and unit_bytes[each.unit])
+            assert set(list(dict.fromkeys(later))[:2]) == live
+
+
+def _check_times(plain: Schedule, shared: Schedule, costs: list[ChunkCost]) -> None:
+    """Nothing computes without its weights, and neither computations nor messages overlap on a rank."""
+    alone, result = simulate(plain, [ONE] * len(costs)), simulate(shared, costs)
+    assert result.busy == alone.busy and result.peak_activations == alone.peak_activations
+    moved = [(timed.end - timed.start) for row in result.timeline for timed in row if timed.action.kind in ON_LINK]
+    assert result.makespan >= alone.makespan and (any(moved) or result.makespan == alone.makespan)
+    for row in result.timeline:
+        for kinds in (ON_LINK, COMPUTE):
+            done = [timed for timed in row if timed.action.kind in kinds]
+            assert all(before.end <= after.start for before, after in zip(done, done[1:], strict=False))
+        there = {action.unit: 0.0 for action, *_ in row}
+        for action, start, end in row:
+            if action.kind is Kind.UNSHARD:
+                there[action.unit] = end
+            assert action.kind not in USES_WEIGHTS or start >= there[action.unit]
+
+
+def test_replicas_with_other_numbers_of_micro_batches_are_refused() -> None:
+    plan = plan_schedule("1f1b", 2)
+    plan.sharing(SharedWeights((2, 2)), [4, 4])
+    with pytest.raises(ValueError, match="3 and 4 micro-batches .*--global-batch-size"):
+        plan.sharing(SharedWeights((2, 2)), [4, 3])
+
+
+def test_a_computation_waits_for_its_weights_and_they_for_the_link() -> None:
+    """One rank, two units of 10 and 20; forwards take 4, backwards 6; the gather of unit 0 takes 3, of unit 1 5."""
+    schedule = SharedWeights((10, 20), frozenset({0, 1})).insert(of_units("1f1b", 1, 1, 2))
+    result = simulate(
+        schedule, [ChunkCost(4, 3, 3, unshard=3, reduce_scatter=1), ChunkCost(4, 3, 3, unshard=5, reduce_scatter=2)]
+    )
+    assert [(str(action), start, end) for action, start, end in result.timeline[0]] == [
+        ("0UNSHARD", 0, 3),
+        ("1UNSHARD", 3, 8),
+        ("0F0", 3, 7),
+        ("1F0", 8, 12),
+        ("1B0", 12, 18),
+        ("1RESHARD", 18, 18),
+        ("1REDUCE_SCATTER0", 18, 20),
+        ("0B0", 18, 24),
+        ("0RESHARD", 24, 24),
+        ("0REDUCE_SCATTER0", 24, 25),
+        ("1REDUCE_GRAD", 24, 24),
+        ("0REDUCE_GRAD", 24, 24),
+    ]
+    assert result.makespan == 25 and result.busy == (20,) and result.idle == (5,)
+    assert weights_held(schedule, 0, (10, 20)) == [10, 30, 30, 30, 30, 10, 10, 10, 0, 0, 0, 0]
+
+
+def test_what_is_gathered_ahead_takes_no_time() -> None:
+    """Nothing but the first gather of a step is waited for where the link keeps up."""
+    schedule = of_units("zb1p", 4, 8, 4)
+    costs = [ChunkCost(1, 1, 1, unshard=0.75)] * schedule.units
+    without = simulate(schedule, costs).makespan
+    assert simulate(SharedWeights((1,) * schedule.units).insert(schedule), costs).makespan == without + 0.75
+
+
+def test_planning_is_cheap() -> None:
+    """64 chunks of 4 units, 128 micro-batches, on one rank, on 32 and on 64."""
+    for name, stages, chunks in (("interleaved", 1, 64), ("zbv", 32, 2), ("1f1b", 64, 1)):
+        schedule = refine(generate(name, stages, 128, chunks), [4] * 64)
+        start = time.process_time()
+        planned = SharedWeights((1,) * 256, frozenset(range(256))).insert(schedule)
+        assert time.process_time() - start < 2
+        assert sum(gathers(planned)) < sum(uses(planned)) and sum(uses(planned)) >= 2 * 256 * 128

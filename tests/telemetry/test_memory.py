@@ -1,4 +1,4 @@
-"""Memory: peaks of ranks, bytes of tensors counted where they are taken, and what a step leaves to the next."""
+"""Memory and times as they are measured; pictures of samples and rasters."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import gc
 import mmap
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
+from megasnn.telemetry import timers as module
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory
+from megasnn.telemetry.pictures import raster_picture, to_rgb
+from megasnn.telemetry.timers import Timers
 
 CPU = torch.device("cpu")
 
@@ -28,17 +32,6 @@ def test_a_peak_starts_anew() -> None:
     assert 80 < peak_memory_mb(CPU) - before < 150, "of memory that is already given back"
     reset_peak_memory(CPU)
     assert peak_memory_mb(CPU) < before + 50
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_peak_on_cuda_counts_tensors():
-    device = torch.device("cuda")
-    reset_peak_memory(device)
-    before = peak_memory_mb(device)
-    block = torch.ones(50_000_000, dtype=torch.uint8, device=device)
-    del block
-    assert 50 <= peak_memory_mb(device) - before < 60
 
 
 class _Circle:
@@ -60,3 +53,75 @@ def test_bytes_of_tensors_are_counted_and_circles_from_before_stay() -> None:
     assert (counter.held, counter.peak) == (0, 4000)
     gc.collect()
     assert alive() is None and gc.isenabled() and len(lists) == 100_000
+
+
+class _Event:
+    """Of a device: `passed` is when it came there in milliseconds, None before."""
+
+    def __init__(self) -> None:
+        self.passed: float | None = None
+
+    def query(self) -> bool:
+        return self.passed is not None
+
+    def elapsed_time(self, end: _Event) -> float:
+        assert self.passed is not None and end.passed is not None, "this would wait"
+        return end.passed - self.passed
+
+
+def test_means_of_an_interval_and_a_device_by_its_own_clock_that_is_never_waited_for(monkeypatch):
+    events: list[_Event] = []
+
+    def mark(_: Timers) -> _Event:
+        events.append(_Event())
+        return events[-1]
+
+    timers, clock = Timers(torch.device("cpu")), iter((0.0, 1.0, 1.0, 4.0, 4.0))
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+    for _ in range(2):
+        with timers("forward"):
+            pass
+    with pytest.raises(KeyError), timers("step"):
+        raise KeyError
+    assert timers.mean_ms() == {"forward": 2000.0} and timers.mean_ms() == {}
+
+    monkeypatch.setattr(module.torch.cuda, "Event", _Event)
+    monkeypatch.setattr(Timers, "_mark", mark)
+    for _ in range(2):
+        with timers("step"):
+            pass
+    assert timers.mean_ms() == {}
+    for event, when in zip(events[:3], (1.0, 4.0, 5.0), strict=True):
+        event.passed = when
+    assert timers.mean_ms() == {"step": 3.0}
+    events[3].passed = 12.0
+    assert timers.mean_ms() == {"step": 7.0}
+
+
+WHITE, RED, BLUE, BLACK = (255, 255, 255), (255, 0, 0), (0, 0, 255), (0, 0, 0)
+
+
+def test_polarities_have_their_colours_and_frames_stand_side_by_side() -> None:
+    frames = np.zeros((3, 2, 4, 5), np.uint8)
+    frames[0, 1, 0, 1] = frames[1, 0, 2, 3] = 7
+    frames[2, :, 3, 4] = 7
+    picture = to_rgb(frames)
+    assert picture.shape == (4, 3 * 6, 3) and picture.dtype == np.uint8
+    assert tuple(picture[0, 1]) == RED and tuple(picture[2, 6 + 3]) == BLUE and tuple(picture[3, 12 + 4]) == BLACK
+    assert (picture == WHITE).all(-1).sum() == 3 * 20 - 3
+
+
+def test_images_of_all_kinds() -> None:
+    grey = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    for image in (grey, grey[..., None], np.stack([grey] * 3, -1)):
+        assert np.array_equal(to_rgb(image), np.stack([grey] * 3, -1))
+    stretched = to_rgb(np.linspace(-2, 2, 12, dtype=np.float32).reshape(1, 3, 4))
+    assert stretched.shape == (3, 4, 3) and stretched[0, 0, 0] == 0 and stretched[2, 3, 0] == 255
+
+
+def test_a_raster_has_a_row_for_each_neuron_and_a_column_for_each_step() -> None:
+    raster = np.zeros((2, 3, 4), bool)
+    raster[1, 2, 0] = True  # the second sample's third neuron at the first step
+    picture = raster_picture(raster)
+    assert picture.shape == (3, 9, 3) and np.argwhere(picture[..., 0] == 0).tolist() == [[2, 5]]
+    assert set(np.unique(picture[:, 4])) == {160}

@@ -41,7 +41,7 @@ def test_all_parts_run_without_libraries_of_files_and_command_lines(
     """As in an image that has little but torch and Triton."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    parts = ["versions", "kernels", "parity", "step-24"]
+    parts = ["versions", "kernels", "parity", "step"]
     assert main([*TINY, "--parts", *parts, "--output", str(tmp_path / "log")]) == 0
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [line["part"] for line in lines] == parts and all(line["figures"] and not line["error"] for line in lines)
@@ -50,10 +50,10 @@ def test_all_parts_run_without_libraries_of_files_and_command_lines(
 
 
 def test_a_part_that_breaks_is_a_row_with_its_traceback(tmp_path: Path) -> None:
-    flags = [*TINY, "--limit-s", "0.5", "--parts", "parity", "step-24", "--output", str(tmp_path / "log")]
+    flags = [*TINY, "--limit-s", "0.5", "--parts", "parity", "step", "--output", str(tmp_path / "log")]
     assert main(flags) == 1
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert [line["part"] for line in lines] == ["parity", "step-24"] and all(line["error"] for line in lines)
+    assert [line["part"] for line in lines] == ["parity", "step"] and all(line["error"] for line in lines)
     broken = Path(tmp_path / "broken.py")
     broken.write_text("raise RuntimeError('not a program')")
     with mock.patch.object(check_gpu, "__file__", str(broken)):
@@ -73,18 +73,6 @@ def test_a_kernel_that_is_wrong_misses_its_target() -> None:
     assert not found["float64: spikes that differ"]
     assert found["float64: spikes that differ behind a norm"]
     assert not check_gpu.Figure("", float("nan"), most=1.0).is_met
-
-
-def test_operations_of_convolutions_and_products() -> None:
-    images, weight = [2, 3, 8, 8], [16, 3, 3, 3]
-    forward = 2 * 2 * 16 * 4 * 4 * 3 * 9  # stride 2: 4 x 4 outputs
-    stride_and_padding = ["", "", "", "[2, 2]", "[1, 1]"]
-    assert check_gpu._operations("aten::mkldnn_convolution", [images, weight], stride_and_padding) == forward
-    on_a_gpu = ["", "", "[1, 1]", "[2, 2]", "[1, 1]"]
-    assert check_gpu._operations("aten::cudnn_convolution", [images, weight], on_a_gpu) == forward
-    both = ["", "", "", "[16]", "[True, True, False]"]
-    assert check_gpu._operations("aten::convolution_backward", [[2, 16, 4, 4], images, weight], both) == 2 * forward
-    assert check_gpu._operations("aten::mm", [[5, 6], [6, 7]], []) == 2 * 5 * 6 * 7
 
 
 def test_without_a_gpu_nothing_is_checked(tmp_path: Path) -> None:

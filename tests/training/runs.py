@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 from unittest import mock
 
 import torch
@@ -24,7 +25,6 @@ from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.telemetry.callback import Callback
 from megasnn.training import memory
 from megasnn.training.loop import TrainingRun
-from tests.parts import Part, assemble, parts
 
 TINY = (
     "--image-size 8 --in-channels 1 --num-classes 10 --patch-size 4 --embed-dim 32 --depth 1 --num-heads 4 "
@@ -36,17 +36,13 @@ TINY_VGG = (
 ).split()
 
 
-class HasParts(Protocol):
-    parts: list[Part]
-
-
 @dataclass
 class Outcome:
-    """What one rank knows at the end of a run: its parts of all tensors, and how far it came."""
+    """How far a run came, and all tensors at its end."""
 
     iteration: int
     consumed_samples: int
-    parts: list[Part] = field(default_factory=list)
+    tensors: dict[str, Tensor]
 
 
 def train(cache: str, *flags: str, only_load: bool = False, callbacks: Sequence[Callback] = ()) -> Outcome:
@@ -78,8 +74,9 @@ def train_model(model: str, flags: list[str], only_load: bool = False, callbacks
             if world == 1:  # as the program does: of several, the others still work on it
                 run.close()
             raise
+        outcome = Outcome(run.engine.iteration, run.engine.consumed_samples, run.engine.state_dict())
         run.close()
-        return Outcome(run.engine.iteration, run.engine.consumed_samples, parts(run.engine.distributed.tensors))
+        return outcome
     finally:
         destroy_model_parallel()
 
@@ -98,9 +95,10 @@ def without_trial() -> Iterator[None]:
         yield
 
 
-def whole(outcomes: Sequence[HasParts]) -> dict[str, Tensor]:
-    """Global tensors from all ranks' parts."""
-    return assemble([each.parts for each in outcomes])
+def log_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of this kind in the log of a run."""
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == kind]
 
 
 def saved(folder: Path, step: int | None = None) -> dict[str, Tensor]:

@@ -1,37 +1,30 @@
-"""`--load`: what it takes from a checkpoint where no flag says otherwise, and what it refuses."""
+"""What --load takes from a checkpoint where no flag says otherwise, what it refuses, and what is told."""
 
 from __future__ import annotations
 
-import json
-import math
+import hashlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megasnn.checkpoint.load import load_global_tensors
 from megasnn.checkpoint.save import save_global_tensors
 from megasnn.config import PretrainConfig, to_json, validate
 from megasnn.config.identity import samples
-from megasnn.files import CheckpointError
+from megasnn.files import CheckpointError, NoCheckpointError
 from megasnn.models.model import run_config
 from megasnn.models.registry import MODELS
 from megasnn.pretraining import configuration, pretrain
 from tests.convert.saved import MODELS as SAVED
 from tests.convert.saved import save_whole
-from tests.data.shard_files import image_file, write_shard
-from tests.training.runs import TINY, train
+from tests.data.shard_files import image_file, numbered, write_shard
+from tests.training.runs import TINY, log_of, train
 
 DEFAULTS = run_config(MODELS["spikformer"])()
 DIMENSIONS = TINY[: TINY.index("--micro-batch-size")]
 NEURON = ["--neuron", "if", "--v-reset", "none"]
 BATCHES = "--micro-batch-size 4 --global-batch-size 8 --num-workers 0".split()
 WARNING = "WARNING: samples are made otherwise than those that the checkpoint was trained on: "
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
@@ -114,19 +107,6 @@ def test_another_number_of_time_steps_is_evaluated_where_only_weights_are_taken(
     assert train(cache, *flags, "--finetune").iteration == 0
 
 
-def test_time_constants_that_weights_do_not_have_start_from_tau(cache, run, tmp_path, capsys) -> None:
-    learns = ("--neuron", "plif", "--tau", "3.0", "--finetune", "--load", str(run), "--lr", "1e-12")
-    train(cache, "--train-iters", "1", "--eval-iters", "0", *learns, "--save", str(tmp_path))
-    told = capsys.readouterr().out
-    assert "neuron.w" in told and "--tau 3.0" in told
-    found, before = load_global_tensors(tmp_path), load_global_tensors(run)
-    constants = {name for name in found if name.endswith(".w")}
-    assert constants == found.keys() - before.keys()
-    assert {round(found[name].item(), 5) for name in constants} == {round(-math.log(3.0 - 1.0), 5)}
-    weights = "blocks.0.mlp.fc1.conv.weight"
-    assert (found[weights] - before[weights]).abs().max() < 1e-9
-
-
 # --- how samples are made
 
 
@@ -143,8 +123,7 @@ def shard(tmp_path_factory) -> str:
 def evaluated(log: Path, *flags: str) -> list[float]:
     """The losses that a run has found on what it evaluated."""
     assert pretrain("spikformer", [*BATCHES, "--tensorboard-dir", str(log), *flags]) == 0
-    lines = map(json.loads, (log / "log.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if line["kind"] == "validation"]
+    return [line["loss"] for line in log_of(log, "validation")]
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +164,59 @@ def test_fine_tuning_takes_the_constants_and_a_run_that_goes_on_takes_none(train
     evaluated(tmp_path, *start, "--train-iters", "1", "--normalize-images", "imagenet")
     assert f"{WARNING}--normalize-images from cifar10 to imagenet\n" in capsys.readouterr().out
     assert samples(read("--load", trained[0], "--data-path", shard))["normalize_images"] == "generic"
+
+
+def test_a_folder_named_by_mistake_is_refused_and_a_first_start_is_not(cache, tmp_path) -> None:
+    with pytest.raises(NoCheckpointError, match="typo"):
+        train(cache, "--train-iters", "1", "--load", str(tmp_path / "typo"))
+    folder = str(tmp_path / "job")
+    first = train(cache, "--train-iters", "2", "--exit-interval", "1", "--load", f"{folder}/", "--save", folder)
+    second = train(cache, "--train-iters", "2", "--load", folder, "--save", folder)
+    assert (first.iteration, second.iteration) == (1, 2)
+
+
+def test_what_a_resumed_run_does_otherwise_is_told_or_refused(cache, tmp_path, capsys) -> None:
+    folder = str(tmp_path)
+    train(cache, "--train-iters", "2", "--exit-interval", "1", "--eval-iters", "0", "--save", folder)
+    capsys.readouterr()
+    again = ("--train-iters", "2", "--eval-iters", "0", "--load", folder)
+    train(cache, *again)
+    assert "changed since" not in capsys.readouterr().out
+    train(cache, *again, "--loss", "mse", "--augment", "cifar")
+    printed = capsys.readouterr().out
+    assert "WARNING: changed since the checkpoint was saved: --loss from cross-entropy to mse, --augment" in printed
+    with pytest.raises(CheckpointError, match="last_batch: continue when it was saved, drop now"):
+        train(cache, *again, "--last-batch", "drop")
+    with pytest.raises(CheckpointError, match="seed"):
+        train(cache, *again, "--seed", "7")
+    write_shard(tmp_path / "train-00000.tar", numbered(range(8)))
+    with pytest.raises(CheckpointError, match="dataset"):
+        train(cache, *again, "--data-path", str(tmp_path / "train-00000.tar"))
+    with pytest.raises(CheckpointError, match="--load"):
+        train(cache, "--train-iters", "2", "--save", folder)
+
+
+def test_a_damaged_one_gives_way_to_the_one_before_unless_it_is_asked_for(cache, tmp_path, capsys) -> None:
+    """One bit of the newest, and a model of other dimensions; neither changes what is there."""
+    folder = tmp_path / "run"
+    common = ("--train-iters", "2", "--eval-iters", "0", "--load", str(folder))
+    train(cache, *common, "--save", str(folder), "--save-interval", "1")
+    (file,) = (folder / "iter_0000002").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+    before = contents(folder)
+    capsys.readouterr()
+    assert train(cache, *common, only_load=True).iteration == 1
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert len(warnings) == 1 and "damaged" in warnings[0]
+    with pytest.raises(CheckpointError, match=f"iter_0000002/{file.name}"):
+        train(cache, *common, "--ckpt-step", "2", "--save", str(folder))
+    with pytest.raises(CheckpointError, match="embed_dim.*32.*64"):
+        train(cache, *common, "--embed-dim", "64", "--save", str(folder))
+    assert contents(folder) == before
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Files of the checkpoints and their hashes."""
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("iter_*/*")}

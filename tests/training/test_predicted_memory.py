@@ -37,18 +37,19 @@ THREE = {"micro_batch_size": 4, "global_batch_size": 12, "train_iters": 9}
 ZERO1 = {"use_distributed_optimizer": True}
 SINGLE = {**ZERO1, "micro_batch_size": 1, "global_batch_size": 6}
 PP2_ALWAYS = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "1f1b", "recompute": "always"}
-ROWS_ALWAYS = {"context_parallel_size": 2, "context_parallel_cut": "rows", "recompute": "always"}
+HALF = {"micro_batch_size": 2, "global_batch_size": 6}
+ROWS_ALWAYS = {**HALF, "context_parallel_size": 2, "context_parallel_cut": "rows", "recompute": "always"}
 Case = tuple[Model, int, dict[str, Any]]
 """Model, ranks and flags, of which three micro-batches a replica and step are the usual ones."""
 CASES: dict[str, Case] = {
     "spikformer": (SPIKFORMER, 1, {}),
-    "vgg-zero1": (VGG, 2, {**ZERO1, "global_batch_size": 24}),
+    "vgg-zero1": (VGG, 2, {**ZERO1, **HALF, "global_batch_size": 12}),
     "spikformer-rows-always": (SPIKFORMER, 2, ROWS_ALWAYS),
     "vgg-tp-always": (VGG, 2, {"tensor_model_parallel_size": 2, "recompute": "always"}),
     "spikformer-zbv": (SPIKFORMER, 2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"}),
     "vgg-pp-always": (VGG, 2, PP2_ALWAYS),
     # Neurons go on from one window of time steps to the next.
-    "vgg-windows": (VGG, 1, {"bptt_steps": 1}),
+    "vgg-windows": (VGG, 1, {**HALF, "bptt_steps": 1}),
     # Sharded gradients and rows travel in buffers.
     "wide-zero1": (WIDE, 2, SINGLE),
     # The first layers need most, while the bucket of the last ones is under way.

@@ -6,7 +6,6 @@ import io
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,17 +20,7 @@ from megasnn.losses.sums import correct_predictions
 from megasnn.optim.rates import learning_rate
 from tests.data.shard_files import write_shard, write_shards
 from tests.data.shard_server import serving
-from tests.training.runs import train, train_vgg, whole
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("cache"))
-
-
-def log_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == kind]
+from tests.training.runs import log_of, train, train_vgg
 
 
 @pytest.fixture(scope="module")
@@ -141,18 +130,18 @@ def test_the_accuracy_of_training_is_that_of_its_logits(cache, tmp_path, monkeyp
 def test_a_run_is_the_same_with_empty_chunks(ranks, cache) -> None:
     """Loaders give images and labels to the ranks that have the first and the last chunk; evaluation counts there."""
     common, flags = ("--train-iters", "2", "--eval-interval", "1"), ("--pipeline-model-parallel-layout", "3|0|4|1")
-    one = whole([train(cache, *common)])
+    one = train(cache, *common).tensors
     two = ranks(2, train, cache, *common, "--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zbv", *flags)
-    assert all(torch.equal(one[name], value) for name, value in whole(two).items())
+    assert all(torch.equal(one[name], value) for name, value in two[0].tensors.items())
 
 
 def test_a_new_head_on_the_weights_of_another_run(ranks, cache, tmp_path) -> None:
     train(cache, "--train-iters", "2", "--save", str(tmp_path))
+    classes, tensor = ("--num-classes", "11"), ("--tensor-model-parallel-size", "2")
     finetune = ("--train-iters", "1", "--load", str(tmp_path), "--finetune")
-    taken = whole(ranks(2, _load_only, cache, *finetune, "--tensor-model-parallel-size", "2"))
-    classes = ("--num-classes", "11")
-    with_new_head = whole(ranks(2, _load_only, cache, *finetune, *classes, "--tensor-model-parallel-size", "2"))
-    fresh = whole([_load_only(cache, "--train-iters", "1", *classes)])
+    taken = ranks(2, _load_only, cache, *finetune, *tensor)[0].tensors
+    with_new_head = ranks(2, _load_only, cache, *finetune, *classes, *tensor)[0].tensors
+    fresh = _load_only(cache, "--train-iters", "1", *classes).tensors
     assert with_new_head["head.weight"].shape != taken["head.weight"].shape
     for name in taken:
         assert torch.equal(with_new_head[name], (fresh if name.startswith("head.") else taken)[name]), name

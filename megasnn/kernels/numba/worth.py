@@ -39,8 +39,8 @@ class Work:
     places: int
     itemsize: int
 
-    def compared(self, share: float, threads: int = 1) -> float:
-        """Time of sums, against the dense product.
+    def is_worth(self, share: float, threads: int = 1) -> bool:
+        """True where sums take no longer than the dense product.
 
         Args:
             share: of the input's values that are not 0.
@@ -50,7 +50,5 @@ class Work:
         adding = _ADDING * max(1.0, _LONG / (self.columns * self.itemsize))
         per_value = share * (adding + _LISTING / of_pixel) + _PACKING / of_pixel
         once = _TURNING / self.pixels + _CALLING / (2 * self.pixels * self.channels * of_pixel)
-        return per_value + once + _STARTING / (self.channels * self.columns) + _SHARING * (threads - 1)
-
-    def is_worth(self, share: float, threads: int = 1) -> bool:
-        return self.compared(share, threads) <= LIMIT
+        time = per_value + once + _STARTING / (self.channels * self.columns) + _SHARING * (threads - 1)
+        return time <= LIMIT

@@ -10,7 +10,17 @@ from torch import Tensor
 from megasnn.kernels.neuron import neuron_by
 from megasnn.kernels.neuron_spec import NeuronSpec, numbers
 from megasnn.kernels.triton.calls import factor
-from megasnn.kernels.triton.launch import NUMBERS, THREADS, at_once, chunk, chunk_memory, compute_type, lanes, launch
+from megasnn.kernels.triton.launch import (
+    NUMBERS,
+    THREADS,
+    at_once,
+    chunk,
+    chunk_memory,
+    compute_type,
+    lanes,
+    lanes_of_backward,
+    launch,
+)
 from megasnn.kernels.triton.unit import fire_kernel, gradient_kernel
 
 
@@ -43,7 +53,7 @@ def backward_alone(
     spec: NeuronSpec,
     learn: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    number, block, size = compute_type(x.dtype), THREADS * lanes(x.dtype), x[0].numel()
+    number, block, size = compute_type(x.dtype), THREADS * lanes_of_backward(x.dtype, len(x)), x[0].numel()
     programs = -(-size // block)
     g_x, g_first = torch.empty_like(x), torch.empty_like(x[0], dtype=number) if v0 is not None else None
     totals = x.new_empty(programs, dtype=torch.float64) if learn else None

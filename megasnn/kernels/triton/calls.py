@@ -22,6 +22,7 @@ from megasnn.kernels.triton.launch import (
     chunk_memory,
     compute_type,
     lanes,
+    lanes_of_backward,
     launch,
 )
 from megasnn.kernels.triton.pool import pooled_gradient_kernel
@@ -80,7 +81,7 @@ def backward_sums(
     coefficients = _coefficients(x, norm, unit.eps)
     g_pooled = x.new_empty((len(x), sizes.size)) if unit.pool else None
     taps = None if g_pooled is None else torch.empty_like(g_pooled, dtype=torch.uint8)
-    cut = _cut(sizes.size, sizes.channels, lanes(x.dtype))
+    cut = _cut(sizes.size, sizes.channels, lanes_of_backward(x.dtype, unit.time_steps))
     partial = x.new_empty((3 if learn else 2, cut.programs, cut.row), dtype=number)
     launch(
         backward_sums_kernel, cut.programs * (cut.row // COLUMNS),
@@ -124,7 +125,7 @@ def input_gradient(
             BATCH=sums is not None, D=NUMBERS[number], BLOCK=block,
         )  # fmt: skip
         return g_x
-    block = THREADS * lanes(x.dtype)
+    block = THREADS * lanes_of_backward(x.dtype, unit.time_steps)
     launch(
         gradient_kernel, -(-sizes.size // block),
         x, g_spikes, g_x, coefficients, None, None, None, factor(w, number), None,

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
+FUSES: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
+"""Triton's interpreter rounds a product before it adds."""
 
 
 @triton.jit
@@ -27,12 +29,26 @@ def charging_factor(q, N: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def divided(x, y):
-    """Rounded correctly: the operator divides float32 approximately."""
-    if x.dtype == tl.float32:
-        z = tl.math.div_rn(x, y)
+    """x / y for one y and many x, rounded correctly, and infinite where x is.
+
+    A backward took three times as long with the machine's correct division (H200). So the quotient by the inverse is
+    corrected twice by what it leaves over, which a fused operation gives without rounding. The second time it is exact
+    (Markstein, IBM Journal of Research and Development 34(1), 1990), but for quotients below 1e-30 in float32.
+    """
+    if FUSES:
+        inverse = _divided(tl.full((), 1.0, y.dtype), y)
+        first = x * inverse
+        z = tl.fma(tl.fma(-first, y, x), inverse, first)
+        z = tl.fma(tl.fma(-z, y, x), inverse, z)
+        z = tl.where(z == z, z, first)
     else:
-        z = x / y
+        z = _divided(x, y)
     return z
+
+
+@triton.jit
+def _divided(x, y):
+    return tl.math.div_rn(x, y) if x.dtype == tl.float32 else x / y
 
 
 @triton.jit

@@ -61,7 +61,7 @@ def fold_statistics_kernel(partial, out, rows, channels, pixels, ROWS: tl.conste
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     weighted = tl.zeros([ROWS, COLUMNS], tl.float64)
     step = tl.cast(rows, tl.int64) * channels
-    for start in range(0, rows, ROWS):
+    for start in tl.range(0, rows, ROWS, loop_unroll_factor=4):
         part = (start + tl.arange(0, ROWS))[:, None]
         place = partial + part.to(tl.int64) * channels + channel[None, :]
         inside = (part < rows) & (channel[None, :] < channels)
@@ -70,7 +70,7 @@ def fold_statistics_kernel(partial, out, rows, channels, pixels, ROWS: tl.conste
     n_all = tl.cast(pixels, tl.int64).to(tl.float64)
     mean = tl.sum(weighted, axis=0) / n_all
     squares = tl.zeros([ROWS, COLUMNS], tl.float64)
-    for start in range(0, rows, ROWS):
+    for start in tl.range(0, rows, ROWS, loop_unroll_factor=4):
         part = (start + tl.arange(0, ROWS))[:, None]
         place = partial + part.to(tl.int64) * channels + channel[None, :]
         inside = (part < rows) & (channel[None, :] < channels)

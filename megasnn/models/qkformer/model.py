@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megasnn.config.checks import flag, refusal
+from megasnn.config.checks import numbers, refusal
 from megasnn.config.fields import Positive, Size
 from megasnn.models.model import Model
 
@@ -51,11 +51,7 @@ class QKFormer(Model):
 
     def of_stages(self, name: str) -> tuple[int, ...]:
         """`depths` or `num_heads` as numbers. Raises ValueError for anything but three of them."""
-        text = str(getattr(self, name))
-        words = [word.strip() for word in text.split(",")]
-        if len(words) != STAGES or not all(word.isdecimal() and int(word) > 0 for word in words):
-            raise ValueError(f'{flag(name)} "{text}" must be {STAGES} numbers with commas between them, like "1,2,7"')
-        return tuple(map(int, words))
+        return numbers(name, getattr(self, name), STAGES)
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)

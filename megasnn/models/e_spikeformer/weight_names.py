@@ -1,0 +1,47 @@
+"""Names of E-SpikeFormer's tensors in the code published with the paper (arXiv 2411.16061,
+github.com/BICLab/Spike-Driven-Transformer-V3); the tensors are the same on both sides, shape by shape."""
+
+from __future__ import annotations
+
+from megasnn.models.weight_names import prefix_dialect
+
+_DOWNSAMPLING = ("downsample1_1", "downsample1_2", "downsample2", "downsample3", "downsample4")
+_CONV_BLOCKS = {
+    "stage0.0": "ConvBlock1_1.0",
+    "stage1.0": "ConvBlock1_2.0",
+    "stage2.0": "ConvBlock2_1.0",
+    "stage2.1": "ConvBlock2_2.0",
+}
+_BLOCKS = {"stage3.{}": "block3.{}", "stage4.{}": "block4.{}"}
+_SEPARABLE = {**{x: f"{y}.Conv" for x, y in _CONV_BLOCKS.items()}, **{x: f"{y}.conv" for x, y in _BLOCKS.items()}}
+_PATHS = {"expand": "pwconv1", "depthwise": "dwconv", "project": "pwconv2"}
+_ATTENTION = {"q": "q_conv", "k": "k_conv", "v": "v_conv", "projection": "proj_conv"}
+
+_UNITS = {  # here -> there, convolution and norm; {} stands for a number
+    **{f"downsample.{i}": (f"{path}.encode_conv", f"{path}.encode_bn") for i, path in enumerate(_DOWNSAMPLING)},
+    **{
+        f"{block}.separable.{unit}": (f"{theirs}.{path}.0", f"{theirs}.{path}.1")
+        for block, theirs in _SEPARABLE.items()
+        for unit, path in _PATHS.items()
+    },
+    **{
+        f"{block}.attention.{unit}": (f"{theirs}.attn.{path}.0", f"{theirs}.attn.{path}.1")
+        for block, theirs in _BLOCKS.items()
+        for unit, path in _ATTENTION.items()
+    },
+    **{f"{x}.mlp.fc{i}": (f"{y}.conv{i}", f"{y}.bn{i}") for x, y in _CONV_BLOCKS.items() for i in (1, 2)},
+    **{f"{x}.mlp.fc{i}": (f"{y}.mlp.fc{i}_conv", f"{y}.mlp.fc{i}_bn") for x, y in _BLOCKS.items() for i in (1, 2)},
+}
+
+PUBLISHED = prefix_dialect(
+    "published",
+    "the published E-SpikeFormer",
+    marker="downsample1_1.encode_conv.weight",
+    prefixes={
+        **{f"{unit}.conv": conv for unit, (conv, _) in _UNITS.items()},
+        **{f"{unit}.norm": norm for unit, (_, norm) in _UNITS.items()},
+        "head": "head",
+    },
+)
+
+DIALECTS = (PUBLISHED,)

@@ -1,0 +1,63 @@
+"""Flags that cannot work are refused with status 2, and data that cannot be used by the rank that reads them."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import pretrain_spikformer
+from tests.data.shard_files import numbered, write_shard
+from tests.faults.launch import PP2, TINY, Ranks, lines_of, refused
+
+REFUSED = [
+    ("--tensor-model-parallel-size 8 --embed-dim 64", ["--num-heads 4", "--tensor-model-parallel-size 8"]),
+    ("--tensor-model-parallel-size 8 --num-heads 8", ["out_channels 4", "--tensor-model-parallel-size 8"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "expected"), REFUSED)
+def test_refused_with_values_and_flags_once(flags, expected, tmp_path, monkeypatch, capsys) -> None:
+    folder, told = tmp_path / "run", []
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        argv = [*TINY, *flags.split(), "--save", str(folder), "--tensorboard-dir", str(folder)]
+        assert pretrain_spikformer.main(argv) == 2 and not folder.exists()
+        told.append(capsys.readouterr().err)
+    assert len(lines_of(0, told[0])) == 1 and all(part in told[0] for part in expected) and told[1] == "", told
+
+
+def test_each_machine_hears_of_its_command_line_and_other_ranks_wait_for_that(monkeypatch, capsys) -> None:
+    """Rank 0 may have been given flags that are right. torchrun ends all ranks as soon as one has ended."""
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    assert pretrain_spikformer.main([*TINY, "--num-heads", "3"]) == 2
+    assert "[rank 1] " in (text := capsys.readouterr().err) and "--num-heads 3" in text
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    started = time.monotonic()
+    assert pretrain_spikformer.main([*TINY, "--num-heads", "3"]) == 2 and capsys.readouterr().err == ""
+    assert time.monotonic() - started > 2
+
+
+def test_a_broken_image_is_named_on_every_rank_or_skipped_and_counted(tmp_path) -> None:
+    """Rank 1 reads labels only; it hears of it from rank 0."""
+    samples = numbered(range(12))
+    samples["s009"]["png"] = b"not an image"
+    broken, board = write_shard(tmp_path / "broken.tar", samples), tmp_path / "board"
+    argv = [*TINY, *PP2, "--no-shuffle", "--data-path", str(broken)]
+    ended = Ranks(tmp_path / "refused", 2, *argv, "--save", str(tmp_path / "saved")).end(90)
+    refused(ended, f"sample 's009' of shard {broken}", "--skip-broken-samples")
+    assert not (tmp_path / "saved" / "latest_checkpointed_iteration.txt").exists()
+    argv += ["--skip-broken-samples", "--tensorboard-dir", str(board), "--valid-data-path", str(broken)]
+    ended = Ranks(tmp_path / "skipped", 2, *argv, "--eval-iters", "none", "--train-iters", "6").end(90)
+    assert ended.status == [0, 0], ended.output
+    # Sample 9 of 12 comes in the third and in the sixth global batch of 4, and once when all are evaluated at the end.
+    assert re.findall(r"number of skipped samples: (\d+)", ended.output[0]) == ["1", "1", "1", "2", "1"]
+    events = EventAccumulator(str(board)).Reload()
+    for tag, counts in (("skipped_samples", [1, 1, 1, 2]), ("skipped_validation_samples", [1])):
+        assert [event.value for event in events.Scalars(f"8_data/{tag}")] == counts
