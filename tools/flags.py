@@ -17,7 +17,7 @@ from megasnn.models.registry import MODELS
 HEAD = """# Flags
 
 Look up here what a flag does and its default: every flag that all models share. Those of a model are in
-`python -m megasnn MODEL --help`. Values come from the defaults, `--variant`, the recipe or file of `--config`, and
+`python -m megasnn MODEL --help`. Values come from the defaults, the recipe or file of `--config`, and
 flags; later ones win. A switch has a negative form: `--no-shuffle`. `python tools/flags.py > docs/flags.md` writes this
 page.
 

@@ -1,6 +1,6 @@
 """Choose a layout for a model on given machines: which axes, which schedule, how long a step takes, whether it fits.
 
-    python tools/plan.py spikformer --variant spikformer_s --global-batch-size 512 --gpus 64 --memory 80GB
+    python tools/plan.py spikformer --image-size 224 --global-batch-size 512 --gpus 64 --memory 80GB
     torchrun --standalone --nproc-per-node 2 tools/plan.py spikformer --gpus 2 --measure --costs costs.json
 
 The model comes first; all flags of a run of it are taken, besides those below. Where neither a flag nor --config says

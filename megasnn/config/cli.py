@@ -29,7 +29,7 @@ def parse(
     recipes: Mapping[str, Path] = MappingProxyType({}),
     saved: Values = MappingProxyType({}),
 ) -> Config:
-    """Reads a command line: defaults, then values of a checkpoint, a file or recipe, a variant, flags; later ones win.
+    """Reads a command line: defaults, then values of a checkpoint, a file or recipe, flags; later ones win.
 
     Each value is of its field's type and within its bounds; `validate` looks at what is between them.
 

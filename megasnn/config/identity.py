@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
 
 from megasnn.config.checks import flag
 from megasnn.config.data import CHANGES
@@ -26,12 +25,8 @@ _UPDATE = {
 
 
 def identity(config: PretrainConfig) -> Identity:
-    """Dimensions, whatever the variant is called or how it is cut over ranks, and neuron, whatever its backend."""
-    dimensions: Any = config.model
-    model, neuron = to_dict(dimensions), to_dict(config.neuron)
-    for entry in fields(dimensions):
-        if entry.metadata.get("same_function"):
-            del model[entry.name]
+    """Dimensions, and neuron, whatever its backend."""
+    model, neuron = to_dict(config.model), to_dict(config.neuron)
     del neuron["neuron_backend"]
     return {"model": model, "neuron": neuron}
 

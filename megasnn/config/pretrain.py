@@ -13,10 +13,6 @@ from megasnn.config.optimizer import OptimizerConfig
 from megasnn.config.parallel import ParallelConfig
 from megasnn.config.training import TrainingConfig
 
-SAME_FUNCTION = {"same_function": True}
-"""Metadata of a field of a model's configuration that does not change what the model computes: a checkpoint may be of
-another value."""
-
 
 @dataclass(frozen=True)
 class PretrainConfig:

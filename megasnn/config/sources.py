@@ -1,11 +1,10 @@
-"""Values of a run that no flag gives: of a checkpoint, the file of `--config`, the variant of `--variant`."""
+"""Values of a run that no flag gives: of a checkpoint, the file of `--config`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ _ADVICE = "correct the file, or give one that a run of this model wrote"
 def values_of(
     config_class: type[Any], given: argparse.Namespace, recipes: Mapping[str, Path], saved: Values
 ) -> dict[str, dict[str, Any]]:
-    """Values beside the flags: of a checkpoint, then of the file, then of the variant; later ones win.
+    """Values beside the flags: of a checkpoint, then of the file; later ones win.
 
     With `--evaluate-only` the file's checkpoints and logs do not count: they need not be taken back.
 
@@ -37,17 +36,12 @@ def values_of(
     if given.config is not None and given.config.lower() != "none":
         found = _read(config_class, given.config, recipes)
         _refuse_commands(found, given)
-        if "variant" in found.get("model", {}):
-            found["model"] = {**_dimensions(config_class, found["model"]["variant"]), **found["model"]}
         if getattr(given, "evaluate_only", False):
             found = {part: of_part for part, of_part in found.items() if part not in ("checkpoint", "logging")}
             # null was written by a run that had not been told: then the checkpoint says how samples are made
             found["data"] = {name: value for name, value in found.get("data", {}).items() if value is not None}
         for part, of_part in found.items():
             values.setdefault(part, {}).update(of_part)
-    if hasattr(given, "variant"):
-        variant = None if given.variant.lower() == "none" else given.variant
-        values.setdefault("model", {}).update(_dimensions(config_class, variant))
     return values
 
 
@@ -86,14 +80,3 @@ def _refuse_commands(values: dict[str, Any], given: argparse.Namespace) -> None:
                     f"run; only the command line may give one: {flag(name)}"
                 ]
             )
-
-
-def _dimensions(config_class: type[Any], variant: str | None) -> dict[str, Any]:
-    """A variant and its dimensions; none where the model has no such variant, which the flags' reader reports."""
-    plain = config_class().model
-    try:
-        made = type(plain)(variant=variant)
-    except (TypeError, ValueError):
-        return {}
-    names = [each.name for each in fields(plain) if each.default is None and getattr(plain, each.name) is not None]
-    return {"variant": variant, **{name: getattr(made, name) for name in names}}

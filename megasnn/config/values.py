@@ -115,12 +115,8 @@ def to_json(config: Any) -> str:
 
 
 def changed_flags(config: Any) -> dict[str, list[str]]:
-    """Flags by part that differ from their defaults; a model's defaults are those of its variant."""
-    defaults: dict[str, Any] = {}
-    for part in fields(config):
-        variant, kind = getattr(getattr(config, part.name), "variant", None), type(getattr(config, part.name))
-        defaults[part.name] = kind(variant=variant) if variant else kind()
-    return flags_between(type(config)(**defaults), config)
+    """Flags by part that differ from their defaults."""
+    return flags_between(type(config)(), config)
 
 
 def flags_between(before: Any, after: Any) -> dict[str, list[str]]:

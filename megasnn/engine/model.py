@@ -18,7 +18,6 @@ from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, Paralle
 from megasnn.layers.shape_inference import calls_of
 from megasnn.losses import LOSSES
 from megasnn.losses.sums import correct_predictions
-from megasnn.models.cut_check import check_cut_layers
 from megasnn.models.description import Built, ModelDescription
 from megasnn.optim.norms import GradientNorm
 from megasnn.parallel.agreement import gather
@@ -110,7 +109,6 @@ class DistributedModel:
         here = [index for index, home in enumerate(placement) if home == state.pp.rank]
         shard = None if self._weights is None else (unit_bounds, self._weights.shard)
         built = built or description.build(context)
-        check_cut_layers(description, context, built, [n for index in here for n in bounds[index]], state.device)
         self.chunks = build_chunks(description, bounds, here, context, state.device, training.seed, built, shard)
         self.takes_images, self.gives_logits = 0 in self.chunks, len(placement) - 1 in self.chunks
         self._reports = self.gives_logits and state.tp.rank == 0 and context.counts_logits

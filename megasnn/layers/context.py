@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,6 +21,8 @@ class BuildContext:
     """
     Attributes:
         tp: the tensor-parallel group the layers are cut over.
+        held_by: the tensor-parallel ranks that all hold the same, where layers are whole on each; None where they are
+            cut.
         dtype: of parameters, buffers, optimizer state and gradients.
         compute_dtype: of activations and matrix products; bfloat16 with `--precision bf16`, otherwise `dtype`.
         neuron_backend: a name in megasnn.kernels.BACKENDS, or "auto".
@@ -54,6 +56,11 @@ class BuildContext:
     cast_weights: CastWeights = field(default_factory=CastWeights)
     sparse_products: bool = False
     traceable: bool = False
+    held_by: Group | None = None
+
+    def replicated(self) -> BuildContext:
+        """The context of a layer that is whole on every tensor-parallel rank."""
+        return self if self.tp.size == 1 else replace(self, tp=alone("tp"), held_by=self.tp)
 
     @property
     def sharing_samples(self) -> Group:
@@ -73,14 +80,14 @@ class BuildContext:
     @property
     def place(self) -> Place:
         """This rank among those that hold the same layers, whole or cut."""
-        weights = self.dp_shard.size
-        sizes = Grid(dp_replicate=self.dp.size // weights, dp_shard=weights, cp=self.cp.size, tp=self.tp.size)
+        weights, tp = self.dp_shard.size, self.held_by or self.tp
+        sizes = Grid(dp_replicate=self.dp.size // weights, dp_shard=weights, cp=self.cp.size, tp=tp.size)
         return Place(
             sizes,
             dp_replicate=self.dp.rank // weights,
             dp_shard=self.dp_shard.rank,
             cp=self.cp.rank,
-            tp=self.tp.rank,
+            tp=tp.rank,
         )
 
     def shard(
@@ -99,7 +106,9 @@ class BuildContext:
             blocks: see `megasnn.parallel.sharding.Cut`.
             partial_gradient: each tensor-parallel rank sees only its own channels' share of the gradient.
         """
-        cuts: tuple[tuple[Axis, Cut], ...] = () if dim is None else (("tp", Cut(dim, blocks)),)
+        cuts: tuple[tuple[Axis, Cut], ...] = ()
+        if dim is not None and self.held_by is None:
+            cuts = (("tp", Cut(dim, blocks)),)
         partial = partial_gradient and self.tp.size > 1
         return Shard(global_shape, cuts, self.place, partial, initialise)
 

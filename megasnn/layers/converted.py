@@ -68,15 +68,9 @@ def linear(module: nn.Linear, context: BuildContext, initialise: ModuleInitialis
     )
 
 
-def batch_norm(
-    norm: _BatchNorm, context: BuildContext, initialise: ModuleInitialiser | None, whole: bool = False
-) -> nn.Module:
+def batch_norm(norm: _BatchNorm, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
     """Stands for a batch norm: running statistics are merged once per step. One in evaluation mode uses and keeps its
-    running statistics in training too.
-
-    Args:
-        whole: every rank has all channels.
-    """
+    running statistics in training too."""
     ours = ParallelBatchNorm(
         norm.num_features,
         context,
@@ -84,7 +78,6 @@ def batch_norm(
         momentum=norm.momentum,
         affine=norm.affine,
         track_running_stats=norm.track_running_stats,
-        whole=whole,
         **_values(norm, initialise),
     )
     ours.time_steps = 1  # the input has all time steps

@@ -29,7 +29,6 @@ class ParallelBatchNorm(nn.Module):
         channels: the global number; each rank holds `channels / size`.
         momentum: weight of the new statistics; None for the average over all steps.
         blocks: as in ParallelConv, for a norm after fused q, k, v.
-        whole: every rank has all channels, of the same input.
         initialise, initialise_bias: fill the global weight and bias; by default with ones and zeros.
     Attributes:
         shared: the exchange between the ranks that share a micro-batch; None where no others do.
@@ -51,7 +50,6 @@ class ParallelBatchNorm(nn.Module):
         affine: bool = True,
         track_running_stats: bool = True,
         blocks: int = 1,
-        whole: bool = False,
         initialise: Initialiser = ones,
         initialise_bias: Initialiser = zeros,
     ) -> None:
@@ -61,10 +59,10 @@ class ParallelBatchNorm(nn.Module):
         self.shared = SharedStatistics(context.cp) if context.cp.size > 1 else None
         self._by_rows = context.cut == "rows"
         self.channels, self.eps, self.momentum = channels, eps, momentum
-        self._local_channels = channels if whole else channels // context.tp.size
+        self._local_channels = channels // context.tp.size
         self.recording = False
         self.pending: list[tuple[Tensor, Tensor, int | Tensor]] = []
-        shard = partial(context.shard, (channels,), None if whole else 0, blocks)
+        shard = partial(context.shard, (channels,), 0, blocks)
         for name in ("weight", "bias"):
             self.register_parameter(name, None)
         for name in ("running_mean", "running_var"):

@@ -118,12 +118,12 @@ _BY_CHANNEL = {*_ELEMENTWISE, *_POOLS, "Flatten", "Upsample", "SeqToANNContainer
 
 
 def is_by_channel(module: nn.Module) -> bool:
-    """Tells whether a module without tensors may compute each channel by itself, which the check of cut layers proves:
-    torch's and SpikingJelly's do that are known here, and neurons."""
-    if next(tensors_of(module), None) is not None:
+    """Tells whether a module without tensors computes each channel by itself: torch's and SpikingJelly's do that are
+    known here, and SpikingJelly's neurons."""
+    kind = class_name(module)
+    if kind is None or next(tensors_of(module), None) is not None:
         return False
-    is_node = hasattr(module, "surrogate_function")
-    return is_node or class_name(module) in _BY_CHANNEL and all(map(is_by_channel, module.children()))
+    return hasattr(module, "surrogate_function") or kind in _BY_CHANNEL and all(map(is_by_channel, module.children()))
 
 
 # --- layers that ranks share the rows of images of

@@ -1,8 +1,9 @@
 """Replicated modules: any `nn.Module` without sharded layers in it is a layer, whole on every tensor parallel rank.
 
-Between layers activations are cut by channel. A plain module's input is gathered, every rank computes the same, and
-each keeps its own channels of the output. So its weights have the same gradients on every rank, and nothing is summed.
-A layer of torch's without tensors that computes the same with a rank's channels, as pooling does, is not gathered.
+Between layers activations are cut by channel. The input of a layer that is whole is gathered, every rank computes the
+same, and each keeps its own channels of the output. So its weights have the same gradients on every rank, and nothing
+is summed. Plain modules are whole; those without tensors that work by channel, as pooling does, are not
+(`megasnn.models.by_channel`).
 
 A module whose class is one of torch.nn, or a Sequential of such, knows no time: it is given `[T * N, C, ...]`. Any
 other module is given `[T, N, C, ...]`. Those of SpikingJelly must be in step mode "m", and forget their state before
@@ -24,10 +25,10 @@ from megasnn.layers.dropout import drawing_for
 from megasnn.layers.init import ModuleInitialiser, initializer_from_module, own_tensors
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.refusals import SEQUENCES, is_stateful, note_stepped, refuse
-from megasnn.layers.shape_inference import mark_spikes
+from megasnn.layers.shape_inference import mark_spikes, max_of
 from megasnn.parallel.collectives import gather_alike, own_channels
-from megasnn.parallel.sharding import Cut, describe_tensor
-from megasnn.parallel_state import Group, alone
+from megasnn.parallel.sharding import describe_tensor
+from megasnn.parallel_state import Group
 
 
 def replicate(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
@@ -55,14 +56,13 @@ def replicate(module: nn.Module, context: BuildContext, initialise: ModuleInitia
 
 
 def _with_our_layers(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """The module with its batch norms and dropouts swapped for ours of all channels, each at all places where it
-    stands, or what it is swapped for."""
-    of_all, ours = replace(context, tp=alone("tp")), dict[nn.Module, nn.Module]()
-    for each in module.modules():
-        if in_table(each) is batch_norm:
-            ours[each] = convert(each, batch_norm, context, initialise, True)
-        elif in_table(each) is ConvertedDropout:
-            ours[each] = convert(each, ConvertedDropout, of_all, initialise)
+    """The module with its batch norms and dropouts swapped for ours, each at all places where it stands, or what it is
+    swapped for."""
+    ours = {
+        each: convert(each, conversion, context, initialise)
+        for each in module.modules()
+        if (conversion := in_table(each)) in (batch_norm, ConvertedDropout)
+    }
     for each in [*module.modules()]:
         for name, child in each._modules.items():
             each._modules[name] = child if child is None else ours.get(child, child)
@@ -74,28 +74,27 @@ def _with_our_layers(module: nn.Module, context: BuildContext, initialise: Modul
 
 @dataclass(frozen=True)
 class LayerCall:
-    """Way in which a layer that knows nothing of ranks is called.
+    """Way in which a layer is called that knows nothing of ranks, or is whole on every one.
 
     Attributes:
         time_steps: that an input of a single one stands for.
         fold_time: whether it is given all time steps as one batch.
-        whole: whether every rank computes all of it: its input is gathered, and a rank keeps its channels of the
-            output, where they divide.
         dtype: of its input; None for what comes.
-        classes: of the last layer, whose output is gathered to so many channels; 0 of all others.
-        cuts: of its inputs' tensors, in their order; those that are missing are whole.
+        group: the tensor parallel ranks that all compute the whole layer: its input is gathered, and a rank keeps its
+            channels of the output, where they divide; None for a layer that is cut.
+        cuts: whether ranks have their channels of each of the inputs' tensors; without them all are whole.
+        is_last: whether the output stays whole, as logits are.
     """
 
-    group: Group
-    time_steps: int
-    fold_time: bool
-    whole: bool
+    time_steps: int = 1
+    fold_time: bool = False
     dtype: torch.dtype | None = None
-    classes: int = 0
-    cuts: Sequence[Cut | None] = ()
+    group: Group | None = None
+    cuts: Sequence[bool] = ()
+    is_last: bool = False
 
-    def prepare_input(self, x: Tensor, cut: Cut | None) -> Tensor:
-        x = _gathered(x, cut, self.group) if self.whole and cut is not None else x
+    def prepare_input(self, x: Tensor, is_cut: bool) -> Tensor:
+        x = _gathered(x, self.group) if self.group is not None and is_cut else x
         x = x.to(self.dtype) if self.dtype is not None and x.is_floating_point() else x
         if x.ndim < 3:
             return x
@@ -106,26 +105,26 @@ class LayerCall:
     def restore_output(self, y: Tensor, frames: tuple[int, ...]) -> Tensor:
         """Output of the layer, of so many time steps and samples."""
         y = y.unflatten(0, frames) if self.fold_time else y
-        if y.ndim < 3:
+        if self.group is None or self.is_last or y.ndim < 3 or y.shape[2] % self.group.size:
             return y
-        if self.whole:
-            return y if self.classes or y.shape[2] % self.group.size else own_channels(y, self.group)
-        is_cut = y.shape[2] < self.classes == y.shape[2] * self.group.size
-        return gather_alike(y, self.group) if is_cut else y
+        return own_channels(y, self.group)
 
 
-def _gathered(x: Tensor, cut: Cut, group: Group) -> Tensor:
-    """All channels of a tensor that ranks cut, each block of it by itself."""
-    y = gather_alike(x.movedim(cut.dim, 2), group)
-    if cut.blocks > 1:
-        y = y.unflatten(2, (group.size, cut.blocks, -1)).transpose(2, 3).flatten(2, 4)
-    return y.movedim(2, cut.dim)
+def _gathered(x: Tensor, group: Group) -> Tensor:
+    y, largest = gather_alike(x, group), max_of(x) if x.is_meta else None
+    return y if largest is None else mark_spikes(y, largest)
+
+
+def make_whole(layer: nn.Module, group: Group, cuts: Sequence[bool], is_last: bool) -> None:
+    """Lets all ranks of a group compute a layer that was built for one. Args: as of LayerCall."""
+    call = vars(layer).get("_call", LayerCall())
+    vars(layer)["_call"] = replace(call, group=group, cuts=cuts, is_last=is_last)
 
 
 def is_whole(layer: nn.Module) -> bool:
     """Tells whether every rank computes all of a layer."""
     call: LayerCall | None = vars(layer).get("_call")
-    return call is not None and call.whole
+    return call is not None and call.group is not None
 
 
 def folds_time(module: nn.Module) -> bool:
@@ -140,27 +139,18 @@ def folds_time(module: nn.Module) -> bool:
     )
 
 
-def plain_layer(
-    module: nn.Module,
-    name: str,
-    context: BuildContext,
-    initialise: ModuleInitialiser | None,
-    *,
-    whole: bool,
-    cuts: Sequence[Cut | None] = (),
-    classes: int = 0,
-) -> nn.Module:
-    """Makes a layer of a plain module: `whole` on every rank, or on a rank's channels.
+def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
+    """Makes a layer of a plain module.
 
     Args:
-        name: global name. cuts: of its inputs. classes: of the last layer of a model.
+        name: global name.
     Raises:
         ValueError: what cannot be computed alike on every layout.
     """
     note_stepped(module)
     refuse(module, "plain")
-    call = LayerCall(context.tp, context.time_steps, folds_time(module), whole, context.dtype, classes, cuts)
-    return as_layer(replicate(module, context, initialise) if whole else module, name, call)
+    call = LayerCall(context.time_steps, folds_time(module), context.dtype)
+    return as_layer(replicate(module, context, initialise), name, call)
 
 
 def as_layer(module: nn.Module, name: str, call: LayerCall) -> nn.Module:
@@ -199,7 +189,7 @@ def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundl
         if is_stateful(each):
             each.detach() if goes_on else each.reset()  # type: ignore[operator]
     cuts = iter(call.cuts)
-    inputs = [map_entries(lambda entry: call.prepare_input(entry, next(cuts, None)), each) for each in (x, *more)]
+    inputs = [map_entries(lambda entry: call.prepare_input(entry, next(cuts, False)), each) for each in (x, *more)]
     with drawing_for(samples, frames):
         output = plain_bundle(layer(*inputs))
     return map_entries(lambda y: call.restore_output(y, frames), output)

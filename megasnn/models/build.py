@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -18,9 +18,9 @@ from megasnn.config.checks import flag
 from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.context import BuildContext, building
-from megasnn.layers.init import without_memory
-from megasnn.layers.refusals import SHARDED, is_by_channel, is_plain, refuse, refuse_mixed_rows
-from megasnn.layers.replicated import apply_layer, forget_state, plain_layer
+from megasnn.layers.init import tensors_of, without_memory
+from megasnn.layers.refusals import SHARDED, is_plain, refuse, refuse_mixed_rows
+from megasnn.layers.replicated import apply_layer, forget_state, make_whole, plain_layer
 from megasnn.layers.shape_inference import (
     MaxInference,
     RefuseRandom,
@@ -28,8 +28,8 @@ from megasnn.layers.shape_inference import (
     is_ours,
     note_never_called,
 )
-from megasnn.models.convert_module import convert_network
-from megasnn.models.cut_check import MixedChannels, cuts_by_shape
+from megasnn.models.by_channel import ChannelWatch, cuts_by_shape, may_be_cut
+from megasnn.models.convert_module import convert_network, why_whole
 from megasnn.models.description import (
     DRY_SAMPLES,
     INPUT,
@@ -45,8 +45,8 @@ from megasnn.models.description import (
 from megasnn.models.layer import Layer
 from megasnn.models.model import Model
 from megasnn.models.summary import OperationCounter
-from megasnn.models.ties import refuse_other_calls, separate, tie_all
-from megasnn.parallel.sharding import Cut, described_tensors, parameter_count, sharded_tensors
+from megasnn.models.ties import Ties, refuse_other_calls, separate, tie_all
+from megasnn.parallel.sharding import described_tensors, parameter_count, sharded_tensors
 from megasnn.parallel_state import Group
 
 _LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
@@ -161,32 +161,56 @@ def build(model: Model, neuron: NeuronSpec, context: BuildContext, one: Sequence
         ValueError: names the layer, and what cannot be computed alike on this layout.
     """
     context = replace(context, neuron=neuron, time_steps=model.time_steps)
-    with building(context), without_memory():
-        layers, ties = separate(_yielded(model))
-    taken, built, size = _inputs_of(layers), list[Built](), context.tp.size
-    frames = torch.empty((DRY_SAMPLES, *model.input_shape), dtype=context.compute_dtype, device="meta")
-    outputs: dict[int, tuple[Bundle, Cuts]] = {INPUT: (frames_of(frames, model.input_shape), [None])}
+    (layers, ties), size = _separated(model, context), context.tp.size
+    whole_layers = cache(lambda: _separated(model, context.replicated())[0])
     if one is not None:
         _refuse_made_before(one, layers)
-    for number, each in enumerate(layers):
-        inputs = [outputs[source][0] for source in taken[number]]
-        cuts = [cut for source in taken[number] for cut in outputs[source][1]]
-        module = _made(each, context, cuts, model.num_classes if each is layers[-1] else 0)
-        with OperationCounter(module) if one is None else nullcontext() as counter:
-            try:
+    frames = torch.empty((DRY_SAMPLES, *model.input_shape), dtype=context.compute_dtype, device="meta")
+    outputs: dict[int, tuple[Bundle, Cuts]] = {INPUT: (frames_of(frames, model.input_shape), [False])}
+    built: list[Built] = []
+    for number, taken in enumerate(_inputs_of(layers)):
+        each, inputs = layers[number], [outputs[source][0] for source in taken]
+        cuts = [cut for source in taken for cut in outputs[source][1]]
+        is_last, of_one = each is layers[-1], None if one is None else one[number].output
+        made = _cut(each, context, inputs, cuts, taken == (INPUT,)) if size > 1 else None
+        if made is None or is_last and any(cuts_by_shape(made.output, of_one)):
+            each = whole_layers()[number] if size > 1 else each
+            module = _made(each, context.replicated())
+            if size > 1:
+                make_whole(module, context.tp, cuts, is_last)
+            with OperationCounter(module) if one is None else nullcontext() as counter:
                 output = dry_run(each.name, module, inputs)
-            except ValueError as error:
-                if one is None or size == 1:
-                    raise
-                raise MixedChannels(str(error), size) from error
-        whole = output if one is None else one[number].output
-        cuts = [*cuts_by_shape(each.name, module, output, whole, cuts, size)]
-        outputs[number] = output, cuts
-        operations = counter.of_a_sample if counter is not None else 0
-        built.append(Built(replace(each, module=module), output, cuts, operations))
+            made = Built(replace(each, module=module), output, 0 if counter is None else counter.of_a_sample)
+        outputs[number] = made.output, cuts_by_shape(made.output, of_one)
+        built.append(made)
     tie_all([each.layer for each in built], ties)
     _require_logits(model, built[-1])
     return built
+
+
+def _separated(model: Model, context: BuildContext) -> tuple[list[Layer], Ties]:
+    with building(context), without_memory():
+        return separate(_yielded(model))
+
+
+def _cut(each: Layer, context: BuildContext, inputs: Sequence[Bundle], cuts: Cuts, is_first: bool) -> Built | None:
+    """Builds a layer that computes a rank's channels; None where it has to be whole.
+
+    Args:
+        cuts: of its inputs' tensors. is_first: it takes the model's input alone.
+    """
+    has_tensors = next(tensors_of(each.module), None) is not None
+    if why_whole(each.module) if each.is_sharded else is_plain(each.module) and has_tensors:
+        return None
+    try:
+        module = _made(each, context)
+        if not may_be_cut(module, inputs, cuts, is_first):
+            return None
+        watch = ChannelWatch(module)
+        output = dry_run(each.name, module, inputs, watch)
+    except ValueError:
+        return None  # such as for shapes; what is wrong with the layer anyway is said when it is built whole
+    return None if watch.mixes else Built(replace(each, module=module), output)
 
 
 def _yielded(model: Model) -> list[Layer]:
@@ -223,31 +247,25 @@ def _refuse_made_before(one: Sequence[Built], layers: Sequence[Layer]) -> None:
                 raise ValueError(f"{each.name}: made outside `layers`; make every module where it is yielded")
 
 
-def _made(each: Layer, context: BuildContext, cuts: Cuts, classes: int) -> nn.Module:
-    """Makes the module of a layer for a rank; a plain one is whole on every tensor parallel rank, or mixes no channels.
-
-    Args:
-        cuts: of its inputs. classes: of the last layer; 0 of others.
-    """
+def _made(each: Layer, context: BuildContext) -> nn.Module:
+    """Makes the module of a layer for a rank."""
     with building(context), without_memory():
         try:
-            module = _for_rank(each, context, cuts, classes)
+            module = _for_rank(each, context)
             refuse_mixed_rows(module, context)
         except (ValueError, RuntimeError) as error:  # torch's own of modules without sizes
             raise ValueError(f"{each.name}: {error}") from error
     return module
 
 
-def _for_rank(each: Layer, context: BuildContext, cuts: Cuts, classes: int) -> nn.Module:
+def _for_rank(each: Layer, context: BuildContext) -> nn.Module:
     for module in each.module.modules():
         if getattr(module, "inplace", False) is True:  # would change what other stages, and a second forward, take
             module.inplace = False  # type: ignore[assignment]
     if each.is_sharded:
-        return convert_network(each, context, cuts, classes)
+        return convert_network(each, context)
     if is_plain(each.module):
-        is_cut = is_by_channel(each.module) and not classes and all(cut == Cut(2) for cut in cuts)
-        options: Any = {"whole": not is_cut, "cuts": cuts, "classes": classes}
-        return plain_layer(each.module, each.name, context, each.initialise, **options)
+        return plain_layer(each.module, each.name, context, each.initialise)
     refuse(each.module, "inside")
     if each.initialise is not None:
         raise ValueError("initialise=... is for plain modules: give it to the sharded layers in this one")
@@ -257,9 +275,13 @@ def _for_rank(each: Layer, context: BuildContext, cuts: Cuts, classes: int) -> n
 # --- the dry run
 
 
-def dry_run(name: str, layer: nn.Module, inputs: Sequence[Bundle]) -> Bundle:
+def dry_run(
+    name: str, layer: nn.Module, inputs: Sequence[Bundle], watch: AbstractContextManager[Any] | None = None
+) -> Bundle:
     """The output of a layer on the meta device; the layer learns what its inputs hold.
 
+    Args:
+        watch: entered around its forward.
     Raises:
         ValueError: it cannot take what it is given, changes it or a buffer, or gives no tensors; names the layer.
     """
@@ -268,7 +290,7 @@ def dry_run(name: str, layer: nn.Module, inputs: Sequence[Bundle]) -> Bundle:
             vars(module).pop(noted, None)
     before, buffers = _versions(inputs), dict(_buffers(layer))
     try:
-        with MaxInference(), RefuseRandom():
+        with MaxInference(), RefuseRandom(), watch or nullcontext():
             output = apply_layer(layer, inputs[0], range(DRY_SAMPLES), *inputs[1:])
         if wrong := [x for x in entries_of(output).values() if x.shape[1:2] != (DRY_SAMPLES,)]:
             raise ValueError(f"its output {list(wrong[0].shape)} is not [T, N, ...] of {DRY_SAMPLES} samples")

@@ -1,13 +1,13 @@
 """Conversion for tensor parallelism: a network of torch's and SpikingJelly's layers becomes one of ours.
 
 What is in the table of `megasnn.layers.converted` becomes a layer of ours, cut by channel. A network with something
-else in it that has tensors, or may mix channels, is whole on every rank. Forwards of the user's classes work
-on a rank's channels, with their parts replaced, which is checked before training (`megasnn.models.cut_check`).
+else in it that has tensors, or may mix channels, is whole on every rank; so is one whose own forwards do more than
+joining tensors element by element (`megasnn.models.by_channel`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,13 +15,11 @@ from typing import Any
 from torch import nn
 
 from megasnn.layers.context import BuildContext, context_for, is_building
-from megasnn.layers.conv import cheaper_style
 from megasnn.layers.converted import class_name, convert, in_table, is_multi_step, spec_of
 from megasnn.layers.init import ModuleInitialiser, own_tensors, tensors_of, without_values
 from megasnn.layers.refusals import SEQUENCES, is_by_channel, is_stateful, note_stepped, place_of, problem_of, refuse
 from megasnn.layers.replicated import LayerCall, as_layer, folds_time, plain_layer
 from megasnn.models.layer import Layer, require_module
-from megasnn.parallel.sharding import Cut
 
 
 def shard(module: nn.Module, *, initialise: ModuleInitialiser | None = None) -> Sharded:
@@ -75,8 +73,10 @@ class Sharded:
         for path, part in _flat(self.network, "") if _is_flat(self.network) else [("", self.network)]:
             try:
                 convert_network(Layer(path, part, path, self.initialise), context)
-                why = why_whole(part, context.tp.size)
-                text = f"whole on every rank: {why}" if why else "cut by channel"
+                why = why_whole(part)
+                is_own = any(class_name(each) is None for each in part.modules())
+                condition = ", if its own forwards work element by element" if is_own else ""
+                text = f"whole on every rank: {why}" if why else f"cut by channel{condition}"
             except ValueError as error:
                 text = f"refused: {error}"
             rows.append((path or "(itself)", type(part).__name__, text))
@@ -112,23 +112,17 @@ def _join(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-def convert_network(each: Layer, context: BuildContext, cuts: Sequence[Cut | None] = (), classes: int = 0) -> nn.Module:
-    """Makes a layer of a copy of a network that was given to `shard`.
+def convert_network(each: Layer, context: BuildContext) -> nn.Module:
+    """Makes a layer of a copy of a network that was given to `shard`: of layers of ours, or else a plain one.
 
-    Args:
-        cuts: of its inputs. classes: of the last layer of a model; 0 of others.
     Raises:
         ValueError: a module that cannot be computed alike on every layout neither cut nor whole.
     """
-    network, size = without_values(each.module), context.tp.size
-    first = next(module for module in network.modules() if _is_leaf(module))
-    # Of what every rank has whole, none of ours but convolutions and linear layers compute a part.
-    is_given_whole = size > 1 and None in cuts and not isinstance(first, (nn.modules.conv._ConvNd, nn.Linear))
-    if is_given_whole or why_whole(network, size):
-        options: Any = {"whole": True, "cuts": cuts, "classes": classes}
-        return plain_layer(network, each.name, context, each.initialise, **options)
+    network = without_values(each.module)
+    if why_whole(network):
+        return plain_layer(network, each.name, context, each.initialise)
     note_stepped(network)
-    call = LayerCall(context.tp, context.time_steps, folds_time(network), False, None, classes)
+    call = LayerCall(context.time_steps, folds_time(network))
     return as_layer(_converted(network, "", context, each.initialise, {}), each.name, call)
 
 
@@ -169,17 +163,17 @@ def _conversion_of(module: nn.Module) -> Any:
     return None if is_node and (not is_multi_step(module) or spec_of(module) is None) else in_table(module)
 
 
-def why_whole(module: nn.Module, size: int, path: str = "") -> str | None:
-    """Reason why a network cannot be cut over so many ranks, and each of them computes all of it; None where it can."""
-    why = _why_not_cut(module, size)
+def why_whole(module: nn.Module, path: str = "") -> str | None:
+    """Reason why no rank can have a part of a network, and each computes all of it; None where sizes decide."""
+    why = _why_not_cut(module)
     if why is not None:
         return f"{place_of(path, module)} {why}"
     is_converted = _conversion_of(module) is not None or _is_leaf(module)
     parts = [] if is_converted else module.named_children()
-    return next((why for name, child in parts if (why := why_whole(child, size, _join(path, name)))), None)
+    return next((why for name, child in parts if (why := why_whole(child, _join(path, name)))), None)
 
 
-def _why_not_cut(module: nn.Module, size: int) -> str | None:
+def _why_not_cut(module: nn.Module) -> str | None:
     if isinstance(module, SEQUENCES):
         return "does not always call its parts one by one"  # in evaluation one kernel of torch's computes it
     if _conversion_of(module) is None:
@@ -187,13 +181,7 @@ def _why_not_cut(module: nn.Module, size: int) -> str | None:
             return "has tensors of its own, and is not in the table"
         is_foreign = class_name(module) is not None and _is_leaf(module) and not is_by_channel(module)
         return "may mix channels" if is_foreign else None
-    for name, channels in _sizes_that_are_cut(module):
-        if channels % size:
-            return f"has {name} {channels}, --tensor-model-parallel-size {size}"
-    if isinstance(module, nn.modules.conv._ConvNd) and (why := _why_other_padding(module)):
-        return why
-    groups = getattr(module, "groups", 1)
-    return f"has {groups} groups, --tensor-model-parallel-size {size}" if groups > 1 and groups % size else None
+    return _why_other_padding(module) if isinstance(module, nn.modules.conv._ConvNd) else None
 
 
 def _why_other_padding(conv: nn.modules.conv._ConvNd) -> str | None:
@@ -202,12 +190,3 @@ def _why_other_padding(conv: nn.modules.conv._ConvNd) -> str | None:
         return f"has padding_mode {conv.padding_mode!r}"
     uneven = any(step * (size - 1) % 2 for size, step in zip(conv.kernel_size, conv.dilation, strict=True))
     return "has padding 'same' of an even kernel" if conv.padding == "same" and uneven else None
-
-
-def _sizes_that_are_cut(module: Any) -> Iterator[tuple[str, int]]:
-    """Sizes of a layer in the table that ranks share out."""
-    for name in ("out_channels", "in_features", "num_features"):
-        if hasattr(module, name):
-            yield name, getattr(module, name)
-    if hasattr(module, "in_channels") and cheaper_style(module.in_channels, module.out_channels) == "row":
-        yield "in_channels", module.in_channels

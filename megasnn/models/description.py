@@ -14,7 +14,7 @@ from megasnn.bundle import Bundle, Key
 from megasnn.kernels.neuron_spec import NeuronSpec
 from megasnn.kernels.spike_codec import Content, encoded_like
 from megasnn.layers.context import BuildContext
-from megasnn.parallel.sharding import Cut, ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 
 if TYPE_CHECKING:
     from megasnn.models.layer import Layer
@@ -24,21 +24,20 @@ INPUT = -1
 DRY_SAMPLES = 2  # of the dry run: a norm in training needs more than one value
 
 
-Cuts = Sequence[Cut | None]
-"""For each of some tensors how ranks cut it; None where all ranks have it whole."""
+Cuts = Sequence[bool]
+"""Tells for each of some tensors `[T, N, C, ...]` if tensor parallel ranks have their own channels; else all of it."""
 
 
 class Built(NamedTuple):
     """Layer that is built for a rank, on the meta device.
 
     Attributes:
-        output: of a dry run with `DRY_SAMPLES` samples. cuts: how tensor parallel ranks cut its tensors.
+        output: of a dry run with `DRY_SAMPLES` samples.
         operations: multiply-adds in a sample's forward, as far as they were counted.
     """
 
     layer: Layer
     output: Bundle
-    cuts: Cuts
     operations: int = 0
 
     @property

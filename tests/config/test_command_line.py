@@ -47,12 +47,8 @@ def test_flags_are_flat_and_megatrons() -> None:
     assert cli("--patch-size", "16").model.patch_size == 16
 
 
-def test_flags_win_over_the_variant_and_none_can_be_said(form: str = "--variant=spikformer_s") -> None:
-    assert cli("--v-reset", "None").neuron.v_reset is None and cli("--variant", "none").model == Spikformer()
-    assert cli("--variant", "spikformer_s").model == Spikformer(variant="spikformer_s")
-    for argv in (["--depth", "2", form], [form, "--depth", "2"]):
-        model = cli(*argv).model
-        assert (model.depth, model.embed_dim, model.patch_size, model.image_size) == (2, 384, 16, 224)
+def test_a_neuron_without_reset_can_be_said() -> None:
+    assert cli("--v-reset", "None").neuron.v_reset is None
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -70,10 +66,11 @@ def test_help_has_every_flag_with_its_text_and_default(capsys: pytest.CaptureFix
     assert "Ranks that share every layer, by channels and heads. (default: 1)" in text and "--lr FLOAT" in text
 
 
-def test_help_shows_the_dimensions_of_the_variant(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_the_values_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (path := tmp_path / "config.json").write_text('{"model": {"image_size": 224}}')
     for console_outputs in (True, False):  # other ranks keep quiet
         with pytest.raises(SystemExit):
-            parse(run_config(Spikformer), ["--variant", "spikformer_ti", "--help"], console_outputs)
+            parse(run_config(Spikformer), ["--config", str(path), "--help"], console_outputs)
         assert ("Height and width of the images. (default: 224)" in printed(capsys)) == console_outputs
 
 
@@ -90,7 +87,6 @@ MISTAKES = {
     "--crop-scale 1.5": ["--crop-scale", "1.5"],
     "--center-crop 0": ["--center-crop", "0"],
     "--memory-budget inf": ["--memory-budget", "inf"],
-    "--variant spikformer_xl": ["--variant", "spikformer_xl", "spikformer_ti"],
     "--pipeline-schedule zigzag": ["--pipeline-schedule", "zigzag", "zbv"],
     "--patch-size 8": ["--patch-size", "8", "16"],
     "--v-reset no": ["--v-reset", "no"],

@@ -72,17 +72,6 @@ def test_flags_win_wherever_they_stand(tmp_path) -> None:
     assert spikformer(path, "--config", "none") == CLASS()
 
 
-def test_a_variant_gives_the_dimensions_that_file_and_flags_do_not(tmp_path) -> None:
-    path = written(tmp_path, {"model": {"variant": "spikformer_s", "depth": 3}})
-    assert spikformer(path).model == Spikformer(variant="spikformer_s", depth=3)
-    saved = CLASS(model=Spikformer(embed_dim=64, num_classes=3, time_steps=7, mlp_ratio=2.0))
-    path = written(tmp_path, to_json(saved))
-    named = Spikformer(variant="spikformer_ti", time_steps=7, mlp_ratio=2.0)
-    assert spikformer(path, "--variant", "spikformer_ti").model == named
-    assert spikformer(path, "--variant", "spikformer_ti", "--depth", "2").model == replace(named, depth=2)
-    assert spikformer(path, "--variant", "none").model == Spikformer(time_steps=7, mlp_ratio=2.0)
-
-
 def test_the_values_of_a_checkpoint_come_before_those_of_a_file(tmp_path) -> None:
     path = written(tmp_path, {"model": {"depth": 3}})
     saved = {"model": {"depth": 2, "embed_dim": 64}, "data": {"center_crop": 0.5}}
@@ -153,14 +142,14 @@ def test_an_evaluation_takes_nothing_of_a_file_about_checkpoints_and_logs(tmp_pa
 
 
 def test_dictionaries_there_and_back_and_flags_that_changed() -> None:
-    config = CLASS(model=Spikformer(variant="spikformer_ti", depth=2), neuron=NeuronConfig(v_reset=None))
+    config = CLASS(model=Spikformer(depth=2), neuron=NeuronConfig(v_reset=None))
     assert from_dict(CLASS, json.loads(json.dumps(to_dict(config)))) == config
     assert changed_flags(config) == {"model": ["--depth 2"], "neuron": ["--v-reset none"]}
     others = replace(config, optimizer=OptimizerConfig(lr=0.5, optimizer="sgd"), neuron=NeuronConfig(decay_input=False))
     neuron = ["--v-reset 0.0", "--no-decay-input"]
     assert flags_between(config, others) == {"neuron": neuron, "optimizer": ["--optimizer sgd", "--lr 0.5"]}
-    config = from_dict(CLASS, {"model": {"variant": "spikformer_s"}, "optimizer": {"lr": 1}})
-    assert config.model == Spikformer(variant="spikformer_s")
+    config = from_dict(CLASS, {"model": {"depth": 6}, "optimizer": {"lr": 1}})
+    assert config.model == Spikformer(depth=6)
     assert config.optimizer.lr == 1.0 and isinstance(config.optimizer.lr, float)
 
 

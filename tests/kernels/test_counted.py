@@ -23,7 +23,8 @@ from tests.parity.zoo import CASES
 
 pytestmark = without_triton
 
-MODELS = {"spikformer_ti": (Spikformer(variant="spikformer_ti", image_size=224), 8), "vgg_dvs": (VggDvs(), 128)}
+TINY = Spikformer(embed_dim=256, num_heads=8, patch_size=16, image_size=224, num_classes=1000)
+MODELS = {"spikformer_ti": (TINY, 8), "vgg_dvs": (VggDvs(), 128)}
 MOST_FORWARD, MOST_BACKWARD = 15, 20  # launches
 # Of a step of two micro-batches of the VGG 50 look whether statistics are finite, and 10 make keys. docs/gpu.md and
 # planner/machines.py reckon with Spikformer's.

@@ -12,28 +12,42 @@ from spikingjelly.activation_based import neuron
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
-from megasnn.layers import ConvNormNeuron, MeanLinear, ParallelDropout
+from megasnn.layers import ConvNormNeuron, MeanLinear, ParallelDropout, SpikingNeuron
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 
 CLASSES = 4
 
 
-def between(layers: Callable[[], Iterable[Layer]], width: int = 4, image_size: int = 4) -> Model:
-    """A model with these layers between a first one, which gives so many channels, and a last one."""
+@dataclass(frozen=True, kw_only=True)
+class Between(Model):
+    """Layers between a first one, which gives so many channels, and a last one. It travels to ranks where `make`, a
+    function of a module or a `partial` of one, does."""
 
-    @dataclass(frozen=True, kw_only=True)
-    class Made(Model):
-        image_size: int = 0
-        time_steps: int = 2
-        num_classes: int = CLASSES
+    image_size: int = 4
+    time_steps: int = 2
+    num_classes: int = CLASSES
+    make: Callable[[], Iterable[Layer]] = tuple
+    width: int = 4
 
-        def layers(self) -> Iterable[Layer]:
-            yield layer("stem", ConvNormNeuron(3, width))
-            yield from layers()
-            yield layer("head", MeanLinear(width, CLASSES))
+    def layers(self) -> Iterable[Layer]:
+        yield layer("stem", ConvNormNeuron(3, self.width))
+        yield from self.make()
+        yield layer("head", MeanLinear(self.width, CLASSES))
 
-    return Made(image_size=image_size)
+
+def between(make: Callable[[], Iterable[Layer]], width: int = 4, image_size: int = 4) -> Model:
+    return Between(make=make, width=width, image_size=image_size)
+
+
+class Integrates(SpikingNeuron):
+    """Neurons of one's own without a leak."""
+
+    def charge(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return state["v"] + x
+
+    def reset(self, h: Tensor, spikes: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"v": h * (1 - spikes.detach())}
 
 
 class Up(nn.Module):

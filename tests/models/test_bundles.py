@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, entries_of, logits_of
 from megasnn.device_checks import DeviceChecks
-from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
+from megasnn.layers import BuildContext, ConvNormNeuron
 from megasnn.layers.shape_inference import mark_spikes
 from megasnn.losses.sums import cross_entropy_sum
 from megasnn.models.build import describe
@@ -174,20 +173,6 @@ class Meeting(nn.Module):
         return first + second
 
 
-@dataclass(frozen=True, kw_only=True)
-class Changed(Model):
-    image_size: int = 4
-    time_steps: int = 2
-    num_classes: int = CLASSES
-    change: str = ""
-
-    def layers(self) -> Iterable[Layer]:
-        yield layer("stem", ConvNormNeuron(3, 4))
-        yield layer("two", Changing(CHANGES[self.change]))
-        yield layer("one", Meeting())
-        yield layer("head", MeanLinear(4, CLASSES))
-
-
 CHANGES: dict[str, Callable[[dict[str, Tensor]], object]] = {
     "an entry less": lambda y: {"spikes": y["spikes"]},
     "a tuple": lambda y: tuple(y.values()),
@@ -204,7 +189,8 @@ NAMED = {
 
 @pytest.mark.parametrize("change", NAMED)
 def test_an_output_that_differs_from_the_dry_runs_is_refused_at_the_first_step(change: str) -> None:
-    chunk = build_chunks(describe(Changed(change=change)), [range(4)], [0], BuildContext(), CPU, 0)[0]
+    model = _model(lambda: layer("two", Changing(CHANGES[change])), lambda: layer("one", Meeting()))
+    chunk = build_chunks(describe(model), [range(4)], [0], BuildContext(), CPU, 0)[0]
     with pytest.raises(ValueError, match=NAMED[change]):
         chunk(torch.zeros(3, 3, 4, 4), range(3))
 

@@ -18,7 +18,7 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
 from megasnn.pipeline.chunk import build_chunks
-from tests.models.networks import between
+from tests.models.networks import Integrates, between
 
 
 class AdaptiveLIF(SpikingNeuron):
@@ -62,17 +62,11 @@ class GatedLIF(SpikingNeuron):
         return {"v": hard * h * (1 - spikes) + (1 - hard) * (h - spikes)}
 
 
-class PlainLIF(SpikingNeuron):
+class PlainLIF(Integrates):
     """What `--neuron lif` is."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, surrogate="sigmoid")
 
     def charge(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
         return state["v"] + (x - state["v"]) / 2.0
-
-    def reset(self, h: Tensor, spikes: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"v": (1.0 - spikes.detach()) * h}
 
 
 class CountingLIF(PlainLIF):
@@ -134,26 +128,19 @@ def test_its_spikes_travel_as_bits_and_its_parameters_are_described_by_channel()
     assert torch.equal(built["alone"].rise, torch.full((16,), 0.2))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counting(Own):
-    largest: int | None = None
-
-    def layers(self) -> Iterable[Layer]:
-        yield layer("stem", ConvNormNeuron(3, 8))
-        yield layer("counts", CountingLIF(8, self.largest))
-        yield layer("after", ConvNormNeuron(8, 8))
-        yield layer("head", MeanLinear(8, self.num_classes))
+def counting(largest: int | None) -> Model:
+    return between(lambda: [layer("counts", CountingLIF(8, largest)), layer("after", ConvNormNeuron(8, 8))], width=8)
 
 
 def test_what_a_neuron_gives_besides_spikes_it_says_and_otherwise_the_layer_is_named() -> None:
     def forward(largest: int | None) -> Tensor:
-        described = describe(Counting(largest=largest))
+        described = describe(counting(largest))
         chunk = build_chunks(described, [range(4)], [0], BuildContext(), torch.device("cpu"), 0)[0]
         torch.nn.init.constant_(chunk.layers[0].norm.bias, 3.0)
         chunk.layers[0].neuron = torch.nn.Identity()  # potentials, so that several spikes come
-        return chunk(torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(0)), range(2))
+        return chunk(torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)), range(2))
 
-    contents = [describe(Counting(largest=largest)).layers[1].entries[None].content.name for largest in (4, None)]
+    contents = [describe(counting(largest)).layers[1].entries[None].content.name for largest in (4, None)]
     assert contents == ["COUNTS", "DENSE"] and torch.equal(forward(4), forward(None))
     with pytest.raises(ValueError, match="after: .*largest="):
         forward(1)

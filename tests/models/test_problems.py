@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from megasnn.kernels import NeuronSpec
-from megasnn.layers import ConvNormNeuron, MeanLinear
+from megasnn.layers import ConvNormNeuron
 from megasnn.models.build import building_problems, describe
-from megasnn.models.layer import Layer, layer
-from megasnn.models.model import Model
+from megasnn.models.layer import layer
 from megasnn.models.qkformer.model import QKFormer
 from megasnn.models.registry import MODELS
 from megasnn.models.sew_resnet.model import SewResNet
 from megasnn.models.spike_driven.model import SpikeDrivenTransformer
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.pretraining import pretrain
+from tests.models.networks import between
 
-
-@dataclass(frozen=True, kw_only=True)
-class Hidden(Model):
-    """A unit whose size no flag gives."""
-
-    image_size: int = 8
-
-    def layers(self) -> Iterable[Layer]:
-        yield layer("a", ConvNormNeuron(3, 12, 3))
-        yield layer("b", ConvNormNeuron(12, 10, 3))
-        yield layer("head", MeanLinear(10, self.num_classes))
+HIDDEN = between(lambda: [layer("a", ConvNormNeuron(12, 10)), layer("b", ConvNormNeuron(10, 12))], width=12)
+"""A unit whose size no flag gives."""
 
 
 @pytest.mark.parametrize(
@@ -38,7 +28,7 @@ class Hidden(Model):
         (SewResNet(), 3, ("the first layer", "64")),
         (QKFormer(), 5, ("the first layer", "48")),
         (SpikeDrivenTransformer(), 7, ("the first layer", "48")),
-        (Hidden(), 4, ("the layer behind a", "10")),
+        (HIDDEN, 4, ("the layer behind stem", "10")),
     ],
 )
 def test_a_size_that_cannot_be_cut_is_named_with_layer_and_flag(model, ranks, named) -> None:

@@ -23,7 +23,6 @@ from megasnn.layers import (
     ParallelBatchNorm,
     ParallelDropout,
     ParallelLinear,
-    SpikingNeuron,
     apply_layer,
 )
 from megasnn.models.build import describe
@@ -33,7 +32,7 @@ from megasnn.parallel.sharding import materialise
 from megasnn.parallel_state import Group
 from megasnn.pipeline.chunk import PipelineChunk, build_chunks
 from megasnn.pipeline.profile_layers import profile_layers
-from tests.models.networks import CLASSES, Plain, between
+from tests.models.networks import CLASSES, Integrates, Plain, between
 from tests.parity.ranks import Layout, assemble, one_step
 
 CPU, TWO = torch.device("cpu"), BuildContext(Group("tp", (0, 1)))
@@ -109,22 +108,16 @@ class Pooled(WholeOutputs):
 # --- initial values, and what was set on modules
 
 
-@dataclass(frozen=True, kw_only=True)
-class Around(WholeOutputs):
+def around(kind: str = "usual", cut: bool = False) -> Model:
     """A plain part between layers of ours, whole or given to `shard`."""
+    return between(partial(_around, kind, cut), width=8)
 
-    kind: str = "usual"
-    cut: bool = False
 
-    def layers(self) -> Iterable[Layer]:
-        initialise = _ones if self.kind == "initialised" else None
-        yield layer("stem", ConvNormNeuron(3, 8))
-        part: Any = _part(self.kind)
-        if self.cut:
-            yield layer("part", megasnn.shard(part, initialise=initialise))
-        else:
-            yield layer("part", part, initialise=initialise)
-        yield layer("head", MeanLinear(8, CLASSES))
+def _around(kind: str, cut: bool) -> list[Layer]:
+    part, initialise = _part(kind), _ones if kind == "initialised" else None
+    if cut:
+        return [layer("part", megasnn.shard(part, initialise=initialise))]
+    return [layer("part", part, initialise=initialise)]
 
 
 def _part(kind: str) -> nn.Module:
@@ -164,14 +157,14 @@ BOTH = pytest.mark.parametrize("cut", [False, True], ids=["whole", "shard"])
 
 @BOTH
 def test_a_users_initial_values_come_behind_the_modules_own(cut: bool) -> None:
-    conv, norm = chunk_of(Around(kind="initialised", cut=cut)).layers[1][:2]
+    conv, norm = chunk_of(around(kind="initialised", cut=cut)).layers[1][:2]
     assert torch.equal(conv.weight, torch.ones(8, 8, 3, 3)) and torch.equal(norm.bias, torch.full((8,), 0.25))
-    usual = chunk_of(Around(cut=cut)).layers[1][0].weight
-    assert usual.std() > 0.05 and torch.equal(usual, chunk_of(Around(cut=not cut)).layers[1][0].weight)
+    usual = chunk_of(around(cut=cut)).layers[1][0].weight
+    assert usual.std() > 0.05 and torch.equal(usual, chunk_of(around(cut=not cut)).layers[1][0].weight)
 
 
 def _frozen_and_usual(cut: bool) -> list[Any]:
-    return [one_step(Around(kind=kind, cut=cut), Layout(tensor=2)) for kind in ("frozen", "usual")]
+    return [one_step(around(kind=kind, cut=cut), Layout(tensor=2)) for kind in ("frozen", "usual")]
 
 
 @BOTH
@@ -185,13 +178,13 @@ def test_frozen_weights_stay_frozen_and_the_others_learn_the_same(ranks, cut: bo
 
 @BOTH
 def test_attributes_and_hooks_of_modules_stay(cut: bool) -> None:
-    conv, norm = forward_backward(Around(kind="tagged", cut=cut)).layers[1][:2]
+    conv, norm = forward_backward(around(kind="tagged", cut=cut)).layers[1][:2]
     assert (conv.note, conv.weight.note, norm.bias.note) == ("a", ["b"], "c")
     assert [note for note, shape in KEPT] == ["a"] and KEPT[0][1][-3:] == (8, 4, 4)
 
 
 def test_hooks_of_whole_parameters_see_the_gradient() -> None:
-    chunk = forward_backward(Around(kind="hooked"))
+    chunk = forward_backward(around(kind="hooked"))
     assert KEPT == [float(chunk.layers[1][0].weight.grad.abs().sum())] and KEPT[0] > 0
 
 
@@ -314,16 +307,12 @@ def test_containers_of_spikingjelly_call_neurons_in_single_step_mode_and_start_a
     assert torch.equal(apply_layer(container, x, range(3)), apply_layer(container, x, range(3)))
 
 
-class Still(WholeOutputs):
-    def layers(self) -> Iterable[Layer]:
-        yield layer("stem", ConvNormNeuron(3, 4))
-        yield layer("conv", nn.Conv2d(4, 4, 1))
-        yield layer("still", nn.BatchNorm2d(4).eval())
-        yield layer("head", MeanLinear(4, self.num_classes))
+def still() -> list[Layer]:
+    return [layer("conv", nn.Conv2d(4, 4, 1)), layer("still", nn.BatchNorm2d(4).eval())]
 
 
 def test_a_norm_in_evaluation_mode_keeps_its_statistics(ranks) -> None:
-    (step,) = ranks(1, one_step, Still(), Layout())
+    (step,) = ranks(1, one_step, between(still), Layout())
     buffers = assemble([step], "buffers")
     assert torch.equal(buffers["still.running_mean"], torch.zeros(4, dtype=torch.float64))
     assert buffers["stem.norm.running_mean"].abs().max() > 0
@@ -374,16 +363,10 @@ class Scaled(ConvNormNeuron):
         self.scale = nn.Parameter(torch.Tensor(1))
 
 
-class Steeper(SpikingNeuron):
+class Steeper(Integrates):
     def __init__(self) -> None:
         super().__init__(8)
         self.steep = nn.Parameter(torch.ones(8))
-
-    def charge(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
-        return self.of("steep", x) * x
-
-    def reset(self, h: Tensor, spikes: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return state
 
 
 class Drops(nn.Module):

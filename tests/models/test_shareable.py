@@ -15,14 +15,13 @@ from megasnn.layers import (
     MaxPool,
     MeanOverSpace,
     ParallelConv,
-    SpikingNeuron,
     WholeImages,
 )
 from megasnn.models.build import describe
 from megasnn.models.layer import FunctionLayer, layer
 from megasnn.models.model import Model
 from megasnn.parallel_state import Group
-from tests.models.networks import between
+from tests.models.networks import Integrates, between
 from tests.parity.ranks import Layout, RankStep, assert_equal, one_step
 
 
@@ -72,17 +71,11 @@ class TwoHeights(nn.Module):
         return y
 
 
-class Own(SpikingNeuron):
+class Own(Integrates):
     """Neurons of one's own."""
-
-    def charge(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
-        return state["v"] + x
 
     def fire(self, h: Tensor, state: dict[str, Tensor]) -> Tensor:
         return self.spike(h - 0.3)
-
-    def reset(self, h: Tensor, spikes: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"v": h * (1 - spikes.detach())}
 
 
 def model_of(*makers: Callable[[], nn.Module]) -> Model:

@@ -238,15 +238,20 @@ def record_step(
     def count(spikes: Tensor) -> None:
         fired.append(int(spikes.sum()) if spikes.ndim > 3 or counts else 0)
 
+    repeated = {  # computed by every tensor parallel rank
+        node
+        for chunk in engine.chunks.values()
+        for layer in chunk.layers
+        if is_whole(layer) and state.tp.rank > 0
+        for node in layer.modules()
+    }
     for _, each in engine.neurons():
-        each.observer = count if observes else None
+        each.observer = count if observes and each not in repeated else None
     hooks = [
         node.register_forward_hook(lambda _module, _inputs, spikes: fired.append(int(spikes.sum())))
         for chunk in engine.chunks.values()
-        for layer in chunk.layers
-        if not is_whole(layer) or state.tp.rank == 0
-        for node in layer.modules()
-        if isinstance(node, (neuron.BaseNode, neuron.SimpleBaseNode))
+        for node in chunk.modules()
+        if isinstance(node, (neuron.BaseNode, neuron.SimpleBaseNode)) and node not in repeated
     ]
     logits: list[Tensor] = []
     inner = engine.loss

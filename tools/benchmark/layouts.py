@@ -25,7 +25,11 @@ from tools.benchmark.steps import SPIKINGJELLY, Dimensions, Facts, StepRank, Tur
 
 ModelName = Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10", "vgg_dvs"]
 # Smaller images than those of the Spikformers for ImageNet: a step takes seconds on one core.
-IMAGE_SIZES = {"spikformer_ti": 64, "spikformer_s": 64, "spikformer_cifar10": 32}
+DIMENSIONS: dict[str, dict[str, Any]] = {
+    "spikformer_ti": dict(embed_dim=256, num_heads=8, patch_size=16, image_size=64),
+    "spikformer_s": dict(depth=6, patch_size=16, image_size=64),
+    "spikformer_cifar10": {},
+}
 MEGASNN = "megasnn"
 SIZES = {"dp": "", "tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "wp": "weight"}
 _NAME = re.compile(r"(?P<row>[^:@]+)(?::(?P<pieces>[1-9]\d*))?(?:@(?P<threads>all|[1-9]\d*))?")
@@ -184,12 +188,12 @@ calls, MB moved: of the busiest rank in a step: received in collectives, sent in
     def dimensions_of_model(self) -> Dimensions:
         """Raises ValueError for what is no dimension of the model."""
         vgg = self.model == "vgg_dvs"
-        model: Dimensions = VggDvs() if vgg else Spikformer(variant=self.model, image_size=IMAGE_SIZES[self.model])  # type: ignore[arg-type]
+        model: Dimensions = VggDvs() if vgg else Spikformer(**DIMENSIONS[self.model])
         values: dict[str, Any] = {each.name: getattr(model, each.name) for each in fields(model)}
         values |= {"num_classes": 10}
         for text in self.dimensions:
             name, _, value = text.partition("=")
-            if name not in values or name == "variant":
+            if name not in values:
                 raise ValueError(f"--dimensions {text}: {self.model} has {', '.join(values)}")
             values[name] = type(values[name])(value)
         return type(model)(**values)

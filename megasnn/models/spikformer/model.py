@@ -7,63 +7,41 @@ stem, after it sums of spikes, which are at most 2 + 2 * depth.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from megasnn.config.fields import Positive, Size
-from megasnn.config.pretrain import SAME_FUNCTION
 from megasnn.models.model import Model
 
 if TYPE_CHECKING:
     from megasnn.models.layer import Layer
 
 STEM_STAGES = 4
-_NEUTRAL: dict[str, Any] = dict(embed_dim=384, depth=4, num_heads=12, patch_size=4, image_size=32, num_classes=10)
-VARIANTS: dict[str | None, dict[str, Any]] = {
-    None: _NEUTRAL,
-    "spikformer_ti": dict(embed_dim=256, depth=4, num_heads=8, patch_size=16, image_size=224, num_classes=1000),
-    "spikformer_s": dict(embed_dim=384, depth=6, num_heads=12, patch_size=16, image_size=224, num_classes=1000),
-    "spikformer_cifar10": _NEUTRAL,
-}
-FROM_VARIANT: Any = None  # stands for the variant's value until the object is made
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spikformer(Model):
-    """Spikformer's dimensions (arXiv 2209.15425). What is not given is taken from the variant."""
+    """Spikformer's dimensions (arXiv 2209.15425); the defaults are SpikingJelly 2.0.0's spikformer_cifar10."""
 
     name = "spikformer"
     marker = "patch_embed.stages.3.conv.weight"
 
-    variant: Literal["spikformer_ti", "spikformer_s", "spikformer_cifar10"] | None = field(
-        default=None, metadata=SAME_FUNCTION
-    )
-    """A model of SpikingJelly 2.0.0 to take the dimensions from. Dimensions given as flags win over it."""
-    embed_dim: Size = FROM_VARIANT
+    embed_dim: Size = 384
     """Channels of the blocks; the four stages of the patch stem have 1/8, 1/4, 1/2 and all of them."""
-    depth: Size = FROM_VARIANT
+    depth: Size = 4
     """Number of blocks, each an attention and an MLP."""
-    num_heads: Size = FROM_VARIANT
+    num_heads: Size = 12
     """Attention heads, shared out over the tensor parallel ranks."""
     mlp_ratio: Positive = 4.0
     """Hidden channels of the MLP, in multiples of --embed-dim."""
-    patch_size: Literal[4, 16] = FROM_VARIANT
+    patch_size: Literal[4, 16] = 4
     """Pixels per token and side: the stem pools twice (4) or four times (16)."""
-    image_size: Size = FROM_VARIANT
+    image_size: Size = 32
     """Height and width of the images."""
     event_frames: bool = False
     """The samples are recordings of event cameras and not images."""
-    num_classes: Size = FROM_VARIANT
+    num_classes: Size = 10
     """Number of classes."""
-
-    def __post_init__(self) -> None:
-        """Completes the object, so that every field has a value. Raises ValueError for an unknown variant."""
-        if self.variant not in VARIANTS:
-            known = ", ".join(name for name in VARIANTS if name)
-            raise ValueError(f"unknown --variant {self.variant!r}; known: {known}")
-        for name, value in VARIANTS[self.variant].items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
 
     @property
     def mlp_dim(self) -> int:

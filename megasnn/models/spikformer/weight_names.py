@@ -18,8 +18,7 @@ Weights trained there need some training here.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -36,10 +35,12 @@ from megasnn.models.weight_names import (
     unit_prefixes,
 )
 
-PARTS = ("q", "k", "v")
 UNUSED = (".norm1.weight", ".norm1.bias", ".norm2.weight", ".norm2.bias")
-
-
+_IN_BLOCK = {
+    "attention.qkv": ("attn.q", "attn.k", "attn.v"),
+    "attention.projection": ("attn.proj",),
+    **{f"mlp.fc{i}": (f"mlp.fc{i}",) for i in (1, 2)},
+}
 _PARTS_OF_STEM = ("conv_bn.block.0", "conv_bn.block.1", "neuron")
 _UNITS = {
     **{f"patch_embed.{x}": (f"patch_embed.{x}", _PARTS_OF_STEM) for x in ("stages.{}", "positional_encoding")},
@@ -64,45 +65,23 @@ SPIKINGJELLY = prefix_dialect(
 # --- the published code
 
 
-class _Unit(NamedTuple):
-    """A convolution and its norm.
-
-    Attributes:
-        ours: our prefix. convs, norms: their prefixes; three of each for q, k and v.
-        pointwise: True for a kernel of one pixel.
-    """
-
-    ours: str
-    convs: tuple[str, ...]
-    norms: tuple[str, ...]
-    pointwise: bool = True
-
-
-def _block_count(names: Iterable[str]) -> int:
-    found = (re.match(r"block\.(\d+)\.", name) for name in names)
-    return len({match[1] for match in found if match})  # counted: a stranger's numbers may be of any size
-
-
-def _units(names: Collection[str]) -> Iterator[_Unit]:
-    """Args: names: theirs."""
+def _units(names: Collection[str]) -> dict[str, tuple[list[str], list[str]]]:
+    """Our path of each unit -> theirs of its convolution and norm; three of each for q, k and v."""
+    units = {"patch_embed.positional_encoding": (["patch_embed.rpe_conv"], ["patch_embed.rpe_bn"])}
     # The first file of the repository counts the stages of the stem from one.
-    early, stem = "patch_embed.block1_conv.weight" in names, [("positional_encoding", "rpe_conv", "rpe_bn")]
+    is_early = "patch_embed.block1_conv.weight" in names
     for stage in range(STEM_STAGES):
-        number = str(stage) if stage else ""
-        theirs = (
-            (f"block{stage + 1}_conv", f"block{stage + 1}_bn") if early else (f"proj_conv{number}", f"proj_bn{number}")
-        )
-        stem.append((f"stages.{stage}", *theirs))
-    for ours, conv, norm in stem:
-        yield _Unit(f"patch_embed.{ours}", (f"patch_embed.{conv}",), (f"patch_embed.{norm}",), pointwise=False)
+        conv, norm = f"proj_conv{stage or ''}", f"proj_bn{stage or ''}"
+        if is_early:
+            conv, norm = f"block{stage + 1}_conv", f"block{stage + 1}_bn"
+        units[f"patch_embed.stages.{stage}"] = [f"patch_embed.{conv}"], [f"patch_embed.{norm}"]
     kind = "linear" if "block.0.attn.q_linear.weight" in names else "conv"
-    for block in range(_block_count(names)):
-        ours, attention, mlp = f"blocks.{block}", f"block.{block}.attn", f"block.{block}.mlp"
-        qkv, norms = (tuple(f"{attention}.{part}_{name}" for part in PARTS) for name in (kind, "bn"))
-        yield _Unit(f"{ours}.attention.qkv", qkv, norms)
-        yield _Unit(f"{ours}.attention.projection", (f"{attention}.proj_{kind}",), (f"{attention}.proj_bn",))
-        for layer in (1, 2):
-            yield _Unit(f"{ours}.mlp.fc{layer}", (f"{mlp}.fc{layer}_{kind}",), (f"{mlp}.fc{layer}_bn",))
+    blocks = {match[1] for name in names if (match := re.match(r"block\.(\d+)\.", name))}
+    for block in range(len(blocks)):  # counted: a stranger's numbers may be of any size
+        for ours, theirs in _IN_BLOCK.items():
+            paths = [f"block.{block}.{path}" for path in theirs]
+            units[f"blocks.{block}.{ours}"] = [f"{x}_{kind}" for x in paths], [f"{x}_bn" for x in paths]
+    return units
 
 
 def _incoming(names: Collection[str], model: ModelValues | None) -> NameMap:
@@ -112,15 +91,16 @@ def _incoming(names: Collection[str], model: ModelValues | None) -> NameMap:
             "this one's is scaled by 0.125, so they would compute something else"
         )
     recipe = {name: Made((name,)) for name in ("head.weight", "head.bias")}
-    for unit in _units(names):
-        weights, biases = (tuple(f"{conv}.{tensor}" for conv in unit.convs) for tensor in ("weight", "bias"))
-        recipe[f"{unit.ours}.conv.weight"] = Made(weights, _joined_pointwise if unit.pointwise else None)
+    for ours, (convs, norms) in _units(names).items():
+        weights, biases, means = (
+            tuple(f"{path}.{tensor}" for path in paths)
+            for paths, tensor in ((convs, "weight"), (convs, "bias"), (norms, "running_mean"))
+        )
+        recipe[f"{ours}.conv.weight"] = Made(weights, _joined_pointwise if ours.startswith("blocks.") else None)
         for tensor in NORM_TENSORS:
-            sources = tuple(f"{norm}.{tensor}" for norm in unit.norms)
-            recipe[f"{unit.ours}.norm.{tensor}"] = Made(sources, _joined)
+            recipe[f"{ours}.norm.{tensor}"] = Made(tuple(f"{norm}.{tensor}" for norm in norms), _joined)
         if biases[0] in names:
-            means = tuple(f"{norm}.running_mean" for norm in unit.norms)
-            recipe[f"{unit.ours}.norm.running_mean"] = Made(means + biases, _without_biases)
+            recipe[f"{ours}.norm.running_mean"] = Made(means + biases, _without_biases)
     return recipe
 
 
