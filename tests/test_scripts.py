@@ -50,6 +50,8 @@ SCRIPTS = [
     ("vgg_dvs_cifar10dvs", DATA, 4, "vgg_dvs_cifar10dvs", "vgg_dvs/cifar10dvs",
      f"{TP2_PP2} --save-interval 700 --eval-interval 700"),
     ("vgg_dvs_nmnist", DATA, 2, "vgg_dvs_nmnist", "vgg_dvs/nmnist", f"{TP2} --save-interval 100 --eval-interval 60"),
+    ("speedrun_cifar10", DATA, 2, "vgg_cifar10", "vgg_dvs/cifar10", "--eval-interval 1500"),
+    ("speedrun_cifar10", f"{DATA} --device cuda", 0, "vgg_cifar10", "vgg_dvs/cifar10", "--eval-interval 1500"),
 ]  # fmt: skip
 
 
@@ -65,7 +67,7 @@ def start(folder: Path, script: str, arguments: str, python: str = PROGRAMS["pyt
         program = folder / name
         program.write_text(f"#!/usr/bin/env bash\n{text}\n")
         program.chmod(0o755)
-    path = ROOT / "scripts" / f"pretrain_{script}.sh"
+    path = ROOT / "scripts" / (f"{script}.sh" if script.startswith("speedrun") else f"pretrain_{script}.sh")
     environment = os.environ | SLURM | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
     environment.pop("SLURM_GPUS_ON_NODE", None)
     run = ["bash", str(path), *arguments.split()]
@@ -121,7 +123,7 @@ def test_a_script_says_how_to_go_on_where_something_was_saved(saved, status, tmp
 
 @pytest.mark.parametrize(
     ("script", "arguments"),
-    [("spikformer_cifar10", ""), ("vgg_dvs_cifar10dvs", ""), ("vgg_dvs_nmnist", "--data-path d")],
+    [("spikformer_cifar10", ""), ("vgg_dvs_nmnist", "--data-path d"), ("speedrun_cifar10", "--valid-data-path v")],
 )
 def test_a_script_asks_for_its_data(script, arguments, tmp_path) -> None:
     started = start(tmp_path, script, arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from numpy.typing import NDArray
@@ -48,6 +49,12 @@ AUGMENTATIONS: Registry[Augmentation] = Registry(
     {
         "none": Augmentation("", unchanged, (IMAGES, FRAMES)),
         "cifar": Augmentation("crop and flip images", crop_and_flip, (IMAGES,), normalisation="cifar10"),
+        "cifar2": Augmentation(
+            "the same, by 2 pixels at most and not 4: for short trainings",
+            partial(crop_and_flip, margin=2),
+            (IMAGES,),
+            normalisation="cifar10",
+        ),
         "crop": Augmentation(
             "scale a random part of each image and flip half of them",
             flip,

@@ -38,13 +38,13 @@ class ImageRecipe:
     erasing: float = 0.0
 
 
-def crop_and_flip(image: NDArray[Any], seed: int, epoch: int, sample: int) -> NDArray[Any]:
-    """The usual CIFAR recipe on uint8 `[H, W, C]`: cut out of a 4-pixel black frame, mirror half of them.
+def crop_and_flip(image: NDArray[Any], seed: int, epoch: int, sample: int, margin: int = _MARGIN) -> NDArray[Any]:
+    """The usual CIFAR recipe on uint8 `[H, W, C]`: cut out of a black frame, mirror half of them.
 
-    Same shape out. Shifts are uniform over the 9 × 9 positions.
+    Same shape out. Shifts are uniform over the 9 × 9 positions that a frame of 4 pixels has.
     """
     draws = keyed_numbers(seed, "augment", epoch, sample)
-    down, right = (draws.integers(2 * _MARGIN + 1) - _MARGIN for _ in range(2))
+    down, right = (draws.integers(2 * margin + 1) - margin for _ in range(2))
     shifted = np.zeros_like(image)
     height, width = image.shape[:2]
     shifted[max(-down, 0) : height - max(down, 0), max(-right, 0) : width - max(right, 0)] = image[

@@ -110,8 +110,7 @@ class TrainStep:
             position: (iteration, consumed samples) to go on from; None: these stay.
             averaged: True where the average was loaded too; otherwise it starts again.
         """
-        if self.distributed.ties is not None:
-            self.distributed.ties.refresh()
+        self.distributed.refresh_copies()
         if self.average is not None and not averaged:
             self.average.restart()
         if position is not None:

@@ -36,6 +36,7 @@ class GatheredWeights:
 
     Attributes:
         multiplied: the weights of convolutions and linear layers, whose gradients are the second part of a backward.
+        rows: this rank's rows of each parameter, of which there may be none; a number is a row of one.
     """
 
     def __init__(self, group: Group, scatter: Group, give: Callable[[Tensor, Tensor], None]) -> None:
@@ -44,7 +45,7 @@ class GatheredWeights:
         self._units: dict[int, list[FlatParameter]] = {}
         self._on_their_way: dict[int, list[Callable[[], None]]] = {}
         self._live: set[int] = set()
-        self._rows: dict[Tensor, nn.Parameter] = {}
+        self.rows: dict[Tensor, nn.Parameter] = {}
 
     def shard(self, unit: int, layers: Sequence[nn.Module]) -> None:
         """Keeps this rank's rows of the parameters in these layers, which have their values, and frees all else.
@@ -58,20 +59,16 @@ class GatheredWeights:
         for (_, travels_in), parameters in _by_type(layers, multiplied).items():
             flat = FlatParameter(parameters, travels_in, self._group)
             self._units[unit].append(flat)
-            self._rows |= zip(parameters, flat.rows, strict=True)
+            self.rows |= zip(parameters, flat.rows, strict=True)
             for parameter, values in zip(parameters, flat.values, strict=True):
                 if parameter in multiplied:
                     self._give(parameter, values)
-
-    def param_rows(self, parameter: Tensor) -> nn.Parameter:
-        """This rank's rows of a parameter, of which there may be none; a number is a row of one."""
-        return self._rows[parameter]
 
     def kept(self, entry: ShardedTensor) -> ShardedTensor:
         """Part of a tensor that this rank keeps: its rows of a parameter, all of a buffer."""
         if not entry.is_parameter:
             return entry
-        return replace(entry, tensor=self._rows[entry.tensor], shard=entry.shard.by_rows("dp_shard"))
+        return replace(entry, tensor=self.rows[entry.tensor], shard=entry.shard.by_rows("dp_shard"))
 
     def unshard(self, unit: int) -> None:
         """Starts gathering a unit's weights. Collective over the group.

@@ -63,7 +63,7 @@ class Bucket:
         self.shard, self.reduced, self.is_late = None, self.flat, False
         held, gradients = parameters, self.views
         if weights is not None:
-            rows = [weights.param_rows(each) for each in parameters]
+            rows = [weights.rows[each] for each in parameters]
             self.shard = RowShards(parameters, self.views, weights.scatter, rows)
             held, gradients, self.reduced = [*rows], self.shard.sums, self.shard.sum
             self.is_late = scattered and parameters[0] in weights.multiplied

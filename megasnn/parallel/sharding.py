@@ -332,7 +332,10 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
             dtype = torch.float32 if entry.tensor.is_floating_point() else entry.tensor.dtype
             full = torch.empty(entry.shard.global_shape, dtype=dtype)
             entry.shard.initialise(full, keyed_generator(seed, "init", entry.name))
-            values[entry.name] = _in_memory_order(entry.shard.cut(full).to(device, entry.tensor.dtype))
+            value = entry.shard.cut(full).to(device, entry.tensor.dtype)
+            # Kernels of convolutions have channels last, like activations: nothing is reordered when they meet.
+            is_kernel = value.ndim == 4
+            values[entry.name] = value.contiguous(memory_format=torch.channels_last) if is_kernel else value
         for prefix, layer in layers:
             for path, module in layer.named_modules(prefix=prefix):
                 for name in _shards(module):
@@ -341,11 +344,6 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
                         module._parameters[name] = _with_all_of(module._parameters[name], value)
                     else:
                         module._buffers[name] = value.detach()  # a tensor of its own, of the same memory
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """Kernels of convolutions have channels last, like activations: nothing is reordered when they meet."""
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
 
 def _with_all_of(old: nn.Parameter | None, value: Tensor) -> nn.Parameter:

@@ -136,7 +136,7 @@ def test_objects_made_in_python_are_checked_too() -> None:
         TrainingConfig(train_iters=1, loss="huber")
 
 
-OF_GPUS = ("--cuda-graphs on", "--precision tf32", "--device cuda", "--backend nccl", "--neuron-backend triton")
+OF_GPUS = ("--cuda-graphs on", "--precision tf32", "--device cuda", "--neuron-backend triton")
 
 
 @pytest.mark.parametrize("flags", OF_GPUS)

@@ -69,6 +69,8 @@ def test_crops_shift_by_up_to_four_and_mirror_half():
     drawn = [windows[crop_and_flip(square, 1, epoch, 5).tobytes()] for epoch in range(1500)]
     assert len(set(drawn)) > 155  # of 162
     assert 0.45 < np.mean([flipped for _, _, flipped in drawn]) < 0.55
+    nearer = [windows[AUGMENTATIONS["cifar2"].change(square, 1, epoch, 5).tobytes()] for epoch in range(500)]
+    assert {y for y, _, _ in nearer} == {x for _, x, _ in nearer} == {2, 3, 4, 5, 6}
 
 
 @pytest.mark.parametrize("name", ["dvs", "nda", "cifar"])

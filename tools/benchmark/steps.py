@@ -17,6 +17,7 @@ from spikingjelly.activation_based.model import spikformer
 from torch import Tensor, nn
 
 from megasnn.config import OptimizerConfig, ParallelConfig, PretrainConfig, TrainingConfig
+from megasnn.config.neuron import NeuronConfig
 from megasnn.config.training import Length
 from megasnn.engine import Engine
 from megasnn.host_memory import release_free_memory
@@ -249,10 +250,10 @@ def random_batch(model: Dimensions, samples: int) -> tuple[Tensor, Tensor]:
     return images, torch.randint(0, model.num_classes, (samples,), generator=generator)
 
 
-def spikingjelly_model(model: Dimensions) -> nn.Module:
-    """SpikingJelly's, on images `[N, C, H, W]` or event frames `[N, T, C, H, W]`."""
+def spikingjelly_model(model: Dimensions, neuron: NeuronConfig | None = None) -> nn.Module:
+    """SpikingJelly's, on images `[N, C, H, W]` or event frames `[N, T, C, H, W]`. Args: neuron: LIF, of a VGG."""
     if isinstance(model, VggDvs):
-        return _Vgg(model)
+        return _Vgg(model, neuron or VggDvs.neuron())
     return spikformer.Spikformer(
         T=model.time_steps,
         in_channels=model.in_channels,
@@ -270,9 +271,17 @@ def spikingjelly_model(model: Dimensions) -> nn.Module:
 class _Vgg(nn.Module):
     """CIFAR10DVSVGG, whose channels and size are fixed, for other ones: its blocks, its classifier, its forward."""
 
-    def __init__(self, model: VggDvs) -> None:
+    def __init__(self, model: VggDvs, lif: NeuronConfig) -> None:
         super().__init__()
-        neuron = dict(tau=1.333, decay_input=False, detach_reset=True, surrogate_function=surrogate.ATan())
+        surrogates = {"atan": surrogate.ATan, "sigmoid": surrogate.Sigmoid}
+        neuron = dict(
+            tau=lif.tau,
+            v_threshold=lif.v_threshold,
+            v_reset=lif.v_reset,
+            decay_input=lif.decay_input,
+            detach_reset=lif.detach_reset,
+            surrogate_function=surrogates[lif.surrogate](lif.spec.alpha),
+        )
         blocks: list[nn.Module] = []
         inputs, (convolutions, pools_last) = model.in_channels, parse_channels(model.channels)
         for channels, pool in convolutions:
@@ -282,6 +291,9 @@ class _Vgg(nn.Module):
         linear = nn.Linear(inputs * (model.image_size // 2 ** model.channels.count("P")) ** 2, model.num_classes)
         self.classifier = nn.Sequential(nn.Dropout(model.dropout), linear)
         functional.set_step_mode(self, "m")
+        self._time_steps = 0 if model.event_frames else model.time_steps
 
     def forward(self, frames: Tensor) -> Tensor:
+        if self._time_steps:
+            frames = frames.unsqueeze(1).expand(-1, self._time_steps, -1, -1, -1)
         return CIFAR10DVSVGG.forward(self, frames)

@@ -70,7 +70,9 @@ class VggDvs(Model):
     image_size: Size = 48
     """Height and width of the frames."""
     in_channels: Size = 2
-    """Channels of the frames: one for each polarity."""
+    """Channels of the frames: one for each polarity; of images, 1 (grey) or 3 (RGB)."""
+    event_frames: bool = True
+    """The samples are recordings of event cameras; --no-event-frames takes images, shown at every time step."""
     time_steps: Size = 10
     """Frames of a sample, T: one at each simulated time step."""
     dropout: ShareBelowOne = 0.25
@@ -78,15 +80,18 @@ class VggDvs(Model):
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        return self.time_steps, self.in_channels, self.image_size, self.image_size
+        frame = (self.in_channels, self.image_size, self.image_size)
+        return (self.time_steps, *frame) if self.event_frames else frame
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)
         wrong += refusal(parse_channels, self.channels)
         if wrong:
             return wrong
-        if self.in_channels != 2:
+        if self.event_frames and self.in_channels != 2:
             wrong.append(f"--in-channels {self.in_channels}: event frames have two polarities; set 2, or leave it out")
+        if not self.event_frames and self.in_channels not in (1, 3):
+            wrong.append(f"--in-channels {self.in_channels}: images (--no-event-frames) have 1 (grey) or 3 (RGB)")
         pools = self.channels.count("P")
         if self.image_size < 2**pools:
             wrong.append(

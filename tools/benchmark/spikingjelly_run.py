@@ -1,0 +1,121 @@
+"""SpikingJelly's own model, trained by a recipe of MegaSNN: the same samples and changes in the same order, under DDP.
+
+    torchrun --standalone --nproc-per-node 2 -m tools.benchmark.spikingjelly_run --config vgg_dvs/cifar10 \\
+        --data-path "cifar10/train-{00000..00009}.tar" --valid-data-path "cifar10/test-{00000..00001}.tar"
+
+`--exit-duration-in-mins 2` only measures samples a second; `--compile`, before all flags, compiles the model. Flags are
+those of `python -m megasnn vgg_dvs`; loaders, schedule of the rate and decayed parameters are MegaSNN's.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from spikingjelly.activation_based import functional
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megasnn.data import BatchLoader, MicroBatch, Share, open_datasets
+from megasnn.data.loader import epoch_samples
+from megasnn.models.registry import MODELS
+from megasnn.optim.rates import learning_rate
+from megasnn.optimizers import OPTIMIZERS
+from megasnn.parallel.process_group import BACKENDS, choose_device
+from megasnn.preprocess.sample import shards_of_sample
+from megasnn.pretraining import configuration
+from tools.benchmark.steps import spikingjelly_model
+
+
+class Run:
+    """A training on this rank, which has one micro-batch of each global batch."""
+
+    def __init__(self, argv: Sequence[str], compiled: bool) -> None:
+        self.config = config = configuration(MODELS["vgg_dvs"], argv)
+        self.device, _ = choose_device(config.parallel.backend, config.parallel.device)
+        distributed.init_process_group(BACKENDS[self.device.type])
+        self.rank, ranks = distributed.get_rank(), distributed.get_world_size()
+        data, training = config.data, config.training
+        sets = open_datasets(data, config.model.input_shape, config.model.num_classes, shards_of_sample)
+        self.length = training.length(epoch_samples(len(sets.train), training.global_batch_size, data.last_batch))
+        share = Share(training.global_batch_size, training.micro_batch_size, ranks, self.rank)
+        self.samples = BatchLoader(sets.train, share, data, training.seed)
+        self.held_out = BatchLoader(sets.valid, share, data, training.seed, training=False) if sets.valid else None
+        torch.manual_seed(training.seed)
+        self.net = spikingjelly_model(config.model, config.neuron).to(self.device)
+        of_decay: dict[float, list[Tensor]] = {config.optimizer.weight_decay: [], 0.0: []}
+        for each in self.net.parameters():
+            of_decay[config.optimizer.weight_decay if each.ndim > 1 else 0.0].append(each)
+        groups = [{"params": each, "weight_decay": decay} for decay, each in of_decay.items()]
+        self.optimizer = OPTIMIZERS[config.optimizer.optimizer].build(groups, lr=config.optimizer.lr)
+        shared = DistributedDataParallel(self.net, broadcast_buffers=False)
+        self.forward = torch.compile(shared) if compiled else shared
+
+    def step(self, batch: MicroBatch, iteration: int) -> float:
+        """Takes a step; returns the mean loss of the micro-batch."""
+        optimizer, smoothing = self.config.optimizer, self.config.training.label_smoothing
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(optimizer, iteration, self.length.iterations, self.length.epoch)
+        self.optimizer.zero_grad()
+        images, labels = self._on_device(batch)
+        loss = F.cross_entropy(self.forward(images).mean(0), labels, label_smoothing=smoothing)
+        loss.backward()
+        if optimizer.clip_grad:
+            nn.utils.clip_grad_norm_(self.net.parameters(), optimizer.clip_grad)
+        self.optimizer.step()
+        return loss.item()
+
+    @torch.no_grad()
+    def accuracy(self) -> float:
+        """Share of the validation samples that are right, with running statistics averaged over the ranks."""
+        for each in self.net.buffers():
+            if each.is_floating_point():
+                distributed.all_reduce(each)
+                each /= distributed.get_world_size()
+        counts = torch.zeros(2, device=self.device)
+        self.net.eval()
+        for batch in self.held_out.batches() if self.held_out else ():
+            for images, labels in map(self._on_device, batch.micro_batches):
+                right = self.net(images).mean(0).argmax(1) == labels
+                counts += torch.stack([right.sum(), torch.ones_like(labels).sum()])
+        self.net.train()
+        distributed.all_reduce(counts)
+        return float(counts[0] / counts[1].clamp(min=1))
+
+    def _on_device(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        assert batch.images is not None and batch.labels is not None
+        functional.reset_net(self.net)
+        return batch.images.to(self.device), batch.labels.to(self.device)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Trains, and prints on rank 0."""
+    compiled = list(argv[:1]) == ["--compile"]
+    run = Run(argv[compiled:], compiled)
+    logging, minutes = run.config.logging, run.config.training.exit_duration_in_mins or float("inf")
+    begin = since = time.perf_counter()
+    for done, batch in enumerate(run.samples.batches(limit=run.length.iterations), 1):
+        loss, text = run.step(batch.micro_batches[0], done - 1), ""
+        last = torch.tensor(float(done == run.length.iterations), device=run.device)
+        if done % logging.log_interval == 0:
+            now = time.perf_counter()
+            text = f" | loss {loss:.3f} | {logging.log_interval * batch.size / (now - since):.0f} samples/s"
+            last += now - begin > 60 * minutes
+            distributed.broadcast(last, 0)
+            since = now
+        if last or (logging.eval_interval and done % logging.eval_interval == 0):
+            text += f" | top-1 {run.accuracy():.2%}"
+            since = time.perf_counter()
+        if text and run.rank == 0:
+            print(f"iteration {done}{text} | {time.perf_counter() - begin:.0f} s", flush=True)
+        if last:
+            break
+    run.samples.close()
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
