@@ -165,12 +165,6 @@ def in_table(module: nn.Module) -> Conversion | None:
     return CONVERSIONS.get(class_name(module) or "")
 
 
-def our_batch_norm(module: nn.Module) -> Callable[..., nn.Module] | None:
-    """Conversion of a batch norm; None of other modules, and where it has a forward of its own."""
-    conversion = in_table(module)
-    return conversion if conversion is batch_norm else None
-
-
 def is_multi_step(module: nn.Module) -> bool:
     """Tells whether a layer is given `[T, N, ...]`."""
     return getattr(module, "step_mode", "s") == "m"

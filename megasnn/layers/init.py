@@ -65,27 +65,22 @@ class _Numbers(TorchFunctionMode):
 
 def without_values(module: nn.Module) -> nn.Module:
     """A copy on the meta device, in which single numbers alone have values, and neurons no state."""
-    made = copied(module, lambda _, __, old: old.detach().clone() if old.ndim == 0 else old.detach().to("meta"))
+    copies: dict[int, Any] = {}
+    for each in module.modules():
+        for _, tensor in own_tensors(each):
+            value = tensor.detach().clone() if tensor.ndim == 0 else tensor.detach().to("meta")
+            new: Tensor = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+            vars(new).update(vars(tensor))
+            copies.setdefault(id(tensor), new)
+        for state in vars(each).get("_memories", {}).values():  # of SpikingJelly's neurons
+            if isinstance(state, Tensor):
+                copies[id(state)] = state.detach()
+    made = copy.deepcopy(module, copies)
     for each in made.modules():
         reset = getattr(each, "reset", None)
         if callable(reset):
             reset()
     return made
-
-
-def copied(module: nn.Module, value_of: Callable[[nn.Module, str, Tensor], Tensor]) -> nn.Module:
-    """A copy of a module, with values in place of its tensors: of the module that has one, its name there, and it."""
-    copies: dict[int, Any] = {}
-    for each in module.modules():
-        for name, tensor in own_tensors(each):
-            value = value_of(each, name, tensor)
-            new: Tensor = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-            vars(new).update(vars(tensor))
-            copies.setdefault(id(tensor), new)
-        for state in vars(each).get("_memories", {}).values():
-            if isinstance(state, Tensor):
-                copies[id(state)] = state.detach()
-    return copy.deepcopy(module, copies)
 
 
 def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | None, name: str) -> Initialiser:
@@ -96,16 +91,6 @@ def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | N
     """
     numbers = {each: tensor.detach().clone() for each, tensor in own_tensors(module) if not tensor.is_meta}
     return partial(_fresh, module, name, initialise, numbers)
-
-
-def to_meta(module: nn.Module) -> None:
-    """Puts a module's own single numbers, which have values, on the meta device like its other tensors."""
-    for name, tensor in list(own_tensors(module)):
-        if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
-            module._parameters[name] = nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad)
-            vars(module._parameters[name]).update(vars(tensor))
-        elif not tensor.is_meta:
-            module._buffers[name] = tensor.to("meta")
 
 
 @contextmanager
@@ -137,15 +122,9 @@ def _fresh(
     generator: torch.Generator,
 ) -> None:
     """Fills a tensor with the initial values that the module's own `reset_parameters` gives it."""
-
-    def memory(each: nn.Module, own: str, old: Tensor) -> Tensor:
-        # In float32 whatever the precision, as materialise draws: torch draws other numbers in float64.
-        dtype = torch.float32 if old.is_floating_point() else old.dtype
-        if each is module and own in numbers:
-            return numbers[own].to(dtype, copy=True)
-        return torch.full(old.shape, math.nan if old.is_floating_point() else 0, dtype=dtype)
-
-    fresh = copied(module, memory)
+    fresh = copy.deepcopy(module)._apply(_without_values)
+    for own, value in numbers.items():
+        getattr(fresh, own).data.copy_(value)
     before, version = getattr(fresh, name), getattr(fresh, name)._version
     reset = getattr(fresh, "reset_parameters", None) or getattr(fresh, "_reset_parameters", None)
     with torch.random.fork_rng(devices=[]):
@@ -166,6 +145,14 @@ def _fresh(
             "give the module a method reset_parameters that sets them, or the layer a function initialise=..."
         )
     tensor.copy_(values)
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """Memory without values: in float32 whatever the precision, as materialise draws, since torch draws other numbers
+    in float64."""
+    is_float = tensor.is_floating_point()
+    dtype = torch.float32 if is_float else tensor.dtype
+    return torch.full(tensor.shape, math.nan if is_float else 0, dtype=dtype, device="cpu")
 
 
 def _set_what_constructors_set(module: Any) -> None:

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from megasnn.layers.context import BuildContext
 from megasnn.layers.conv import ParallelConv
-from megasnn.layers.converted import class_name, is_multi_step, our_batch_norm
+from megasnn.layers.converted import batch_norm, class_name, in_table, is_multi_step
 from megasnn.layers.dropout import DropPath, ParallelDropout
 from megasnn.layers.init import own_tensors, tensors_of
 from megasnn.layers.linear import ParallelLinear
@@ -68,7 +68,7 @@ PROBLEMS: Sequence[tuple[str, Callable[[Any], object], str]] = (
     ("shard", lambda each: isinstance(each, SHARDED), "is cut already; shard is for plain layers"),
     (
         "plain inside kept cut",
-        lambda each: isinstance(each, _BatchNorm) and our_batch_norm(each) is None,
+        lambda each: isinstance(each, _BatchNorm) and in_table(each) is not batch_norm,
         "is a batch norm with a forward of its own, which ours would not have",
     ),
     ("plain", _is_single_step, _SINGLE),

@@ -22,7 +22,7 @@ from megasnn.bundle import Bundle, entries_of, map_entries, plain_bundle
 from megasnn.layers.context import BuildContext
 from megasnn.layers.converted import ConvertedDropout, batch_norm, convert, in_table, spec_of
 from megasnn.layers.dropout import drawing_for
-from megasnn.layers.init import ModuleInitialiser, initializer_from_module, own_tensors, to_meta
+from megasnn.layers.init import ModuleInitialiser, initializer_from_module, own_tensors
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.refusals import SEQUENCES, is_stateful, note_stepped, refuse
 from megasnn.layers.shape_inference import mark_spikes, max_of
@@ -51,7 +51,7 @@ def replicate(module: nn.Module, context: BuildContext, initialise: ModuleInitia
                 tensor.data = tensor.data.to(context.dtype)
             shard = context.shard(tuple(tensor.shape), initialise=initializer_from_module(each, initialise, name))
             describe_tensor(each, name, shard)
-        to_meta(each)
+        nn.Module._apply(each, lambda x: x.to("meta"), recurse=False)  # single numbers, which have had values so far
     return module
 
 
@@ -150,10 +150,10 @@ def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise:
     note_stepped(module)
     refuse(module, "plain")
     call = LayerCall(context.time_steps, folds_time(module), context.dtype)
-    return as_layer(replicate(module, context, initialise), name, context, call)
+    return as_layer(replicate(module, context, initialise), name, call)
 
 
-def as_layer(module: nn.Module, name: str, context: BuildContext, call: LayerCall) -> nn.Module:
+def as_layer(module: nn.Module, name: str, call: LayerCall) -> nn.Module:
     """Makes a layer of a module that knows nothing of ranks."""
     for path, each in module.named_modules(prefix=name):
         if isinstance(each, ConvertedDropout):

@@ -123,7 +123,7 @@ def convert_network(each: Layer, context: BuildContext) -> nn.Module:
         return plain_layer(network, each.name, context, each.initialise)
     note_stepped(network)
     call = LayerCall(context.time_steps, folds_time(network))
-    return as_layer(_converted(network, "", context, each.initialise, {}), each.name, context, call)
+    return as_layer(_converted(network, "", context, each.initialise, {}), each.name, call)
 
 
 def _converted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -13,25 +14,14 @@ import torch.distributed as dist
 from megasnn.parallel.process_group import choose_device, start_process_group
 from megasnn.parallel_state import (
     TASKS,
+    ParallelState,
     destroy_model_parallel,
     get_parallel_state,
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
 
-GROUPS = (
-    "tp",
-    "cp",
-    "pp",
-    "pp_down",
-    "dp",
-    "dp_replicate",
-    "dp_shard",
-    "dp_shard_grad",
-    "dp_replicate_cp",
-    "dp_cp",
-    "world",
-)
+GROUPS = [each.name for each in fields(ParallelState) if each.type == "Group"]
 EVERYBODY = list(range(8))
 # Of rank 5 of 8: sizes, the index along (pp, dp_replicate, tp), and its groups, in Megatron's order.
 LAYOUTS: list[tuple[dict[str, int], tuple[int, int, int], dict[str, list[int]]]] = [

@@ -156,10 +156,8 @@ def test_a_norm_without_running_statistics(ranks) -> None:
 CP2 = {"context_parallel_size": 2}
 MIXED = {"mixup_alpha": 0.4, "cutmix_alpha": 1.0, "micro_batch_size": 5}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "stages": (4, LAYOUTS["samples of stages"][1], {}),
     "mixed": (4, {**CP2, "use_distributed_optimizer": True}, MIXED),
     "windows": (2, CP2, {"bptt_steps": 1, "ema_decay": 0.5}),
-    "rows": (2, {**CP2, "context_parallel_cut": "rows"}, {}),
 }
 """Ranks, flags of their layout, and flags of what is computed."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from spikingjelly.activation_based import layer as sj
@@ -24,20 +25,25 @@ class Between(Model):
     """Layers between a first one, which gives so many channels, and a last one. It travels to ranks where `make`, a
     function of a module or a `partial` of one, does."""
 
+    make: ClassVar[Callable[[], Iterable[Layer]]] = tuple
+    width: ClassVar[int] = 4
     image_size: int = 4
     time_steps: int = 2
     num_classes: int = CLASSES
-    make: Callable[[], Iterable[Layer]] = tuple
-    width: int = 4
 
     def layers(self) -> Iterable[Layer]:
         yield layer("stem", ConvNormNeuron(3, self.width))
-        yield from self.make()
+        yield from type(self).make()
         yield layer("head", MeanLinear(self.width, CLASSES))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return between, (type(self).make, self.width, self.image_size)
 
 
 def between(make: Callable[[], Iterable[Layer]], width: int = 4, image_size: int = 4) -> Model:
-    return Between(make=make, width=width, image_size=image_size)
+    """A model of a class of its own: configurations hold numbers and names, and no functions."""
+    made = type("Between", (Between,), {"make": staticmethod(make), "width": width})
+    return dataclass(frozen=True, kw_only=True)(made)(image_size=image_size)
 
 
 class Integrates(SpikingNeuron):

@@ -151,17 +151,6 @@ def test_a_receive_out_of_turn_and_an_idle_rank_are_seen() -> None:
         validate(Schedule("idle", (0,), 1, parsed("0F0 0B0 0REDUCE_GRAD", "")))
 
 
-def test_the_grid_is_cut_to_the_surroundings_of_the_mark() -> None:
-    schedule = generate("1f1b", 2, 64)
-    row = list(schedule.actions[1])
-    row[100], row[101] = row[101], row[100]
-    with pytest.raises(ScheduleError) as error:
-        validate(with_row(schedule, 1, row))
-    grid = str(error.value).splitlines()[1:]
-    assert len(grid) == 2 and all("..." in line and len(line) < 250 for line in grid)
-    assert grid[1].count(">") == 1
-
-
 # --- single faults in schedules with gathered weights and recompute
 
 NAMES = ("1f1b", "zb1p", "zbv", "interleaved")

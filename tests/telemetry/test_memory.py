@@ -111,14 +111,6 @@ def test_polarities_have_their_colours_and_frames_stand_side_by_side() -> None:
     assert (picture == WHITE).all(-1).sum() == 3 * 20 - 3
 
 
-def test_images_of_all_kinds() -> None:
-    grey = np.arange(12, dtype=np.uint8).reshape(3, 4)
-    for image in (grey, grey[..., None], np.stack([grey] * 3, -1)):
-        assert np.array_equal(to_rgb(image), np.stack([grey] * 3, -1))
-    stretched = to_rgb(np.linspace(-2, 2, 12, dtype=np.float32).reshape(1, 3, 4))
-    assert stretched.shape == (3, 4, 3) and stretched[0, 0, 0] == 0 and stretched[2, 3, 0] == 255
-
-
 def test_a_raster_has_a_row_for_each_neuron_and_a_column_for_each_step() -> None:
     raster = np.zeros((2, 3, 4), bool)
     raster[1, 2, 0] = True  # the second sample's third neuron at the first step

@@ -86,7 +86,7 @@ class Run:
         return float(counts[0] / counts[1].clamp(min=1))
 
     def _on_device(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        assert batch.images is not None and batch.labels is not None
+        assert isinstance(batch.images, Tensor) and batch.labels is not None
         functional.reset_net(self.net)
         return batch.images.to(self.device), batch.labels.to(self.device)
 
