@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from spikingjelly.activation_based import layer as sj
@@ -21,23 +22,28 @@ CLASSES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Between(Model):
-    """Layers between a first one, which gives so many channels, and a last one. It travels to ranks where `make`, a
-    function of a module or a `partial` of one, does."""
+    """Layers between a first one, which gives so many channels, and a last one; a class for each function that makes
+    them. It travels to ranks where that is a function of a module, or a `partial` of one."""
+
+    make: ClassVar[Callable[[], Iterable[Layer]]]
+    width: ClassVar[int]
 
     image_size: int = 4
     time_steps: int = 2
     num_classes: int = CLASSES
-    make: Callable[[], Iterable[Layer]] = tuple
-    width: int = 4
 
     def layers(self) -> Iterable[Layer]:
         yield layer("stem", ConvNormNeuron(3, self.width))
-        yield from self.make()
+        yield from type(self).make()
         yield layer("head", MeanLinear(self.width, CLASSES))
+
+    def __reduce__(self) -> Any:
+        return between, (type(self).make, self.width, self.image_size)
 
 
 def between(make: Callable[[], Iterable[Layer]], width: int = 4, image_size: int = 4) -> Model:
-    return Between(make=make, width=width, image_size=image_size)
+    kind = type("Between", (Between,), {"make": staticmethod(make), "width": width, "__annotations__": {}})
+    return dataclass(frozen=True, kw_only=True)(kind)(image_size=image_size)
 
 
 class Integrates(SpikingNeuron):
