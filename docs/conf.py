@@ -21,7 +21,7 @@ nitpicky = True
 highlight_language = "none"  # of blocks that name none
 
 CONTENTS = {
-    "Start": ["quickstart", "models", "data", "recipes", "python"],
+    "Start": ["quickstart", "models", "tasks", "data", "recipes", "python"],
     "Many ranks": ["parallelism", "schedules", "memory", "planner", "clusters"],
     "Runs": ["checkpoints", "flags", "gpu"],
 }

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from megasnn.models.layer import layer as layer
     from megasnn.models.model import Model as Model
     from megasnn.models.registry import MODELS as MODELS
+    from megasnn.models.task import ArraySpec as ArraySpec
     from megasnn.parallel.sharding import Shard as Shard
     from megasnn.parallel.sharding import ShardedTensor as ShardedTensor
     from megasnn.parallel_state import ParallelState as ParallelState
@@ -87,6 +88,7 @@ _NAMES = {
     "megasnn.models.layer": "layer",
     "megasnn.models.model": "Model",
     "megasnn.models.registry": "MODELS",
+    "megasnn.models.task": "ArraySpec",
     "megasnn.parallel.sharding": "Shard ShardedTensor",
     "megasnn.parallel_state": "ParallelState destroy_model_parallel get_parallel_state initialize_model_parallel",
     "megasnn.pipeline.chunk": "PipelineChunk",

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from megasnn.bundle import logits_of
+from megasnn.bundle import Bundle, logits_of
 from megasnn.checkpoint.folder import resolve
 from megasnn.checkpoint.format import AVERAGE, BESIDE, Metadata, read_metadata
 from megasnn.checkpoint.load import load_globals_into
@@ -84,18 +84,27 @@ class TrainedModel(nn.Module):
         load_globals_into(self.chunk.sharded_tensors(), values)
         self.eval().requires_grad_(False)
 
-    def steps(self, images: Tensor) -> Tensor:
-        """Computes the logits of each time step, `[T, N, classes]`.
+    def output(self, inputs: Tensor | Mapping[str, Tensor]) -> Bundle:
+        """Computes the output of the last layer.
 
         Args:
-            images: `[N, C, H, W]`, or event frames `[N, T, C, H, W]`, normalised as in training.
+            inputs: by name, or the only one: images `[N, C, H, W]`, or event frames `[N, T, C, H, W]`, normalised as in
+                training.
         """
+        specs = self.description.task.inputs
+        given = inputs if isinstance(inputs, Mapping) else dict.fromkeys(specs, inputs)
         with nullcontext() if torch.compiler.is_exporting() else torch.no_grad():  # which torch.export cannot read back
-            return logits_of(self.chunk(images.to(self.dtype)))
+            output: Bundle = self.chunk({name: x.to(specs[name].type_for(self.dtype)) for name, x in given.items()})
+            return output
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Computes logits `[N, classes]`, the mean over time, as `Engine.predict` does."""
-        return self.steps(images).mean(0)
+    def steps(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
+        """Computes the logits of each time step, `[T, N, classes]`."""
+        return logits_of(self.output(inputs))
+
+    def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
+        """Computes logits `[N, classes]`, the mean over time, or what the model's `predict` gives, as `Engine.predict`
+        does."""
+        return self.description.task.answers_of(self.output(inputs))
 
     def state(self) -> dict[str, Tensor]:
         """Returns weights and buffers by global name; a tied tensor has the name of its owner."""
@@ -188,15 +197,18 @@ def _training(metadata: Metadata, averaged: bool) -> dict[str, Any]:
 
 def _card(model: TrainedModel) -> str:
     """Text of the model card; hubs of models read its head."""
-    about, config = model.about, model.config
+    about, config, task = model.about, model.config, model.description.task
+    shapes = {name: ["N", *each.shape] for name, each in task.inputs.items()}
+    inputs: object = shapes if len(shapes) > 1 else next(iter(shapes.values()))
     flags, accuracy = about.training.get("flags"), about.training.get("accuracy_top1")
     return _CARD.format(
         name=about.model,
         parameters=f"{sum(each.numel() for each in model.parameters()):,}",
         dtype=str(model.dtype).removeprefix("torch."),
         time_steps=config.time_steps,
-        shape=", ".join(map(str, config.input_shape)),
-        classes=config.num_classes,
+        tag="image-classification" if task.classes else "other",
+        inputs=str(inputs).replace("'N'", "N"),
+        answers=", ".join(map(str, ["N", *task.answer.shape])),
         samples=json.dumps(about.samples) if about.samples else "by the program that trained it, which says how",
         top1="not known" if accuracy is None else f"{accuracy:.2%}, in training, on its validation data",
         dimensions=json.dumps(about.config),
@@ -208,7 +220,7 @@ def _card(model: TrainedModel) -> str:
 _CARD = """\
 ---
 library_name: megasnn
-pipeline_tag: image-classification
+pipeline_tag: {tag}
 tags:
 - spiking-neural-network
 - {name}
@@ -222,7 +234,7 @@ A spiking neural network trained with MegaSNN: {parameters} parameters ({dtype})
 import megasnn
 
 model = megasnn.TrainedModel.from_pretrained("this folder")  # a class of your own: model=CLASS
-logits = model(images)  # [N, {shape}] -> [N, {classes}]
+logits = model(images)  # {inputs} -> [{answers}]
 ```
 
 - Inputs: {samples}. Pixels are scaled to 0 to 1; then `mean` is subtracted, and the rest divided by `std`.

@@ -90,9 +90,11 @@ def refuse_unbuildable(config: PretrainConfig) -> None:
     what it takes, as the flags of the data say. Imports torch."""
     from megasnn.data.datasets import sample_format
     from megasnn.engine.build import model_problems
+    from megasnn.training.data import arrays_of
 
     data, shape, evaluates = config.data, config.model.input_shape, config.training.evaluate_only
-    if wrong := model_problems(config) or refusal(sample_format, data, shape, evaluates):
+    wrong = model_problems(config) or refusal(arrays_of, config.model)
+    if wrong or (wrong := refusal(sample_format, data, shape, evaluates, arrays_of(config.model))):
         raise ConfigError(wrong)
 
 

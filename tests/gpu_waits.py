@@ -214,7 +214,7 @@ def stepping(model: str, flags: str) -> Iterator[tuple[Engine, Callable[..., Glo
     ):
 
         def batch(samples: int, start: int, **options: bool) -> GlobalBatch:
-            return engine.batches.share(images[:samples], labels[:samples], samples, start, **options)
+            return engine.batches.share({"images": images[:samples]}, labels[:samples], samples, start, **options)
 
         yield engine, batch
 
@@ -277,7 +277,8 @@ def copies_of_a_replayed_step(model: str) -> list[str]:
 
 
 def _copies(engine: Engine, batch: GlobalBatch) -> list[str]:
-    of_host = [each for micro in batch.micro_batches for each in (micro.images, micro.labels) if each is not None]
+    given = [each for micro in batch.micro_batches for each in (*(micro.images or {}).values(), micro.labels)]
+    of_host = [each for each in given if each is not None]
     with pageable_copies(of_host) as found:
         engine.train_on(batch)
     return found

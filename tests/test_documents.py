@@ -189,6 +189,11 @@ def test_the_loop_of_the_page_learns(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "head.weight" in torch.load(tmp_path / "weights.pt")
 
 
+def test_the_segmentation_of_the_page_learns(tmp_path: Path, capsys) -> None:
+    runpy.run_path(str(program("docs/tasks.md", "Other tasks than classes", tmp_path)))
+    assert float(capsys.readouterr().out.split("'iou': ")[1].split("}")[0]) > 0.7
+
+
 def printed(path: str, folder: str) -> list[str]:
     """Lines that the loop of the README prints, in a folder of its own."""
     torch.manual_seed(17 + torch.distributed.get_rank())

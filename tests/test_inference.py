@@ -63,7 +63,7 @@ MODELS: dict[str, Model] = {"spikformer": MODEL, "vgg": VGG, "own": Own()}
 
 
 def images(model: Model) -> Tensor:
-    return model.example_input(SAMPLES, torch.Generator().manual_seed(0)).double()
+    return model.inputs["images"].examples(SAMPLES, torch.Generator().manual_seed(0)).double()
 
 
 def firing(model: TrainedModel) -> dict[str, Tensor]:

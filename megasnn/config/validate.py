@@ -8,7 +8,7 @@ from dataclasses import fields
 from megasnn.batching import micro_batch_sizes
 from megasnn.config.checks import ConfigError, flag, refusal
 from megasnn.config.pretrain import PretrainConfig
-from megasnn.config.training import LENGTHS
+from megasnn.config.training import LENGTHS, TrainingConfig
 from megasnn.config.values import build_part, to_dict
 from megasnn.grid import Grid
 from megasnn.kernels import BACKENDS
@@ -44,7 +44,7 @@ def layout_problems(config: PretrainConfig, world_size: int, units: Callable[[],
     problems = parallel.problems()
     if units is not None and not problems and parallel.layout is not None:
         problems += refusal(layout_to_bounds, parallel.layout, units(), parallel.chunks)
-    problems += [*_grid_problems(config, world_size), *_window_problems(config)]
+    problems += [*_grid_problems(config, world_size), *_window_problems(config), *_task_problems(config)]
     if PRECISIONS[training.precision].rounds and parallel.device == "cpu":
         problems.append(f"--precision {training.precision} is for GPUs, not --device cpu; use --precision fp32")
     if training.cuda_graphs == "on" and (why := _no_graphs(config)) is not None:
@@ -118,6 +118,26 @@ def _window_problems(config: PretrainConfig) -> Iterator[str]:
         )
     if steps is not None and config.model.time_steps % steps:
         yield f"--time-steps {config.model.time_steps} does not divide by --bptt-steps {steps}"
+
+
+def _task_problems(config: PretrainConfig) -> Iterator[str]:
+    """Flags that know images and their classes alone, beside a model with a task of its own."""
+    data, training, parallel, usual = config.data, config.training, config.parallel, TrainingConfig()
+    own = [name for name in config.model.own_task() if name in ("inputs", "target", "loss")]
+    if not own:
+        return
+    why = f"{config.model.name} has its own {' and '.join(own)}"
+    if parallel.context_parallel_size > 1 and parallel.context_cut(training.micro_batch_size) == "rows":
+        yield f"--context-parallel-size by rows cuts images and logits, and {why}; use --context-parallel-cut samples"
+    if config.windows > 1:
+        yield f"--bptt-steps {training.bptt_steps} cuts images and logits in time, and {why}; leave it out"
+    if asked := data.changed("mixup_alpha", "cutmix_alpha"):
+        yield f"{' and '.join(asked)} mixes images and their classes, and {why}; leave it out"
+    asked = [flag(name) for name in ("loss", "label_smoothing") if getattr(training, name) != getattr(usual, name)]
+    if "loss" in own and asked:
+        yield f"{' and '.join(asked)} is for classes by --loss, and {why}; leave it out"
+    if {"target", "metrics"} & {*config.model.own_task()} and config.checkpoint.keep_best:
+        yield f"--keep-best goes by the accuracy of classes, which {config.model.name} does not have; leave it out"
 
 
 # --- the run

@@ -61,6 +61,8 @@ def to_nir(model: TrainedModel, dt: float = DT) -> nir.NIRGraph:
         CheckpointError: NIR has no node for something, like a soft reset, max pooling or attention; names its place.
     """
     graph, shape = _Graph(dt), model.config.input_shape[-3:]
+    if "inputs" in model.config.own_task():
+        raise CheckpointError(f"{model.config.name} has its own inputs, and a graph is for images")
     graph.nodes["input"] = nir.Input(np.array(shape))
     outputs = {-1: Value(("input",), shape)}
     for number, (name, module) in enumerate(model.chunk.named_layers()):

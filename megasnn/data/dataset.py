@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megasnn.augment import Key
 from megasnn.data.formats import FormatMismatch, SampleFormat
@@ -27,7 +26,7 @@ class ShardDataset:
     """Samples of `shards`, one shard after the other, decoded by `format`. It can be pickled.
 
     Raises:
-        ValueError: a label outside [0, num_classes). All are checked here, before anything is trained.
+        ValueError: a label outside [0, num_classes), where there are classes; all are checked, before training.
     """
 
     def __init__(self, shards: Sequence[Shard], format: SampleFormat, num_classes: int) -> None:
@@ -37,10 +36,13 @@ class ShardDataset:
         members = [shard.members for shard in shards]  # as arrays: lists would take several times the memory
         self._keys = np.array([key.encode() for each in members for key in each.keys])
         self.labels = np.array([label for each in members for label in each.labels], np.int64)
-        self._offsets = np.array([offset for each in members for offset in each.offsets], np.int64)
-        self._sizes = np.array([size for each in members for size in each.sizes], np.int64)
+        first, last = ("starts", "ends") if format.reads_all else ("offsets", "sizes")
+        self._offsets = np.array([offset for each in members for offset in getattr(each, first)], np.int64)
+        self._sizes = np.array([size for each in members for size in getattr(each, last)], np.int64)
+        if format.reads_all:
+            self._sizes -= self._offsets
         wrong = np.flatnonzero((self.labels < 0) | (self.labels >= num_classes))
-        if len(wrong):
+        if num_classes and len(wrong):
             raise ValueError(
                 f"{len(wrong)} of {len(self)} labels are outside 0..{num_classes - 1}, the first one "
                 f"{self.labels[wrong[0]]} of {self.describe(int(wrong[0]))}, largest {self.labels.max()}; "
@@ -58,8 +60,9 @@ class ShardDataset:
         """Name of a sample and its shard, for messages."""
         return f"sample {self.key(index)!r} of shard {self._shard(index)[0]}"
 
-    def sample(self, index: int, key: Key | None = None) -> NDArray[Any]:
-        """Decodes a sample: an image `[H, W, C]`, event frames `[T, 2, H, W]`; with a key it is changed at random.
+    def sample(self, index: int, key: Key | None = None) -> Any:
+        """Decodes a sample: an image `[H, W, C]`, event frames `[T, 2, H, W]`, or arrays by name; a key changes it at
+        random.
 
         Raises:
             BrokenSample: it cannot be decoded, or is too large.

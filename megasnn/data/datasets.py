@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasnn.augment import AUGMENTATIONS
 from megasnn.config.data import CHANGES, SAMPLE
+from megasnn.data.arrays import ArrayFormat
 from megasnn.data.dataset import ShardDataset
-from megasnn.data.formats import FRAMES, EventFormat
+from megasnn.data.formats import FRAMES, EventFormat, SampleFormat
 from megasnn.data.images import NORMALISATIONS, ImageFormat
+from megasnn.data.index import INDEX_NAME
 from megasnn.data.paths import Address, expand_shards
 from megasnn.data.remote import describe_remote, open_remote
 from megasnn.data.shards import Shard, open_shard
@@ -38,6 +40,7 @@ def open_datasets(
     sample_shards: Callable[[bool], tuple[Path, Path]],
     decide: Callable[[Callable[[], Any]], Any] = lambda read: read(),
     evaluates: bool = False,
+    arrays: ArrayFormat | None = None,
 ) -> Datasets:
     """Opens the shards of ``--data-path`` and ``--valid-data-path`` and checks all labels.
 
@@ -46,11 +49,12 @@ def open_datasets(
         sample_shards: makes the shards of ``sample``, of recordings or (False) of images, to train and to validate on.
         decide: calls a function on one rank and gives its result to all: sizes of shards behind URLs are asked for so.
         evaluates: and trains on nothing.
+        arrays: of samples of several files; None for images or event frames with their class.
     Raises:
         ValueError: a shard is missing, cut or empty or cannot be fetched; labels, samples or options do not fit.
     """
     os.environ[SAMPLE_LIMIT] = str(config.max_sample_mb)
-    format = sample_format(config, input_shape, evaluates)
+    format = sample_format(config, input_shape, evaluates, arrays)
     valid_path = config.valid_data_path or (SAMPLE if config.data_path == SAMPLE else None)
     made: tuple[Path, ...] = ()
     if SAMPLE in (config.data_path, valid_path):
@@ -80,11 +84,15 @@ def open_shards(
     return [fetched[each] if isinstance(each, str) else open_shard(each) for each in addresses]
 
 
-def sample_format(config: DataConfig, input_shape: Sequence[int], evaluates: bool = False) -> EventFormat | ImageFormat:
+def sample_format(
+    config: DataConfig, input_shape: Sequence[int], evaluates: bool = False, arrays: ArrayFormat | None = None
+) -> SampleFormat:
     """Format by which a shard's samples become the model's input, without reading any.
 
     Raises ValueError where no shard holds such samples, or an option does not go with them.
     """
+    if arrays is not None:
+        return _array_format(config, evaluates, arrays)
     if len(input_shape) not in (3, 4):
         raise ValueError(
             f"shards hold images and recordings, and the model takes samples of the shape {list(input_shape)}: train "
@@ -98,10 +106,26 @@ def sample_format(config: DataConfig, input_shape: Sequence[int], evaluates: boo
     return _image_format(config, input_shape, evaluates) if takes_images else _event_format(config, input_shape)
 
 
-def _dataset(
-    config: DataConfig, format: EventFormat | ImageFormat, num_classes: int, shards: Sequence[Shard]
-) -> ShardDataset:
+def _array_format(config: DataConfig, evaluates: bool, arrays: ArrayFormat) -> ArrayFormat:
+    """The format with that of its image, which nothing changes at random."""
+    shape = next((each.shape for each in arrays.arrays if not each.ending), None)
+    kept = ("center_crop", "normalize_images") if shape else ()
+    if given := config.changed("augment", "split_by", *(name for name in CHANGES if name not in kept)):
+        raise ValueError(f"{', '.join(given)}: changes images, but not the arrays that belong to them; leave it out")
+    if config.data_path == SAMPLE:
+        raise ValueError("--data-path sample has images and classes; give shards with the arrays that the model takes")
+    return arrays if shape is None else replace(arrays, image=_image_format(config, shape, evaluates))
+
+
+def _dataset(config: DataConfig, format: SampleFormat, num_classes: int, shards: Sequence[Shard]) -> ShardDataset:
     for shard in shards:
+        if isinstance(format, ArrayFormat):
+            if not shard.members.starts:
+                raise ValueError(
+                    f"shard {shard.name}: the files of a sample do not lie side by side, or {INDEX_NAME} is of "
+                    "before; write it again"
+                )
+            continue
         if wrong := [suffix for suffix in shard.members.suffixes if suffix not in format.suffixes]:
             hint = "" if isinstance(format, EventFormat) else "; Spikformer takes events with --event-frames"
             raise ValueError(

@@ -41,20 +41,22 @@ class SampleFormat(ABC):
     Attributes:
         kind: of the samples, as augmentations name it.
         suffixes: endings of the files it decodes.
+        reads_all: True where it decodes all files of a sample.
     """
 
     kind: ClassVar[str]
-    suffixes: ClassVar[tuple[str, ...]]
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    reads_all: ClassVar[bool] = False
 
     @abstractmethod
-    def decode(self, data: bytes, key: Key | None = None) -> NDArray[Any]:
+    def decode(self, data: bytes, key: Key | None = None) -> Any:
         """Decodes a sample, changed at random where a key is given.
 
         Raises:
             ValueError: damaged bytes. FormatMismatch: sound ones that do not fit the model.
         """
 
-    def batch(self, samples: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+    def batch(self, samples: Sequence[Any]) -> Any:
         """Joins decoded samples to the model's input, float32, the samples first."""
         return np.stack(samples, out=np.empty((len(samples), *samples[0].shape), np.float32))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,6 +22,7 @@ class Members:
 
     Attributes:
         suffixes: endings of the samples' data that occur.
+        starts, ends: of all files of each sample, where these lie side by side; otherwise, and in old folders, empty.
     """
 
     keys: list[str]
@@ -29,6 +30,8 @@ class Members:
     offsets: list[Count]
     sizes: list[Count]
     suffixes: list[str]
+    starts: list[Count] = field(default_factory=list)
+    ends: list[Count] = field(default_factory=list)
 
 
 @with_config(STRICT)

@@ -7,7 +7,7 @@ the sample. A `torch.utils.data.DataLoader` reads micro-batches in order, so the
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, repeat, tee
 from typing import Any
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from megasnn.batching import micro_batch_sizes, micro_batches_of
 from megasnn.config.data import DataConfig
+from megasnn.data.arrays import ArrayFormat
 from megasnn.data.dataset import ShardDataset
 from megasnn.data.order import SampleOrder, Span
 from megasnn.data.reading import Item, SpanDataset
@@ -33,14 +34,16 @@ class MicroBatch:
         start: place of its first sample in the global batch.
         sample_ids: int64 `[size]`, the samples of the order, the same on every rank of a pipeline: a broken sample
             that was replaced keeps its number here.
-        images: float32 `[size, C, H, W]`, channels last in memory, or event frames `[size, T, 2, H, W]`.
+        images: float32 `[size, C, H, W]`, channels last in memory, or event frames `[size, T, 2, H, W]`; or inputs by
+            name.
+        labels: classes `[size]`, or other targets.
         skipped: number of broken samples that were replaced; 0 on ranks that read nothing.
     """
 
     start: int
     size: int
     sample_ids: torch.Tensor
-    images: torch.Tensor | None
+    images: torch.Tensor | Mapping[str, torch.Tensor] | None
     labels: torch.Tensor | None
     skipped: int = 0
 
@@ -122,7 +125,9 @@ class BatchLoader:
         self._pin_memory, self._timeout, samples = pin_memory, timeout, len(dataset)
         epoch = epoch_samples(samples, share.global_batch_size, config.last_batch) if training else samples
         self._order = SampleOrder(samples, seed, config.shuffle and training, epoch)
-        self._reads = share.images or (share.labels and config.skip_broken_samples)
+        self._format = format = dataset.format if isinstance(dataset.format, ArrayFormat) else None
+        of_target = format is not None and format.target
+        self._reads = share.images or (share.labels and bool(config.skip_broken_samples or of_target))
         augments = training and share.images
         self._reader = SpanDataset(dataset, self._order, augments, config.skip_broken_samples)
         self._sampler = UpcomingBatches()
@@ -174,13 +179,20 @@ class BatchLoader:
             position += size
 
     def _micro_batch(
-        self, start: int, spans: list[Span], images: torch.Tensor | None, replaced: dict[int, int]
+        self,
+        start: int,
+        spans: list[Span],
+        images: torch.Tensor | dict[str, torch.Tensor] | None,
+        replaced: dict[int, int],
     ) -> MicroBatch:
         due = np.concatenate([span.samples for span in spans])
         used = due.copy()
         for place, sample in replaced.items():
             used[place] = sample
         labels = torch.from_numpy(self.dataset.labels[used]) if self._share.labels else None
+        if isinstance(images, dict) and self._format is not None:
+            labels = images[self._format.target] if self._share.labels and self._format.target else labels
+            images = {name: images[name] for name in self._format.inputs}
         images = images if self._share.images else None
         return MicroBatch(start, len(due), torch.from_numpy(due), images, labels, len(replaced))
 

@@ -6,7 +6,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -14,8 +13,8 @@ from megasnn.augment import Key
 from megasnn.data.dataset import BrokenSample, ShardDataset
 from megasnn.data.order import SampleOrder, Span
 
-Item = tuple[Tensor | None, dict[int, int]]
-"""Images of a micro-batch and, for each of them that stands in for a broken sample, its place and its sample."""
+Item = tuple[Tensor | dict[str, Tensor] | None, dict[int, int]]
+"""Images of a micro-batch, or arrays by name, and of each that stands in for a broken one its place and sample."""
 
 
 class SpanDataset(Dataset[Item | Exception]):
@@ -33,7 +32,7 @@ class SpanDataset(Dataset[Item | Exception]):
         self._augments, self._skip_broken = augments, skip_broken
 
     def __getitem__(self, spans: list[Span]) -> Item | Exception:
-        images: list[NDArray[Any]] = []
+        images: list[Any] = []
         replaced: dict[int, int] = {}
         try:
             for epoch, first, samples in spans:
@@ -46,11 +45,14 @@ class SpanDataset(Dataset[Item | Exception]):
                             raise
                         replaced[len(images)], image = self._substitute(epoch, place, key)
                     images.append(image)
-            return torch.from_numpy(self._dataset.format.batch(images)), replaced
+            joined = self._dataset.format.batch(images)
+            if isinstance(joined, dict):
+                return {name: torch.from_numpy(each) for name, each in joined.items()}, replaced
+            return torch.from_numpy(joined), replaced
         except (ValueError, OSError) as error:
             return error
 
-    def _substitute(self, epoch: int, place: int, key: Key | None) -> tuple[int, NDArray[Any]]:
+    def _substitute(self, epoch: int, place: int, key: Key | None) -> tuple[int, Any]:
         """The next sample that can be decoded, which is augmented by the key of the place that it takes."""
         for sample in self._order.substitutes(epoch, place):
             with suppress(BrokenSample):

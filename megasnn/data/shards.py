@@ -1,8 +1,9 @@
 """Shards: webdataset tars whose samples are found by one seek.
 
 A sample is the files that share a name up to the first dot, here an image (``<key>.jpg``) or events
-(``<key>.frames.npz`` or ``<key>.events.npz``) and its class (``<key>.cls``, an integer as text). Offsets come from the
-index.json beside the shard; where there is none, from the tar's headers, read once and kept in the cache.
+(``<key>.frames.npz`` or ``<key>.events.npz``) and its class (``<key>.cls``, an integer as text), or arrays for a model
+with its own inputs or target (``<key>.npy``, ``<key>.mask.npy``, ``<key>.seg.png``). Offsets come from the index.json
+beside the shard; where there is none, from the tar's headers, read once and kept in the cache.
 A ``.tar.gz`` has no random access: it is unpacked into the cache, once a host.
 """
 
@@ -30,7 +31,7 @@ from megasnn.files import described
 LABEL = "cls"
 SUFFIXES = (*IMAGE_SUFFIXES, FRAMES, EVENTS)
 """Endings of a sample's data."""
-_INDEX_VERSION = "6"
+_INDEX_VERSION = "7"
 _LABEL_BYTES = 32
 _AGAIN = "copy or download it again"
 
@@ -80,37 +81,54 @@ def scan(tar: Path, name: str) -> Members:
     if not samples:
         raise ValueError(f"shard {name} holds no samples; leave it out or write it again")
     labels, data, seen = [], [], set()
+    starts, ends = [], []
     with open(tar, "rb") as file:
         for key, files in samples.items():
             found = [suffix for suffix in SUFFIXES if suffix in files]
-            if len(found) != 1 or LABEL not in files:
+            arrays = [suffix for suffix in files if _is_array(suffix)]
+            if (len(found) != 1 or LABEL not in files) and not arrays:
                 raise ValueError(
                     f"sample {key!r} of shard {name} has the files {', '.join(sorted(files))}; it needs a label "
                     f"({key}.{LABEL}) and exactly one of {', '.join(SUFFIXES)}"
                 )
-            labels.append(_label(file.fileno(), files[LABEL], name))
-            data.append(files[found[0]])
-            seen.add(found[0])
+            labels.append(_label(file.fileno(), files[LABEL], name) if LABEL in files else -1)
+            first = (found or arrays)[0]
+            data.append(files[first])
+            seen.add(first)
+            starts.append(min(each.offset for each in files.values()))
+            ends.append(max(each.offset_data + each.size for each in files.values()))
     offsets, sizes = [each.offset_data for each in data], [each.size for each in data]
-    return Members(list(samples), labels, offsets, sizes, sorted(seen))
+    if any(start < end for start, end in zip(starts[1:], ends, strict=False)):  # between the files of another sample
+        starts, ends = [], []
+    return Members(list(samples), labels, offsets, sizes, sorted(seen), starts, ends)
+
+
+def _is_array(suffix: str) -> bool:
+    return suffix == "npy" or suffix.endswith((".npy", ".png"))
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Key and ending of a file's name, as webdataset splits it; the ending of a file of no sample is empty."""
+    from webdataset.tariterators import base_plus_ext  # imports torch
+
+    key, suffix = base_plus_ext(name)
+    return key or "", (suffix or "").lower()
 
 
 def _members(tar: Path, name: str) -> Iterator[tuple[tarfile.TarInfo, str, str]]:
     """Files of samples in a tar, each with its key and suffix, as webdataset splits names."""
-    from webdataset.tariterators import base_plus_ext  # imports torch
-
     length = tar.stat().st_size
     try:
         with tarfile.open(tar, mode="r:") as archive:
             for member in archive:
                 if member.offset_data + member.size > length:
                     raise tarfile.ReadError(f"member {member.name!r} ends behind byte {length}")
-                key, suffix = base_plus_ext(member.name)
-                if suffix is None or not member.isreg() or suffix.lower() not in (*SUFFIXES, LABEL):
+                key, suffix = split_name(member.name)
+                if not member.isreg() or not (suffix in (*SUFFIXES, LABEL) or _is_array(suffix)):
                     continue
                 if not member.name.isprintable():
                     raise tarfile.ReadError(f"the name {member.name!r} is not UTF-8")
-                yield member, key, suffix.lower()
+                yield member, key, suffix
             end = archive.offset
     except (tarfile.TarError, OverflowError, UnicodeError) as error:
         raise ValueError(f"shard {name} is cut, packed, or no tar file ({error}); {_AGAIN}, or gunzip it") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from megasnn.data import GlobalBatch, MicroBatch, Share
 from megasnn.engine.model import DistributedModel
 from megasnn.host_memory import without_waiting
 from megasnn.losses import LOSSES
+from megasnn.models.task import task_of
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.sharding import own_span
 from megasnn.pipeline.microbatch_state import MicroBatchInput
@@ -41,6 +42,7 @@ class Batches:
         self._config, self._mixing = config, mixing
         self._state, self._dtype = distributed.state, distributed.context.dtype
         self._takes_images, self._takes_labels = distributed.takes_images, distributed.gives_logits
+        self._task = task_of(config.model)
         self._samples = samples = distributed.context.sharing_samples
         sizes, state, whole = config.training, distributed.state, mixing is not None
         part = Share(
@@ -61,24 +63,26 @@ class Batches:
 
     def checked(
         self,
-        images: object,
-        labels: object = None,
+        inputs: Any,
+        targets: Any = None,
         *,
         trains: bool = False,
         predicts: bool = False,
         problem: str | None = None,
-    ) -> int:
-        """Returns the number of samples of a batch that is as it should be. Collective.
+    ) -> tuple[Mapping[str, Tensor], Tensor, int]:
+        """Returns inputs by name, targets and number of samples of a batch that is as it should be. Collective.
 
         Args:
-            predicts: there are no labels. problem: an error text of the caller's on this rank.
+            predicts: there are no targets. problem: an error text of the caller's on this rank.
         Raises:
             ValueError: on every rank, for what is wrong on one of them, and where they are given different numbers.
         """
-        problem = problem or self._batch_problem(images, labels, trains, predicts)
-        samples = 0 if problem else len(images)  # type: ignore[arg-type]
+        names, target = [*self._task.inputs], self._task.target
+        given = inputs if isinstance(inputs, Mapping) or len(names) > 1 else {names[0]: inputs}
+        problem = problem or self._batch_problem(given, targets, trains, predicts)
+        samples = 0 if problem else len(given[names[0]])
         self.agree(samples, problem)
-        return samples
+        return given, given[target] if isinstance(target, str) else targets, samples
 
     def agree(self, samples: int, problem: str | None = None) -> None:
         """Raises ValueError on every rank for a problem of one of them; alone, it would leave the others waiting.
@@ -92,41 +96,38 @@ class Batches:
         if len(set(found)) > 1:
             raise BatchError(f"ranks are given different numbers of samples (0 where batches have ended): {found}")
 
-    def _batch_problem(self, images: Any, labels: Any, trains: bool, predicts: bool) -> str | None:
+    def _batch_problem(self, inputs: Any, targets: Any, trains: bool, predicts: bool) -> str | None:
         """Returns what is wrong with a batch: with its values on the ranks that take them, elsewhere with its size."""
-        shape = self._config.model.input_shape
-        fits = isinstance(images, Tensor) and images.ndim > 0 and len(images) > 0
-        if fits and self._takes_images:
-            fits = images.shape[1:] == shape and images.is_floating_point()
-        if not fits:
-            sizes = ", ".join(map(str, shape))
-            return (
-                f"images must be floating-point values [N, {sizes}] of one sample or more, as the model's input_shape "
-                f"says, got {_described(images)}"
-            )
-        samples, classes, loss = len(images), self._config.model.num_classes, LOSSES[self._config.training.loss]
-        takes_soft = trains and loss.mixes and not self._config.data.mixes
-        fits = isinstance(labels, Tensor) and labels.ndim > 0 and len(labels) == samples
-        is_soft = takes_soft and fits and labels.is_floating_point() and labels.shape == (samples, classes)
-        if fits and self._takes_labels and not is_soft:
-            others = labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool
-            fits = labels.ndim == 1 and not others
-        if not predicts and not fits:
-            soft = f", or probabilities [{samples}, {classes}]" if takes_soft else ""
-            return (
-                f"labels must be class indices [{samples}] of an integer type{soft}, for {samples} images, got "
-                f"{_described(labels)}"
-            )
-        if not predicts and self._takes_labels and not is_soft:
-            lowest, highest = int(labels.long().min()), int(labels.long().max())
-            if not 0 <= lowest <= highest < classes:
-                return f"labels are from {lowest} to {highest}; num_classes {classes} needs 0 to {classes - 1}"
+        task, samples = self._task, None
+        if not isinstance(inputs, Mapping) or inputs.keys() != task.inputs.keys():
+            found = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
+            return f"the model takes a dict of its inputs, {', '.join(task.inputs)}, and got {found}"
+        for name, spec in task.inputs.items():
+            reads = self._takes_images or (name == task.target and self._takes_labels)
+            if problem := spec.problem(name, inputs[name], samples, reads):
+                return problem
+            samples = len(inputs[name])
+        assert samples is not None
+        if isinstance(task.target, str):
+            if targets is not None:
+                return f"the target is the input {task.target!r}: leave targets out"
+        elif not predicts and not (trains and self._are_soft(targets, samples)):
+            name = "labels" if task.classes else "targets"
+            if problem := task.target.problem(name, targets, samples, self._takes_labels):
+                return problem
         if trains:
             return self._training_problem(samples)
         # In training loss or gradient tell of it; here neurons would hide a nan.
-        if self._takes_images and not bool(images.isfinite().all()):
-            return "images hold values that are nan or infinite: no class follows from them"
+        for name, each in inputs.items():
+            if self._takes_images and each.is_floating_point() and not bool(each.isfinite().all()):
+                return f"{name} hold values that are nan or infinite: no answer follows from them"
         return None
+
+    def _are_soft(self, labels: object, samples: int) -> bool:
+        """Tells whether labels are probabilities of classes, and may be."""
+        may_be = self._task.loss is None and LOSSES[self._config.training.loss].mixes and not self._config.data.mixes
+        shape = samples, self._task.classes
+        return may_be and isinstance(labels, Tensor) and labels.is_floating_point() and labels.shape == shape
 
     def _training_problem(self, samples: int) -> str | None:
         if not torch.is_grad_enabled():
@@ -145,7 +146,7 @@ class Batches:
     # --- cuts
 
     def share(
-        self, images: Tensor, labels: Tensor, samples: int, position: int, evaluates: bool = False
+        self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int, position: int, evaluates: bool = False
     ) -> GlobalBatch:
         """Returns this rank's share of a global batch: its samples of this replica's micro-batches. In evaluation there
         may be none.
@@ -153,33 +154,35 @@ class Batches:
         Args:
             position: in the training, of the batch's first sample.
         """
-        if self._takes_images and images.ndim == 4:
-            images = images.contiguous(memory_format=torch.channels_last)  # as the loader of a run gives them
+        if self._takes_images:  # as the loader of a run gives them
+            inputs = {
+                name: x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
+                for name, x in inputs.items()
+            }
         micro_batches = []
         for start, size in (self.evaluated_share if evaluates else self.trained_share).spans(samples):
             span = slice(start, start + size)
-            x, y = images[span] if self._takes_images else None, None
-            if self._takes_labels:
-                y = labels[span] if labels.is_floating_point() else labels[span].long()
+            x = {name: each[span] for name, each in inputs.items()} if self._takes_images else None
+            y = targets[span] if self._takes_labels else None
+            y = y if y is None or y.is_floating_point() else y.long()
             places = torch.arange(position + start, position + start + size)
             micro_batches.append(MicroBatch(start, size, places, x, y))
         return GlobalBatch(micro_batches, samples, position + samples)
 
-    def evaluated(self, images: Tensor, labels: Tensor, samples: int) -> Iterator[GlobalBatch]:
+    def evaluated(self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int) -> Iterator[GlobalBatch]:
         """Yields shares of samples to evaluate, in parts of no more than a usual global batch."""
         most = self._config.training.global_batch_size
         for start in range(0, samples, most):
             size = min(most, samples - start)
             span = slice(start, start + size)
-            yield self.share(images[span], labels[span], size, start, evaluates=True)
+            part = {name: each[span] for name, each in inputs.items()}
+            yield self.share(part, targets[span], size, start, evaluates=True)
 
     def evaluated_pairs(self, pairs: Iterable[Any]) -> Iterator[GlobalBatch]:
-        """Yields `evaluated` of (images, labels), one after the other."""
-        images: Any
-        labels: Any
+        """Yields `evaluated` of (inputs, targets), one after the other."""
         for pair in pairs:
-            images, labels = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (pair, None)
-            yield from self.evaluated(images, labels, self.checked(images, labels))
+            inputs, targets = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (pair, None)
+            yield from self.evaluated(*self.checked(inputs, targets))
         self.agree(0)
 
     # --- inputs of the pipeline
@@ -194,28 +197,40 @@ class Batches:
         device, begin = self._state.device, batch.consumed_samples - batch.size
         whole, padding = [], [] if trains else self._padding(batch)
         for micro in batch.micro_batches:
-            images = None if micro.images is None else without_waiting(micro.images, device).to(self._dtype)
-            labels = None if micro.labels is None else without_waiting(micro.labels, device)
+            inputs, targets = self._on_device(micro.images), None
+            if micro.labels is not None:
+                targets = without_waiting(micro.labels, device)
+                if targets.is_floating_point() and not self._task.classes:
+                    targets = targets.to(self._dtype)
             first, size = begin + micro.start, micro.size
             if trains and self._mixing is not None:
                 own = own_span(size, self._samples.sizes, self._samples.rank)
                 part = slice(own.start, own.stop)
-                images = None if images is None else self._mixing.images(images, first)[part]
-                labels = None if labels is None else self._mixing.labels(labels, first)[part]
+                mix = self._mixing.images
+                inputs = None if inputs is None else {name: mix(x, first)[part] for name, x in inputs.items()}
+                targets = None if targets is None else self._mixing.labels(targets, first)[part]
                 first, size = first + own.start, len(own)
-            whole.append(MicroBatchInput(images, labels, size, range(first, first + size)))
-        model = self._config.model
+            whole.append(MicroBatchInput(inputs, targets, size, range(first, first + size)))
         count = self._config.windows
         if count == 1:
             return whole + padding
-        steps, has_frames, windows = model.time_steps // count, len(model.input_shape) == 4, list[MicroBatchInput]()
-        for each in whole + padding:
-            for number in range(count):
-                images = each.images  # which stand for all time steps; frames have theirs
-                if images is not None and has_frames:
-                    images = images[:, number * steps : (number + 1) * steps]
-                windows.append(replace(each, images=images, goes_on=number > 0))
-        return windows
+        return [self._window(each, number) for each in whole + padding for number in range(count)]
+
+    def _on_device(self, inputs: Tensor | Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+        """Moves inputs, of which a run has the tensor of the only one, in the types that the model takes."""
+        specs, device = self._task.inputs, self._state.device
+        if inputs is None:
+            return None
+        given = inputs if isinstance(inputs, Mapping) else dict.fromkeys(specs, inputs)
+        return {name: without_waiting(x, device).to(specs[name].type_for(self._dtype)) for name, x in given.items()}
+
+    def _window(self, micro: MicroBatchInput, number: int) -> MicroBatchInput:
+        """One of the windows of a micro-batch. An image stands for all time steps; frames have theirs."""
+        inputs, steps = micro.inputs, self._config.model.time_steps // self._config.windows
+        if isinstance(inputs, Mapping):
+            own, specs = slice(number * steps, (number + 1) * steps), self._task.inputs
+            inputs = {name: x[:, own] if specs[name].over_time else x for name, x in inputs.items()}
+        return replace(micro, inputs=inputs, goes_on=number > 0)
 
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
         """Micro-batches without samples of the batch, up to the most that a replica has: all that share a micro-batch
@@ -232,10 +247,7 @@ class Batches:
                 "--micro-batch-size"
             )
         missing = most_micro_batches(batch.size, size, self._state.dp.size) - len(batch.micro_batches)
-        images = torch.zeros(1, *self._config.model.input_shape, dtype=self._dtype, device=self._state.device)
-        padding = MicroBatchInput(images if self._takes_images else None, None, 1, range(1), is_padding=True)
+        specs = self._task.inputs.items()
+        zeros = {name: torch.zeros_like(each.empty(1, self._dtype), device=self._state.device) for name, each in specs}
+        padding = MicroBatchInput(zeros if self._takes_images else None, None, 1, range(1), is_padding=True)
         return missing * [padding]
-
-
-def _described(value: object) -> str:
-    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasnn.bundle import Bundle, logits_of
+from megasnn.bundle import Bundle
 from megasnn.checkpoint.load import load_checkpoint, load_globals_into, model_differences
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import save_checkpoint
@@ -36,7 +36,6 @@ from megasnn.engine.faults import claim_fault
 from megasnn.engine.mesh import join_ranks
 from megasnn.engine.step import TrainStep
 from megasnn.host_memory import keep_free_memory
-from megasnn.losses.sums import correct_predictions
 from megasnn.models.model import Model
 from megasnn.optim.rates import learning_rate, require_schedule
 from megasnn.parallel.agreement import broadcast_result
@@ -62,10 +61,11 @@ class Engine:
 
     A step is bit for bit that of `megasnn.pretrain`. All methods are collective: every rank calls them in the same
     order, with the whole batch, and takes its share. A rank without the first stage (`takes_images` is False) only
-    looks at the number of images, and one without the last stage (`takes_labels`) at that of the labels: there a tensor
-    on the meta device will do. A wrong argument on one rank is a ValueError on all of them, and changes nothing. Any
-    other error within a step, an evaluation or a prediction, Ctrl-C included, ends the Engine: whatever is asked of it
-    then is a RuntimeError. A process has one open Engine at a time, and `close` frees the process groups that it made.
+    looks at the number of inputs, and one without the last stage (`takes_labels`) at that of the targets: there a
+    tensor on the meta device will do. A wrong argument on one rank is a ValueError on all of them, and changes nothing.
+    Any other error within a step, an evaluation or a prediction, Ctrl-C included, ends the Engine: whatever is asked of
+    it then is a RuntimeError. A process has one open Engine at a time, and `close` frees the process groups that it
+    made.
 
     Args:
         model: an instance of one's own class or of one in `megasnn.MODELS`; or a validated configuration.
@@ -141,15 +141,16 @@ class Engine:
 
     # --- training
 
-    def train_step(self, images: Tensor, labels: Tensor) -> StepResult:
+    def train_step(self, inputs: Tensor | Mapping[str, Tensor], targets: Tensor | None = None) -> StepResult:
         """Takes one optimizer step on a global batch, which is the same on every rank.
 
         Args:
-            images: `[N, C, H, W]`, or event frames `[N, T, C, H, W]`, floating-point.
-            labels: class indices `[N]`, or probabilities `[N, classes]`. Their range is looked at here: on a GPU that
-                would make the host wait, so leave both on the CPU.
+            inputs: by name, or the tensor of the only one: images `[N, C, H, W]`, or event frames `[N, T, C, H, W]`.
+            targets: class indices `[N]`, or probabilities `[N, classes]`; or as the model's `target` says, None where
+                it is one of the inputs. Their range is looked at here: on a GPU that would make the host wait, so leave
+                all on the CPU.
         Returns:
-            loss, accuracy, gradient norm and rate, over the whole batch, the same on every rank. A step that is not
+            loss, metrics, gradient norm and rate, over the whole batch, the same on every rank. A step that is not
             finite changes nothing, and says so.
         Raises:
             ValueError: on every rank, when a batch is not what it should be on one of them, when `train_iters` steps
@@ -157,8 +158,8 @@ class Engine:
             RuntimeError: an earlier step has ended in an error.
         """
         with self._running():
-            samples = self.batches.checked(images, labels, trains=True, problem=self.step.problem())
-            return self.train_on(self.batches.share(images, labels, samples, self.step.consumed_samples))
+            checked = self.batches.checked(inputs, targets, trains=True, problem=self.step.problem())
+            return self.train_on(self.batches.share(*checked, self.step.consumed_samples))
 
     def train_on(self, batch: GlobalBatch) -> StepResult:
         """`train_step` on this rank's share of a global batch, as `megasnn.data.BatchLoader` gives it."""
@@ -170,53 +171,54 @@ class Engine:
     # --- evaluation
 
     def evaluate(
-        self, images: Tensor | Iterable[tuple[Tensor, Tensor]], labels: Tensor | None = None
+        self, inputs: Tensor | Mapping[str, Tensor] | Iterable[Any], targets: Tensor | None = None
     ) -> EvaluationRecord:
-        """Computes loss and accuracies over samples: images and labels, or an iterable of pairs of them, the same on
-        every rank and as many.
+        """Computes loss and metrics over samples: inputs and targets, or an iterable of pairs of them (of inputs alone,
+        where one is the target), the same on every rank and as many.
 
         With `ema_decay` it is the average of the weights that is evaluated. Any number of samples is legal.
 
         Raises:
             ValueError, RuntimeError: as `train_step`; ValueError also when there are no samples.
         """
-        by_itself = labels is not None or isinstance(images, Tensor) or not isinstance(images, Iterable)
-        return self.evaluate_on(self.batches.evaluated_pairs([(images, labels)] if by_itself else images))
+        by_itself = targets is not None or isinstance(inputs, (Tensor, Mapping)) or not isinstance(inputs, Iterable)
+        return self.evaluate_on(self.batches.evaluated_pairs([(inputs, targets)] if by_itself else inputs))
 
     def evaluate_on(self, batches: Iterable[GlobalBatch]) -> EvaluationRecord:
         """`evaluate` on this rank's shares of global batches, as `megasnn.data.BatchLoader` gives them."""
-        distributed, totals = self.distributed, torch.zeros(4, dtype=torch.float64, device=self.state.device)
+        distributed, task = self.distributed, self.distributed.description.task
+        totals = torch.zeros(2 + len(task.evaluated), dtype=torch.float64, device=self.state.device)
 
-        def count(output: Bundle, labels: Tensor) -> None:
-            totals[0] += distributed.loss(output, labels)
-            totals[1] += len(labels)
-            totals[2:] += correct_predictions(logits_of(output), labels)
+        def count(output: Bundle, targets: Tensor) -> None:
+            totals[0] += distributed.loss(output, targets)
+            totals[1] += len(targets)
+            totals[2:] += task.sums(output, targets, task.evaluated)
 
         with self._running(), self._averaged_weights():
             for batch in batches:
                 distributed.forward(self.batches.inputs(batch, trains=False), count)
-            loss, samples, top1, top5 = distributed.of_all_replicas(totals).tolist()
+            loss, samples, *sums = distributed.of_all_replicas(totals).tolist()
         if not samples:
             raise ValueError("there are no samples to evaluate")
-        return EvaluationRecord(
-            self.iteration, self.consumed_samples, int(samples), loss / samples, top1 / samples, top5 / samples
-        )
+        metrics = {name: each / samples for name, each in zip(task.evaluated, sums, strict=True)}
+        return EvaluationRecord(self.iteration, self.consumed_samples, int(samples), loss / samples, metrics)
 
-    def predict(self, images: Tensor) -> Tensor:
-        """Returns logits `[N, classes]` of any number of images, in their order: the mean over time, on the CPU of
-        every rank. With `ema_decay` they are those of the averaged weights. Raises what `train_step` raises."""
+    def predict(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
+        """Returns what the model's `predict` gives for any number of samples, in their order, on the CPU of every rank:
+        by default the mean over time of the logits, `[N, classes]`. With `ema_decay` the weights are the averaged ones.
+        Raises what `train_step` raises."""
         with self._running():
-            samples = self.batches.checked(images, predicts=True)
-            shape, dtype = (samples, self.config.model.num_classes), self.distributed.context.dtype
-            logits = torch.zeros(shape, dtype=dtype, device=self.state.device)
+            given, _, samples = self.batches.checked(inputs, predicts=True)
+            task, dtype = self.distributed.description.task, self.distributed.context.dtype
+            answers = torch.zeros_like(task.answer.empty(samples, dtype), device=self.state.device)
 
             def keep(output: Bundle, places: Tensor) -> None:
-                logits[places] = logits_of(output).to(dtype).mean(0)
+                answers[places] = task.answers_of(output).to(answers.dtype)
 
-            with self._averaged_weights():  # and places in the labels' stead
-                for batch in self.batches.evaluated(images, torch.arange(samples), samples):
+            with self._averaged_weights():  # and places in the targets' stead
+                for batch in self.batches.evaluated(given, torch.arange(samples), samples):
                     self.distributed.forward(self.batches.inputs(batch, trains=False), keep)
-            return self.distributed.of_all_replicas(logits).cpu()
+            return self.distributed.of_all_replicas(answers).cpu()
 
     @contextmanager
     def _averaged_weights(self) -> Iterator[None]:

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasnn.bundle import Bundle, Key, bundle_of, entries_of, logits_of
+from megasnn.bundle import Bundle, Key, bundle_of, entries_of
 from megasnn.config import PretrainConfig
 from megasnn.device_checks import DeviceChecks, placed
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm, ParallelConv, ParallelLinear
 from megasnn.layers.shape_inference import calls_of
 from megasnn.losses import LOSSES
-from megasnn.losses.sums import correct_predictions
 from megasnn.models.description import Built, ModelDescription
 from megasnn.optim.norms import GradientNorm
 from megasnn.parallel.agreement import gather
@@ -41,8 +40,8 @@ class StepSums(NamedTuple):
     """Sums of a step over all ranks, on the device: the host has not waited for them.
 
     Attributes:
-        values: float64 `[5 + parameters]`: loss, correct samples, votes to stop, findings of checks, statistics of
-            norms that do not fit their type, and the slots that `GradientNorm` sums.
+        values: float64 `[4 + parameters + metrics]`: loss, votes to stop, findings of checks, statistics of norms that
+            do not fit their type, the slots that `GradientNorm` sums, and the metrics.
         norm: of the gradient, without sizes.
         is_void: True where the step must change nothing, without sizes: a check found something, or state that training
             keeps would not be finite.
@@ -54,11 +53,11 @@ class StepSums(NamedTuple):
 
 
 class StepFigures(NamedTuple):
-    """Figures of a step, the same on every rank: loss of the global batch, samples in top 1, norm of the gradient, and
-    False where nothing may change."""
+    """Figures of a step, the same on every rank: loss of the global batch, sums of the metrics by name, norm of the
+    gradient, and False where nothing may change."""
 
     mean_loss: float
-    correct: float
+    sums: dict[str, float]
     norm: float
     is_finite: bool
 
@@ -78,7 +77,7 @@ class DistributedModel:
         tensors: parameters and buffers of this rank. copies: those that another layer of the model owns (ties).
         owned: the part of each of `tensors` that this rank updates and saves: with ZeRO-1 its rows, otherwise all.
         parameters, trained_parameters: elements of the whole model's parameters.
-        loss: sum of the samples' losses, of the last layer's output and labels.
+        loss: sum of the samples' losses, of the last layer's output and targets.
         stop_votes: ranks that wanted to stop in the last step, the same on every rank.
         checks: values that were wrong on this rank.
         ties: tensors that several layers have; None without.
@@ -98,9 +97,8 @@ class DistributedModel:
         self.context, self.description, self.state, self.plan = context, description, state, plan
         self._wants_to_stop = wants_to_stop
         training, schedules, bounds = config.training, plan.schedules, plan.bounds
-        self.loss: Callable[[Any, Any], Tensor] = partial(
-            LOSSES[training.loss].sum, label_smoothing=training.label_smoothing
-        )
+        named = partial(LOSSES[training.loss].sum, label_smoothing=training.label_smoothing)
+        self.loss: Callable[[Any, Any], Tensor] = description.task.summed_loss(named)
         self._windows, self._outputs = config.windows, list[dict[Key, Tensor]]()
         unit_bounds, placement = plan.unit_bounds, schedules.placement
         self._weights: GatheredWeights | None = None
@@ -149,7 +147,7 @@ class DistributedModel:
         self.gradient_norm = GradientNorm(names, self.owned, state.device)
         self.stop_votes = 0.0
         self._global_batch_size = 1
-        self._correct_here = torch.zeros((), dtype=torch.float64, device=state.device)
+        self._metrics_here = torch.zeros(len(description.task.trained), dtype=torch.float64, device=state.device)
         self.checks = DeviceChecks(state.device)
         transfers = None
         if state.pp.size > 1:
@@ -184,25 +182,29 @@ class DistributedModel:
         self.gradient_buckets.zero(len(micro_batches))
         for norm in self.norms:
             norm.pending.clear()
-        self._correct_here.zero_()
+        self._metrics_here.zero_()
         loss = self._run(self.plan.schedules.training(len(micro_batches)), micro_batches)
         if self.ties is not None:
             self.ties.sum_gradients()
-        here = torch.stack([loss, self._correct_here])
-        mine = [here if self._reports else torch.zeros_like(here), self._votes_and_findings(), self._overflowing()]
-        values = all_reduce_sum(torch.cat([*mine, self.gradient_norm.squares()]), self.state.world, "step")
-        squares, most = values[5:].sum(), torch.finfo(self.context.dtype).max  # optimizers keep squares of gradients
-        is_void = (values[3] != 0) | (values[4] != 0) | ~(values[0].isfinite() & (squares <= most))
+        here = [loss.reshape(1), self._metrics_here]
+        loss, metrics = here if self._reports else [torch.zeros_like(each) for each in here]
+        mine = [loss, self._votes_and_findings(), self._overflowing(), self.gradient_norm.squares(), metrics]
+        values = all_reduce_sum(torch.cat(mine), self.state.world, "step")
+        squares = values[4 : len(values) - len(metrics)].sum()
+        most = torch.finfo(self.context.dtype).max  # optimizers keep squares of gradients
+        is_void = (values[2] != 0) | (values[3] != 0) | ~(values[0].isfinite() & (squares <= most))
         return StepSums(values, squares.sqrt(), is_void)
 
     def check(self, sums: StepSums) -> StepFigures:
         """Reads the sums: the one place in a step where the host waits for the device. Raises ValueError on every rank,
         where the checks of one have found something."""
         read = torch.cat([sums.is_void.to(sums.values.dtype).reshape(1), sums.values]).tolist()
-        is_void, loss, correct, self.stop_votes, found, _, *squares = read
+        is_void, loss, self.stop_votes, found, _, *squares = read
         if found:
             self._refuse_findings()
-        return StepFigures(loss, correct, math.sqrt(math.fsum(squares)), not is_void)
+        names = self.description.task.trained
+        metrics = [squares.pop() for _ in names][::-1]
+        return StepFigures(loss, dict(zip(names, metrics, strict=True)), math.sqrt(math.fsum(squares)), not is_void)
 
     def merge_statistics(self, most_micro_batches: int) -> None:
         """Merges what the norms recorded in the step into their running statistics. Collective over the replicas.
@@ -220,7 +222,7 @@ class DistributedModel:
             self.ties.refresh()
 
     def forward(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
-        """Evaluates: `consume` gets outputs for all time steps, and labels, where the logits are. Raises ValueError on
+        """Evaluates: `consume` gets outputs for all time steps, and targets, where the logits are. Raises ValueError on
         every rank, where the checks of one have found something."""
         if micro_batches:
             self._run(self.plan.schedules.evaluation(len(micro_batches)), micro_batches, consume)
@@ -234,7 +236,7 @@ class DistributedModel:
             norm.recording = False
         with self.checks.collecting():  # these findings were those of the step
             schedule = self.plan.schedules.evaluation(len(micro_batches))
-            self.executor.run(schedule, micro_batches, lambda output, labels: None)
+            self.executor.run(schedule, micro_batches, lambda output, targets: None)
 
     def _run(
         self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer | None = None
@@ -253,15 +255,16 @@ class DistributedModel:
                 chunk.forget()
         return loss
 
-    def _micro_batch_loss(self, output: Bundle, labels: Tensor, again: bool) -> Tensor:
-        loss = self.loss(output, labels) / (self._global_batch_size * self._windows)
+    def _micro_batch_loss(self, output: Bundle, targets: Tensor, again: bool) -> Tensor:
+        loss = self.loss(output, targets) / (self._global_batch_size * self._windows)
         if not again and (whole := self._of_all_windows(output)) is not None:
-            self._correct_here += correct_predictions(logits_of(whole), labels, (1,))[0]
+            task = self.description.task
+            self._metrics_here += task.sums(whole, targets, task.trained)
         return loss if self.context.counts_logits else 0 * loss
 
-    def _hand_on(self, consume: OutputConsumer, output: Bundle, labels: Tensor) -> None:
+    def _hand_on(self, consume: OutputConsumer, output: Bundle, targets: Tensor) -> None:
         if (whole := self._of_all_windows(output)) is not None:
-            consume(whole, labels)
+            consume(whole, targets)
 
     def _of_all_windows(self, output: Bundle) -> Bundle | None:
         """The output for all time steps, with the last window of the samples; None before it."""

@@ -72,7 +72,7 @@ class TrainStep:
         where = None if found.is_finite else first_place(distributed, micro_batches) or _OVERFLOW
         self.iteration += 1
         self.consumed_samples = batch.consumed_samples
-        return StepResult(found.mean_loss, found.correct, batch.size, found.norm, rate, not found.is_finite, where)
+        return StepResult(found.mean_loss, found.sums, batch.size, found.norm, rate, not found.is_finite, where)
 
     def _update(self, rate: float, norm: float | Tensor, is_void: Tensor | None = None) -> None:
         """Clips the gradients and steps the optimizer.

@@ -32,19 +32,18 @@ from megasnn.models.by_channel import ChannelWatch, cuts_by_shape, may_be_cut
 from megasnn.models.convert_module import convert_network, why_whole
 from megasnn.models.description import (
     DRY_SAMPLES,
-    INPUT,
     Built,
     Cuts,
     EntryDescription,
     LayerDescription,
     ModelDescription,
     Tie,
-    frames_of,
     sources,
 )
 from megasnn.models.layer import Layer
 from megasnn.models.model import Model
 from megasnn.models.summary import OperationCounter
+from megasnn.models.task import task_of
 from megasnn.models.ties import Ties, refuse_other_calls, separate, tie_all
 from megasnn.parallel.sharding import described_tensors, parameter_count, sharded_tensors
 from megasnn.parallel_state import Group
@@ -59,7 +58,7 @@ def describe(model: Model, neuron: NeuronSpec | None = None) -> ModelDescription
         neuron: None for what the model takes by default.
     Raises:
         ValueError: two layers have the same name, a layer cannot take what it is given or gives something else than it
-            says, nothing takes what it gives, or the last one gives no logits.
+            says, nothing takes what it gives, the last one gives no logits, or a function of the task fails.
     """
     return _described(model, neuron or model.neuron().spec)
 
@@ -82,13 +81,13 @@ def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
     ]
     return ModelDescription(
         tuple(described),
+        task_of(model).tried(one[-1].output),
         lambda context: build(model, neuron, context, one),
         model.time_steps,
         model.input_shape,
         model.num_classes,
         tuple(_ties(named)),
         tuple(sharded_tensors(named)),
-        model.example_input,
         frozenset(spec for _, layer in named for part in layer.modules() if (spec := _spec_of(part)) is not None),
     )
 
@@ -126,15 +125,17 @@ def _ties(named_layers: Sequence[tuple[str, nn.Module]]) -> Iterator[Tie]:
             owners.setdefault(entry.name, name)
 
 
-def _inputs_of(layers: Sequence[Layer]) -> tuple[tuple[int, ...], ...]:
-    """Numbers, for each layer, of those it takes. Raises ValueError for an output that nothing takes."""
+def _inputs_of(layers: Sequence[Layer], inputs: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Numbers, for each layer, of those it takes. Raises ValueError for an output, or an input, that nothing takes."""
     if empty := [each.name for each in layers if each.takes == ()]:
         raise ValueError(f"{empty[0]}: takes=() names no layer; leave it out to take the layer before")
-    taken = sources([(each.name, each.takes or ()) for each in layers])
+    taken = sources([(each.name, each.takes or ()) for each in layers], inputs)
     used = {source for numbers in taken for source in numbers}
     for number, each in enumerate(layers[:-1]):
         if number not in used:
             raise ValueError(f"{each.name}: no later layer takes its output; name it in `takes`, or leave it out")
+    if idle := [name for number, name in enumerate(inputs) if -1 - number not in used]:
+        raise ValueError(f"no layer takes the input {idle[0]!r}; name it in `takes`, or leave it out of `inputs`")
     return taken
 
 
@@ -165,14 +166,14 @@ def build(model: Model, neuron: NeuronSpec, context: BuildContext, one: Sequence
     whole_layers = cache(lambda: _separated(model, context.replicated())[0])
     if one is not None:
         _refuse_made_before(one, layers)
-    frames = torch.empty((DRY_SAMPLES, *model.input_shape), dtype=context.compute_dtype, device="meta")
-    outputs: dict[int, tuple[Bundle, Cuts]] = {INPUT: (frames_of(frames, model.input_shape), [False])}
-    built: list[Built] = []
-    for number, taken in enumerate(_inputs_of(layers)):
+    task, outputs, built = task_of(model), dict[int, tuple[Bundle, Cuts]](), list[Built]()
+    for number, spec in enumerate(task.inputs.values()):
+        outputs[-1 - number] = spec.frames(spec.empty(DRY_SAMPLES, context.compute_dtype)), [False]
+    for number, taken in enumerate(_inputs_of(layers, [*task.inputs])):
         each, inputs = layers[number], [outputs[source][0] for source in taken]
         cuts = [cut for source in taken for cut in outputs[source][1]]
         is_last, of_one = each is layers[-1], None if one is None else one[number].output
-        made = _cut(each, context, inputs, cuts, taken == (INPUT,)) if size > 1 else None
+        made = _cut(each, context, inputs, cuts, len(taken) == 1 and taken[0] < 0) if size > 1 else None
         if made is None or is_last and any(cuts_by_shape(made.output, of_one)):
             each = whole_layers()[number] if size > 1 else each
             module = _made(each, context.replicated())
@@ -184,7 +185,8 @@ def build(model: Model, neuron: NeuronSpec, context: BuildContext, one: Sequence
         outputs[number] = made.output, cuts_by_shape(made.output, of_one)
         built.append(made)
     tie_all([each.layer for each in built], ties)
-    _require_logits(model, built[-1])
+    if task.classes:
+        _require_logits(model, built[-1])
     return built
 
 
@@ -197,7 +199,7 @@ def _cut(each: Layer, context: BuildContext, inputs: Sequence[Bundle], cuts: Cut
     """Builds a layer that computes a rank's channels; None where it has to be whole.
 
     Args:
-        cuts: of its inputs' tensors. is_first: it takes the model's input alone.
+        cuts: of its inputs' tensors. is_first: it takes an input of the model alone.
     """
     has_tensors = next(tensors_of(each.module), None) is not None
     if why_whole(each.module) if each.is_sharded else is_plain(each.module) and has_tensors:

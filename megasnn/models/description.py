@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megasnn.bundle import Bundle, Key
 from megasnn.kernels.neuron_spec import NeuronSpec
@@ -18,9 +18,8 @@ from megasnn.parallel.sharding import ShardedTensor
 
 if TYPE_CHECKING:
     from megasnn.models.layer import Layer
+    from megasnn.models.task import Task
 
-INPUT = -1
-"""In place of a layer's number: the model's input."""
 DRY_SAMPLES = 2  # of the dry run: a norm in training needs more than one value
 
 
@@ -69,7 +68,7 @@ class LayerDescription:
         name: global name, the prefix of its parameters' names.
         unit: the coarser part that it belongs to ("patch_embed", "blocks.0", "head"), for explicit layouts.
         entries: tensors of its output; one without a key is no bundle.
-        takes: names of the layers whose outputs are its inputs; empty: the layer before it.
+        takes: names of the layers whose outputs are its inputs, and of inputs of the model; empty: the layer before it.
         parameters: number of their elements.
         operations: multiply-adds in a sample's forward: of convolutions, linear layers and products of matrices, each
             as often as it is computed here (of an image that all time steps see, once).
@@ -109,7 +108,8 @@ class Tie:
 
 @dataclass(frozen=True)
 class Carried:
-    """A tensor that a boundary between stages carries: an entry of the output of a layer, by its number."""
+    """A tensor that a boundary between stages carries: an entry of the output of a layer, by its number. The model's
+    inputs have the numbers -1, -2 and so on."""
 
     layer: int
     key: Key
@@ -122,25 +122,25 @@ class ModelDescription:
     """
     Attributes:
         layers: from input to logits.
+        task: inputs, target, loss and metrics.
         build: makes all layers for a rank, with parameters on the meta device: without memory. A rank gives memory to
             those of its own chunks only (`megasnn.parallel.sharding.materialise`).
         time_steps: T.
         input_shape: of one sample, (C, H, W) for images and (T, C, H, W) for event frames.
         num_classes: size of the logits `[T, N, num_classes]`.
         ties: copies of tensors, in the order of the layers that have them.
-        example_input: makes samples that layers are measured on.
         tensors: parameters and buffers, as one rank has them.
         neurons: descriptions of the neurons in the layers.
     """
 
     layers: tuple[LayerDescription, ...]
+    task: Task
     build: Callable[[BuildContext], Sequence[Built]]
     time_steps: int
     input_shape: tuple[int, ...]
     num_classes: int
     ties: tuple[Tie, ...]
     tensors: tuple[ShardedTensor, ...]
-    example_input: Callable[[int, torch.Generator], Tensor]
     neurons: frozenset[NeuronSpec] = frozenset()
 
     def named_layers(self, context: BuildContext) -> list[tuple[str, nn.Module]]:
@@ -150,7 +150,7 @@ class ModelDescription:
     @cached_property
     def inputs(self) -> tuple[tuple[int, ...], ...]:
         """Numbers, for each layer, of the layers whose outputs it takes."""
-        return sources([(layer.name, layer.takes) for layer in self.layers])
+        return sources([(layer.name, layer.takes) for layer in self.layers], [*self.task.inputs])
 
     @property
     def is_chain(self) -> bool:
@@ -169,8 +169,9 @@ class ModelDescription:
         """The tensors that cross a boundary before layer `stop`, each once, in a fixed order."""
         found = []
         for number in self.needed_from(stop):
-            if number == INPUT:
-                found.append(Carried(INPUT, None, Content.DENSE, "the model's input"))
+            if number < 0:
+                name = [*self.task.inputs][-1 - number]
+                found.append(Carried(number, None, Content.DENSE, f"the model's input {name}"))
                 continue
             layer = self.layers[number]
             for key, entry in layer.entries.items():
@@ -179,45 +180,25 @@ class ModelDescription:
         return found
 
 
-def sources(layers: Sequence[tuple[str, Sequence[str]]]) -> tuple[tuple[int, ...], ...]:
-    """Numbers, for each layer, of those it takes.
+def sources(layers: Sequence[tuple[str, Sequence[str]]], inputs: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Numbers, for each layer, of those it takes; -1, -2 and so on are the model's inputs.
 
     Args:
-        layers: (name, names that it takes); without names, a layer takes the one before it.
+        layers: (name, names that it takes); without names, a layer takes the one before it, and the first layer takes
+            the first input.
     Raises:
-        ValueError: a name that is no earlier layer's.
+        ValueError: a name that is no earlier layer's and no input's, or is both.
     """
-    numbers: dict[str, int] = {}
+    numbers = {name: -1 - number for number, name in enumerate(inputs)}
     found: list[tuple[int, ...]] = []
     for number, (name, takes) in enumerate(layers):
         for taken in takes:
             if taken not in numbers:
                 later = any(taken == other for other, _ in layers)
                 why = "which is no earlier layer" if later else "and no layer has that name"
-                known = ", ".join(numbers) or "none, the first layer takes the model's input"
-                raise ValueError(f"{name} takes {taken!r}, {why}; earlier layers: {known}")
+                raise ValueError(f"{name} takes {taken!r}, {why}; inputs and earlier layers: {', '.join(numbers)}")
+        if name in inputs:
+            raise ValueError(f"the layer {name!r} has the name of an input; give it another one")
         found.append(tuple(numbers[taken] for taken in takes) or (number - 1,))
         numbers[name] = number
     return tuple(found)
-
-
-def frames_of(samples: Tensor, input_shape: tuple[int, ...]) -> Tensor:
-    """Samples as they are loaded, as the first layer takes them: `[T, N, C, H, W]`, or `[1, N, C, H, W]` for images.
-
-    Args:
-        samples: images `[N, C, H, W]` or sequences of them `[T, N, C, H, W]`; frames of events `[N, T, C, H, W]`.
-        input_shape: of one sample, as in ModelDescription.
-    Raises:
-        ValueError: samples of another shape.
-    """
-    if len(input_shape) == 4:
-        if samples.ndim != 5 or tuple(samples.shape[1:]) != input_shape:
-            wanted = ", ".join(map(str, input_shape))
-            raise ValueError(
-                f"expected event frames [N, {wanted}] (N, --time-steps, --in-channels and twice --image-size), got "
-                f"shape {list(samples.shape)}"
-            )
-        return samples.transpose(0, 1)
-    if samples.ndim not in (len(input_shape) + 1, len(input_shape) + 2):
-        raise ValueError(f"expected images [N, C, H, W] or sequences [T, N, C, H, W], got shape {list(samples.shape)}")
-    return samples.unsqueeze(0) if samples.ndim == len(input_shape) + 1 else samples

@@ -11,18 +11,20 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megasnn.config.checks import at_least
 from megasnn.config.neuron import NeuronConfig
 from megasnn.config.pretrain import PretrainConfig
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from megasnn.models.layer import Layer
+    from megasnn.models.task import ArraySpec
     from megasnn.models.weight_names import Dialect
+
+TASK = ("inputs", "target", "loss", "metrics", "predict")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +39,17 @@ class Model(ABC):
         marker: name of a tensor that the model has in every size, and no other model has, so that weights which do not
             say of which model they are are known by it; None where weights always say it.
         neuron: the defaults of the flags --neuron, --tau and so on.
+        loss: (output of the last layer, target) -> the loss of each sample, `[N]`; None for that of --loss.
+        metrics: (output, target) -> figures by name, of each sample, `[N]`; None for the accuracy of classes.
+        predict: output -> the answer for each sample, `[N, ...]`; None for the mean of the logits over time.
     """
 
     name: ClassVar[str]
     marker: ClassVar[str | None] = None
     neuron: ClassVar[type[NeuronConfig]] = NeuronConfig
+    loss: ClassVar[Any] = None
+    metrics: ClassVar[Any] = None
+    predict: ClassVar[Any] = None
 
     image_size: int = 32
     """Height and width of the images, or of the frames."""
@@ -70,14 +78,24 @@ class Model(ABC):
         """Shape of one sample: (C, H, W) for images, (T, C, H, W) for frames of events."""
         return self.in_channels, self.image_size, self.image_size
 
-    def example_input(self, samples: int, generator: torch.Generator) -> Tensor:
-        """Samples that layers are measured on, `[samples, *input_shape]`: normal numbers.
+    @property
+    def inputs(self) -> Mapping[str, ArraySpec]:
+        """Arrays that every sample has for the layers, which name them in `takes`; the first layer takes the first."""
+        from megasnn.models.task import ArraySpec
 
-        A model whose first layer takes whole numbers, such as tokens of an embedding, gives some of these.
-        """
-        import torch
+        return {"images": ArraySpec(self.input_shape, over_time=len(self.input_shape) == 4)}
 
-        return torch.randn((samples, *self.input_shape), generator=generator)
+    @property
+    def target(self) -> ArraySpec | str:
+        """What is learned of a sample: an array, or an input, by its name. By default a class."""
+        from megasnn.models.task import ArraySpec
+
+        return ArraySpec((), "int", below=self.num_classes)
+
+    @classmethod
+    def own_task(cls) -> list[str]:
+        """Names in `TASK` of what the class says itself: without any, it classifies images."""
+        return [name for name in TASK if getattr(cls, name) is not getattr(Model, name)]
 
     def units(self) -> list[str]:
         """The unit of each layer, from input to output."""

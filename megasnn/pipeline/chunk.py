@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.replicated import apply_layer
 from megasnn.layers.row_context import own_pixel_rows, row_group
 from megasnn.layers.shape_inference import to_channels_last
-from megasnn.models.description import Built, Carried, ModelDescription, frames_of
+from megasnn.models.description import Built, Carried, ModelDescription
 from megasnn.parallel.sharding import ShardedTensor, described_tensors, materialise, sharded_tensors
 from megasnn.pipeline.graphs import Capture, ChunkGraphs, why_not
 from megasnn.telemetry.ranges import named
@@ -82,12 +82,16 @@ class PipelineChunk(nn.Module):
         return PipelineChunk(self._description, bounds, index, layers, self._context)
 
     def forward(
-        self, x: Tensor | list[Tensor], samples: range | None = None, goes_on: bool = False, micro_batch: int = 0
+        self,
+        x: Tensor | Mapping[str, Tensor] | list[Tensor],
+        samples: range | None = None,
+        goes_on: bool = False,
+        micro_batch: int = 0,
     ) -> Any:
         """
         Args:
             x: tensors of `receives`, in a list that is emptied, so that they are freed when they are used up; for the
-                first chunk, images or frames as they are loaded.
+                first chunk, inputs by name as they are loaded, or the tensor of the only one.
             samples: positions of the micro-batch's samples in the training, for dropout.
             goes_on: True for a later window of the samples that the last forward was on (--bptt-steps).
             micro_batch: its number in the step.
@@ -96,14 +100,21 @@ class PipelineChunk(nn.Module):
         """
         if not goes_on and self._carrying:
             self.forget()
-        if isinstance(x, Tensor):
-            frames, rows = frames_of(x, self._description.input_shape), row_group(self._context)
-            x = [frames if rows is None else own_pixel_rows(frames, rows)]
+        if not isinstance(x, list):
+            x = self._frames(x)
         if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
             y = self.graphs.apply(x, samples, micro_batch)
             x.clear()
             return y
         return self._run(x, samples, goes_on)
+
+    def _frames(self, x: Tensor | Mapping[str, Tensor]) -> list[Tensor]:
+        """Tensors of `receives` from the samples of a micro-batch."""
+        inputs = [*self._description.task.inputs.items()]
+        named_inputs = {inputs[0][0]: x} if isinstance(x, Tensor) else x
+        taken = [inputs[-1 - each.layer] for each in self.receives]
+        frames, rows = [spec.frames(named_inputs[name]) for name, spec in taken], row_group(self._context)
+        return frames if rows is None else [own_pixel_rows(each, rows) for each in frames]
 
     def _run(self, given: list[Tensor], samples: range | None, goes_on: bool = False) -> Any:
         outputs: dict[int, Bundle] = {self.receives[0].layer: given[0]}

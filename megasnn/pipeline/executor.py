@@ -26,7 +26,7 @@ from megasnn.schedule.actions import COMPUTE, FINISHING, PROPAGATING, USES_WEIGH
 from megasnn.telemetry.ranges import named
 
 LossFunction = Callable[[Bundle, Any, bool], Tensor]
-"""(output of the model, labels, is computed again) -> this micro-batch's share of the global batch's mean loss."""
+"""(output of the model, targets, is computed again) -> this micro-batch's share of the global batch's mean loss."""
 _BACKWARDS = PROPAGATING | FINISHING
 MOST_GRAPHED = 2  # sizes of steps with CUDA graphs, each of which takes memory: the usual one, and a smaller last one
 
@@ -83,7 +83,7 @@ class PipelineExecutor:
         with `consume`, forward alone.
 
         Args:
-            consume: gets the outputs and labels on the rank of the last unit.
+            consume: gets the outputs and targets on the rank of the last unit.
         Returns:
             the sum of the losses, float64 scalar; zero on ranks without the last unit, and with `consume`.
         """
@@ -157,14 +157,14 @@ class PipelineExecutor:
         with unit.only_graph(), replaying(kept.collected):
             y = self._output(run, key)
             if unit.is_last:
-                loss = self._loss(y, run.micro_batches[key[1]].labels, True)
+                loss = self._loss(y, run.micro_batches[key[1]].targets, True)
                 run.backwards[key] = partial(torch.autograd.backward, loss)
             else:
                 run.await_gradients(key, y)
 
     def _output(self, run: StepState, key: Key) -> Any:
         unit, micro = self._units[key[0]], run.micro_batches[key[1]]
-        x = micro.images if unit.is_first else run.entered(key)
+        x = micro.inputs if unit.is_first else run.entered(key)
         return unit(x, micro.samples, micro.goes_on, key[1])
 
     def _hand_on(self, run: StepState, key: Key, y: Any) -> None:
@@ -178,11 +178,11 @@ class PipelineExecutor:
             else:
                 run.outputs[key] = given
         elif run.consume is None:
-            loss = self._loss(y, micro.labels, False)
+            loss = self._loss(y, micro.targets, False)
             run.backwards[key] = partial(torch.autograd.backward, loss)
             run.losses.append(loss.detach())
         elif not micro.is_padding:
-            run.consume(y, micro.labels)
+            run.consume(y, micro.targets)
 
     def _input_gradient(self, run: StepState, action: Action) -> None:
         with self._units[action.unit].weight_gradients.deferred() as tasks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,16 +17,16 @@ from megasnn.pipeline.packed_input import PackedInput
 from megasnn.schedule.actions import Key
 
 OutputConsumer = Callable[[Any, Any], None]
-"""Called with (output without gradient, labels), once for each micro-batch."""
+"""Called with (output without gradient, targets), once for each micro-batch."""
 
 
 @dataclass(frozen=True)
 class MicroBatchInput:
-    """Micro-batch for the executor; images only where the first unit is, labels where the last one is.
+    """Micro-batch for the executor; inputs only where the first unit is, targets where the last one is.
 
     Attributes:
-        images: input of the model's first layer, `[n, C, H, W]`, `[T, n, C, H, W]` or `[n, T, C, H, W]`.
-        labels: class indices `[n]` or `[n, 1]`, or probabilities `[n, classes]`.
+        inputs: of the model by name, or the tensor of the only one: `[n, ...]`, `[T, n, ...]` or `[n, T, ...]`.
+        targets: `[n, ...]`; of a classification class indices `[n]` or `[n, 1]`, or probabilities `[n, classes]`.
         size: n, known on every stage.
         samples: positions of the samples in the whole training, for dropout.
         goes_on: True for a later window of the samples of the micro-batch before: neurons go on from the state that it
@@ -34,8 +34,8 @@ class MicroBatchInput:
         is_padding: keeps this replica in step with others, in evaluation; nobody is told of its output.
     """
 
-    images: Tensor | None
-    labels: Tensor | None
+    inputs: Tensor | Mapping[str, Tensor] | None
+    targets: Tensor | None
     size: int
     samples: range | None = None
     goes_on: bool = False

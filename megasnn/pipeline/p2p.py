@@ -32,7 +32,7 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.init import tensors_of
 from megasnn.layers.row_context import WholeImages
 from megasnn.layers.shape_inference import is_channels_last
-from megasnn.models.description import DRY_SAMPLES, INPUT, Built, Carried, ModelDescription, frames_of
+from megasnn.models.description import DRY_SAMPLES, Built, Carried, ModelDescription
 from megasnn.parallel.sharding import own_span
 from megasnn.parallel.traffic import statistics
 from megasnn.parallel_state import Group, ParallelState, start_messages
@@ -92,11 +92,13 @@ class Boundaries:
 
     def __init__(self, description: ModelDescription, context: BuildContext, built: Sequence[Built]) -> None:
         self._context = context
-        frames = frames_of(torch.empty((DRY_SAMPLES, *description.input_shape), device="meta"), description.input_shape)
-        self._image_dims = frames.ndim
+        inputs = [each.frames(each.empty(DRY_SAMPLES, context.dtype)) for each in description.task.inputs.values()]
+        self._image_dims = inputs[0].ndim
         self._specs: dict[tuple[int, Key], TensorSpec] = {}
-        self._add(INPUT, None, TensorSpec(tuple(frames.shape), context.dtype), True)
-        learns, by_rows = {INPUT: False}, {INPUT: True}
+        learns, by_rows = dict[int, bool](), dict[int, bool]()
+        for number, frames in enumerate(inputs):
+            learns[-1 - number], by_rows[-1 - number] = False, True
+            self._add(-1 - number, None, TensorSpec(tuple(frames.shape), frames.dtype), True)
         for number, (layer, takes) in enumerate(zip(built, description.inputs, strict=True)):
             learns[number] = any(x.requires_grad for x in tensors_of(layer.module)) or any(learns[n] for n in takes)
             joins = any(isinstance(each, WholeImages) for each in layer.module.modules())

@@ -84,8 +84,8 @@ def profile_layers(
     Args:
         rounds: runs by the clock; 0: bytes only.
     """
-    images = description.example_input(samples, torch.Generator().manual_seed(0)).to(device, context.dtype)
-    micro = MicroBatchInput(images, None, samples, range(samples))
+    inputs = {name: x.to(device) for name, x in description.task.examples(samples, context.dtype).items()}
+    micro = MicroBatchInput(inputs, None, samples, range(samples))
     casts, bounds = CastWeights(), [range(number, number + 1) for number in range(len(description.layers))]
     built = replace(context, cast_weights=casts, weight_gradients=WeightGradients())
     layers: list[nn.Module | None] = [each.module for each in description.build(built)]
@@ -213,7 +213,7 @@ class _Trial:
 
     def _forward(self, run: StepState) -> list[Tensor]:
         chunk = self._chunk
-        y = chunk(self._micro.images if chunk.is_first else run.entered(self._key), self._micro.samples)
+        y = chunk(self._micro.inputs if chunk.is_first else run.entered(self._key), self._micro.samples)
         if not chunk.is_last:
             return [*y]
         entries = entries_of(y)

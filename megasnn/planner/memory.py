@@ -76,7 +76,7 @@ def sample_bytes(config: PretrainConfig, itemsize: int, micro_batches: int, samp
         on_host: the rank computes on its host.
     """
     batches = 2 if on_host and config.data.num_workers else 1
-    return itemsize * prod(config.model.input_shape) * micro_batches * samples * batches
+    return itemsize * sum(prod(each.shape) for each in config.model.inputs.values()) * micro_batches * samples * batches
 
 
 @dataclass(frozen=True)

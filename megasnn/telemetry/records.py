@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Annotated, get_type_hints
+
+_ACCURACIES = {"accuracy": "accuracy", "top1": "top-1 accuracy", "top5": "top-5 accuracy"}
+_CARDS = {"top1": "accuracy_top1", "top5": "accuracy_top5"}
 
 
 @dataclass(frozen=True)
@@ -12,18 +16,29 @@ class StepResult:
     """Outcome of an optimizer step, over all replicas.
 
     Attributes:
-        loss: mean over the `samples`. correct: samples whose class had the highest logit.
+        loss: mean over the `samples`.
+        sums: of metrics, over the samples, by name; "top1" of a classification.
         grad_norm: of the gradient, before clipping. skipped: True when nothing was updated.
         not_finite: the first place with a nan or an infinity; None where there is none, or it was not found.
     """
 
     loss: float
-    correct: float
+    sums: Mapping[str, float]
     samples: int
     grad_norm: float
     learning_rate: float
     skipped: bool = False
     not_finite: str | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means of the metrics over the samples."""
+        return {name: value / self.samples for name, value in self.sums.items()}
+
+    @property
+    def correct(self) -> float:
+        """Samples whose class had the highest logit."""
+        return self.sums["top1"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +48,8 @@ class IterationRecord:
     Attributes:
         epoch: passes through the training data so far.
         elapsed_ms: milliseconds per iteration, mean.
-        loss: mean; nan when one iteration gave nan. accuracy: top-1 share of the training samples.
+        loss: mean; nan when one iteration gave nan.
+        metrics: means over the training samples, by name; "accuracy", top-1, of a classification.
         grad_norm, learning_rate, global_batch_size: of the last iteration.
         samples_per_second: over all ranks. seconds_left: at the recent pace.
         skipped_iterations, nan_iterations: since the last line, without an update and with a loss that is not finite.
@@ -48,7 +64,7 @@ class IterationRecord:
     learning_rate: Annotated[float, "training/learning_rate"]
     global_batch_size: int
     loss: Annotated[float, "training/loss"]
-    accuracy: Annotated[float, "training/accuracy"]
+    metrics: Annotated[Mapping[str, float], "training"]
     grad_norm: Annotated[float, "training/grad_norm"]
     samples_per_second: Annotated[float, "training/samples_per_second"]
     seconds_left: float
@@ -59,9 +75,10 @@ class IterationRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """Result of one evaluation; `top1` and `top5` are shares of `samples`.
+    """Result of one evaluation.
 
     Attributes:
+        metrics: means over the `samples`, by name; "top1" and "top5" of a classification.
         skipped_samples: broken samples that others replaced, over all ranks.
     """
 
@@ -69,16 +86,32 @@ class EvaluationRecord:
     consumed_samples: int
     samples: int
     loss: Annotated[float, "validation/loss"]
-    top1: Annotated[float, "validation/accuracy_top1"]
-    top5: Annotated[float, "validation/accuracy_top5"]
+    metrics: Annotated[Mapping[str, float], "validation"]
     skipped_samples: Annotated[int, "data/skipped_validation_samples"] = 0
+
+    @property
+    def top1(self) -> float:
+        return self.metrics["top1"]
+
+    @property
+    def top5(self) -> float:
+        return self.metrics["top5"]
+
+
+def values_of(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
+    """Returns all values of a record, its metrics among them."""
+    values = {**vars(record)}
+    metrics = values.pop("metrics")
+    return {**values, **metrics}
 
 
 def scalars_of(record: IterationRecord | EvaluationRecord) -> dict[str, float]:
     """Returns the values of a record for TensorBoard, by the names of their cards."""
     hints = get_type_hints(type(record), include_extras=True)
     cards = {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
-    return {card: getattr(record, name) for name, card in cards.items()}
+    group = cards.pop("metrics")
+    of_metrics = {f"{group}/{_CARDS.get(name, name)}": value for name, value in record.metrics.items()}
+    return {**{card: getattr(record, name) for name, card in cards.items()}, **of_metrics}
 
 
 def format_iteration(record: IterationRecord, now: datetime | None = None) -> str:
@@ -89,7 +122,7 @@ def format_iteration(record: IterationRecord, now: datetime | None = None) -> st
         f"samples/s: {record.samples_per_second:.1f}",
         f"learning rate: {record.learning_rate:.2E}",
         f"loss: {record.loss:.4f}",
-        f"accuracy: {100 * record.accuracy:.1f} %",
+        *_metrics(record, digits=1),
         f"grad norm: {record.grad_norm:.3f}",
         f"ETA: {format_duration(record.seconds_left)}",
     ]
@@ -109,12 +142,19 @@ def format_evaluation(record: EvaluationRecord, now: datetime | None = None) -> 
         f"{_stamp(now)} validation at iteration {record.iteration}",
         f"validation samples: {record.samples}",
         f"validation loss: {record.loss:.4f}",
-        f"top-1 accuracy: {100 * record.top1:.2f} %",
-        f"top-5 accuracy: {100 * record.top5:.2f} %",
+        *_metrics(record, digits=2),
     ]
     if record.skipped_samples:
         parts.append(f"number of skipped samples: {record.skipped_samples}")
     return " | ".join(parts)
+
+
+def _metrics(record: IterationRecord | EvaluationRecord, digits: int) -> list[str]:
+    """Accuracies of classes in per cent, and a model's own metrics as they are."""
+    return [
+        f"{_ACCURACIES[name]}: {100 * value:.{digits}f} %" if name in _ACCURACIES else f"{name}: {value:.4f}"
+        for name, value in record.metrics.items()
+    ]
 
 
 def format_duration(seconds: float) -> str:

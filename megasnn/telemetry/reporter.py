@@ -20,9 +20,12 @@ from megasnn.telemetry.records import (
     format_evaluation,
     format_iteration,
     scalars_of,
+    values_of,
 )
 from megasnn.telemetry.spikes import LayerSpikes, mean_spikes
 from megasnn.telemetry.tensorboard import TensorBoard
+
+_NAMES = {"top1": "accuracy"}  # of training
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class Reporter:
         record, self._spikes = self._record(iteration, samples, skipped_samples), layers or self._spikes
         self._console.line(format_iteration(record))
         spikes = {layer.name: {k: v for k, v in asdict(layer).items() if k != "name"} for layer in layers}
-        self.entry("iteration", {**asdict(record), **more, "layers": spikes})
+        self.entry("iteration", {**values_of(record), **more, "layers": spikes})
         scalars = {**scalars_of(record), **mean_spikes(layers), **more}
         self.board.scalars(scalars, iteration)
         self.board.flush()
@@ -133,7 +136,7 @@ class Reporter:
             learning_rate=last.learning_rate,
             global_batch_size=last.samples,
             loss=sum(step.loss for step in steps) / len(steps),  # nan stays nan
-            accuracy=sum(step.correct for step in steps) / trained,
+            metrics={_NAMES.get(name, name): sum(step.sums[name] for step in steps) / trained for name in last.sums},
             grad_norm=last.grad_norm,
             samples_per_second=trained / (len(steps) * elapsed),
             seconds_left=self._seconds_left(iteration),
@@ -155,7 +158,7 @@ class Reporter:
         with self.best_effort("counting synaptic operations"):
             if self.work and (operations := synaptic_operations(self.work, self._spikes)):
                 self._console.line(describe_operations(self.work, operations))
-        self.entry("validation", {**asdict(record), **operations})
+        self.entry("validation", {**values_of(record), **operations})
         self.board.scalars({**scalars_of(record), **operations}, record.iteration)
         self.board.flush()
         self._call("evaluation", record)

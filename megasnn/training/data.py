@@ -6,12 +6,34 @@ from functools import partial
 
 from megasnn.config import PretrainConfig
 from megasnn.data import BatchLoader, Datasets, open_datasets
+from megasnn.data.arrays import ArrayFile, ArrayFormat
 from megasnn.data.loader import epoch_samples, order_identity
 from megasnn.device_checks import placed
 from megasnn.engine import Engine
+from megasnn.models.model import Model
+from megasnn.models.task import task_of
 from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel_state import ParallelState
 from megasnn.preprocess.sample import shards_of_sample
+
+
+def arrays_of(model: Model) -> ArrayFormat | None:
+    """Files of a model's samples in shards; None where they are images, or event frames, and classes. Raises ValueError
+    for an array that is in no file."""
+    if not {"inputs", "target"} & {*model.own_task()}:
+        return None
+    task = task_of(model)
+    target = task.target if isinstance(task.target, str) else "" if task.classes else "target"
+    arrays = {**task.inputs, **({target: task.target_spec} if target else {})}
+    for name, each in arrays.items():
+        is_image = name in task.inputs and len(each.shape) == 3 and each.dtype == "float" and not each.over_time
+        if not each.file and not is_image:
+            raise ValueError(
+                f'{model.name} says no file for {name!r} in shards: ArraySpec(..., file="npy"); or train it with a '
+                "megasnn.Engine, on batches of your own"
+            )
+    files = tuple(ArrayFile(name, each.file, each.shape, each.dtype, each.below) for name, each in arrays.items())
+    return ArrayFormat(files, tuple(task.inputs), target)
 
 
 class RunData:
@@ -34,8 +56,10 @@ class RunData:
         self._loaders: dict[bool, BatchLoader] = {}
         data, training, model = config.data, config.training, config.model
         shape, decide = model.input_shape, partial(broadcast_result, state.world.handle)
+        arrays = arrays_of(model)
+        self._classes = model.num_classes if arrays is None or not arrays.target else 0
         self.datasets: Datasets = open_datasets(
-            data, shape, model.num_classes, shards_of_sample, decide, training.evaluate_only
+            data, shape, self._classes, shards_of_sample, decide, training.evaluate_only, arrays
         )
         batch, last_batch = training.global_batch_size, data.last_batch
         samples = epoch_samples(len(self.datasets.train), batch, last_batch)
@@ -51,7 +75,7 @@ class RunData:
         """For the user: the model has more classes than the data, or nothing is evaluated; "" otherwise."""
         if self._config.logging.eval_iters != 0 and not self.evaluates:
             return "without --valid-data-path nothing is evaluated"
-        found, classes = int(self.datasets.train.labels.max()) + 1, self._config.model.num_classes
+        found, classes = int(self.datasets.train.labels.max()) + 1, self._classes
         if found >= classes:
             return ""
         return f"WARNING: the last class in --data-path is {found - 1}, and the model has {classes} (--num-classes)"

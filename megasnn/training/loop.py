@@ -223,7 +223,7 @@ class TrainingRun:
                 f"{due} samples, and does not count"
             )
             return
-        self.saves.found(engine.iteration, record.top1)
+        self.saves.found(engine.iteration, record.metrics.get("top1", 0.0))
         reporter.evaluation(replace(record, skipped_samples=skipped))
 
     def _until_asked_to_stop(self, batches: Iterable[GlobalBatch]) -> Iterator[GlobalBatch]:

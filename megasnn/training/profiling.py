@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megasnn.config import PretrainConfig
@@ -80,9 +81,8 @@ class Pictures:
         if not self._interval:
             return
         self._rasters.enabled = self._draws and (iteration + 1) % self._interval == 0
-        if not self._shown and self._state.rank == 0:
-            micro = batch.micro_batches[0]
-            assert micro.images is not None, "the first rank is on the first stage"
+        micro = batch.micro_batches[0]
+        if not self._shown and self._state.rank == 0 and isinstance(micro.images, Tensor):  # not arrays by name
             samples = list(micro.images[:SAMPLES].cpu().numpy())
             classes = self._labels[micro.sample_ids[: len(samples)].numpy()].tolist()
             captions = [f"class {label}" for label in classes]

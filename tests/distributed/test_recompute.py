@@ -51,7 +51,7 @@ class _Live:
         self.after: list[tuple[Action, int]] = []
         self._holders: weakref.WeakSet[_Holder] = weakref.WeakSet()
         self._inputs: weakref.WeakSet[PackedInput] = weakref.WeakSet()
-        known = [each.tensor for each in engine.tensors] + [each.images for each in batches if each.images is not None]
+        known = [each.tensor for each in engine.tensors] + [each.inputs for each in batches if each.inputs is not None]
         self._known = {each.untyped_storage().data_ptr() for each in known}
         engine.executor._do = partial(self._followed, engine.executor._do)  # type: ignore[method-assign]
 

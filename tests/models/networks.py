@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from spikingjelly.activation_based import layer as sj
@@ -22,12 +22,11 @@ CLASSES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Between(Model):
-    """Layers between a first one, which gives so many channels, and a last one; a class for each function that makes
-    them. It travels to ranks where that is a function of a module, or a `partial` of one."""
+    """Layers between a first one, which gives so many channels, and a last one. It travels to ranks where `make`, a
+    function of a module or a `partial` of one, does."""
 
-    make: ClassVar[Callable[[], Iterable[Layer]]]
-    width: ClassVar[int]
-
+    make: ClassVar[Callable[[], Iterable[Layer]]] = tuple
+    width: ClassVar[int] = 4
     image_size: int = 4
     time_steps: int = 2
     num_classes: int = CLASSES
@@ -37,13 +36,14 @@ class Between(Model):
         yield from type(self).make()
         yield layer("head", MeanLinear(self.width, CLASSES))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return between, (type(self).make, self.width, self.image_size)
 
 
 def between(make: Callable[[], Iterable[Layer]], width: int = 4, image_size: int = 4) -> Model:
-    kind = type("Between", (Between,), {"make": staticmethod(make), "width": width, "__annotations__": {}})
-    return dataclass(frozen=True, kw_only=True)(kind)(image_size=image_size)
+    """A model of a class of its own: configurations hold numbers and names, and no functions."""
+    made = type("Between", (Between,), {"make": staticmethod(make), "width": width})
+    return dataclass(frozen=True, kw_only=True)(made)(image_size=image_size)
 
 
 class Integrates(SpikingNeuron):

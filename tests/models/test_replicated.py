@@ -3,7 +3,7 @@ refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from megasnn.layers import (
 from megasnn.models.build import describe
 from megasnn.models.layer import FunctionLayer, Layer, layer
 from megasnn.models.model import Model
+from megasnn.models.task import ArraySpec
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel_state import Group
 from megasnn.pipeline.chunk import PipelineChunk, build_chunks
@@ -244,16 +245,13 @@ class Embeds(nn.Module):
         self.embedding = nn.Embedding(5, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.embedding(x.long()).flatten(2, 3).transpose(2, 3)
+        return self.embedding(x).flatten(2, 3).transpose(2, 3)
 
 
 class Embedded(WholeOutputs):
     @property
-    def input_shape(self) -> tuple[int, ...]:
-        return 1, 6
-
-    def example_input(self, samples: int, generator: torch.Generator) -> Tensor:
-        return torch.randint(0, 5, (samples, *self.input_shape), generator=generator)
+    def inputs(self) -> Mapping[str, ArraySpec]:
+        return {"words": ArraySpec((1, 6), "int", below=5)}
 
     def layers(self) -> Iterable[Layer]:
         yield layer("embedding", Embeds())

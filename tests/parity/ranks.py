@@ -215,7 +215,7 @@ def bits_of(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput], 
     found = forward_backward(engine, micro_batches, samples)
     engine.merge_statistics(len(micro_batches))
     tensors = whole.digests(tensors_of(engine))
-    return Bits(found.mean_loss, found.norm, found.correct, evaluated(engine, micro_batches), tensors)
+    return Bits(found.mean_loss, found.norm, found.sums["top1"], evaluated(engine, micro_batches), tensors)
 
 
 def tensors_of(engine: DistributedModel) -> dict[str, Tensor]:

@@ -202,7 +202,7 @@ def train_recipe(name: str, *flags: str) -> tuple[Batches, list[float], dict[str
     batches, losses = list[list[Any]](), list[float]()
 
     def watched(self: TrainStep, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
-        batches.append([(micro.images, micro.labels) for micro in micro_batches])
+        batches.append([(micro.inputs["images"], micro.targets) for micro in micro_batches])
         result = step(self, micro_batches, batch)
         losses.append(result.loss)
         return result

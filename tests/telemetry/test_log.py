@@ -29,7 +29,8 @@ from megasnn.telemetry.spikes import LayerSpikes
 NOW = datetime(2026, 2, 3, 4, 5, 6)
 RECORD = dict(
     iteration=20, train_iters=200, epoch=0.8906, consumed_samples=1280, elapsed_ms=812.44, learning_rate=1e-3,
-    global_batch_size=64, loss=2.3, accuracy=0.2547, grad_norm=1.2, samples_per_second=78.77, seconds_left=146.2,
+    global_batch_size=64, loss=2.3, metrics={"accuracy": 0.2547}, grad_norm=1.2, samples_per_second=78.77,
+    seconds_left=146.2,
 )  # fmt: skip
 
 
@@ -44,8 +45,9 @@ def test_lines_read_as_in_megatron_and_count_errors() -> None:
     assert line.endswith("skipped iterations: 2 | number of nan iterations: 3 | number of skipped samples: 4")
     seconds = (0.4, 61, 605, 3599.7, 3723, 90000)
     assert [*map(format_duration, seconds)] == ["0:00", "1:01", "10:05", "1:00:00", "1:02:03", "1 day, 1:00:00"]
-    line = format_evaluation(EvaluationRecord(100, 6400, 360, loss=0.25, top1=0.9166, top5=1.0), NOW)
-    assert "iteration 100 | validation samples: 360 | validation loss: 0.2500 | top-1 accuracy: 91.66 %" in line
+    line = format_evaluation(EvaluationRecord(100, 6400, 360, loss=0.25, metrics={"top1": 0.9166, "iou": 0.5}), NOW)
+    shown = "iteration 100 | validation samples: 360 | validation loss: 0.2500 | top-1 accuracy: 91.66 % | iou: 0.5000"
+    assert shown in line
 
 
 def test_every_line_of_the_json_log_is_an_object_with_time_and_kind(tmp_path) -> None:
@@ -112,15 +114,15 @@ def test_an_interval_is_summed_up(tmp_path, clock, capsys) -> None:
     reporter = Reporter(RunOutline(40, 50, tmp_path, tmp_path), is_writer=True)
     for number in range(4):
         clock[0] += 0.5
-        reporter.step(StepResult(2.0 - number / 4, number, 10, 1.5, 0.1, skipped=number == 1))
+        reporter.step(StepResult(2.0 - number / 4, {"top1": number}, 10, 1.5, 0.1, skipped=number == 1))
     with reporter.pause():
         clock[0] += 2.0  # an evaluation: no part of the time of an iteration, but of the time left
     reporter.log(4, 40, {"time/data_ms": 3.0}, [LayerSpikes("a", 0.5, 0.0, 0.0)], skipped_samples=2)
     clock[0] += 0.5
-    reporter.step(StepResult(nan, 0, 10, nan, 0.1))
+    reporter.step(StepResult(nan, {"top1": 0}, 10, nan, 0.1))
     reporter.log(5, 50, {})
     reporter.work = [LayerWork("input", 8, False), LayerWork("a", 100, True)]
-    reporter.evaluation(EvaluationRecord(5, 50, 5, 1.0, 0.5, 1.0))
+    reporter.evaluation(EvaluationRecord(5, 50, 5, 1.0, {"top1": 0.5, "iou": 1.0}))
     reporter.close()
     assert entries(tmp_path, "validation")[0]["validation/effective_acs"] == 50
     line, after = entries(tmp_path, "iteration")
@@ -133,6 +135,7 @@ def test_an_interval_is_summed_up(tmp_path, clock, capsys) -> None:
     assert "epoch: 0.80 | samples/s: 20.0 |" in shown and "ETA: 0:36 | number of skipped iterations: 1" in shown
     tags = EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"]
     assert {"1_training/2_accuracy", "3_spikes/1_firing_rate", "4_time/data_ms", "8_data/skipped_samples"} <= set(tags)
+    assert {"2_validation/2_accuracy_top1", "2_validation/iou"} <= set(tags)
     assert "3_spikes/2_silent" not in tags
 
 
@@ -142,7 +145,7 @@ def test_the_time_left_is_of_the_pace_behind_the_first_log_line(tmp_path, clock)
     reporter.begin()
     for iteration in range(11, 41):
         clock[0] += {11: 9.0}.get(iteration, 2.0 if iteration < 25 else 1.0)
-        reporter.step(StepResult(1.0, 1, 10, 1.0, 0.1))
+        reporter.step(StepResult(1.0, {"top1": 1}, 10, 1.0, 0.1))
         reporter.log(iteration, 10 * iteration, {})
     lines = entries(tmp_path, "iteration")
     assert [line["elapsed_ms"] for line in lines[:3]] == [9000, 2000, 2000]
@@ -153,9 +156,9 @@ def test_the_time_left_is_of_the_pace_behind_the_first_log_line(tmp_path, clock)
 def test_other_ranks_write_nothing_and_a_folder_that_is_none_is_told_once(tmp_path, capsys) -> None:
     reporter = Reporter(RunOutline(2, 50, tmp_path, tmp_path), is_writer=False)
     reporter.line("a line")
-    reporter.step(StepResult(1.0, 1, 10, 1.0, 0.1))
+    reporter.step(StepResult(1.0, {"top1": 1}, 10, 1.0, 0.1))
     reporter.log(1, 10, {})
-    reporter.evaluation(EvaluationRecord(1, 10, 5, 1.0, 0.5, 1.0))
+    reporter.evaluation(EvaluationRecord(1, 10, 5, 1.0, {"top1": 0.5}))
     reporter.close()
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
     (tmp_path / "file").write_text("where a folder should be")

@@ -60,10 +60,10 @@ CASES: dict[str, Case] = {
 SMALL_BUCKETS = {"bucket": 2**17}
 
 
-def batch_of(engine: Engine) -> tuple[Tensor, Tensor]:
+def batch_of(engine: Engine) -> tuple[dict[str, Tensor], Tensor]:
     samples, shape = engine.config.training.global_batch_size, engine.config.model.input_shape  # of all windows
     images = torch.randn((samples, *shape), generator=torch.Generator().manual_seed(0))
-    return images, torch.arange(samples) % engine.config.model.num_classes
+    return {"images": images}, torch.arange(samples) % engine.config.model.num_classes
 
 
 def predicted_and_counted(model: Model, flags: dict[str, Any], bucket_bytes: int = BUCKET_BYTES) -> tuple[int, int]:

@@ -14,8 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megasnn.config import OptimizerConfig
 from megasnn.data.formats import encode_frames
-from megasnn.engine import model as distributed_model
 from megasnn.losses.sums import correct_predictions
+from megasnn.models import task
 from megasnn.optim.rates import learning_rate
 from tests.data.shard_files import write_shard, write_shards
 from tests.data.shard_server import serving
@@ -116,7 +116,7 @@ def test_the_accuracy_of_training_is_that_of_its_logits(cache, tmp_path, monkeyp
         correct.append(sum(one == other for one, other in zip(best, labels.tolist(), strict=True)))
         return correct_predictions(logits, labels, top)
 
-    monkeypatch.setattr(distributed_model, "correct_predictions", counted)
+    monkeypatch.setattr(task, "correct_predictions", counted)
     train(cache, *flags, "--tensorboard-dir", str(tmp_path))
     found = [line["accuracy"] for line in log_of(tmp_path, "iteration")]
     assert max(found) > 0

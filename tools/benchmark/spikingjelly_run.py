@@ -35,7 +35,7 @@ class Run:
 
     def __init__(self, argv: Sequence[str], compiled: bool) -> None:
         self.config = config = configuration(MODELS["vgg_dvs"], argv)
-        self.device, _ = choose_device(config.parallel.backend, config.parallel.device)
+        self.device, _ = choose_device(config.parallel.device)
         distributed.init_process_group(BACKENDS[self.device.type])
         self.rank, ranks = distributed.get_rank(), distributed.get_world_size()
         data, training = config.data, config.training
@@ -86,7 +86,7 @@ class Run:
         return float(counts[0] / counts[1].clamp(min=1))
 
     def _on_device(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        assert batch.images is not None and batch.labels is not None
+        assert isinstance(batch.images, Tensor) and batch.labels is not None
         functional.reset_net(self.net)
         return batch.images.to(self.device), batch.labels.to(self.device)
 

@@ -1,0 +1,107 @@
+"""Samples of a model with its own inputs or target: several files of a shard each, `.npy` arrays or `.png` of classes.
+
+They lie side by side in the shard, and are read together: ``<key>.jpg`` and ``<key>.seg.png``, or ``<key>.npy`` alone.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from megasnn.augment import Key
+from megasnn.data.formats import FormatMismatch, SampleFormat
+from megasnn.data.images import IMAGE_SUFFIXES, ImageFormat, open_image
+from megasnn.data.shards import split_name
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+class ArrayFile(NamedTuple):
+    """Array of every sample, in a file of its own.
+
+    Attributes:
+        ending: of the file; "" for the image of the sample.
+        shape, dtype, below: of one sample, as of `megasnn.ArraySpec`.
+    """
+
+    name: str
+    ending: str
+    shape: tuple[int, ...]
+    dtype: str
+    below: int | None = None
+
+
+@dataclass(frozen=True)
+class ArrayFormat(SampleFormat):
+    """Samples of several arrays by name. Nothing is changed at random: what belongs together would not be alike.
+
+    Attributes:
+        target: the array that is learned; "" where it is the class of the sample. inputs: those that layers take.
+        image: format of the image, where one is among them.
+    """
+
+    arrays: tuple[ArrayFile, ...]
+    inputs: tuple[str, ...]
+    target: str = ""
+    image: ImageFormat | None = None
+    kind = "arrays"
+    reads_all = True
+
+    def decode(self, data: bytes, key: Key | None = None) -> Any:
+        """Decodes the part of a shard with all files of a sample. Raises ValueError, as `SampleFormat.decode`."""
+        with tarfile.open(fileobj=io.BytesIO(data + bytes(2 * tarfile.BLOCKSIZE)), mode="r:") as archive:
+            members = [(split_name(member.name)[1], member) for member in archive if member.isreg()]
+            files = {ending: archive.extractfile(member).read() for ending, member in members}  # type: ignore[union-attr]
+        return {each.name: self._decoded(each, files) for each in self.arrays}
+
+    def _decoded(self, array: ArrayFile, files: Mapping[str, bytes]) -> NDArray[Any]:
+        if not array.ending:
+            images = [content for ending, content in files.items() if ending in IMAGE_SUFFIXES]
+            if len(images) != 1:
+                raise FormatMismatch(f"has {len(images)} images, and the model takes one as its input {array.name!r}")
+            assert self.image is not None
+            return self.image.decode(images[0])
+        if array.ending not in files:
+            raise FormatMismatch(f"has no .{array.ending} for {array.name!r}, but {', '.join(files)}")
+        content = files[array.ending]
+        is_classes = array.ending.endswith("png")
+        found = self._classes(content, array) if is_classes else np.load(io.BytesIO(content), allow_pickle=False)
+        is_whole = array.dtype == "int"
+        if found.shape != array.shape or found.dtype.kind not in ("biu" if is_whole else "f"):
+            raise FormatMismatch(
+                f"has {found.dtype} {list(found.shape)} in .{array.ending}, and {array.name!r} is {array.dtype} "
+                f"{list(array.shape)}"
+            )
+        if array.below is not None and not 0 <= found.min() <= found.max() < array.below:
+            raise FormatMismatch(
+                f"has {found.min()} to {found.max()} in .{array.ending}, and {array.name!r} is below {array.below}"
+            )
+        return found.astype(np.int64 if is_whole else np.float32)
+
+    def _classes(self, content: bytes, array: ArrayFile) -> NDArray[Any]:
+        """Classes of pixels, cut and scaled as the image is, to the nearest pixel."""
+        file = open_image(content)
+        if file.mode not in ("L", "P", "1"):
+            raise FormatMismatch(
+                f"has colours (mode {file.mode}) in .{array.ending}, which should hold a class a pixel"
+            )
+        side = (1.0 if self.image is None else self.image.center) * min(file.size)
+        left, top = (file.width - side) / 2, (file.height - side) / 2
+        box = left, top, left + side, top + side
+        height, width = array.shape
+        return np.asarray(file.resize((width, height), Image.Resampling.NEAREST, box=box))
+
+    def batch(self, samples: Sequence[Any]) -> Any:
+        """Joins samples to arrays by name."""
+        joined: dict[str, NDArray[Any]] = {}
+        for each in self.arrays:
+            parts = [sample[each.name] for sample in samples]
+            joined[each.name] = np.stack(parts) if each.ending or self.image is None else self.image.batch(parts)
+        return joined
