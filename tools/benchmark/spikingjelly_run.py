@@ -35,7 +35,7 @@ class Run:
 
     def __init__(self, argv: Sequence[str], compiled: bool) -> None:
         self.config = config = configuration(MODELS["vgg_dvs"], argv)
-        self.device, _ = choose_device(config.parallel.backend, config.parallel.device)
+        self.device, _ = choose_device(config.parallel.device)
         distributed.init_process_group(BACKENDS[self.device.type])
         self.rank, ranks = distributed.get_rank(), distributed.get_world_size()
         data, training = config.data, config.training
