@@ -24,7 +24,6 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.models.registry import MODELS
 from megasnn.pipeline.graphs import CudaCapture
-from megasnn.pipeline.p2p import Transfers
 from megasnn.telemetry.spikes import LayerSpikes
 from megasnn.training.metrics import Metrics
 from tests.gpu_waits import MODEL_FLAGS
@@ -185,16 +184,10 @@ def test_layers_that_cannot_have_graphs_are_named(layers: Any, named: str) -> No
 
 
 def test_graphs_are_captured_in_the_second_step_of_two_sizes() -> None:
-    captures: list[int] = []
-    begin, graphs = Transfers.begin, RecordedGraphs()
-
-    def noted(self: Transfers, schedule: Any, sizes: Any) -> None:
-        captures.append(graphs.captures)
-        begin(self, schedule, sizes)
-
+    captures, graphs = list[int](), RecordedGraphs()
     sizes = (8, 8, 8, 7, 8, 7, 7, 6, 6)
-    with recorded_graphs(graphs), mock.patch.object(Transfers, "begin", noted):
-        found = losses_of(between(plain), "on", sizes)
+    with recorded_graphs(graphs):
+        found = losses_of(between(plain), "on", sizes, lambda engine, step: captures.append(graphs.captures))
     assert found == losses_of(between(plain), "off", sizes)
     captured = [after > before for before, after in zip(captures, [*captures[1:], graphs.captures], strict=True)]
     assert captured == [False, True, False, False, False, True, False, False, False]
