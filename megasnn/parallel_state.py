@@ -1,7 +1,7 @@
 """The global parallel state: this rank's place in the grid of ranks, and its process groups along the axes.
 
 `initialize_model_parallel` lays the ranks out on a `megasnn.grid.Grid`, makes the process groups and starts their
-collectives. Constructors and megasnn.training read the state; everything below is passed the groups it needs.
+collectives. `megasnn.engine` reads the state; what lies below it is passed the groups it needs.
 `destroy_model_parallel` frees the groups.
 """
 

@@ -123,6 +123,8 @@ def _window_problems(config: PretrainConfig) -> Iterator[str]:
 def _task_problems(config: PretrainConfig) -> Iterator[str]:
     """Flags that know images and their classes alone, beside a model with a task of its own."""
     data, training, parallel, usual = config.data, config.training, config.parallel, TrainingConfig()
+    if {"target", "metrics"} & {*config.model.own_task()} and config.checkpoint.keep_best:
+        yield f"--keep-best goes by the accuracy of classes, which {config.model.name} does not have; leave it out"
     own = [name for name in config.model.own_task() if name in ("inputs", "target", "loss")]
     if not own:
         return
@@ -136,8 +138,6 @@ def _task_problems(config: PretrainConfig) -> Iterator[str]:
     asked = [flag(name) for name in ("loss", "label_smoothing") if getattr(training, name) != getattr(usual, name)]
     if "loss" in own and asked:
         yield f"{' and '.join(asked)} is for classes by --loss, and {why}; leave it out"
-    if {"target", "metrics"} & {*config.model.own_task()} and config.checkpoint.keep_best:
-        yield f"--keep-best goes by the accuracy of classes, which {config.model.name} does not have; leave it out"
 
 
 # --- the run

@@ -365,7 +365,8 @@ class Convolve(torch.autograd.Function):
 
 def _start_input_gradient(grad: Tensor, weight: Tensor, plan: ConvPlan, space: torch.Size) -> Callable[[], Tensor]:
     """Computes the input gradient and, where the input was gathered, starts summing it over the ranks; the returned
-    function waits and gives this rank's rows. Apart from backward, which would keep the whole gradient to its end."""
+    function waits and gives this rank's channels. Apart from backward, which would keep the whole gradient to its
+    end."""
     product = input_gradient(grad, weight, plan.products.geometry, space)
     rows = product.movedim(1, -1).reshape(-1, product.shape[1])
     return sum_and_scatter_columns(rows, plan.group, "backward") if plan.gather else lambda: rows

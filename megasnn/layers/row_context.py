@@ -236,7 +236,9 @@ class _Sum(torch.autograd.Function):
 
 class WholeImages(nn.Module):
     """`[T, N, C_local, own rows, W]` -> `[T, N, C_local, H, W]` on every rank that shares the rows, for a layer that
-    takes each pixel by itself; elsewhere images are whole already.
+    takes whole images and moves no rows (flatten, linear); elsewhere images are whole already.
+
+    One of your own still says `mixes_rows = False`. No convolution or pool of MegaSNN's may follow: it moves rows.
 
     Args:
         pool: average pooling that follows at once: then gradients travel one for each window.

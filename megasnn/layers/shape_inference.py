@@ -3,8 +3,7 @@
 Neurons give spikes, 0 or 1. What is computed from spikes without leaving the whole numbers (a sum of two branches, a
 product, max pooling, another view) has a largest value that is known: such tensors travel and are kept as bits or
 bytes. Of everything else nothing is known, and it is dense. That the largest value is right is checked wherever a
-tensor is packed. Tensors also say whether they are the model's input; layers, how often they are called and how often
-they exchange.
+tensor is packed. Layers also say how often they are called.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def _max_of_result(name: str, args: tuple[Any, ...]) -> int | None:
     return b if name in _SUBTRACT_FROM and args[1] == 1 and a <= 1 else None
 
 
-# --- how often layers are called, and how often ranks exchange
+# --- how often layers are called
 
 
 def count_call(module: nn.Module) -> int:

@@ -66,7 +66,8 @@ class LayerDescription:
     """
     Attributes:
         name: global name, the prefix of its parameters' names.
-        unit: the coarser part that it belongs to ("patch_embed", "blocks.0", "head"), for explicit layouts.
+        unit: the coarser part that it belongs to ("patch_embed", "blocks.0", "head"), for explicit layouts (not the
+            unit of a schedule, which is a layer or a chunk: megasnn/schedule/actions.py).
         entries: tensors of its output; one without a key is no bundle.
         takes: names of the layers whose outputs are its inputs, and of inputs of the model; empty: the layer before it.
         parameters: number of their elements.

@@ -22,7 +22,8 @@ class Layer:
     Attributes:
         name: global name, the prefix of its parameters' names; unlike that of any other layer.
         module: takes the outputs of `takes`, and returns a tensor, or a tuple or dict of tensors.
-        unit: the coarser part that it belongs to ("patch_embed", "blocks.0"), for explicit layouts.
+        unit: the coarser part that it belongs to ("patch_embed", "blocks.0"), for explicit layouts (not the unit of a
+            schedule, which is a layer or a chunk: megasnn/schedule/actions.py).
         initialise: of a plain module: sets initial values of each module in it, after their `reset_parameters`.
         takes: names of the earlier layers whose outputs are its inputs; None: the layer before it.
         is_sharded: the module was given to `megasnn.shard`, and the layer is made of a copy.
@@ -71,7 +72,7 @@ def layer(
 ) -> Layer:
     """A layer of a model; see `Layer`. Without `unit` it is a unit of its own; one name in `takes` may be alone.
 
-    A function is a layer as well, of all rows: `layer("add", torch.add, takes=("a", "b"))`.
+    A function is a layer as well, but not where ranks share out rows: `layer("add", torch.add, takes=("a", "b"))`.
 
     Raises ValueError for `initialise` where `megasnn.shard` is to be given it, as that, and for what is neither a
     module nor a function of its inputs alone.

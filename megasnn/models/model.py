@@ -69,8 +69,8 @@ class Model(ABC):
         """The layers from input to logits, each made where it is yielded (`megasnn.layer`).
 
         The first one takes frames `[T, N, C, H, W]`, or `[1, N, C, H, W]` for an image that is shown at every step;
-        the last one gives logits `[T, N, num_classes]`, whole on every tensor parallel rank, or a bundle with them
-        (`megasnn.bundle.logits_of`).
+        the last one gives logits `[T, N, num_classes]` of a classification, whole on every tensor parallel rank, or a
+        bundle with them (`megasnn.bundle.logits_of`); of another task, what its `loss` takes.
         """
 
     @property

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from megasnn.config import ConfigError, TrainingConfig, parse, validate
 from megasnn.models.model import run_config
@@ -118,6 +119,17 @@ def test_a_mistake_is_named_with_value_and_flag(flags: str, world_size: int, val
 def test_dimensions_of_another_model(flags: str, world_size: int, named: str) -> None:
     found = problems(flags, world_size, model=VggDvs)
     assert len(found) == 1 and named in found[0], found
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnMetrics(Spikformer):
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"right": output.mean(0).argmax(1) == target}
+
+
+def test_the_best_of_a_model_with_metrics_of_its_own_alone() -> None:
+    found = problems("--save x --keep-best --eval-interval 5", model=OwnMetrics)
+    assert len(found) == 1 and "--keep-best" in found[0] and OwnMetrics.name in found[0], found
 
 
 def test_all_problems_are_told_at_once() -> None:

@@ -26,7 +26,7 @@ BETAS, EPS, RATE = (0.9, 0.999), 1e-6, 0.01
 
 
 class Started(TorchDispatchMode):
-    """Counts the operators that compute something, by name. What the host reads is counted in tests/host_waits.py."""
+    """Counts the operators that compute something, by name. What the host reads is counted in tests/gpu_waits.py."""
 
     def __init__(self) -> None:
         super().__init__()
