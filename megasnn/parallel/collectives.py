@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, decode_into, encode
-from megasnn.parallel.traffic import statistics
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
 from megasnn.recompute import cached_collective
 from megasnn.telemetry.allocations import let_others_go
@@ -59,7 +59,7 @@ def gather_columns(
     def gathered() -> list[Tensor]:
         mine = payload()
         others = group.size - 1
-        statistics.record(group.name, "all_gather", direction, others * mine.nbytes, others * rows.nbytes)
+        traffic.record(group.name, "all_gather", direction, others * mine.nbytes, others * rows.nbytes)
         return all_gather_into(mine.new_empty(group.size * len(mine)), mine, group)
 
     if group.size == 1:
@@ -117,7 +117,7 @@ def sum_and_scatter_columns(rows: Tensor, group: Group, direction: str) -> Calla
     row_count, columns = rows.shape
     outgoing = rows.view(row_count, group.size, columns // group.size).transpose(0, 1).contiguous()
     incoming = torch.empty_like(outgoing)
-    statistics.record(group.name, "reduce_scatter", direction, outgoing.nbytes - outgoing[0].nbytes)
+    traffic.record(group.name, "reduce_scatter", direction, outgoing.nbytes - outgoing[0].nbytes)
     work = [dist.all_to_all_single(incoming, outgoing, group=group.handle, async_op=True)]
 
     def finish() -> Tensor:
@@ -149,7 +149,7 @@ def all_reduce_sum(tensor: Tensor, group: Group, direction: str) -> Tensor:
 def start_all_reduce_sum(tensor: Tensor, group: Group, direction: str) -> Callable[[], object]:
     """Starts summing over a group of several ranks, in place; the returned function waits until that is done."""
     # Counted is the least that a backend does: each rank adds up a part, and gets the others'.
-    statistics.record(group.name, "all_reduce", direction, 2 * (group.size - 1) * tensor.nbytes // group.size)
+    traffic.record(group.name, "all_reduce", direction, 2 * (group.size - 1) * tensor.nbytes // group.size)
     return dist.all_reduce(tensor, group=group.handle, async_op=True).wait
 
 
@@ -171,7 +171,7 @@ def start_exchange(
     """
     sent, received = ([0 if rank == group.rank else n for rank, n in enumerate(c)] for c in (to_ranks, from_ranks))
     incoming = outgoing.new_empty(sum(received))
-    statistics.record(group.name, "all_to_all", direction, incoming.nbytes)
+    traffic.record(group.name, "all_to_all", direction, incoming.nbytes)
     work = dist.all_to_all_single(incoming, outgoing, received, sent, group=group.handle, async_op=True)
 
     def wait() -> list[Tensor]:

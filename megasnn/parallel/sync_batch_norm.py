@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megasnn.host_memory import without_waiting
 from megasnn.parallel.collectives import all_gather_into
-from megasnn.parallel.traffic import statistics
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
 
 
@@ -53,7 +53,7 @@ class SharedStatistics:
 
 def _all_gathered(mine: Tensor, group: Group, direction: str) -> Tensor:
     """`[ranks, ...]`."""
-    statistics.record(group.name, "all_gather", direction, (group.size - 1) * mine.nbytes)
+    traffic.record(group.name, "all_gather", direction, (group.size - 1) * mine.nbytes)
     into = mine.new_empty(group.size, *mine.shape)
     all_gather_into(into, mine.reshape(-1), group)
     return into

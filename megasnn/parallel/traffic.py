@@ -43,23 +43,23 @@ class CommStatistics:
 
     def record(self, group: str, operation: str, direction: str, moved: int, dense: int | None = None) -> None:
         if self.enabled:
-            traffic = self._traffic[group, operation, direction]
-            traffic.calls += 1
-            traffic.bytes += moved
-            traffic.dense_bytes += moved if dense is None else dense
+            counted = self._traffic[group, operation, direction]
+            counted.calls += 1
+            counted.bytes += moved
+            counted.dense_bytes += moved if dense is None else dense
 
     def read(self) -> dict[tuple[str, str, str], Traffic]:
         """(group, operation, "forward" | "backward" | "step") -> traffic since the last reset."""
-        return {key: replace(traffic) for key, traffic in self._traffic.items()}
+        return {key: replace(counted) for key, counted in self._traffic.items()}
 
     def total(self, group: str | None = None, operation: str | None = None) -> Traffic:
         """Sums all traffic, or that of one group, or of one operation."""
         found = [
-            traffic
-            for (name, kind, _), traffic in self._traffic.items()
+            counted
+            for (name, kind, _), counted in self._traffic.items()
             if group in (None, name) and operation in (None, kind)
         ]
         return Traffic(*(sum(getattr(each, key.name) for each in found) for key in fields(Traffic)))
 
 
-statistics = CommStatistics()
+traffic = CommStatistics()

@@ -34,7 +34,7 @@ from megasnn.layers.row_context import WholeImages
 from megasnn.layers.shape_inference import is_channels_last
 from megasnn.models.description import DRY_SAMPLES, Built, Carried, ModelDescription
 from megasnn.parallel.sharding import own_span
-from megasnn.parallel.traffic import statistics
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group, ParallelState, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.schedule import Action, Kind, Schedule
@@ -244,7 +244,7 @@ class Transfers:
                         "types that follow from those of its inputs alone"
                     )
                 message = spec.pack(tensor)
-            statistics.record(group, "send", direction, message.nbytes, tensor.nbytes)
+            traffic.record(group, "send", direction, message.nbytes, tensor.nbytes)
             link.send(message)
 
     def announce(self, action: Action) -> None:

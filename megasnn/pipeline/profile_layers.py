@@ -23,7 +23,7 @@ from megasnn.layers.context import BuildContext
 from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.models.description import ModelDescription
 from megasnn.parallel.sharding import materialise
-from megasnn.parallel.traffic import statistics
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group, ParallelState, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.cost_model import TIMED, LayerCost, LinkCost, PipelineCosts, for_samples
@@ -138,12 +138,12 @@ class _Trial:
         self._chunk, self._micro, self._given, self._device = chunk, micro, given, device
         self._key = chunk.index, 0
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        before, collected = statistics.total(), Cache()
+        before, collected = traffic.total(), Cache()
         # The first run pays for compiling and for the gradients' memory. What is left of it goes while something else
         # is counted: torch warns of memory not seen taken.
-        with AllocationCounter(device).counting(), statistics.counting():
+        with AllocationCounter(device).counting(), traffic.counting():
             self._pass(lambda part: recording(collected) if part == "forward" else nullcontext())
-        after = statistics.total()
+        after = traffic.total()
         self._traffic = after.calls - before.calls, after.bytes - before.bytes
         parts = (part for each in collected for part in ([each] if isinstance(each, Tensor) else each))
         self._found = sum(part.nbytes for part in parts)

@@ -19,7 +19,7 @@ from megasnn.layers.shape_inference import calls_of
 from megasnn.models.description import ModelDescription
 from megasnn.parallel.sharding import ShardedTensor
 from megasnn.parallel.sync_batch_norm import StepStatistics
-from megasnn.parallel.traffic import statistics
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group, start_messages
 from megasnn.pipeline.chunk import PipelineChunk
 from megasnn.pipeline.p2p import linked
@@ -137,7 +137,7 @@ class Ties:
             return given
         for tensor in given if self._pipeline.rank == source else ():
             message = tensor.detach().contiguous()
-            statistics.record("ties", "send", "step", message.nbytes)
+            traffic.record("ties", "send", "step", message.nbytes)
             dist.send(message, ranks[target], group=group)
         for tensor in like if self._pipeline.rank == target else ():
             message = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)

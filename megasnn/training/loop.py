@@ -14,7 +14,7 @@ from megasnn.engine import Engine
 from megasnn.engine.debug import first_non_finite
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.replica_check import ReplicaCheck, ReplicaError
-from megasnn.parallel.traffic import statistics
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.callback import Callback
 from megasnn.telemetry.memory import memory_scalars
@@ -109,12 +109,12 @@ class TrainingRun:
 
         With --evaluate-only, evaluates once.
         """
-        with self.stop, statistics.counting():
+        with self.stop, traffic.counting():
             if self.config.training.evaluate_only:
                 self.evaluate()
                 return
             self._compare_replicas_if(True)
-            statistics.reset()  # traffic and time until here belong to no iteration
+            traffic.reset()  # traffic and time until here belong to no iteration
             self.reporter.begin()
             trace = StepTrace(self.config, self.state, (self.engine.iteration, self.iterations), self.reporter)
             with closing(self.data.loader(self.engine).batches(self.engine.consumed_samples)) as batches:
@@ -210,7 +210,7 @@ class TrainingRun:
         loader = data.loader(engine, training=False)
         self._in_evaluation = True
         batches = loader.batches(limit=self.config.logging.eval_iters)
-        of_training = statistics.counting(False)  # the log has the traffic of training
+        of_training = traffic.counting(False)  # the log has the traffic of training
         with of_training, reporter.pause(), closing(batches):
             record = engine.evaluate_on(self._until_asked_to_stop(batches))
             skipped = data.skipped_over_replicas(engine, loader.skipped, training=False)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megasnn.engine import Engine
 from megasnn.parallel.agreement import gather
-from megasnn.parallel.traffic import statistics
+from megasnn.parallel.traffic import traffic
 from megasnn.telemetry.memory import memory_scalars, peak_memory_mb
 from megasnn.telemetry.spikes import LayerSpikes, RasterRecorder, SpikeRecorder, place_in_model
 
@@ -74,8 +74,8 @@ class Metrics:
         "pp" is what stages send in forward, "backward" the gradients that come back; "dp" also counts the
         gradients that replicas sum with the ranks that share their micro-batches.
         """
-        mine = [statistics.total(group) for group in self._groups]
-        statistics.reset()
+        mine = [traffic.total(group) for group in self._groups]
+        traffic.reset()
         if not self._groups:
             return {}
         sums = self._distributed.sum_over_ranks([float(t.bytes) for t in mine] + [float(t.dense_bytes) for t in mine])

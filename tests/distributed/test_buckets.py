@@ -16,7 +16,7 @@ from megasnn.parallel import zero
 from megasnn.parallel.collectives import Exchange, start_exchange
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel.sharding import Shard, ShardedTensor
-from megasnn.parallel.traffic import statistics
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import alone, destroy_model_parallel, initialize_model_parallel
 from megasnn.telemetry.allocations import AllocationCounter
 from tests.distributed.whole import everybody, random
@@ -70,23 +70,23 @@ def _steps(bucket_bytes: int, without: str) -> tuple[int, int]:
     storage = {name: e.tensor.grad.data_ptr() for name, e in parameters.items() if name != "c"}
     shares = [[1, 2, 3], [4]] + [[5, 6]] * (group.size - 2)
     for step in range(2):
-        statistics.reset()
+        traffic.reset()
         mine = [seed + 10 * step for seed in shares[group.rank]]
-        with statistics.counting():
+        with traffic.counting():
             gradient_buckets.zero(len(mine))
             assert all(e.tensor.grad is None or not e.tensor.grad.any() for e in parameters.values())
             for seed in mine:
                 _loss(parameters, seed, without).backward()
-            reduced_in_backward = statistics.total("dp").calls
+            reduced_in_backward = traffic.total("dp").calls
             gradient_buckets.finish(0)
             gradient_buckets.wait()
         _check(parameters, _gradients([seed + 10 * step for share in shares for seed in share], without), "c")
         assert storage == {name: e.tensor.grad.data_ptr() for name, e in parameters.items() if name != "c"}
     assert torch.equal(before, parameters["c"].tensor)
-    traffic = statistics.read()["dp", "all_reduce", "backward"]
-    statistics.reset()
-    assert (reduced_in_backward == traffic.calls) == (not without)
-    return traffic.calls, traffic.bytes
+    reduced = traffic.read()["dp", "all_reduce", "backward"]
+    traffic.reset()
+    assert (reduced_in_backward == reduced.calls) == (not without)
+    return reduced.calls, reduced.bytes
 
 
 @pytest.mark.parametrize(("size", "bucket_bytes", "buckets"), [(2, 1, 4), (3, 100, 2), (2, 1 << 20, 1)])
@@ -186,14 +186,14 @@ def _uneven_orders() -> None:
     parameters = _parameters()
     buckets = GradientBuckets([(0, list(parameters.values()))], group, alone("tp"), 1 << 20)
     buckets.zero(1)
-    statistics.reset()
-    with statistics.counting():
+    traffic.reset()
+    with traffic.counting():
         _loss(parameters, 1, "b").backward()
-        assert statistics.total("dp").calls == 0
+        assert traffic.total("dp").calls == 0
         parameters["b"].tensor.grad.add_(1.5)
         buckets.accumulated(parameters["b"].tensor)
-    assert statistics.total("dp").calls == 1
-    statistics.reset()
+    assert traffic.total("dp").calls == 1
+    traffic.reset()
     buckets.wait()
     expected = _gradients([1] * 4, "b")
     expected["b"] += 6

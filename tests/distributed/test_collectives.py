@@ -11,7 +11,7 @@ from torch import Tensor
 from megasnn.kernels.spike_codec import Content
 from megasnn.parallel import collectives
 from megasnn.parallel.collectives import all_gather_into, all_reduce_sum, gather_columns, sum_and_scatter_columns
-from megasnn.parallel.traffic import statistics
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group, alone
 from tests.distributed.whole import everybody, random, spikes
 
@@ -53,9 +53,9 @@ def _rows_and_columns() -> dict:
 
 def _traffic(group: Group) -> dict:
     rows, nobody = spikes(7, 5, dtype=torch.float32), alone("tp")
-    statistics.reset()
+    traffic.reset()
     gather_columns(rows, group, Content.SPIKES)  # not counted: counting is off
-    with statistics.counting():
+    with traffic.counting():
         gather_columns(rows, group, Content.SPIKES)
         gather_columns(rows, group, Content.SPIKES)
         gather_columns(rows, group, Content.DENSE, "backward")
@@ -64,12 +64,12 @@ def _traffic(group: Group) -> dict:
         gather_columns(rows, nobody, Content.SPIKES)  # nothing travels, nothing is counted
         sum_and_scatter_columns(rows, nobody, "forward")()
         all_reduce_sum(rows, nobody, "step")
-    found = {key: (t.calls, t.bytes, t.dense_bytes) for key, t in statistics.read().items()}
-    total = statistics.total("tp")
-    assert total == statistics.total() and statistics.total("dp").calls == 0
+    found = {key: (t.calls, t.bytes, t.dense_bytes) for key, t in traffic.read().items()}
+    total = traffic.total("tp")
+    assert total == traffic.total() and traffic.total("dp").calls == 0
     assert (total.calls, total.bytes) == (5, sum(sent for _, sent, _ in found.values()))
-    statistics.reset()
-    assert statistics.read() == {}
+    traffic.reset()
+    assert traffic.read() == {}
     return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
 from megasnn.layers.shape_inference import mark_spikes
 from megasnn.layers.weight_grad import CastWeights
-from megasnn.parallel.traffic import statistics
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group, alone
 from tests.distributed.whole import (
     build,
@@ -122,11 +122,11 @@ def _exchanged_bytes(pool: int) -> tuple[int, int]:
     build({"conv": layer}, {})
     x = channels_last(mine(spikes(T, N, 8, 8, 8, dtype=torch.float32), group)).requires_grad_()
     layer(mark_spikes(x.to("meta"), 1))
-    statistics.reset()
-    with statistics.counting():
+    traffic.reset()
+    with traffic.counting():
         layer(x).sum().backward()
-    traffic = statistics.read()
-    return tuple(sum(t.bytes for key, t in traffic.items() if key[2] == way) for way in ("forward", "backward"))
+    moved = traffic.read()
+    return tuple(sum(t.bytes for key, t in moved.items() if key[2] == way) for way in ("forward", "backward"))
 
 
 def test_pooled_spikes_travel_as_bits_and_their_gradient_pooled(ranks) -> None:

@@ -16,7 +16,7 @@ from megasnn.layers import BuildContext, ConvNormNeuron, ParallelBatchNorm
 from megasnn.layers.init import constant
 from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.sync_batch_norm import SharedStatistics, merge_running_statistics
-from megasnn.parallel.traffic import statistics
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import alone
 from tests.distributed.whole import build, channels_last, context, cut_part, everybody, mine, random, require_close
 from tests.parts import Part, assemble, gradients, parts
@@ -228,11 +228,11 @@ def _shared(shares: tuple[int, ...]) -> list[tuple[dict[str, Tensor], dict[str, 
         one = BuildContext(dtype=torch.float64, compute_dtype=torch.float64, neuron_backend=backend)
         weights = random(*_run(kind, one, x, torch.ones(()))["y"].shape, seed=51)
         whole = _run(kind, one, x, weights)
-        statistics.reset()
-        with statistics.counting():
+        traffic.reset()
+        with traffic.counting():
             cut = _run(kind, replace(one, cp=group), x[:, own], weights[:, own])
         whole["y"], whole["x"] = whole["y"][:, own], whole["x"][:, own]
-        found.append((whole, cut, statistics.total("cp").bytes))
+        found.append((whole, cut, traffic.total("cp").bytes))
     return found
 
 

@@ -34,7 +34,7 @@ from megasnn.layers.context import building
 from megasnn.layers.row_context import RowMove, move_rows, shared_rows
 from megasnn.layers.shape_inference import MaxInference, mark_spikes
 from megasnn.parallel.sharding import materialise, own_span
-from megasnn.parallel.traffic import statistics
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
 from tests.distributed.test_conv import CASES as CONVOLUTIONS
 from tests.distributed.test_conv import Case as Convolution
@@ -74,8 +74,8 @@ def _moved(needed: tuple[range, ...], height: int, content: Content) -> tuple:
     }[content]
     own = move.owned[group.rank]
     x = channels_last(images[:, :, :, own.start : own.stop]).requires_grad_()
-    statistics.reset()
-    with statistics.counting():
+    traffic.reset()
+    with traffic.counting():
         y = move_rows(x, move, group, content)
     padded = torch.cat([images, torch.zeros_like(images[:, :, :, :1])], 3)
     expected = padded[:, :, :, [row if row in range(height) else HEIGHT for row in needed[group.rank]]]
@@ -84,7 +84,7 @@ def _moved(needed: tuple[range, ...], height: int, content: Content) -> tuple:
     (y * weights).sum().backward()
     with pytest.raises(ValueError, match="is given 4"):
         move_rows(random(1, 1, C, 4, WIDTH), move, group, Content.DENSE)
-    return x.grad, weights, statistics.total("cp").bytes, own
+    return x.grad, weights, traffic.total("cp").bytes, own
 
 
 def _all_moved(case: str) -> list[tuple]:

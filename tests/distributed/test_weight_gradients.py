@@ -15,7 +15,7 @@ from megasnn.layers import (
 from megasnn.layers.init import trunc_normal
 from megasnn.layers.shape_inference import mark_spikes
 from megasnn.layers.weight_grad import Task
-from megasnn.parallel.traffic import statistics
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group, alone
 from tests.distributed.whole import build, channels_last, everybody, mine, random, spikes
 
@@ -80,11 +80,11 @@ def _split_and_whole(name: str, dtype: torch.dtype, compute: torch.dtype) -> Non
             split.backward(micro_batch)
         left += tasks
     assert seen == [] and all(weight.grad is None for weight in split.weights())
-    statistics.reset()
-    with statistics.counting():
+    traffic.reset()
+    with traffic.counting():
         for task in left:
             task()
-    assert statistics.read() == {}  # what other ranks know was exchanged in the first part
+    assert traffic.read() == {}  # what other ranks know was exchanged in the first part
     assert sorted(map(id, seen)) == sorted(3 * [id(weight) for weight in split.weights()])
     for place, (a, b) in enumerate(zip(whole.results(), split.results(), strict=True)):
         assert a.any() and torch.equal(a, b), (name, place)

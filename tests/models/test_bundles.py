@@ -22,7 +22,7 @@ from megasnn.models.build import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
-from megasnn.parallel.traffic import statistics
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
 from megasnn.pipeline import p2p
 from megasnn.pipeline.chunk import build_chunks
@@ -102,13 +102,13 @@ def _traffic() -> dict[str, tuple[int, int]]:
     bounds = [range(2), range(2, 6)]
     with built(describe(Bundles()), Layout(pipeline=2), torch.float32, bounds=bounds) as engine:
         micro = inputs_of(engine, x[:2].float(), labels[:2], 2)
-        statistics.reset()
-        with statistics.counting():
+        traffic.reset()
+        with traffic.counting():
             forward_backward(engine, micro, 2)
             evaluated(engine, micro * 2)
             forward_backward(engine, micro, 2)
-        found = {group: (t.bytes, t.dense_bytes) for (group, _, _), t in statistics.read().items()}
-        statistics.reset()
+        found = {group: (t.bytes, t.dense_bytes) for (group, _, _), t in traffic.read().items()}
+        traffic.reset()
         return found
 
 

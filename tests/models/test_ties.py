@@ -22,7 +22,7 @@ from megasnn.models.layer import layer
 from megasnn.models.model import Model
 from megasnn.models.registry import MODELS
 from megasnn.parallel.sharding import described_tensors, materialise, parameter_count, sharded_tensors
-from megasnn.parallel.traffic import statistics
+from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group
 from tests.models.networks import Again, Tied, TwoTied, between
 from tests.parity.ranks import (
@@ -132,7 +132,7 @@ FLAGS = (
 def _train(*flags: str) -> None:
     MODELS.setdefault(Tied.name, Tied)
     train_model(Tied.name, [*FLAGS, *flags])
-    assert not statistics.enabled
+    assert not traffic.enabled
 
 
 def _flags(folder: Path, layout: Layout) -> list[str]:

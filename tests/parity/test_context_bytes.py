@@ -13,7 +13,7 @@ from megasnn.models.build import describe
 from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
-from megasnn.parallel.traffic import Traffic, statistics
+from megasnn.parallel.traffic import Traffic, traffic
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.beside import SPIKFORMER
 from tests.parity.ranks import Layout, built, record_step
@@ -21,16 +21,16 @@ from tests.parity.ranks import Layout, built, record_step
 Received = dict[tuple[str, str, str], Traffic]
 
 
-def traffic(
+def moved_and_norms(
     model: Model, layout: Layout, batch: tuple[Tensor, Tensor], micro_batch_size: int
 ) -> tuple[Received, list[tuple[int, int]]]:
     """What this rank received in a step, by group, operation and direction; and calls and channels of each norm."""
     with built(describe(model), layout, torch.float32) as engine:
-        statistics.reset()
-        with statistics.counting():
+        traffic.reset()
+        with traffic.counting():
             record_step(engine, *batch, micro_batch_size)
-        found = dict(statistics.read())
-        statistics.reset()
+        found = dict(traffic.read())
+        traffic.reset()
         return found, [(calls_of(norm), norm.running_mean.numel()) for norm in engine.norms]
 
 
@@ -51,7 +51,7 @@ def by_direction(found: Received, *groups: str) -> dict[str, tuple[int, int]]:
 def test_statistics_are_all_that_travels_inside_of_layers(ranks, layout: Layout, sizes: tuple[int, ...]) -> None:
     """To the byte: mean, variance and a count forward, three sums backward, in double precision."""
     batch = reference.data(dtype=torch.float32)
-    for found, norms in ranks(layout.world_size, traffic, SPIKFORMER.model, layout, batch, sizes[0]):
+    for found, norms in ranks(layout.world_size, moved_and_norms, SPIKFORMER.model, layout, batch, sizes[0]):
         others, micro_batches = layout.context - 1, len(sizes)
         calls, channels = sum(calls for calls, _ in norms), sum(calls * count for calls, count in norms)
         of_context = {key[1:]: (each.calls, each.bytes) for key, each in found.items() if key[0] == "cp"}
@@ -71,7 +71,7 @@ SMALL: dict[str, Model] = {
 def test_gradients_of_pooled_rows_travel_one_for_each_window(ranks) -> None:
     """To the byte: of the two convolutions behind the first, and of the classifier."""
     batch = torch.randn(4, *SMALL["vgg"].input_shape), torch.arange(4)
-    found = ranks(2, traffic, SMALL["vgg"], Layout(context=2, cut="rows"), batch, 4)
+    found = ranks(2, moved_and_norms, SMALL["vgg"], Layout(context=2, cut="rows"), batch, 4)
     values = 2 * 4 * (8 * 16 + 8 * 8 + 16 * 4 * 2)
     assert [each["cp", "all_to_all", "backward"].bytes for each, _ in found] == [4 * values] * 2
 
@@ -89,5 +89,5 @@ EXCHANGES: dict[tuple[str, ContextCut], tuple[int, int]] = {
 def test_the_number_of_exchanges(ranks, name: str, cut: ContextCut) -> None:
     model = SMALL[name]
     batch = torch.zeros(2, *model.input_shape), torch.zeros(2, dtype=torch.int64)
-    for found, _ in ranks(2, traffic, model, Layout(context=2, cut=cut), batch, 2):
+    for found, _ in ranks(2, moved_and_norms, model, Layout(context=2, cut=cut), batch, 2):
         assert tuple(calls for calls, _ in by_direction(found, "cp").values()) == EXCHANGES[name, cut]

@@ -11,7 +11,7 @@ import torch
 from megasnn.models.build import describe
 from megasnn.models.model import Model
 from megasnn.models.vgg_dvs.model import VggDvs
-from megasnn.parallel.traffic import Traffic, statistics
+from megasnn.parallel.traffic import Traffic, traffic
 from megasnn.schedule.passes import RECOMPUTE
 from tests.models.networks import Bundles, Tied, UNet
 from tests.parity.networks import CalledAgain
@@ -38,10 +38,10 @@ def _step(model: Model, layout: Layout) -> Step:
         generator = torch.Generator().manual_seed(3)
         images = 2 * torch.randn(SAMPLES, *model.input_shape, generator=generator)
         labels = torch.randint(0, model.num_classes, (SAMPLES,), generator=generator)
-        statistics.reset()
-        with statistics.counting():
+        traffic.reset()
+        with traffic.counting():
             bits = bits_of(engine, inputs_of(engine, images, labels, MICRO_BATCH), SAMPLES)
-        return bits, sorted(spikes), {key: each for key, each in statistics.read().items() if key[0] == "tp"}
+        return bits, sorted(spikes), {key: each for key, each in traffic.read().items() if key[0] == "tp"}
 
 
 def _both(name: str, layout: Layout, modes: list[str]) -> list[Step]:

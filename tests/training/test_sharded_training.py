@@ -23,7 +23,7 @@ from megasnn.optim.build import held_state_bytes
 from megasnn.parallel import fsdp
 from megasnn.parallel.fsdp import FlatParameter, GatheredWeights
 from megasnn.parallel.replica_check import ReplicaError
-from megasnn.parallel.traffic import statistics
+from megasnn.parallel.traffic import traffic
 from megasnn.schedule import Kind
 from megasnn.schedule.memory import weights_held
 from megasnn.telemetry.records import StepResult
@@ -70,11 +70,11 @@ def state_accounts() -> tuple[int, int, int, int, int]:
     rows; and of all state on one rank."""
     with engine("--neuron", "plif", SHARDED) as made:
         step(made)
-        statistics.reset()
-        with statistics.counting():
+        traffic.reset()
+        with traffic.counting():
             step(made)
-        received = statistics.total("dp", "all_to_all").bytes
-        statistics.reset()
+        received = traffic.total("dp", "all_to_all").bytes
+        traffic.reset()
         parameters = [e.tensor for e in made.distributed.tensors if e.is_parameter]
         most = 0
         for parameter in parameters:
@@ -113,11 +113,11 @@ def weight_accounts(*flags: str) -> dict[str, float]:
     with exact, mock.patch.object(fsdp, "FlatParameter", Listed), engine("--neuron", "plif", *flags) as made:
         distributed, weights = made.distributed, made.plan.schedules.weights
         step(made)
-        statistics.reset()
-        with statistics.counting(), mock.patch.object(GatheredWeights, "wait_unshard", watched):
+        traffic.reset()
+        with traffic.counting(), mock.patch.object(GatheredWeights, "wait_unshard", watched):
             step(made)
-        traffic = statistics.read()
-        statistics.reset()
+        moved = traffic.read()
+        traffic.reset()
         schedule = made.plan.schedules.training(4 // made.state.dp.size)
         of_layers = [each for chunk in distributed.chunks.values() for each in chunk.parameters()]
         kept = [e.tensor for e in distributed.tensors if e.is_parameter]
@@ -125,7 +125,7 @@ def weight_accounts(*flags: str) -> dict[str, float]:
         assert weights is not None
         gathers = [action.unit for action in schedule.actions[0] if action.kind is Kind.UNSHARD]
         return dict(
-            gathered=traffic["dp_shard", "all_to_all", "step"].bytes,
+            gathered=moved["dp_shard", "all_to_all", "step"].bytes,
             planned=sum(weights.unit_bytes[unit] for unit in gathers),
             parameters=4 * distributed.parameters,
             kept=sum(each.nbytes for each in kept),

@@ -26,7 +26,7 @@ from megasnn.models.model import run_config
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs, parse_channels
 from megasnn.parallel.process_group import BACKENDS
-from megasnn.parallel.traffic import statistics
+from megasnn.parallel.traffic import traffic
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.telemetry.allocations import AllocationCounter
 from megasnn.telemetry.memory import peak_memory_mb, reset_peak_memory
@@ -147,10 +147,10 @@ class StepRank:
         """Facts of the steps so far; takes some more."""
         step = self._built()
         peak = max(0.0, peak_memory_mb(self._device) - self._baseline)
-        statistics.reset()
-        with statistics.counting():
+        traffic.reset()
+        with traffic.counting():
             step.take()
-        moved = statistics.total()
+        moved = traffic.total()
         # The least of three: what a thread of the transport gives back is not always seen.
         needed = None
         if self._work.library != SPIKINGJELLY:  # whose gradients are given back between steps
