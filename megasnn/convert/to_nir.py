@@ -94,7 +94,7 @@ class _Graph:
 
     def follow(self, name: str, module: nn.Module, inputs: list[Value]) -> Value:
         """Adds a layer of the model, which torch's tracer divides into modules and functions."""
-        call, tracer, self.place = vars(module).get("_call"), _Tracer(), name
+        call, tracer, self.place = vars(module).get("_layer_call"), _Tracer(), name
         given = [each._replace(folds_time=call is not None and call.fold_time) for each in inputs]
         if isinstance(module, FunctionLayer):
             output = self.call(name, module.function, *given)

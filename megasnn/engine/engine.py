@@ -196,7 +196,7 @@ class Engine:
 
         with self._running(), self._averaged_weights():
             for batch in batches:
-                distributed.forward(self.batches.inputs(batch, trains=False), count)
+                distributed.evaluate(self.batches.inputs(batch, trains=False), count)
             loss, samples, *sums = distributed.of_all_replicas(totals).tolist()
         if not samples:
             raise ValueError("there are no samples to evaluate")
@@ -217,7 +217,7 @@ class Engine:
 
             with self._averaged_weights():  # and places in the targets' stead
                 for batch in self.batches.evaluated(given, torch.arange(samples), samples):
-                    self.distributed.forward(self.batches.inputs(batch, trains=False), keep)
+                    self.distributed.evaluate(self.batches.inputs(batch, trains=False), keep)
             return self.distributed.of_all_replicas(answers).cpu()
 
     @contextmanager

@@ -136,7 +136,7 @@ class DistributedModel:
         self.ties: Ties | None = None
         if description.ties:
             self.ties = Ties(description, bounds, placement, self.chunks, state.pp, state.device, gradient, kept)
-        context.weight_gradients.observer = self.gradient_buckets.accumulated
+        context.weight_gradients.on_added = self.gradient_buckets.accumulated
         for chunk in self.chunks.values():
             if graphs is not None:
                 chunk.capture_graphs(graphs)
@@ -199,11 +199,12 @@ class DistributedModel:
         """Reads the sums: the one place in a step where the host waits for the device. Raises ValueError on every rank,
         where the checks of one have found something."""
         read = torch.cat([sums.is_void.to(sums.values.dtype).reshape(1), sums.values]).tolist()
-        is_void, loss, self.stop_votes, found, _, *squares = read
+        is_void, loss, self.stop_votes, found, _, *slots = read
         if found:
             self._refuse_findings()
         names = self.description.task.trained
-        metrics = [squares.pop() for _ in names][::-1]
+        parameters = len(slots) - len(names)
+        squares, metrics = slots[:parameters], slots[parameters:]
         return StepFigures(loss, dict(zip(names, metrics, strict=True)), math.sqrt(math.fsum(squares)), not is_void)
 
     def merge_statistics(self, most_micro_batches: int) -> None:
@@ -221,7 +222,7 @@ class DistributedModel:
         if self.ties is not None:
             self.ties.refresh()
 
-    def forward(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
+    def evaluate(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
         """Evaluates: `consume` gets outputs for all time steps, and targets, where the logits are. Raises ValueError on
         every rank, where the checks of one have found something."""
         if micro_batches:
@@ -242,7 +243,7 @@ class DistributedModel:
         self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer | None = None
     ) -> Tensor:
         """Trains, or with `consume` evaluates; windows leave no state behind. Returns the sum of this rank's losses."""
-        trains, taken = consume is None, None if consume is None else partial(self._hand_on, consume)
+        trains, taken = consume is None, None if consume is None else partial(self._consume_whole, consume)
         for chunk in self.chunks.values():
             chunk.train(trains)
         for norm in self.norms:
@@ -262,7 +263,7 @@ class DistributedModel:
             self._metrics_here += task.sums(whole, targets, task.trained)
         return loss if self.context.counts_logits else 0 * loss
 
-    def _hand_on(self, consume: OutputConsumer, output: Bundle, targets: Tensor) -> None:
+    def _consume_whole(self, consume: OutputConsumer, output: Bundle, targets: Tensor) -> None:
         if (whole := self._of_all_windows(output)) is not None:
             consume(whole, targets)
 

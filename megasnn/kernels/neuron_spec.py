@@ -78,6 +78,7 @@ def _is_power_of_two(number: float) -> bool:
 LARGEST_LEVEL = 8
 _OF_COUNTS = {"v_reset": None, "decay_input": False, "surrogate": "sigmoid", "alpha": None}
 _AT_ONCE = {"tau": 2.0, "v_reset": 0.0, "decay_input": True, "detach_reset": True}
+# Layers lie above, and are meant here all the same: the table names a layer, which is imported when it is asked for.
 _LAYERS = "megasnn.layers.parallel_neurons"
 NEURONS: Registry[Neuron] = Registry(
     "--neuron",

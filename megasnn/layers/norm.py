@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megasnn.kernels.torch_backend import REDUCED, batch_norm
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import ones, zeros
-from megasnn.layers.row_context import sum_for_each
+from megasnn.layers.row_context import row_group, sum_for_each
 from megasnn.layers.shape_inference import calls_of, count_call
 from megasnn.parallel.sharding import Initialiser, declare
 from megasnn.parallel.sync_batch_norm import SharedStatistics
@@ -57,7 +57,7 @@ class ParallelBatchNorm(nn.Module):
         context = context_for(context)
         self.time_steps = context.time_steps
         self.shared = SharedStatistics(context.cp) if context.cp.size > 1 else None
-        self._by_rows = context.cut == "rows"
+        self._by_rows = row_group(context) is not None
         self.channels, self.eps, self.momentum = channels, eps, momentum
         self._local_channels = channels // context.tp.size
         self.recording = False

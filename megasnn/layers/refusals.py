@@ -16,6 +16,7 @@ from megasnn.layers.init import own_tensors, tensors_of
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.norm import ParallelBatchNorm
+from megasnn.layers.row_context import row_group
 from megasnn.parallel.sharding import is_described
 
 SHARDED = (ParallelConv, ParallelLinear, ParallelBatchNorm, NeuronLayer, ParallelDropout, DropPath)
@@ -134,14 +135,15 @@ _BY_ROWS = {*_ELEMENTWISE, "ModuleList", "ModuleDict"}
 def refuse_mixed_rows(layer: nn.Module, context: BuildContext) -> None:
     """Raises ValueError where ranks share out rows for a layer, or a module in it, that mixes them, or does not say
     that it does not, by `mixes_rows = False` in its class. MegaSNN's layers exchange what they need."""
-    if context.cp.size == 1 or context.cut != "rows":
+    rows = row_group(context)
+    if rows is None:
         return
     for path, each in layer.named_modules():
         if _mixes_rows(each):
             raise ValueError(
                 f"{place_of(path, each)} mixes rows of images, or does not say that it computes each by itself "
                 f"(mixes_rows = False in its class): it cannot be computed with --context-parallel-size "
-                f"{context.cp.size} by rows; use --context-parallel-cut samples"
+                f"{rows.size} by rows; use --context-parallel-cut samples"
             )
 
 

@@ -117,13 +117,13 @@ def _gathered(x: Tensor, group: Group) -> Tensor:
 
 def make_whole(layer: nn.Module, group: Group, cuts: Sequence[bool], is_last: bool) -> None:
     """Lets all ranks of a group compute a layer that was built for one. Args: as of LayerCall."""
-    call = vars(layer).get("_call", LayerCall())
-    vars(layer)["_call"] = replace(call, group=group, cuts=cuts, is_last=is_last)
+    call = vars(layer).get("_layer_call", LayerCall())
+    vars(layer)["_layer_call"] = replace(call, group=group, cuts=cuts, is_last=is_last)
 
 
 def is_whole(layer: nn.Module) -> bool:
     """Tells whether every rank computes all of a layer."""
-    call: LayerCall | None = vars(layer).get("_call")
+    call: LayerCall | None = vars(layer).get("_layer_call")
     return call is not None and call.group is not None
 
 
@@ -160,7 +160,7 @@ def as_layer(module: nn.Module, name: str, call: LayerCall) -> nn.Module:
             each.name = path
         elif hasattr(each, "surrogate_function") and spec_of(each) is not None:
             each.register_forward_hook(lambda node, inputs, spikes: mark_spikes(spikes))
-    vars(module)["_call"] = call
+    vars(module)["_layer_call"] = call
     return module
 
 
@@ -178,7 +178,7 @@ def apply_layer(layer: nn.Module, x: Bundle, samples: range | None, *more: Bundl
         x, more: the outputs that it takes.
         goes_on: whether it is a later window of the samples that the last call was on; then state is kept.
     """
-    call: LayerCall | None = vars(layer).get("_call")
+    call: LayerCall | None = vars(layer).get("_layer_call")
     if call is None:
         with drawing_for(samples):
             y: Bundle = layer(x, *more)

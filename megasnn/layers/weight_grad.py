@@ -29,12 +29,12 @@ class WeightGradients:
     in which backward left them: the sums have the same bits.
 
     Attributes:
-        observer: called with a parameter each time a gradient was added to it; autograd's hooks do not see that.
+        on_added: called with a parameter each time a gradient was added to it; autograd's hooks do not see that.
         anchor: stands for all parameters in autograd's graphs; it has no gradient.
     """
 
     def __init__(self) -> None:
-        self.observer: Callable[[Tensor], None] = lambda parameter: None
+        self.on_added: Callable[[Tensor], None] = lambda parameter: None
         self.anchor = torch.zeros((), requires_grad=True)
         self._parameters: set[Tensor] = set()
         self._deferred: list[Task] | None = None
@@ -89,7 +89,7 @@ class WeightGradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             add(parameter.grad)
-        self.observer(parameter)
+        self.on_added(parameter)
 
 
 class CastWeights:

@@ -79,16 +79,17 @@ def _described(model: Any, neuron: NeuronSpec) -> ModelDescription:
         )
         for each in one
     ]
+    specs = (_spec_of(part) for _, layer in named for part in layer.modules())
     return ModelDescription(
-        tuple(described),
-        task_of(model).tried(one[-1].output),
-        lambda context: build(model, neuron, context, one),
-        model.time_steps,
-        model.input_shape,
-        model.num_classes,
-        tuple(_ties(named)),
-        tuple(sharded_tensors(named)),
-        frozenset(spec for _, layer in named for part in layer.modules() if (spec := _spec_of(part)) is not None),
+        layers=tuple(described),
+        task=task_of(model).tried(one[-1].output),
+        build=lambda context: build(model, neuron, context, one),
+        time_steps=model.time_steps,
+        input_shape=model.input_shape,
+        num_classes=model.num_classes,
+        ties=tuple(_ties(named)),
+        tensors=tuple(sharded_tensors(named)),
+        neurons=frozenset(spec for spec in specs if spec is not None),
     )
 
 
@@ -173,8 +174,8 @@ def build(model: Model, neuron: NeuronSpec, context: BuildContext, one: Sequence
         each, inputs = layers[number], [outputs[source][0] for source in taken]
         cuts = [cut for source in taken for cut in outputs[source][1]]
         is_last, of_one = each is layers[-1], None if one is None else one[number].output
-        made = _cut(each, context, inputs, cuts, len(taken) == 1 and taken[0] < 0) if size > 1 else None
-        if made is None or is_last and any(cuts_by_shape(made.output, of_one)):
+        made = _try_to_cut(each, context, inputs, cuts, len(taken) == 1 and taken[0] < 0) if size > 1 else None
+        if made is None or (is_last and any(cuts_by_shape(made.output, of_one))):
             each = whole_layers()[number] if size > 1 else each
             module = _made(each, context.replicated())
             if size > 1:
@@ -195,14 +196,17 @@ def _separated(model: Model, context: BuildContext) -> tuple[list[Layer], Ties]:
         return separate(_yielded(model))
 
 
-def _cut(each: Layer, context: BuildContext, inputs: Sequence[Bundle], cuts: Cuts, is_first: bool) -> Built | None:
+def _try_to_cut(
+    each: Layer, context: BuildContext, inputs: Sequence[Bundle], cuts: Cuts, is_first: bool
+) -> Built | None:
     """Builds a layer that computes a rank's channels; None where it has to be whole.
 
     Args:
         cuts: of its inputs' tensors. is_first: it takes an input of the model alone.
     """
     has_tensors = next(tensors_of(each.module), None) is not None
-    if why_whole(each.module) if each.is_sharded else is_plain(each.module) and has_tensors:
+    has_to_be_whole = bool(why_whole(each.module)) if each.is_sharded else (is_plain(each.module) and has_tensors)
+    if has_to_be_whole:
         return None
     try:
         module = _made(each, context)

@@ -47,10 +47,11 @@ def may_be_cut(layer: nn.Module, inputs: Sequence[Bundle], cuts: Cuts, is_first:
     dims = {x.ndim for each in inputs for x in entries_of(each).values()}
     if not _is_known(layer):
         return all(cuts) and _fits(layer, max(dims))
-    if _blocks_of(layer) > 1 or isinstance(layer, ParallelLinear) and not isinstance(layer, MeanLinear) and dims != {3}:
+    is_linear = isinstance(layer, ParallelLinear) and not isinstance(layer, MeanLinear)
+    if _blocks_of(layer) > 1 or (is_linear and dims != {3}):
         return False
     begins = isinstance(layer, (ConvNormNeuron, ParallelConv)) or type(layer).__module__.startswith("megasnn.models.")
-    return all(cuts) or is_first and begins
+    return all(cuts) or (is_first and begins)
 
 
 def _is_known(layer: nn.Module) -> bool:

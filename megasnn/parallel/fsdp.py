@@ -18,11 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.parallel.sharding import ShardedTensor
-from megasnn.parallel.zero import by_owner, joined, own_param_rows, send_rows, side_by_side
+from megasnn.parallel.zero import aligned, by_owner, joined, own_param_rows, send_rows, side_by_side
 from megasnn.parallel_state import Group
 from megasnn.schedule.fsdp_passes import AT_ONCE
-
-ALIGNMENT = 64  # bytes, as of torch's own tensors on the CPU: a product may sum in another order at another alignment
 
 
 class GatheredWeights:
@@ -180,10 +178,6 @@ def _by_type(
         travels_in = multiplied.get(parameter, parameter.dtype)
         by_type.setdefault((parameter.dtype, travels_in), []).append(parameter)
     return by_type
-
-
-def aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def unit_bytes(layers: Sequence[nn.Module]) -> int:

@@ -15,9 +15,9 @@ from weakref import WeakMethod
 from torch import Tensor
 
 from megasnn.parallel.collectives import EXCHANGE_BYTES, all_reduce_sum, start_all_reduce_sum
-from megasnn.parallel.fsdp import GatheredWeights, aligned
+from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.sharding import ShardedTensor
-from megasnn.parallel.zero import RowShards, side_by_side
+from megasnn.parallel.zero import RowShards, aligned, side_by_side
 from megasnn.parallel_state import Group
 
 BUCKET_BYTES = 8 * 1024 * 1024  # on a CPU
@@ -37,7 +37,7 @@ class Bucket:
 
     Attributes:
         pending: how many gradients are still to be added to each parameter that is not complete.
-        finish: waits for the sum over the replicas; None where none is on its way.
+        await_sum: waits for the sum over the replicas; None where none is on its way.
         shard: the rows that this rank keeps, with `--weight-parallel-size`; None otherwise.
         reduced: the gradients of this rank, and then the sum over the ranks.
         owned: the rows that this rank owns; None where every replica is to have the whole sum.
@@ -59,7 +59,7 @@ class Bucket:
         self.flat = parameters[0].new_zeros(sum(sizes))
         self.views = side_by_side(parameters, self.flat, sizes)
         self.pending: dict[Tensor, int] = {}
-        self.finish: Callable[[], object] | None = None
+        self.await_sum: Callable[[], object] | None = None
         self.shard, self.reduced, self.is_late = None, self.flat, False
         held, gradients = parameters, self.views
         if weights is not None:
@@ -99,9 +99,9 @@ class Bucket:
 
     def end(self) -> None:
         """Waits for the sum over the replicas, where one is on its way."""
-        if self.finish is not None:
-            self.finish()
-            self.finish = None  # it holds what has been sent and received
+        if self.await_sum is not None:
+            self.await_sum()
+            self.await_sum = None  # it holds what has been sent and received
 
 
 class GradientBuckets:
@@ -119,7 +119,7 @@ class GradientBuckets:
 
     Args:
         tensors: by the index of the unit whose REDUCE_GRAD ends them.
-        data: the ranks that hold the same of the weights.
+        holders: the ranks that hold the same of the weights. tp: those that sum partial gradients first.
         bucket_bytes: a bucket is closed when it holds at least this much; None for what suits the device.
         additions: how many gradients a micro-batch adds to a parameter, where that is not one.
         rows_have_owners: True for ZeRO-1.
@@ -131,16 +131,16 @@ class GradientBuckets:
     def __init__(
         self,
         tensors: Iterable[tuple[int, list[ShardedTensor]]],
-        data: Group,
-        tensor: Group,
+        holders: Group,
+        tp: Group,
         bucket_bytes: int | None = None,
         additions: Mapping[Tensor, int] | None = None,
         rows_have_owners: bool = False,
         weights: GatheredWeights | None = None,
         scattered: bool = False,
     ) -> None:
-        owners = data if rows_have_owners and data.size > 1 else None
-        self._data, self._tensor, self._additions = data, tensor, additions or {}
+        owners = holders if rows_have_owners and holders.size > 1 else None
+        self._holders, self._tp, self._additions = holders, tp, additions or {}
         self._next, self._of = 0, dict[int, list[Bucket]]()
         self._is_scattered, self._on_their_way = scattered, deque[Bucket]()
         late = weights.multiplied if weights is not None and scattered else set[Tensor]()
@@ -204,8 +204,8 @@ class GradientBuckets:
             self._reduce(bucket, bucket.shard)
             bucket.free()
 
-    def finish(self, unit: int) -> None:
-        """Ends the unit's gradients; a parameter that took no part in backward keeps a zero gradient."""
+    def reduce(self, unit: int) -> None:
+        """Reduces the unit's gradients; a parameter that took no part in backward keeps a zero gradient."""
         if self._is_scattered:
             return
         for bucket in self._of.get(unit, ()):
@@ -218,7 +218,7 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.end()
             if bucket.partial and self._is_scattered:
-                all_reduce_sum(bucket.reduced, self._tensor, "backward")
+                all_reduce_sum(bucket.reduced, self._tp, "backward")
             if bucket.shard is not None:
                 self._reduce(bucket, bucket.owned)
         for bucket in self._buckets:
@@ -236,7 +236,7 @@ class GradientBuckets:
         shard = entry.shard.by_rows("dp_replicate").by_rows("cp")
         if shard.local_shape != rows.shape:
             raise ValueError(
-                f"{entry.name} was described without the {self._data.size} ranks that own rows of it: "
+                f"{entry.name} was described without the {self._holders.size} ranks that own rows of it: "
                 "BuildContext(dp=..., cp=...)"
             )
         return replace(entry, tensor=rows, shard=shard)
@@ -270,7 +270,7 @@ class GradientBuckets:
             bucket = self._buckets[self._next]
             self._next += 1
             if bucket.partial:
-                all_reduce_sum(bucket.flat, self._tensor, "backward")
+                all_reduce_sum(bucket.flat, self._tp, "backward")
             # What is kept by rows goes over the data axis when all of these are done, in one order on all ranks.
             self._reduce(bucket, bucket.shard or bucket.owned)
 
@@ -281,10 +281,10 @@ class GradientBuckets:
             bucket.end()
             if len(self._on_their_way) > 1:
                 self._on_their_way.popleft().end()
-            bucket.finish = rows.start_sum("backward")
+            bucket.await_sum = rows.start_sum("backward")
             self._on_their_way.append(bucket)
-        elif self._data.size > 1 and bucket.reduced.numel():
-            bucket.finish = start_all_reduce_sum(bucket.reduced, self._data, "backward")
+        elif self._holders.size > 1 and bucket.reduced.numel():
+            bucket.await_sum = start_all_reduce_sum(bucket.reduced, self._holders, "backward")
 
 
 def _packed(parameters: list[Tensor], bucket_bytes: int | None) -> list[list[Tensor]]:

@@ -1,7 +1,8 @@
 """Rows of parameters that belong to one of the replicas each (ZeRO-1, arXiv 1910.02054).
 
 The owner gets their gradients from all replicas, keeps their optimizer state, and gives all their new values. Ranks
-that share a micro-batch hold the same weights, and own rows as replicas do.
+that share a micro-batch hold the same weights, and own rows as replicas do. Shards of rows also carry FSDP's scatter,
+of gradients to those who keep the rows; then nothing is gathered here.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from megasnn.parallel.collectives import start_exchange, sum_in_rank_order
 from megasnn.parallel.sharding import own_span
 from megasnn.parallel_state import Group
 
+ALIGNMENT = 64  # bytes, as of torch's own tensors on the CPU: a product may sum in another order at another alignment
+
 
 class RowShards:
     """The rows of some parameters of one type, by the replica that owns them.
 
     Args:
         gradients: of the parameters, as they lie in memory, like them.
-        data: the ranks that hold the same of the weights.
+        holders: the ranks that hold the same of the weights.
         kept: this rank's rows, where it keeps no others: then there is nothing to be gathered.
 
     Attributes:
@@ -36,14 +39,14 @@ class RowShards:
         self,
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor],
-        data: Group,
+        holders: Group,
         kept: Sequence[nn.Parameter] | None = None,
     ) -> None:
-        self._data, self._gradients = data, by_owner(gradients, data)
-        self._values = by_owner(parameters if kept is None else [], data)
+        self._holders, self._gradients = holders, by_owner(gradients, holders)
+        self._values = by_owner(parameters if kept is None else [], holders)
         self._counts = [sum(part.numel() for part in parts) for parts in self._gradients]
-        self.sum = gradients[0].new_zeros(self._counts[data.rank])
-        self.rows = [*kept] if kept is not None else [nn.Parameter(own_param_rows(each, data)) for each in parameters]
+        self.sum = gradients[0].new_zeros(self._counts[holders.rank])
+        self.rows = [nn.Parameter(own_param_rows(each, holders)) for each in parameters] if kept is None else [*kept]
         self.sums = side_by_side(self.rows, self.sum, [rows.numel() for rows in self.rows])
 
     def zero(self) -> None:
@@ -54,10 +57,10 @@ class RowShards:
     def start_sum(self, direction: str) -> Callable[[], None]:
         """Starts sending gradients to their owners, from copies of them. The returned function waits for those of this
         rank's rows, and adds their sum in rank order to `sum`."""
-        rank, own = self._data.rank, joined(self._gradients[self._data.rank], self.sum)
+        rank, own = self._holders.rank, joined(self._gradients[self._holders.rank], self.sum)
         outgoing = joined([*chain(*(part for other, part in enumerate(self._gradients) if other != rank))], self.sum)
-        mine = [self._counts[rank]] * self._data.size
-        exchange = start_exchange(outgoing, self._counts, mine, self._data, direction)
+        mine = [self._counts[rank]] * self._holders.size
+        exchange = start_exchange(outgoing, self._counts, mine, self._holders, direction)
 
         def finish() -> None:
             parts = exchange()
@@ -68,14 +71,14 @@ class RowShards:
 
     def start_all_gather(self) -> Callable[[], None]:
         """Starts sending the values of this rank's rows to all others; the returned function waits for theirs."""
-        outgoing = joined(self._values[self._data.rank], self.sum).repeat(self._data.size - 1)
-        return send_rows(outgoing, self._counts, self._values, self._data)
+        outgoing = joined(self._values[self._holders.rank], self.sum).repeat(self._holders.size - 1)
+        return send_rows(outgoing, self._counts, self._values, self._holders)
 
     @property
     def exchange_bytes(self) -> int:
         """Bytes that an exchange takes at most: what is sent and what comes, and as much again where it ends."""
-        mine = self._counts[self._data.rank]
-        return 2 * self.sum.itemsize * (sum(self._counts) - mine + (self._data.size - 1) * mine)
+        mine = self._counts[self._holders.rank]
+        return 2 * self.sum.itemsize * (sum(self._counts) - mine + (self._holders.size - 1) * mine)
 
 
 def send_rows(
@@ -98,13 +101,13 @@ def send_rows(
     return finish
 
 
-def by_owner(tensors: Sequence[Tensor], data: Group) -> list[list[Tensor]]:
+def by_owner(tensors: Sequence[Tensor], holders: Group) -> list[list[Tensor]]:
     """The rows of each rank: one view of the memory of each tensor of which it owns some.
 
     Raises:
         ValueError: rows do not follow each other in memory.
     """
-    parts: list[list[Tensor]] = [[] for _ in range(data.size)]
+    parts: list[list[Tensor]] = [[] for _ in range(holders.size)]
     for tensor in tensors:
         flat, rows = flat_in_memory(tensor.detach()), tensor.shape[0] if tensor.ndim else 1
         length = flat.numel() // max(rows, 1)
@@ -114,23 +117,28 @@ def by_owner(tensors: Sequence[Tensor], data: Group) -> list[list[Tensor]]:
                 "follow each other in memory; leave --use-distributed-optimizer and --weight-parallel-size out"
             )
         for rank, part in enumerate(parts):
-            own = own_span(rows, data.sizes, rank)
+            own = own_span(rows, holders.sizes, rank)
             if own and length:
                 part.append(flat[own.start * length : own.stop * length])
     return parts
 
 
-def own_param_rows(parameter: Tensor, data: Group) -> Tensor:
+def own_param_rows(parameter: Tensor, holders: Group) -> Tensor:
     """This rank's rows, in the parameter's memory."""
     values = parameter.detach()
     values = values if values.ndim else values.view(1)
-    own = own_span(len(values), data.sizes, data.rank)
+    own = own_span(len(values), holders.sizes, holders.rank)
     return values[own.start : own.stop]
 
 
 def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """Copies parts side by side, `[n]`; of the type of `like` where there are none."""
     return torch.cat(list(parts)) if parts else like.new_empty(0)
+
+
+def aligned(size: int) -> int:
+    """Bytes that a tensor of this size takes beside others."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def side_by_side(tensors: Sequence[Tensor], flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -60,12 +60,12 @@ class PipelineExecutor:
         self._scattered: set[int] = set()  # units whose gradients are, after every micro-batch
         self._methods: dict[Kind, Callable[[StepState, Action], None]] = {
             Kind.FORWARD: self._forward,
-            Kind.BACKWARD: lambda run, action: run.backward(action.key),
+            Kind.BACKWARD: lambda step, action: step.backward(action.key),
             Kind.INPUT_GRADIENT: self._input_gradient,
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
             Kind.RECOMPUTE: self._forward_again,
-            Kind.REDUCE_GRAD: lambda run, action: gradient_buckets.finish(action.unit),
-            Kind.REDUCE_SCATTER: lambda run, action: gradient_buckets.scatter(action.unit),
+            Kind.REDUCE_GRAD: lambda step, action: gradient_buckets.reduce(action.unit),
+            Kind.REDUCE_SCATTER: lambda step, action: gradient_buckets.scatter(action.unit),
         }
         if transfers is not None:
             self._methods[Kind.SEND_FORWARD] = partial(self._send_forward, transfers)
@@ -73,8 +73,8 @@ class PipelineExecutor:
             self._methods[Kind.SEND_BACKWARD] = partial(self._send_backward, transfers)
             self._methods[Kind.RECV_BACKWARD] = partial(self._receive_backward, transfers)
         if weights is not None:
-            self._methods[Kind.UNSHARD] = lambda run, action: weights.unshard(action.unit)
-            self._methods[Kind.RESHARD] = lambda run, action: weights.reshard(action.unit)
+            self._methods[Kind.UNSHARD] = lambda step, action: weights.unshard(action.unit)
+            self._methods[Kind.RESHARD] = lambda step, action: weights.reshard(action.unit)
 
     def run(
         self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer | None = None
@@ -90,7 +90,7 @@ class PipelineExecutor:
         actions, sizes = schedule.actions[self._state.pp.rank], tuple(micro.size for micro in micro_batches)
         repeated = frozenset(each.key for each in actions if each.kind is Kind.RECOMPUTE)
         self._scattered = {each.unit for each in actions if each.kind is Kind.REDUCE_SCATTER}
-        run = StepState(micro_batches, self._anchor, repeated, consume)
+        step = StepState(micro_batches, self._anchor, repeated, consume)
         if self._transfers is not None:
             self._transfers.begin(schedule, sizes)
         if self._graphs and consume is None:
@@ -98,13 +98,13 @@ class PipelineExecutor:
         with nullcontext() if consume is None else torch.no_grad():
             for action in actions:
                 with placed(partial(self._place, action)), named(action):
-                    self._do(run, action)
+                    self._do(step, action)
         if self._transfers is not None:
             self._transfers.wait()
         if consume is None:
             self._gradient_buckets.wait()
         total = torch.zeros((), dtype=torch.float64, device=self._state.device)
-        for loss in run.losses:
+        for loss in step.losses:
             total += loss
         return total
 
@@ -116,14 +116,14 @@ class PipelineExecutor:
         for each in self._graphs:
             each.begin(has_graphs)
 
-    def _do(self, run: StepState, action: Action) -> None:
+    def _do(self, step: StepState, action: Action) -> None:
         if self._transfers is not None and action.kind in COMPUTE:
             self._transfers.announce(action)
         if self._weights is not None and action.kind in USES_WEIGHTS:
             self._weights.wait_unshard(action.unit)
         if action.unit in self._scattered and action.kind in _BACKWARDS:
             self._gradient_buckets.begin(action.unit, first_part=action.kind is Kind.INPUT_GRADIENT)
-        self._methods[action.kind](run, action)
+        self._methods[action.kind](step, action)
         if action.kind in FINISHING:
             graphs = self._units[action.unit].graphs
             if graphs is not None:
@@ -136,78 +136,78 @@ class PipelineExecutor:
 
     # --- computing
 
-    def _forward(self, run: StepState, action: Action) -> None:
+    def _forward(self, step: StepState, action: Action) -> None:
         key, unit = action.key, self._units[action.unit]
-        if key not in run.repeated:
-            self._hand_on(run, key, self._output(run, key))
+        if key not in step.repeated:
+            self._hand_on(step, key, self._output(step, key))
             return
         # What the first unit takes stays in the batch.
-        given, carried = ((), ()) if unit.is_first else (run.inputs[key], unit.receives)
-        run.kept[key] = kept = PackedInput(given, carried)
+        given, carried = ((), ()) if unit.is_first else (step.inputs[key], unit.receives)
+        step.kept[key] = kept = PackedInput(given, carried)
         with recording(kept.collected):
-            y = self._output(run, key)
-        self._hand_on(run, key, y)
-        del run.backwards[key]  # and with it the graph; it has shown what needs a gradient
+            y = self._output(step, key)
+        self._hand_on(step, key, y)
+        del step.backwards[key]  # and with it the graph; it has shown what needs a gradient
 
-    def _forward_again(self, run: StepState, action: Action) -> None:
+    def _forward_again(self, step: StepState, action: Action) -> None:
         key, unit = action.key, self._units[action.unit]
-        kept = run.kept.pop(key)
+        kept = step.kept.pop(key)
         if not unit.is_first:
-            run.inputs[key] = kept.restored()
+            step.inputs[key] = kept.restored()
         with unit.only_graph(), replaying(kept.collected):
-            y = self._output(run, key)
+            y = self._output(step, key)
             if unit.is_last:
-                loss = self._loss(y, run.micro_batches[key[1]].targets, True)
-                run.backwards[key] = partial(torch.autograd.backward, loss)
+                loss = self._loss(y, step.micro_batches[key[1]].targets, True)
+                step.backwards[key] = partial(torch.autograd.backward, loss)
             else:
-                run.await_gradients(key, y)
+                step.await_gradients(key, y)
 
-    def _output(self, run: StepState, key: Key) -> Any:
-        unit, micro = self._units[key[0]], run.micro_batches[key[1]]
-        x = micro.inputs if unit.is_first else run.entered(key)
+    def _output(self, step: StepState, key: Key) -> Any:
+        unit, micro = self._units[key[0]], step.micro_batches[key[1]]
+        x = micro.inputs if unit.is_first else step.entered(key)
         return unit(x, micro.samples, micro.goes_on, key[1])
 
-    def _hand_on(self, run: StepState, key: Key, y: Any) -> None:
+    def _hand_on(self, step: StepState, key: Key, y: Any) -> None:
         """Takes a unit's output in its first forward: for the loss, or as the input of the next unit."""
-        unit, micro = key[0], run.micro_batches[key[1]]
+        unit, micro = key[0], step.micro_batches[key[1]]
         if not self._units[unit].is_last:
-            run.await_gradients(key, y)
+            step.await_gradients(key, y)
             given = [without_graph(each) for each in y]
             if unit + 1 in self._units:
-                run.inputs[unit + 1, key[1]] = given
+                step.inputs[unit + 1, key[1]] = given
             else:
-                run.outputs[key] = given
-        elif run.consume is None:
+                step.outputs[key] = given
+        elif step.consume is None:
             loss = self._loss(y, micro.targets, False)
-            run.backwards[key] = partial(torch.autograd.backward, loss)
-            run.losses.append(loss.detach())
+            step.backwards[key] = partial(torch.autograd.backward, loss)
+            step.losses.append(loss.detach())
         elif not micro.is_padding:
-            run.consume(y, micro.targets)
+            step.consume(y, micro.targets)
 
-    def _input_gradient(self, run: StepState, action: Action) -> None:
+    def _input_gradient(self, step: StepState, action: Action) -> None:
         with self._units[action.unit].weight_gradients.deferred() as tasks:
-            run.backward(action.key)
+            step.backward(action.key)
         tasks.reverse()
-        run.weight_gradients[action.key] = tasks
+        step.weight_gradients[action.key] = tasks
 
-    def _weight_gradient(self, run: StepState, action: Action) -> None:
-        tasks = run.weight_gradients.pop(action.key)
+    def _weight_gradient(self, step: StepState, action: Action) -> None:
+        tasks = step.weight_gradients.pop(action.key)
         while tasks:
             tasks.pop()()  # and its tensors are free
 
     # --- transfers
 
-    def _send_forward(self, transfers: Transfers, run: StepState, action: Action) -> None:
-        transfers.send(action, run.outputs.pop(action.key))
+    def _send_forward(self, transfers: Transfers, step: StepState, action: Action) -> None:
+        transfers.send(action, step.outputs.pop(action.key))
 
-    def _send_backward(self, transfers: Transfers, run: StepState, action: Action) -> None:
+    def _send_backward(self, transfers: Transfers, step: StepState, action: Action) -> None:
         unit, micro_batch = action.key
-        transfers.send(action, run.gradients.pop((unit - 1, micro_batch)))
+        transfers.send(action, step.gradients.pop((unit - 1, micro_batch)))
 
-    def _receive_forward(self, transfers: Transfers, run: StepState, action: Action) -> None:
-        run.inputs[action.key] = [*transfers.receive(action).values()]
+    def _receive_forward(self, transfers: Transfers, step: StepState, action: Action) -> None:
+        step.inputs[action.key] = [*transfers.receive(action).values()]
 
-    def _receive_backward(self, transfers: Transfers, run: StepState, action: Action) -> None:
+    def _receive_backward(self, transfers: Transfers, step: StepState, action: Action) -> None:
         """Gradients come for all that may learn; a layer may have cut some of it off."""
         came = transfers.receive(action)
-        run.gradients[action.key] = [came[index] for index in run.learning.pop(action.key)]
+        step.gradients[action.key] = [came[index] for index in step.learning.pop(action.key)]

@@ -30,7 +30,7 @@ from megasnn.kernels.layout import empty
 from megasnn.kernels.spike_codec import Content, bits_of, decode_into, encode, encoded_like
 from megasnn.layers.context import BuildContext
 from megasnn.layers.init import tensors_of
-from megasnn.layers.row_context import WholeImages
+from megasnn.layers.row_context import WholeImages, row_group
 from megasnn.layers.shape_inference import is_channels_last
 from megasnn.models.description import DRY_SAMPLES, Built, Carried, ModelDescription
 from megasnn.parallel.sharding import own_span
@@ -110,8 +110,8 @@ class Boundaries:
 
     def _add(self, number: int, key: Key, spec: TensorSpec, by_rows: bool) -> None:
         """Notes this rank's part, where ranks share the rows of images, which a dry run sees whole."""
-        rows, shape = self._context.cp, spec.shape
-        if self._context.cut == "rows" and rows.size > 1 and len(shape) >= 4:
+        rows, shape = row_group(self._context), spec.shape
+        if rows is not None and len(shape) >= 4:
             if not by_rows or len(shape) != self._image_dims:
                 return
             shape = (*shape[:3], len(own_span(shape[3], rows.sizes, rows.rank)), *shape[4:])

@@ -12,7 +12,7 @@ from megasnn.schedule import Kind, Schedule
 from megasnn.schedule.actions import COMPUTE, PROPAGATING, Action
 from megasnn.schedule.passes import crosses, refine, with_recompute
 
-MB = 1e-6
+MB = 10**6  # bytes
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ def within_budget(schedule: Schedule, units: Sequence[UnitMemory], budget: float
         chosen, least = chosen | taken, max(least, need)
     if least > budget:
         raise ValueError(
-            f"--memory-budget {budget * MB:g} cannot be kept with all forwards computed again: the least is "
-            f"--memory-budget {math.ceil(least * MB)}; or use a smaller --micro-batch-size, or "
+            f"--memory-budget {budget / MB:g} cannot be kept with all forwards computed again: the least is "
+            f"--memory-budget {math.ceil(least / MB)}; or use a smaller --micro-batch-size, or "
             "--pipeline-schedule v-half or v-min"
         )
     return chosen

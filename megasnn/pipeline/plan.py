@@ -16,7 +16,7 @@ from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.fsdp import unit_bytes
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.cost_model import PipelineCosts
-from megasnn.pipeline.peak_memory import unit_memory, within_budget
+from megasnn.pipeline.peak_memory import MB, unit_memory, within_budget
 from megasnn.pipeline.profile_layers import profile_pipeline
 from megasnn.schedule import ChunkCost, Kind, SchedulePlan, Simulation, plan_schedule, simulate
 from megasnn.schedule.fsdp_passes import SharedWeights
@@ -154,7 +154,7 @@ def choose(
     if parallel.memory_budget is not None and costs is not None:
         refined = plan.in_units(cut, NEVER)
         memory = unit_memory(costs, refined.unit_bounds(cut))
-        again = within_budget(refined.training(counts[0]), memory, 1e6 * parallel.memory_budget)
+        again = within_budget(refined.training(counts[0]), memory, MB * parallel.memory_budget)
         plan = replace(refined, chosen=again) if again else plan
     if weights_of is not None:
         plan = plan.sharing(weights_of(plan.unit_bounds(cut)), counts)

@@ -78,7 +78,7 @@ def _steps(bucket_bytes: int, without: str) -> tuple[int, int]:
             for seed in mine:
                 _loss(parameters, seed, without).backward()
             reduced_in_backward = traffic.total("dp").calls
-            gradient_buckets.finish(0)
+            gradient_buckets.reduce(0)
             gradient_buckets.wait()
         _check(parameters, _gradients([seed + 10 * step for share in shares for seed in share], without), "c")
         assert storage == {name: e.tensor.grad.data_ptr() for name, e in parameters.items() if name != "c"}
@@ -148,7 +148,7 @@ def _steps_or_none(without: str) -> None:
     parameters = _parameters()
     gradient_buckets = GradientBuckets([(0, list(parameters.values()))], everybody("dp"), alone("tp"), 65)
     _loss(parameters, 1, "abde").backward()
-    gradient_buckets.finish(0)
+    gradient_buckets.reduce(0)
     gradient_buckets.wait()
     expected = _gradients([1, 1], "abde")
     assert expected["c"].any() and not any(expected[name].any() for name in "abde")
@@ -164,7 +164,7 @@ def _uneven_orders() -> None:
         buckets = GradientBuckets([(0, list(parameters.values()))], state.dp, state.tp, 65)
         buckets.zero()
         _loss(parameters, state.rank).backward()
-        buckets.finish(0)
+        buckets.reduce(0)
         buckets.wait()
         everywhere, replicas = _gradients([0, 1, 2, 3]), _gradients(list(state.dp.ranks))
         _check(parameters, {name: (everywhere if name in "be" else replicas)[name] for name in SHAPES})
@@ -179,7 +179,7 @@ def _uneven_orders() -> None:
         for seed in (1, 2):
             _loss(chunk, seed + group.rank * 10).backward()
     for finished in (0, 5, 3):
-        buckets.finish(finished)
+        buckets.reduce(finished)
     buckets.wait()
     for chunk in (first, second):
         _check(chunk, _gradients(seeds))
@@ -220,7 +220,7 @@ def _left_of_exchanges() -> None:
         for _ in range(2):
             buckets.zero()
             _loss(parameters, group.rank).backward()
-            buckets.finish(0)
+            buckets.reduce(0)
             assert sum(each() is not None for each in left) <= 2, "two at a time"
             buckets.wait()
             expected = sum(torch.cat([each.flatten() for each in _gradients([n]).values()]).sum() for n in range(2))
@@ -239,7 +239,7 @@ def test_one_replica_reduces_nothing_and_is_freed_with_the_buckets() -> None:
     parameters = _parameters()
     buckets = GradientBuckets([(0, list(parameters.values()))], alone("dp"), alone("tp"))
     _loss(parameters, 1).backward()
-    buckets.finish(0)
+    buckets.reduce(0)
     buckets.wait()
     _check(parameters, _gradients([1]))
     left = [weakref.ref(entry.tensor) for entry in parameters.values()]

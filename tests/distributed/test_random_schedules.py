@@ -100,9 +100,9 @@ class Delayed(PipelineExecutor):
     def count(self, parameter: Tensor) -> None:
         self.added += 1
 
-    def _do(self, run: StepState, action: Action) -> None:
+    def _do(self, step: StepState, action: Action) -> None:
         self.added = 0
-        super()._do(run, action)
+        super()._do(step, action)
         assert not self.added or action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT), action
         self.done.append(action)
         if self.draw.random() < 0.3:
@@ -130,7 +130,7 @@ def _step(schedule: Schedule, state: ParallelState, seed: int) -> tuple[float, d
     executor = Delayed(mine, state, transfers, _loss, GradientBuckets([], alone("dp"), alone("tp")))
     executor.draw, executor.done = random.Random(f"{seed} {state.rank}"), []
     for chunk in mine.values():
-        chunk.weight_gradients.observer = executor.count
+        chunk.weight_gradients.on_added = executor.count
     images = random_tensor(MOST_MICRO_BATCHES, STEPS, 2, 3, SIDE, SIDE, dtype=torch.float32)
     labels = torch.tensor([0, 2])
     batches = [

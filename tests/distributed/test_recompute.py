@@ -55,8 +55,8 @@ class _Live:
         self._known = {each.untyped_storage().data_ptr() for each in known}
         engine.executor._do = partial(self._followed, engine.executor._do)  # type: ignore[method-assign]
 
-    def _followed(self, do: Callable[[StepState, Action], None], run: StepState, action: Action) -> None:
-        do(run, action)
+    def _followed(self, do: Callable[[StepState, Action], None], step: StepState, action: Action) -> None:
+        do(step, action)
         self.after.append((action, self._bytes()))
 
     def pack(self, tensor: Tensor) -> _Holder:

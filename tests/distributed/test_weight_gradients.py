@@ -72,7 +72,7 @@ def _split_and_whole(name: str, dtype: torch.dtype, compute: torch.dtype) -> Non
     group = everybody()
     whole, split = (_Model(name, group, dtype, compute) for _ in range(2))
     seen: list[Tensor] = []
-    split.context.weight_gradients.observer = seen.append
+    split.context.weight_gradients.on_added = seen.append
     left: list[Task] = []
     for micro_batch in range(3):
         whole.backward(micro_batch)

@@ -206,7 +206,7 @@ def evaluated(engine: DistributedModel, micro_batches: Sequence[MicroBatchInput]
         totals[1] += len(labels)
         totals[2:] += correct_predictions(logits_of(output), labels)
 
-    engine.forward(micro_batches, count)
+    engine.evaluate(micro_batches, count)
     return engine.of_all_replicas(totals).tolist()
 
 
