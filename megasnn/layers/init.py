@@ -69,9 +69,7 @@ def without_values(module: nn.Module) -> nn.Module:
     for each in module.modules():
         for _, tensor in own_tensors(each):
             value = tensor.detach().clone() if tensor.ndim == 0 else tensor.detach().to("meta")
-            new: Tensor = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-            vars(new).update(vars(tensor))
-            copies.setdefault(id(tensor), new)
+            copies.setdefault(id(tensor), _like(tensor, value))
         for state in vars(each).get("_memories", {}).values():  # of SpikingJelly's neurons
             if isinstance(state, Tensor):
                 copies[id(state)] = state.detach()
@@ -81,6 +79,13 @@ def without_values(module: nn.Module) -> nn.Module:
         if callable(reset):
             reset()
     return made
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    """A parameter or buffer as another one is, with another value."""
+    new: Tensor = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    vars(new).update(vars(tensor))
+    return new
 
 
 def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | None, name: str) -> Initialiser:
@@ -122,7 +127,8 @@ def _fresh(
     generator: torch.Generator,
 ) -> None:
     """Fills a tensor with the initial values that the module's own `reset_parameters` gives it."""
-    fresh = copy.deepcopy(module)._apply(_without_values)
+    # Without a look at the values: those of a gathered weight have no memory.
+    fresh = copy.deepcopy(module, {id(each): _like(each, _without_values(each)) for each in tensors_of(module)})
     for own, value in numbers.items():
         getattr(fresh, own).data.copy_(value)
     before, version = getattr(fresh, name), getattr(fresh, name)._version

@@ -104,7 +104,7 @@ def _gpu(name: str, memory: float, teraflops: dict[str, float], bandwidth: float
         memory=memory,
         operations={precision: PRODUCTS * 0.5e12 * rate for precision, rate in teraflops.items()},
         moved=MOVES * bandwidth,
-        # Eager steps are bound by their host: 1,060 launches of the 22 layers of Spikformer-8-512, at 33 us of Python
+        # Eager steps are bound by their host: 1,059 launches of the 22 layers of Spikformer-8-512, at 33 us of Python
         # each, are 16 for each of the three parts of a layer.
         least=5.3e-4,
         update=MOVED_IN_UPDATE / (UPDATE_REACHES * bandwidth),

@@ -76,7 +76,9 @@ def sample_bytes(config: PretrainConfig, itemsize: int, micro_batches: int, samp
         on_host: the rank computes on its host.
     """
     batches = 2 if on_host and config.data.num_workers else 1
-    return itemsize * sum(prod(each.shape) for each in config.model.inputs.values()) * micro_batches * samples * batches
+    model = config.model  # whose own inputs alone need torch
+    shapes = [each.shape for each in model.inputs.values()] if "inputs" in model.own_task() else [model.input_shape]
+    return itemsize * sum(map(prod, shapes)) * micro_batches * samples * batches
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def raise_in_weight_gradient() -> None:
 
     def broken(self: Engine, batch: GlobalBatch) -> StepResult:
         if self.iteration == 1:
-            mock.patch.object(WeightGradients, "added", side_effect=RuntimeError("injected fault")).start()
+            mock.patch.object(WeightGradients, "_add", side_effect=RuntimeError("injected fault")).start()
         return step(self, batch)
 
     mock.patch.object(Engine, "train_on", broken).start()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megasnn.kernels.convolution import average_pool
 from megasnn.layers import ParallelDropout, ParallelLinear, WholeImages
 
 
@@ -21,5 +21,5 @@ class Classifier(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.whole_images(x)
-        pooled = average_pool(x.flatten(0, 1), self.pool).unflatten(0, x.shape[:2])
+        pooled = F.avg_pool2d(x.flatten(0, 1), self.pool).unflatten(0, x.shape[:2])
         return self.linear(self.dropout(pooled.flatten(2)))
