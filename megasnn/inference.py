@@ -69,7 +69,11 @@ class TrainedModel(nn.Module):
     def __init__(self, about: About, values: Mapping[str, Tensor], model: type[Model] | None = None) -> None:
         super().__init__()
         if model is None and about.model not in MODELS:
-            raise CheckpointError(f"{about.model} is not in megasnn.MODELS: give its class, model=MyModel")
+            raise CheckpointError(
+                f"{about.model} is not in megasnn.MODELS: give its class, megasnn.load_model(..., model=MyModel)"
+            )
+        if model is not None and not isinstance(model, type):
+            raise CheckpointError(f"model= takes the class of the model, {type(model).__name__}, and not one of it")
         model = model or MODELS[about.model]
         if model.name != about.model:
             raise CheckpointError(f"it is of the model {about.model}, and model={model.__name__} is {model.name}")
@@ -90,9 +94,13 @@ class TrainedModel(nn.Module):
         Args:
             inputs: by name, or the only one: images `[N, C, H, W]`, or event frames `[N, T, C, H, W]`, normalised as in
                 training.
+        Raises:
+            ValueError: other inputs than the model's.
         """
         specs = self.description.task.inputs
-        given = inputs if isinstance(inputs, Mapping) else dict.fromkeys(specs, inputs)
+        given = inputs if isinstance(inputs, Mapping) else {next(iter(specs)): inputs}
+        if given.keys() != specs.keys():
+            raise ValueError(f"the model takes a dict of its inputs, {', '.join(specs)}; got {', '.join(given)}")
         with nullcontext() if torch.compiler.is_exporting() else torch.no_grad():  # which torch.export cannot read back
             output: Bundle = self.chunk({name: x.to(specs[name].type_for(self.dtype)) for name, x in given.items()})
             return output
@@ -200,7 +208,8 @@ def _card(model: TrainedModel) -> str:
     about, config, task = model.about, model.config, model.description.task
     shapes = {name: ["N", *each.shape] for name, each in task.inputs.items()}
     inputs: object = shapes if len(shapes) > 1 else next(iter(shapes.values()))
-    flags, accuracy = about.training.get("flags"), about.training.get("accuracy_top1")
+    flags, top1 = about.training.get("flags"), about.training.get("accuracy_top1")
+    told = "not known" if top1 is None else f"{top1:.2%}, in training, on its validation data"
     return _CARD.format(
         name=about.model,
         parameters=f"{sum(each.numel() for each in model.parameters()):,}",
@@ -210,7 +219,8 @@ def _card(model: TrainedModel) -> str:
         inputs=str(inputs).replace("'N'", "N"),
         answers=", ".join(map(str, ["N", *task.answer.shape])),
         samples=json.dumps(about.samples) if about.samples else "by the program that trained it, which says how",
-        top1="not known" if accuracy is None else f"{accuracy:.2%}, in training, on its validation data",
+        call="logits = model(images)" if task.classes and len(shapes) == 1 else "answers = model(inputs)",
+        accuracy=f"- Accuracy (top-1): {told}.\n" if task.classes else "",
         dimensions=json.dumps(about.config),
         training=json.dumps({name: value for name, value in about.training.items() if name != "flags"}),
         flags=json.dumps(flags),
@@ -234,12 +244,11 @@ A spiking neural network trained with MegaSNN: {parameters} parameters ({dtype})
 import megasnn
 
 model = megasnn.TrainedModel.from_pretrained("this folder")  # a class of your own: model=CLASS
-logits = model(images)  # {inputs} -> [{answers}]
+{call}  # {inputs} -> [{answers}]
 ```
 
 - Inputs: {samples}. Pixels are scaled to 0 to 1; then `mean` is subtracted, and the rest divided by `std`.
-- Accuracy (top-1): {top1}.
-- Dimensions and neuron: {dimensions}
+{accuracy}- Dimensions and neuron: {dimensions}
 - Training: {training}
 - Flags: {flags}
 """

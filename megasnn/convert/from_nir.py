@@ -122,7 +122,7 @@ def _flatten(node: nir.Flatten, dt: float, neuron: NeuronSpec) -> Make:
 
 def _if(node: nir.IF, dt: float, neuron: NeuronSpec) -> Make:
     if not isclose(r := _only(node, "r"), 1 / dt, rel_tol=1e-6):
-        raise ValueError(f"r is {r}, and must be 1 / dt, {1 / dt}")
+        raise ValueError(f"r is {r}, and must be 1 / dt, {1 / dt}: give from_nir(..., dt=...) the step of the graph")
     return _neuron(node, replace(neuron, kind="if"))
 
 
