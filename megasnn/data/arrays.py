@@ -57,8 +57,11 @@ class ArrayFormat(SampleFormat):
     def decode(self, data: bytes, key: Key | None = None) -> Any:
         """Decodes the part of a shard with all files of a sample. Raises ValueError, as `SampleFormat.decode`."""
         with tarfile.open(fileobj=io.BytesIO(data + bytes(2 * tarfile.BLOCKSIZE)), mode="r:") as archive:
-            members = [(split_name(member.name)[1], member) for member in archive if member.isreg()]
-            files = {ending: archive.extractfile(member).read() for ending, member in members}  # type: ignore[union-attr]
+            files = {
+                split_name(member.name)[1]: content.read()
+                for member in archive
+                if member.isreg() and (content := archive.extractfile(member))
+            }
         return {each.name: self._decoded(each, files) for each in self.arrays}
 
     def _decoded(self, array: ArrayFile, files: Mapping[str, bytes]) -> NDArray[Any]:

@@ -87,7 +87,7 @@ class Model(ABC):
 
     @property
     def target(self) -> ArraySpec | str:
-        """What is learned of a sample: an array, or an input, by its name. By default a class."""
+        """Target of a sample: the array that is learned, or the name of the input that is. By default a class."""
         from megasnn.models.task import ArraySpec
 
         return ArraySpec((), "int", below=self.num_classes)
