@@ -64,8 +64,7 @@ class Engine:
     looks at the number of inputs, and one without the last stage (`takes_labels`) at that of the targets: there a
     tensor on the meta device will do. A wrong argument on one rank is a ValueError on all of them, and changes nothing.
     Any other error within a step, an evaluation or a prediction, Ctrl-C included, ends the Engine: whatever is asked of
-    it then is a RuntimeError. A process has one open Engine at a time, and `close` frees the process groups that it
-    made.
+    it then is a RuntimeError. A process has one open Engine at a time.
 
     Args:
         model: an instance of one's own class or of one in `megasnn.MODELS`; or a validated configuration.
@@ -99,14 +98,13 @@ class Engine:
         described = describe_windows(config)
         if not config.training.evaluate_only and lr_schedule is None:
             require_schedule(config.optimizer, self.length.iterations, self.length.epoch)
-        # Others may have freed its grid.
+        # Others may have freed the grid of one that was not closed.
         if _open and model_parallel_is_initialized() and get_parallel_state() is _open[0].state:
             raise ValueError("another Engine is open in this process: close it first (engine.close() or `with`)")
-        _open.clear()
         self._closed, self._failure = False, ""
         self.state: ParallelState
         self.state, self._leave = join_ranks(config)
-        _open.append(self)
+        _open[:] = [self]
         with ExitStack() as undo:
             undo.callback(self.close)
             require_alike(config, self.state.world)
@@ -116,8 +114,8 @@ class Engine:
             self.distributed = build_model(config, described, self.state, wants_to_stop)
             self.plan = self.distributed.plan
             self.batches = Batches(config, self.distributed, mixing_of(config, described, self.length.epoch_samples))
-            steps, epoch = self.length.iterations, self.length.epoch
-            rate = partial(learning_rate, config.optimizer, iterations=steps, epoch=epoch)
+            length = self.length
+            rate = partial(learning_rate, config.optimizer, iterations=length.iterations, epoch=length.epoch)
             self.step = TrainStep(config, self.distributed, lr_schedule or rate)
             self.optimizer = self.step.optimizer
             self.takes_images, self.takes_labels = self.distributed.takes_images, self.distributed.gives_logits
@@ -206,7 +204,7 @@ class Engine:
     def predict(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Returns what the model's `predict` gives for any number of samples, in their order, on the CPU of every rank:
         by default the mean over time of the logits, `[N, classes]`. With `ema_decay` the weights are the averaged ones.
-        Raises what `train_step` raises."""
+        """
         with self._running():
             given, _, samples = self.batches.checked(inputs, predicts=True)
             task, dtype = self.distributed.description.task, self.distributed.context.dtype
@@ -255,26 +253,23 @@ class Engine:
         self.step.loaded()
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Writes `<folder>/iter_<iteration>`: weights, optimizer and progress, for any layout.
-
-        It is a checkpoint as runs write them. A run takes its weights by `--load` with `--finetune`: it knows nothing
-        of the order of one's own data. The first rank's folder counts.
+        """Writes `<folder>/iter_<iteration>`: weights, optimizer and progress, for any layout. The first rank's folder
+        counts. A run takes the weights by `--load` with `--finetune`: it knows nothing of the order of one's own data.
 
         Raises:
             CheckpointError: on every rank, when it cannot be written.
         """
         self._require_open()
         world = self.state.world.handle
-        path = broadcast_result(world, partial(Path, folder))
+        path = broadcast_result(world, lambda: Path(folder))
         return save_checkpoint(path, self.checkpoints.progress({}), self.checkpoints.state, world)
 
     def load(self, folder: str | os.PathLike[str], step: int | None = None, weights_only: bool = False) -> None:
         """Continues from a checkpoint that an Engine or a run has saved, on any layout: the latest that is intact, or
         that of iteration `step`. The first rank's folder counts. Warns of flags that are others than they were.
 
-        Args:
-            weights_only: takes weights and buffers, and begins anew with them: of a checkpoint with another optimizer,
-                for another task.
+        With `weights_only` it begins anew with weights and buffers, of a checkpoint with another optimizer, too.
+
         Raises:
             CheckpointError: on every rank, when there is none, or it is of another model.
         """
@@ -282,20 +277,16 @@ class Engine:
         world, model = self.state.world.handle, self.config.model.name
         path, iteration = broadcast_result(world, lambda: (Path(folder), step))
         expected = None if weights_only else identity(self.config)
-        loaded = load_checkpoint(
-            path,
-            LocalState(self.distributed.tensors) if weights_only else self.checkpoints.state,
-            step=iteration,
-            process_group=world,
-            check=lambda saved: model_differences(saved, model, expected),
-        )
-        remarks = [*loaded.remarks]
+        into = LocalState(self.distributed.tensors) if weights_only else self.checkpoints.state
+        check = partial(model_differences, model=model, config=expected)
+        loaded = load_checkpoint(path, into, step=iteration, process_group=world, check=check)
+        changed: list[str] = []
         if weights_only:
             self.step.loaded()
         else:
             self.step.loaded((loaded.iteration, loaded.consumed_samples), loaded.averaged)
-            remarks += changed_recipe(loaded.extra, recipe(self.config))
-        for remark in remarks:
+            changed = changed_recipe(loaded.extra, recipe(self.config))
+        for remark in (*loaded.remarks, *changed):
             warnings.warn(remark, stacklevel=2)
 
     # --- the end

@@ -17,6 +17,7 @@ from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
+from megasnn.pipeline.graphs import ChunkGraphs
 from megasnn.pipeline.microbatch_state import MicroBatchInput, OutputConsumer, StepState, without_graph
 from megasnn.pipeline.p2p import Transfers
 from megasnn.pipeline.packed_input import PackedInput
@@ -55,7 +56,6 @@ class PipelineExecutor:
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a unit's input part of a graph
         modules = [module for unit in units.values() for module in unit.modules()]
         self._neurons = [module for module in modules if isinstance(module, NeuronLayer)]
-        self._graphs = [unit.graphs for unit in units.values() if unit.graphs is not None]
         self._sizes: list[tuple[int, ...]] = []  # of micro-batches in training steps
         self._scattered: set[int] = set()  # units whose gradients are, after every micro-batch
         self._methods: dict[Kind, Callable[[StepState, Action], None]] = {
@@ -93,8 +93,9 @@ class PipelineExecutor:
         step = StepState(micro_batches, self._anchor, repeated, consume)
         if self._transfers is not None:
             self._transfers.begin(schedule, sizes)
-        if self._graphs and consume is None:
-            self._begin_graphs(sizes)
+        graphs = [unit.graphs for unit in self._units.values() if unit.graphs is not None]
+        if graphs and consume is None:
+            self._begin_graphs(graphs, sizes)
         with nullcontext() if consume is None else torch.no_grad():
             for action in actions:
                 with placed(partial(self._place, action)), named(action):
@@ -108,12 +109,11 @@ class PipelineExecutor:
             total += loss
         return total
 
-    def _begin_graphs(self, sizes: tuple[int, ...]) -> None:
+    def _begin_graphs(self, graphs: Sequence[ChunkGraphs], sizes: tuple[int, ...]) -> None:
         """Begins CUDA graphs. The first training step of its sizes has none: kernels are compiled in it."""
-        observes = any(neuron.is_observed for neuron in self._neurons)
-        has_graphs = sizes in self._sizes[:MOST_GRAPHED] and not observes
+        has_graphs = sizes in self._sizes[:MOST_GRAPHED] and not any(neuron.is_observed for neuron in self._neurons)
         self._sizes += [sizes] * (sizes not in self._sizes)
-        for each in self._graphs:
+        for each in graphs:
             each.begin(has_graphs)
 
     def _do(self, step: StepState, action: Action) -> None:
