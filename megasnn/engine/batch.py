@@ -51,8 +51,8 @@ class Batches:
             dp_rank=distributed.state.dp.rank,
             cp_size=samples.size,
             cp_rank=samples.rank,
-            images=self._takes_images,
-            labels=self._takes_labels,
+            inputs=self._takes_images,
+            targets=self._takes_labels,
         )
         self.evaluated_share = part
         self.trained_share = part if mixing is None else replace(part, cp_size=1, cp_rank=0)
@@ -181,12 +181,12 @@ class Batches:
         whole, padding = [], [] if trains else self._padding(batch)
         for micro in batch.micro_batches:
             inputs, targets, first, size = None, None, begin + micro.start, micro.size
-            if micro.images is not None:  # of a run, the tensor of the only input
-                given = micro.images if isinstance(micro.images, Mapping) else dict.fromkeys(specs, micro.images)
+            if micro.inputs is not None:  # of a run, the tensor of the only input
+                given = micro.inputs if isinstance(micro.inputs, Mapping) else dict.fromkeys(specs, micro.inputs)
                 moved = {name: without_waiting(x, device) for name, x in given.items()}
                 inputs = {name: x.to(specs[name].type_for(self._dtype)) for name, x in moved.items()}
-            if micro.labels is not None:
-                targets = without_waiting(micro.labels, device)
+            if micro.targets is not None:
+                targets = without_waiting(micro.targets, device)
                 if targets.is_floating_point() and not self._task.classes:
                     targets = targets.to(self._dtype)
             if trains and self._mixing is not None:
