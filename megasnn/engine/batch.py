@@ -69,7 +69,7 @@ class Batches:
         Args:
             predicts: there are no targets. problem: an error text of the caller's on this rank.
         Raises:
-            ValueError: on every rank, for what is wrong on one of them, and where they are given different numbers.
+            ValueError: on every rank, as `_agree`.
         """
         names, target = [*self._task.inputs], self._task.target
         given = inputs if isinstance(inputs, Mapping) or len(names) > 1 else {names[0]: inputs}
@@ -79,11 +79,8 @@ class Batches:
         return given, given[target] if isinstance(target, str) else targets, samples
 
     def _agree(self, found: str | int) -> None:
-        """Raises ValueError on every rank for a problem of one of them; alone, it would leave the others waiting.
-
-        Args:
-            found: the problem, or samples of a batch; 0 where this rank has no more batches.
-        """
+        """Raises ValueError on every rank for a problem of one of them; alone, it would leave the others waiting. Where
+        there is none, `found` is the number of samples of a batch, 0 behind the last batch."""
         of_ranks = gather(self._state.world.handle, found)
         if problems := [each for each in dict.fromkeys(of_ranks) if isinstance(each, str)]:
             raise BatchError("; ".join(problems))
@@ -136,12 +133,8 @@ class Batches:
     def share(
         self, inputs: Mapping[str, Tensor], targets: Tensor, samples: int, position: int, evaluates: bool = False
     ) -> GlobalBatch:
-        """Returns this rank's share of a global batch: its samples of this replica's micro-batches. In evaluation there
-        may be none.
-
-        Args:
-            position: in the training, of the batch's first sample.
-        """
+        """Returns this rank's share of a global batch, whose first sample has this `position` in the training: its
+        samples of this replica's micro-batches. In evaluation there may be none."""
         micro_batches, order = [], torch.channels_last
         if self._takes_images:  # as the loader of a run gives them
             inputs = {name: x.contiguous(memory_format=order) if x.ndim == 4 else x for name, x in inputs.items()}
@@ -172,11 +165,8 @@ class Batches:
 
     def inputs(self, batch: GlobalBatch, trains: bool) -> list[MicroBatchInput]:
         """Moves a batch to this rank's device, in the types that the model takes: in training, samples are mixed where
-        that is asked for; in evaluation, it is filled up where ranks need equally many micro-batches.
-
-        Raises:
-            ValueError: on every rank, where one has no sample of a micro-batch whose statistics norms need.
-        """
+        that is asked for; in evaluation, it is filled up where ranks need equally many micro-batches, and refused by a
+        ValueError on every rank where one has no sample of a micro-batch whose statistics norms need."""
         device, begin, specs = self._state.device, batch.consumed_samples - batch.size, self._task.inputs
         whole, padding = [], [] if trains else self._padding(batch)
         for micro in batch.micro_batches:

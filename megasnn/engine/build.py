@@ -38,10 +38,9 @@ _PER_HOST = ("data", "checkpoint", "logging")  # parts of a run that may differ:
 def run_configuration(
     model: Model | PretrainConfig, flags: Mapping[str, Any], has_schedule: bool = False
 ) -> PretrainConfig:
-    """Returns the whole configuration of a model's training, validated; one that is given stays as it is.
+    """Returns the whole configuration of a model's training, validated; one that is given stays as it is. With
+    `has_schedule` the learning rate comes from a function of the user's own.
 
-    Args:
-        has_schedule: the learning rate comes from a function of the user's own.
     Raises:
         ConfigError: flags that do not go together, or a model that cannot be built.
         ValueError: flags beside a whole configuration or `lr_schedule`, or a value that is no model.
@@ -68,14 +67,9 @@ def run_configuration(
 
 def model_problems(config: PretrainConfig) -> list[str]:
     """Returns why the layers of the model cannot be built, or do not fit together."""
-    parallel = config.parallel
-    return building_problems(
-        config.model,
-        config.neuron.spec,
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.context_cut(config.training.micro_batch_size),
-    )
+    parallel, cut = config.parallel, config.parallel.context_cut(config.training.micro_batch_size)
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    return building_problems(config.model, config.neuron.spec, tp, cp, cut)
 
 
 def require_alike(config: PretrainConfig, world: Group) -> None:
@@ -100,11 +94,8 @@ def require_kernels(config: PretrainConfig, device: torch.device) -> None:
 
 
 def describe_windows(config: PretrainConfig) -> ModelDescription:
-    """Describes what is built: the model, with the time steps of one window.
-
-    Raises:
-        ValueError: with --bptt-steps, a model whose tensors depend on the number of time steps.
-    """
+    """Describes what is built: the model, with the time steps of one window. Raises ValueError where tensors of a model
+    depend on their number."""
     model: Any = config.model
     whole, steps = describe(model, config.neuron.spec), config.training.bptt_steps
     if steps is None or steps == model.time_steps:

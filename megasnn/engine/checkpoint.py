@@ -18,17 +18,11 @@ from megasnn.pipeline.cost_model import layers_per_chunk
 
 
 class Checkpoints:
-    """Contents of an Engine's checkpoints.
-
-    Raises:
-        ValueError: a layer has a name that checkpoints keep for something else.
-    Attributes:
-        state: what this rank holds of a checkpoint.
-    """
+    """Contents of an Engine's checkpoints; `state` is what this rank holds of them. Raises ValueError for a layer whose
+    name checkpoints keep for something else."""
 
     def __init__(self, config: PretrainConfig, step: TrainStep) -> None:
         self._config, self._step, self._distributed = config, step, step.distributed
-        self._world = step.distributed.state.world
         if refused := [entry.name for entry in self._distributed.tensors if entry.name.startswith(BESIDE)]:
             raise ValueError(f"{refused[0]}: names that begin with {' or '.join(BESIDE)} are not for layers")
         averages = None if step.average is None else step.average.tensors
@@ -61,7 +55,7 @@ class Checkpoints:
         for described in self._distributed.description.tensors:
             entries = [mine[described.name]] if described.name in mine else []
             held = [(p, p.of_local(entry.tensor.detach()).cpu()) for entry in entries for p in entry.shard.pieces()]
-            parts = [each for rank in gather(self._world.handle, held) for each in rank]
+            parts = [each for rank in gather(self._distributed.state.world.handle, held) for each in rank]
             full[described.name] = value = torch.empty(described.shard.global_shape, dtype=parts[0][1].dtype)
             for piece, part in parts:
                 piece.of_global(value).copy_(part)

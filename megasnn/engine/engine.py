@@ -70,18 +70,15 @@ class Engine:
         model: an instance of one's own class or of one in `megasnn.MODELS`; or a validated configuration.
         lr_schedule: (step, from 0 on) -> its learning rate, in the place of the flags of the rate.
         length: of the training; by default `train_iters` of the flags.
-        wants_to_stop: asked on every rank in each step and each batch of an evaluation; `stop_votes` counts the ranks
-            that have answered True.
+        wants_to_stop: asked on every rank in each step and each batch of an evaluation (`distributed.stop_votes`).
         flags: those of the command line, with underscores.
-
     Attributes:
         config: with the flags in it. state: the grid of ranks.
         optimizer: of the parameters that this rank owns.
         takes_images, takes_labels: True where this rank needs their values.
     Raises:
         ConfigError: flags that do not go together, or a model that cannot be built; lists all of it.
-        ValueError: a pipeline that cannot be planned, another Engine that is open, ranks that are laid out otherwise
-            already, or that are given different flags.
+        ValueError: a pipeline that cannot be planned, another open Engine, ranks of another layout or with other flags.
     """
 
     def __init__(
@@ -132,11 +129,6 @@ class Engine:
         """Training samples used; the position in the data."""
         return self.step.consumed_samples
 
-    @property
-    def stop_votes(self) -> float:
-        """Ranks that wanted to stop in the last step or batch of an evaluation, the same on every rank."""
-        return self.distributed.stop_votes
-
     # --- training
 
     def train_step(self, inputs: Tensor | Mapping[str, Tensor], targets: Tensor | None = None) -> StepResult:
@@ -145,14 +137,13 @@ class Engine:
         Args:
             inputs: by name, or the tensor of the only one: images `[N, C, H, W]`, or event frames `[N, T, C, H, W]`.
             targets: class indices `[N]`, or probabilities `[N, classes]`; or as the model's `target` says, None where
-                it is one of the inputs. Their range is looked at here: on a GPU that would make the host wait, so leave
-                all on the CPU.
+                it is one of the inputs. Leave all on the CPU: here their range is looked at.
         Returns:
             loss, metrics, gradient norm and rate, over the whole batch, the same on every rank. A step that is not
             finite changes nothing, and says so.
         Raises:
-            ValueError: on every rank, when a batch is not what it should be on one of them, when `train_iters` steps
-                are done, or when the optimizer's learning rates were changed from outside.
+            ValueError: on every rank: a batch that is wrong on one of them, `train_iters` steps that are done, or
+                learning rates of the optimizer that were changed from outside.
             RuntimeError: an earlier step has ended in an error.
         """
         with self._running():
@@ -171,14 +162,9 @@ class Engine:
     def evaluate(
         self, inputs: Tensor | Mapping[str, Tensor] | Iterable[Any], targets: Tensor | None = None
     ) -> EvaluationRecord:
-        """Computes loss and metrics over samples: inputs and targets, or an iterable of pairs of them (of inputs alone,
-        where one is the target), the same on every rank and as many.
-
-        With `ema_decay` it is the average of the weights that is evaluated. Any number of samples is legal.
-
-        Raises:
-            ValueError, RuntimeError: as `train_step`; ValueError also when there are no samples.
-        """
+        """Computes loss and metrics over any number of samples: inputs and targets, or an iterable of pairs of them (of
+        inputs alone, where one is the target), the same on every rank. With `ema_decay` the weights are the averaged
+        ones. Raises what `train_step` raises, and ValueError where there are no samples."""
         by_itself = targets is not None or isinstance(inputs, (Tensor, Mapping)) or not isinstance(inputs, Iterable)
         return self.evaluate_on(self.batches.evaluated_pairs([(inputs, targets)] if by_itself else inputs))
 
@@ -240,13 +226,11 @@ class Engine:
         return self.checkpoints.full_tensors()
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """Takes whole weights and buffers by global names, as `state_dict` or `Model.from_spikingjelly` gives them.
-
-        The optimizer's state and the iteration stay; an average of the weights begins again.
+        """Takes whole weights and buffers by global names, as `state_dict` or `Model.from_spikingjelly` gives them. The
+        optimizer's state and the iteration stay; an average of the weights begins again.
 
         Raises:
-            CheckpointError: on every rank, before anything is changed: names, shapes or types are not those of the
-                model.
+            CheckpointError: on every rank, before anything is changed: names, shapes or types are not the model's.
         """
         self._require_open()
         load_globals_into(self.distributed.tensors, values, self.state.world.handle)
@@ -260,32 +244,29 @@ class Engine:
             CheckpointError: on every rank, when it cannot be written.
         """
         self._require_open()
-        world = self.state.world.handle
-        path = broadcast_result(world, lambda: Path(folder))
-        return save_checkpoint(path, self.checkpoints.progress({}), self.checkpoints.state, world)
+        path = broadcast_result(self.state.world.handle, lambda: Path(folder))
+        return save_checkpoint(path, self.checkpoints.progress({}), self.checkpoints.state, self.state.world.handle)
 
     def load(self, folder: str | os.PathLike[str], step: int | None = None, weights_only: bool = False) -> None:
         """Continues from a checkpoint that an Engine or a run has saved, on any layout: the latest that is intact, or
-        that of iteration `step`. The first rank's folder counts. Warns of flags that are others than they were.
-
-        With `weights_only` it begins anew with weights and buffers, of a checkpoint with another optimizer, too.
+        that of iteration `step`. The first rank's folder counts. Warns of flags that are others than they were. With
+        `weights_only` it begins anew with weights and buffers, of a checkpoint with another optimizer, too.
 
         Raises:
             CheckpointError: on every rank, when there is none, or it is of another model.
         """
         self._require_open()
-        world, model = self.state.world.handle, self.config.model.name
+        world, config = self.state.world.handle, self.config
         path, iteration = broadcast_result(world, lambda: (Path(folder), step))
-        expected = None if weights_only else identity(self.config)
         into = LocalState(self.distributed.tensors) if weights_only else self.checkpoints.state
-        check = partial(model_differences, model=model, config=expected)
+        expected = None if weights_only else identity(config)
+        check = partial(model_differences, model=config.model.name, config=expected)
         loaded = load_checkpoint(path, into, step=iteration, process_group=world, check=check)
-        changed: list[str] = []
         if weights_only:
             self.step.loaded()
         else:
             self.step.loaded((loaded.iteration, loaded.consumed_samples), loaded.averaged)
-            changed = changed_recipe(loaded.extra, recipe(self.config))
+        changed = [] if weights_only else changed_recipe(loaded.extra, recipe(config))
         for remark in (*loaded.remarks, *changed):
             warnings.warn(remark, stacklevel=2)
 

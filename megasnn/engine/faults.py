@@ -24,8 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megasnn.device_checks import other_notes, place_of
 
 POLL_SECONDS = 0.5
-LAST_SECONDS = 3.0
-"""How long ranks that have read the key wait before they end: torchrun reports the first rank that ends."""
+LAST_SECONDS = 3.0  # before ranks that have read the key end: torchrun reports the first rank that ends
 _KEY = "fault"
 
 
@@ -39,11 +38,8 @@ def in_full(error: BaseException, with_traceback: bool) -> str:
 
 
 class FaultWatch:
-    """Ends this process with status 1 when another rank has failed. The first rank of each other host says why.
-
-    Args:
-        store: of the ranks, with keys of this watch alone.
-    """
+    """Ends this process with status 1 when another rank has failed. The first rank of each other host says why. The
+    `store` is that of the ranks, with keys of this watch alone."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         shared: Any = store
@@ -111,8 +107,7 @@ def watch_ranks() -> FaultWatch | None:
 
 
 def claim_fault(error: BaseException) -> bool:
-    """Tells the other ranks, if they are watched, of an error on this one, so that they end; False where another rank
-    has failed before, from which this error may follow."""
+    """Tells the other ranks, if they are watched, of an error on this one; False where another has failed before."""
     return _watch is None or _watch.claim(error)
 
 

@@ -42,12 +42,8 @@ def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None
     if training.deterministic and not torch.cuda.is_initialized():
         # With this alone cuBLAS promises the same bits in every run; it reads it with the first product on a GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    sizes = {
-        "tp": parallel.tensor_model_parallel_size,
-        "pp": parallel.pipeline_model_parallel_size,
-        "dp_shard": parallel.weight_parallel_size,
-        "cp": parallel.context_parallel_size,
-    }
+    stages, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    sizes = {"tp": tp, "pp": stages, "dp_shard": parallel.weight_parallel_size, "cp": parallel.context_parallel_size}
     if model_parallel_is_initialized():
         state = get_parallel_state()
         if (asked := replace(state.grid, **sizes)) != state.grid:
@@ -56,7 +52,7 @@ def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None
         return state, lambda: None
     was_joined, minutes = dist.is_initialized(), parallel.distributed_timeout_minutes
     with placed("while joining the other ranks"):
-        device = start_process_group(parallel.device, minutes, stages=sizes["pp"])
+        device = start_process_group(parallel.device, minutes, stages=stages)
         watch = watch_ranks()
         state = initialize_model_parallel(**sizes, device=device, timeout=datetime.timedelta(minutes=minutes))
 
@@ -79,11 +75,8 @@ def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None
 
 
 def set_precision(training: TrainingConfig, device: torch.device) -> None:
-    """Sets rounding of products and deterministic algorithms in torch, for the whole process.
-
-    Raises:
-        ValueError: this device does not have such arithmetic.
-    """
+    """Sets rounding of products and deterministic algorithms in torch, for the whole process. Raises ValueError for
+    arithmetic that this device does not have."""
     rounds, deterministic = PRECISIONS[training.precision].rounds, training.deterministic
     if rounds and device.type != "cuda":
         raise ValueError(f"--precision tf32 is for GPUs, and this rank computes on a {device.type.upper()}: use fp32")

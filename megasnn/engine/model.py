@@ -41,9 +41,7 @@ class StepSums(NamedTuple):
     Attributes:
         values: float64 `[4 + parameters + metrics]`: loss, votes to stop, findings of checks, statistics of norms that
             do not fit their type, the slots that `GradientNorm` sums, and the metrics.
-        norm: of the gradient, a scalar.
-        is_void: a scalar, True where the step must change nothing: a check found something, or state that training
-            keeps would not be finite.
+        norm: of the gradient. is_void: True where the step must change nothing.
     """
 
     values: Tensor
@@ -73,10 +71,8 @@ class DistributedModel:
         tensors: parameters and buffers of this rank. copies: those that another layer of the model owns (ties).
         owned: the part of each of `tensors` that this rank updates and saves: with ZeRO-1 its rows, otherwise all.
         parameters, trained_parameters: elements of the whole model's parameters.
-        loss: sum of the samples' losses, of the last layer's output and targets.
-        stop_votes: ranks that wanted to stop in the last step, the same on every rank.
-        checks: values that were wrong on this rank.
-        ties: tensors that several layers have; None without.
+        loss: (output of the model, targets) -> sum of the samples' losses.
+        stop_votes: ranks that wanted to stop in the last step or batch of an evaluation, the same on every rank.
     """
 
     def __init__(
@@ -184,8 +180,8 @@ class DistributedModel:
         return StepSums(values, squares.sqrt(), is_void)
 
     def check(self, sums: StepSums) -> StepFigures:
-        """Reads the sums: the one place in a step where the host waits for the device. Raises ValueError on every rank,
-        where the checks of one have found something."""
+        """Reads the sums: the one place in a step where the host waits for the device. Raises ValueError on every rank
+        for findings of one."""
         read = torch.cat([sums.is_void.to(sums.values.dtype).reshape(1), sums.values]).tolist()
         is_void, loss, self.stop_votes, found, _, *slots = read
         if found:
@@ -208,7 +204,7 @@ class DistributedModel:
 
     def evaluate(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
         """Evaluates: `consume` gets outputs for all time steps, and targets, where the logits are. Raises ValueError on
-        every rank, where the checks of one have found something."""
+        every rank for findings of one."""
         if micro_batches:
             self._run(self.plan.schedules.evaluation(len(micro_batches)), micro_batches, consume)
         self.stop_votes, found = all_reduce_sum(self._votes_and_findings(), self.state.world, "step").tolist()

@@ -27,13 +27,8 @@ _CHANGED = (
 
 
 class TrainStep:
-    """Optimizer steps of a distributed model.
-
-    Args:
-        rate: (step, from 0 on) -> its learning rate.
-    Attributes:
-        average: of what this rank owns; None without `ema_decay`.
-    """
+    """Optimizer steps of a distributed model; `rate`: (step, from 0 on) -> its learning rate. The `average` is of what
+    this rank owns, None without `ema_decay`."""
 
     def __init__(self, config: PretrainConfig, distributed: DistributedModel, rate: Callable[[int], float]) -> None:
         self._config, self._rate, self.distributed, state = config, rate, distributed, distributed.state
@@ -48,10 +43,8 @@ class TrainStep:
     def __call__(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
         """Takes one step on this replica's micro-batches of a global batch. Collective.
 
-        A step that is not finite changes nothing: weights, optimizer state, average and running statistics stay.
-
-        Raises:
-            ValueError: the learning rate is negative or not finite; what the checks have found on any rank.
+        A step that is not finite changes nothing: weights, optimizer state, average and running statistics stay. Raises
+        ValueError for a learning rate that is negative or not finite, and for findings of the checks on any rank.
         """
         distributed, rate = self.distributed, self._rate(self.iteration)
         if not 0 <= rate < math.inf:
