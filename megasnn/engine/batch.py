@@ -39,7 +39,7 @@ class Batches:
 
     def __init__(self, config: PretrainConfig, distributed: DistributedModel, mixing: Mixing | None) -> None:
         self._config, self._mixing = config, mixing
-        self._state, self._dtype = distributed.state, distributed.context.dtype
+        self._state, self._dtype, self._windows = distributed.state, distributed.context.dtype, distributed.windows
         self._takes_images, self._takes_labels = distributed.takes_images, distributed.gives_logits
         self._task = task_of(config.model)
         self._takes_soft = self._task.loss is None and LOSSES[config.training.loss].mixes and mixing is None
@@ -186,13 +186,13 @@ class Batches:
                 targets = None if targets is None else mix.labels(targets, first)[part]
                 first, size = first + own.start, len(own)
             whole.append(MicroBatchInput(inputs, targets, size, range(first, first + size)))
-        if (count := self._config.windows) == 1:
+        if self._windows == 1:
             return whole + padding
-        return [self._window(each, number) for each in whole + padding for number in range(count)]
+        return [self._window(each, number) for each in whole + padding for number in range(self._windows)]
 
     def _window(self, micro: MicroBatchInput, number: int) -> MicroBatchInput:
         """One of the windows of a micro-batch. An image stands for all time steps; frames have theirs."""
-        inputs, steps = micro.inputs, self._config.model.time_steps // self._config.windows
+        inputs, steps = micro.inputs, self._config.model.time_steps // self._windows
         if isinstance(inputs, Mapping):
             own, specs = slice(number * steps, (number + 1) * steps), self._task.inputs
             inputs = {name: x[:, own] if specs[name].over_time else x for name, x in inputs.items()}

@@ -71,7 +71,7 @@ class DistributedModel:
         tensors: parameters and buffers of this rank. copies: those that another layer of the model owns (ties).
         owned: the part of each of `tensors` that this rank updates and saves: with ZeRO-1 its rows, otherwise all.
         parameters, trained_parameters: elements of the whole model's parameters.
-        loss: (output of the model, targets) -> sum of the samples' losses.
+        loss: (output of the model, targets) -> sum of the samples' losses. windows: of the time steps, for each sample.
         stop_votes: ranks that wanted to stop in the last step or batch of an evaluation, the same on every rank.
     """
 
@@ -90,7 +90,7 @@ class DistributedModel:
         training, schedules, bounds = config.training, plan.schedules, plan.bounds
         named = partial(LOSSES[training.loss].sum, label_smoothing=training.label_smoothing)
         self.loss: Callable[[Any, Any], Tensor] = description.task.summed_loss(named)
-        self._windows, self._outputs = config.windows, list[dict[Key, Tensor]]()
+        self.windows, self._outputs = config.windows, list[dict[Key, Tensor]]()
         unit_bounds, placement = plan.unit_bounds, schedules.placement
         self._weights: GatheredWeights | None = None
         if state.dp_shard.size > 1:
@@ -99,7 +99,8 @@ class DistributedModel:
         shard = None if self._weights is None else (unit_bounds, self._weights.shard)
         self.chunks = build_chunks(description, bounds, here, context, state.device, training.seed, built, shard)
         self.takes_images, self.gives_logits = 0 in self.chunks, len(placement) - 1 in self.chunks
-        self._reports = self.gives_logits and state.tp.rank == 0 and context.counts_logits
+        self._counts_logits = context.counts_logits
+        self._reports = self.gives_logits and state.tp.rank == 0 and self._counts_logits
         kept = (lambda entry: entry) if self._weights is None else self._weights.kept
         self.tensors: list[ShardedTensor] = [kept(t) for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
         self.copies = [kept(t) for chunk in self.chunks.values() for t in chunk.copied_tensors()]
@@ -230,18 +231,18 @@ class DistributedModel:
             norm.recording = trains
         with self.checks.collecting(), self.context.cast_weights.kept():
             loss = self.executor.run(schedule, micro_batches, taken)
-        if self._windows > 1:
+        if self.windows > 1:
             self._outputs.clear()
             for chunk in self.chunks.values():
                 chunk.forget()
         return loss
 
     def _micro_batch_loss(self, output: Bundle, targets: Tensor, again: bool) -> Tensor:
-        loss = self.loss(output, targets) / (self._global_batch_size * self._windows)
+        loss = self.loss(output, targets) / (self._global_batch_size * self.windows)
         if not again and (whole := self._of_all_windows(output)) is not None:
             task = self.description.task
             self._metrics_here += task.sums(whole, targets, task.trained)
-        return loss if self.context.counts_logits else 0 * loss
+        return loss if self._counts_logits else 0 * loss
 
     def _consume_whole(self, consume: OutputConsumer, output: Bundle, targets: Tensor) -> None:
         if (whole := self._of_all_windows(output)) is not None:
@@ -249,10 +250,10 @@ class DistributedModel:
 
     def _of_all_windows(self, output: Bundle) -> Bundle | None:
         """The output for all time steps, with the last window of the samples; None before it."""
-        if self._windows == 1:
+        if self.windows == 1:
             return output
         self._outputs.append({key: entry.detach() for key, entry in entries_of(output).items()})
-        if len(self._outputs) < self._windows:
+        if len(self._outputs) < self.windows:
             return None
         whole = bundle_of({key: torch.cat([each[key] for each in self._outputs]) for key in self._outputs[0]})
         self._outputs.clear()

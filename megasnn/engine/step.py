@@ -37,6 +37,7 @@ class TrainStep:
         self.average = WeightAverage(distributed.owned, decay) if decay else None
         self.timers = Timers(state.device)
         self.iteration = self.consumed_samples = 0
+        self._cut = config.training.micro_batch_size, state.dp.size, config.windows
         self._groups_set = self._groups()
         self._masks = takes_found_inf(self.optimizer, config.optimizer)
 
@@ -59,9 +60,7 @@ class TrainStep:
                 self._update(rate, sums.norm, sums.is_void)
             found = distributed.check(sums)  # reads loss and norm; raises what was found on the device
             if found.is_finite:
-                size, windows = self._config.training.micro_batch_size, self._config.windows
-                counts = micro_batch_counts(batch.size, size, distributed.state.dp.size, windows)
-                distributed.merge_statistics(counts[0])
+                distributed.merge_statistics(micro_batch_counts(batch.size, *self._cut)[0])
                 if not updates_unread:
                     self._update(rate, found.norm)
                 distributed.refresh_copies()
