@@ -218,7 +218,7 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.end()
             if bucket.partial and self._is_scattered:
-                all_reduce_sum(bucket.reduced, self._tp, "backward")
+                all_reduce_sum(bucket.reduced, self._tp)
             if bucket.shard is not None:
                 self._reduce(bucket, bucket.owned)
         for bucket in self._buckets:
@@ -270,7 +270,7 @@ class GradientBuckets:
             bucket = self._buckets[self._next]
             self._next += 1
             if bucket.partial:
-                all_reduce_sum(bucket.flat, self._tp, "backward")
+                all_reduce_sum(bucket.flat, self._tp)
             # What is kept by rows goes over the data axis when all of these are done, in one order on all ranks.
             self._reduce(bucket, bucket.shard or bucket.owned)
 
@@ -281,10 +281,10 @@ class GradientBuckets:
             bucket.end()
             if len(self._on_their_way) > 1:
                 self._on_their_way.popleft().end()
-            bucket.await_sum = rows.start_sum("backward")
+            bucket.await_sum = rows.start_sum()
             self._on_their_way.append(bucket)
         elif self._holders.size > 1 and bucket.reduced.numel():
-            bucket.await_sum = start_all_reduce_sum(bucket.reduced, self._holders, "backward")
+            bucket.await_sum = start_all_reduce_sum(bucket.reduced, self._holders)
 
 
 def _packed(parameters: list[Tensor], bucket_bytes: int | None) -> list[list[Tensor]]:

@@ -54,13 +54,13 @@ class RowShards:
         for rows, total in zip(self.rows, self.sums, strict=True):
             rows.grad = total
 
-    def start_sum(self, direction: str) -> Callable[[], None]:
+    def start_sum(self) -> Callable[[], None]:
         """Starts sending gradients to their owners, from copies of them. The returned function waits for those of this
         rank's rows, and adds their sum in rank order to `sum`."""
         rank, own = self._holders.rank, joined(self._gradients[self._holders.rank], self.sum)
         outgoing = joined([*chain(*(part for other, part in enumerate(self._gradients) if other != rank))], self.sum)
         mine = [self._counts[rank]] * self._holders.size
-        exchange = start_exchange(outgoing, self._counts, mine, self._holders, direction)
+        exchange = start_exchange(outgoing, self._counts, mine, self._holders)
 
         def finish() -> None:
             parts = exchange()
@@ -91,7 +91,7 @@ def send_rows(
         outgoing: a copy of the rows for each of the others. counts: numbers of values that each rank sends.
         places: by rank.
     """
-    exchange = start_exchange(outgoing, [counts[group.rank]] * group.size, counts, group, "step")
+    exchange = start_exchange(outgoing, [counts[group.rank]] * group.size, counts, group)
 
     def finish() -> None:
         for rank, arrived in enumerate(exchange()):

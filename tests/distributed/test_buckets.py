@@ -77,13 +77,13 @@ def _steps(bucket_bytes: int, without: str) -> tuple[int, int]:
             assert all(e.tensor.grad is None or not e.tensor.grad.any() for e in parameters.values())
             for seed in mine:
                 _loss(parameters, seed, without).backward()
-            reduced_in_backward = traffic.total("dp").calls
+            reduced_in_backward = traffic.by_group["dp"].calls
             gradient_buckets.reduce(0)
             gradient_buckets.wait()
         _check(parameters, _gradients([seed + 10 * step for share in shares for seed in share], without), "c")
         assert storage == {name: e.tensor.grad.data_ptr() for name, e in parameters.items() if name != "c"}
     assert torch.equal(before, parameters["c"].tensor)
-    reduced = traffic.read()["dp", "all_reduce", "backward"]
+    reduced = traffic.by_group["dp"]
     traffic.reset()
     assert (reduced_in_backward == reduced.calls) == (not without)
     return reduced.calls, reduced.bytes
@@ -189,10 +189,10 @@ def _uneven_orders() -> None:
     traffic.reset()
     with traffic.counting():
         _loss(parameters, 1, "b").backward()
-        assert traffic.total("dp").calls == 0
+        assert traffic.by_group["dp"].calls == 0
         parameters["b"].tensor.grad.add_(1.5)
         buckets.accumulated(parameters["b"].tensor)
-    assert traffic.total("dp").calls == 1
+    assert traffic.by_group["dp"].calls == 1
     traffic.reset()
     buckets.wait()
     expected = _gradients([1] * 4, "b")

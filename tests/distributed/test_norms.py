@@ -92,7 +92,7 @@ def _cut(one: Case) -> list[Part]:
         assert not norm.pending
     for tensor in tensors:
         if tensor.shard.partial_gradient:
-            all_reduce_sum(tensor.tensor.grad, group, "backward")
+            all_reduce_sum(tensor.tensor.grad, group)
     norm.eval()
     y = norm(channels_last(mine(input_of(one) + 1, group, blocks=one.blocks)))
     found.append(cut_part("evaluated", y, group, one.blocks))
@@ -232,7 +232,7 @@ def _shared(shares: tuple[int, ...]) -> list[tuple[dict[str, Tensor], dict[str, 
         with traffic.counting():
             cut = _run(kind, replace(one, cp=group), x[:, own], weights[:, own])
         whole["y"], whole["x"] = whole["y"][:, own], whole["x"][:, own]
-        found.append((whole, cut, traffic.total("cp").bytes))
+        found.append((whole, cut, traffic.by_group["cp"].bytes))
     return found
 
 
