@@ -46,14 +46,13 @@ class Bucket:
 
     def __init__(
         self,
-        unit: int,
         parameters: list[Tensor],
         partial: bool,
         owners: Group | None,
         weights: GatheredWeights | None,
         scattered: bool,
     ) -> None:
-        self.unit, self.parameters, self.partial = unit, parameters, partial
+        self.parameters, self.partial = parameters, partial
         # A product of matrices may sum in another order at another alignment, and neighbours depend on the layout.
         sizes = [aligned(each.nbytes) // each.itemsize for each in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes))
@@ -120,7 +119,6 @@ class GradientBuckets:
     Args:
         tensors: by the index of the unit whose REDUCE_GRAD ends them.
         holders: the ranks that hold the same of the weights. tp: those that sum partial gradients first.
-        bucket_bytes: a bucket is closed when it holds at least this much; None for what suits the device.
         additions: how many gradients a micro-batch adds to a parameter, where that is not one.
         rows_have_owners: True for ZeRO-1.
         weights: where parameters are kept by rows.
@@ -133,7 +131,6 @@ class GradientBuckets:
         tensors: Iterable[tuple[int, list[ShardedTensor]]],
         holders: Group,
         tp: Group,
-        bucket_bytes: int | None = None,
         additions: Mapping[Tensor, int] | None = None,
         rows_have_owners: bool = False,
         weights: GatheredWeights | None = None,
@@ -148,10 +145,10 @@ class GradientBuckets:
             trained = [e for e in reversed(entries) if e.is_parameter and e.tensor.requires_grad]
             complete = [e.tensor for e in trained if not e.shard.partial_gradient]
             parts = [t for t in complete if t not in late], [t for t in complete if t in late]
-            groups = [(group, False) for part in parts for group in _packed(part, bucket_bytes)]
+            groups = [(group, False) for part in parts for group in _packed(part)]
             if partial := [e.tensor for e in trained if e.shard.partial_gradient]:  # a handful of scalars
                 groups.append((partial, True))
-            self._of[unit] = [Bucket(unit, *group, owners, weights, scattered) for group in groups]
+            self._of[unit] = [Bucket(*group, owners, weights, scattered) for group in groups]
         self._buckets = list(chain(*self._of.values()))
         self._rows = {parameter: rows for each in self._buckets for parameter, rows in each.param_rows.items()}
         self._bucket_of = {parameter: each for each in self._buckets for parameter in each.parameters}
@@ -287,12 +284,12 @@ class GradientBuckets:
             bucket.await_sum = start_all_reduce_sum(bucket.reduced, self._holders)
 
 
-def _packed(parameters: list[Tensor], bucket_bytes: int | None) -> list[list[Tensor]]:
-    """Parameters in groups of one type, each closed when it holds so many bytes, or what suits the device."""
+def _packed(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Parameters in groups of one type, each closed when it holds as much as suits the device."""
     groups: list[list[Tensor]] = []
     size = 0
     for parameter in parameters:
-        most = bucket_bytes or (BUCKET_BYTES if parameter.device.type == "cpu" else EXCHANGE_BYTES)
+        most = BUCKET_BYTES if parameter.device.type == "cpu" else EXCHANGE_BYTES
         if not groups or size >= most or groups[-1][0].dtype != parameter.dtype:
             groups.append([])
             size = 0

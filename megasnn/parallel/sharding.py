@@ -202,21 +202,11 @@ def declare(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype, is_p
         module.register_parameter(name, nn.Parameter(tensor))
     else:
         module.register_buffer(name, tensor)
-    describe_tensor(module, name, shard)
+    shards_of(module)[name] = shard
 
 
-def describe_tensor(module: nn.Module, name: str, shard: Shard) -> None:
-    """Describes a parameter or buffer that a module has already, on the meta device."""
-    _shards(module)[name] = shard
-
-
-def is_described(module: nn.Module, name: str | None = None) -> bool:
-    """True where tensors of the module itself are described, or the one of this name."""
-    described = vars(module).get("_described_shards", {})
-    return bool(described) if name is None else name in described
-
-
-def _shards(module: nn.Module) -> dict[str, Shard]:
+def shards_of(module: nn.Module) -> dict[str, Shard]:
+    """Descriptions of the parameters and buffers of the module itself, by name."""
     shards: dict[str, Shard] = vars(module).setdefault("_described_shards", {})
     return shards
 
@@ -227,16 +217,16 @@ def tie(module: nn.Module, name: str, owner_name: str, owner: nn.Module, name_th
     Raises:
         ValueError: they have other shapes, or ranks hold other parts of them.
     """
-    if name not in _shards(module) or name_there not in _shards(owner):
+    if name not in shards_of(module) or name_there not in shards_of(owner):
         return  # `sharded_tensors` tells what is missing
-    mine, theirs = _shards(module)[name], _shards(owner)[name_there]
+    mine, theirs = shards_of(module)[name], shards_of(owner)[name_there]
     if mine.pieces() != theirs.pieces():
         shapes = f"{list(mine.global_shape)} here and {list(theirs.global_shape)} there"
         raise ValueError(
             f"ranks hold other parts of the two, {shapes}: give both layers the same sizes and `style`, or set "
             f"{FLAG_OF_AXIS['tp']} 1"
         )
-    _shards(module)[name] = theirs
+    shards_of(module)[name] = theirs
     vars(module).setdefault("_owner_names", {})[name] = owner_name
 
 
@@ -259,7 +249,7 @@ def described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator
     """The same with the copies among them."""
     for prefix, layer in named_layers:
         for path, module in layer.named_modules(prefix=prefix):
-            shards = _shards(module)
+            shards = shards_of(module)
             own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
             for name, tensor in own:
                 if name in module._non_persistent_buffers_set:
@@ -282,9 +272,6 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
     Each value follows from (seed, global name) alone: the global tensor is drawn, this rank's part is kept, so
     the model starts from the same numbers on every layout. At most one global tensor exists at a time. What is tied has
     the same memory.
-
-    Raises:
-        ValueError: nothing initialises a tensor.
     """
     layers = list(named_layers)
     values: dict[str, Tensor] = {}
@@ -292,8 +279,7 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
         for entry in described_tensors(layers):
             if entry.name in values:
                 continue
-            if entry.shard.initialise is None:
-                raise ValueError(f"nothing initialises {entry.name}; its Shard needs an `initialise` function")
+            assert entry.shard.initialise is not None, entry.name
             # Floating-point values are drawn in float32 whatever the precision: fp64 checks start from the fp32 run's.
             dtype = torch.float32 if entry.tensor.is_floating_point() else entry.tensor.dtype
             full = torch.empty(entry.shard.global_shape, dtype=dtype)
@@ -304,7 +290,7 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
             values[entry.name] = value.contiguous(memory_format=torch.channels_last) if is_kernel else value
         for prefix, layer in layers:
             for path, module in layer.named_modules(prefix=prefix):
-                for name in _shards(module):
+                for name in shards_of(module):
                     value = values[owner_name(module, name, path)]
                     if name in module._parameters:
                         module._parameters[name] = _with_all_of(module.get_parameter(name), value)

@@ -13,7 +13,7 @@ from megasnn.kernels.spike_codec import Content
 from megasnn.parallel import collectives
 from megasnn.parallel.collectives import all_gather_into, all_reduce_sum, gather_columns, sum_and_scatter_columns
 from megasnn.parallel.traffic import Traffic, traffic
-from megasnn.parallel_state import Group, alone
+from megasnn.parallel_state import Group
 from tests.distributed.whole import everybody, random, spikes
 
 SHAPES = [(1, 1), (3, 5), (7, 8), (13, 3), (64, 16)]  # rows, columns of a rank: mostly no whole bytes
@@ -53,7 +53,7 @@ def _rows_and_columns() -> tuple[int, ...]:
 
 
 def _traffic(group: Group) -> tuple[int, ...]:
-    rows, nobody = spikes(7, 5, dtype=torch.float32), alone("tp")
+    rows, nobody = spikes(7, 5, dtype=torch.float32), Group("tp")
     traffic.reset()
     gather_columns(rows, group, Content.SPIKES)  # not counted: counting is off
     with traffic.counting():

@@ -14,7 +14,7 @@ from megasnn.layers import BuildContext, ParallelConv, ParallelLinear
 from megasnn.layers.shape_inference import mark_spikes
 from megasnn.layers.weight_grad import CastWeights
 from megasnn.parallel.traffic import traffic
-from megasnn.parallel_state import Group, alone
+from megasnn.parallel_state import Group
 from tests.distributed.whole import (
     build,
     by_one,
@@ -161,7 +161,7 @@ def test_what_does_not_divide_is_refused(make, sizes, options, names) -> None:
 
 
 def test_a_single_output_channel_with_the_channels_last_in_memory() -> None:
-    layer = ParallelConv(8, 1, 3, context(alone("tp")), padding=1)
+    layer = ParallelConv(8, 1, 3, context(Group("tp")), padding=1)
     layer.weight = nn.Parameter(torch.empty_strided((1, 8, 3, 3), (72, 1, 24, 8), dtype=torch.float64).fill_(0.5))
     x = random(T, N, 8, SIDE, SIDE)
     layer(x.to("meta"))

@@ -16,7 +16,7 @@ from megasnn.layers.init import trunc_normal
 from megasnn.layers.shape_inference import mark_spikes
 from megasnn.layers.weight_grad import Task
 from megasnn.parallel.traffic import traffic
-from megasnn.parallel_state import Group, alone
+from megasnn.parallel_state import Group
 from tests.distributed.whole import build, channels_last, everybody, mine, random, spikes
 
 T, N, CHANNELS, SIDE = 2, 3, 16, 6
@@ -103,7 +103,7 @@ def test_the_sum_of_both_parts_is_the_whole_bit_for_bit(ranks, size, compute) ->
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_frozen_weights_leave_nothing(name) -> None:
-    model = _Model(name, alone("tp"), torch.float64, torch.float64)
+    model = _Model(name, Group("tp"), torch.float64, torch.float64)
     for weight in model.weights():
         weight.requires_grad_(False)
     with model.context.weight_gradients.deferred() as tasks:
@@ -114,7 +114,7 @@ def test_frozen_weights_leave_nothing(name) -> None:
 
 def test_what_is_kept_is_packed() -> None:
     """A task of a convolution holds its input with a bit a spike, and lets go of it."""
-    model = _Model("pointwise", alone("tp"), torch.float32, torch.float32)
+    model = _Model("pointwise", Group("tp"), torch.float32, torch.float32)
     with model.context.weight_gradients.deferred() as tasks:
         model.backward(0)
     (task,) = tasks
