@@ -83,11 +83,8 @@ class Grid:
         return Place(self, *map(int, indices))
 
     def groups(self, *axes: Axis) -> list[list[int]]:
-        """All groups of ranks that differ along `axes` only, each in ascending order.
-
-        ``groups("tp")`` are the tensor parallel groups, ``groups("tp", "pp")`` the model
-        parallel ones.
-        """
+        """All groups of ranks that differ along `axes` only, each in ascending order: ``groups("tp")`` are the tensor
+        parallel groups, ``groups("tp", "pp")`` the model parallel ones."""
         ranks = np.arange(self.world_size).reshape([self.size(axis) for axis in AXES])
         kept, others = ([n for n, axis in enumerate(AXES) if (axis in axes) is keep] for keep in (True, False))
         groups: list[list[int]] = (

@@ -73,9 +73,9 @@ class Bucket:
         if scattered:
             self.free()
         # A module of one's own may use such a weight by itself: then autograd adds to it in the first part.
-        made = WeakMethod(self.begin)
+        begin = _weak(self.begin)
         for parameter in parameters if self.is_late else ():
-            parameter.register_hook(lambda _: None if (begin := made()) is None else begin())
+            parameter.register_hook(lambda _: begin())
 
     def zero(self) -> None:
         """Clears the gradients before a step."""
@@ -104,7 +104,7 @@ class Bucket:
 
 
 class GradientBuckets:
-    """Gradient storage and reduction for the units of one rank, in every combination with TP and PP.
+    """Gradient storage and reduction for the units of one rank.
 
     Buckets are filled from the last parameter to the first, the order in which backward finishes them, and are reduced
     in one order on every replica, from the last unit to the first, each as soon as it and all before it are complete:
@@ -154,11 +154,8 @@ class GradientBuckets:
         self._bucket_of = {parameter: each for each in self._buckets for parameter in each.parameters}
         # A parameter keeps its hooks, and Python finds no circle through a tensor: with a hook that kept this object,
         # neither it nor weights and gradients would ever be freed.
-        accumulated = WeakMethod(self.accumulated)
         for parameter in self._bucket_of:
-            parameter.register_post_accumulate_grad_hook(
-                lambda added: None if (count := accumulated()) is None else count(added)
-            )
+            parameter.register_post_accumulate_grad_hook(_weak(self.accumulated))
         self.zero()
 
     def zero(self, micro_batches: int = 1) -> None:
@@ -282,6 +279,12 @@ class GradientBuckets:
             self._on_their_way.append(bucket)
         elif self._holders.size > 1 and bucket.reduced.numel():
             bucket.await_sum = start_all_reduce_sum(bucket.reduced, self._holders)
+
+
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls a method, and nothing when its object is gone."""
+    reference = WeakMethod(method)
+    return lambda *given: None if (call := reference()) is None else call(*given)
 
 
 def _packed(parameters: list[Tensor]) -> list[list[Tensor]]:

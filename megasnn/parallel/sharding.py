@@ -109,10 +109,8 @@ class Shard:
         return self  # with a copy of a module, not of whatever initialises it
 
     def _indices(self) -> list[np.ndarray]:
-        """Indices of the global tensor that this rank holds, along each dimension.
-
-        A number that one of several ranks owns is a row of one.
-        """
+        """Indices of the global tensor that this rank holds, along each dimension. A number that one of several ranks
+        owns is a row of one."""
         shape = self.global_shape or (1,) * any(not cut.even for _, cut in self.cuts)
         indices = [np.arange(length) for length in shape]
         for axis, cut in self.cuts:
@@ -137,10 +135,8 @@ class Shard:
         return tuple(axis for axis in HOLDING_AXES if self.place.size(axis) > 1 and not self.is_cut(axis))
 
     def is_primary(self, axes: Sequence[Axis] = HOLDING_AXES) -> bool:
-        """True on exactly one of the ranks that hold the same and differ along `axes` only.
-
-        What is counted or written once goes by this.
-        """
+        """True on exactly one of the ranks that hold the same and differ along `axes` only: by this it is counted or
+        written once."""
         return all(self.place.index(axis) == 0 for axis in self.shared_axes if axis in axes)
 
     @property
