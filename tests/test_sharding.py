@@ -90,7 +90,6 @@ def test_who_answers_for_a_whole_tensor() -> None:
     grid = Grid(dp_replicate=2, tp=2)
     shards = [Shard((4,), place=grid.place(rank)) for rank in range(4)]
     assert [shard.is_primary() for shard in shards] == [True, False, False, False]
-    assert [shard.is_primary(["tp"]) for shard in shards] == [True, False, True, False]
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

@@ -219,21 +219,11 @@ class GradientBuckets:
             bucket.end()
 
     def owned(self, entry: ShardedTensor) -> ShardedTensor:
-        """Part of a tensor that this rank owns, with a gradient of its own: all of it where its rows have no owners.
-
-        Raises:
-            ValueError: the tensor's description does not know of the ranks that own other rows.
-        """
+        """Part of a tensor that this rank owns, with a gradient of its own: all of it where its rows have no owners."""
         rows = self._rows.get(entry.tensor)
         if rows is None or rows is entry.tensor:
             return entry
-        shard = entry.shard.by_rows("dp_replicate").by_rows("cp")
-        if shard.local_shape != rows.shape:
-            raise ValueError(
-                f"{entry.name} was described without the {self._holders.size} ranks that own rows of it: "
-                "BuildContext(dp=..., cp=...)"
-            )
-        return replace(entry, tensor=rows, shard=shard)
+        return replace(entry, tensor=rows, shard=entry.shard.by_rows("dp_replicate").by_rows("cp"))
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """The reduced gradient of a parameter, or of those of its rows that this rank owns."""

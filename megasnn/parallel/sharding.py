@@ -134,10 +134,9 @@ class Shard:
         """The axes along which other ranks hold what this one holds: the answer to who shares a tensor."""
         return tuple(axis for axis in HOLDING_AXES if self.place.size(axis) > 1 and not self.is_cut(axis))
 
-    def is_primary(self, axes: Sequence[Axis] = HOLDING_AXES) -> bool:
-        """True on exactly one of the ranks that hold the same and differ along `axes` only: by this it is counted or
-        written once."""
-        return all(self.place.index(axis) == 0 for axis in self.shared_axes if axis in axes)
+    def is_primary(self) -> bool:
+        """True on exactly one of the ranks that hold the same: what is counted or written once goes by this."""
+        return all(self.place.index(axis) == 0 for axis in self.shared_axes)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -158,9 +157,7 @@ class Shard:
         return replace(self, cuts=(*self.cuts, (axis, Cut(0, even=False))))
 
     def cut(self, full: Tensor) -> Tensor:
-        """This rank's part of a global tensor, as a copy of its own. Raises ValueError on another global shape."""
-        if tuple(full.shape) != self.global_shape:
-            raise ValueError(f"expected a global tensor of shape {list(self.global_shape)}, got {list(full.shape)}")
+        """This rank's part of a global tensor, as a copy of its own."""
         local = full.new_empty(self.local_shape)
         for piece in self.pieces():
             piece.of_local(local).copy_(piece.of_global(full))

@@ -76,9 +76,9 @@ def exchanged_values(*step: Any) -> int:
 
 
 def test_gradients_of_pooled_rows_travel_one_for_each_window(ranks) -> None:
-    """To the byte: of the two convolutions behind the first, and of the classifier."""
+    """Of the two convolutions behind the first, and of the classifier; the first takes a row of images."""
     batch = torch.randn(4, *SMALL["vgg"].input_shape), torch.arange(4)
-    values = 2 * 4 * (8 * 16 + 8 * 8 + 16 * 4 * 2)
+    values = 2 * 4 * (8 * 16 + 8 * 8 + 16 * 4 * 2 + 16 * 2)
     assert ranks(2, exchanged_values, SMALL["vgg"], Layout(context=2, cut="rows"), batch, 4) == [values] * 2
 
 
