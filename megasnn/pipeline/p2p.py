@@ -178,8 +178,7 @@ class Link:
 
     def finish(self) -> None:
         """Waits at the end of a step until everything sent has left."""
-        while self._in_flight:
-            self._in_flight.popleft()[1].wait()
+        self.arrived(self.transfers)
         self.transfers = 0
 
 
