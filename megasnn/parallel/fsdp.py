@@ -127,9 +127,8 @@ class FlatParameter:
         to their places."""
         # An all-gather would need no copies, but reaches a tenth of an all-to-all's speed on Gloo, and wants equally
         # many rows.
-        outgoing, others = self._mine.to(self.values[0].dtype), self._group.size - 1
-        outgoing = outgoing if others == 1 else outgoing.repeat(others)
-        copy_of_others = send_rows(outgoing, self._counts, self._of_ranks, self._group)
+        mine = self._mine.to(self.values[0].dtype)
+        copy_of_others = send_rows(mine, self._counts, self._of_ranks, self._group)
 
         def finish() -> None:
             self._storage.resize_(self._bytes)
