@@ -165,9 +165,11 @@ class Shard:
 
 
 def _runs(indices: np.ndarray, length: int) -> list[tuple[int, int, int]]:
-    """Place among the indices, first index and length of each run of consecutive ones."""
+    """Place among the indices, first index and length of each run of consecutive ones. Args: length: of all indices."""
+    if len(indices) == length:  # nearly always
+        return [(0, 0, length)]
     ends = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist(), len(indices)]
-    return [(a, int(indices[a]), b - a) for a, b in pairwise(ends) if a < b] if length else [(0, 0, 0)]
+    return [(a, int(indices[a]), b - a) for a, b in pairwise(ends) if a < b]
 
 
 # --- tensors of modules
