@@ -175,7 +175,7 @@ class DistributedModel:
         metrics = self._metrics_here if self._reports else torch.zeros_like(self._metrics_here)
         loss = loss if self._reports else torch.zeros_like(loss)
         mine = [loss, self._votes_and_findings(), too_large, self.gradient_norm.squares(), metrics]
-        values = all_reduce_sum(torch.cat(mine), self.state.world, "step")
+        values = all_reduce_sum(torch.cat(mine), self.state.world)
         squares = values[4 : len(values) - len(metrics)].sum()  # optimizers keep them
         is_void = (values[2] != 0) | (values[3] != 0) | ~(values[0].isfinite() & (squares <= most))
         return StepSums(values, squares.sqrt(), is_void)
@@ -208,7 +208,7 @@ class DistributedModel:
         every rank for findings of one."""
         if micro_batches:
             self._run(self.plan.schedules.evaluation(len(micro_batches)), micro_batches, consume)
-        self.stop_votes, found = all_reduce_sum(self._votes_and_findings(), self.state.world, "step").tolist()
+        self.stop_votes, found = all_reduce_sum(self._votes_and_findings(), self.state.world).tolist()
         if found:
             self._refuse_findings()
 
@@ -279,4 +279,4 @@ class DistributedModel:
 
     def of_all_replicas(self, values: Tensor) -> Tensor:
         """Sums over all replicas a tensor that is where their logits are. It may be changed in place."""
-        return all_reduce_sum(values if self._reports else torch.zeros_like(values), self.state.world, "step")
+        return all_reduce_sum(values if self._reports else torch.zeros_like(values), self.state.world)
