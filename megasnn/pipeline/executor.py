@@ -137,17 +137,29 @@ class PipelineExecutor:
     # --- computing
 
     def _forward(self, step: StepState, action: Action) -> None:
-        key, unit = action.key, self._units[action.unit]
-        if key not in step.repeated:
-            self._hand_on(step, key, self._output(step, key))
-            return
-        # What the first unit takes stays in the batch.
-        given, carried = ((), ()) if unit.is_first else (step.inputs[key], unit.receives)
-        step.kept[key] = kept = PackedInput(given, carried)
-        with recording(kept.collected):
+        """Gives a unit's output to the loss, to the next unit, or to whoever takes it in evaluation."""
+        key, unit, micro = action.key, self._units[action.unit], step.micro_batches[action.key[1]]
+        kept: PackedInput | None = None
+        if key in step.repeated:  # what the first unit takes stays in the batch
+            given, carried = ([], ()) if unit.is_first else (step.inputs[key], unit.receives)
+            step.kept[key] = kept = PackedInput(given, carried)
+        with nullcontext() if kept is None else recording(kept.collected):
             y = self._output(step, key)
-        self._hand_on(step, key, y)
-        del step.backwards[key]  # and with it the graph; it has shown what needs a gradient
+        if not unit.is_last:
+            step.await_gradients(key, y)
+            given = [without_graph(each) for each in y]
+            if action.unit + 1 in self._units:
+                step.inputs[action.unit + 1, key[1]] = given
+            else:
+                step.outputs[key] = given
+        elif step.consume is None:
+            loss = self._loss(y, micro.targets, False)
+            step.backwards[key] = partial(torch.autograd.backward, loss)
+            step.losses.append(loss.detach())
+        elif not micro.is_padding:
+            step.consume(y, micro.targets)
+        if kept is not None:
+            del step.backwards[key]  # and with it the graph; it has shown what needs a gradient
 
     def _forward_again(self, step: StepState, action: Action) -> None:
         key, unit = action.key, self._units[action.unit]
@@ -166,23 +178,6 @@ class PipelineExecutor:
         unit, micro = self._units[key[0]], step.micro_batches[key[1]]
         x = micro.inputs if unit.is_first else step.entered(key)
         return unit(x, micro.samples, micro.goes_on, key[1])
-
-    def _hand_on(self, step: StepState, key: Key, y: Any) -> None:
-        """Takes a unit's output in its first forward: for the loss, or as the input of the next unit."""
-        unit, micro = key[0], step.micro_batches[key[1]]
-        if not self._units[unit].is_last:
-            step.await_gradients(key, y)
-            given = [without_graph(each) for each in y]
-            if unit + 1 in self._units:
-                step.inputs[unit + 1, key[1]] = given
-            else:
-                step.outputs[key] = given
-        elif step.consume is None:
-            loss = self._loss(y, micro.targets, False)
-            step.backwards[key] = partial(torch.autograd.backward, loss)
-            step.losses.append(loss.detach())
-        elif not micro.is_padding:
-            step.consume(y, micro.targets)
 
     def _input_gradient(self, step: StepState, action: Action) -> None:
         with self._units[action.unit].weight_gradients.deferred() as tasks:
