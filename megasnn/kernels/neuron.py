@@ -25,9 +25,12 @@ from megasnn.recompute import cached_collective
 
 @dataclass(frozen=True)
 class Unit:
-    """Description of a unit, besides its tensors; arguments as in `norm_pool_neuron`.
+    """Description of a unit, besides its tensors.
 
     Attributes:
+        eps: of the norm.
+        pool: whether norm and neurons have max pooling between them, which needs `[T, N, C, H, W]`.
+        time_steps: of the spikes. Where the input has a single one, the same comes at every step.
         above: with pooling, how many rows of the input, 0 or 1, come before the middle of the first windows; without
             one, the windows reach beyond the image there.
     """
@@ -51,7 +54,7 @@ class Unit:
 
 
 class Norm(NamedTuple):
-    """Tensors [C]: mean and biased variance to normalise with, in double precision; scale and shift, or None."""
+    """Tensors `[C]`: mean and biased variance to normalise with, in double precision; scale and shift, or None."""
 
     mean: Tensor
     variance: Tensor
@@ -68,6 +71,21 @@ class Shared(Protocol):
 
     def total(self, sums: Tensor) -> Tensor:
         """The sum over the ranks, on each of them."""
+
+
+class BatchNorm(NamedTuple):
+    """Batch norm of a unit.
+
+    Attributes:
+        weight, bias: scale and shift `[C]`, or None.
+        running: mean and variance `[C]` to normalise with; None for those of the input over time, samples and space.
+        shared: with whom the values are shared that are normalised together.
+    """
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    running: tuple[Tensor, Tensor] | None = None
+    shared: Shared | None = None
 
 
 class ParameterGradients(NamedTuple):
@@ -157,62 +175,64 @@ def neuron_multi_step(
 
 def norm_pool_neuron(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    *,
-    spec: NeuronSpec,
-    training: bool,
-    eps: float = 1e-5,
+    norm: BatchNorm,
+    unit: Unit,
     w: Tensor | None = None,
-    pool: bool = False,
-    time_steps: int | None = None,
+    *,
+    above: Tensor | None = None,
     backend: str = AUTO,
     fires: bool = True,
-    shared: Shared | None = None,
-    above: Tensor | None = None,
 ) -> UnitOutput:
     """Batch norm, then optionally ``MaxPool2d(3, stride=2, padding=1)``, then a layer of neurons at rest.
 
-    In training the norm uses mean and biased variance of ``x`` over time, samples and space, and leaves the running
-    statistics alone: the caller merges what is returned. In evaluation it uses the running statistics.
+    The norm leaves running statistics alone: the caller merges what is returned.
 
     Args:
-        x: ``[T, N, C, H, W]`` or ``[T, N, C, L]``; on the meta device as for `neuron_multi_step`. With
-            ``T = 1 < time_steps`` the same input comes at every step.
-        weight, bias: ``[C]`` or None.
-        running_mean, running_var: ``[C]``; without them evaluation normalises with the batch as well.
-        pool: needs ``[T, N, C, H, W]``.
-        fires: False where only the graph is wanted: the spikes are then zeros without memory.
-        shared: with whom the values are shared that are normalised together.
-        above: with ``pool``, the row ``[T, N, C, 1, W]`` above ``x`` that another rank has, which statistics do not
+        x: ``[T, N, C, H, W]`` or ``[T, N, C, L]``, T being the unit's time steps or 1; on the meta device as for
+            `neuron_multi_step`.
+        above: with pooling, the row ``[T, N, C, 1, W]`` above ``x`` that another rank has, which statistics do not
             count. Then ``x`` begins with an even row of the image; without it, or of no row, at its edge.
+        fires: False where only the graph is wanted: the spikes are then zeros without memory.
 
     Returns:
         Spikes, and the statistics that were used (float32 when ``x`` is bfloat16); see `UnitOutput`.
 
     Raises:
-        ValueError: an unknown backend, time steps that do not fit, a single value per channel in training, or a
-            backend that cannot be used here.
+        ValueError: an unknown backend, time steps that do not fit, a single value per channel to take statistics of,
+            or a backend that cannot be used here.
     """
+    spec, steps, own = unit.spec, unit.time_steps, x.numel() // x.shape[2]
     _check_neuron(x, spec, w)
-    steps = x.shape[0] if time_steps is None else time_steps
     if x.shape[0] not in (1, steps):
         raise ValueError(f"input has {x.shape[0]} time steps; it must have 1 or {steps} (--time-steps)")
-    if training and shared is None and x.numel() == x.shape[2]:
+    if own == 1 and norm.running is None and norm.shared is None:
         raise ValueError(f"batch norm in training needs more than one value per channel, got input {tuple(x.shape)}")
-    unit = Unit(spec, eps, pool, steps)
     if x.is_meta:
         of_channels = x.new_empty(x.shape[2:3])
-        return UnitOutput(x.new_empty(unit.shape_of_spikes(x)), of_channels, of_channels, x.numel() // x.shape[2])
-    running = None if training or running_mean is None or running_var is None else (running_mean, running_var)
-    calls = backend_for(backend, x, spec).unit_calls()
+        return UnitOutput(x.new_empty(unit.shape_of_spikes(x)), of_channels, of_channels, own)
+    x, calls = channels_last(x), backend_for(backend, x, spec).unit_calls()
+    statistics, count = _statistics(calls, x.detach(), norm)
     # Writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
     packed = torch.is_grad_enabled() and spec.largest == 1
-    inputs = channels_last(x), above, weight, bias, w, running, unit, calls, packed, fires, shared
-    spikes, mean, variance, count, bits = _NormPoolNeuron.apply(*inputs)
+    plan = _Plan(unit, calls, statistics, None if norm.running is not None else count, norm.shared, fires, packed)
+    spikes, bits = _NormPoolNeuron.apply(x, above, norm.weight, norm.bias, w, plan)
+    mean, variance = statistics.to(torch.float64 if x.dtype == torch.float64 else torch.float32).unbind()
     return UnitOutput(remember_bits(spikes, bits), mean, variance, count)
+
+
+def _statistics(calls: UnitCalls, x: Tensor, norm: BatchNorm) -> tuple[Tensor, int | Tensor]:
+    """Mean and variance to normalise with, `[2, C]` in double precision, and of how many values a channel they are."""
+    own, shared = x.numel() // x.shape[2], norm.shared
+    if norm.running is not None:
+        return torch.stack([each.detach().double() for each in norm.running]), own
+    if shared is None:
+        return cached_collective(partial(calls.statistics, x)), own
+
+    def of_all() -> tuple[Tensor, int | Tensor]:
+        of_own = calls.statistics(x) if own else x.new_zeros((2, x.shape[2]), dtype=torch.float64)
+        return shared.statistics(of_own, own)
+
+    return cached_collective(of_all)
 
 
 def neuron_by(
@@ -282,6 +302,24 @@ def gradient_of_w(total: Tensor, w: Tensor, spec: NeuronSpec) -> Tensor:
     return (total * factor).view(w.shape).to(w.dtype)
 
 
+class _Plan(NamedTuple):
+    """Options that the forward and the backward of a unit have in common.
+
+    Attributes:
+        statistics: see `_statistics`. values: over how many values of the input they were taken; None where they do not
+            depend on it.
+        fires, packed: whether the spikes are wanted, and as bits as well.
+    """
+
+    unit: Unit
+    calls: UnitCalls
+    statistics: Tensor
+    values: int | Tensor | None
+    shared: Shared | None
+    fires: bool
+    packed: bool
+
+
 class _NormPoolNeuron(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -291,45 +329,29 @@ class _NormPoolNeuron(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         w: Tensor | None,
-        running: tuple[Tensor, Tensor] | None,
-        unit: Unit,
-        calls: UnitCalls,
-        packed: bool,
-        fires: bool,
-        shared: Shared | None,
-    ) -> tuple[Tensor, Tensor, Tensor, int | Tensor, Tensor | None]:
-        own = x.numel() // x.shape[2]
-        count: int | Tensor = own
-        if running is None and shared is not None:
-            found, count = cached_collective(lambda: shared.statistics(_statistics(calls, x), own))
-        elif running is None:
-            found = cached_collective(partial(calls.statistics, x))
-        else:
-            found = torch.stack([each.detach().double() for each in running])
-        mean, variance = found.unbind()
+        plan: _Plan,
+    ) -> tuple[Tensor, Tensor | None]:
+        unit, (mean, variance) = plan.unit, plan.statistics.unbind()
+        ctx.without_above = above if above is not None and not above.shape[3] else None
         if above is not None and above.shape[3]:
             unit, x = replace(unit, above=1), channels_last(torch.cat([above, x], dim=3))
-        if fires and own:
-            spikes, bits = calls.fire(x, Norm(mean, variance, weight, bias), w, unit, packed)
+        if plan.fires and x.numel():
+            spikes, bits = plan.calls.fire(x, Norm(mean, variance, weight, bias), w, unit, plan.packed)
         else:
             spikes, bits = x.new_zeros(()).expand(unit.shape_of_spikes(x)), None
         ctx.set_materialize_grads(False)
-        ctx.unit, ctx.calls, ctx.batch = unit, calls, running is None
-        ctx.without_above = above if above is not None and not above.shape[3] else None
-        ctx.shared = shared if running is None else None
-        ctx.save_for_backward(x, weight, bias, w, mean, variance, *([count] if isinstance(count, Tensor) else []))
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        mean, variance = found.to(dtype).unbind()
-        others = mean, variance, count, bits
-        ctx.mark_non_differentiable(*(each for each in others if isinstance(each, Tensor)))
-        return spikes, *others
+        ctx.unit, ctx.calls, ctx.values, ctx.shared = unit, plan.calls, plan.values, plan.shared
+        ctx.save_for_backward(x, weight, bias, w, mean, variance)
+        if bits is not None:
+            ctx.mark_non_differentiable(bits)
+        return spikes, bits
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g_spikes: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g_spikes: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if g_spikes is None:
-            return (None,) * 11
-        x, weight, bias, w, mean, variance, *counts = ctx.saved_tensors
+            return (None,) * 6
+        x, weight, bias, w, mean, variance = ctx.saved_tensors
         need_x, need_above, need_weight, need_bias, need_w = ctx.needs_input_grad[:5]
         unit, calls, norm = ctx.unit, ctx.calls, Norm(mean, variance, weight, bias)
         g_spikes, count = channels_last(g_spikes), x.numel() // x.shape[2]
@@ -342,9 +364,10 @@ class _NormPoolNeuron(torch.autograd.Function):
             of_norm = parameter_gradients(sums, norm, unit.eps)
         g_x, g_above = None, ctx.without_above
         if need_x or need_above:
-            means = sums if ctx.batch else None
-            if ctx.shared is not None:  # what is divided by this rank's number of values is to be a mean over all
-                means = ctx.shared.total(sums) * (count / counts[0])
+            means = None if ctx.values is None else sums
+            if means is not None and ctx.shared is not None:
+                # What is divided by this rank's number of values is to be a mean over all.
+                means = ctx.shared.total(sums) * (count / ctx.values)
             g_x = calls.input_gradient(x, g_spikes, norm, w, unit, means, count, carried) if count else x
             if unit.above:
                 g_above, g_x = g_x[:, :, :, :1], g_x[:, :, :, 1:]
@@ -356,7 +379,7 @@ class _NormPoolNeuron(torch.autograd.Function):
             of_norm.weight if need_weight else None,
             of_norm.bias if need_bias else None,
             gradient_of_w(sums[2].sum(), w, unit.spec) if need_w else None,
-            *(None,) * 6,
+            None,
         )
 
 
@@ -364,11 +387,6 @@ def parameter_gradients(sums: Tensor, norm: Norm, eps: float) -> ParameterGradie
     """Gradients of scale and shift from the sums of a backward."""
     of_weight = None if norm.weight is None else (sums[1] * (norm.variance + eps).rsqrt()).to(norm.weight.dtype)
     return ParameterGradients(of_weight, None if norm.bias is None else sums[0].to(norm.bias.dtype))
-
-
-def _statistics(calls: UnitCalls, x: Tensor) -> Tensor:
-    """Statistics of what this rank has of shared values, which may be nothing."""
-    return calls.statistics(x) if x.numel() else x.new_zeros((2, x.shape[2]), dtype=torch.float64)
 
 
 def _means_of(x: Tensor, means: Tensor, norm: Norm, eps: float) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.neuron import norm_pool_neuron
+from megasnn.kernels.neuron import BatchNorm, Unit, norm_pool_neuron
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import NeuronLayer, ParallelNeuron, make_neuron
@@ -85,32 +85,25 @@ class ConvNormNeuron(nn.Module):
         if not (self._is_fused and isinstance(norm, ParallelBatchNorm) and isinstance(neuron, ParallelNeuron)):
             y = norm(self.conv(x))
             return neuron(y if self.max_pool is None else self.max_pool(y))
-        constant = self.conv.bias if norm.uses_batch_statistics else None
+        fixed = norm.fixed_statistics
+        constant = self.conv.bias if fixed is None else None
         y = self.conv(x, add_bias=constant is None)
-        steps = neuron.steps_of(y)
         above, y = self.conv.split_row_above(y) if self.conv.row_above else (None, y)
+        bias = norm.bias if norm.bias is None or constant is None else norm.bias + 0 * constant
+        unit = Unit(neuron.spec, norm.eps, pool=self.max_pool is not None, time_steps=neuron.steps_of(y))
         spikes, mean, variance, count = norm_pool_neuron(
             y,
-            norm.weight,
-            norm.bias if norm.bias is None or constant is None else norm.bias + 0 * constant,
-            norm.running_mean,
-            norm.running_var,
-            spec=neuron.spec,
-            training=norm.uses_batch_statistics,
-            eps=norm.eps,
-            w=neuron.w,
-            pool=self.max_pool is not None,
-            time_steps=steps,
+            BatchNorm(norm.weight, bias, fixed, norm.shared),
+            unit,
+            neuron.w,
+            above=above,
             backend=neuron.backend,
             fires=self.fires,
-            shared=norm.shared,
-            above=above,
         )
-        if norm.uses_batch_statistics:
+        if fixed is None:
             # Equal frames change neither mean nor variance, but the unbiased variance counts all of them.
-            repeats = steps // y.shape[0]
             mean = mean if constant is None else mean + constant.detach()
-            norm.record(mean, variance, repeats * count)
+            norm.record(mean, variance, unit.time_steps // len(y) * count)
         return neuron.observed(spikes)
 
 

@@ -76,8 +76,11 @@ class ParallelBatchNorm(nn.Module):
             declare(self, "num_batches_tracked", context.shard((), initialise=zeros), torch.int64, is_parameter=False)
 
     @property
-    def uses_batch_statistics(self) -> bool:
-        return self.training or self.running_mean is None
+    def fixed_statistics(self) -> tuple[Tensor, Tensor] | None:
+        """Running mean and variance, which evaluation normalises with; None where the batch's own are taken."""
+        if self.training or self.running_mean is None or self.running_var is None:
+            return None
+        return self.running_mean, self.running_var
 
     @property
     def calls(self) -> int:
@@ -92,21 +95,20 @@ class ParallelBatchNorm(nn.Module):
             )
         if x.is_meta and x.ndim < 4 and self._by_rows:
             self.shared = None  # without space, all ranks have the same
-        flat = x.flatten(0, 1)
-        # A single time step stands for all of them: equal frames have the same mean and variance.
-        repeats = self.time_steps if len(x) == 1 else 1
-        if self.uses_batch_statistics and self.shared is not None and not x.is_meta:
+        flat, fixed = x.flatten(0, 1), self.fixed_statistics
+        if fixed is not None:
+            return batch_norm(flat, fixed, self.weight, self.bias, self.eps).unflatten(0, x.shape[:2])
+        count: int | Tensor = flat.numel() // flat.shape[1]
+        if self.shared is not None and not x.is_meta:
             y, mean, variance, count = shared_batch_norm(flat, self.weight, self.bias, self.eps, self.shared.group)
-            self.record(mean, variance, repeats * count)
-        elif self.uses_batch_statistics:
+        else:
             y = batch_norm(flat, None, self.weight, self.bias, self.eps)
             with torch.no_grad():
                 wide = flat.float() if flat.dtype in REDUCED else flat  # the result has the type of the input
                 variance, mean = torch.var_mean(wide, dim=[d for d in range(flat.ndim) if d != 1], correction=0)
-            self.record(mean, variance, repeats * flat.numel() // flat.shape[1])
-        else:
-            assert self.running_mean is not None and self.running_var is not None
-            y = batch_norm(flat, (self.running_mean, self.running_var), self.weight, self.bias, self.eps)
+        # A single time step stands for all of them: equal frames have the same mean and variance.
+        repeats = self.time_steps if len(x) == 1 else 1
+        self.record(mean, variance, repeats * count)
         return y.unflatten(0, x.shape[:2])
 
     def record(self, mean: Tensor, variance: Tensor, count: int | Tensor) -> None:

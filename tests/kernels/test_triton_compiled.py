@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megasnn.kernels import BACKENDS, NeuronSpec
-from megasnn.kernels.neuron import norm_pool_neuron
+from megasnn.kernels.neuron import BatchNorm, Unit, norm_pool_neuron
 from megasnn.kernels.philox import Runs
 from tests.kernels.models import channels_last, plif_weight
 from tests.kernels.triton_code import compiled, compiling_for
@@ -137,10 +137,8 @@ def test_learned_factors_compile() -> None:
         spikes, v = alone.neuron_multi_step(x, spec, v0, w)
         (spikes.sum() + v.sum()).backward()
         x = channels_last(1, 1, 1, 3, 5, dtype=torch.float64).requires_grad_()
-        running = torch.zeros(1), torch.ones(1)
-        for training in (True, False):
-            options = {"spec": spec, "training": training, "w": w, "pool": training, "time_steps": 2}
-            norm_pool_neuron(x, None, None, *running, **options)[0].sum().backward()
+        for running, pool in ((None, True), ((torch.zeros(1), torch.ones(1)), False)):
+            norm_pool_neuron(x, BatchNorm(running=running), Unit(spec, 1e-5, pool, 2), w)[0].sum().backward()
     names = {code.kernel for code in found}
     assert names >= {"fire_kernel", "gradient_kernel", "backward_sums_kernel", "pooled_gradient_kernel"}
     inexact = "div.full", "div.approx", "rcp."
