@@ -3,8 +3,6 @@ inside."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,7 +34,7 @@ class ConvNormNeuron(nn.Module):
             none. It happens inside the convolution, so that what travels and is kept is the input's spikes.
         blocks, conv_options: as in ParallelConv.
     Attributes:
-        fires: whether a forward gives spikes; not where only its graph is wanted, and zeros do.
+        fires: False while only the graph of a forward is wanted, and zeros do for spikes.
     """
 
     def __init__(
@@ -152,34 +150,3 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) + x
-
-
-@contextmanager
-def recompute_mode(layers: Sequence[nn.Module], keeps_output: bool = False) -> Iterator[None]:
-    """Around a forward that is computed again for its graph alone: norms do not record, nobody is told of spikes, and
-    those that only leave the last of the layers are not computed.
-
-    Args:
-        keeps_output: whether the output of the last one is wanted nevertheless.
-    """
-    modules = [module for layer in layers for module in layer.modules()]
-    last = None if keeps_output or not layers else layers[-1]
-    with ExitStack() as changes:
-        for module in modules:
-            if isinstance(module, ParallelBatchNorm):
-                changes.enter_context(_set(module, "recording", False))
-            elif isinstance(module, NeuronLayer):
-                changes.enter_context(_set(module, "observer", None))
-        if isinstance(last, ConvNormNeuron) and type(last).forward is ConvNormNeuron.forward:
-            changes.enter_context(_set(last, "fires", False))
-        yield
-
-
-@contextmanager
-def _set(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)

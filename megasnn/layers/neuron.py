@@ -18,6 +18,7 @@ from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import constant
 from megasnn.layers.shape_inference import mark_spikes, refuse_second_call
 from megasnn.parallel.sharding import Initialiser, declare
+from megasnn.recompute import is_replaying
 
 SpikeObserver = Callable[[Tensor], None]
 
@@ -70,7 +71,7 @@ class NeuronLayer(nn.Module):
         return self.observer is not None and bool(getattr(self.observer, "is_on", True))
 
     def observed(self, spikes: Tensor) -> Tensor:
-        if self.observer is not None:
+        if self.observer is not None and not is_replaying():
             self.observer(spikes.detach())
         return mark_spikes(spikes, self.largest) if spikes.is_meta and self.largest is not None else spikes
 

@@ -15,6 +15,7 @@ from megasnn.layers.shape_inference import calls_of, count_call
 from megasnn.parallel.sharding import Initialiser, declare
 from megasnn.parallel.sync_batch_norm import SharedStatistics
 from megasnn.parallel_state import Group
+from megasnn.recompute import is_replaying
 
 
 class ParallelBatchNorm(nn.Module):
@@ -112,11 +113,11 @@ class ParallelBatchNorm(nn.Module):
         return y.unflatten(0, x.shape[:2])
 
     def record(self, mean: Tensor, variance: Tensor, count: int | Tensor) -> None:
-        """Keeps the statistics `[C_local]` of one call over `count` values a channel, if recording is on; the dry run
-        counts the calls."""
+        """Keeps the statistics `[C_local]` of one call over `count` values a channel, if recording is on and this is
+        not a recomputed forward; the dry run counts the calls."""
         if mean.is_meta:
             count_call(self)
-        if self.recording and self.running_mean is not None:
+        if self.recording and self.running_mean is not None and not is_replaying():
             self.pending.append((mean.detach(), variance.detach(), count))
 
 

@@ -68,14 +68,6 @@ SMALL: dict[str, Model] = {
 }
 
 
-def test_gradients_of_pooled_rows_travel_one_for_each_window(ranks) -> None:
-    """To the byte: of the two convolutions behind the first, and of the classifier."""
-    batch = torch.randn(4, *SMALL["vgg"].input_shape), torch.arange(4)
-    found = ranks(2, moved_and_norms, SMALL["vgg"], Layout(context=2, cut="rows"), batch, 4)
-    values = 2 * 4 * (8 * 16 + 8 * 8 + 16 * 4 * 2)
-    assert [each["cp", "all_to_all", "backward"].bytes for each, _ in found] == [4 * values] * 2
-
-
 EXCHANGES: dict[tuple[str, ContextCut], tuple[int, int]] = {
     ("spikformer", "rows"): (16, 15),
     ("spikformer", "samples"): (9, 9),
