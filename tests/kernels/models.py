@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from megasnn.kernels import BACKENDS, SURROGATES, NeuronSpec
 from megasnn.kernels.backends import AUTO
-from megasnn.kernels.neuron import BatchNorm, Norm, Unit, neuron_multi_step, norm_pool_neuron
-from megasnn.kernels.neuron import channels_last as in_order
+from megasnn.kernels.layout import channels_last as in_order
+from megasnn.kernels.neuron import neuron_multi_step
 from megasnn.kernels.spike_codec import bits_of, pack_bits
+from megasnn.kernels.unit import BatchNorm, Norm, Unit, norm_pool_neuron
 
 
 def spikingjelly_neuron(spec: NeuronSpec, w: Tensor | None = None) -> neuron.BaseNode:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megasnn.kernels import BACKENDS, NeuronSpec
-from megasnn.kernels.neuron import BatchNorm, Unit, norm_pool_neuron
 from megasnn.kernels.philox import Runs
+from megasnn.kernels.unit import BatchNorm, Unit, norm_pool_neuron
 from tests.kernels.models import channels_last, plif_weight
 from tests.kernels.triton_code import compiled, compiling_for
 
@@ -130,7 +130,7 @@ def test_learned_factors_compile() -> None:
 
     spec = NeuronSpec("plif", decay_input=False, v_reset=None, detach_reset=False, surrogate="atan")
     w = plif_weight(spec, torch.float32)
-    chosen = mock.patch("megasnn.kernels.neuron.backend_for", return_value=BACKENDS["triton"])
+    chosen = mock.patch("megasnn.kernels.unit.backend_for", return_value=BACKENDS["triton"])
     with compiling_for(90) as found, chosen:
         x = channels_last(2, 1, 3, 5, dtype=torch.float32).half().requires_grad_()
         v0 = torch.zeros(1, 3, 5, requires_grad=True)

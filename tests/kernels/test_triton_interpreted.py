@@ -17,10 +17,11 @@ from torch import Tensor
 
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
-from megasnn.kernels.neuron import BatchNorm, Unit, neuron_multi_step, norm_pool_neuron
+from megasnn.kernels.neuron import neuron_multi_step
 from megasnn.kernels.neuron_spec import numbers
 from megasnn.kernels.philox import Runs, kept_by_tensors
 from megasnn.kernels.spike_codec import bits_of, pack_bits, pack_counts
+from megasnn.kernels.unit import BatchNorm, Unit, norm_pool_neuron
 from megasnn.random import philox_key
 from tests.kernels.models import (
     assert_close,

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from megasnn.kernels import BACKENDS, NeuronSpec
-from megasnn.kernels.neuron import BatchNorm, Norm, Unit, norm_pool_neuron
-from megasnn.kernels.neuron import channels_last as in_order
+from megasnn.kernels.layout import channels_last as in_order
 from megasnn.kernels.torch_backend import batch_norm
+from megasnn.kernels.unit import BatchNorm, Norm, Unit, norm_pool_neuron
 from tests.kernels.models import (
     assert_close,
     channels_last,

@@ -17,7 +17,7 @@ from megasnn.config.checks import at_least
 from megasnn.config.tool_flags import name_in
 from megasnn.host_memory import keep_free_memory
 from megasnn.kernels import BACKENDS, NeuronSpec
-from megasnn.kernels.neuron import BatchNorm, Unit, norm_pool_neuron
+from megasnn.kernels.unit import BatchNorm, Unit, norm_pool_neuron
 from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, seconds, summary
 
 
