@@ -1,5 +1,4 @@
-"""Blocks of layers: convolution, norm, optional pooling and neuron as one unit, where a fused kernel replaces the
-inside."""
+"""Blocks of layers: convolution, norm, optional pooling and neuron as one unit, and what models repeat."""
 
 from __future__ import annotations
 
@@ -30,9 +29,7 @@ class ConvNormNeuron(nn.Module):
         padding: None keeps height and width at stride 1.
         neuron: a description, or a layer of neurons of one's own (SpikingNeuron); None for the neuron of the context.
         norm: a norm of these `out_channels`; None for batch norm.
-        max_pool: whether there is the max pooling. average_pool: sides of the squares of the average pooling; 1 for
-            none. It happens inside the convolution, so that what travels and is kept is the input's spikes.
-        blocks, conv_options: as in ParallelConv.
+        average_pool: `pool` of the convolution. blocks, conv_options: as in ParallelConv.
     Attributes:
         fires: False while only the graph of a forward is wanted, and zeros do for spikes.
     """

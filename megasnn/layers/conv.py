@@ -102,7 +102,8 @@ class ParallelConv(WeightedLayer):
         style = style or cheaper_style(in_channels, out_channels)
         if style not in ("column", "row"):
             raise ValueError(f"style must be 'column' or 'row', got {style!r}")
-        if in_channels % groups or out_channels % groups or (groups > 1 and groups % group.size):
+        fits = min(in_channels, out_channels, groups) > 0 and in_channels % groups == out_channels % groups == 0
+        if not fits or (groups > 1 and groups % group.size):
             raise ValueError(
                 f"groups {groups} must divide in_channels {in_channels} and out_channels {out_channels} and be a "
                 f"multiple of --tensor-model-parallel-size {group.size}"
@@ -153,10 +154,7 @@ class ParallelConv(WeightedLayer):
         return y if self.bias is None or not add_bias else y + self.bias.to(y.dtype).view(-1, 1, 1)
 
     def _dry_run(self, x: Tensor, is_signal: bool) -> Tensor:
-        """Learns from the input what it holds and whether it has all channels; gives the shape of the output.
-
-        Raises ValueError for dimensions that do not fit, and as `learn_input`.
-        """
+        """Learns from the input what it holds; gives the shape of the output. Raises ValueError for another input."""
         fits = self.dims == 1 if is_signal else self.dims == 2 or self._kernel == (1, 1)
         if x.ndim != 5 or not fits:
             wanted = "signals [T, N, C, L]" if self.dims == 1 else "frames [T, N, C, H, W]"

@@ -21,10 +21,9 @@ from megasnn.recompute import is_replaying
 class ParallelBatchNorm(nn.Module):
     """Normalises each channel of `[T, N, C_local, *space]` over time, samples and space (nn.BatchNorm's arithmetic).
 
-    Every micro-batch is normalised by its own mean and biased variance. The running statistics are not touched by a
-    forward: with `recording` on, it appends (mean, biased variance, values per channel) to `pending`, and
-    `merge_running_statistics` turns the whole global batch's records into one update, or, where a forward of the model
-    calls the norm several times, into one for each call. Recomputation, evaluation and profiling leave `recording` off.
+    Every micro-batch is normalised by its own mean and biased variance. A forward does not touch the running
+    statistics: with `recording` on, it appends (mean, biased variance, values per channel) to `pending`, and
+    `merge_running_statistics` makes one update of the global batch's records, for each call in a forward of the model.
 
     Args:
         channels: the global number; each rank holds `channels / size`.
@@ -124,12 +123,8 @@ class ParallelBatchNorm(nn.Module):
 def shared_batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalises this rank's values `[N, C, ...]` of each channel; there may be none.
-
-    Returns:
-        what is normalised; mean and biased variance `[C]`, and over how many values a channel they were taken, of all
-        ranks together.
-    """
+    """Normalises this rank's values `[N, C, ...]` of each channel; there may be none. Gives also mean and biased
+    variance `[C]` of all ranks' values, and their number a channel."""
     values = x.float() if x.dtype in REDUCED else x
     over, shape = [dim for dim in range(x.ndim) if dim != 1], (-1, *[1] * (x.ndim - 2))
     own = values.new_full((1,), x.numel() // x.shape[1], dtype=torch.float64)

@@ -54,8 +54,7 @@ def own_pixel_rows(frames: Tensor, group: Group) -> Tensor:
 
 
 def note_height(module: nn.Module, height: int) -> None:
-    """Notes in the dry run the height of images of which a module moves rows. Raises ValueError for another one than
-    before, since the module knows for one which rows move."""
+    """Notes in the dry run the height of images of which a module moves rows. Raises ValueError for a second one."""
     if (first := vars(module).setdefault("_noted_height", height)) != height:
         raise ValueError(
             f"this {type(module).__name__} is called with images of {first} rows and of {height}, which with "
@@ -195,8 +194,7 @@ def sum_for_each(x: Tensor, group: Group) -> Tensor:
 
 
 def sum_counts(own: Tensor, largest: int, group: Group) -> Tensor:
-    """The sum over the ranks of whole numbers from 0 on, exact, without a gradient. They travel in bytes where the sum
-    can be no larger (`largest`)."""
+    """The sum over the ranks of whole numbers, exact, without a gradient; in bytes where it can be no larger."""
     content = Content.COUNTS if largest <= LARGEST_COUNT else Content.DENSE
     of_all, _ = gather_columns(own.reshape(1, -1), group, content)
     return of_all.view(group.size, *own.shape).sum(0)
@@ -263,7 +261,7 @@ class MaxPool(nn.Module):
     """Max pooling of 3 x 3 pixels, stride 2, padding 1: `[T, N, C_local, H, W]` -> `[T, N, C_local, H', W']`, where H'
     is H / 2, rounded up.
 
-    A convolution whose potentials are pooled is made with `pooled_behind=True`: ties stay ties over a border of ranks.
+    A convolution in front of it is made with `pooled_behind=True`: ties stay ties over a border of ranks.
     """
 
     def __init__(self, context: BuildContext | None = None) -> None:

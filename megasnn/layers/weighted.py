@@ -169,8 +169,7 @@ class _Product(torch.autograd.Function):
 
 def _start_input_gradient(grad: Tensor, weight: Tensor, plan: ProductPlan, space: torch.Size) -> Callable[[], Tensor]:
     """Computes the input gradient and, where the input was gathered, starts summing it over the ranks; the returned
-    function waits and gives this rank's channels. Apart from backward, which would keep the whole gradient to its
-    end."""
+    function waits and gives this rank's channels. Backward itself would keep the whole gradient to its end."""
     product = input_gradient(grad, weight, plan.products.geometry, space)
     rows = product.movedim(1, -1).reshape(-1, product.shape[1])
     if plan.communication is Communication.GATHER:
