@@ -83,7 +83,7 @@ class ConvNormNeuron(nn.Module):
         fixed = norm.fixed_statistics
         constant = self.conv.bias if fixed is None else None
         y = self.conv(x, add_bias=constant is None)
-        above, y = self.conv.split_row_above(y) if self.conv.row_above else (None, y)
+        above, y = self.conv.split_row_above(y)
         bias = norm.bias if norm.bias is None or constant is None else norm.bias + 0 * constant
         unit = Unit(neuron.spec, norm.eps, pool=self.max_pool is not None, time_steps=neuron.steps_of(y))
         spikes, mean, variance, count = norm_pool_neuron(

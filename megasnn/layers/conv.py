@@ -131,7 +131,7 @@ class ParallelConv(WeightedLayer):
         )
         self.in_channels, self.out_channels, self.dims = in_channels, out_channels, dims
         self._kernel, self._geometry = torch.Size(kernel), geometry  # that of the plan may be without rows of padding
-        self._rows, self.row_above = rows, row_above
+        self._rows, self._row_above = rows, row_above
         self._move: RowMove | None = None
         if pooled_behind and rows is not None:
             self._sparse = False
@@ -178,7 +178,7 @@ class ParallelConv(WeightedLayer):
         the product has no padding there."""
         note_height(self, height)
         geometry, pool = self._geometry, self.plan.pool
-        outputs = (rows_to_pool if self.row_above else shared_rows)(output_height, rows.size)
+        outputs = (rows_to_pool if self._row_above else shared_rows)(output_height, rows.size)
         along = self._kernel[0], geometry.stride[0], geometry.dilation[0], geometry.padding[0], pool
         needed = tuple(window_rows(each, *along) for each in outputs)
         owned = shared_rows(height, rows.size)
@@ -189,7 +189,7 @@ class ParallelConv(WeightedLayer):
 
     def split_row_above(self, y: Tensor) -> tuple[Tensor | None, Tensor]:
         """The row above this rank's of an output with `row_above`, and the others; None where there is none."""
-        if self._rows is None or self._rows.rank == 0 or y.is_meta:
+        if not self._row_above or self._rows is None or self._rows.rank == 0 or y.is_meta:
             return None, y
         above, own = y.split((1, y.shape[3] - 1), dim=3)
         return above, own
