@@ -26,7 +26,7 @@ from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.refusals import SEQUENCES, is_stateful, note_stepped, refuse
 from megasnn.layers.shape_inference import mark_spikes, max_of
 from megasnn.parallel.collectives import gather_alike, own_channels
-from megasnn.parallel.sharding import describe_tensor
+from megasnn.parallel.sharding import shards_of
 from megasnn.parallel_state import Group
 
 
@@ -109,7 +109,7 @@ def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(context.dtype)
             values = initializer_from_module(each, initialise, tensor_name)
-            describe_tensor(each, tensor_name, context.shard(tuple(tensor.shape), initialise=values))
+            shards_of(each)[tensor_name] = context.shard(tuple(tensor.shape), initialise=values)
         nn.Module._apply(each, lambda x: x.to("meta"), recurse=False)  # single numbers, which have had values so far
     return as_layer(module, name, call)
 

@@ -158,7 +158,7 @@ class _MoveRows(torch.autograd.Function):
         outgoing = [_rows(images, rows, needed).reshape(-1) for rows in sent]
         of_row = images.shape[:2].numel() * images.shape[3:].numel()
         arriving = [of_row * len(rows) for rows in received]
-        exchange = start_exchange(torch.cat(outgoing), [len(each) for each in outgoing], arriving, group, "backward")
+        exchange = start_exchange(torch.cat(outgoing), [len(each) for each in outgoing], arriving, group)
         total = images.new_zeros((*images.shape[:2], len(owned), *images.shape[3:]))
         own = move.given(group.rank, group.rank)
         _rows(total, own, owned).copy_(_rows(images, own, needed))
@@ -177,7 +177,7 @@ def _start_rows(
     nothing = encoded_like(0, content, images.dtype, images.device)
     packed = [encode(_rows(images, rows, owned).reshape(-1), content, check=True) if rows else nothing for rows in sent]
     arriving = [encoded_like(of_row * len(rows), content, images.dtype, meta).numel() for rows in received]
-    return start_exchange(torch.cat(packed), [len(each) for each in packed], arriving, group, "forward")
+    return start_exchange(torch.cat(packed), [len(each) for each in packed], arriving, group)
 
 
 def _rows(images: Tensor, rows: range, there: range) -> Tensor:
@@ -204,13 +204,11 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return cached_collective(
-            lambda: all_reduce_sum(x.clone(memory_format=torch.contiguous_format), group, "forward")
-        )
+        return cached_collective(lambda: all_reduce_sum(x.clone(memory_format=torch.contiguous_format), group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_sum(grad.clone(memory_format=torch.contiguous_format), ctx.group, "backward"), None
+        return all_reduce_sum(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
 # --- layers

@@ -141,8 +141,8 @@ class _Product(torch.autograd.Function):
             images = plan.images(from_matrix(full, x.shape), payloads)
             y = plan.products.output(images, _images_kernel(weight, x.dtype)).unflatten(0, x.shape[:2])
             if plan.communication is Communication.SCATTER:
-                return from_matrix(sum_and_scatter_columns(to_matrix(y), plan.group, "forward")(), y.shape)
-            return all_reduce_sum(y, plan.group, "forward") if sums else y
+                return from_matrix(sum_and_scatter_columns(to_matrix(y), plan.group)(), y.shape)
+            return all_reduce_sum(y, plan.group) if sums else y
 
         ctx.plan, ctx.leave, ctx.input_shape = plan, leave, x.shape
         ctx.save_for_backward(weight, *payloads)
@@ -155,7 +155,7 @@ class _Product(torch.autograd.Function):
         plan: ProductPlan = ctx.plan
         grad_matrix = to_matrix(grad)
         if plan.communication is Communication.SCATTER:
-            grad_matrix, _ = gather_columns(grad_matrix, plan.group, Content.DENSE, "backward")
+            grad_matrix, _ = gather_columns(grad_matrix, plan.group, Content.DENSE)
         grad_images = from_matrix(grad_matrix, grad.shape).flatten(0, 1)
         finish = None
         if ctx.needs_input_grad[0]:
@@ -173,9 +173,9 @@ def _start_input_gradient(grad: Tensor, weight: Tensor, plan: ProductPlan, space
     product = input_gradient(grad, weight, plan.products.geometry, space)
     rows = product.movedim(1, -1).reshape(-1, product.shape[1])
     if plan.communication is Communication.GATHER:
-        return sum_and_scatter_columns(rows, plan.group, "backward")
+        return sum_and_scatter_columns(rows, plan.group)
     if plan.communication is Communication.WHOLE_INPUT:  # a rank has computed what its own output channels contribute
-        all_reduce_sum(rows, plan.group, "backward")
+        all_reduce_sum(rows, plan.group)
     return lambda: rows
 
 
