@@ -115,7 +115,7 @@ class Engine:
                 keep_free_memory()
             self.distributed = build_model(config, described, self.state, wants_to_stop)
             self.plan = self.distributed.plan
-            self.batches = Batches(config, self.distributed, mixing_of(config, described, self.length.epoch_samples))
+            self.batches = Batches(config, self.distributed, mixing_of(config, self.length.epoch_samples))
             steps, epoch = self.length.iterations, self.length.epoch
             rate = partial(learning_rate, config.optimizer, iterations=steps, epoch=epoch)
             self.step = TrainStep(config, self.distributed, lr_schedule or rate)

@@ -12,7 +12,7 @@ each micro-batch, or detach it before one that is a later window of the same sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,7 +42,12 @@ def replicate(module: nn.Module, context: BuildContext, initialise: ModuleInitia
     Raises:
         ValueError: what cannot be computed alike on every layout.
     """
-    module = _with_our_layers(module, context, initialise)
+    ours = {
+        each: convert(each, conversion, context, initialise)
+        for each in module.modules()
+        if (conversion := in_table(each)) in (batch_norm, ConvertedDropout)
+    }
+    module = swapped(module, ours)
     for each in module.modules():
         if isinstance(each, ParallelBatchNorm):
             continue
@@ -55,14 +60,8 @@ def replicate(module: nn.Module, context: BuildContext, initialise: ModuleInitia
     return module
 
 
-def _with_our_layers(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """The module with its batch norms and dropouts swapped for ours, each at all places where it stands, or what it is
-    swapped for."""
-    ours = {
-        each: convert(each, conversion, context, initialise)
-        for each in module.modules()
-        if (conversion := in_table(each)) in (batch_norm, ConvertedDropout)
-    }
+def swapped(module: nn.Module, ours: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """A module with those in it swapped for others, each at all places where it stands, or what it is swapped for."""
     for each in [*module.modules()]:
         for name, child in each._modules.items():
             each._modules[name] = child if child is None else ours.get(child, child)

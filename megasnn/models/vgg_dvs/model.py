@@ -78,20 +78,9 @@ class VggDvs(Model):
     dropout: ShareBelowOne = 0.25
     """Share of the classifier's inputs that are left out in training, drawn anew for each sample and time step."""
 
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        frame = (self.in_channels, self.image_size, self.image_size)
-        return (self.time_steps, *frame) if self.event_frames else frame
-
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)
         wrong += refusal(parse_channels, self.channels)
-        if wrong:
-            return wrong
-        if self.event_frames and self.in_channels != 2:
-            wrong.append(f"--in-channels {self.in_channels}: event frames have two polarities; set 2, or leave it out")
-        if not self.event_frames and self.in_channels not in (1, 3):
-            wrong.append(f"--in-channels {self.in_channels}: images (--no-event-frames) have 1 (grey) or 3 (RGB)")
         pools = self.channels.count("P")
         if self.image_size < 2**pools:
             wrong.append(
