@@ -30,7 +30,7 @@ TASK = ("inputs", "target", "loss", "metrics", "predict")
 @dataclass(frozen=True, kw_only=True)
 class Model(ABC):
     """The dimensions of a model. A subclass is a frozen dataclass, whose fields are flags, checked, saved with every
-    checkpoint and explained by --help with the text below each of them.
+    checkpoint and explained by --help with the text below each of them, there or in the class that it is of.
 
     A built-in model imports what needs torch in its methods: flags are checked before torch is imported.
 

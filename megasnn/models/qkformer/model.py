@@ -40,9 +40,7 @@ class QKFormer(Model):
     """How stages begin. imagenet: each halves height and width, the first one twice (SpikingJelly's); cifar: the first
     keeps them, and the others halve them behind their last convolution (the authors', for images of 32 x 32)."""
     image_size: Size = 224
-    """Height and width of the images."""
     num_classes: Size = 1000
-    """Number of classes."""
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)

@@ -36,12 +36,8 @@ class Spikformer(Model):
     """Hidden channels of the MLP, in multiples of --embed-dim."""
     patch_size: Literal[4, 16] = 4
     """Pixels per token and side: the stem pools twice (4) or four times (16)."""
-    image_size: Size = 32
-    """Height and width of the images."""
     event_frames: bool = False
     """The samples are recordings of event cameras and not images."""
-    num_classes: Size = 10
-    """Number of classes."""
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)

@@ -50,11 +50,8 @@ class VggNeuronConfig(NeuronConfig):
     """Defaults are those of SpikingJelly's CIFAR10DVSVGG."""
 
     tau: float = 1.333
-    """Membrane time constant of lif in time steps; of plif, the initial one."""
     decay_input: bool = False
-    """Whether the input is divided by the time constant too."""
     surrogate: Surrogate = "atan"
-    """Surrogate gradient of the spike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +65,6 @@ class VggDvs(Model):
     channels: str = CIFAR10_DVS
     """Output channels of each convolution, with P where average pooling 2 x 2 comes between them."""
     image_size: Size = 48
-    """Height and width of the frames."""
     in_channels: Size = 2
     """Channels of the frames: one for each polarity; of images, 1 (grey) or 3 (RGB)."""
     event_frames: bool = True
