@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -65,7 +66,9 @@ def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callbac
         refuse_unbuildable(config)
         refuse_other_device(config, world_size)
     except ConfigError as error:
-        if speaks:
+        if speaks and (report := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+            Path(report).write_text(json.dumps({"message": str(error)}))  # torchrun prints it last
+        elif speaks:
             sys.stderr.write(f"[rank {rank}] {error}\n")
         elif "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(SECONDS_TO_SPEAK)

@@ -277,7 +277,7 @@ def copies_of_a_replayed_step(model: str) -> list[str]:
 
 
 def _copies(engine: Engine, batch: GlobalBatch) -> list[str]:
-    given = [each for micro in batch.micro_batches for each in (*(micro.images or {}).values(), micro.labels)]
+    given = [each for micro in batch.micro_batches for each in (*(micro.inputs or {}).values(), micro.targets)]
     of_host = [each for each in given if each is not None]
     with pageable_copies(of_host) as found:
         engine.train_on(batch)

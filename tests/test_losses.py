@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from megasnn.losses.sums import correct_predictions, cross_entropy_sum, mse_sum, tet_sum
+from megasnn.models.sew_resnet.model import SewResNet
+from megasnn.models.task import task_of
 
 T, N, CLASSES = 4, 3, 5
 LOSSES = [cross_entropy_sum, tet_sum, mse_sum]
@@ -67,3 +69,7 @@ def test_a_sample_is_correct_where_its_mean_over_time_says_so() -> None:
     soft = torch.tensor([[0.3, 0.7], [0.4, 0.6], [0.9, 0.1]])
     assert correct_predictions(logits, soft, (1,)) == 1
     assert correct_predictions(logits.bfloat16(), labels, (1, 2)).tolist() == [2, 3]
+
+
+def test_top_5_of_five_classes_is_not_counted() -> None:
+    assert [task_of(SewResNet(num_classes=n)).evaluated for n in (5, 6)] == [("top1",), ("top1", "top5")]

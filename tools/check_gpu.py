@@ -169,7 +169,8 @@ def kernels(setting: Setting) -> Iterator[Figure]:
         bound = {torch.float64: CLOSE, torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
         yield Figure(f"{name}: largest error of potentials and gradients", worst, most=bound)
     yield Figure("packed spikes and counts that are not exact", _inexact(setting), most=0)
-    yield Figure("quotients that are not rounded correctly", _inexact_quotients(setting), most=0, note="of 2 million")
+    note = "" if setting.tiny else "of 2 million"
+    yield Figure("quotients that are not rounded correctly", _inexact_quotients(setting), most=0, note=note)
 
 
 def _inexact_quotients(setting: Setting) -> int:
@@ -464,7 +465,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags.inside:
         return _inside(flags.parts[0], Setting(torch.device(flags.device), flags.tiny), flags.inside)
     if flags.device == "cuda" and not torch.cuda.is_available():
-        print("no GPU that torch can use: nothing was checked", file=sys.stderr)
+        needed = "give it a CUDA GPU and a torch built for it, or --device cpu --tiny to see whether the program runs"
+        print(f"no GPU that torch can use, so nothing was checked: {needed}", file=sys.stderr)
         return NO_GPU
     flags.output.parent.mkdir(parents=True, exist_ok=True)
     end, failed = time.monotonic() + flags.limit_s, False

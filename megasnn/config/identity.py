@@ -36,6 +36,8 @@ def recipe(config: PretrainConfig) -> dict[str, object]:
     names = {"optimizer": tuple(each.name for each in fields(config.optimizer)), **_UPDATE}
     if DECAY_STYLES[config.optimizer.lr_decay_style](1.0) < 1.0:  # the rate follows from the length
         names["training"] += "train_iters", "train_epochs"
+    if "loss" in config.model.own_task():
+        names["training"] = tuple(name for name in names["training"] if name not in ("loss", "label_smoothing"))
     return {flag(name): getattr(getattr(config, part), name) for part, of_part in names.items() for name in of_part}
 
 

@@ -34,17 +34,17 @@ class MicroBatch:
         start: place of its first sample in the global batch.
         sample_ids: int64 `[size]`, the samples of the order, the same on every rank of a pipeline: a broken sample
             that was replaced keeps its number here.
-        images: float32 `[size, C, H, W]`, channels last in memory, or event frames `[size, T, 2, H, W]`; or inputs by
+        inputs: float32 `[size, C, H, W]`, channels last in memory, or event frames `[size, T, 2, H, W]`; or inputs by
             name.
-        labels: classes `[size]`, or other targets.
+        targets: classes `[size]`, or other targets.
         skipped: number of broken samples that were replaced; 0 on ranks that read nothing.
     """
 
     start: int
     size: int
     sample_ids: torch.Tensor
-    images: torch.Tensor | Mapping[str, torch.Tensor] | None
-    labels: torch.Tensor | None
+    inputs: torch.Tensor | Mapping[str, torch.Tensor] | None
+    targets: torch.Tensor | None
     skipped: int = 0
 
 
@@ -71,7 +71,7 @@ class Share:
     Attributes:
         dp_size, dp_rank: the replicas, which share the micro-batches of a global batch.
         cp_size, cp_rank: the ranks that share the samples of a micro-batch.
-        images, labels: what the rank's stage takes. A rank that takes neither reads nothing.
+        inputs, targets: what the rank's stage takes. A rank that takes neither reads nothing.
     """
 
     global_batch_size: int
@@ -80,8 +80,8 @@ class Share:
     dp_rank: int = 0
     cp_size: int = 1
     cp_rank: int = 0
-    images: bool = True
-    labels: bool = True
+    inputs: bool = True
+    targets: bool = True
 
     def spans(self, samples: int) -> Iterator[tuple[int, int]]:
         """Yields the first sample, and the number of samples, of each of its micro-batches of a batch. There may be
@@ -102,7 +102,7 @@ class BatchLoader:
         config: `last_batch`: "continue" fills the last batch of an epoch with the beginning of the next one, "drop"
             leaves its samples out (others in each epoch). `skip_broken_samples`: the next sample of the epoch's order
             that decodes takes the place of one that does not, so that sizes and the places of all others stay.
-        pin_memory: hand over images in pinned memory, from which a GPU copies them without the host waiting.
+        pin_memory: hand over inputs in pinned memory, from which a GPU copies them without the host waiting.
         timeout: seconds after which workers that give nothing end the run.
     Attributes:
         skipped: number of broken samples that were replaced on this rank in the last `batches`.
@@ -127,8 +127,8 @@ class BatchLoader:
         self._order = SampleOrder(samples, seed, config.shuffle and training, epoch)
         self._format = format = dataset.format if isinstance(dataset.format, ArrayFormat) else None
         of_target = format is not None and format.target
-        self._reads = share.images or (share.labels and bool(config.skip_broken_samples or of_target))
-        augments = training and share.images
+        self._reads = share.inputs or (share.targets and bool(config.skip_broken_samples or of_target))
+        augments = training and share.inputs
         self._reader = SpanDataset(dataset, self._order, augments, config.skip_broken_samples)
         self._sampler = UpcomingBatches()
         self._watch: WorkerWatch | None = None
@@ -182,22 +182,22 @@ class BatchLoader:
         self,
         start: int,
         spans: list[Span],
-        images: torch.Tensor | dict[str, torch.Tensor] | None,
+        inputs: torch.Tensor | dict[str, torch.Tensor] | None,
         replaced: dict[int, int],
     ) -> MicroBatch:
         due = np.concatenate([span.samples for span in spans])
         used = due.copy()
         for place, sample in replaced.items():
             used[place] = sample
-        labels = torch.from_numpy(self.dataset.labels[used]) if self._share.labels else None
-        if isinstance(images, dict) and self._format is not None:
-            labels = images[self._format.target] if self._share.labels and self._format.target else labels
-            images = {name: images[name] for name in self._format.inputs}
-        images = images if self._share.images else None
-        return MicroBatch(start, len(due), torch.from_numpy(due), images, labels, len(replaced))
+        targets = torch.from_numpy(self.dataset.labels[used]) if self._share.targets else None
+        if isinstance(inputs, dict) and self._format is not None:
+            targets = inputs[self._format.target] if self._share.targets and self._format.target else targets
+            inputs = {name: inputs[name] for name in self._format.inputs}
+        inputs = inputs if self._share.inputs else None
+        return MicroBatch(start, len(due), torch.from_numpy(due), inputs, targets, len(replaced))
 
     def _read(self) -> Iterator[Item]:
-        """Images of each of the upcoming micro-batches."""
+        """Inputs of each of the upcoming micro-batches."""
         if self._loader is None:
             self._loader = self._start()
         for found in self._watch.iterate(self._loader) if self._watch else self._loader:

@@ -52,8 +52,8 @@ class Batches:
             dp_rank=state.dp.rank,
             cp_size=samples.size,
             cp_rank=samples.rank,
-            images=distributed.takes_images,
-            labels=distributed.gives_logits,
+            inputs=distributed.takes_images,
+            targets=distributed.gives_logits,
         )
         self.evaluated_share, self.trained_share = part, replace(part, cp_size=1, cp_rank=0) if whole else part
         by_batch = sum(norm.running_mean is None for norm in distributed.norms)
@@ -197,9 +197,9 @@ class Batches:
         device, begin = self._state.device, batch.consumed_samples - batch.size
         whole, padding = [], [] if trains else self._padding(batch)
         for micro in batch.micro_batches:
-            inputs, targets = self._on_device(micro.images), None
-            if micro.labels is not None:
-                targets = without_waiting(micro.labels, device)
+            inputs, targets = self._on_device(micro.inputs), None
+            if micro.targets is not None:
+                targets = without_waiting(micro.targets, device)
                 if targets.is_floating_point() and not self._task.classes:
                     targets = targets.to(self._dtype)
             first, size = begin + micro.start, micro.size

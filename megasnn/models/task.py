@@ -99,7 +99,8 @@ class Task:
         inputs: by name. target: an array, or the name of the input that it is.
         classes: size of the logits `[T, N, classes]` of a classification; 0 of other tasks.
         loss: (output, target) -> the loss of each sample, `[N]`; None for that of --loss.
-        metrics: (output, target) -> figures of each sample by name, each `[N]`; None for top-1 and top-5.
+        metrics: (output, target) -> figures of each sample by name, each `[N]`; None for top-1, and top-5 of more than
+            five classes.
         predict: output -> the answer for each sample, `[N, ...]`.
         trained, evaluated: names of the metrics of a training step, and of an evaluation.
         answer: what `predict` gives for a sample.
@@ -149,15 +150,21 @@ class Task:
         """The same task with what a dry run finds, on the meta device. Raises ValueError where a function of it fails,
         or gives something else than a value, or an answer, for each sample."""
         target, names = self.target_spec.empty(logits_of(output).shape[1], torch.float32), self.evaluated
+        tried = "loss"
         try:
             if self.loss is not None:
                 self.summed_loss(self.loss)(output, target)
+            tried = "metrics"
             if self.metrics is not None:
                 names = tuple(self.metrics(output, target))
                 self.sums(output, target, names)
+            tried = "predict"
             answer = self.answers_of(output)
         except Exception as error:
-            raise ValueError(f"loss, metrics or predict of the model, tried without values: {error}") from error
+            why = str(error)
+            if isinstance(error, RuntimeError) and "meta" in why.lower():  # torch's words: a dry run has shapes alone
+                why = "sizes and branches must not depend on values: instead of x[mask], sum x * mask over each sample"
+            raise ValueError(f"{tried} of the model, tried without values: {why}") from error
         spec = ArraySpec(tuple(answer.shape[1:]), "float" if answer.is_floating_point() else "int")
         return replace(self, evaluated=names, trained=names if self.metrics else self.trained, answer=spec)
 
@@ -171,7 +178,8 @@ def task_of(model: Model) -> Task:
         raise ValueError("the losses of --loss are for classes: give a model with a `target` a method `loss`, too")
     classes = 0 if "target" in own else model.num_classes
     metrics: Any = model.metrics or (None if classes else lambda output, target: {})
-    return Task(inputs, target, classes, model.loss, metrics, model.predict or mean_over_time)
+    evaluated = ("top1", "top5") if classes > 5 else ("top1",)  # top-5 of five classes is always right
+    return Task(inputs, target, classes, model.loss, metrics, model.predict or mean_over_time, evaluated=evaluated)
 
 
 def mean_over_time(output: Bundle) -> Tensor:

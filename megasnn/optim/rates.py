@@ -36,5 +36,5 @@ def require_schedule(config: OptimizerConfig, iterations: int, epoch: Fraction) 
         raise ValueError(
             f"warm-up (--lr-warmup-epochs {config.lr_warmup_epochs}, --lr-warmup-iters {config.lr_warmup_iters}) and "
             f"--lr-cooldown-epochs {config.lr_cooldown_epochs} are together more than the {iterations} iterations of "
-            f"the training, with {float(epoch):g} in an epoch"
+            f"the training, with {float(epoch):g} in an epoch; lower them, or raise --train-iters or --train-epochs"
         )

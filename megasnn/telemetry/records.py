@@ -78,7 +78,8 @@ class EvaluationRecord:
     """Result of one evaluation.
 
     Attributes:
-        metrics: means over the `samples`, by name; "top1" and "top5" of a classification.
+        metrics: means over the `samples`, by name; "top1" of a classification, and "top5" of more than five classes.
+        top1, top5: those of `metrics`; an AttributeError where it has none.
         skipped_samples: broken samples that others replaced, over all ranks.
     """
 
@@ -91,11 +92,16 @@ class EvaluationRecord:
 
     @property
     def top1(self) -> float:
-        return self.metrics["top1"]
+        return self._metric("top1")
 
     @property
     def top5(self) -> float:
-        return self.metrics["top5"]
+        return self._metric("top5")
+
+    def _metric(self, name: str) -> float:
+        if name not in self.metrics:
+            raise AttributeError(f"no {name} was counted: `metrics` has {', '.join(self.metrics) or 'none'}")
+        return self.metrics[name]
 
 
 def values_of(record: IterationRecord | EvaluationRecord) -> dict[str, float]:

@@ -82,8 +82,8 @@ class Pictures:
             return
         self._rasters.enabled = self._draws and (iteration + 1) % self._interval == 0
         micro = batch.micro_batches[0]
-        if not self._shown and self._state.rank == 0 and isinstance(micro.images, Tensor):  # not arrays by name
-            samples = list(micro.images[:SAMPLES].cpu().numpy())
+        if not self._shown and self._state.rank == 0 and isinstance(micro.inputs, Tensor):  # not arrays by name
+            samples = list(micro.inputs[:SAMPLES].cpu().numpy())
             classes = self._labels[micro.sample_ids[: len(samples)].numpy()].tolist()
             captions = [f"class {label}" for label in classes]
             self._reporter.board.picture("samples", lambda: sample_sheet(samples, captions), iteration)

@@ -157,7 +157,7 @@ def test_the_plain_side_gives_the_same_batches(shard: Path) -> None:
     theirs = DataLoader(samples, 4, collate_fn=samples.collate)
     for batch, (frames, labels) in zip(islice(ours, 3), theirs, strict=True):
         (micro_batch,) = batch.micro_batches
-        assert torch.equal(micro_batch.images, frames) and torch.equal(micro_batch.labels, labels)
+        assert torch.equal(micro_batch.inputs, frames) and torch.equal(micro_batch.targets, labels)
 
 
 def test_data(shard: Path, tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_ranks_workers_and_resuming_do_not_alter_it(tmp_path, changes) -> None:
         options["dp_size"] = dp_size
         ranks = [loader(dataset, dp_rank=rank, **options).batches(consumed, limit) for rank in range(dp_size)]
         found = [batch for parts in zip(*ranks, strict=True) for batch in parts]
-        return torch.cat([part.images for batch in found for part in batch.micro_batches])
+        return torch.cat([part.inputs for batch in found for part in batch.micro_batches])
 
     everything = batches(1, 0, 4)
     assert torch.equal(batches(2, 0, 4, num_workers=2), everything)

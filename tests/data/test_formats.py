@@ -89,7 +89,7 @@ def test_kept_events_and_finished_frames_are_the_same_to_the_model(tmp_path, set
     kept = open_datasets(chosen, shape, 3).train
     finished = open_datasets(DataConfig(data_path=str(frames)), shape, 3).train
     batches = [
-        next(loader(dataset, global_batch_size=4, micro_batch_size=4).batches()).micro_batches[0].images
+        next(loader(dataset, global_batch_size=4, micro_batch_size=4).batches()).micro_batches[0].inputs
         for dataset in (kept, finished)
     ]
     assert torch.equal(*batches) and batches[0].sum() > 0
@@ -170,7 +170,7 @@ def test_the_sample_is_also_recorded_by_a_simulated_camera(monkeypatch) -> None:
     datasets = open_datasets(DataConfig(), (6, 2, 32, 32), 10)
     assert datasets.valid is not None and (len(datasets.train), len(datasets.valid)) == (20, 20)
     batch = next(loader(datasets.train, global_batch_size=20, micro_batch_size=20).batches()).micro_batches[0]
-    assert batch.images.shape == (20, 6, 2, 32, 32)
-    assert (batch.images.sum((2, 3, 4)) > 20).all(), "every frame has events"
+    assert batch.inputs.shape == (20, 6, 2, 32, 32)
+    assert (batch.inputs.sum((2, 3, 4)) > 20).all(), "every frame has events"
     numbers = [int(datasets.train.key(index).removeprefix("digit_")) for index in batch.sample_ids.tolist()]
-    assert batch.labels.tolist() == sample.read_digits()[1][numbers].tolist()
+    assert batch.targets.tolist() == sample.read_digits()[1][numbers].tolist()

@@ -31,7 +31,7 @@ def broken(tmp_path):
 
 def numbers(micro_batch):
     """Samples in a micro-batch, read off its pixels: value v is normalised to v/63.75 - 2."""
-    return ((micro_batch.images[:, 0, 0, 0] + 2) * 63.75).round().long().tolist()
+    return ((micro_batch.inputs[:, 0, 0, 0] + 2) * 63.75).round().long().tolist()
 
 
 def sequence(dataset, dp_size, batches, consumed=0, **changes):
@@ -40,7 +40,7 @@ def sequence(dataset, dp_size, batches, consumed=0, **changes):
         loader(dataset, dp_size=dp_size, dp_rank=rank, **changes).batches(consumed, batches) for rank in range(dp_size)
     ]
     return [
-        [(m.start, numbers(m), m.labels.tolist()) for batch in of_ranks for m in batch.micro_batches]
+        [(m.start, numbers(m), m.targets.tolist()) for batch in of_ranks for m in batch.micro_batches]
         for of_ranks in zip(*parts, strict=True)
     ]
 
@@ -89,10 +89,10 @@ def test_labels_ids_and_positions_belong_to_the_images(dataset, tmp_path):
     assert [(batch.size, batch.consumed_samples) for batch in batches] == [(10, 30), (10, 40)]
     for part in (part for batch in batches for part in batch.micro_batches):
         assert part.sample_ids.tolist() == numbers(part)
-        assert part.labels.tolist() == [number % 3 for number in numbers(part)] and part.labels.dtype == torch.int64
-        assert part.images.dtype == torch.float32 and part.images.shape == (part.size, 1, 8, 8)
+        assert part.targets.tolist() == [number % 3 for number in numbers(part)] and part.targets.dtype == torch.int64
+        assert part.inputs.dtype == torch.float32 and part.inputs.shape == (part.size, 1, 8, 8)
     colour = open_all([write_shard(tmp_path / "c.tar", numbered(range(4)))], channels=3)
-    images = next(loader(colour).batches()).micro_batches[0].images
+    images = next(loader(colour).batches()).micro_batches[0].inputs
     assert images.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -113,11 +113,11 @@ def test_ranks_that_need_no_images_open_nothing_and_others_only_their_own(datase
     """Stages in the middle know the sample ids; the last one takes labels from the index."""
     expected, read, places = flat(sequence(dataset, 1, 4)), os.pread, []
     monkeypatch.setattr(os, "pread", lambda file, size, offset: places.append(offset) or read(file, size, offset))
-    for labels in (True, False):
-        stage = loader(dataset, images=False, labels=labels, num_workers=3)
+    for targets in (True, False):
+        stage = loader(dataset, inputs=False, targets=targets, num_workers=3)
         parts = [part for batch in stage.batches(limit=4) for part in batch.micro_batches]
         assert [number for part in parts for number in part.sample_ids.tolist()] == expected
-        assert all((part.labels is not None) == labels and part.images is None for part in parts) and not places
+        assert all((part.targets is not None) == targets and part.inputs is None for part in parts) and not places
     (batch,) = loader(dataset).batches(3 * SAMPLES + 16, limit=1)
     assert len(places) == batch.size == 10, "consumed samples are not read again"
 
@@ -169,7 +169,7 @@ def test_the_next_sample_of_the_order_takes_the_place_and_no_other_moves(broken,
     assert flat(sequence(open_all(broken), 1, 1, **in_file_order)) == [0, 1, 2, 3, 6, 6, 6, 7, 8, 9]
     # Sample 6 stands in for two others: each time the augmentation makes something else of it.
     batches = loader(open_all(broken, augment="cifar"), micro_batch_size=10, **in_file_order).batches()
-    assert len({image.numpy().tobytes() for image in next(batches).micro_batches[0].images[4:7]}) == 3
+    assert len({image.numpy().tobytes() for image in next(batches).micro_batches[0].inputs[4:7]}) == 3
 
 
 @pytest.mark.parametrize(("dp_size", "num_workers"), [(1, 2), (4, 0)])
@@ -179,10 +179,10 @@ def test_all_stages_come_to_the_same_choice(broken, dp_size, num_workers):
     options = {"skip_broken_samples": True, "dp_size": dp_size, "num_workers": num_workers}
     assert sequence(open_all(broken), batches=5, **options) == expected
     needs = ((True, True), (True, False), (False, False), (False, True))
-    stages = [loader(open_all(broken), images=images, labels=labels, **options) for images, labels in needs]
+    stages = [loader(open_all(broken), inputs=inputs, targets=targets, **options) for inputs, targets in needs]
     for batches in zip(*(stage.batches(limit=5) for stage in stages), strict=True):
         for whole, one, between, end in zip(*(batch.micro_batches for batch in batches), strict=True):
-            assert end.labels.tolist() == whole.labels.tolist() == [n % 3 for n in numbers(one)]
+            assert end.targets.tolist() == whole.targets.tolist() == [n % 3 for n in numbers(one)]
             assert whole.skipped == one.skipped == end.skipped
             assert len({tuple(part.sample_ids.tolist()) for part in (whole, one, between, end)}) == 1
     assert stages[0].skipped == stages[1].skipped == stages[3].skipped

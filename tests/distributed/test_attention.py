@@ -14,7 +14,7 @@ from megasnn.layers import SpikingSelfAttention, TokenAttention, attention
 from megasnn.layers.attention import EXACT_BFLOAT16, Attend, AttendPlan, exact_type
 from megasnn.layers.row_context import sum_for_each
 from megasnn.parallel.sharding import own_span
-from megasnn.parallel_state import alone
+from megasnn.parallel_state import Group
 from tests.distributed.whole import context, everybody, random, require_close, run, spikes
 from tests.parts import Part, assemble
 
@@ -26,7 +26,7 @@ CUT: dict[str, tuple[type[nn.Module], int]] = {"qkv": (SpikingSelfAttention, 3),
 
 def _heads(fused: str, alone_too: bool = False) -> list[Part]:
     """Output and gradients of four heads on this rank's channels; q, k and v have weights of other sizes each."""
-    group = alone("tp") if alone_too else everybody()
+    group = Group("tp") if alone_too else everybody()
     kind, blocks = CUT[fused]
     layer = kind(DIM, 4, context(group), v_threshold=0.1)
     weight = random(blocks * DIM, DIM, 1, seed=3) * (1 + torch.arange(blocks)).repeat_interleave(DIM)[:, None, None]

@@ -53,7 +53,7 @@ def batches(cache: str) -> Iterator[tuple[Tensor, Tensor]]:
     loader = BatchLoader(data.train, Share(size, size), config, seed=1234)
     for batch in islice(loader.batches(), SIZES["train_iters"]):
         (whole,) = batch.micro_batches
-        yield whole.images.contiguous(), whole.labels
+        yield whole.inputs.contiguous(), whole.targets
 
 
 def stand_in(tensor: Tensor, is_needed: bool) -> Tensor:

@@ -287,8 +287,8 @@ def wrong_step(what: str, runs_ahead: bool, stages: int) -> tuple[str, str, list
         engine = stack.enter_context(Engine(between(make), **flags))
         before = tensors_of(engine)
         batch = batch_of(engine)
-        if what == "labels" and batch.micro_batches[1].labels is not None:
-            batch.micro_batches[1].labels[1] = 77
+        if what == "labels" and batch.micro_batches[1].targets is not None:
+            batch.micro_batches[1].targets[1] = 77
         stack.enter_context(ahead(runs_ahead))
         if runs_ahead:
             stack.enter_context(mock.patch.object(codec, "_by_numpy", return_value=False))

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import pretrain_spikformer
 from tests.data.shard_files import numbered, write_shard
@@ -31,12 +32,15 @@ def test_refused_with_values_and_flags_once(flags, expected, tmp_path, monkeypat
     assert len(lines_of(0, told[0])) == 1 and all(part in told[0] for part in expected) and told[1] == "", told
 
 
-def test_each_machine_hears_of_its_command_line_and_other_ranks_wait_for_that(monkeypatch, capsys) -> None:
+def test_each_machine_hears_of_its_command_line_and_other_ranks_wait_for_that(tmp_path, monkeypatch, capsys) -> None:
     """Rank 0 may have been given flags that are right. torchrun ends all ranks as soon as one has ended."""
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
     assert pretrain_spikformer.main([*TINY, "--num-heads", "3"]) == 2
     assert "[rank 1] " in (text := capsys.readouterr().err) and "--num-heads 3" in text
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert pretrain_spikformer.main([*TINY, "--num-heads", "3"]) == 2 and capsys.readouterr().err == ""
+    assert "--num-heads 3" in ProcessFailure(1, 1, 2, str(tmp_path / "error.json")).message
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     started = time.monotonic()

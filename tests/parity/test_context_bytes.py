@@ -3,45 +3,41 @@ training."""
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 
 from megasnn.grid import ContextCut
+from megasnn.layers import row_context
 from megasnn.layers.shape_inference import calls_of
 from megasnn.models.build import describe
 from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
+from megasnn.parallel.collectives import Exchange, start_exchange
 from megasnn.parallel.traffic import Traffic, traffic
+from megasnn.parallel_state import Group
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.beside import SPIKFORMER
 from tests.parity.ranks import Layout, built, record_step
 
-Received = dict[tuple[str, str, str], Traffic]
+Received = dict[str, Traffic]
 
 
 def moved_and_norms(
     model: Model, layout: Layout, batch: tuple[Tensor, Tensor], micro_batch_size: int
 ) -> tuple[Received, list[tuple[int, int]]]:
-    """What this rank received in a step, by group, operation and direction; and calls and channels of each norm."""
+    """What this rank received in a step, by group; and calls and channels of each norm."""
     with built(describe(model), layout, torch.float32) as engine:
         traffic.reset()
         with traffic.counting():
             record_step(engine, *batch, micro_batch_size)
-        found = dict(traffic.read())
+        found = dict(traffic.by_group)
         traffic.reset()
         return found, [(calls_of(norm), norm.running_mean.numel()) for norm in engine.norms]
-
-
-def by_direction(found: Received, *groups: str) -> dict[str, tuple[int, int]]:
-    """Calls and bytes of some groups, forward and backward."""
-    counts = {"forward": (0, 0), "backward": (0, 0)}
-    for (group, _, direction), each in found.items():
-        if group in groups:
-            calls, size = counts[direction]
-            counts[direction] = calls + each.calls, size + each.bytes
-    return counts
 
 
 @pytest.mark.parametrize(
@@ -54,12 +50,10 @@ def test_statistics_are_all_that_travels_inside_of_layers(ranks, layout: Layout,
     for found, norms in ranks(layout.world_size, moved_and_norms, SPIKFORMER.model, layout, batch, sizes[0]):
         others, micro_batches = layout.context - 1, len(sizes)
         calls, channels = sum(calls for calls, _ in norms), sum(calls * count for calls, count in norms)
-        of_context = {key[1:]: (each.calls, each.bytes) for key, each in found.items() if key[0] == "cp"}
-        assert of_context == {
-            ("all_gather", "forward"): (micro_batches * calls, micro_batches * others * 8 * (2 * channels + calls)),
-            ("all_gather", "backward"): (micro_batches * calls, micro_batches * others * 8 * 3 * channels),
-        }
-        assert {key[0] for key in found} == {"cp", "dp", "world"}, "gradients, and a step's sums"
+        numbers = 2 * channels + calls + 3 * channels
+        size = micro_batches * others * 8 * numbers
+        assert found["cp"] == Traffic(2 * micro_batches * calls, size, size)
+        assert set(found) == {"cp", "dp", "world"}, "gradients, and a step's sums"
 
 
 SMALL: dict[str, Model] = {
@@ -68,21 +62,33 @@ SMALL: dict[str, Model] = {
 }
 
 
+def exchanged_values(*step: Any) -> int:
+    """Numbers that this rank receives in exchanges of rows; spikes travel as bits."""
+    received = []
+
+    def noted(outgoing: Tensor, to_ranks: list[int], from_ranks: list[int], group: Group) -> Exchange:
+        received.append((sum(from_ranks) - from_ranks[group.rank]) * outgoing.is_floating_point())
+        return start_exchange(outgoing, to_ranks, from_ranks, group)
+
+    with mock.patch.object(row_context, "start_exchange", noted):
+        moved_and_norms(*step)
+    return sum(received)
+
+
 def test_gradients_of_pooled_rows_travel_one_for_each_window(ranks) -> None:
-    """To the byte: of the two convolutions behind the first, and of the classifier."""
+    """Of the two convolutions behind the first, and of the classifier; the first takes a row of images."""
     batch = torch.randn(4, *SMALL["vgg"].input_shape), torch.arange(4)
-    found = ranks(2, moved_and_norms, SMALL["vgg"], Layout(context=2, cut="rows"), batch, 4)
-    values = 2 * 4 * (8 * 16 + 8 * 8 + 16 * 4 * 2)
-    assert [each["cp", "all_to_all", "backward"].bytes for each, _ in found] == [4 * values] * 2
+    values = 2 * 4 * (8 * 16 + 8 * 8 + 16 * 4 * 2 + 16 * 2)
+    assert ranks(2, exchanged_values, SMALL["vgg"], Layout(context=2, cut="rows"), batch, 4) == [values] * 2
 
 
-EXCHANGES: dict[tuple[str, ContextCut], tuple[int, int]] = {
-    ("spikformer", "rows"): (16, 15),
-    ("spikformer", "samples"): (9, 9),
-    ("vgg", "rows"): (7, 6),
-    ("vgg", "samples"): (3, 3),
+EXCHANGES: dict[tuple[str, ContextCut], int] = {
+    ("spikformer", "rows"): 31,
+    ("spikformer", "samples"): 18,
+    ("vgg", "rows"): 13,
+    ("vgg", "samples"): 6,
 }
-"""Of a step of one micro-batch, how often ranks that share it exchange something, forward and backward."""
+"""Of a step of one micro-batch, how often ranks that share it exchange something."""
 
 
 @pytest.mark.parametrize(("name", "cut"), EXCHANGES)
@@ -90,4 +96,4 @@ def test_the_number_of_exchanges(ranks, name: str, cut: ContextCut) -> None:
     model = SMALL[name]
     batch = torch.zeros(2, *model.input_shape), torch.zeros(2, dtype=torch.int64)
     for found, _ in ranks(2, moved_and_norms, model, Layout(context=2, cut=cut), batch, 2):
-        assert tuple(calls for calls, _ in by_direction(found, "cp").values()) == EXCHANGES[name, cut]
+        assert found["cp"].calls == EXCHANGES[name, cut]

@@ -322,6 +322,8 @@ def test_metrics_are_sums_over_samples_whatever_the_micro_batches() -> None:
             hits = (engine.predict(images) == targets).double()
             record = engine.evaluate([(images[:3], targets[:3]), (images[3:], targets[3:])])
             result = engine.train_step(images, targets)
+        with pytest.raises(AttributeError, match="pixels"):
+            record.top1  # noqa: B018
         assert record.samples == 11 and record.metrics["pixels"] == pytest.approx(hits.mean().item(), rel=1e-12)
         assert result.metrics == {name: value / 11 for name, value in result.sums.items()} and result.samples == 11
         assert 0 < result.sums["pixels"] < 11
@@ -385,13 +387,15 @@ class Wrong(Regresses):
         return found.mean() if self.wrong == "loss" else found
 
     def metrics(self, output: Mapping[str, Tensor], target: Tensor) -> dict[str, Tensor]:
+        if self.wrong == "metrics":
+            return {"far": target[target > 0]}
         return {"far": super().loss(output, target)[: 1 if self.wrong == "far" else None]}
 
     def predict(self, output: Mapping[str, Tensor]) -> Any:
         return output if self.wrong == "predict" else output["mean"][0]
 
 
-@pytest.mark.parametrize("wrong", ["idle", "stem", "labels", "loss", "far", "predict"])
+@pytest.mark.parametrize("wrong", ["idle", "stem", "labels", "loss", "far", "metrics", "predict"])
 def test_a_task_that_cannot_be_is_refused_by_name(wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"wrong: .*{wrong}"):
         Engine(Wrong(wrong=wrong), train_iters=1)

@@ -86,9 +86,9 @@ class Run:
         return float(counts[0] / counts[1].clamp(min=1))
 
     def _on_device(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        assert isinstance(batch.images, Tensor) and batch.labels is not None
+        assert isinstance(batch.inputs, Tensor) and batch.targets is not None
         functional.reset_net(self.net)
-        return batch.images.to(self.device), batch.labels.to(self.device)
+        return batch.inputs.to(self.device), batch.targets.to(self.device)
 
 
 def main(argv: Sequence[str]) -> None:
