@@ -22,7 +22,7 @@ from megasnn.layers.context import BuildContext, building
 from megasnn.layers.init import tensors_of, without_memory
 from megasnn.layers.refusals import is_plain, refuse, refuse_mixed_rows
 from megasnn.layers.replicated import apply_layer, forget_state, make_whole, plain_layer
-from megasnn.layers.shape_inference import MaxInference, RefuseRandom, content_of, is_ours, note_never_called
+from megasnn.layers.shape_inference import MaxInference, RefuseRandom, content_of, note_never_called
 from megasnn.models.by_channel import ChannelWatch, cuts_by_shape, may_be_cut
 from megasnn.models.convert_module import convert_network, why_whole
 from megasnn.models.description import DRY_SAMPLES, Built, EntryDescription, LayerDescription, ModelDescription, Tie
@@ -290,7 +290,8 @@ def _counting(layer: nn.Module) -> Iterator[Callable[[], int]]:
 
 def _buffers(layer: nn.Module) -> dict[str, tuple[int, int]]:
     """Buffers of modules that are not ours, with what changes when they do."""
-    others = [(path, module) for path, module in layer.named_modules() if not is_ours(module)]
+    modules = layer.named_modules()
+    others = [each for each in modules if not type(each[1]).__module__.startswith("megasnn.")]
     buffers = [each for path, module in others for each in module.named_buffers(prefix=path, recurse=False)]
     return {name: (id(buffer), buffer._version) for name, buffer in buffers}
 
