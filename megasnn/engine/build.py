@@ -108,15 +108,15 @@ def describe_windows(config: PretrainConfig) -> ModelDescription:
     return of_window
 
 
-def mixing_of(config: PretrainConfig, description: ModelDescription, epoch_samples: int) -> Mixing | None:
+def mixing_of(config: PretrainConfig, epoch_samples: int) -> Mixing | None:
     """Returns how samples are mixed with each other (mixup, CutMix); None where they are not."""
     data = config.data
     if not data.mixes:
         return None
     until = data.mixup_off_epoch * epoch_samples if data.mixup_off_epoch else None
-    height, width = description.input_shape[-2:]
+    height, width = config.model.input_shape[-2:]
     alphas = data.mixup_alpha or None, data.cutmix_alpha or None
-    return Mixing(config.training.seed, *alphas, description.num_classes, (height, width), until)
+    return Mixing(config.training.seed, *alphas, config.model.num_classes, (height, width), until)
 
 
 def capture_on(device: torch.device) -> Capture:

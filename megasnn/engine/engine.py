@@ -110,8 +110,8 @@ class Engine:
                 keep_free_memory()
             self.distributed = build_model(config, described, self.state, wants_to_stop)
             self.plan = self.distributed.plan
-            self.batches = Batches(config, self.distributed, mixing_of(config, described, self.length.epoch_samples))
             length = self.length
+            self.batches = Batches(config, self.distributed, mixing_of(config, length.epoch_samples))
             rate = partial(learning_rate, config.optimizer, iterations=length.iterations, epoch=length.epoch)
             self.step = TrainStep(config, self.distributed, lr_schedule or rate)
             self.optimizer = self.step.optimizer

@@ -63,7 +63,7 @@ class PipelineChunk(nn.Module):
         self._is_chain = description.is_chain
         stateful = [each for each in self.layers.modules() if isinstance(each, (NeuronLayer, ParallelDropout))]
         self._carrying = [each for each in stateful if each.carries]
-        self._last = [{*description.inputs[number]} - {*description.needed_from(number + 1)} for number in span]
+        self._last = [{*description.layers[number].inputs} - {*description.needed_from(number + 1)} for number in span]
         self._context, self._rows = context, row_group(context)
         self.graphs: ChunkGraphs | None = None
 
@@ -119,7 +119,7 @@ class PipelineChunk(nn.Module):
         given.clear()
         for number, last, layer in zip(self._span, self._last, self.layers, strict=True):
             described = self._description.layers[number]
-            inputs, name = [outputs[source] for source in self._description.inputs[number]], described.name
+            inputs, name = [outputs[source] for source in described.inputs], described.name
             for source in last:  # nothing behind this layer needs them
                 del outputs[source]
             with explained(partial("{}: {}".format, name)), named(name):
