@@ -129,7 +129,8 @@ def test_merged_statistics_have_the_bits_of_one_norm_by_itself() -> None:
 
 def test_a_norm_of_several_layers_takes_their_statistics_one_after_another() -> None:
     random, norm, other = torch.Generator().manual_seed(0), norm_of(3, 0.1, 2), norm_of(3, 0.1, 2)
-    other.pending = records = recorded(norm, 1, random)
+    records = recorded(norm, 1, random)
+    other.pending = [*records]
     behind = records[1][0].double(), records[1][1].double() * 12 / 11
     merge_running_statistics([other], alone("dp"), 1)
     vars(norm)["_calls"] = 1
