@@ -42,7 +42,7 @@ FLAG_OF_AXIS: dict[Axis, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The sizes of the axes. Raises ValueError when one is smaller than 1."""
+    """The sizes of the axes."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -50,21 +50,14 @@ class Grid:
     cp: int = 1
     tp: int = 1
 
-    def __post_init__(self) -> None:
-        for axis in AXES:
-            if self.size(axis) < 1:
-                raise ValueError(
-                    f"{axis} parallel size must be at least 1, got {self.size(axis)}; {FLAG_OF_AXIS[axis]}"
-                )
-
     @classmethod
     def fit(cls, world_size: int, *, tp: int = 1, pp: int = 1, dp_shard: int = 1, cp: int = 1) -> Grid:
         """The grid over `world_size` ranks: what the other axes leave over is data parallel.
 
-        Raises ValueError with every factor when the sizes do not multiply to the world size.
+        Raises ValueError with every factor when one is below 1, or they do not multiply to the world size.
         """
         one = cls(pp=pp, dp_shard=dp_shard, cp=cp, tp=tp)
-        if world_size < 1 or world_size % one.world_size:
+        if min(world_size, pp, dp_shard, cp, tp) < 1 or world_size % one.world_size:
             factors = " x ".join(f"{FLAG_OF_AXIS[axis]} {one.size(axis)}" for axis in AXES if axis != "dp_replicate")
             raise ValueError(
                 f"world size {world_size} is no multiple of {one.world_size} = {factors}: change one of these or the "
@@ -90,11 +83,8 @@ class Grid:
         return Place(self, *map(int, indices))
 
     def groups(self, *axes: Axis) -> list[list[int]]:
-        """All groups of ranks that differ along `axes` only, each in ascending order.
-
-        ``groups("tp")`` are the tensor parallel groups, ``groups("tp", "pp")`` the model
-        parallel ones.
-        """
+        """All groups of ranks that differ along `axes` only, each in ascending order: ``groups("tp")`` are the tensor
+        parallel groups, ``groups("tp", "pp")`` the model parallel ones."""
         ranks = np.arange(self.world_size).reshape([self.size(axis) for axis in AXES])
         kept, others = ([n for n, axis in enumerate(AXES) if (axis in axes) is keep] for keep in (True, False))
         groups: list[list[int]] = (

@@ -22,46 +22,38 @@ from megasnn.grid import AXES, REPLICA_AXES, SUMMED_AXES, Axis, Grid, Place
 TASKS = Path("/proc/self/task")
 
 
+@dataclass(eq=False)
 class Group:
-    """A named set of ranks. Collectives return early on a group of one rank, which has no process group.
+    """A named set of ranks; of this process alone by default. Collectives return early on a group of one rank, which
+    has no process group.
 
     Attributes:
         name: "tp", "dp", "pp", ...: the key of the communication statistics.
         ranks: the global ranks, in group order.
         rank: this process's place in `ranks`.
+        made: the process group of several ranks, until the grid is freed.
         sizes: of the axes that the ranks lie along, the slowest first; their product is the size.
     """
 
-    def __init__(
-        self,
-        name: str,
-        ranks: tuple[int, ...] = (0,),
-        rank: int = 0,
-        made: dist.ProcessGroup | None = None,
-        sizes: tuple[int, ...] = (),
-    ) -> None:
-        self.name, self.ranks, self.rank, self._made = name, ranks, rank, made
-        self.size, self.sizes = len(ranks), sizes or (len(ranks),)
+    name: str
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+    made: dist.ProcessGroup | None = None
+    sizes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.size = len(self.ranks)
+        self.sizes = self.sizes or (self.size,)
 
     @property
     def handle(self) -> dist.ProcessGroup | None:
         """The torch process group; None when the size is 1. Raises RuntimeError when it is freed."""
-        if self._made is None and self.size > 1:  # None would be the world to torch
+        if self.made is None and self.size > 1:  # None would be the world to torch
             raise RuntimeError("the grid of ranks is gone, and its process groups with it; make another one")
-        return self._made
-
-    def free(self) -> None:
-        """Lets go of the process group, and waits for its threads: whoever still has the Group keeps none alive. A
-        thread of Gloo's that gives tensors back while Python ends would end the program with an error."""
-        self._made = None
+        return self.made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self  # a process group cannot be copied
-
-
-def alone(name: str) -> Group:
-    """The group of this process only."""
-    return Group(name)
 
 
 # NCCL makes a communicator at its first use: the host waits there for the other ranks, and takes device memory. Then
@@ -248,7 +240,9 @@ def destroy_model_parallel() -> None:
         if made is not None and made is not dist.group.WORLD:
             dist.destroy_process_group(made)
     for group in groups:
-        group.free()
+        # Whoever still has the Group keeps no thread of Gloo's alive: one that gives tensors back while Python ends
+        # would end the program with an error.
+        group.made = None
     _state = None
 
 

@@ -57,7 +57,7 @@ def save_global_tensors(
 
 def content_of(entries: Iterable[ShardedTensor], process_group: Group) -> Content:
     """Content of this rank's file. Of the ranks that hold the same, one writes it."""
-    mine = [entry for entry in entries if entry.shard.is_primary() and entry.shard.pieces()]
+    mine = [entry for entry in entries if entry.shard.is_primary()]
     return boxes_of(mine, file_name(rank_in(process_group)))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megasnn.checkpoint.format import DTYPES, Box, Metadata, SavedFile, SavedTensor, size_problem
 from megasnn.files import CheckpointError, DamagedError
-from megasnn.parallel.sharding import Piece, Shard, ShardedTensor
+from megasnn.parallel.sharding import Shard, ShardedTensor
 
 _BLOCK = 4 << 20
 _HASHING_THREADS = 4
@@ -43,8 +43,7 @@ def boxes_of(entries: Iterable[ShardedTensor], file: str) -> Content:
         if (dtype := dtype_name(entry.tensor)) not in DTYPES:
             raise CheckpointError(f"{entry.name}: {entry.tensor.dtype} cannot be saved; known: {', '.join(DTYPES)}")
         shape = entry.shard.global_shape
-        is_whole = entry.shard.local_shape == shape  # even where it consists of blocks
-        for piece in [Piece((0,) * len(shape), (0,) * len(shape), shape)] if is_whole else entry.shard.pieces():
+        for piece in entry.shard.pieces():
             offsets, sizes = piece.global_offset, piece.sizes
             name = entry.name if sizes == shape else f"{entry.name}@{','.join(map(str, offsets))}"
             saved = SavedTensor(shape, dtype, (Box(file, name, offsets, sizes),))

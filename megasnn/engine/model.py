@@ -189,7 +189,7 @@ class DistributedModel:
         here = [loss.reshape(1), self._metrics_here]
         loss, metrics = here if self._reports else [torch.zeros_like(each) for each in here]
         mine = [loss, self._votes_and_findings(), self._overflowing(), self.gradient_norm.squares(), metrics]
-        values = all_reduce_sum(torch.cat(mine), self.state.world, "step")
+        values = all_reduce_sum(torch.cat(mine), self.state.world)
         squares = values[4 : len(values) - len(metrics)].sum()
         most = torch.finfo(self.context.dtype).max  # optimizers keep squares of gradients
         is_void = (values[2] != 0) | (values[3] != 0) | ~(values[0].isfinite() & (squares <= most))
@@ -227,7 +227,7 @@ class DistributedModel:
         every rank, where the checks of one have found something."""
         if micro_batches:
             self._run(self.plan.schedules.evaluation(len(micro_batches)), micro_batches, consume)
-        self.stop_votes, found = all_reduce_sum(self._votes_and_findings(), self.state.world, "step").tolist()
+        self.stop_votes, found = all_reduce_sum(self._votes_and_findings(), self.state.world).tolist()
         if found:
             self._refuse_findings()
 
@@ -308,4 +308,4 @@ class DistributedModel:
 
     def of_all_replicas(self, values: Tensor) -> Tensor:
         """Sums over all replicas a tensor that is where their logits are. It may be changed in place."""
-        return all_reduce_sum(values if self._reports else torch.zeros_like(values), self.state.world, "step")
+        return all_reduce_sum(values if self._reports else torch.zeros_like(values), self.state.world)

@@ -232,7 +232,7 @@ class Attend(torch.autograd.Function):
         q, k, v = spikes.to(dtype)
         grad = rearrange(grad.to(dtype), "(f l) (h d) -> f h l d", f=plan.frames, h=plan.heads).contiguous()
         of_kv = (q.transpose(-2, -1) @ grad).mul_(SCALE)
-        finish = None if plan.shared is None else start_all_reduce_sum(of_kv, plan.shared[0], "backward")
+        finish = None if plan.shared is None else start_all_reduce_sum(of_kv, plan.shared[0])
         of_part, of_rows = empty(q.shape, dtype, grad.device), empty(ctx.shape, ctx.dtype, grad.device)
         of_q, of_k, of_v = of_rows.view(plan.frames, -1, 3, plan.heads, q.shape[-1]).transpose(1, 3).unbind(2)
         of_q.copy_(torch.matmul(grad, kv.transpose(-2, -1), out=of_part))

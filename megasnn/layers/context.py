@@ -13,7 +13,7 @@ from megasnn.grid import Axis, ContextCut, Grid, Place
 from megasnn.kernels import NeuronSpec
 from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.parallel.sharding import Cut, Initialiser, Shard
-from megasnn.parallel_state import Group, alone
+from megasnn.parallel_state import Group
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class BuildContext:
             without gradients.
     """
 
-    tp: Group = field(default_factory=lambda: alone("tp"))
+    tp: Group = field(default_factory=lambda: Group("tp"))
     dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
     neuron_backend: str = "auto"
     seed: int = 0
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
-    dp: Group = field(default_factory=lambda: alone("dp"))
-    dp_shard: Group = field(default_factory=lambda: alone("dp_shard"))
-    cp: Group = field(default_factory=lambda: alone("cp"))
+    dp: Group = field(default_factory=lambda: Group("dp"))
+    dp_shard: Group = field(default_factory=lambda: Group("dp_shard"))
+    cp: Group = field(default_factory=lambda: Group("cp"))
     cut: ContextCut = "samples"
     neuron: NeuronSpec = field(default_factory=NeuronSpec)
     time_steps: int = 1
@@ -60,12 +60,12 @@ class BuildContext:
 
     def replicated(self) -> BuildContext:
         """The context of a layer that is whole on every tensor-parallel rank."""
-        return self if self.tp.size == 1 else replace(self, tp=alone("tp"), held_by=self.tp)
+        return self if self.tp.size == 1 else replace(self, tp=Group("tp"), held_by=self.tp)
 
     @property
     def sharing_samples(self) -> Group:
         """The ranks of which each has other samples of a micro-batch."""
-        return self.cp if self.cut == "samples" else alone("cp")
+        return self.cp if self.cut == "samples" else Group("cp")
 
     @property
     def counts_logits(self) -> bool:

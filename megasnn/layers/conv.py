@@ -333,8 +333,8 @@ class Convolve(torch.autograd.Function):
         def sums() -> Tensor:
             y = output()
             if plan.sum_whole:
-                return all_reduce_sum(y, plan.group, "forward")
-            return from_matrix(sum_and_scatter_columns(to_matrix(y), plan.group, "forward")(), y.shape)
+                return all_reduce_sum(y, plan.group)
+            return from_matrix(sum_and_scatter_columns(to_matrix(y), plan.group)(), y.shape)
 
         ctx.plan, ctx.leave, ctx.input_shape = plan, leave, x.shape
         ctx.save_for_backward(weight, *payloads)
@@ -347,7 +347,7 @@ class Convolve(torch.autograd.Function):
         plan: ConvPlan = ctx.plan
         grad_matrix = to_matrix(grad)
         if plan.scatter:
-            grad_matrix, _ = gather_columns(grad_matrix, plan.group, Content.DENSE, "backward")
+            grad_matrix, _ = gather_columns(grad_matrix, plan.group, Content.DENSE)
         grad_images = from_matrix(grad_matrix, grad.shape).flatten(0, 1)
         finish: Callable[[], Tensor] | None = None
         if ctx.needs_input_grad[0]:
@@ -355,7 +355,7 @@ class Convolve(torch.autograd.Function):
                 grad_images, _images_kernel(weight, grad.dtype), plan, pooled_space(ctx.input_shape[3:], plan.pool)
             )
             if plan.whole:  # each rank has computed what its own output channels contribute
-                all_reduce_sum(finish(), plan.group, "backward")
+                all_reduce_sum(finish(), plan.group)
         if ctx.leave is not None:
             add = partial(_add_weight_gradient, plan, payloads, ctx.input_shape, grad_images)
             ctx.leave(add)
@@ -369,7 +369,7 @@ def _start_input_gradient(grad: Tensor, weight: Tensor, plan: ConvPlan, space: t
     end."""
     product = input_gradient(grad, weight, plan.products.geometry, space)
     rows = product.movedim(1, -1).reshape(-1, product.shape[1])
-    return sum_and_scatter_columns(rows, plan.group, "backward") if plan.gather else lambda: rows
+    return sum_and_scatter_columns(rows, plan.group) if plan.gather else lambda: rows
 
 
 def _add_weight_gradient(

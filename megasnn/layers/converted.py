@@ -22,7 +22,7 @@ from megasnn.layers.init import ModuleInitialiser, initializer_from_module, own_
 from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import ParallelNeuron
 from megasnn.layers.norm import ParallelBatchNorm
-from megasnn.parallel.sharding import declare
+from megasnn.parallel.sharding import declare, shards_of
 from megasnn.registry import Registry
 
 
@@ -83,7 +83,7 @@ def batch_norm(norm: _BatchNorm, context: BuildContext, initialise: ModuleInitia
     ours.time_steps = 1  # the input has all time steps
     if norm.affine and norm.bias is None:  # in SpikingJelly's BatchNormThroughTime
         ours.register_parameter("bias", None)
-        vars(ours)["_described_shards"].pop("bias")
+        shards_of(ours).pop("bias")
     if not norm.training:
         vars(ours)["train"] = lambda mode=True: ours
     return ours

@@ -17,7 +17,7 @@ from megasnn.layers.linear import ParallelLinear
 from megasnn.layers.neuron import NeuronLayer
 from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.row_context import row_group
-from megasnn.parallel.sharding import is_described
+from megasnn.parallel.sharding import shards_of
 
 SHARDED = (ParallelConv, ParallelLinear, ParallelBatchNorm, NeuronLayer, ParallelDropout, DropPath)
 
@@ -32,7 +32,7 @@ _STEPPING = ("MultiStepContainer", "LinearRecurrentContainer", "ElementWiseRecur
 
 def is_plain(module: nn.Module) -> bool:
     """Tells whether there is no sharded layer in a module."""
-    return not any(isinstance(each, SHARDED) or is_described(each) for each in module.modules())
+    return not any(isinstance(each, SHARDED) or shards_of(each) for each in module.modules())
 
 
 def is_stateful(module: nn.Module) -> bool:
@@ -82,7 +82,7 @@ PROBLEMS: Sequence[tuple[str, Callable[[Any], object], str]] = (
     ),
     (
         "inside",
-        _name_of(lambda module, name, x: not is_described(module, name)),
+        _name_of(lambda module, name, x: name not in shards_of(module)),
         "does not say how ranks share {0!r}: move it, with what is computed from it, to a layer of its own; neurons of "
         "one's own declare it with self.per_channel({0!r}, initial value)",
     ),

@@ -27,7 +27,7 @@ from megasnn.layers.norm import ParallelBatchNorm
 from megasnn.layers.refusals import SEQUENCES, is_stateful, note_stepped, refuse
 from megasnn.layers.shape_inference import mark_spikes, max_of
 from megasnn.parallel.collectives import gather_alike, own_channels
-from megasnn.parallel.sharding import describe_tensor
+from megasnn.parallel.sharding import shards_of
 from megasnn.parallel_state import Group
 
 
@@ -49,8 +49,8 @@ def replicate(module: nn.Module, context: BuildContext, initialise: ModuleInitia
         for name, tensor in own_tensors(each):
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(context.dtype)
-            shard = context.shard(tuple(tensor.shape), initialise=initializer_from_module(each, initialise, name))
-            describe_tensor(each, name, shard)
+            initialiser = initializer_from_module(each, initialise, name)
+            shards_of(each)[name] = context.shard(tuple(tensor.shape), initialise=initialiser)
         nn.Module._apply(each, lambda x: x.to("meta"), recurse=False)  # single numbers, which have had values so far
     return module
 

@@ -161,7 +161,7 @@ class _MoveRows(torch.autograd.Function):
         windows = [_one_of_each_window(_rows(images, rows, needed), rows, move.pool).reshape(-1) for rows in sent]
         of_row = images.shape[:2].numel() * (images.shape[3] // move.pool) * images.shape[4:].numel()
         arriving = [of_row * (-(-rows.stop // move.pool) - rows.start // move.pool) for rows in received]
-        exchange = start_exchange(torch.cat(windows), [len(each) for each in windows], arriving, group, "backward")
+        exchange = start_exchange(torch.cat(windows), [len(each) for each in windows], arriving, group)
         total = images.new_zeros((*images.shape[:2], len(owned), *images.shape[3:]))
         own = move.given(group.rank, group.rank)
         _rows(total, own, owned).copy_(_rows(images, own, needed))
@@ -179,7 +179,7 @@ def _start_rows(
     nothing = encoded_like(0, content, images.dtype, images.device)
     packed = [encode(_rows(images, rows, owned).reshape(-1), content, check=True) if rows else nothing for rows in sent]
     arriving = [encoded_like(of_row * len(rows), content, images.dtype, meta).numel() for rows in received]
-    return start_exchange(torch.cat(packed), [len(each) for each in packed], arriving, group, "forward")
+    return start_exchange(torch.cat(packed), [len(each) for each in packed], arriving, group)
 
 
 def _one_of_each_window(images: Tensor, rows: range, pool: int) -> Tensor:
@@ -222,13 +222,11 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return cached_collective(
-            lambda: all_reduce_sum(x.clone(memory_format=torch.contiguous_format), group, "forward")
-        )
+        return cached_collective(lambda: all_reduce_sum(x.clone(memory_format=torch.contiguous_format), group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_sum(grad.clone(memory_format=torch.contiguous_format), ctx.group, "backward"), None
+        return all_reduce_sum(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
 # --- layers

@@ -7,6 +7,7 @@ A task adds straight to `parameter.grad`, which is a place in a gradient bucket;
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -37,7 +38,7 @@ class WeightGradients:
         self.on_added: Callable[[Tensor], None] = lambda parameter: None
         self.anchor = torch.zeros((), requires_grad=True)
         self._parameters: set[Tensor] = set()
-        self._deferred: list[Task] | None = None
+        self._deferred: deque[Task] | None = None
         self._collected: list[tuple[Tensor, AddGradient]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
@@ -76,9 +77,9 @@ class WeightGradients:
             self._collected = None
 
     @contextmanager
-    def deferred(self) -> Iterator[list[Task]]:
-        """Runs no tasks inside, but collects them in the list, to be run in its order."""
-        self._deferred = []
+    def deferred(self) -> Iterator[deque[Task]]:
+        """Runs no tasks inside, but collects them, to be run in their order."""
+        self._deferred = deque()
         try:
             yield self._deferred
         finally:

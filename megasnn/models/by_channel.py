@@ -25,6 +25,7 @@ from megasnn.layers.refusals import is_by_channel
 from megasnn.layers.row_context import MeanOverSpace
 from megasnn.models.description import Cuts
 from megasnn.models.layer import FunctionLayer
+from megasnn.parallel.sharding import shards_of
 
 # By the names of torch's functions and methods, without underscores: what works element by element.
 _ELEMENTWISE = {
@@ -87,7 +88,7 @@ def _fits(layer: nn.Module, dims: int) -> bool:
 
 def _blocks_of(module: nn.Module) -> int:
     """Number of blocks that the output channels of a module of ours consist of, as its last part says."""
-    shards = [shard for each in module.modules() for shard in vars(each).get("_described_shards", {}).values()]
+    shards = [shard for each in module.modules() for shard in shards_of(each).values()]
     said = [cut.blocks for shard in shards for axis, cut in shard.cuts if axis == "tp" and cut.dim == 0]
     return [1, *said][-1]
 

@@ -98,6 +98,6 @@ class ShardedNorms:
         sizes. Collective over the axes that tensors are cut over. The host does not wait."""
         squares = sums_of_squares([values.get(tensor) for tensor in self._tensors], self._device)
         for group, mask in self._sums:
-            squares = torch.where(mask, all_reduce_sum(torch.where(mask, squares, 0.0), group, "step"), squares)
+            squares = torch.where(mask, all_reduce_sum(torch.where(mask, squares, 0.0), group), squares)
         norms = squares.sqrt()
         return {tensor: norm for tensor, norm in zip(self._tensors, norms, strict=True) if tensor in values}

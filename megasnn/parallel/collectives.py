@@ -43,7 +43,7 @@ def from_matrix(matrix: Tensor, like: tuple[int, ...] | torch.Size) -> Tensor:
 
 
 def gather_columns(
-    rows: Tensor, group: Group, content: Content, direction: str = "forward", bits: Tensor | None = None
+    rows: Tensor, group: Group, content: Content, bits: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Gathers every rank's columns side by side: [R, C/size] -> [R, C], and the payloads they came in.
 
@@ -59,7 +59,7 @@ def gather_columns(
     def gathered() -> list[Tensor]:
         mine = payload()
         others = group.size - 1
-        traffic.record(group.name, "all_gather", direction, others * mine.nbytes, others * rows.nbytes)
+        traffic.record(group.name, others * mine.nbytes, others * rows.nbytes)
         return all_gather_into(mine.new_empty(group.size * len(mine)), mine, group)
 
     if group.size == 1:
@@ -110,14 +110,14 @@ def join_columns(
     return full
 
 
-def sum_and_scatter_columns(rows: Tensor, group: Group, direction: str) -> Callable[[], Tensor]:
+def sum_and_scatter_columns(rows: Tensor, group: Group) -> Callable[[], Tensor]:
     """Starts summing [R, C] over the ranks; the returned function waits and gives this rank's columns, [R, C/size]."""
     if group.size == 1:
         return lambda: rows
     row_count, columns = rows.shape
     outgoing = rows.view(row_count, group.size, columns // group.size).transpose(0, 1).contiguous()
     incoming = torch.empty_like(outgoing)
-    traffic.record(group.name, "reduce_scatter", direction, outgoing.nbytes - outgoing[0].nbytes)
+    traffic.record(group.name, outgoing.nbytes - outgoing[0].nbytes)
     work = [dist.all_to_all_single(incoming, outgoing, group=group.handle, async_op=True)]
 
     def finish() -> Tensor:
@@ -139,30 +139,24 @@ def sum_in_rank_order(parts: Sequence[Tensor] | Tensor) -> Tensor:
     return total
 
 
-def all_reduce_sum(tensor: Tensor, group: Group, direction: str) -> Tensor:
+def all_reduce_sum(tensor: Tensor, group: Group) -> Tensor:
     """Sums over the group, in place."""
     if group.size > 1:
-        start_all_reduce_sum(tensor, group, direction)()
+        start_all_reduce_sum(tensor, group)()
     return tensor
 
 
-def start_all_reduce_sum(tensor: Tensor, group: Group, direction: str) -> Callable[[], object]:
+def start_all_reduce_sum(tensor: Tensor, group: Group) -> Callable[[], object]:
     """Starts summing over a group of several ranks, in place; the returned function waits until that is done."""
     # Counted is the least that a backend does: each rank adds up a part, and gets the others'.
-    traffic.record(group.name, "all_reduce", direction, 2 * (group.size - 1) * tensor.nbytes // group.size)
+    traffic.record(group.name, 2 * (group.size - 1) * tensor.nbytes // group.size)
     return dist.all_reduce(tensor, group=group.handle, async_op=True).wait
 
 
 Exchange = Callable[[], list[Tensor]]
 
 
-def start_exchange(
-    outgoing: Tensor,
-    to_ranks: Sequence[int],
-    from_ranks: Sequence[int],
-    group: Group,
-    direction: str,
-) -> Exchange:
+def start_exchange(outgoing: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int], group: Group) -> Exchange:
     """Starts sending each other rank of a group its part of a tensor `[n]`. The returned function waits for what each
     rank has sent, in rank order; nothing from this one.
 
@@ -171,7 +165,7 @@ def start_exchange(
     """
     sent, received = ([0 if rank == group.rank else n for rank, n in enumerate(c)] for c in (to_ranks, from_ranks))
     incoming = outgoing.new_empty(sum(received))
-    traffic.record(group.name, "all_to_all", direction, incoming.nbytes)
+    traffic.record(group.name, incoming.nbytes)
     work = dist.all_to_all_single(incoming, outgoing, received, sent, group=group.handle, async_op=True)
 
     def wait() -> list[Tensor]:
@@ -191,20 +185,20 @@ class _Channels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, gathers: bool) -> Tensor:
         ctx.group, ctx.gathers = group, gathers
-        return _exchanged(x, group, gathers, "forward")
+        return _exchanged(x, group, gathers)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _exchanged(grad, ctx.group, not ctx.gathers, "backward"), None, None
+        return _exchanged(grad, ctx.group, not ctx.gathers), None, None
 
 
-def _exchanged(x: Tensor, group: Group, gathers: bool, direction: str) -> Tensor:
+def _exchanged(x: Tensor, group: Group, gathers: bool) -> Tensor:
     if not gathers:
         channels = x.shape[2] // group.size
         return x.narrow(2, group.rank * channels, channels).clone()
     if x.is_meta:
         return x.new_empty((*x.shape[:2], group.size * x.shape[2], *x.shape[3:]))
-    return from_matrix(gather_columns(to_matrix(x), group, Content.DENSE, direction)[0], x.shape)
+    return from_matrix(gather_columns(to_matrix(x), group, Content.DENSE)[0], x.shape)
 
 
 def gather_alike(x: Tensor, group: Group) -> Tensor:

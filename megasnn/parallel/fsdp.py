@@ -42,7 +42,6 @@ class GatheredWeights:
         self.multiplied: set[Tensor] = set()
         self._units: dict[int, list[FlatParameter]] = {}
         self._on_their_way: dict[int, list[Callable[[], None]]] = {}
-        self._live: set[int] = set()
         self.rows: dict[Tensor, nn.Parameter] = {}
 
     def shard(self, unit: int, layers: Sequence[nn.Module]) -> None:
@@ -51,15 +50,14 @@ class GatheredWeights:
         Raises:
             ValueError: rows do not follow each other in memory.
         """
-        multiplied = _multiplied(layers)
-        self.multiplied.update(multiplied)
+        self.multiplied.update(_multiplied(layers))
         self._units[unit] = []
-        for (_, travels_in), parameters in _by_type(layers, multiplied).items():
+        for (_, travels_in), parameters in _by_type(layers).items():
             flat = FlatParameter(parameters, travels_in, self._group)
             self._units[unit].append(flat)
             self.rows |= zip(parameters, flat.rows, strict=True)
             for parameter, values in zip(parameters, flat.values, strict=True):
-                if parameter in multiplied:
+                if parameter in self.multiplied:
                     self._give(parameter, values)
 
     def kept(self, entry: ShardedTensor) -> ShardedTensor:
@@ -78,22 +76,14 @@ class GatheredWeights:
         self._on_their_way[unit] = [flat.start() for flat in self._units[unit]]
 
     def wait_unshard(self, unit: int) -> None:
-        """Waits until a unit's weights are here, where they are on their way.
-
-        Raises:
-            ValueError: nobody has gathered them.
-        """
-        if (gathers := self._on_their_way.pop(unit, None)) is not None:
-            for finish in gathers:
-                finish()
-            self._live.add(unit)
-        elif unit not in self._live and self._units.get(unit):
-            raise ValueError(f"the weights of unit {unit} are used, and were not gathered")
+        """Waits until a unit's weights are here, where they are on their way. That they were gathered is the schedule's
+        business."""
+        for finish in self._on_their_way.pop(unit, ()):
+            finish()
 
     def reshard(self, unit: int) -> None:
         """Frees a unit's gathered weights."""
         self.wait_unshard(unit)
-        self._live.discard(unit)
         for flat in self._units[unit]:
             flat.free()
 
@@ -137,9 +127,8 @@ class FlatParameter:
         to their places."""
         # An all-gather would need no copies, but reaches a tenth of an all-to-all's speed on Gloo, and wants equally
         # many rows.
-        outgoing, others = self._mine.to(self.values[0].dtype), self._group.size - 1
-        outgoing = outgoing if others == 1 else outgoing.repeat(others)
-        copy_of_others = send_rows(outgoing, self._counts, self._of_ranks, self._group)
+        mine = self._mine.to(self.values[0].dtype)
+        copy_of_others = send_rows(mine, self._counts, self._of_ranks, self._group)
 
         def finish() -> None:
             self._storage.resize_(self._bytes)
@@ -150,12 +139,6 @@ class FlatParameter:
         return finish
 
     def free(self) -> None:
-        """Raises ValueError where something else holds the memory, too."""
-        if not self._storage.resizable():
-            raise ValueError(
-                "the memory of gathered weights cannot be freed: a module has made a NumPy array of a parameter "
-                "(weight.numpy()); let it take a copy, or leave --weight-parallel-size out"
-            )
         self._storage.resize_(0)
 
 
@@ -169,10 +152,9 @@ def _multiplied(layers: Iterable[nn.Module]) -> Mapping[Tensor, torch.dtype]:
     }
 
 
-def _by_type(
-    layers: Sequence[nn.Module], multiplied: Mapping[Tensor, torch.dtype]
-) -> dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]]:
+def _by_type(layers: Sequence[nn.Module]) -> dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]]:
     """Parameters, each once, by their type and the one that they travel in."""
+    multiplied = _multiplied(layers)
     by_type: dict[tuple[torch.dtype, torch.dtype], list[nn.Parameter]] = {}
     for parameter in dict.fromkeys(each for layer in layers for each in layer.parameters()):
         travels_in = multiplied.get(parameter, parameter.dtype)
@@ -182,5 +164,5 @@ def _by_type(
 
 def unit_bytes(layers: Sequence[nn.Module]) -> int:
     """Bytes of the gathered weights of a unit. Its layers may be on the meta device."""
-    by_type = _by_type(layers, _multiplied(layers))
-    return sum(aligned(each.numel() * to.itemsize) for (_, to), parameters in by_type.items() for each in parameters)
+    by_type = _by_type(layers).items()
+    return sum(aligned(each.numel() * to.itemsize) for (_, to), parameters in by_type for each in parameters)

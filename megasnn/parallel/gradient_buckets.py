@@ -46,14 +46,13 @@ class Bucket:
 
     def __init__(
         self,
-        unit: int,
         parameters: list[Tensor],
         partial: bool,
         owners: Group | None,
         weights: GatheredWeights | None,
         scattered: bool,
     ) -> None:
-        self.unit, self.parameters, self.partial = unit, parameters, partial
+        self.parameters, self.partial = parameters, partial
         # A product of matrices may sum in another order at another alignment, and neighbours depend on the layout.
         sizes = [aligned(each.nbytes) // each.itemsize for each in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes))
@@ -74,9 +73,9 @@ class Bucket:
         if scattered:
             self.free()
         # A module of one's own may use such a weight by itself: then autograd adds to it in the first part.
-        made = WeakMethod(self.begin)
+        begin = _weak(self.begin)
         for parameter in parameters if self.is_late else ():
-            parameter.register_hook(lambda _: None if (begin := made()) is None else begin())
+            parameter.register_hook(lambda _: begin())
 
     def zero(self) -> None:
         """Clears the gradients before a step."""
@@ -105,7 +104,7 @@ class Bucket:
 
 
 class GradientBuckets:
-    """Gradient storage and reduction for the units of one rank, in every combination with TP and PP.
+    """Gradient storage and reduction for the units of one rank.
 
     Buckets are filled from the last parameter to the first, the order in which backward finishes them, and are reduced
     in one order on every replica, from the last unit to the first, each as soon as it and all before it are complete:
@@ -120,7 +119,6 @@ class GradientBuckets:
     Args:
         tensors: by the index of the unit whose REDUCE_GRAD ends them.
         holders: the ranks that hold the same of the weights. tp: those that sum partial gradients first.
-        bucket_bytes: a bucket is closed when it holds at least this much; None for what suits the device.
         additions: how many gradients a micro-batch adds to a parameter, where that is not one.
         rows_have_owners: True for ZeRO-1.
         weights: where parameters are kept by rows.
@@ -133,7 +131,6 @@ class GradientBuckets:
         tensors: Iterable[tuple[int, list[ShardedTensor]]],
         holders: Group,
         tp: Group,
-        bucket_bytes: int | None = None,
         additions: Mapping[Tensor, int] | None = None,
         rows_have_owners: bool = False,
         weights: GatheredWeights | None = None,
@@ -148,20 +145,17 @@ class GradientBuckets:
             trained = [e for e in reversed(entries) if e.is_parameter and e.tensor.requires_grad]
             complete = [e.tensor for e in trained if not e.shard.partial_gradient]
             parts = [t for t in complete if t not in late], [t for t in complete if t in late]
-            groups = [(group, False) for part in parts for group in _packed(part, bucket_bytes)]
+            groups = [(group, False) for part in parts for group in _packed(part)]
             if partial := [e.tensor for e in trained if e.shard.partial_gradient]:  # a handful of scalars
                 groups.append((partial, True))
-            self._of[unit] = [Bucket(unit, *group, owners, weights, scattered) for group in groups]
+            self._of[unit] = [Bucket(*group, owners, weights, scattered) for group in groups]
         self._buckets = list(chain(*self._of.values()))
         self._rows = {parameter: rows for each in self._buckets for parameter, rows in each.param_rows.items()}
         self._bucket_of = {parameter: each for each in self._buckets for parameter in each.parameters}
         # A parameter keeps its hooks, and Python finds no circle through a tensor: with a hook that kept this object,
         # neither it nor weights and gradients would ever be freed.
-        accumulated = WeakMethod(self.accumulated)
         for parameter in self._bucket_of:
-            parameter.register_post_accumulate_grad_hook(
-                lambda added: None if (count := accumulated()) is None else count(added)
-            )
+            parameter.register_post_accumulate_grad_hook(_weak(self.accumulated))
         self.zero()
 
     def zero(self, micro_batches: int = 1) -> None:
@@ -218,28 +212,18 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.end()
             if bucket.partial and self._is_scattered:
-                all_reduce_sum(bucket.reduced, self._tp, "backward")
+                all_reduce_sum(bucket.reduced, self._tp)
             if bucket.shard is not None:
                 self._reduce(bucket, bucket.owned)
         for bucket in self._buckets:
             bucket.end()
 
     def owned(self, entry: ShardedTensor) -> ShardedTensor:
-        """Part of a tensor that this rank owns, with a gradient of its own: all of it where its rows have no owners.
-
-        Raises:
-            ValueError: the tensor's description does not know of the ranks that own other rows.
-        """
+        """Part of a tensor that this rank owns, with a gradient of its own: all of it where its rows have no owners."""
         rows = self._rows.get(entry.tensor)
         if rows is None or rows is entry.tensor:
             return entry
-        shard = entry.shard.by_rows("dp_replicate").by_rows("cp")
-        if shard.local_shape != rows.shape:
-            raise ValueError(
-                f"{entry.name} was described without the {self._holders.size} ranks that own rows of it: "
-                "BuildContext(dp=..., cp=...)"
-            )
-        return replace(entry, tensor=rows, shard=shard)
+        return replace(entry, tensor=rows, shard=entry.shard.by_rows("dp_replicate").by_rows("cp"))
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """The reduced gradient of a parameter, or of those of its rows that this rank owns."""
@@ -270,7 +254,7 @@ class GradientBuckets:
             bucket = self._buckets[self._next]
             self._next += 1
             if bucket.partial:
-                all_reduce_sum(bucket.flat, self._tp, "backward")
+                all_reduce_sum(bucket.flat, self._tp)
             # What is kept by rows goes over the data axis when all of these are done, in one order on all ranks.
             self._reduce(bucket, bucket.shard or bucket.owned)
 
@@ -281,18 +265,24 @@ class GradientBuckets:
             bucket.end()
             if len(self._on_their_way) > 1:
                 self._on_their_way.popleft().end()
-            bucket.await_sum = rows.start_sum("backward")
+            bucket.await_sum = rows.start_sum()
             self._on_their_way.append(bucket)
         elif self._holders.size > 1 and bucket.reduced.numel():
-            bucket.await_sum = start_all_reduce_sum(bucket.reduced, self._holders, "backward")
+            bucket.await_sum = start_all_reduce_sum(bucket.reduced, self._holders)
 
 
-def _packed(parameters: list[Tensor], bucket_bytes: int | None) -> list[list[Tensor]]:
-    """Parameters in groups of one type, each closed when it holds so many bytes, or what suits the device."""
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls a method, and nothing when its object is gone."""
+    reference = WeakMethod(method)
+    return lambda *given: None if (call := reference()) is None else call(*given)
+
+
+def _packed(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Parameters in groups of one type, each closed when it holds as much as suits the device."""
     groups: list[list[Tensor]] = []
     size = 0
     for parameter in parameters:
-        most = bucket_bytes or (BUCKET_BYTES if parameter.device.type == "cpu" else EXCHANGE_BYTES)
+        most = BUCKET_BYTES if parameter.device.type == "cpu" else EXCHANGE_BYTES
         if not groups or size >= most or groups[-1][0].dtype != parameter.dtype:
             groups.append([])
             size = 0

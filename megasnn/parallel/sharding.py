@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise, product
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,13 +39,9 @@ class Piece:
 
 
 def _box(tensor: Tensor, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-    if tensor.shape == sizes:  # nearly always
-        return tensor
-    if not sizes:  # a single number that a rank owns as one row
-        return tensor.view(())
     for dim, (start, length) in enumerate(zip(offset, sizes, strict=True)):
         tensor = tensor.narrow(dim, start, length)
-    return tensor
+    return tensor if sizes else tensor.view(())  # a single number may be owned as one row
 
 
 @dataclass(frozen=True)
@@ -60,10 +57,6 @@ class Cut:
     dim: int
     blocks: int = 1
     even: bool = True
-
-    def span(self, length: int, place: Place, axis: Axis) -> range:
-        """A rank's part in each block of a dimension of this length."""
-        return own_span(length // self.blocks, [place.size(axis)], place.index(axis))
 
 
 def own_span(rows: int, sizes: Sequence[int], index: int) -> range:
@@ -108,30 +101,29 @@ class Shard:
     initialise: Initialiser | None = None
 
     def __post_init__(self) -> None:
-        shape = self._shape_of_rows
-        for axis, cut in self.cuts:
-            size, length = self.place.size(axis), shape[cut.dim]
-            if cut.even and length % (cut.blocks * size):
-                raise ValueError(
-                    f"dimension {cut.dim} of shape {list(shape)}, {cut.blocks} block(s) of "
-                    f"{length // cut.blocks}, cannot be cut into {size} equal parts; "
-                    f"choose a {FLAG_OF_AXIS[axis]} that divides it"
-                )
-            if self.partial_gradient and axis == "tp":
-                raise ValueError("partial_gradient is for parameters that every tensor parallel rank holds whole")
-            shape = self._shape_behind(shape, axis, cut)
+        if self.partial_gradient and any(axis == "tp" for axis, _ in self.cuts):
+            raise ValueError("partial_gradient is for parameters that every tensor parallel rank holds whole")
+        self._indices()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
         return self  # with a copy of a module, not of whatever initialises it
 
-    @property
-    def _shape_of_rows(self) -> tuple[int, ...]:
-        """A number that one of several ranks owns is a row of one."""
-        return self.global_shape or (1,) * any(not cut.even for _, cut in self.cuts)
-
-    def _shape_behind(self, shape: tuple[int, ...], axis: Axis, cut: Cut) -> tuple[int, ...]:
-        """Shape that a cut leaves of another on this rank."""
-        return _replaced(shape, cut.dim, cut.blocks * len(cut.span(shape[cut.dim], self.place, axis)))
+    def _indices(self) -> list[np.ndarray]:
+        """Indices of the global tensor that this rank holds, along each dimension. A number that one of several ranks
+        owns is a row of one."""
+        shape = self.global_shape or (1,) * any(not cut.even for _, cut in self.cuts)
+        indices = [np.arange(length) for length in shape]
+        for axis, cut in self.cuts:
+            size, length = self.place.size(axis), len(indices[cut.dim])
+            if cut.even and length % (cut.blocks * size):
+                raise ValueError(
+                    f"dimension {cut.dim} of shape {list(shape)}, {cut.blocks} block(s) of {length // cut.blocks}, "
+                    f"cannot be cut into {size} equal parts; choose a {FLAG_OF_AXIS[axis]} that divides it"
+                )
+            blocks = indices[cut.dim].reshape(cut.blocks, -1)
+            own = own_span(blocks.shape[1], [size], self.place.index(axis))
+            indices[cut.dim] = blocks[:, own.start : own.stop].reshape(-1)
+        return indices
 
     def is_cut(self, axis: Axis) -> bool:
         """True where the ranks along an axis hold different parts."""
@@ -142,41 +134,20 @@ class Shard:
         """The axes along which other ranks hold what this one holds: the answer to who shares a tensor."""
         return tuple(axis for axis in HOLDING_AXES if self.place.size(axis) > 1 and not self.is_cut(axis))
 
-    def is_primary(self, axes: Sequence[Axis] = HOLDING_AXES) -> bool:
-        """True on exactly one of the ranks that hold the same and differ along `axes` only.
-
-        What is counted or written once goes by this.
-        """
-        return all(self.place.index(axis) == 0 for axis in self.shared_axes if axis in axes)
-
-    @property
-    def part(self) -> tuple[tuple[Axis, int], ...]:
-        """Number of this part among the different ones, by axis; the same on all ranks that hold the same."""
-        return tuple((axis, self.place.index(axis)) for axis in HOLDING_AXES if self.is_cut(axis))
+    def is_primary(self) -> bool:
+        """True on exactly one of the ranks that hold the same: what is counted or written once goes by this."""
+        return all(self.place.index(axis) == 0 for axis in self.shared_axes)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        shape = self._shape_of_rows
-        for axis, cut in self.cuts:
-            shape = self._shape_behind(shape, axis, cut)
-        return shape
+        return tuple(map(len, self._indices()))
 
     def pieces(self) -> list[Piece]:
-        """The boxes that make up the local tensor: one per block. None where this rank owns no row."""
+        """The boxes that make up the local tensor, each as large as it can be. None where this rank owns no row."""
         if not self.global_shape:
             return [Piece((), (), ())] * prod(self.local_shape)
-        zeros = (0,) * len(self.global_shape)
-        pieces, shape = [Piece(zeros, zeros, self.global_shape)], self.global_shape
-        for axis, cut in self.cuts:
-            own, block = cut.span(shape[cut.dim], self.place, axis), shape[cut.dim] // cut.blocks
-            pieces = [
-                box
-                for number in range(cut.blocks)
-                for piece in pieces
-                for box in _within(piece, cut.dim, number * block + own.start, len(own), number * len(own))
-            ]
-            shape = self._shape_behind(shape, axis, cut)
-        return pieces
+        along = map(_runs, self._indices(), self.global_shape)
+        return [Piece(*zip(*box, strict=True)) for box in product(*along)]
 
     def by_rows(self, axis: Axis) -> Shard:
         """Part of this rank, where each of the ranks along an axis owns some rows (the slowest dimension) of what all
@@ -186,29 +157,19 @@ class Shard:
         return replace(self, cuts=(*self.cuts, (axis, Cut(0, even=False))))
 
     def cut(self, full: Tensor) -> Tensor:
-        """This rank's part of a global tensor, as a copy of its own. Raises ValueError on another global shape."""
-        if tuple(full.shape) != self.global_shape:
-            raise ValueError(f"expected a global tensor of shape {list(self.global_shape)}, got {list(full.shape)}")
+        """This rank's part of a global tensor, as a copy of its own."""
         local = full.new_empty(self.local_shape)
         for piece in self.pieces():
             piece.of_local(local).copy_(piece.of_global(full))
         return local
 
 
-def _within(piece: Piece, dim: int, start: int, length: int, goes_to: int) -> Iterator[Piece]:
-    """Part of a piece in `length` from `start` along a dimension of the local tensor; it moves to `goes_to`."""
-    offset, size = piece.local_offset[dim], piece.sizes[dim]
-    first, last = max(start, offset), min(start + length, offset + size)
-    if first < last or not size:
-        yield Piece(
-            _replaced(piece.local_offset, dim, goes_to + first - start),
-            _replaced(piece.global_offset, dim, piece.global_offset[dim] + first - offset),
-            _replaced(piece.sizes, dim, last - first),
-        )
-
-
-def _replaced(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
-    return values[:dim] + (value,) + values[dim + 1 :]
+def _runs(indices: np.ndarray, length: int) -> list[tuple[int, int, int]]:
+    """Place among the indices, first index and length of each run of consecutive ones. Args: length: of all indices."""
+    if len(indices) == length:  # nearly always
+        return [(0, 0, length)]
+    ends = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist(), len(indices)]
+    return [(a, int(indices[a]), b - a) for a, b in pairwise(ends) if a < b]
 
 
 # --- tensors of modules
@@ -236,21 +197,11 @@ def declare(module: nn.Module, name: str, shard: Shard, dtype: torch.dtype, is_p
         module.register_parameter(name, nn.Parameter(tensor))
     else:
         module.register_buffer(name, tensor)
-    describe_tensor(module, name, shard)
+    shards_of(module)[name] = shard
 
 
-def describe_tensor(module: nn.Module, name: str, shard: Shard) -> None:
-    """Describes a parameter or buffer that a module has already, on the meta device."""
-    _shards(module)[name] = shard
-
-
-def is_described(module: nn.Module, name: str | None = None) -> bool:
-    """True where tensors of the module itself are described, or the one of this name."""
-    described = vars(module).get("_described_shards", {})
-    return bool(described) if name is None else name in described
-
-
-def _shards(module: nn.Module) -> dict[str, Shard]:
+def shards_of(module: nn.Module) -> dict[str, Shard]:
+    """Descriptions of the parameters and buffers of the module itself, by name."""
     shards: dict[str, Shard] = vars(module).setdefault("_described_shards", {})
     return shards
 
@@ -261,16 +212,16 @@ def tie(module: nn.Module, name: str, owner_name: str, owner: nn.Module, name_th
     Raises:
         ValueError: they have other shapes, or ranks hold other parts of them.
     """
-    if name not in _shards(module) or name_there not in _shards(owner):
+    if name not in shards_of(module) or name_there not in shards_of(owner):
         return  # `sharded_tensors` tells what is missing
-    mine, theirs = _shards(module)[name], _shards(owner)[name_there]
+    mine, theirs = shards_of(module)[name], shards_of(owner)[name_there]
     if mine.pieces() != theirs.pieces():
         shapes = f"{list(mine.global_shape)} here and {list(theirs.global_shape)} there"
         raise ValueError(
             f"ranks hold other parts of the two, {shapes}: give both layers the same sizes and `style`, or set "
             f"{FLAG_OF_AXIS['tp']} 1"
         )
-    _shards(module)[name] = theirs
+    shards_of(module)[name] = theirs
     vars(module).setdefault("_owner_names", {})[name] = owner_name
 
 
@@ -293,7 +244,7 @@ def described_tensors(named_layers: Iterable[tuple[str, nn.Module]]) -> Iterator
     """The same with the copies among them."""
     for prefix, layer in named_layers:
         for path, module in layer.named_modules(prefix=prefix):
-            shards = _shards(module)
+            shards = shards_of(module)
             own = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
             for name, tensor in own:
                 if name in module._non_persistent_buffers_set:
@@ -316,9 +267,6 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
     Each value follows from (seed, global name) alone: the global tensor is drawn, this rank's part is kept, so
     the model starts from the same numbers on every layout. At most one global tensor exists at a time. What is tied has
     the same memory.
-
-    Raises:
-        ValueError: nothing initialises a tensor.
     """
     layers = list(named_layers)
     values: dict[str, Tensor] = {}
@@ -326,8 +274,7 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
         for entry in described_tensors(layers):
             if entry.name in values:
                 continue
-            if entry.shard.initialise is None:
-                raise ValueError(f"nothing initialises {entry.name}; its Shard needs an `initialise` function")
+            assert entry.shard.initialise is not None, entry.name
             # Floating-point values are drawn in float32 whatever the precision: fp64 checks start from the fp32 run's.
             dtype = torch.float32 if entry.tensor.is_floating_point() else entry.tensor.dtype
             full = torch.empty(entry.shard.global_shape, dtype=dtype)
@@ -338,22 +285,20 @@ def materialise(named_layers: Iterable[tuple[str, nn.Module]], device: torch.dev
             values[entry.name] = value.contiguous(memory_format=torch.channels_last) if is_kernel else value
         for prefix, layer in layers:
             for path, module in layer.named_modules(prefix=prefix):
-                for name in _shards(module):
+                for name in shards_of(module):
                     value = values[owner_name(module, name, path)]
                     if name in module._parameters:
-                        module._parameters[name] = _with_all_of(module._parameters[name], value)
+                        module._parameters[name] = _with_all_of(module.get_parameter(name), value)
                     else:
                         module._buffers[name] = value.detach()  # a tensor of its own, of the same memory
 
 
-def _with_all_of(old: nn.Parameter | None, value: Tensor) -> nn.Parameter:
+def _with_all_of(old: nn.Parameter, value: Tensor) -> nn.Parameter:
     """A parameter with a value, and what was set on the one before: whether it is trained, attributes, hooks."""
-    new = nn.Parameter(value, requires_grad=old is None or old.requires_grad)
-    if old is not None:
-        vars(new).update(vars(old))
-    if old is not None and old.requires_grad:
-        for hook in (old._backward_hooks or {}).values():
-            new.register_hook(hook)
-        for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
-            new.register_post_accumulate_grad_hook(hook)
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    vars(new).update(vars(old))
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)
+    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
     return new

@@ -38,7 +38,7 @@ class SharedStatistics:
             `[2, C]` over the values of all ranks, and their number, a scalar on the device.
         """
         mine = torch.cat([own.flatten(), own.new_full((1,), count)])
-        parts = _all_gathered(mine, self.group, "forward")
+        parts = _all_gathered(mine, self.group)
         counts, (means, variances) = parts[:, -1:], parts[:, :-1].unflatten(1, own.shape).unbind(1)
         total = counts.sum(0)
         shares = counts / total
@@ -48,12 +48,12 @@ class SharedStatistics:
 
     def total(self, sums: Tensor) -> Tensor:
         """Sums a tensor in backward over the ranks, in rank order."""
-        return _all_gathered(sums, self.group, "backward").sum(0)
+        return _all_gathered(sums, self.group).sum(0)
 
 
-def _all_gathered(mine: Tensor, group: Group, direction: str) -> Tensor:
+def _all_gathered(mine: Tensor, group: Group) -> Tensor:
     """`[ranks, ...]`."""
-    traffic.record(group.name, "all_gather", direction, (group.size - 1) * mine.nbytes)
+    traffic.record(group.name, (group.size - 1) * mine.nbytes)
     into = mine.new_empty(group.size, *mine.shape)
     all_gather_into(into, mine.reshape(-1), group)
     return into
@@ -107,7 +107,7 @@ def merge_running_statistics(
         return
     table = _local_table(tracked, most_micro_batches)
     if data.size > 1:
-        table = _all_gathered(table, data, "step").flatten(0, 1)
+        table = _all_gathered(table, data).flatten(0, 1)
     called = [norm for norm in tracked for _ in range(norm.calls)]
     channels = [norm.running_mean.numel() for norm in called if norm.running_mean is not None]
     counts, means, variances = table.split([len(channels), sum(channels), sum(channels)], dim=1)

@@ -1,4 +1,4 @@
-"""Counts of collective calls and bytes, by group, operation and direction.
+"""Counts of collective calls and bytes, by group.
 
 The counters belong to the process. Bytes are those that cross from one rank to another, after spikes have been packed:
 of a collective what this rank receives from the others, of a message its payload, where it is sent. Summed over ranks,
@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 
 @dataclass
 class Traffic:
-    """Calls and bytes of one kind of communication; `dense_bytes` is what the same tensors are without packing."""
+    """Calls and bytes of a group; `dense_bytes` is what the same tensors are without packing."""
 
     calls: int = 0
     bytes: int = 0
     dense_bytes: int = 0
+
+    def add(self, calls: int, moved: int, dense: int) -> None:
+        self.calls, self.bytes, self.dense_bytes = self.calls + calls, self.bytes + moved, self.dense_bytes + dense
 
 
 class CommStatistics:
@@ -27,7 +30,10 @@ class CommStatistics:
 
     def __init__(self) -> None:
         self.enabled = False
-        self._traffic: dict[tuple[str, str, str], Traffic] = defaultdict(Traffic)
+        self.reset()
+
+    def reset(self) -> None:
+        self.by_group: dict[str, Traffic] = defaultdict(Traffic)
 
     @contextmanager
     def counting(self, enabled: bool = True) -> Iterator[None]:
@@ -38,28 +44,15 @@ class CommStatistics:
         finally:
             self.enabled = before
 
-    def reset(self) -> None:
-        self._traffic.clear()
-
-    def record(self, group: str, operation: str, direction: str, moved: int, dense: int | None = None) -> None:
+    def record(self, group: str, moved: int, dense: int | None = None) -> None:
         if self.enabled:
-            counted = self._traffic[group, operation, direction]
-            counted.calls += 1
-            counted.bytes += moved
-            counted.dense_bytes += moved if dense is None else dense
+            self.by_group[group].add(1, moved, moved if dense is None else dense)
 
-    def read(self) -> dict[tuple[str, str, str], Traffic]:
-        """(group, operation, "forward" | "backward" | "step") -> traffic since the last reset."""
-        return {key: replace(counted) for key, counted in self._traffic.items()}
-
-    def total(self, group: str | None = None, operation: str | None = None) -> Traffic:
-        """Sums all traffic, or that of one group, or of one operation."""
-        found = [
-            counted
-            for (name, kind, _), counted in self._traffic.items()
-            if group in (None, name) and operation in (None, kind)
-        ]
-        return Traffic(*(sum(getattr(each, key.name) for each in found) for key in fields(Traffic)))
+    def total(self) -> Traffic:
+        total = Traffic()
+        for each in self.by_group.values():
+            total.add(each.calls, each.bytes, each.dense_bytes)
+        return total
 
 
 traffic = CommStatistics()

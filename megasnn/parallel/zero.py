@@ -54,13 +54,13 @@ class RowShards:
         for rows, total in zip(self.rows, self.sums, strict=True):
             rows.grad = total
 
-    def start_sum(self, direction: str) -> Callable[[], None]:
+    def start_sum(self) -> Callable[[], None]:
         """Starts sending gradients to their owners, from copies of them. The returned function waits for those of this
         rank's rows, and adds their sum in rank order to `sum`."""
         rank, own = self._holders.rank, joined(self._gradients[self._holders.rank], self.sum)
         outgoing = joined([*chain(*(part for other, part in enumerate(self._gradients) if other != rank))], self.sum)
         mine = [self._counts[rank]] * self._holders.size
-        exchange = start_exchange(outgoing, self._counts, mine, self._holders, direction)
+        exchange = start_exchange(outgoing, self._counts, mine, self._holders)
 
         def finish() -> None:
             parts = exchange()
@@ -71,8 +71,8 @@ class RowShards:
 
     def start_all_gather(self) -> Callable[[], None]:
         """Starts sending the values of this rank's rows to all others; the returned function waits for theirs."""
-        outgoing = joined(self._values[self._holders.rank], self.sum).repeat(self._holders.size - 1)
-        return send_rows(outgoing, self._counts, self._values, self._holders)
+        mine = joined(self._values[self._holders.rank], self.sum)
+        return send_rows(mine, self._counts, self._values, self._holders)
 
     @property
     def exchange_bytes(self) -> int:
@@ -81,17 +81,16 @@ class RowShards:
         return 2 * self.sum.itemsize * (sum(self._counts) - mine + (self._holders.size - 1) * mine)
 
 
-def send_rows(
-    outgoing: Tensor, counts: Sequence[int], places: Sequence[list[Tensor]], group: Group
-) -> Callable[[], None]:
+def send_rows(mine: Tensor, counts: Sequence[int], places: Sequence[list[Tensor]], group: Group) -> Callable[[], None]:
     """Starts sending this rank's rows to all others; the returned function waits for theirs, and copies them to their
     places.
 
     Args:
-        outgoing: a copy of the rows for each of the others. counts: numbers of values that each rank sends.
+        mine: this rank's rows. counts: numbers of values that each rank sends.
         places: by rank.
     """
-    exchange = start_exchange(outgoing, [counts[group.rank]] * group.size, counts, group, "step")
+    outgoing = mine if group.size == 2 else mine.repeat(group.size - 1)  # a copy for each of the others
+    exchange = start_exchange(outgoing, [counts[group.rank]] * group.size, counts, group)
 
     def finish() -> None:
         for rank, arrived in enumerate(exchange()):

@@ -68,7 +68,7 @@ class PipelineExecutor:
             Kind.REDUCE_SCATTER: lambda step, action: gradient_buckets.scatter(action.unit),
         }
         if transfers is not None:
-            self._methods[Kind.SEND_FORWARD] = partial(self._send_forward, transfers)
+            self._methods[Kind.SEND_FORWARD] = lambda step, action: transfers.send(action, step.outputs.pop(action.key))
             self._methods[Kind.RECV_FORWARD] = partial(self._receive_forward, transfers)
             self._methods[Kind.SEND_BACKWARD] = partial(self._send_backward, transfers)
             self._methods[Kind.RECV_BACKWARD] = partial(self._receive_backward, transfers)
@@ -187,18 +187,14 @@ class PipelineExecutor:
     def _input_gradient(self, step: StepState, action: Action) -> None:
         with self._units[action.unit].weight_gradients.deferred() as tasks:
             step.backward(action.key)
-        tasks.reverse()
         step.weight_gradients[action.key] = tasks
 
     def _weight_gradient(self, step: StepState, action: Action) -> None:
         tasks = step.weight_gradients.pop(action.key)
         while tasks:
-            tasks.pop()()  # and its tensors are free
+            tasks.popleft()()  # and its tensors are free
 
     # --- transfers
-
-    def _send_forward(self, transfers: Transfers, step: StepState, action: Action) -> None:
-        transfers.send(action, step.outputs.pop(action.key))
 
     def _send_backward(self, transfers: Transfers, step: StepState, action: Action) -> None:
         unit, micro_batch = action.key

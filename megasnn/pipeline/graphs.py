@@ -155,7 +155,8 @@ class _SlotGraphs:
         leaves = {f"chunk.{n}": self._leaves[p] for n, p in chunk.named_parameters() if p in self._leaves}
         with checks.collecting(), drawing_for(self._positions):
             self._output = functional_call(_Applied(chunk, self._of.run), leaves, ([*self._inputs], samples))
-        self.outputs, noted = _tensors(self._output), checks.noted()
+        output, noted = self._output, checks.noted()
+        self.outputs = output if isinstance(output, list) else [*entries_of(output).values()]
         self._norms = [(norm, count) for norm, start in norms for _, _, count in norm.pending[start:]]
         values = [value for norm, start in norms for mean, var, _ in norm.pending[start:] for value in (mean, var)]
         for norm, start in norms:
@@ -285,10 +286,6 @@ class _Applied(nn.Module):
 
     def forward(self, inputs: list[Tensor], samples: range | None) -> Any:
         return self._run(inputs, samples)
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    return output if isinstance(output, list) else list(entries_of(output).values())
 
 
 def _fill(places: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,7 +69,7 @@ class StepState:
     backwards: dict[Key, Callable[[], None] | None] = field(default_factory=dict)
     gradients: dict[Key, Sequence[Tensor]] = field(default_factory=dict)
     awaited: dict[Key, Sequence[Tensor]] = field(default_factory=dict)
-    weight_gradients: dict[Key, list[Task]] = field(default_factory=dict)
+    weight_gradients: dict[Key, deque[Task]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
 
     def entered(self, key: Key) -> list[Tensor]:

@@ -178,8 +178,7 @@ class Link:
 
     def finish(self) -> None:
         """Waits at the end of a step until everything sent has left."""
-        while self._in_flight:
-            self._in_flight.popleft()[1].wait()
+        self.arrived(self.transfers)
         self.transfers = 0
 
 
@@ -234,7 +233,7 @@ class Transfers:
         """
         link, carried = self._messages[action]
         link.transfers += 1
-        group, direction = ("pp", "forward") if action.kind is Kind.SEND_FORWARD else ("backward", "backward")
+        group = "pp" if action.kind is Kind.SEND_FORWARD else "backward"
         for tensor, (spec, name) in zip(tensors, carried.values(), strict=True):
             with explained(partial("{1}: {0}".format, name)):
                 if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
@@ -244,7 +243,7 @@ class Transfers:
                         "types that follow from those of its inputs alone"
                     )
                 message = spec.pack(tensor)
-            traffic.record(group, "send", direction, message.nbytes, tensor.nbytes)
+            traffic.record(group, message.nbytes, tensor.nbytes)
             link.send(message)
 
     def announce(self, action: Action) -> None:

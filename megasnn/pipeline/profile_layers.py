@@ -206,10 +206,9 @@ class _Trial:
             run.backward(key)
         with inside("deferred"):
             run.gradients.clear()
-        tasks.reverse()
         with inside("weight_gradient"):
             while tasks:
-                tasks.pop()()
+                tasks.popleft()()
 
     def _forward(self, run: StepState) -> list[Tensor]:
         chunk = self._chunk
@@ -252,7 +251,4 @@ def measure_link(group: Group, device: torch.device) -> LinkCost:
 
 
 def _transfer(group: Group, tensor: Tensor, sends: bool) -> None:
-    peer = group.ranks[1 - group.rank]
-    work = (dist.isend if sends else dist.irecv)(tensor, peer, group=group.handle)
-    assert work is not None
-    work.wait()
+    (dist.send if sends else dist.recv)(tensor, group.ranks[1 - group.rank], group=group.handle)

@@ -137,7 +137,7 @@ class Ties:
             return given
         for tensor in given if self._pipeline.rank == source else ():
             message = tensor.detach().contiguous()
-            traffic.record("ties", "send", "step", message.nbytes)
+            traffic.record("ties", message.nbytes)
             dist.send(message, ranks[target], group=group)
         for tensor in like if self._pipeline.rank == target else ():
             message = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)

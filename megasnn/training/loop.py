@@ -13,7 +13,7 @@ from megasnn.device_checks import placed
 from megasnn.engine import Engine
 from megasnn.engine.debug import first_non_finite
 from megasnn.parallel.agreement import gather
-from megasnn.parallel.replica_check import ReplicaCheck, ReplicaError
+from megasnn.parallel.replica_check import ReplicaError, compare_replicas
 from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.callback import Callback
@@ -68,7 +68,6 @@ class TrainingRun:
             self.saves = Saves(config, engine, claimed, self.data.place, begin, reporter)
             self.metrics = Metrics(engine)
             self.pictures = Pictures(config, engine, self.data.datasets, self.metrics.rasters, reporter)
-            self.replicas = ReplicaCheck(engine.checkpoints.entries, state)
             introduce(config, engine, self.data.length, reporter)
             self._memory = [] if config.training.evaluate_only else forecast_memory(config, engine, reporter)
             announce(self._memory, reporter)
@@ -257,11 +256,12 @@ class TrainingRun:
 
     def _compare_replicas_if(self, due: bool) -> None:
         """Ends the run where replicas differ, once the checkpoint that is being written is complete: it is good."""
-        if not (due and self.config.parallel.check_replicas_interval and self.replicas.compares):
+        has_replicas = self.state.world.size > self.state.pp.size
+        if not (due and self.config.parallel.check_replicas_interval and has_replicas):
             return
         try:
             with self.engine.step.timers("compare_replicas"):
-                self.replicas(self.engine.iteration)
+                compare_replicas(self.engine.checkpoints.entries(), self.state, self.engine.iteration)
         except ReplicaError:
             self.saves.finish()
             raise

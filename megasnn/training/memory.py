@@ -8,7 +8,6 @@ from dataclasses import asdict
 from megasnn.config import PretrainConfig
 from megasnn.engine import Engine
 from megasnn.engine.model import DistributedModel
-from megasnn.grid import SUMMED_AXES
 from megasnn.host_memory import release_free_memory
 from megasnn.optim.build import held_state_bytes, state_bytes, working_bytes
 from megasnn.parallel.agreement import gather
@@ -57,7 +56,7 @@ def _forecast(config: PretrainConfig, engine: Engine, costs: PipelineCosts) -> M
     shared, schedule = plan.schedules.weights, plan.schedules.training(plan.micro_batches)
     gathered, buffers = (0, 0) if shared is None else shared.gathered_and_buffers(schedule, state.pp.rank)
     on_host = state.device.type == "cpu"  # on a GPU, its memory is predicted: the host's copies are not in it
-    written = [entry for entry in owned if entry.shard.is_primary(SUMMED_AXES)]
+    written = [entry for entry in owned if entry.shard.is_primary()]
     values = sum(entry.tensor.nbytes for entry in written)
     snapshot = values + values * (averages > 0) + _state_bytes(written, config)
     samples = 0  # stages behind the first see none

@@ -74,7 +74,7 @@ class Metrics:
         "pp" is what stages send in forward, "backward" the gradients that come back; "dp" also counts the
         gradients that replicas sum with the ranks that share their micro-batches.
         """
-        mine = [traffic.total(group) for group in self._groups]
+        mine = [traffic.by_group[group] for group in self._groups]
         traffic.reset()
         if not self._groups:
             return {}

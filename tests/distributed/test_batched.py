@@ -19,7 +19,7 @@ from megasnn.optim.lamb import Lamb
 from megasnn.optim.norms import sums_of_squares
 from megasnn.parallel.sharding import Shard, ShardedTensor, materialise
 from megasnn.parallel.sync_batch_norm import merge_running_statistics
-from megasnn.parallel_state import alone
+from megasnn.parallel_state import Group
 
 BETAS, EPS, RATE = (0.9, 0.999), 1e-6, 0.01
 
@@ -119,8 +119,8 @@ def test_merged_statistics_have_the_bits_of_one_norm_by_itself() -> None:
                 each.num_batches_tracked += 7
         for norm, other in zip(norms, others, strict=True):
             other.pending = recorded(norm, 3, random)
-            merge_running_statistics([other], alone("dp"), 4)
-        merge_running_statistics(norms, alone("dp"), 4)
+            merge_running_statistics([other], Group("dp"), 4)
+        merge_running_statistics(norms, Group("dp"), 4)
         for norm, other in zip(norms, others, strict=True):
             assert torch.equal(norm.running_mean, other.running_mean) and not norm.pending
             assert torch.equal(norm.running_var, other.running_var)
@@ -132,10 +132,10 @@ def test_a_norm_of_several_layers_takes_their_statistics_one_after_another() -> 
     records = recorded(norm, 1, random)
     other.pending = [*records]
     behind = records[1][0].double(), records[1][1].double() * 12 / 11
-    merge_running_statistics([other], alone("dp"), 1)
+    merge_running_statistics([other], Group("dp"), 1)
     vars(norm)["_calls"] = 1
     norm.pending = records[:1]
-    merge_running_statistics([norm], alone("dp"), 1, lambda found: [*found, (norm, *behind)])
+    merge_running_statistics([norm], Group("dp"), 1, lambda found: [*found, (norm, *behind)])
     assert torch.equal(norm.running_mean, other.running_mean)
     torch.testing.assert_close(norm.running_var, other.running_var)
 
@@ -172,7 +172,7 @@ def merging(count: int, forwards: int = 2, momentum: float | None = 0.1) -> Call
     norms = [norm_of(3, momentum, 1) for _ in range(count)]
     for norm in norms:
         recorded(norm, forwards, torch.Generator())
-    return partial(merge_running_statistics, norms, alone("dp"), forwards)
+    return partial(merge_running_statistics, norms, Group("dp"), forwards)
 
 
 @pytest.mark.parametrize("make", [lamb_step, squares, average, merging, partial(merging, momentum=None)])

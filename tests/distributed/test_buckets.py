@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megasnn.parallel import zero
+from megasnn.parallel import gradient_buckets, zero
 from megasnn.parallel.collectives import Exchange, start_exchange
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel.sharding import Shard, ShardedTensor
 from megasnn.parallel.traffic import traffic
-from megasnn.parallel_state import alone, destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel_state import Group, destroy_model_parallel, initialize_model_parallel
 from megasnn.telemetry.allocations import AllocationCounter
 from tests.distributed.whole import everybody, random
 
@@ -61,12 +61,17 @@ def _check(parameters: dict[str, ShardedTensor], expected: dict[str, Tensor], *f
             torch.testing.assert_close(entry.tensor.grad, expected[name], rtol=1e-13, atol=1e-13)
 
 
+def _buckets(bucket_bytes: int, *given: Any, **options: Any) -> GradientBuckets:
+    with mock.patch.object(gradient_buckets, "BUCKET_BYTES", bucket_bytes):
+        return GradientBuckets(*given, **options)
+
+
 def _steps(bucket_bytes: int, without: str) -> tuple[int, int]:
     """Two steps of unevenly many micro-batches. (number of all-reduces of a step, bytes received)"""
     group, parameters = everybody("dp"), _parameters()
     parameters["c"].tensor.requires_grad_(False)
     before = parameters["c"].tensor.clone()
-    gradient_buckets = GradientBuckets([(0, list(parameters.values()))], group, alone("tp"), bucket_bytes)
+    gradient_buckets = _buckets(bucket_bytes, [(0, list(parameters.values()))], group, Group("tp"))
     storage = {name: e.tensor.grad.data_ptr() for name, e in parameters.items() if name != "c"}
     shares = [[1, 2, 3], [4]] + [[5, 6]] * (group.size - 2)
     for step in range(2):
@@ -77,13 +82,13 @@ def _steps(bucket_bytes: int, without: str) -> tuple[int, int]:
             assert all(e.tensor.grad is None or not e.tensor.grad.any() for e in parameters.values())
             for seed in mine:
                 _loss(parameters, seed, without).backward()
-            reduced_in_backward = traffic.total("dp").calls
+            reduced_in_backward = traffic.by_group["dp"].calls
             gradient_buckets.reduce(0)
             gradient_buckets.wait()
         _check(parameters, _gradients([seed + 10 * step for share in shares for seed in share], without), "c")
         assert storage == {name: e.tensor.grad.data_ptr() for name, e in parameters.items() if name != "c"}
     assert torch.equal(before, parameters["c"].tensor)
-    reduced = traffic.read()["dp", "all_reduce", "backward"]
+    reduced = traffic.by_group["dp"]
     traffic.reset()
     assert (reduced_in_backward == reduced.calls) == (not without)
     return reduced.calls, reduced.bytes
@@ -103,7 +108,7 @@ def test_buckets_of_a_gpu_are_larger(device: str, buckets: int) -> None:
     entries = [
         ShardedTensor(f"{number}", each, Shard(tuple(each.shape)), True) for number, each in enumerate(parameters)
     ]
-    gradient_buckets = GradientBuckets([(0, entries)], alone("dp"), alone("tp"))
+    gradient_buckets = GradientBuckets([(0, entries)], Group("dp"), Group("tp"))
     assert len(gradient_buckets._buckets) == buckets
 
 
@@ -113,7 +118,7 @@ def _exchanged(rows: tuple[int, ...]) -> tuple[int, int]:
     parameters = [nn.Parameter(torch.zeros(each, 1000)) for each in rows]
     entries = [ShardedTensor(f"{n}", each, Shard(tuple(each.shape)), True) for n, each in enumerate(parameters)]
     tensors = [(0, entries)]
-    gradient_buckets = GradientBuckets(tensors, everybody("dp"), alone("tp"), 1, rows_have_owners=True)
+    gradient_buckets = _buckets(1, tensors, everybody("dp"), Group("tp"), rows_have_owners=True)
 
     def sum_gradients() -> None:
         for bucket in gradient_buckets._buckets:
@@ -146,7 +151,7 @@ def _steps_or_none(without: str) -> None:
         _steps(65, without)
         return
     parameters = _parameters()
-    gradient_buckets = GradientBuckets([(0, list(parameters.values()))], everybody("dp"), alone("tp"), 65)
+    gradient_buckets = _buckets(65, [(0, list(parameters.values()))], everybody("dp"), Group("tp"))
     _loss(parameters, 1, "abde").backward()
     gradient_buckets.reduce(0)
     gradient_buckets.wait()
@@ -161,7 +166,7 @@ def _uneven_orders() -> None:
     state = initialize_model_parallel(tp=2)
     try:
         parameters = _parameters(b=True, e=True)
-        buckets = GradientBuckets([(0, list(parameters.values()))], state.dp, state.tp, 65)
+        buckets = _buckets(65, [(0, list(parameters.values()))], state.dp, state.tp)
         buckets.zero()
         _loss(parameters, state.rank).backward()
         buckets.reduce(0)
@@ -173,7 +178,7 @@ def _uneven_orders() -> None:
     group, seeds = everybody("dp"), [seed + 10 * rank for rank in range(4) for seed in (1, 2)]
     first, second, empty = _parameters(), _parameters(), list[ShardedTensor]()
     chunks = [(3, list(first.values())), (0, list(second.values())), (5, empty)]
-    buckets = GradientBuckets(chunks, group, alone("tp"), 65)
+    buckets = _buckets(65, chunks, group, Group("tp"))
     buckets.zero(2)
     for chunk in (second, first) if group.rank else (first, second):
         for seed in (1, 2):
@@ -184,15 +189,15 @@ def _uneven_orders() -> None:
     for chunk in (first, second):
         _check(chunk, _gradients(seeds))
     parameters = _parameters()
-    buckets = GradientBuckets([(0, list(parameters.values()))], group, alone("tp"), 1 << 20)
+    buckets = _buckets(1 << 20, [(0, list(parameters.values()))], group, Group("tp"))
     buckets.zero(1)
     traffic.reset()
     with traffic.counting():
         _loss(parameters, 1, "b").backward()
-        assert traffic.total("dp").calls == 0
+        assert traffic.by_group["dp"].calls == 0
         parameters["b"].tensor.grad.add_(1.5)
         buckets.accumulated(parameters["b"].tensor)
-    assert traffic.total("dp").calls == 1
+    assert traffic.by_group["dp"].calls == 1
     traffic.reset()
     buckets.wait()
     expected = _gradients([1] * 4, "b")
@@ -208,7 +213,7 @@ def test_partial_gradients_orders_of_chunks_and_gradients_that_autograd_does_not
 
 def _left_of_exchanges() -> None:
     group, parameters = everybody("dp"), _parameters()
-    buckets = GradientBuckets([(0, list(parameters.values()))], group, alone("tp"), 65, rows_have_owners=True)
+    buckets = _buckets(65, [(0, list(parameters.values()))], group, Group("tp"), rows_have_owners=True)
     left = []
 
     def noted(*args: Any) -> Exchange:
@@ -237,7 +242,7 @@ def test_what_owners_were_sent_is_freed_when_it_is_summed_up(ranks) -> None:
 def test_one_replica_reduces_nothing_and_is_freed_with_the_buckets() -> None:
     assert not dist.is_initialized()
     parameters = _parameters()
-    buckets = GradientBuckets([(0, list(parameters.values()))], alone("dp"), alone("tp"))
+    buckets = GradientBuckets([(0, list(parameters.values()))], Group("dp"), Group("tp"))
     _loss(parameters, 1).backward()
     buckets.reduce(0)
     buckets.wait()

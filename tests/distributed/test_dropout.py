@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megasnn.layers import BuildContext, DropPath, ParallelDropout, apply_layer
-from megasnn.parallel_state import Group, alone
+from megasnn.parallel_state import Group
 from tests.distributed.whole import drawn
 
 T, C, P = 3, 40, 0.25
@@ -18,7 +18,7 @@ KINDS = pytest.mark.parametrize("kind", [ParallelDropout, DropPath])
 
 
 def drop(kind: Any, group: Group | None = None, seed: int = 0, name: str = "a", p: float = P) -> Any:
-    return kind(p, name, BuildContext(group or alone("tp"), seed=seed))
+    return kind(p, name, BuildContext(group or Group("tp"), seed=seed))
 
 
 def masks(layer: Any, samples: range, channels: int = C) -> Tensor:

@@ -17,7 +17,7 @@ from megasnn.layers.init import constant
 from megasnn.parallel.collectives import all_reduce_sum
 from megasnn.parallel.sync_batch_norm import SharedStatistics, merge_running_statistics
 from megasnn.parallel.traffic import traffic
-from megasnn.parallel_state import alone
+from megasnn.parallel_state import Group
 from tests.distributed.whole import build, channels_last, context, cut_part, everybody, mine, random, require_close
 from tests.parts import Part, assemble, gradients, parts
 
@@ -88,11 +88,11 @@ def _cut(one: Case) -> list[Part]:
         y = norm(x)
         (y * mine(random(*shape, seed=60), group, blocks=one.blocks)).sum().backward()
         found += [cut_part(name, value, group, one.blocks) for name, value in ((f"y{step}", y), (f"x{step}", x.grad))]
-        merge_running_statistics([norm], alone("dp"), 1)
+        merge_running_statistics([norm], Group("dp"), 1)
         assert not norm.pending
     for tensor in tensors:
         if tensor.shard.partial_gradient:
-            all_reduce_sum(tensor.tensor.grad, group, "backward")
+            all_reduce_sum(tensor.tensor.grad, group)
     norm.eval()
     y = norm(channels_last(mine(input_of(one) + 1, group, blocks=one.blocks)))
     found.append(cut_part("evaluated", y, group, one.blocks))
@@ -135,7 +135,7 @@ def batch(index: int, samples: int) -> Tensor:
 
 
 def _replica() -> dict[str, Tensor]:
-    group, own = everybody("dp"), replace(context(alone("tp")), time_steps=2)
+    group, own = everybody("dp"), replace(context(Group("tp")), time_steps=2)
     norms: dict[str, Any] = {name: ParallelBatchNorm(C, own) for name in ("one", "two")}
     norms["free"] = ParallelBatchNorm(C, own, track_running_stats=False)
     tensors = build(norms, {})
@@ -164,7 +164,7 @@ def test_statistics_of_uneven_replicas_are_those_of_the_whole_batch(ranks) -> No
 
 
 def test_statistics_of_bfloat16_are_float32_and_initial_weights_as_given() -> None:
-    norm, x = ParallelBatchNorm(C, context(alone("tp"), torch.float32)), batch(0, 5).bfloat16()
+    norm, x = ParallelBatchNorm(C, context(Group("tp"), torch.float32)), batch(0, 5).bfloat16()
     td = ParallelBatchNorm(C, initialise=constant(1.5))
     build({"norm": norm, "td": td}, {})
     norm.recording = True
@@ -178,7 +178,7 @@ def test_statistics_of_bfloat16_are_float32_and_initial_weights_as_given() -> No
 
 def test_a_unit_takes_another_norm() -> None:
     """The same as the parts one after another; an image of a single time step comes at every step."""
-    options = replace(context(alone("tp")), time_steps=T)
+    options = replace(context(Group("tp")), time_steps=T)
     norm = CASES["tdbn"].ours(options)
     unit = ConvNormNeuron(C, C, 3, options, norm=norm, neuron=NeuronSpec())
     build({"unit": unit}, {f"unit.norm.{name}": value for name, value in values_of(CASES["tdbn"].theirs()).items()})
@@ -232,7 +232,7 @@ def _shared(shares: tuple[int, ...]) -> list[tuple[dict[str, Tensor], dict[str, 
         with traffic.counting():
             cut = _run(kind, replace(one, cp=group), x[:, own], weights[:, own])
         whole["y"], whole["x"] = whole["y"][:, own], whole["x"][:, own]
-        found.append((whole, cut, traffic.total("cp").bytes))
+        found.append((whole, cut, traffic.by_group["cp"].bytes))
     return found
 
 

@@ -61,7 +61,7 @@ def _norm_and_clip(tensor: int, pipeline: int) -> tuple:
         norm = GradientNorm(_all_names(), tensors, state.device)
 
         def of_all() -> float:
-            return math.sqrt(math.fsum(all_reduce_sum(norm.squares(), state.world, "step").tolist()))
+            return math.sqrt(math.fsum(all_reduce_sum(norm.squares(), state.world).tolist()))
 
         value = of_all()
         norm.clip(value, 0.0)

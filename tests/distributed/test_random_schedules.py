@@ -21,7 +21,7 @@ from megasnn.models.description import ModelDescription
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel.gradient_buckets import GradientBuckets
-from megasnn.parallel_state import ParallelState, alone, destroy_model_parallel, initialize_model_parallel
+from megasnn.parallel_state import Group, ParallelState, destroy_model_parallel, initialize_model_parallel
 from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.executor import PipelineExecutor
 from megasnn.pipeline.microbatch_state import MicroBatchInput, StepState
@@ -127,7 +127,7 @@ def _step(schedule: Schedule, state: ParallelState, seed: int) -> tuple[float, d
         norm.recording = True
     boundaries = Boundaries(model, BuildContext(), model.build(BuildContext()))
     transfers = Transfers(mine, schedule.placement, state, boundaries)
-    executor = Delayed(mine, state, transfers, _loss, GradientBuckets([], alone("dp"), alone("tp")))
+    executor = Delayed(mine, state, transfers, _loss, GradientBuckets([], Group("dp"), Group("tp")))
     executor.draw, executor.done = random.Random(f"{seed} {state.rank}"), []
     for chunk in mine.values():
         chunk.weight_gradients.on_added = executor.count

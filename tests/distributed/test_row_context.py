@@ -84,7 +84,7 @@ def _moved(needed: tuple[range, ...], height: int, content: Content) -> tuple:
     (y * weights).sum().backward()
     with pytest.raises(ValueError, match="is given 4"):
         move_rows(random(1, 1, C, 4, WIDTH), move, group, Content.DENSE)
-    return x.grad, weights, traffic.total("cp").bytes, own
+    return x.grad, weights, traffic.by_group["cp"].bytes, own
 
 
 def _all_moved(case: str) -> list[tuple]:

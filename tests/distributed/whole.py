@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megasnn.layers import BuildContext
 from megasnn.layers.shape_inference import MaxInference, mark_spikes
 from megasnn.parallel.sharding import ShardedTensor, materialise, sharded_tensors
-from megasnn.parallel_state import Group, alone
+from megasnn.parallel_state import Group
 from megasnn.random import philox, philox_key
 from tests.parts import Part, gradients
 
@@ -20,7 +20,7 @@ from tests.parts import Part, gradients
 def everybody(name: str = "tp") -> Group:
     """The group of all ranks."""
     size = dist.get_world_size()
-    return alone(name) if size == 1 else Group(name, tuple(range(size)), dist.get_rank(), dist.group.WORLD)
+    return Group(name) if size == 1 else Group(name, tuple(range(size)), dist.get_rank(), dist.group.WORLD)
 
 
 def context(group: Group, dtype: torch.dtype = torch.float64) -> BuildContext:

@@ -100,7 +100,7 @@ def _traffic() -> dict[str, tuple[int, int]]:
             forward_backward(engine, micro, 2)
             evaluated(engine, micro * 2)
             forward_backward(engine, micro, 2)
-        found = {group: (t.bytes, t.dense_bytes) for (group, _, _), t in traffic.read().items()}
+        found = {group: (t.bytes, t.dense_bytes) for group, t in traffic.by_group.items()}
         traffic.reset()
         return found
 

@@ -26,7 +26,7 @@ MODELS: dict[str, Model] = {
     "tied": Tied(),
     "called-again": CalledAgain(),
 }
-Step = tuple[Bits, list[int], dict[tuple[str, str, str], Traffic]]
+Step = tuple[Bits, list[int], Traffic]
 """Bits, spikes of each neuron, and the traffic of the tensor parallel group."""
 
 
@@ -41,7 +41,7 @@ def _step(model: Model, layout: Layout) -> Step:
         traffic.reset()
         with traffic.counting():
             bits = bits_of(engine, inputs_of(engine, images, labels, MICRO_BATCH), SAMPLES)
-        return bits, sorted(spikes), {key: each for key, each in traffic.read().items() if key[0] == "tp"}
+        return bits, sorted(spikes), traffic.by_group["tp"]
 
 
 def _both(name: str, layout: Layout, modes: list[str]) -> list[Step]:
@@ -75,6 +75,6 @@ def test_no_bit_changes(ranks, case: tuple[str, Layout, list[str]]) -> None:
     found = ranks(layout.world_size, _both, name, layout, modes)
     assert any(sum(spikes) for (_, spikes, _), *_ in found), "some neurons fire"
     for plain, *others in found:
-        assert layout.tensor == 1 or plain[2]
+        assert layout.tensor == 1 or plain[2].calls
         for mode, step in zip(modes, others, strict=True):
             assert step == plain, mode
