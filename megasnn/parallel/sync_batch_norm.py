@@ -23,7 +23,7 @@ from megasnn.parallel_state import Group
 
 @dataclass(frozen=True)
 class SharedStatistics:
-    """The exchange over a group of several ranks; see `megasnn.kernels.neuron.Shared`."""
+    """The exchange over a group of several ranks; see `megasnn.kernels.unit.Shared`."""
 
     group: Group
 

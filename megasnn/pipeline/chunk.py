@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, Key, bundle_of, entries_of, map_entries
 from megasnn.device_checks import explained
-from megasnn.layers.blocks import recompute_mode
+from megasnn.layers.blocks import ConvNormNeuron
 from megasnn.layers.context import BuildContext
 from megasnn.layers.dropout import ParallelDropout
 from megasnn.layers.neuron import NeuronLayer
@@ -146,9 +146,18 @@ class PipelineChunk(nn.Module):
 
     @contextmanager
     def only_graph(self) -> Iterator[None]:
-        """Surrounds a forward that is computed again. Raises ValueError for one that has changed what is kept."""
-        with explained(partial("{}: {}".format, ", ".join(self.names))), recompute_mode([*self.layers], self.is_last):
-            yield
+        """Surrounds a forward that is computed again for its graph: the last neurons, whose spikes only leave the
+        chunk, need not fire. Raises ValueError for one that has changed what is kept."""
+        last: Any = self.layers[-1]
+        skips = not self.is_last and type(last).forward is ConvNormNeuron.forward
+        try:
+            if skips:
+                last.fires = False
+            with explained(partial("{}: {}".format, ", ".join(self.names))):
+                yield
+        finally:
+            if skips:
+                last.fires = True
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         return zip(self.names, self.layers, strict=True)

@@ -25,7 +25,7 @@ from megasnn.layers import (
     ParallelNeuron,
     Residual,
 )
-from megasnn.layers.replicated import is_whole
+from megasnn.layers.replicated import LayerCall
 from megasnn.models.build import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
@@ -137,7 +137,7 @@ class Of(Model):
 
 
 def _whole(model: Model) -> list[str]:
-    return [each.name for each in describe(model).build(TWO) if is_whole(each.module)]
+    return [each.name for each in describe(model).build(TWO) if vars(each.module).get("_layer_call", LayerCall()).group]
 
 
 def _steps(layout: Layout) -> dict[str, RankStep | str]:

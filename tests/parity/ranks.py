@@ -22,7 +22,7 @@ from megasnn.engine.model import DistributedModel, StepFigures
 from megasnn.grid import ContextCut
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import BuildContext
-from megasnn.layers.replicated import is_whole
+from megasnn.layers.replicated import LayerCall
 from megasnn.layers.weight_grad import CastWeights
 from megasnn.losses.sums import correct_predictions
 from megasnn.models.build import describe
@@ -242,7 +242,7 @@ def record_step(
         node
         for chunk in engine.chunks.values()
         for layer in chunk.layers
-        if is_whole(layer) and state.tp.rank > 0
+        if vars(layer).get("_layer_call", LayerCall()).group and state.tp.rank > 0
         for node in layer.modules()
     }
     for _, each in engine.neurons():

@@ -1,4 +1,4 @@
-"""The four calls of a norm-(pool-)neuron unit, with tensors: see `megasnn.kernels.neuron`."""
+"""The four calls of a norm-(pool-)neuron unit, with tensors: see `megasnn.kernels.unit`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megasnn.kernels.layout import empty_array
-from megasnn.kernels.neuron import Norm, Unit
 from megasnn.kernels.neuron_spec import NeuronSpec
 from megasnn.kernels.numba import pool
 from megasnn.kernels.numba import unit as loops
@@ -18,6 +17,7 @@ from megasnn.kernels.numba.jit import run
 from megasnn.kernels.numba.neuron import Constants, constants
 from megasnn.kernels.spike_codec import pack_bits
 from megasnn.kernels.torch_backend import REDUCED
+from megasnn.kernels.unit import Norm, Unit
 
 _ROW = 512  # elements that are summed side by side, rounded up to whole pixels
 _ROWS = 32  # rows of a unit that sums: short enough for float32, long enough that folding costs nothing
