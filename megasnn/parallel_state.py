@@ -210,9 +210,7 @@ def let_computing_go_first() -> None:
     the core over, it polls for that lock until its time slice ends (measured with both cores busy: 2.6 ms a message,
     and 0.07 ms with this). Linux only, and from torch 2.13 on, where these threads have a name.
     """
-    if not TASKS.is_dir():
-        return
-    for task in TASKS.iterdir():
+    for task in TASKS.glob("*"):
         with suppress(OSError):  # a thread that has ended meanwhile, or that may not be changed here
             if (task / "comm").read_text().startswith("gloo"):
                 os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))

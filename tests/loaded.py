@@ -12,10 +12,10 @@ import tyro  # noqa: F401  (as flags are read)
 
 import megasnn.training  # noqa: F401
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.neuron import Norm, Unit
 from megasnn.kernels.numba import calls
 from megasnn.kernels.products import Products
 from megasnn.kernels.spike_codec import pack_bits, unpack_bits_into
+from megasnn.kernels.unit import Norm, Unit
 from tests.sums import form_sums_where_few
 
 

@@ -205,6 +205,7 @@ def _computed(
         rounded: type that the input's values are rounded to before they are given as `dtype`.
     """
     from megasnn.kernels import neuron as kernels
+    from megasnn.kernels.unit import BatchNorm, Unit, norm_pool_neuron
 
     numbers = torch.float32 if dtype == torch.bfloat16 else dtype  # of parameters
     x = _input(case, rounded, dtype, device)
@@ -216,8 +217,8 @@ def _computed(
         inputs = [x, *learned]
     else:
         scale, shift = (torch.linspace(low, low + 1.0, case.shape[2], **options) for low in (0.5, 0.0))
-        unit: dict[str, Any] = dict(spec=case.spec, training=True, pool=case.pool, time_steps=case.shape[0])
-        spikes, *others = kernels.norm_pool_neuron(x, scale, shift, w=w, backend=backend, **unit)[:3]
+        norm, unit = BatchNorm(scale, shift), Unit(case.spec, 1e-5, case.pool, case.shape[0])
+        spikes, *others = norm_pool_neuron(x, norm, unit, w, backend=backend)[:3]
         inputs = [x, scale, shift, *learned]
     return [each.detach().cpu() for each in (spikes, *others, *_gradients(spikes, inputs))]
 

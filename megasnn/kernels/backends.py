@@ -25,7 +25,7 @@ class NeuronBackend:
         summary: for --help.
         neurons, surrogates: the names that it can compute.
         neuron_multi_step: `(x, spec, v0, w)`, as in `megasnn.kernels.neuron`.
-        unit_calls: gives a `megasnn.kernels.neuron.UnitCalls`, the four calls of norm, pool and neuron.
+        unit_calls: gives a `megasnn.kernels.unit.UnitCalls`, the four calls of norm, pool and neuron.
         refuses: an input -> why it cannot take that one, None where it can.
     """
 

@@ -24,6 +24,11 @@ def flat_in_memory(x: Tensor) -> Tensor:
     return ordered.view(-1) if ordered.is_contiguous() else x.reshape(-1)
 
 
+def channels_last(x: Tensor) -> Tensor:
+    """`[T, N, C, ...]` with its channels side by side in memory."""
+    return x.movedim(2, -1).contiguous().movedim(-1, 2)
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised contiguous tensor.
 

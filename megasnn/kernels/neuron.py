@@ -1,17 +1,9 @@
-"""Neurons, and the unit of batch norm, optional max pooling and neurons: arguments are checked, a backend computes.
-
-A backend computes a unit by four calls. Between them stand sums over the samples and pixels that one rank has: where
-ranks share a micro-batch, they exchange them there. For backward the input is kept, and the statistics; all else is
-computed again.
-"""
+"""Neurons alone: arguments are checked, a backend computes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,112 +12,6 @@ from torch.autograd.function import once_differentiable
 from megasnn.kernels.backends import AUTO, backend_for
 from megasnn.kernels.neuron_spec import NEURONS, NeuronSpec
 from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
-from megasnn.recompute import cached_collective
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Description of a unit, besides its tensors; arguments as in `norm_pool_neuron`.
-
-    Attributes:
-        above: with pooling, how many rows of the input, 0 or 1, come before the middle of the first windows; without
-            one, the windows reach beyond the image there.
-    """
-
-    spec: NeuronSpec
-    eps: float
-    pool: bool
-    time_steps: int
-    above: int = 0
-
-    def shape_of_spikes(self, x: Tensor) -> tuple[int, ...]:
-        """The shape for an input `[X, N, C, ...]`."""
-        return self.time_steps, *x.shape[1:3], *self.space_of_spikes(x.shape[3:])
-
-    def space_of_spikes(self, space: Sequence[int]) -> tuple[int, ...]:
-        """The sides for an input of these sides."""
-        if not self.pool:
-            return tuple(space)
-        height, width = space
-        return (height - self.above + 1) // 2, (width + 1) // 2
-
-
-class Norm(NamedTuple):
-    """Tensors [C]: mean and biased variance to normalise with, in double precision; scale and shift, or None."""
-
-    mean: Tensor
-    variance: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-
-
-class Shared(Protocol):
-    """The exchange between ranks of which each has a part of the values that are normalised together."""
-
-    def statistics(self, own: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance `[2, C]` of what all ranks have, and its number of values a channel, in double
-        precision, from those of this rank's own."""
-
-    def total(self, sums: Tensor) -> Tensor:
-        """The sum over the ranks, on each of them."""
-
-
-class ParameterGradients(NamedTuple):
-    """Gradients `[C]` of a norm's scale and shift, in their types; None of what it lacks."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-
-
-class UnitOutput(NamedTuple):
-    """
-    Attributes:
-        spikes: `[time_steps, N, C, ...]` in the type of the input.
-        mean, variance: `[C]`, those that the input was normalised with; without gradient.
-        values: a channel, over which they were taken: their number; a scalar on the device where ranks share them.
-    """
-
-    spikes: Tensor
-    mean: Tensor
-    variance: Tensor
-    values: int | Tensor
-
-
-class UnitCalls(Protocol):
-    """The four calls. Inputs `[X, N, C, ...]`, X = T or 1, and spikes are channels-last in memory."""
-
-    def statistics(self, x: Tensor) -> Tensor:
-        """Mean and biased variance of each channel, `[2, C]` in double precision."""
-
-    def fire(
-        self, x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Spikes `[T, N, C, ...]` in the type of x; if asked for, also as `spike_codec.pack_bits` packs them."""
-
-    def backward_sums(
-        self, x: Tensor, g_spikes: Tensor, norm: Norm, w: Tensor | None, unit: Unit, learn: bool
-    ) -> tuple[Tensor, Any, ParameterGradients | None]:
-        """Sums `[3, C]` in double precision, g being the gradient of the normalised input: of g, of g (x - mean), and
-        with `learn` of what the gradient of w needs (`gradient_of_w`). What `input_gradient` takes as carried. And the
-        gradients of the norm's parameters, where they come with the sums; otherwise `parameter_gradients` gives them.
-        """
-
-    def input_gradient(
-        self,
-        x: Tensor,
-        g_spikes: Tensor,
-        norm: Norm,
-        w: Tensor | None,
-        unit: Unit,
-        sums: Tensor | None,
-        count: int,
-        carried: Any,
-    ) -> Tensor:
-        """The gradient of x.
-
-        Args:
-            sums: the first two, over `count` values a channel; None where statistics did not depend on x.
-        """
 
 
 def neuron_multi_step(
@@ -149,70 +35,10 @@ def neuron_multi_step(
         ValueError: an unknown backend, a plif neuron without ``w`` (or another with it), or a backend that cannot be
             used here.
     """
-    _check_neuron(x, spec, w)
+    check_neuron(x, spec, w)
     if x.is_meta:
         return torch.empty_like(x), x.new_empty(x.shape[1:])
     return backend_for(backend, x, spec).neuron_multi_step(x, spec, v0, w)
-
-
-def norm_pool_neuron(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    *,
-    spec: NeuronSpec,
-    training: bool,
-    eps: float = 1e-5,
-    w: Tensor | None = None,
-    pool: bool = False,
-    time_steps: int | None = None,
-    backend: str = AUTO,
-    fires: bool = True,
-    shared: Shared | None = None,
-    above: Tensor | None = None,
-) -> UnitOutput:
-    """Batch norm, then optionally ``MaxPool2d(3, stride=2, padding=1)``, then a layer of neurons at rest.
-
-    In training the norm uses mean and biased variance of ``x`` over time, samples and space, and leaves the running
-    statistics alone: the caller merges what is returned. In evaluation it uses the running statistics.
-
-    Args:
-        x: ``[T, N, C, H, W]`` or ``[T, N, C, L]``; on the meta device as for `neuron_multi_step`. With
-            ``T = 1 < time_steps`` the same input comes at every step.
-        weight, bias: ``[C]`` or None.
-        running_mean, running_var: ``[C]``; without them evaluation normalises with the batch as well.
-        pool: needs ``[T, N, C, H, W]``.
-        fires: False where only the graph is wanted: the spikes are then zeros without memory.
-        shared: with whom the values are shared that are normalised together.
-        above: with ``pool``, the row ``[T, N, C, 1, W]`` above ``x`` that another rank has, which statistics do not
-            count. Then ``x`` begins with an even row of the image; without it, or of no row, at its edge.
-
-    Returns:
-        Spikes, and the statistics that were used (float32 when ``x`` is bfloat16); see `UnitOutput`.
-
-    Raises:
-        ValueError: an unknown backend, time steps that do not fit, a single value per channel in training, or a
-            backend that cannot be used here.
-    """
-    _check_neuron(x, spec, w)
-    steps = x.shape[0] if time_steps is None else time_steps
-    if x.shape[0] not in (1, steps):
-        raise ValueError(f"input has {x.shape[0]} time steps; it must have 1 or {steps} (--time-steps)")
-    if training and shared is None and x.numel() == x.shape[2]:
-        raise ValueError(f"batch norm in training needs more than one value per channel, got input {tuple(x.shape)}")
-    unit = Unit(spec, eps, pool, steps)
-    if x.is_meta:
-        of_channels = x.new_empty(x.shape[2:3])
-        return UnitOutput(x.new_empty(unit.shape_of_spikes(x)), of_channels, of_channels, x.numel() // x.shape[2])
-    running = None if training or running_mean is None or running_var is None else (running_mean, running_var)
-    calls = backend_for(backend, x, spec).unit_calls()
-    # Writing the bits costs next to nothing while the spikes are at hand. Only a backward needs them.
-    packed = torch.is_grad_enabled() and spec.largest == 1
-    inputs = channels_last(x), above, weight, bias, w, running, unit, calls, packed, fires, shared
-    spikes, mean, variance, count, bits = _NormPoolNeuron.apply(*inputs)
-    return UnitOutput(remember_bits(spikes, bits), mean, variance, count)
 
 
 def neuron_by(
@@ -270,11 +96,6 @@ def _rows(x: Any, dim: int) -> Any:
     return None if x is None else x.detach().movedim(min(dim, x.ndim - 1), -1).contiguous()
 
 
-def channels_last(x: Tensor) -> Tensor:
-    """`[T, N, C, ...]` with its channels side by side in memory."""
-    return x.movedim(2, -1).contiguous().movedim(-1, 2)
-
-
 def gradient_of_w(total: Tensor, w: Tensor, spec: NeuronSpec) -> Tensor:
     """The gradient of a learned time constant's w from what kernels sum, which lacks a factor; q = sigmoid(w)."""
     q = w.detach().double().sigmoid()
@@ -282,105 +103,8 @@ def gradient_of_w(total: Tensor, w: Tensor, spec: NeuronSpec) -> Tensor:
     return (total * factor).view(w.shape).to(w.dtype)
 
 
-class _NormPoolNeuron(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        above: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        w: Tensor | None,
-        running: tuple[Tensor, Tensor] | None,
-        unit: Unit,
-        calls: UnitCalls,
-        packed: bool,
-        fires: bool,
-        shared: Shared | None,
-    ) -> tuple[Tensor, Tensor, Tensor, int | Tensor, Tensor | None]:
-        own = x.numel() // x.shape[2]
-        count: int | Tensor = own
-        if running is None and shared is not None:
-            found, count = cached_collective(lambda: shared.statistics(_statistics(calls, x), own))
-        elif running is None:
-            found = cached_collective(partial(calls.statistics, x))
-        else:
-            found = torch.stack([each.detach().double() for each in running])
-        mean, variance = found.unbind()
-        if above is not None and above.shape[3]:
-            unit, x = replace(unit, above=1), channels_last(torch.cat([above, x], dim=3))
-        if fires and own:
-            spikes, bits = calls.fire(x, Norm(mean, variance, weight, bias), w, unit, packed)
-        else:
-            spikes, bits = x.new_zeros(()).expand(unit.shape_of_spikes(x)), None
-        ctx.set_materialize_grads(False)
-        ctx.unit, ctx.calls, ctx.batch = unit, calls, running is None
-        ctx.without_above = above if above is not None and not above.shape[3] else None
-        ctx.shared = shared if running is None else None
-        ctx.save_for_backward(x, weight, bias, w, mean, variance, *([count] if isinstance(count, Tensor) else []))
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        mean, variance = found.to(dtype).unbind()
-        others = mean, variance, count, bits
-        ctx.mark_non_differentiable(*(each for each in others if isinstance(each, Tensor)))
-        return spikes, *others
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_spikes: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if g_spikes is None:
-            return (None,) * 11
-        x, weight, bias, w, mean, variance, *counts = ctx.saved_tensors
-        need_x, need_above, need_weight, need_bias, need_w = ctx.needs_input_grad[:5]
-        unit, calls, norm = ctx.unit, ctx.calls, Norm(mean, variance, weight, bias)
-        g_spikes, count = channels_last(g_spikes), x.numel() // x.shape[2]
-        of_norm = None
-        if count:
-            sums, carried, of_norm = calls.backward_sums(x, g_spikes, norm, w, unit, need_w)
-        else:
-            sums = x.new_zeros((3, x.shape[2]), dtype=torch.float64)
-        if of_norm is None:
-            of_norm = parameter_gradients(sums, norm, unit.eps)
-        g_x, g_above = None, ctx.without_above
-        if need_x or need_above:
-            means = sums if ctx.batch else None
-            if ctx.shared is not None:  # what is divided by this rank's number of values is to be a mean over all
-                means = ctx.shared.total(sums) * (count / counts[0])
-            g_x = calls.input_gradient(x, g_spikes, norm, w, unit, means, count, carried) if count else x
-            if unit.above:
-                g_above, g_x = g_x[:, :, :, :1], g_x[:, :, :, 1:]
-                if means is not None:  # the rank whose row that is takes these off
-                    g_above = g_above + _means_of(x[:, :, :, :1], means / count, norm, unit.eps)
-        return (
-            g_x,
-            g_above,
-            of_norm.weight if need_weight else None,
-            of_norm.bias if need_bias else None,
-            gradient_of_w(sums[2].sum(), w, unit.spec) if need_w else None,
-            *(None,) * 6,
-        )
-
-
-def parameter_gradients(sums: Tensor, norm: Norm, eps: float) -> ParameterGradients:
-    """Gradients of scale and shift from the sums of a backward."""
-    of_weight = None if norm.weight is None else (sums[1] * (norm.variance + eps).rsqrt()).to(norm.weight.dtype)
-    return ParameterGradients(of_weight, None if norm.bias is None else sums[0].to(norm.bias.dtype))
-
-
-def _statistics(calls: UnitCalls, x: Tensor) -> Tensor:
-    """Statistics of what this rank has of shared values, which may be nothing."""
-    return calls.statistics(x) if x.numel() else x.new_zeros((2, x.shape[2]), dtype=torch.float64)
-
-
-def _means_of(x: Tensor, means: Tensor, norm: Norm, eps: float) -> Tensor:
-    """Part that the input gradient of values has lost by the means of the gradients, and of those by deviations."""
-    precision = (norm.variance + eps).reciprocal()
-    scale = precision.sqrt() if norm.weight is None else precision.sqrt() * norm.weight.detach()
-    of_channels = scale * means[0], scale * means[1] * precision, norm.mean
-    each, slope, mean = (values.view(-1, 1, 1) for values in of_channels)
-    return (each + (x - mean) * slope).to(x.dtype)
-
-
-def _check_neuron(x: Tensor, spec: NeuronSpec, w: Tensor | None) -> None:
+def check_neuron(x: Tensor, spec: NeuronSpec, w: Tensor | None) -> None:
+    """Raises ValueError for input that is no current, and a parameter that does not belong to the neuron."""
     if not x.is_floating_point():
         raise ValueError(f"a neuron takes floating-point input [T, N, ...], got {x.dtype} {tuple(x.shape)}")
     if (w is not None) != NEURONS[spec.kind].learns:

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megasnn.kernels.neuron import Norm, Unit, channels_last
+from megasnn.kernels.layout import channels_last
 from megasnn.kernels.neuron_spec import NEURONS, SURROGATES, NeuronSpec
 from megasnn.kernels.spike_codec import pack_bits, remember_bits, wants_bits
+from megasnn.kernels.unit import Norm, Unit
 
 REDUCED = (torch.bfloat16, torch.float16)
 

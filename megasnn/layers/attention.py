@@ -28,11 +28,8 @@ from megasnn.parallel_state import Group
 
 
 class _HeadAttention(nn.Module):
-    """Attention of which a rank computes `num_heads / size` heads, between a unit that gives q, k and perhaps v and one
-    that joins the heads.
-
-    The fused weight of q, k and v is cut inside each of its blocks, so that a rank's channels are its heads' q, k and
-    v.
+    """Attention of which a rank computes `num_heads / size` heads, between a unit that gives q, k and perhaps v, cut
+    inside each of these blocks, and one that joins the heads.
 
     Args:
         dim: C, the global number of channels.
@@ -74,11 +71,11 @@ class SpikingSelfAttention(_HeadAttention):
     qkv: ConvNormNeuron
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(x)
+        qkv, tokens = self.qkv(x), x.shape[3:].numel()
         if x.is_meta:
-            self._tokens = x.shape[3:].numel()  # of whole images
-        shared = None if self._rows is None or x.is_meta else (self._rows, self._tokens)
-        plan = AttendPlan(qkv.shape[0] * qkv.shape[1], self.local_heads, shared)
+            self._tokens = tokens  # of whole images
+        group = None if x.is_meta else self._rows
+        plan = AttendPlan(self.local_heads, qkv.shape[:2].numel(), tokens if group is None else self._tokens, group)
         if self._traceable:
             out = attend(to_matrix(qkv), plan)
         else:
@@ -131,11 +128,7 @@ class SpikeDrivenAttention(nn.Module):
 
 
 def own_heads(dim: int, num_heads: int, ranks: int) -> int:
-    """The heads that each tensor parallel rank computes.
-
-    Raises:
-        ValueError: the heads do not divide by the number of ranks, or the channels by the heads.
-    """
+    """The heads that each tensor parallel rank computes. Raises ValueError where they are no whole number."""
     if dim % num_heads:
         raise ValueError(f"{dim} channels do not divide by --num-heads {num_heads}")
     if num_heads % ranks:
@@ -144,7 +137,7 @@ def own_heads(dim: int, num_heads: int, ranks: int) -> int:
 
 
 def _require_spikes(attention: nn.Module, neuron: NeuronSpec) -> None:
-    """Raises ValueError for neurons that give counts, which bits do not hold."""
+    """Raises ValueError for neurons that give counts."""
     if neuron.largest > 1:
         raise ValueError(
             f"--neuron {neuron.kind} fires up to {neuron.largest} in a step, and {type(attention).__name__} takes "
@@ -167,20 +160,18 @@ EXACT_BFLOAT16 = 256  # up to here bfloat16 holds every whole number
 
 @dataclass(frozen=True)
 class AttendPlan:
-    """Sizes of an attention: time steps times samples, and heads of this rank.
+    """Sizes of an attention.
 
     Attributes:
-        shared: the ranks that share out the tokens, and the number of all of them: k^T v is summed over the ranks, and
-            so is its gradient.
+        heads: of this rank. frames: time steps times samples.
+        tokens: number that k^T v is a sum over.
+        group: the ranks that share out the tokens: k^T v is summed over the ranks, and so is its gradient.
     """
 
-    frames: int
     heads: int
-    shared: tuple[Group, int] | None = None
-
-    def tokens(self, rows: torch.Size) -> int:
-        """Number of tokens that k^T v is a sum over, for rows of this shape."""
-        return rows[0] // self.frames if self.shared is None else self.shared[1]
+    frames: int
+    tokens: int
+    group: Group | None = None
 
     def split(self, packed: Tensor, rows: torch.Size, dtype: torch.dtype) -> Tensor:
         """q, k and v, `[3, frames, heads, L, d]`, from the bits of rows `[frames * L, 3 * heads * d]`."""
@@ -212,27 +203,27 @@ class Attend(torch.autograd.Function):
         ctx.plan, ctx.shape, ctx.dtype = plan, rows.shape, rows.dtype
         # The unit before it has a neuron of ours: these are spikes, and nobody has to look.
         packed = encode(rows.reshape(-1), Content.SPIKES) if bits is None else bits
-        q, k, v = plan.split(packed, rows.shape, exact_type(rows, plan.tokens(rows.shape)))
-        kv, shared = k.transpose(-2, -1) @ v, plan.shared
-        if shared is not None:
-            kv = sum_counts(kv, shared[1], shared[0])
-            sums = kv.to(torch.uint8) if shared[1] <= LARGEST_COUNT else kv
-        ctx.save_for_backward(packed, *([] if shared is None else [sums]))
+        q, k, v = plan.split(packed, rows.shape, exact_type(rows, plan.tokens))
+        kv, sums = k.transpose(-2, -1) @ v, None
+        if plan.group is not None:
+            kv = sum_counts(kv, plan.tokens, plan.group)
+            sums = kv.to(torch.uint8) if plan.tokens <= LARGEST_COUNT else kv
+        ctx.save_for_backward(packed, sums)
         return rearrange(product(q, kv * SCALE, rows.dtype), "f h l d -> (f l) (h d)").to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Gradients are formed in float32 at least, on a GPU in bfloat16 where `grad` is that already."""
-        packed, *sums = ctx.saved_tensors
+        packed, sums = ctx.saved_tensors
         plan: AttendPlan = ctx.plan
-        exact = exact_type(grad, plan.tokens(ctx.shape))
+        exact = exact_type(grad, plan.tokens)
         dtype = exact if grad.dtype == exact else sums_type(grad.dtype)
         spikes = plan.split(packed, ctx.shape, exact)
-        kv = (sums[0] if sums else spikes[1].transpose(-2, -1) @ spikes[2]).to(dtype) * SCALE
+        kv = (spikes[1].transpose(-2, -1) @ spikes[2] if sums is None else sums).to(dtype) * SCALE
         q, k, v = spikes.to(dtype)
         grad = rearrange(grad.to(dtype), "(f l) (h d) -> f h l d", f=plan.frames, h=plan.heads).contiguous()
         of_kv = (q.transpose(-2, -1) @ grad).mul_(SCALE)
-        finish = None if plan.shared is None else start_all_reduce_sum(of_kv, plan.shared[0])
+        finish = None if plan.group is None else start_all_reduce_sum(of_kv, plan.group)
         of_part, of_rows = empty(q.shape, dtype, grad.device), empty(ctx.shape, ctx.dtype, grad.device)
         of_q, of_k, of_v = of_rows.view(plan.frames, -1, 3, plan.heads, q.shape[-1]).transpose(1, 3).unbind(2)
         of_q.copy_(torch.matmul(grad, kv.transpose(-2, -1), out=of_part))

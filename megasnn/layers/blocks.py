@@ -1,16 +1,13 @@
-"""Blocks of layers: convolution, norm, optional pooling and neuron as one unit, where a fused kernel replaces the
-inside."""
+"""Blocks of layers: convolution, norm, optional pooling and neuron as one unit, and what models repeat."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.neuron import norm_pool_neuron
+from megasnn.kernels.unit import BatchNorm, Unit, norm_pool_neuron
 from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.conv import ParallelConv
 from megasnn.layers.neuron import NeuronLayer, ParallelNeuron, make_neuron
@@ -32,11 +29,9 @@ class ConvNormNeuron(nn.Module):
         padding: None keeps height and width at stride 1.
         neuron: a description, or a layer of neurons of one's own (SpikingNeuron); None for the neuron of the context.
         norm: a norm of these `out_channels`; None for batch norm.
-        max_pool: whether there is the max pooling. average_pool: sides of the squares of the average pooling; 1 for
-            none. It happens inside the convolution, so that what travels and is kept is the input's spikes.
-        blocks, conv_options: as in ParallelConv.
+        average_pool: `pool` of the convolution. blocks, conv_options: as in ParallelConv.
     Attributes:
-        fires: whether a forward gives spikes; not where only its graph is wanted, and zeros do.
+        fires: False while only the graph of a forward is wanted, and zeros do for spikes.
     """
 
     def __init__(
@@ -85,32 +80,25 @@ class ConvNormNeuron(nn.Module):
         if not (self._is_fused and isinstance(norm, ParallelBatchNorm) and isinstance(neuron, ParallelNeuron)):
             y = norm(self.conv(x))
             return neuron(y if self.max_pool is None else self.max_pool(y))
-        constant = self.conv.bias if norm.uses_batch_statistics else None
+        fixed = norm.fixed_statistics
+        constant = self.conv.bias if fixed is None else None
         y = self.conv(x, add_bias=constant is None)
-        steps = neuron.steps_of(y)
-        above, y = self.conv.split_row_above(y) if self.conv.row_above else (None, y)
+        above, y = self.conv.split_row_above(y)
+        bias = norm.bias if norm.bias is None or constant is None else norm.bias + 0 * constant
+        unit = Unit(neuron.spec, norm.eps, pool=self.max_pool is not None, time_steps=neuron.steps_of(y))
         spikes, mean, variance, count = norm_pool_neuron(
             y,
-            norm.weight,
-            norm.bias if norm.bias is None or constant is None else norm.bias + 0 * constant,
-            norm.running_mean,
-            norm.running_var,
-            spec=neuron.spec,
-            training=norm.uses_batch_statistics,
-            eps=norm.eps,
-            w=neuron.w,
-            pool=self.max_pool is not None,
-            time_steps=steps,
+            BatchNorm(norm.weight, bias, fixed, norm.shared),
+            unit,
+            neuron.w,
+            above=above,
             backend=neuron.backend,
             fires=self.fires,
-            shared=norm.shared,
-            above=above,
         )
-        if norm.uses_batch_statistics:
+        if fixed is None:
             # Equal frames change neither mean nor variance, but the unbiased variance counts all of them.
-            repeats = steps // y.shape[0]
             mean = mean if constant is None else mean + constant.detach()
-            norm.record(mean, variance, repeats * count)
+            norm.record(mean, variance, unit.time_steps // len(y) * count)
         return neuron.observed(spikes)
 
 
@@ -159,34 +147,3 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) + x
-
-
-@contextmanager
-def recompute_mode(layers: Sequence[nn.Module], keeps_output: bool = False) -> Iterator[None]:
-    """Around a forward that is computed again for its graph alone: norms do not record, nobody is told of spikes, and
-    those that only leave the last of the layers are not computed.
-
-    Args:
-        keeps_output: whether the output of the last one is wanted nevertheless.
-    """
-    modules = [module for layer in layers for module in layer.modules()]
-    last = None if keeps_output or not layers else layers[-1]
-    with ExitStack() as changes:
-        for module in modules:
-            if isinstance(module, ParallelBatchNorm):
-                changes.enter_context(_set(module, "recording", False))
-            elif isinstance(module, NeuronLayer):
-                changes.enter_context(_set(module, "observer", None))
-        if isinstance(last, ConvNormNeuron) and type(last).forward is ConvNormNeuron.forward:
-            changes.enter_context(_set(last, "fires", False))
-        yield
-
-
-@contextmanager
-def _set(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)

@@ -21,23 +21,20 @@ class BuildContext:
     """
     Attributes:
         tp: the tensor-parallel group the layers are cut over.
-        held_by: the tensor-parallel ranks that all hold the same, where layers are whole on each; None where they are
-            cut.
+        held_by: the tensor-parallel ranks that all hold the same, where layers are whole; None where they are cut.
         dtype: of parameters, buffers, optimizer state and gradients.
         compute_dtype: of activations and matrix products; bfloat16 with `--precision bf16`, otherwise `dtype`.
         neuron_backend: a name in megasnn.kernels.BACKENDS, or "auto".
         seed: of what layers draw in training (dropout).
         weight_gradients: where the layers leave the second part of their backward.
-        dp: the ranks that hold the same layers for other samples. dp_shard: those of them, neighbours, that share one
-            copy of the weights by rows.
+        dp: the ranks that hold the same layers for other samples. dp_shard: those that share one copy of the weights.
         cp: the ranks that share a micro-batch. cut: by what they do.
         neuron: of the layers that are not given one of their own.
         time_steps: T. A layer of neurons that is given a single time step takes it for each of them.
         carries: whether neurons go on from the potential that the last call left, until they are reset.
         cast_weights: gives the layers with weights what they multiply by.
         sparse_products: True to sum over spikes in products with few of them.
-        traceable: True for plain functions of torch alone, which torch.export and torch.jit.trace follow; for one rank,
-            without gradients.
+        traceable: True for functions of torch alone, which torch.export follows; for one rank, without gradients.
     """
 
     tp: Group = field(default_factory=lambda: Group("tp"))
@@ -69,8 +66,7 @@ class BuildContext:
 
     @property
     def counts_logits(self) -> bool:
-        """Tells whether the logits that this rank computes count: of ranks that all have the same, those of the first
-        do."""
+        """Tells whether the logits that this rank computes count: of equal ones, those of the first rank do."""
         return self.cut == "samples" or self.cp.rank == 0
 
     def largest_share(self, samples: int) -> int:
@@ -82,13 +78,8 @@ class BuildContext:
         """This rank among those that hold the same layers, whole or cut."""
         weights, tp = self.dp_shard.size, self.held_by or self.tp
         sizes = Grid(dp_replicate=self.dp.size // weights, dp_shard=weights, cp=self.cp.size, tp=tp.size)
-        return Place(
-            sizes,
-            dp_replicate=self.dp.rank // weights,
-            dp_shard=self.dp_shard.rank,
-            cp=self.cp.rank,
-            tp=tp.rank,
-        )
+        replica, part = self.dp.rank // weights, self.dp_shard.rank
+        return Place(sizes, dp_replicate=replica, dp_shard=part, cp=self.cp.rank, tp=tp.rank)
 
     def shard(
         self,

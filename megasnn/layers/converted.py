@@ -1,8 +1,7 @@
 """Layer classes of torch and SpikingJelly as layers of ours, cut by channel: the table of conversions.
 
-A layer keeps the names of its tensors, its initial values, its hooks and what was set on it, and how it is called: one
-of torch's, or of SpikingJelly's in step mode "s", is given `[N, C, ...]`, in which N may be T * N; one in step mode "m"
-is given `[T, N, C, ...]`.
+A layer keeps the names of its tensors, its initial values, its hooks and what was set on it. One in SpikingJelly's step
+mode "m" is still given `[T, N, C, ...]`, any other `[N, C, ...]`, in which N may be T * N.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ def linear(module: nn.Linear, context: BuildContext, initialise: ModuleInitialis
 
 
 def batch_norm(norm: _BatchNorm, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Stands for a batch norm: running statistics are merged once per step. One in evaluation mode uses and keeps its
-    running statistics in training too."""
+    """Stands for a batch norm. One in evaluation mode uses and keeps its running statistics in training too."""
     ours = ParallelBatchNorm(
         norm.num_features,
         context,
@@ -171,8 +169,7 @@ def is_multi_step(module: nn.Module) -> bool:
 
 
 def convert(module: nn.Module, conversion: Callable[..., nn.Module], *args: Any) -> nn.Module:
-    """The layer that a plain one becomes: called as it was, with its hooks, with what was set on it and on its
-    parameters."""
+    """The layer that a plain one becomes, called as it was, with its hooks and what was set on it."""
     ours = conversion(module, *args)
     if isinstance(ours, (ParallelConv, ParallelLinear, ParallelBatchNorm)) and not is_multi_step(module):
         vars(ours)["forward"] = partial(_without_time, ours)

@@ -73,8 +73,7 @@ class _Drop(nn.Module):
                 "apply_layer the samples"
             )
         if x.is_meta:
-            why = f"would draw the same both times: make a second one, of another name than {self.name!r}"
-            refuse_second_call(self, why)
+            refuse_second_call(self, f"would draw the same: make a second one, of another name than {self.name!r}")
             return torch.empty_like(x)
         if isinstance(positions, range):
             positions = torch.arange(positions.start, positions.stop)
@@ -83,8 +82,7 @@ class _Drop(nn.Module):
         return (x * self.kept(x, keys)).mul_(1 / (1 - self.p))
 
     def kept(self, x: Tensor, keys: Tensor) -> Tensor:
-        """Mask of the values that are kept: bool, of a shape that meets `x`. Args: keys: of the samples, int64 `[2,
-        N]`."""
+        """Mask of the values that are kept: bool, of a shape that meets `x`. `keys` are the samples', `[2, N]`."""
         raise NotImplementedError
 
 
@@ -92,9 +90,8 @@ class ParallelDropout(_Drop):
     """`[T, N, C_local, *space]`: values are zero with probability p, the others are divided by 1 - p (nn.Dropout).
 
     Whether a value is kept follows from (seed, name, the sample's position in the training) and its place among all
-    time steps, pixels and channels of the sample, and a rank draws for its own channels only. So neither the cut into
-    micro-batches nor the ranks that compute them matter, nor where a run was interrupted. As with nn.Dropout, time
-    steps are drawn independently of each other; with --bptt-steps each call goes on from the steps of the last one.
+    time steps, pixels and channels of the sample: micro-batches, ranks and interruptions change nothing. Time steps are
+    drawn independently of each other; with --bptt-steps each call goes on from the steps of the last one.
 
     Args:
         same_at_all_steps: what is dropped is dropped at all time steps (SpikingJelly's Dropout).
@@ -140,9 +137,8 @@ class ParallelDropout(_Drop):
 class DropPath(_Drop):
     """`[T, N, ...]`: samples are zero with probability p, at all time steps, and the others are divided by 1 - p.
 
-    Stochastic depth (Huang et al. 2016, arXiv 1603.09382), for a branch that is added to its input. Whether a sample is
-    kept follows from (seed, name, its position in the training), so it is the same on all tensor-parallel ranks and for
-    any cut into micro-batches. What comes out are no spikes any more: 1 / (1 - p) is no whole number.
+    Stochastic depth (Huang et al. 2016, arXiv 1603.09382), for a branch that is added to its input. Drawn by sample, as
+    dropout. What comes out are no spikes any more: 1 / (1 - p) is no whole number.
     """
 
     purpose = "drop path"

@@ -1,8 +1,7 @@
 """Initial values of parameters and buffers: functions that fill a global tensor from a generator keyed by its name.
 
 Those of plain modules come from what their constructor sets as numbers, their `reset_parameters`, a function of the
-user's, in this order, so that the last one wins. Modules are made on the meta device, without values; what has to be
-known is found out on a copy with memory.
+user's, in this order, so that the last one wins. Modules are made on the meta device; values are found on a copy.
 """
 
 from __future__ import annotations
@@ -89,11 +88,8 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | None, name: str) -> Initialiser:
-    """Fills a global tensor with the values that a plain module gives its own tensor of this name.
-
-    Args:
-        initialise: of the user: sets values of a module, after its own `reset_parameters`.
-    """
+    """Fills a global tensor with the values that a plain module, and then the user's `initialise`, gives its own tensor
+    of this name."""
     numbers = {each: tensor.detach().clone() for each, tensor in own_tensors(module) if not tensor.is_meta}
     return partial(_fresh, module, name, initialise, numbers)
 
@@ -154,8 +150,7 @@ def _fresh(
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    """Memory without values: in float32 whatever the precision, as materialise draws, since torch draws other numbers
-    in float64."""
+    """Memory without values, in float32 as materialise draws: torch draws other numbers in float64."""
     is_float = tensor.is_floating_point()
     dtype = torch.float32 if is_float else tensor.dtype
     return torch.full(tensor.shape, math.nan if is_float else 0, dtype=dtype, device="cpu")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from megasnn.kernels.products import Products
-from megasnn.kernels.spike_codec import Content, bits_of, may_be_sparse
+from megasnn.kernels.spike_codec import Content, bits_of
 from megasnn.layers.context import BuildContext, context_for
-from megasnn.layers.conv import ConvPlan, WeightedLayer
 from megasnn.layers.init import uniform
 from megasnn.layers.row_context import MeanOverSpace
+from megasnn.layers.weighted import Communication, ProductPlan, WeightedLayer
 from megasnn.parallel.collectives import own_channels
 from megasnn.parallel.sharding import Initialiser
 
@@ -23,8 +22,8 @@ class ParallelLinear(WeightedLayer):
 
     Style "row" multiplies the features at hand with the matching columns of the weight and sums over the ranks: the
     output is whole on every rank, and the bias is added once, after the sum. Style "column" gathers the input and
-    computes this rank's output features. An input that every rank has whole (pixels
-    in a row) is not gathered, and style "row" takes this rank's features of it; the dry run shows it.
+    computes this rank's output features. An input that every rank has whole (pixels in a row) is not gathered, and
+    style "row" takes this rank's features of it; the dry run shows it.
 
     Args:
         initialise, initialise_bias: fill the global weight and bias; by default as torch does.
@@ -49,26 +48,15 @@ class ParallelLinear(WeightedLayer):
         group, default = context.tp, uniform(in_features)
         if style not in ("column", "row"):
             raise ValueError(f"style must be 'column' or 'row', got {style!r}")
-        for name, size in (("in_features", in_features), ("out_features", out_features)):
-            if size % group.size and (name == "in_features" or style == "column"):
-                raise ValueError(f"{name} {size} does not divide by --tensor-model-parallel-size {group.size}")
         weight_dim, bias_dim = (1, None) if style == "row" else (0, 0)
+        communication = Communication.WHOLE_OUTPUT if style == "row" else Communication.GATHER
         super().__init__(
             context,
             context.shard((out_features, in_features), weight_dim, initialise=initialise or default),
             context.shard((out_features,), bias_dim, initialise=initialise_bias or default) if bias else None,
+            ProductPlan(group, communication if group.size > 1 else Communication.NONE, Products()),
         )
         self.in_features, self.out_features, self.style = in_features, out_features, style
-        self.plan = ConvPlan(
-            group=group,
-            gather=style == "column" and group.size > 1,
-            scatter=False,
-            content=Content.DENSE,
-            products=Products(),
-            pool=1,
-            sum_whole=style == "row",
-        )
-        self._sparse = context.sparse_products
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta:
@@ -83,16 +71,10 @@ class ParallelLinear(WeightedLayer):
 
     def _dry_run(self, x: Tensor) -> Tensor:
         """Learns from the input what it holds; gives the shape of the output. Raises ValueError as `learn_input`."""
-        whole, is_row = self.learn_input(x, -1, self.in_features), self.style == "row"
+        whole = self.learn_input(x, -1, self.in_features)
         if whole and x.ndim != 3:
             raise ValueError(f"an input that every tensor parallel rank has whole is [T, N, C] here, got {[*x.shape]}")
-        self.plan = replace(
-            self.plan,
-            gather=not is_row and not whole and self.plan.group.size > 1,
-            whole=whole and not is_row,
-            products=Products(self._sparse and may_be_sparse(self.plan.content)),
-        )
-        features = self.out_features if is_row else self.out_features // self.plan.group.size
+        features = self.out_features // (1 if self.style == "row" else self.plan.group.size)
         return x.new_empty((*x.shape[:-1], features), dtype=self.compute_dtype)
 
 

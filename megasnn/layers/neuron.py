@@ -1,5 +1,4 @@
-"""Spiking neurons over the local channels, with SpikingJelly's semantics in multi-step mode, and the base of neurons of
-one's own: a class with charge, fire and reset, computed by plain PyTorch on any layout."""
+"""Spiking neurons over the local channels, with SpikingJelly's semantics, and the base of neurons of one's own."""
 
 from __future__ import annotations
 
@@ -18,6 +17,7 @@ from megasnn.layers.context import BuildContext, context_for
 from megasnn.layers.init import constant
 from megasnn.layers.shape_inference import mark_spikes, refuse_second_call
 from megasnn.parallel.sharding import Initialiser, declare
+from megasnn.recompute import is_replaying
 
 SpikeObserver = Callable[[Tensor], None]
 
@@ -25,11 +25,9 @@ SpikeObserver = Callable[[Tensor], None]
 class NeuronLayer(nn.Module):
     """Base of all layers of neurons: `[T, N, C_local, *space]` in, spikes out.
 
-    A neuron depends on its own channel only, so that nothing is communicated. Input of a single time step comes at
-    each of them.
-
-    Every call starts at rest. Where the context says that neurons carry (truncated backpropagation through time), it
-    goes on from the state that the last call left, without its history in the graph, until it is told to forget that.
+    A neuron depends on its own channel only. Input of a single time step comes at each of them. Every call starts at
+    rest. Where neurons carry (truncated backpropagation through time), it goes on from the state that the last call
+    left, without its history in the graph, until it is told to forget that.
 
     Attributes:
         time_steps: T of the model.
@@ -70,7 +68,7 @@ class NeuronLayer(nn.Module):
         return self.observer is not None and bool(getattr(self.observer, "is_on", True))
 
     def observed(self, spikes: Tensor) -> Tensor:
-        if self.observer is not None:
+        if self.observer is not None and not is_replaying():
             self.observer(spikes.detach())
         return mark_spikes(spikes, self.largest) if spikes.is_meta and self.largest is not None else spikes
 
@@ -78,8 +76,7 @@ class NeuronLayer(nn.Module):
 class ParallelNeuron(NeuronLayer):
     """A layer of neurons that a description tells: LIF, IF, parametric and integer LIF, with the fastest kernels.
 
-    A learned time constant 1 / sigmoid(w) is one for the layer: every rank holds `w` whole and sees the gradient of
-    its own channels, which `partial_gradient` has summed.
+    A learned time constant 1 / sigmoid(w) is one for the layer, and its gradient is summed over the channels' ranks.
 
     Args:
         spec: what the neuron computes; None for the neuron of the context (the flags `--neuron`, `--tau` ...).
@@ -152,8 +149,7 @@ class SpikingNeuron(NeuronLayer):
     `charge`, `fire` and `reset`, with `per_channel` for what is learned; docs/models.md has an example.
 
     Neurons are cut by channel over the tensor parallel ranks, and their parameters with them; what is computed may
-    depend on a neuron's own channel only, and on its own row of the image, or the class has `mixes_rows = True`. Every
-    call starts anew, or with --bptt-steps goes on from the state that the window before left.
+    depend on a neuron's own channel only, and on its own row of the image, or the class has `mixes_rows = True`.
 
     Args:
         channels: the global number.

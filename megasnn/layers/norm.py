@@ -15,15 +15,15 @@ from megasnn.layers.shape_inference import calls_of, count_call
 from megasnn.parallel.sharding import Initialiser, declare
 from megasnn.parallel.sync_batch_norm import SharedStatistics
 from megasnn.parallel_state import Group
+from megasnn.recompute import is_replaying
 
 
 class ParallelBatchNorm(nn.Module):
     """Normalises each channel of `[T, N, C_local, *space]` over time, samples and space (nn.BatchNorm's arithmetic).
 
-    Every micro-batch is normalised by its own mean and biased variance. The running statistics are not touched by a
-    forward: with `recording` on, it appends (mean, biased variance, values per channel) to `pending`, and
-    `merge_running_statistics` turns the whole global batch's records into one update, or, where a forward of the model
-    calls the norm several times, into one for each call. Recomputation, evaluation and profiling leave `recording` off.
+    Every micro-batch is normalised by its own mean and biased variance. A forward does not touch the running
+    statistics: with `recording` on, it appends (mean, biased variance, values per channel) to `pending`, and
+    `merge_running_statistics` makes one update of the global batch's records, for each call in a forward of the model.
 
     Args:
         channels: the global number; each rank holds `channels / size`.
@@ -76,8 +76,11 @@ class ParallelBatchNorm(nn.Module):
             declare(self, "num_batches_tracked", context.shard((), initialise=zeros), torch.int64, is_parameter=False)
 
     @property
-    def uses_batch_statistics(self) -> bool:
-        return self.training or self.running_mean is None
+    def fixed_statistics(self) -> tuple[Tensor, Tensor] | None:
+        """Running mean and variance, which evaluation normalises with; None where the batch's own are taken."""
+        if self.training or self.running_mean is None or self.running_var is None:
+            return None
+        return self.running_mean, self.running_var
 
     @property
     def calls(self) -> int:
@@ -92,41 +95,36 @@ class ParallelBatchNorm(nn.Module):
             )
         if x.is_meta and x.ndim < 4 and self._by_rows:
             self.shared = None  # without space, all ranks have the same
-        flat = x.flatten(0, 1)
-        # A single time step stands for all of them: equal frames have the same mean and variance.
-        repeats = self.time_steps if len(x) == 1 else 1
-        if self.uses_batch_statistics and self.shared is not None and not x.is_meta:
+        flat, fixed = x.flatten(0, 1), self.fixed_statistics
+        if fixed is not None:
+            return batch_norm(flat, fixed, self.weight, self.bias, self.eps).unflatten(0, x.shape[:2])
+        count: int | Tensor = flat.numel() // flat.shape[1]
+        if self.shared is not None and not x.is_meta:
             y, mean, variance, count = shared_batch_norm(flat, self.weight, self.bias, self.eps, self.shared.group)
-            self.record(mean, variance, repeats * count)
-        elif self.uses_batch_statistics:
+        else:
             y = batch_norm(flat, None, self.weight, self.bias, self.eps)
             with torch.no_grad():
                 wide = flat.float() if flat.dtype in REDUCED else flat  # the result has the type of the input
                 variance, mean = torch.var_mean(wide, dim=[d for d in range(flat.ndim) if d != 1], correction=0)
-            self.record(mean, variance, repeats * flat.numel() // flat.shape[1])
-        else:
-            assert self.running_mean is not None and self.running_var is not None
-            y = batch_norm(flat, (self.running_mean, self.running_var), self.weight, self.bias, self.eps)
+        # A single time step stands for all of them: equal frames have the same mean and variance.
+        repeats = self.time_steps if len(x) == 1 else 1
+        self.record(mean, variance, repeats * count)
         return y.unflatten(0, x.shape[:2])
 
     def record(self, mean: Tensor, variance: Tensor, count: int | Tensor) -> None:
-        """Keeps the statistics `[C_local]` of one call over `count` values a channel, if recording is on; the dry run
-        counts the calls."""
+        """Keeps the statistics `[C_local]` of one call over `count` values a channel, if recording is on and this is
+        not a recomputed forward; the dry run counts the calls."""
         if mean.is_meta:
             count_call(self)
-        if self.recording and self.running_mean is not None:
+        if self.recording and self.running_mean is not None and not is_replaying():
             self.pending.append((mean.detach(), variance.detach(), count))
 
 
 def shared_batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalises this rank's values `[N, C, ...]` of each channel; there may be none.
-
-    Returns:
-        what is normalised; mean and biased variance `[C]`, and over how many values a channel they were taken, of all
-        ranks together.
-    """
+    """Normalises this rank's values `[N, C, ...]` of each channel; there may be none. Gives also mean and biased
+    variance `[C]` of all ranks' values, and their number a channel."""
     values = x.float() if x.dtype in REDUCED else x
     over, shape = [dim for dim in range(x.ndim) if dim != 1], (-1, *[1] * (x.ndim - 2))
     own = values.new_full((1,), x.numel() // x.shape[1], dtype=torch.float64)

@@ -21,8 +21,7 @@ from megasnn.parallel.sharding import Initialiser, declare
 class _ParallelInTime(NeuronLayer):
     """Spikes where W x + b is 0 or more, W being `[T, T]`. There is no potential and no reset.
 
-    Every rank holds the weights whole and sees the gradient of its own channels, which `partial_gradient` has summed.
-    Backward keeps the input alone.
+    Every rank holds the weights whole; their gradient is summed over the channels' ranks. Backward keeps the input.
 
     Args:
         spec: its surrogate is taken, and `v_threshold`, at which -b starts; None for SpikingJelly's defaults.

@@ -119,8 +119,7 @@ _BY_CHANNEL = {*_ELEMENTWISE, *_POOLS, "Flatten", "Upsample", "SeqToANNContainer
 
 
 def is_by_channel(module: nn.Module) -> bool:
-    """Tells whether a module without tensors computes each channel by itself: torch's and SpikingJelly's do that are
-    known here, and SpikingJelly's neurons."""
+    """Tells whether a module without tensors computes each channel by itself, as far as is known here."""
     kind = class_name(module)
     if kind is None or next(tensors_of(module), None) is not None:
         return False
@@ -134,12 +133,10 @@ _BY_ROWS = {*_ELEMENTWISE, "ModuleList", "ModuleDict"}
 
 def refuse_mixed_rows(layer: nn.Module, context: BuildContext) -> None:
     """Raises ValueError where ranks share out rows for a layer, or a module in it, that mixes them, or does not say
-    that it does not, by `mixes_rows = False` in its class. MegaSNN's layers exchange what they need."""
+    that it does not. MegaSNN's layers exchange what they need."""
     rows = row_group(context)
-    if rows is None:
-        return
     for path, each in layer.named_modules():
-        if _mixes_rows(each):
+        if rows is not None and _mixes_rows(each):
             raise ValueError(
                 f"{place_of(path, each)} mixes rows of images, or does not say that it computes each by itself "
                 f"(mixes_rows = False in its class): it cannot be computed with --context-parallel-size "

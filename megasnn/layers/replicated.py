@@ -1,9 +1,8 @@
 """Replicated modules: any `nn.Module` without sharded layers in it is a layer, whole on every tensor parallel rank.
 
 Between layers activations are cut by channel. The input of a layer that is whole is gathered, every rank computes the
-same, and each keeps its own channels of the output. So its weights have the same gradients on every rank, and nothing
-is summed. Plain modules are whole; those without tensors that work by channel, as pooling does, are not
-(`megasnn.models.by_channel`).
+same, and each keeps its own channels of the output; its weights have the same gradients on every rank. Plain modules
+without tensors that work by channel, as pooling does, are not whole (`megasnn.models.by_channel`).
 
 A module whose class is one of torch.nn, or a Sequential of such, knows no time: it is given `[T * N, C, ...]`. Any
 other module is given `[T, N, C, ...]`. Those of SpikingJelly must be in step mode "m", and forget their state before
@@ -12,7 +11,7 @@ each micro-batch, or detach it before one that is a later window of the same sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,47 +28,6 @@ from megasnn.layers.shape_inference import mark_spikes, max_of
 from megasnn.parallel.collectives import gather_alike, own_channels
 from megasnn.parallel.sharding import shards_of
 from megasnn.parallel_state import Group
-
-
-def replicate(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Makes a plain module on the meta device whole on every rank: describes its tensors, and swaps its batch norms and
-    dropouts for ours.
-
-    Args:
-        initialise: called with each of its modules, after their own `reset_parameters`, to set initial values.
-    Returns:
-        the module itself, or what it is swapped for.
-    Raises:
-        ValueError: what cannot be computed alike on every layout.
-    """
-    module = _with_our_layers(module, context, initialise)
-    for each in module.modules():
-        if isinstance(each, ParallelBatchNorm):
-            continue
-        for name, tensor in own_tensors(each):
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(context.dtype)
-            initialiser = initializer_from_module(each, initialise, name)
-            shards_of(each)[name] = context.shard(tuple(tensor.shape), initialise=initialiser)
-        nn.Module._apply(each, lambda x: x.to("meta"), recurse=False)  # single numbers, which have had values so far
-    return module
-
-
-def _with_our_layers(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """The module with its batch norms and dropouts swapped for ours, each at all places where it stands, or what it is
-    swapped for."""
-    ours = {
-        each: convert(each, conversion, context, initialise)
-        for each in module.modules()
-        if (conversion := in_table(each)) in (batch_norm, ConvertedDropout)
-    }
-    for each in [*module.modules()]:
-        for name, child in each._modules.items():
-            each._modules[name] = child if child is None else ours.get(child, child)
-    return ours.get(module, module)
-
-
-# --- layers
 
 
 @dataclass(frozen=True)
@@ -94,7 +52,9 @@ class LayerCall:
     is_last: bool = False
 
     def prepare_input(self, x: Tensor, is_cut: bool) -> Tensor:
-        x = _gathered(x, self.group) if self.group is not None and is_cut else x
+        if self.group is not None and is_cut:
+            largest, x = max_of(x), gather_alike(x, self.group)
+            x = x if largest is None else mark_spikes(x, largest)
         x = x.to(self.dtype) if self.dtype is not None and x.is_floating_point() else x
         if x.ndim < 3:
             return x
@@ -110,21 +70,10 @@ class LayerCall:
         return own_channels(y, self.group)
 
 
-def _gathered(x: Tensor, group: Group) -> Tensor:
-    y, largest = gather_alike(x, group), max_of(x) if x.is_meta else None
-    return y if largest is None else mark_spikes(y, largest)
-
-
 def make_whole(layer: nn.Module, group: Group, cuts: Sequence[bool], is_last: bool) -> None:
     """Lets all ranks of a group compute a layer that was built for one. Args: as of LayerCall."""
     call = vars(layer).get("_layer_call", LayerCall())
     vars(layer)["_layer_call"] = replace(call, group=group, cuts=cuts, is_last=is_last)
-
-
-def is_whole(layer: nn.Module) -> bool:
-    """Tells whether every rank computes all of a layer."""
-    call: LayerCall | None = vars(layer).get("_layer_call")
-    return call is not None and call.group is not None
 
 
 def folds_time(module: nn.Module) -> bool:
@@ -140,17 +89,42 @@ def folds_time(module: nn.Module) -> bool:
 
 
 def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """Makes a layer of a plain module.
+    """Makes a layer of a plain module on the meta device, whole on every rank: describes its tensors, and swaps its
+    batch norms and dropouts for ours.
 
     Args:
         name: global name.
+        initialise: called with each of its modules, after their own `reset_parameters`, to set initial values.
     Raises:
         ValueError: what cannot be computed alike on every layout.
     """
     note_stepped(module)
     refuse(module, "plain")
     call = LayerCall(context.time_steps, folds_time(module), context.dtype)
-    return as_layer(replicate(module, context, initialise), name, call)
+    ours = {
+        each: convert(each, conversion, context, initialise)
+        for each in module.modules()
+        if (conversion := in_table(each)) in (batch_norm, ConvertedDropout)
+    }
+    module = swapped(module, ours)
+    for each in module.modules():
+        if isinstance(each, ParallelBatchNorm):
+            continue
+        for tensor_name, tensor in own_tensors(each):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(context.dtype)
+            values = initializer_from_module(each, initialise, tensor_name)
+            shards_of(each)[tensor_name] = context.shard(tuple(tensor.shape), initialise=values)
+        nn.Module._apply(each, lambda x: x.to("meta"), recurse=False)  # single numbers, which have had values so far
+    return as_layer(module, name, call)
+
+
+def swapped(module: nn.Module, ours: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """A module with those in it swapped for others, each at all places where it stands, or what it is swapped for."""
+    for each in [*module.modules()]:
+        for name, child in each._modules.items():
+            each._modules[name] = child if child is None else ours.get(child, child)
+    return ours.get(module, module)
 
 
 def as_layer(module: nn.Module, name: str, call: LayerCall) -> nn.Module:

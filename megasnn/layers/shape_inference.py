@@ -2,13 +2,11 @@
 
 Neurons give spikes, 0 or 1. What is computed from spikes without leaving the whole numbers (a sum of two branches, a
 product, max pooling, another view) has a largest value that is known: such tensors travel and are kept as bits or
-bytes. Of everything else nothing is known, and it is dense. That the largest value is right is checked wherever a
-tensor is packed. Layers also say how often they are called.
+bytes, and the value is checked wherever one is packed. Layers also say how often they are called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megasnn.kernels.layout import channels_last
 from megasnn.kernels.spike_codec import Content
 
 LARGEST_COUNT = 255  # what a byte holds
@@ -34,8 +33,8 @@ _SUBTRACT_FROM = {"rsub", "__rsub__"}
 
 
 def mark_spikes(tensor: Tensor, largest: int = 1) -> Tensor:
-    """Marks a tensor of the dry run as holding spikes, or whole numbers from 0 to `largest`: as such it travels and is
-    kept. A forward of one's own says so of what it returns. Checked wherever a tensor is packed."""
+    """Marks a tensor of the dry run as holding spikes, or whole numbers from 0 to `largest`, as it then travels and is
+    kept. A forward of one's own says so of what it returns."""
     if tensor.is_meta:
         tensor._largest = largest  # type: ignore[attr-defined]
     return tensor
@@ -59,16 +58,9 @@ def content_of(tensor: Tensor) -> Content:
 class MaxInference(TorchFunctionMode):
     """Marks every result of a torch function with the largest value that follows from its arguments."""
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        name = getattr(function, "__name__", "")
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        largest = _max_of_result(name, args)
+        largest = _max_of_result(getattr(function, "__name__", ""), args)
         for each in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(each, Tensor) and largest is not None:
                 mark_spikes(each, largest)
@@ -115,8 +107,7 @@ def count_call(module: nn.Module) -> int:
 
 
 def calls_of(module: nn.Module) -> int:
-    """Number of times that a forward of the model calls a layer, by the dry run, which may be never; once where there
-    was none."""
+    """Number of times that a forward of the model calls a layer, by the dry run; once where there was none."""
     number: int = vars(module).get("_calls", 1)
     return number
 
@@ -133,12 +124,7 @@ def refuse_second_call(module: nn.Module, why: str) -> None:
         raise ValueError(f"this {type(module).__name__} is called twice in one forward, and {why}")
 
 
-# --- classes and memory order
-
-
-def is_ours(module: nn.Module) -> bool:
-    """Tells whether a module's class, not those of the modules in it, is MegaSNN's."""
-    return type(module).__module__.startswith("megasnn.")
+# --- memory order
 
 
 def is_channels_last(x: Tensor) -> bool:
@@ -147,21 +133,16 @@ def is_channels_last(x: Tensor) -> bool:
 
 
 def to_channels_last(y: Tensor) -> Tensor:
-    """The output of a layer with its channels last in memory, and so its gradient.
-
-    As a rule they are, and nothing is copied. A repeated value (stride 0) has no place in memory, and stays.
-    """
-    y = channels_last(y)
+    """The output of a layer with its channels last in memory, and so its gradient. As a rule nothing is copied."""
+    y = _in_order(y)
     if y.requires_grad and y.grad_fn is not None:
-        y.register_hook(lambda gradient: None if gradient is None else channels_last(gradient))
+        y.register_hook(lambda gradient: None if gradient is None else _in_order(gradient))
     return y
 
 
-def channels_last(x: Tensor) -> Tensor:
-    """`[T, N, C, ...]` with its channels side by side in memory, other tensors contiguous; itself where it is so."""
-    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+def _in_order(x: Tensor) -> Tensor:
+    """A tensor with its channels last; itself where it is so. A repeated value (stride 0) has no place in memory."""
+    is_repeated = any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
+    if is_repeated or is_channels_last(x):
         return x
-    if x.ndim < 4:
-        return x.contiguous()
-    pixels = x.movedim(2, -1)
-    return x if pixels.is_contiguous() else pixels.contiguous().movedim(-1, 2)
+    return channels_last(x) if x.ndim > 3 else x.contiguous()

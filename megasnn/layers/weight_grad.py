@@ -45,11 +45,8 @@ class WeightGradients:
         return self  # the copy of a layer leaves its tasks where the layer does
 
     def of(self, parameter: Tensor) -> tuple[Tensor | None, Leave | None]:
-        """Gives a parameter's layer a tensor that makes its output part of the graph, and what its backward calls.
-
-        The first stands for the parameter, which autograd must not see: it would call the parameter's hooks. Both are
-        None for a frozen parameter.
-        """
+        """Gives a parameter's layer the anchor, for autograd must not see the parameter, whose hooks it would call, and
+        what the layer's backward calls; None for a frozen parameter."""
         self._parameters.add(parameter)
         return (self.anchor, partial(self._leave, parameter)) if parameter.requires_grad else (None, None)
 
@@ -96,8 +93,7 @@ class WeightGradients:
 class CastWeights:
     """Weights that convolutions and linear layers multiply by, cast where they compute in another type.
 
-    On a GPU those of convolutions have the channels last, as images have: cuDNN would bring them into that order in
-    each call. Inside `kept` each weight is copied once; otherwise in every forward.
+    Inside `kept` each weight is copied once; otherwise in every forward.
 
     Args:
         stay: whether the copies stay where they are from step to step, as graphs need it.
@@ -115,11 +111,14 @@ class CastWeights:
         """The weight in that type, without gradient."""
         if weight in self._given:
             return self._given[weight]
-        if not self._is_kept:
-            return _cast(weight, dtype)
-        if weight not in self._copies:
-            self._copies[weight] = _cast(weight, dtype)
-        return self._copies[weight]
+        if self._is_kept and weight in self._copies:
+            return self._copies[weight]
+        is_image_kernel = on_gpu(weight) and weight.ndim == 4  # cuDNN would bring it into that order in each call
+        order = torch.channels_last if is_image_kernel else torch.preserve_format
+        copy = weight.detach().to(dtype, memory_format=order)
+        if self._is_kept:
+            self._copies[weight] = copy
+        return copy
 
     @property
     def held_bytes(self) -> int:
@@ -149,9 +148,3 @@ class CastWeights:
         if apart:
             with torch.no_grad():
                 torch._foreach_copy_(list(apart.values()), list(apart))
-
-
-def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    is_image_kernel = on_gpu(weight) and weight.ndim == 4
-    order = torch.channels_last if is_image_kernel else torch.preserve_format
-    return weight.detach().to(dtype, memory_format=order)

@@ -22,6 +22,7 @@ from megasnn.kernels.spike_codec import bits_of, remember_bits
 from megasnn.layers.context import BuildContext
 from megasnn.layers.weight_grad import CastWeights, WeightGradients
 from megasnn.models.description import ModelDescription
+from megasnn.parallel.agreement import broadcast_result
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel.traffic import traffic
 from megasnn.parallel_state import Group, ParallelState, start_messages
@@ -58,10 +59,7 @@ def profile_pipeline(
     if group.size > 1:
         start_messages(group, 0, 1, state.device)
         link = measure_link(group, state.device)
-    measured = [PipelineCosts(tuple(layers), link)]
-    if world.size > 1:
-        dist.broadcast_object_list(measured, src=0, group=world.handle)
-    return measured[0]
+    return broadcast_result(world.handle, lambda: PipelineCosts(tuple(layers), link))
 
 
 def count_memory(

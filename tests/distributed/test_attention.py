@@ -19,7 +19,6 @@ from tests.distributed.whole import context, everybody, random, require_close, r
 from tests.parts import Part, assemble
 
 FRAMES, HEADS, WIDTH = 2, 3, 8
-PLAN = AttendPlan(FRAMES, HEADS)
 DIM, SHAPE = 16, (2, 3, 16, 3, 4)
 CUT: dict[str, tuple[type[nn.Module], int]] = {"qkv": (SpikingSelfAttention, 3), "qk": (TokenAttention, 2)}
 
@@ -49,7 +48,7 @@ def attended(tokens: int, dtype: torch.dtype, every: float | None = None) -> tup
     """The result for random spikes, or for values that are all the same, and its gradient."""
     rows = spikes(FRAMES * tokens, 3 * HEADS * WIDTH, dtype=dtype)
     rows = (rows if every is None else torch.full_like(rows, every)).requires_grad_()
-    out = Attend.apply(rows, None, PLAN)
+    out = Attend.apply(rows, None, AttendPlan(HEADS, FRAMES, tokens))
     (gradient,) = torch.autograd.grad(out, rows, random(*out.shape, seed=1, dtype=dtype))
     return out.detach(), gradient
 
@@ -58,7 +57,7 @@ def attended(tokens: int, dtype: torch.dtype, every: float | None = None) -> tup
 def test_a_head_is_attention_by_its_equation(width: int) -> None:
     """Outputs and gradients, of heads whose bits begin in bytes of their own or not."""
     rows = spikes(FRAMES * 4, 3 * HEADS * width, dtype=torch.float64).requires_grad_()
-    out = Attend.apply(rows, None, PLAN)
+    out = Attend.apply(rows, None, AttendPlan(HEADS, FRAMES, 4))
     q, k, v = rows.view(FRAMES, 4, 3, HEADS, width).transpose(1, 3).unbind(2)
     expected = (q @ k.transpose(-2, -1) @ v * 0.125).transpose(1, 2).reshape(FRAMES * 4, -1)
     grad = random(*out.shape, seed=1)
@@ -96,14 +95,14 @@ def test_only_a_gpu_takes_bfloat16_for_that() -> None:
         assert exact_type(torch.empty(4, dtype=dtype), 4) == exact
 
 
-def _on_own_tokens(tokens: int, plan: AttendPlan) -> tuple[Tensor, Tensor]:
+def _on_own_tokens(tokens: int) -> tuple[Tensor, Tensor]:
     """What a rank makes of its tokens, where ranks share them out; and what it makes of all, by itself."""
-    group = everybody("cp")
+    group, plan = everybody("cp"), AttendPlan(HEADS, FRAMES, tokens)
     rows = spikes(FRAMES, tokens, 3 * HEADS * WIDTH, dtype=torch.float32)
     mine = own_span(tokens, group.sizes, group.rank)
     own = rows[:, mine.start : mine.stop]
     whole = Attend.apply(rows.flatten(0, 1), None, plan)
-    shared = Attend.apply(own.flatten(0, 1), None, replace(plan, shared=(group, tokens)))
+    shared = Attend.apply(own.flatten(0, 1), None, replace(plan, group=group))
     counted = sum_for_each(own.sum(1), group)  # as spike-driven attention counts tokens
     assert torch.equal(counted, rows.sum(1)) and counted.max() > 0
     return shared.unflatten(0, (FRAMES, -1)), whole.unflatten(0, (FRAMES, -1))
@@ -112,7 +111,7 @@ def _on_own_tokens(tokens: int, plan: AttendPlan) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("size", "tokens"), [(2, 7), (4, 64), (3, 300)])
 def test_tokens_that_ranks_share_give_the_same_bits(ranks, size: int, tokens: int) -> None:
     """In float32, for equal spikes; sums of up to 255 travel in a byte, larger ones in two."""
-    found = ranks(size, _on_own_tokens, tokens, PLAN)
+    found = ranks(size, _on_own_tokens, tokens)
     whole = found[0][1]
     assert torch.equal(torch.cat([shared for shared, _ in found], 1), whole) and whole.max() > 0
 
@@ -123,5 +122,6 @@ def test_tokens_that_ranks_share_give_the_same_bits(ranks, size: int, tokens: in
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_on_a_gpu(dtype: torch.dtype, tokens: int) -> None:
     rows = spikes(FRAMES * tokens, 3 * HEADS * WIDTH, dtype=dtype)
-    expected = Attend.apply(rows, None, PLAN)
-    assert torch.equal(Attend.apply(rows.cuda(), None, PLAN).cpu(), expected)
+    plan = AttendPlan(HEADS, FRAMES, tokens)
+    expected = Attend.apply(rows, None, plan)
+    assert torch.equal(Attend.apply(rows.cuda(), None, plan).cpu(), expected)

@@ -139,7 +139,7 @@ def test_pooled_spikes_travel_as_bits_and_their_gradient_pooled(ranks) -> None:
 
 FOUR = Group("tp", (0, 1, 2, 3), 1)
 REFUSED: list[tuple[Callable[..., nn.Module], tuple[int, ...], dict[str, object], str]] = [
-    (ParallelConv, (6, 8, 1), dict(style="row"), "in_channels 6 .*--tensor-model-parallel-size 4"),
+    (ParallelConv, (6, 8, 1), dict(style="row"), "4 equal parts; choose a --tensor-model-parallel-size"),
     (ParallelConv, (8, 6, 1), {}, "out_channels 6 .*--tensor-model-parallel-size 4"),
     (ParallelConv, (8, 8, 1), dict(groups=2), "groups 2 .*--tensor-model-parallel-size 4"),
     (ParallelConv, (8, 8, 1), dict(groups=3), "groups 3"),
@@ -147,8 +147,8 @@ REFUSED: list[tuple[Callable[..., nn.Module], tuple[int, ...], dict[str, object]
     (ParallelConv, (8, 8, 1), dict(style="diagonal"), "style"),
     (ParallelConv, (8, 8, 1), dict(dims=3), "dims"),
     (ParallelConv, (8, 8, (3, 3)), dict(dims=1), r"kernel_size \(3, 3\)"),
-    (ParallelLinear, (6, 8), {}, "in_features 6 .*--tensor-model-parallel-size 4"),
-    (ParallelLinear, (8, 6), dict(style="column"), "out_features 6 .*--tensor-model-parallel-size 4"),
+    (ParallelLinear, (6, 8), {}, "4 equal parts; choose a --tensor-model-parallel-size"),
+    (ParallelLinear, (8, 6), dict(style="column"), "4 equal parts; choose a --tensor-model-parallel-size"),
     (ParallelLinear, (8, 8), dict(style="both"), "style must be"),
 ]
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from megasnn.kernels import BACKENDS, SURROGATES, NeuronSpec
 from megasnn.kernels.backends import AUTO
-from megasnn.kernels.neuron import Norm, Unit, neuron_multi_step, norm_pool_neuron
-from megasnn.kernels.neuron import channels_last as in_order
+from megasnn.kernels.layout import channels_last as in_order
+from megasnn.kernels.neuron import neuron_multi_step
 from megasnn.kernels.spike_codec import bits_of, pack_bits
+from megasnn.kernels.unit import BatchNorm, Norm, Unit, norm_pool_neuron
 
 
 def spikingjelly_neuron(spec: NeuronSpec, w: Tensor | None = None) -> neuron.BaseNode:
@@ -88,11 +89,20 @@ def spikingjelly_results(x: Tensor, spec: NeuronSpec, w: Tensor | None = None) -
     return [spikes, node.v, *gradients(spikes, [x] if w is None else [x, node.w], node.v)]
 
 
-def unit_forward(x: Tensor, norm: nn.Module, spec: NeuronSpec, backend: str, **options: Any) -> list[Tensor]:
+def unit_forward(
+    x: Tensor,
+    norm: nn.Module,
+    spec: NeuronSpec,
+    backend: str,
+    *,
+    pool: bool = False,
+    time_steps: int | None = None,
+    **options: Any,
+) -> list[Tensor]:
     """Spikes, mean and variance of a unit with the values of a norm."""
-    parameters = norm.weight, norm.bias, norm.running_mean, norm.running_var
-    options |= {"spec": spec, "training": norm.training, "eps": norm.eps, "backend": backend}
-    return list(norm_pool_neuron(x, *parameters, **options)[:3])
+    running = None if norm.training or norm.running_mean is None else (norm.running_mean, norm.running_var)
+    given, unit = BatchNorm(norm.weight, norm.bias, running), Unit(spec, norm.eps, pool, time_steps or len(x))
+    return list(norm_pool_neuron(x, given, unit, backend=backend, **options)[:3])
 
 
 def unit_results(
@@ -169,7 +179,7 @@ def two_ranks_equal_one(backend: str) -> None:
         for (part, g_part), (_, carried, _) in zip(parts, backwards, strict=True)
     ]
     whole = x.requires_grad_()
-    expected, *_ = norm_pool_neuron(whole, weight, bias, spec=unit.spec, training=True, w=w, pool=True, backend="torch")
+    expected, *_ = norm_pool_neuron(whole, BatchNorm(weight, bias), unit, w, backend="torch")
     assert torch.equal(spikes, expected)
     assert_close(torch.cat(gradients, dim=1), torch.autograd.grad(expected, whole, g)[0], 1e-9)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megasnn.kernels import BACKENDS, NeuronSpec
-from megasnn.kernels.neuron import norm_pool_neuron
 from megasnn.kernels.philox import Runs
+from megasnn.kernels.unit import BatchNorm, Unit, norm_pool_neuron
 from tests.kernels.models import channels_last, plif_weight
 from tests.kernels.triton_code import compiled, compiling_for
 
@@ -130,17 +130,15 @@ def test_learned_factors_compile() -> None:
 
     spec = NeuronSpec("plif", decay_input=False, v_reset=None, detach_reset=False, surrogate="atan")
     w = plif_weight(spec, torch.float32)
-    chosen = mock.patch("megasnn.kernels.neuron.backend_for", return_value=BACKENDS["triton"])
+    chosen = mock.patch("megasnn.kernels.unit.backend_for", return_value=BACKENDS["triton"])
     with compiling_for(90) as found, chosen:
         x = channels_last(2, 1, 3, 5, dtype=torch.float32).half().requires_grad_()
         v0 = torch.zeros(1, 3, 5, requires_grad=True)
         spikes, v = alone.neuron_multi_step(x, spec, v0, w)
         (spikes.sum() + v.sum()).backward()
         x = channels_last(1, 1, 1, 3, 5, dtype=torch.float64).requires_grad_()
-        running = torch.zeros(1), torch.ones(1)
-        for training in (True, False):
-            options = {"spec": spec, "training": training, "w": w, "pool": training, "time_steps": 2}
-            norm_pool_neuron(x, None, None, *running, **options)[0].sum().backward()
+        for running, pool in ((None, True), ((torch.zeros(1), torch.ones(1)), False)):
+            norm_pool_neuron(x, BatchNorm(running=running), Unit(spec, 1e-5, pool, 2), w)[0].sum().backward()
     names = {code.kernel for code in found}
     assert names >= {"fire_kernel", "gradient_kernel", "backward_sums_kernel", "pooled_gradient_kernel"}
     inexact = "div.full", "div.approx", "rcp."

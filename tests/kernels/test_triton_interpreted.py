@@ -17,10 +17,11 @@ from torch import Tensor
 
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.backends import AUTO, BACKENDS, backend_for
-from megasnn.kernels.neuron import neuron_multi_step, norm_pool_neuron
+from megasnn.kernels.neuron import neuron_multi_step
 from megasnn.kernels.neuron_spec import numbers
 from megasnn.kernels.philox import Runs, kept_by_tensors
 from megasnn.kernels.spike_codec import bits_of, pack_bits, pack_counts
+from megasnn.kernels.unit import BatchNorm, Unit, norm_pool_neuron
 from megasnn.random import philox_key
 from tests.kernels.models import (
     assert_close,
@@ -164,7 +165,7 @@ def reduced_types_in_there() -> None:
         for x_t, pool in itertools.product((x, x.float()), (False, True)):
             image = x_t.detach().unsqueeze(-1)
             wanted, actual = (
-                norm_pool_neuron(image, None, None, *statistics, spec=spec, training=False, pool=pool, backend=each)[0]
+                norm_pool_neuron(image, BatchNorm(running=statistics), Unit(spec, 1e-5, pool, 5), backend=each)[0]
                 for each in ("fused", "triton")
             )
             assert torch.equal(actual, wanted)
@@ -189,10 +190,10 @@ def bits_in_there() -> None:
     spikes_leave_packed_as_well("triton")
     neurons_alone_leave_their_spikes_packed_as_well("triton")
     x = channels_last(3, 2, 8, 4, 5).requires_grad_()
-    options: dict[str, Any] = {"spec": NeuronSpec(), "training": True, "backend": "triton"}
-    spikes, *_ = norm_pool_neuron(x, None, None, **options)
+    unit = Unit(NeuronSpec(), 1e-5, False, 3)
+    spikes, *_ = norm_pool_neuron(x, BatchNorm(), unit, backend="triton")
     with torch.no_grad():
-        untrained, *_ = norm_pool_neuron(x, None, None, **options)
+        untrained, *_ = norm_pool_neuron(x, BatchNorm(), unit, backend="triton")
     assert torch.equal(bits_of(spikes), pack_bits(spikes)) and bits_of(untrained) is None
     assert bits_of(spikes + 0) is None and bits_of(spikes.view_as(spikes)) is None
     with torch.no_grad():
@@ -248,7 +249,7 @@ def saved_in_there() -> None:
         x, weight = channels_last(4, 2, 16, 8, 8).to(dtype).requires_grad_(), torch.ones(16, requires_grad=True)
         with saved_tensors() as saved:
             if norm:
-                norm_pool_neuron(x, weight, weight, spec=NeuronSpec(), training=True, pool=True, backend="triton")
+                norm_pool_neuron(x, BatchNorm(weight, weight), Unit(NeuronSpec(), 1e-5, True, 4), backend="triton")
             else:
                 neuron_multi_step(x, NeuronSpec(), backend="triton")
         assert (dtype, x.numel()) in saved and sum(size for _, size in saved) <= x.numel() + 4 * 16

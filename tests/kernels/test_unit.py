@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from megasnn.kernels import BACKENDS, NeuronSpec
-from megasnn.kernels.neuron import Norm, Unit, norm_pool_neuron
-from megasnn.kernels.neuron import channels_last as in_order
+from megasnn.kernels.layout import channels_last as in_order
 from megasnn.kernels.torch_backend import batch_norm
+from megasnn.kernels.unit import BatchNorm, Norm, Unit, norm_pool_neuron
 from tests.kernels.models import (
     assert_close,
     channels_last,
@@ -110,7 +110,7 @@ def test_float32() -> None:
 def test_statistics_with_a_large_mean() -> None:
     """Mean 1000, deviation 1, in float32: squares of the raw values would lose the variance."""
     x = channels_last(4, 4, 8, 16, 16, dtype=torch.float32) + 1000
-    _, mean, var, _ = norm_pool_neuron(x, None, None, spec=NeuronSpec(), training=True, backend="fused")
+    _, mean, var, _ = norm_pool_neuron(x, BatchNorm(), Unit(NeuronSpec(), 1e-5, False, 4), backend="fused")
     exact = x.double()
     torch.testing.assert_close(mean.double(), exact.mean((0, 1, 3, 4)), rtol=1e-7, atol=0)
     torch.testing.assert_close(var.double(), exact.var((0, 1, 3, 4), correction=0), rtol=1e-5, atol=0)
@@ -173,17 +173,16 @@ def test_threads_do_not_change_a_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("shape", "spec", "named"),
     [
-        ({"time_steps": 5}, "--time-steps"),
-        ({"x": torch.zeros(1, 1, 4, 1, 1)}, "more than one value per channel"),
-        ({"spec": NeuronSpec(surrogate="rect"), "backend": "fused"}, "--neuron-backend auto or torch"),
+        ((3, 3, 4, 5, 6), NeuronSpec(), "--time-steps"),
+        ((1, 1, 4, 1, 1), NeuronSpec(), "more than one value per channel"),
+        ((2, 3, 4, 5, 6), NeuronSpec(surrogate="rect"), "--neuron-backend auto or torch"),
     ],
 )
-def test_refuses(arguments, named) -> None:
-    x = torch.zeros(2, 3, 4, 5, 6)
+def test_refuses(shape, spec, named) -> None:
     with pytest.raises(ValueError, match=named):
-        norm_pool_neuron(**{"x": x, "weight": None, "bias": None, "spec": NeuronSpec(), "training": True, **arguments})
+        norm_pool_neuron(torch.zeros(shape), BatchNorm(), Unit(spec, 1e-5, False, 2), backend="fused")
 
 
 @pytest.mark.parametrize("channels", [33, 48], ids=["rows begin anywhere", "rows begin with a line"])

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from megasnn.kernels import NeuronSpec
-from megasnn.kernels.neuron import Norm, Unit
+from megasnn.kernels.unit import Norm, Unit
 
 SMALL = 8, 64, 32, 32  # samples, channels and sides: programs that sum have several tiles
 

@@ -3,23 +3,17 @@ training."""
 
 from __future__ import annotations
 
-from typing import Any
-from unittest import mock
-
 import pytest
 import torch
 from torch import Tensor
 
 from megasnn.grid import ContextCut
-from megasnn.layers import row_context
 from megasnn.layers.shape_inference import calls_of
 from megasnn.models.build import describe
 from megasnn.models.model import Model
 from megasnn.models.spikformer.model import Spikformer
 from megasnn.models.vgg_dvs.model import VggDvs
-from megasnn.parallel.collectives import Exchange, start_exchange
 from megasnn.parallel.traffic import Traffic, traffic
-from megasnn.parallel_state import Group
 from tests.parity import spikingjelly_reference as reference
 from tests.parity.beside import SPIKFORMER
 from tests.parity.ranks import Layout, built, record_step
@@ -60,26 +54,6 @@ SMALL: dict[str, Model] = {
     "spikformer": Spikformer(embed_dim=32, depth=1, num_heads=2, image_size=32, patch_size=4, time_steps=2),
     "vgg": VggDvs(channels="8,8,P,16,P", image_size=16, time_steps=2),
 }
-
-
-def exchanged_values(*step: Any) -> int:
-    """Numbers that this rank receives in exchanges of rows; spikes travel as bits."""
-    received = []
-
-    def noted(outgoing: Tensor, to_ranks: list[int], from_ranks: list[int], group: Group) -> Exchange:
-        received.append((sum(from_ranks) - from_ranks[group.rank]) * outgoing.is_floating_point())
-        return start_exchange(outgoing, to_ranks, from_ranks, group)
-
-    with mock.patch.object(row_context, "start_exchange", noted):
-        moved_and_norms(*step)
-    return sum(received)
-
-
-def test_gradients_of_pooled_rows_travel_one_for_each_window(ranks) -> None:
-    """Of the two convolutions behind the first, and of the classifier; the first takes a row of images."""
-    batch = torch.randn(4, *SMALL["vgg"].input_shape), torch.arange(4)
-    values = 2 * 4 * (8 * 16 + 8 * 8 + 16 * 4 * 2 + 16 * 2)
-    assert ranks(2, exchanged_values, SMALL["vgg"], Layout(context=2, cut="rows"), batch, 4) == [values] * 2
 
 
 EXCHANGES: dict[tuple[str, ContextCut], int] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from megasnn.config.checks import at_least
 from megasnn.config.tool_flags import name_in
 from megasnn.host_memory import keep_free_memory
 from megasnn.kernels import BACKENDS, NeuronSpec
-from megasnn.kernels.neuron import norm_pool_neuron
+from megasnn.kernels.unit import BatchNorm, Unit, norm_pool_neuron
 from tools.benchmark.harness import Case, Column, Figures, ratios, rounds, seconds, summary
 
 
@@ -104,6 +104,5 @@ class _Row:
 
     def _spikes(self) -> Tensor:
         case = self._case
-        options: dict[str, Any] = dict(spec=NeuronSpec(), training=True, pool=case.pool, backend=case.neuron_backend)
-        spikes: Tensor = norm_pool_neuron(self._x, *self._learned, **options)[0]
-        return spikes
+        unit = Unit(NeuronSpec(), 1e-5, case.pool, len(self._x))
+        return norm_pool_neuron(self._x, BatchNorm(*self._learned), unit, backend=case.neuron_backend).spikes

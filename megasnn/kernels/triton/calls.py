@@ -1,4 +1,4 @@
-"""The four calls of a norm-(pool-)neuron unit, with tensors: see `megasnn.kernels.neuron`."""
+"""The four calls of a norm-(pool-)neuron unit, with tensors: see `megasnn.kernels.unit`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megasnn.kernels.neuron import Norm, ParameterGradients, Unit
 from megasnn.kernels.neuron_spec import numbers
 from megasnn.kernels.spike_codec import pack_bits
 from megasnn.kernels.triton.launch import (
@@ -34,6 +33,7 @@ from megasnn.kernels.triton.sums import (
     statistics_kernel,
 )
 from megasnn.kernels.triton.unit import fire_kernel, gradient_kernel
+from megasnn.kernels.unit import Norm, ParameterGradients, Unit
 
 _PROGRAMS = 1024  # enough for a large GPU: where there is less to sum, a program sums fewer tiles
 _FOLDED_ROWS, _FOLDED_COLUMNS = 64, 16

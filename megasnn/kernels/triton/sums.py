@@ -85,7 +85,7 @@ def fold_statistics_kernel(partial, out, rows, channels, pixels, ROWS: tl.conste
 def fold_sums_kernel(partial, variance, sums, g_weight, g_bias, rows, channels, SUMS: tl.constexpr, EPS: tl.constexpr,
                      ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """`partial [SUMS, rows, C]` of `backward_sums_kernel` -> `sums [SUMS, C]`, and the gradients of scale and shift, as
-    `neuron.parameter_gradients` gives them, or None."""
+    `unit.parameter_gradients` gives them, or None."""
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.cast(rows, tl.int64) * channels
     for kind in tl.static_range(SUMS):

@@ -1,0 +1,205 @@
+"""Base of convolutions and linear layers: the product with a weight that tensor parallel ranks cut by channels.
+
+Its backward has two parts: the gradient of the input, which autograd goes on with, and that of the weight, which is
+left as a task. Between them only the packed input is kept, one bit a spike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megasnn.kernels.convolution import average_pool, average_pool_gradient, input_gradient, pooled_space
+from megasnn.kernels.products import Products
+from megasnn.kernels.spike_codec import Content, encode, may_be_sparse, remember_bits
+from megasnn.layers.context import BuildContext
+from megasnn.layers.shape_inference import content_of, count_call
+from megasnn.layers.weight_grad import Leave
+from megasnn.parallel.collectives import (
+    all_reduce_sum,
+    from_matrix,
+    gather_columns,
+    join_columns,
+    sum_and_scatter_columns,
+    to_matrix,
+)
+from megasnn.parallel.sharding import Shard, declare
+from megasnn.parallel_state import Group
+from megasnn.recompute import cached_collective
+
+
+class Communication(Enum):
+    """Communication of a product with the other tensor parallel ranks, in forward and backward."""
+
+    NONE = "none"
+    GATHER = "the input is gathered; its gradient is summed, and each rank keeps its channels"
+    WHOLE_INPUT = "the input is whole on every rank; its gradient is summed"
+    SCATTER = "the output is summed, and each rank keeps its channels; its gradient is gathered"
+    WHOLE_OUTPUT = "the output is summed, whole on every rank"
+
+
+@dataclass(frozen=True)
+class ProductPlan:
+    """Options that the forward and the backward of a product have in common.
+
+    Attributes:
+        communication: of ranks of `group`; none where there is only one.
+        content: of the input, which it travels and is kept by.
+        pool: average pooling of the input, this many pixels square, behind its gathering.
+    """
+
+    group: Group
+    communication: Communication
+    products: Products
+    content: Content = Content.DENSE
+    pool: int = 1
+
+    def images(self, x: Tensor, payloads: list[Tensor]) -> Tensor:
+        """Images that are convolved, `[T*N, C, H, W]`, of an input with all channels and the payloads it came in."""
+        return remember_bits(average_pool(x.flatten(0, 1), self.pool), self.bits_of_images(payloads))
+
+    def bits_of_images(self, payloads: list[Tensor]) -> Tensor | None:
+        """Packed spikes that are convolved, where that is what is kept and products may be formed of it."""
+        is_kept = self.content is Content.SPIKES and self.pool == 1 and len(payloads) == 1
+        return payloads[0] if is_kept and self.products.sparse else None
+
+
+class WeightedLayer(nn.Module):
+    """A layer with a weight and perhaps a bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, context: BuildContext, weight: Shard, bias: Shard | None, plan: ProductPlan) -> None:
+        super().__init__()
+        declare(self, "weight", weight, context.dtype)
+        self.register_parameter("bias", None)
+        if bias is not None:
+            declare(self, "bias", bias, context.dtype)
+        self.plan, self._of_cut_input = plan, plan.communication
+        self.compute_dtype, self.weight_gradients = context.compute_dtype, context.weight_gradients
+        self._cast_weights, self._traceable = context.cast_weights, context.traceable
+        self._sparse, self._has_whole_input = context.sparse_products, False
+
+    def product(self, x: Tensor, bits: Tensor | None) -> Tensor:
+        """The product with the weight, of `[T, N, C, H, W]`. Args: bits: of the same spikes, where they are packed."""
+        if self._traceable:
+            images, on = average_pool(x.flatten(0, 1), self.plan.pool), self.plan.products.geometry
+            kernel, options = _images_kernel(self.weight, x.dtype), (on.stride, on.padding, on.dilation, on.groups)
+            return torch.conv2d(images, kernel, None, *options).unflatten(0, x.shape[:2])
+        owed = self.weight_gradients.of(self.weight)
+        weight = self._cast_weights.of(self.weight, self.compute_dtype)
+        return _Product.apply(x.to(self.compute_dtype), bits, weight, *owed, self.plan)
+
+    def learn_input(self, x: Tensor, dim: int, channels: int) -> bool:
+        """Learns in the dry run what the input holds; tells whether every rank has all of its channels.
+
+        Raises ValueError for another number of them, and for two inputs in one forward of which only one has all.
+        """
+        again, size = count_call(self) > 1, self.plan.group.size
+        whole = size > 1 and x.shape[dim] == channels
+        if again and whole != self._has_whole_input:
+            raise ValueError("it is called again, and of the two inputs every tensor parallel rank has only one whole")
+        have = x.shape[dim] * (1 if whole else size)
+        if have != channels:
+            raise ValueError(f"a layer of {channels} input channels is given {have}")
+        before, plan = self.plan.content if again else Content.SPIKES, self.plan
+        content = max(before, content_of(x), key=(Content.SPIKES, Content.COUNTS, Content.DENSE).index)
+        products = replace(plan.products, sparse=self._sparse and may_be_sparse(content, plan.pool))
+        communication = self._of_cut_input
+        if whole and communication is Communication.GATHER:
+            communication = Communication.WHOLE_INPUT
+        self.plan = replace(plan, communication=communication, content=content, products=products)
+        self._has_whole_input = whole
+        return whole
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bits: Tensor | None,
+        weight: Tensor,
+        anchor: Tensor | None,
+        leave: Leave | None,
+        plan: ProductPlan,
+    ) -> Tensor:
+        full, sums = to_matrix(x), plan.communication in (Communication.SCATTER, Communication.WHOLE_OUTPUT)
+        if plan.communication is Communication.GATHER:
+            full, payloads = gather_columns(full, plan.group, plan.content, bits=bits)
+        else:
+            payloads = [encode(full.reshape(-1), plan.content, check=True) if bits is None else bits]
+
+        def output() -> Tensor:
+            images = plan.images(from_matrix(full, x.shape), payloads)
+            y = plan.products.output(images, _images_kernel(weight, x.dtype)).unflatten(0, x.shape[:2])
+            if plan.communication is Communication.SCATTER:
+                return from_matrix(sum_and_scatter_columns(to_matrix(y), plan.group)(), y.shape)
+            return all_reduce_sum(y, plan.group) if sums else y
+
+        ctx.plan, ctx.leave, ctx.input_shape = plan, leave, x.shape
+        ctx.save_for_backward(weight, *payloads)
+        return cached_collective(output) if sums else output()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Where the task of the weight's gradient runs at once, the input gradient is exchanged meanwhile."""
+        weight, *payloads = ctx.saved_tensors
+        plan: ProductPlan = ctx.plan
+        grad_matrix = to_matrix(grad)
+        if plan.communication is Communication.SCATTER:
+            grad_matrix, _ = gather_columns(grad_matrix, plan.group, Content.DENSE)
+        grad_images = from_matrix(grad_matrix, grad.shape).flatten(0, 1)
+        finish = None
+        if ctx.needs_input_grad[0]:
+            space = pooled_space(ctx.input_shape[3:], plan.pool)
+            finish = _start_input_gradient(grad_images, _images_kernel(weight, grad.dtype), plan, space)
+        if ctx.leave is not None:
+            ctx.leave(partial(_add_weight_gradient, plan, payloads, ctx.input_shape, grad_images))
+        grad_x = None if finish is None else _unpooled(finish(), ctx.input_shape, plan.pool)
+        return grad_x, None, None, None, None, None
+
+
+def _start_input_gradient(grad: Tensor, weight: Tensor, plan: ProductPlan, space: torch.Size) -> Callable[[], Tensor]:
+    """Computes the input gradient and, where the input was gathered, starts summing it over the ranks; the returned
+    function waits and gives this rank's channels. Backward itself would keep the whole gradient to its end."""
+    product = input_gradient(grad, weight, plan.products.geometry, space)
+    rows = product.movedim(1, -1).reshape(-1, product.shape[1])
+    if plan.communication is Communication.GATHER:
+        return sum_and_scatter_columns(rows, plan.group)
+    if plan.communication is Communication.WHOLE_INPUT:  # a rank has computed what its own output channels contribute
+        all_reduce_sum(rows, plan.group)
+    return lambda: rows
+
+
+def _add_weight_gradient(
+    plan: ProductPlan, payloads: list[Tensor], input_shape: torch.Size, grad: Tensor, total: Tensor
+) -> None:
+    kernel, bits = _images_kernel(total, total.dtype), plan.bits_of_images(payloads)
+    if bits is not None:
+        shape = torch.Size((len(grad), *input_shape[2:]))
+        if plan.products.add_weight_gradient_of_bits(kernel, grad, bits, shape):
+            return
+    size = torch.Size((input_shape.numel() // input_shape[2], input_shape[2]))
+    full = from_matrix(join_columns(payloads, plan.content, size, grad.dtype), input_shape)
+    plan.products.add_weight_gradient(kernel, grad, plan.images(full, payloads))
+
+
+def _images_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Two-dimensional, in the type that is computed in."""
+    return weight[(..., *[None] * (4 - weight.ndim))].to(dtype)  # .view would give a single channel other strides
+
+
+def _unpooled(matrix: Tensor, shape: torch.Size, pool: int) -> Tensor:
+    """Gradient of the pooled input, as a matrix, as the gradient of the input, which has this `shape`."""
+    if pool == 1:
+        return from_matrix(matrix, shape)
+    images = from_matrix(matrix, (*shape[:3], *pooled_space(shape[3:], pool))).flatten(0, 1)
+    return average_pool_gradient(images, pool, shape[3:]).unflatten(0, shape[:2])
