@@ -398,19 +398,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "own norm": (lambda: Halved(8), "Halved is a batch norm"),
     "made before": (lambda: MADE_BEFORE, "made outside `layers`"),
     "dropout inside": (lambda: Function(nn.Dropout(0.1)), r"in function: .* draws .*megasnn\.ParallelDropout"),
-    "norm inside": (lambda: With(nn.BatchNorm2d(8)), r"part \(BatchNorm2d\) .* 'weight'"),
     "state inside": (lambda: With(neuron.LIFNode(step_mode="m")), r"part \(LIFNode\)"),
     "weights inside": (lambda: With(nn.Conv2d(8, 8, 1)), r"part \(Conv2d\) .* 'weight'"),
     "weights beside": (Scaled, "Scaled .* 'scale'"),
     "weights of neurons": (lambda: With(Steeper()), r"part \(Steeper\) .*self\.per_channel\('steep'"),
     "dropout twice": (Drops, "twice"),
     "function": (lambda: Function(partial(F.dropout, p=0.2)), "bernoulli_ draws"),
-    "native dropout": (lambda: FunctionLayer(lambda x: torch.native_dropout(x, 0.5, True)[0]), "native_dropout draws"),
-    "attention": (
-        lambda: FunctionLayer(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2)),
-        "bernoulli_ draws",
-    ),
-    "in place": (lambda: FunctionLayer(lambda x: x.clone().cauchy_()), "cauchy_ draws"),
 }
 
 
