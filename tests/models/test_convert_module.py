@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "own norm": (lambda: sj.TemporalEffectiveBatchNorm2d(7, 3), "0: TemporalEff.* forward of its own"),
     "ours": (lambda: ConvNormNeuron(3, 4), r"0\.conv \(ParallelConv\)"),
     "neuron twice": (lambda: Twice(neuron.IFNode(step_mode="m")), "0, given .* twice"),
-    "dropout twice": (lambda: Twice(sj.Dropout(0.1, step_mode="m")), "0, given .* same both"),
+    "dropout twice": (lambda: Twice(sj.Dropout(0.1, step_mode="m")), "0, given .* twice"),
     "values": (lambda: MADE, r"0 \(Conv2d\) has values"),
     "values of a class": (Filled, r"0 \(Filled\) has values in 'scale'"),
 }
