@@ -134,19 +134,15 @@ def _local_table(norms: Sequence[RunningNorm], rows: int) -> Tensor:
     table = torch.zeros(rows, width, dtype=torch.float64, device=buffers[0].device)
     if rows_of_records := list(zip(*calls, strict=True)):
         filled = table[: len(rows_of_records)]
-        filled[:, : len(calls)] = _counts([[count for _, _, count in records] for records in rows_of_records], table)
+        counts = [count for records in rows_of_records for _, _, count in records]
+        if any(isinstance(count, Tensor) for count in counts):  # the device knows it, where ranks share a micro-batch
+            known = torch.stack([each if isinstance(each, Tensor) else table.new_full((), each) for each in counts])
+        else:
+            known = without_waiting(torch.tensor(counts, dtype=torch.float64), table.device)
+        filled[:, : len(calls)] = known.view(len(filled), -1)
         values = [record[kind] for records in rows_of_records for kind in (0, 1) for record in records]
         filled[:, len(calls) :] = torch.cat(values).view(len(filled), -1)
     return table
-
-
-def _counts(counts: Sequence[Sequence[int | Tensor]], table: Tensor) -> Tensor:
-    """Number of values a channel of each record, `[micro-batches, calls]`. Where ranks share a micro-batch, the device
-    knows it, and elsewhere the host."""
-    if any(isinstance(count, Tensor) for row in counts for count in row):
-        on_device = [[c if isinstance(c, Tensor) else table.new_full((), c) for c in row] for row in counts]
-        return torch.stack([torch.stack(row) for row in on_device])
-    return without_waiting(torch.tensor(counts, dtype=torch.float64), table.device)
 
 
 def _pooled(counts: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:

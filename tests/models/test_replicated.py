@@ -197,6 +197,8 @@ def test_initial_values_are_those_of_the_modules_kind_and_depend_on_the_name() -
     weight = built["conv"].weight
     assert weight.abs().max() <= 1 / 27**0.5 and weight.std() > 0.3 / 27**0.5
     assert torch.equal(built["norm"].weight, torch.ones(8)) and isinstance(built["norm"], ParallelBatchNorm)
+    twins = with_values(between(lambda: [layer(name, ConvNormNeuron(4, 4)) for name in "ab"]))
+    assert not torch.equal(twins["a"].conv.weight, twins["b"].conv.weight)
     plif = with_values(model_of(lambda: neuron.ParametricLIFNode(init_tau=4.0, step_mode="m")))["plain.0"]
     assert plif.w.sigmoid().item() == pytest.approx(0.25), "a single number that its constructor sets"
 
