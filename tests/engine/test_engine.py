@@ -186,7 +186,7 @@ def test_a_schedule_of_ones_own_is_the_rate_of_each_step() -> None:
     with Engine(MODEL, lr_schedule=lambda step: -1.0, micro_batch_size=4, global_batch_size=10) as engine:
         with pytest.raises(ValueError, match="-1.0"):  # endless: no flag of the length
             engine.train_step(images(), torch.arange(10))
-    for flags in ({"lr": 1e-2}, {"lr_warmup_iters": 3}):
+    for flags in ({"lr": 1e-2}, {"lr_warmup_iters": 3}, {"lr_cooldown_epochs": 1}):
         with pytest.raises(ValueError, match=next(iter(flags))):
             Engine(MODEL, lr_schedule=lambda step: 1e-3, micro_batch_size=4, **flags)
 
