@@ -32,8 +32,3 @@ def micro_batch_counts(samples: int, micro_batch_size: int, replicas: int, windo
     """
     count = -(-samples // min(micro_batch_size, samples))
     return tuple(windows * each for each in dict.fromkeys((-(-count // replicas), count // replicas)))
-
-
-def most_micro_batches(samples: int, micro_batch_size: int, replicas: int, windows: int = 1) -> int:
-    """Micro-batches in a step of the replica with most."""
-    return micro_batch_counts(samples, micro_batch_size, replicas, windows)[0]

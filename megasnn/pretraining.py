@@ -67,7 +67,8 @@ def _train(model: type[Model], flags: Sequence[str], callbacks: Sequence[Callbac
         refuse_other_device(config, world_size)
     except ConfigError as error:
         if speaks and (report := os.environ.get("TORCHELASTIC_ERROR_FILE")):
-            Path(report).write_text(json.dumps({"message": str(error)}))  # torchrun prints it last
+            told = {"message": str(error), "timestamp": int(time.time())}
+            Path(report).write_text(json.dumps(told))  # torchrun prints it last
         elif speaks:
             sys.stderr.write(f"[rank {rank}] {error}\n")
         elif "TORCHELASTIC_RUN_ID" in os.environ:

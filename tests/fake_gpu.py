@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megasnn.layers.blocks import ConvNormNeuron
-from megasnn.layers.weight_grad import _cast
+from megasnn.layers.weight_grad import CastWeights
 from tests.recorded_graphs import READS
 
 OUTSIDE = "outside of units"
@@ -104,7 +104,7 @@ def fake_gpu(names: dict[ConvNormNeuron, str] | None = None) -> Iterator[Counted
     """
     counted = Counted()
     counting = _Counting(counted)
-    forward, differentiate = ConvNormNeuron.forward, torch.autograd.backward
+    forward, differentiate, of = ConvNormNeuron.forward, torch.autograd.backward, CastWeights.of
 
     def at(unit: str, backward: bool) -> Callable[[Any], None]:
         def mark(gradients: Any) -> None:
@@ -126,12 +126,12 @@ def fake_gpu(names: dict[ConvNormNeuron, str] | None = None) -> Iterator[Counted
         differentiate(*args)
         counting.unit = OUTSIDE
 
-    def cast(*args: Any) -> Tensor:
+    def cast(self: CastWeights, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Once a step, for whichever unit is the first."""
         unit, counting.unit = counting.unit, OUTSIDE
-        weight = _cast(*args)
+        found = of(self, weight, dtype)
         counting.unit = unit
-        return weight
+        return found
 
     with ExitStack() as stack:
         for target, replacement in _ON_GPU.items():
@@ -140,7 +140,7 @@ def fake_gpu(names: dict[ConvNormNeuron, str] | None = None) -> Iterator[Counted
             stack.enter_context(mock.patch(f"megasnn.kernels.triton.{module}.launch", counting.launch))
         stack.enter_context(mock.patch.object(ConvNormNeuron, "forward", marked))
         stack.enter_context(mock.patch("torch.autograd.backward", backward))
-        stack.enter_context(mock.patch("megasnn.layers.weight_grad._cast", cast))
+        stack.enter_context(mock.patch.object(CastWeights, "of", cast))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(counting)
         yield counted

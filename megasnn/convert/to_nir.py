@@ -65,8 +65,9 @@ def to_nir(model: TrainedModel, dt: float = DT) -> nir.NIRGraph:
         raise CheckpointError(f"{model.config.name} has its own inputs, and a graph is for images")
     graph.nodes["input"] = nir.Input(np.array(shape))
     outputs = {-1: Value(("input",), shape)}
-    for number, (name, module) in enumerate(model.chunk.named_layers()):
-        outputs[number] = graph.follow(name, module, [outputs[source] for source in model.description.inputs[number]])
+    layers = zip(model.description.layers, model.chunk.layers, strict=True)
+    for number, (described, module) in enumerate(layers):
+        outputs[number] = graph.follow(described.name, module, [outputs[source] for source in described.inputs])
     graph.add("output", nir.Output(np.array(outputs[number].shape)), outputs[number], outputs[number].shape)
     return nir.NIRGraph(graph.nodes, graph.edges)
 

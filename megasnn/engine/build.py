@@ -29,7 +29,6 @@ from megasnn.pipeline.plan import plan_pipeline
 from megasnn.precisions import PRECISIONS
 
 _ENDLESS = 10**12  # steps of a training whose learning rate does not decay
-_RATE_FLAGS = ("lr", "min_lr", "lr_decay_style", "lr_interval", "lr_warmup_iters", "lr_warmup_epochs", "lr_warmup_init")
 _PER_HOST = ("data", "checkpoint", "logging")  # parts of a run that may differ: paths, workers
 
 
@@ -39,15 +38,14 @@ _PER_HOST = ("data", "checkpoint", "logging")  # parts of a run that may differ:
 def run_configuration(
     model: Model | PretrainConfig, flags: Mapping[str, Any], has_schedule: bool = False
 ) -> PretrainConfig:
-    """Returns the whole configuration of a model's training, validated; one that is given stays as it is.
+    """Returns the whole configuration of a model's training, validated; one that is given stays as it is. With
+    `has_schedule` the learning rate comes from a function of the user's own.
 
-    Args:
-        has_schedule: the learning rate comes from a function of the user's own.
     Raises:
         ConfigError: flags that do not go together, or a model that cannot be built.
         ValueError: flags beside a whole configuration or `lr_schedule`, or a value that is no model.
     """
-    if has_schedule and (refused := [name for name in _RATE_FLAGS if name in flags]):
+    if has_schedule and (refused := [name for name in flags if name.startswith(("lr", "min_lr"))]):
         raise ValueError(f"lr_schedule gives the learning rate of each step: leave out {', '.join(refused)}")
     if isinstance(model, PretrainConfig):
         if refused := [*flags, *["lr_schedule"] * has_schedule]:
@@ -69,14 +67,9 @@ def run_configuration(
 
 def model_problems(config: PretrainConfig) -> list[str]:
     """Returns why the layers of the model cannot be built, or do not fit together."""
-    parallel = config.parallel
-    return building_problems(
-        config.model,
-        config.neuron.spec,
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.context_cut(config.training.micro_batch_size),
-    )
+    parallel, cut = config.parallel, config.parallel.context_cut(config.training.micro_batch_size)
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    return building_problems(config.model, config.neuron.spec, tp, cp, cut)
 
 
 def require_alike(config: PretrainConfig, world: Group) -> None:
@@ -86,10 +79,7 @@ def require_alike(config: PretrainConfig, world: Group) -> None:
     first, *others = gather(world.handle, {"model": config.model.name, **flags})
     for rank, given in enumerate(others, start=1):
         if names := [name for name in {**first, **given} if first.get(name) != given.get(name)]:
-            raise ValueError(
-                f"every rank is to be given the same model and flags, but those of rank {rank} differ from rank 0's: "
-                f"{', '.join(names)}"
-            )
+            raise ValueError(f"give every rank the same model and flags: rank {rank} differs in {', '.join(names)}")
 
 
 def require_kernels(config: PretrainConfig, device: torch.device) -> None:
@@ -104,35 +94,29 @@ def require_kernels(config: PretrainConfig, device: torch.device) -> None:
 
 
 def describe_windows(config: PretrainConfig) -> ModelDescription:
-    """Describes what is built: the model, with the time steps of one window.
-
-    Raises:
-        ValueError: with --bptt-steps, a model that depends on the number of time steps otherwise.
-    """
-    spec, steps = config.neuron.spec, config.training.bptt_steps
-    whole = describe(config.model, spec)
-    if steps is None or steps == config.model.time_steps:
-        return whole
+    """Describes what is built: the model, with the time steps of one window. Raises ValueError where tensors of a model
+    depend on their number."""
     model: Any = config.model
-    of_window = describe(replace(model, time_steps=steps), spec)
-    shapes, expected = ({e.name: e.shard.global_shape for e in each.tensors or ()} for each in (of_window, whole))
+    whole, steps = describe(model, config.neuron.spec), config.training.bptt_steps
+    if steps is None or steps == model.time_steps:
+        return whole
+    of_window = describe(replace(model, time_steps=steps), config.neuron.spec)
+    shapes, expected = ({e.name: e.shard.global_shape for e in each.tensors} for each in (of_window, whole))
     if different := [name for name, shape in expected.items() if shapes.get(name) != shape]:
-        raise ValueError(
-            f"{different[0]} depends on --time-steps {config.model.time_steps}: the model cannot be shown windows of "
-            f"--bptt-steps {steps}"
-        )
+        said = f"depends on --time-steps {model.time_steps}: the model cannot be shown windows of --bptt-steps {steps}"
+        raise ValueError(f"{different[0]} {said}")
     return of_window
 
 
-def mixing_of(config: PretrainConfig, description: ModelDescription, epoch_samples: int) -> Mixing | None:
+def mixing_of(config: PretrainConfig, epoch_samples: int) -> Mixing | None:
     """Returns how samples are mixed with each other (mixup, CutMix); None where they are not."""
     data = config.data
     if not data.mixes:
         return None
     until = data.mixup_off_epoch * epoch_samples if data.mixup_off_epoch else None
-    height, width = description.input_shape[-2:]
+    height, width = config.model.input_shape[-2:]
     alphas = data.mixup_alpha or None, data.cutmix_alpha or None
-    return Mixing(config.training.seed, *alphas, description.num_classes, (height, width), until)
+    return Mixing(config.training.seed, *alphas, config.model.num_classes, (height, width), until)
 
 
 def capture_on(device: torch.device) -> Capture:
@@ -143,14 +127,10 @@ def capture_on(device: torch.device) -> Capture:
 
 
 def build_model(
-    config: PretrainConfig,
-    description: ModelDescription,
-    state: ParallelState,
-    wants_to_stop: Callable[[], bool] = lambda: False,
+    config: PretrainConfig, description: ModelDescription, state: ParallelState, wants_to_stop: Callable[[], bool]
 ) -> DistributedModel:
-    """Plans the pipeline, and builds this rank's part of the model. Collective. Args: as of DistributedModel."""
-    training, parallel = config.training, config.parallel
-    types = PRECISIONS[training.precision]
+    """Plans the pipeline, and builds this rank's part of the model. Collective."""
+    training, types = config.training, PRECISIONS[config.training.precision]
     graphs = capture_on(state.device) if training.cuda_graphs == "on" else None
     products = getattr(torch, types.products)
     context = BuildContext(
@@ -162,7 +142,7 @@ def build_model(
         dp=state.dp,
         dp_shard=state.dp_shard,
         cp=state.cp,
-        cut=parallel.context_cut(training.micro_batch_size),
+        cut=config.parallel.context_cut(training.micro_batch_size),
         carries=config.windows > 1,
         cast_weights=CastWeights(stay=graphs is not None),
         sparse_products=training.sparse_products == "auto" and can_be_sparse(state.device, products),
@@ -172,4 +152,8 @@ def build_model(
     with placed("while planning the pipeline"):
         plan = plan_pipeline(config, description, context, state, built)
     with placed("while building the model"):
-        return DistributedModel(description, state, context, plan, config, graphs, wants_to_stop, built)
+        made = DistributedModel(description, built, context, state, plan, config, wants_to_stop)
+        for chunk in made.chunks.values():
+            if graphs is not None:
+                chunk.capture_graphs(graphs)
+        return made

@@ -13,22 +13,16 @@ from megasnn.config import PretrainConfig
 from megasnn.config.identity import identity, recipe
 from megasnn.engine.step import TrainStep
 from megasnn.parallel.agreement import gather
-from megasnn.parallel.sharding import Piece, ShardedTensor
+from megasnn.parallel.sharding import ShardedTensor
 from megasnn.pipeline.cost_model import layers_per_chunk
 
 
 class Checkpoints:
-    """Contents of an Engine's checkpoints.
-
-    Raises:
-        ValueError: a layer has a name that checkpoints keep for something else.
-    Attributes:
-        state: what this rank holds of a checkpoint.
-    """
+    """Contents of an Engine's checkpoints; `state` is what this rank holds of them. Raises ValueError for a layer whose
+    name checkpoints keep for something else."""
 
     def __init__(self, config: PretrainConfig, step: TrainStep) -> None:
         self._config, self._step, self._distributed = config, step, step.distributed
-        self._world = step.distributed.state.world
         if refused := [entry.name for entry in self._distributed.tensors if entry.name.startswith(BESIDE)]:
             raise ValueError(f"{refused[0]}: names that begin with {' or '.join(BESIDE)} are not for layers")
         averages = None if step.average is None else step.average.tensors
@@ -41,16 +35,15 @@ class Checkpoints:
 
     def progress(self, extra: Mapping[str, object], skipped_steps: int = 0) -> Progress:
         """Returns what is written beside the tensors: position, model, layout for people, and `extra`."""
-        grid = self._distributed.state.grid
-        sizes = {"tp": grid.tp, "pp": grid.pp, "dp": grid.replicas, "dp_shard": grid.dp_shard}
-        layout: dict[str, object] = {**sizes, "cp": grid.cp, "virtual": len(self._distributed.chunks)}
-        layout["bounds"] = layers_per_chunk(self._distributed.plan.bounds)
+        grid, distributed = self._distributed.state.grid, self._distributed
+        sizes = {"tp": grid.tp, "pp": grid.pp, "dp": grid.replicas, "dp_shard": grid.dp_shard, "cp": grid.cp}
+        chunks = {"virtual": len(distributed.chunks), "bounds": layers_per_chunk(distributed.plan.bounds)}
         return Progress(
             self._step.iteration,
             self._step.consumed_samples,
             self._config.model.name,
             identity(self._config),
-            layout,
+            {**sizes, **chunks},
             {"recipe": recipe(self._config), **extra},
             skipped_steps,
         )
@@ -60,12 +53,10 @@ class Checkpoints:
         mine = {entry.name: entry for entry in self._distributed.tensors if entry.shard.is_primary()}
         full = {}
         for described in self._distributed.description.tensors:
-            held: list[tuple[Piece, Tensor]] = []
-            if (entry := mine.get(described.name)) is not None:
-                held = [(piece, piece.of_local(entry.tensor.detach()).cpu()) for piece in entry.shard.pieces()]
-            parts = [each for rank in gather(self._world.handle, held) for each in rank]
-            value = torch.empty(described.shard.global_shape, dtype=parts[0][1].dtype)
+            entries = [mine[described.name]] if described.name in mine else []
+            held = [(p, p.of_local(entry.tensor.detach()).cpu()) for entry in entries for p in entry.shard.pieces()]
+            parts = [each for rank in gather(self._distributed.state.world.handle, held) for each in rank]
+            full[described.name] = value = torch.empty(described.shard.global_shape, dtype=parts[0][1].dtype)
             for piece, part in parts:
                 piece.of_global(value).copy_(part)
-            full[described.name] = value
         return full

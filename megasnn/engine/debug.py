@@ -16,8 +16,7 @@ from megasnn.pipeline.microbatch_state import MicroBatchInput
 
 
 def first_non_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Returns the name of the first tensor that holds nan or an infinity, and how many; None when all are finite. Each
-    check waits for the device."""
+    """Returns the name of the first tensor that holds nan or an infinity, and how many; None when all are finite."""
     for name, tensor in named:
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             nan, infinite = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())

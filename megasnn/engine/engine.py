@@ -64,25 +64,21 @@ class Engine:
     looks at the number of inputs, and one without the last stage (`takes_labels`) at that of the targets: there a
     tensor on the meta device will do. A wrong argument on one rank is a ValueError on all of them, and changes nothing.
     Any other error within a step, an evaluation or a prediction, Ctrl-C included, ends the Engine: whatever is asked of
-    it then is a RuntimeError. A process has one open Engine at a time, and `close` frees the process groups that it
-    made.
+    it then is a RuntimeError. A process has one open Engine at a time.
 
     Args:
         model: an instance of one's own class or of one in `megasnn.MODELS`; or a validated configuration.
         lr_schedule: (step, from 0 on) -> its learning rate, in the place of the flags of the rate.
         length: of the training; by default `train_iters` of the flags.
-        wants_to_stop: asked on every rank in each step and each batch of an evaluation; `stop_votes` counts the ranks
-            that have answered True.
+        wants_to_stop: asked on every rank in each step and each batch of an evaluation (`distributed.stop_votes`).
         flags: those of the command line, with underscores.
-
     Attributes:
         config: with the flags in it. state: the grid of ranks.
         optimizer: of the parameters that this rank owns.
         takes_images, takes_labels: True where this rank needs their values.
     Raises:
         ConfigError: flags that do not go together, or a model that cannot be built; lists all of it.
-        ValueError: a pipeline that cannot be planned, another Engine that is open, ranks that are laid out otherwise
-            already, or that are given different flags.
+        ValueError: a pipeline that cannot be planned, another open Engine, ranks of another layout or with other flags.
     """
 
     def __init__(
@@ -99,14 +95,13 @@ class Engine:
         described = describe_windows(config)
         if not config.training.evaluate_only and lr_schedule is None:
             require_schedule(config.optimizer, self.length.iterations, self.length.epoch)
-        # Others may have freed its grid.
+        # Others may have freed the grid of one that was not closed.
         if _open and model_parallel_is_initialized() and get_parallel_state() is _open[0].state:
             raise ValueError("another Engine is open in this process: close it first (engine.close() or `with`)")
-        _open.clear()
         self._closed, self._failure = False, ""
         self.state: ParallelState
         self.state, self._leave = join_ranks(config)
-        _open.append(self)
+        _open[:] = [self]
         with ExitStack() as undo:
             undo.callback(self.close)
             require_alike(config, self.state.world)
@@ -115,9 +110,9 @@ class Engine:
                 keep_free_memory()
             self.distributed = build_model(config, described, self.state, wants_to_stop)
             self.plan = self.distributed.plan
-            self.batches = Batches(config, self.distributed, mixing_of(config, described, self.length.epoch_samples))
-            steps, epoch = self.length.iterations, self.length.epoch
-            rate = partial(learning_rate, config.optimizer, iterations=steps, epoch=epoch)
+            length = self.length
+            self.batches = Batches(config, self.distributed, mixing_of(config, length.epoch_samples))
+            rate = partial(learning_rate, config.optimizer, iterations=length.iterations, epoch=length.epoch)
             self.step = TrainStep(config, self.distributed, lr_schedule or rate)
             self.optimizer = self.step.optimizer
             self.takes_images, self.takes_labels = self.distributed.takes_images, self.distributed.gives_logits
@@ -134,11 +129,6 @@ class Engine:
         """Training samples used; the position in the data."""
         return self.step.consumed_samples
 
-    @property
-    def stop_votes(self) -> float:
-        """Ranks that wanted to stop in the last step or batch of an evaluation, the same on every rank."""
-        return self.distributed.stop_votes
-
     # --- training
 
     def train_step(self, inputs: Tensor | Mapping[str, Tensor], targets: Tensor | None = None) -> StepResult:
@@ -147,14 +137,13 @@ class Engine:
         Args:
             inputs: by name, or the tensor of the only one: images `[N, C, H, W]`, or event frames `[N, T, C, H, W]`.
             targets: class indices `[N]`, or probabilities `[N, classes]`; or as the model's `target` says, None where
-                it is one of the inputs. Their range is looked at here: on a GPU that would make the host wait, so leave
-                all on the CPU.
+                it is one of the inputs. Leave all on the CPU: here their range is looked at.
         Returns:
             loss, metrics, gradient norm and rate, over the whole batch, the same on every rank. A step that is not
             finite changes nothing, and says so.
         Raises:
-            ValueError: on every rank, when a batch is not what it should be on one of them, when `train_iters` steps
-                are done, or when the optimizer's learning rates were changed from outside.
+            ValueError: on every rank: a batch that is wrong on one of them, `train_iters` steps that are done, or
+                learning rates of the optimizer that were changed from outside.
             RuntimeError: an earlier step has ended in an error.
         """
         with self._running():
@@ -173,14 +162,9 @@ class Engine:
     def evaluate(
         self, inputs: Tensor | Mapping[str, Tensor] | Iterable[Any], targets: Tensor | None = None
     ) -> EvaluationRecord:
-        """Computes loss and metrics over samples: inputs and targets, or an iterable of pairs of them (of inputs alone,
-        where one is the target), the same on every rank and as many.
-
-        With `ema_decay` it is the average of the weights that is evaluated. Any number of samples is legal.
-
-        Raises:
-            ValueError, RuntimeError: as `train_step`; ValueError also when there are no samples.
-        """
+        """Computes loss and metrics over any number of samples: inputs and targets, or an iterable of pairs of them (of
+        inputs alone, where one is the target), the same on every rank. With `ema_decay` the weights are the averaged
+        ones. Raises what `train_step` raises, and ValueError where there are no samples."""
         by_itself = targets is not None or isinstance(inputs, (Tensor, Mapping)) or not isinstance(inputs, Iterable)
         return self.evaluate_on(self.batches.evaluated_pairs([(inputs, targets)] if by_itself else inputs))
 
@@ -206,7 +190,7 @@ class Engine:
     def predict(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Returns what the model's `predict` gives for any number of samples, in their order, on the CPU of every rank:
         by default the mean over time of the logits, `[N, classes]`. With `ema_decay` the weights are the averaged ones.
-        Raises what `train_step` raises."""
+        """
         with self._running():
             given, _, samples = self.batches.checked(inputs, predicts=True)
             task, dtype = self.distributed.description.task, self.distributed.context.dtype
@@ -242,60 +226,48 @@ class Engine:
         return self.checkpoints.full_tensors()
 
     def load_state_dict(self, values: Mapping[str, Tensor]) -> None:
-        """Takes whole weights and buffers by global names, as `state_dict` or `Model.from_spikingjelly` gives them.
-
-        The optimizer's state and the iteration stay; an average of the weights begins again.
+        """Takes whole weights and buffers by global names, as `state_dict` or `Model.from_spikingjelly` gives them. The
+        optimizer's state and the iteration stay; an average of the weights begins again.
 
         Raises:
-            CheckpointError: on every rank, before anything is changed: names, shapes or types are not those of the
-                model.
+            CheckpointError: on every rank, before anything is changed: names, shapes or types are not the model's.
         """
         self._require_open()
         load_globals_into(self.distributed.tensors, values, self.state.world.handle)
         self.step.loaded()
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Writes `<folder>/iter_<iteration>`: weights, optimizer and progress, for any layout.
-
-        It is a checkpoint as runs write them. A run takes its weights by `--load` with `--finetune`: it knows nothing
-        of the order of one's own data. The first rank's folder counts.
+        """Writes `<folder>/iter_<iteration>`: weights, optimizer and progress, for any layout. The first rank's folder
+        counts. A run takes the weights by `--load` with `--finetune`: it knows nothing of the order of one's own data.
 
         Raises:
             CheckpointError: on every rank, when it cannot be written.
         """
         self._require_open()
-        world = self.state.world.handle
-        path = broadcast_result(world, partial(Path, folder))
-        return save_checkpoint(path, self.checkpoints.progress({}), self.checkpoints.state, world)
+        path = broadcast_result(self.state.world.handle, lambda: Path(folder))
+        return save_checkpoint(path, self.checkpoints.progress({}), self.checkpoints.state, self.state.world.handle)
 
     def load(self, folder: str | os.PathLike[str], step: int | None = None, weights_only: bool = False) -> None:
         """Continues from a checkpoint that an Engine or a run has saved, on any layout: the latest that is intact, or
-        that of iteration `step`. The first rank's folder counts. Warns of flags that are others than they were.
+        that of iteration `step`. The first rank's folder counts. Warns of flags that are others than they were. With
+        `weights_only` it begins anew with weights and buffers, of a checkpoint with another optimizer, too.
 
-        Args:
-            weights_only: takes weights and buffers, and begins anew with them: of a checkpoint with another optimizer,
-                for another task.
         Raises:
             CheckpointError: on every rank, when there is none, or it is of another model.
         """
         self._require_open()
-        world, model = self.state.world.handle, self.config.model.name
+        world, config = self.state.world.handle, self.config
         path, iteration = broadcast_result(world, lambda: (Path(folder), step))
-        expected = None if weights_only else identity(self.config)
-        loaded = load_checkpoint(
-            path,
-            LocalState(self.distributed.tensors) if weights_only else self.checkpoints.state,
-            step=iteration,
-            process_group=world,
-            check=lambda saved: model_differences(saved, model, expected),
-        )
-        remarks = [*loaded.remarks]
+        into = LocalState(self.distributed.tensors) if weights_only else self.checkpoints.state
+        expected = None if weights_only else identity(config)
+        check = partial(model_differences, model=config.model.name, config=expected)
+        loaded = load_checkpoint(path, into, step=iteration, process_group=world, check=check)
         if weights_only:
             self.step.loaded()
         else:
             self.step.loaded((loaded.iteration, loaded.consumed_samples), loaded.averaged)
-            remarks += changed_recipe(loaded.extra, recipe(self.config))
-        for remark in remarks:
+        changed = [] if weights_only else changed_recipe(loaded.extra, recipe(config))
+        for remark in (*loaded.remarks, *changed):
             warnings.warn(remark, stacklevel=2)
 
     # --- the end

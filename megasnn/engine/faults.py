@@ -24,8 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megasnn.device_checks import other_notes, place_of
 
 POLL_SECONDS = 0.5
-LAST_SECONDS = 3.0
-"""How long ranks that have read the key wait before they end: torchrun reports the first rank that ends."""
+LAST_SECONDS = 3.0  # before ranks that have read the key end: torchrun reports the first rank that ends
 _KEY = "fault"
 
 
@@ -33,18 +32,14 @@ def in_full(error: BaseException, with_traceback: bool) -> str:
     """Place, kind and message of an error in the last line; above it the traceback, if that is wanted."""
     place = place_of(error)
     text = f"{place}{place and ': '}{type(error).__name__}: {error}"
-    if not with_traceback:
-        return text
-    notes = [f"{note}\n" for note in other_notes(error)]
-    return "".join(["Traceback (most recent call last):\n", *traceback.format_tb(error.__traceback__), *notes, text])
+    above = ["Traceback (most recent call last):\n", *traceback.format_tb(error.__traceback__)]
+    above += [f"{note}\n" for note in other_notes(error)]
+    return "".join([*above, text]) if with_traceback else text
 
 
 class FaultWatch:
-    """Ends this process with status 1 when another rank has failed. The first rank of each other host says why.
-
-    Args:
-        store: of the ranks, with keys of this watch alone.
-    """
+    """Ends this process with status 1 when another rank has failed. The first rank of each other host says why. The
+    `store` is that of the ranks, with keys of this watch alone."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         shared: Any = store
@@ -52,7 +47,6 @@ class FaultWatch:
         self._rank, self._host = rank, socket.gethostname()
         self._is_over = threading.Event()
         self._is_first: bool | None = None
-        self._has_claimed = False
         self._thread = threading.Thread(target=self._look, name="megasnn-faults", daemon=True)
         self._thread.start()
 
@@ -69,11 +63,11 @@ class FaultWatch:
         All ranks have to read the key before connections break. A rank that is not the first waits before it ends: its
         error often is the broken connection to the rank that failed, and torchrun, which looks ten times a second,
         names the lowest of those that it finds ended."""
+        is_new = not self._is_over.is_set()
         self._is_over.set()
-        is_new, self._has_claimed = not self._has_claimed, True
         if self._is_first is None:
-            kind, place = type(error).__name__, place_of(error)
-            fault = json.dumps({"rank": self._rank, "host": self._host, "place": place, "kind": kind})
+            what = f"{type(error).__name__} {place_of(error)}"
+            fault = json.dumps({"rank": self._rank, "host": self._host, "what": what})
             try:
                 self._is_first = bool(self._store.compare_set(_KEY, "", fault) == fault.encode())
             except RuntimeError:  # the store is gone with its process
@@ -92,7 +86,7 @@ class FaultWatch:
                 return
             self._is_first = False  # whatever breaks from now on, also the store
             if fault["host"] != self._host and os.environ.get("LOCAL_RANK", "0") == "0":
-                why = f"rank {fault['rank']} on {fault['host']}: {fault['kind']} {fault['place']}"
+                why = f"rank {fault['rank']} on {fault['host']}: {fault['what']}"
                 sys.stderr.write(f"[rank {self._rank}] stopping, because of {why}\n")
             if not self._is_over.wait(LAST_SECONDS):
                 end_process()
@@ -104,19 +98,16 @@ _numbers = itertools.count()
 
 
 def watch_ranks() -> FaultWatch | None:
-    """Starts a watch over the ranks that have joined; collective. None in a world of one process, or where there is a
-    watch."""
+    """Starts a watch over the ranks that have joined; collective. None for a process alone, and where there is one."""
     global _watch
     if _watch is not None or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    store = dist.PrefixStore(f"megasnn/watch-{next(_numbers)}", _get_default_store())
-    _watch = FaultWatch(store, dist.get_rank())
+    _watch = FaultWatch(dist.PrefixStore(f"megasnn/watch-{next(_numbers)}", _get_default_store()), dist.get_rank())
     return _watch
 
 
 def claim_fault(error: BaseException) -> bool:
-    """Tells the other ranks, if they are watched, of an error on this one, so that they end; False where another rank
-    has failed before, from which this error may follow."""
+    """Tells the other ranks, if they are watched, of an error on this one; False where another has failed before."""
     return _watch is None or _watch.claim(error)
 
 

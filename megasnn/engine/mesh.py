@@ -27,15 +27,13 @@ from megasnn.parallel_state import (
 )
 from megasnn.precisions import PRECISIONS
 
-_MKLDNN: Any = torch.backends.mkldnn
-_DETERMINISTIC: Any = torch.utils.deterministic
+_MKLDNN: Any = torch.backends.mkldnn  # whose settings are unknown to type checkers
 
 
 def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None]]:
-    """Returns the grid that is there, or makes one of the ranks that torchrun has started, and sets torch up for the
-    run's arithmetic; and what frees a grid that was made here. Collective.
-
-    The end of the program frees it, too: threads of Gloo that are left then would end it with an error.
+    """Returns the grid that is there, or makes one of the ranks that torchrun has started, and what frees one that was
+    made here, at the end of the program at the latest: threads of Gloo that are left then would end it with an error.
+    Sets torch up for the run's arithmetic. Collective.
 
     Raises:
         ValueError: the grid that is there has other sizes, or this device does not have the arithmetic.
@@ -44,24 +42,18 @@ def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None
     if training.deterministic and not torch.cuda.is_initialized():
         # With this alone cuBLAS promises the same bits in every run; it reads it with the first product on a GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    sizes = {
-        "tp": parallel.tensor_model_parallel_size,
-        "pp": parallel.pipeline_model_parallel_size,
-        "dp_shard": parallel.weight_parallel_size,
-        "cp": parallel.context_parallel_size,
-    }
+    stages, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    sizes = {"tp": tp, "pp": stages, "dp_shard": parallel.weight_parallel_size, "cp": parallel.context_parallel_size}
     if model_parallel_is_initialized():
         state = get_parallel_state()
-        asked = replace(state.grid, **sizes)
-        if asked != state.grid:
+        if (asked := replace(state.grid, **sizes)) != state.grid:
             raise ValueError(f"the flags ask for {asked}, and ranks are laid out as {state.grid}: make them equal")
         set_precision(training, state.device)
         return state, lambda: None
     was_joined, minutes = dist.is_initialized(), parallel.distributed_timeout_minutes
     with placed("while joining the other ranks"):
-        device = start_process_group(parallel.device, minutes, stages=sizes["pp"])
-    watch = watch_ranks()
-    with placed("while making the groups of ranks"):
+        device = start_process_group(parallel.device, minutes, stages=stages)
+        watch = watch_ranks()
         state = initialize_model_parallel(**sizes, device=device, timeout=datetime.timedelta(minutes=minutes))
 
     def leave() -> None:
@@ -83,11 +75,8 @@ def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None
 
 
 def set_precision(training: TrainingConfig, device: torch.device) -> None:
-    """Sets rounding of products and deterministic algorithms in torch, for the whole process.
-
-    Raises:
-        ValueError: this device does not have such arithmetic.
-    """
+    """Sets rounding of products and deterministic algorithms in torch, for the whole process. Raises ValueError for
+    arithmetic that this device does not have."""
     rounds, deterministic = PRECISIONS[training.precision].rounds, training.deterministic
     if rounds and device.type != "cuda":
         raise ValueError(f"--precision tf32 is for GPUs, and this rank computes on a {device.type.upper()}: use fp32")
@@ -99,11 +88,10 @@ def set_precision(training: TrainingConfig, device: torch.device) -> None:
     let_products_round(rounds)
     # On a CPU too products of float32 are IEEE, whatever torch.set_float32_matmul_precision was given before.
     _MKLDNN.matmul.fp32_precision = _MKLDNN.conv.fp32_precision = "ieee"
-    # Parts of a sum in bfloat16 are added in float32.
-    CUBLAS.allow_bf16_reduced_precision_reduction = False
+    CUBLAS.allow_bf16_reduced_precision_reduction = False  # parts of a sum are added in float32
     torch.use_deterministic_algorithms(deterministic)
     CUDNN.deterministic = deterministic
     if deterministic:
         CUDNN.benchmark = False
         # torch would fill all new memory, for programs that read what they have not written.
-        _DETERMINISTIC.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -28,7 +28,6 @@ from megasnn.parallel.sync_batch_norm import merge_running_statistics
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import build_chunks
 from megasnn.pipeline.executor import PipelineExecutor
-from megasnn.pipeline.graphs import Capture
 from megasnn.pipeline.microbatch_state import MicroBatchInput, OutputConsumer
 from megasnn.pipeline.p2p import Boundaries, Transfers
 from megasnn.pipeline.plan import PipelinePlan
@@ -42,9 +41,7 @@ class StepSums(NamedTuple):
     Attributes:
         values: float64 `[4 + parameters + metrics]`: loss, votes to stop, findings of checks, statistics of norms that
             do not fit their type, the slots that `GradientNorm` sums, and the metrics.
-        norm: of the gradient, without sizes.
-        is_void: True where the step must change nothing, without sizes: a check found something, or state that training
-            keeps would not be finite.
+        norm: of the gradient. is_void: True where the step must change nothing.
     """
 
     values: Tensor
@@ -66,50 +63,44 @@ class DistributedModel:
     """The chunks of a model on one rank, with their gradients reduced over the replicas.
 
     Args:
-        description: of the whole model; only this rank's chunks are built.
-        graphs: makes CUDA graphs of the layers; None for none.
+        built: the layers of the whole model, with this context; only those of this rank get memory.
         wants_to_stop: asked in each step and each batch of an evaluation.
-        built: the layers, with this context; None to build them.
-
     Attributes:
         chunks: this rank's, by index.
         takes_images, gives_logits: True on the first chunk's rank, and on the last one's, which computes the loss.
         tensors: parameters and buffers of this rank. copies: those that another layer of the model owns (ties).
         owned: the part of each of `tensors` that this rank updates and saves: with ZeRO-1 its rows, otherwise all.
         parameters, trained_parameters: elements of the whole model's parameters.
-        loss: sum of the samples' losses, of the last layer's output and targets.
-        stop_votes: ranks that wanted to stop in the last step, the same on every rank.
-        checks: values that were wrong on this rank.
-        ties: tensors that several layers have; None without.
+        loss: (output of the model, targets) -> sum of the samples' losses. windows: of the time steps, for each sample.
+        stop_votes: ranks that wanted to stop in the last step or batch of an evaluation, the same on every rank.
     """
 
     def __init__(
         self,
         description: ModelDescription,
-        state: ParallelState,
+        built: Sequence[Built],
         context: BuildContext,
+        state: ParallelState,
         plan: PipelinePlan,
         config: PretrainConfig,
-        graphs: Capture | None = None,
         wants_to_stop: Callable[[], bool] = lambda: False,
-        built: Sequence[Built] | None = None,
     ) -> None:
         self.context, self.description, self.state, self.plan = context, description, state, plan
         self._wants_to_stop = wants_to_stop
         training, schedules, bounds = config.training, plan.schedules, plan.bounds
         named = partial(LOSSES[training.loss].sum, label_smoothing=training.label_smoothing)
         self.loss: Callable[[Any, Any], Tensor] = description.task.summed_loss(named)
-        self._windows, self._outputs = config.windows, list[dict[Key, Tensor]]()
+        self.windows, self._outputs = config.windows, list[dict[Key, Tensor]]()
         unit_bounds, placement = plan.unit_bounds, schedules.placement
         self._weights: GatheredWeights | None = None
         if state.dp_shard.size > 1:
             self._weights = GatheredWeights(state.dp_shard, state.dp_shard_grad, context.cast_weights.give)
         here = [index for index, home in enumerate(placement) if home == state.pp.rank]
         shard = None if self._weights is None else (unit_bounds, self._weights.shard)
-        built = built or description.build(context)
         self.chunks = build_chunks(description, bounds, here, context, state.device, training.seed, built, shard)
         self.takes_images, self.gives_logits = 0 in self.chunks, len(placement) - 1 in self.chunks
-        self._reports = self.gives_logits and state.tp.rank == 0 and context.counts_logits
+        self._counts_logits = context.counts_logits
+        self._reports = self.gives_logits and state.tp.rank == 0 and self._counts_logits
         kept = (lambda entry: entry) if self._weights is None else self._weights.kept
         self.tensors: list[ShardedTensor] = [kept(t) for chunk in self.chunks.values() for t in chunk.sharded_tensors()]
         self.copies = [kept(t) for chunk in self.chunks.values() for t in chunk.copied_tensors()]
@@ -137,12 +128,8 @@ class DistributedModel:
         if description.ties:
             self.ties = Ties(description, bounds, placement, self.chunks, state.pp, state.device, gradient, kept)
         context.weight_gradients.on_added = self.gradient_buckets.accumulated
-        for chunk in self.chunks.values():
-            if graphs is not None:
-                chunk.capture_graphs(graphs)
         self.parameters = parameter_count(description.tensors)
-        trained = (e for e in description.tensors if e.tensor.requires_grad)
-        self.trained_parameters = parameter_count(trained)
+        self.trained_parameters = parameter_count(e for e in description.tensors if e.tensor.requires_grad)
         names = [entry.name for entry in description.tensors if entry.is_parameter]
         self.gradient_norm = GradientNorm(names, self.owned, state.device)
         self.stop_votes = 0.0
@@ -152,9 +139,8 @@ class DistributedModel:
         transfers = None
         if state.pp.size > 1:
             transfers = Transfers(units, schedules.unit_placement, state, Boundaries(description, context, built))
-        self.executor = PipelineExecutor(
-            units, state, transfers, self._micro_batch_loss, self.gradient_buckets, self._weights
-        )
+        buckets, weights = self.gradient_buckets, self._weights
+        self.executor = PipelineExecutor(units, state, transfers, self._micro_batch_loss, buckets, weights)
 
     def neurons(self) -> list[tuple[str, NeuronLayer]]:
         """(global name, layer) of this rank's neurons, in the order of the model."""
@@ -169,50 +155,45 @@ class DistributedModel:
     # --- a training step
 
     def run(self, micro_batches: Sequence[MicroBatchInput], global_batch_size: int) -> StepSums:
-        """Zeroes the gradients, runs forward and backward by the schedule, which reduces them over the replicas, and
-        sums what the step came to over all ranks, in one all-reduce. The host does not wait for the device.
-
-        Gradients are of the mean over the global batch's samples. The norms' records wait to be merged.
-
-        Args:
-            micro_batches: this replica's share.
-            global_batch_size: samples over all replicas.
+        """Zeroes gradients, runs forward and backward of this replica's micro-batches by the schedule, which reduces
+        gradients over the replicas, and sums what the step came to over all ranks, in one all-reduce. The host does not
+        wait for the device. Gradients are of the mean over the global batch's samples; norms' records are not merged.
         """
         self._global_batch_size = global_batch_size
         self.gradient_buckets.zero(len(micro_batches))
         for norm in self.norms:
             norm.pending.clear()
         self._metrics_here.zero_()
-        loss = self._run(self.plan.schedules.training(len(micro_batches)), micro_batches)
+        loss = self._run(self.plan.schedules.training(len(micro_batches)), micro_batches).reshape(1)
         if self.ties is not None:
             self.ties.sum_gradients()
-        here = [loss.reshape(1), self._metrics_here]
-        loss, metrics = here if self._reports else [torch.zeros_like(each) for each in here]
-        mine = [loss, self._votes_and_findings(), self._overflowing(), self.gradient_norm.squares(), metrics]
+        too_large, most = torch.zeros_like(loss), torch.finfo(self.context.dtype).max
+        if recorded := [value for norm in self.norms for record in norm.pending for value in record[:2]]:
+            # Running statistics take unbiased variances, at most twice the biased ones.
+            largest = torch.stack([each.double() for each in torch._foreach_norm(recorded, math.inf)])
+            too_large = (~(largest <= most / 2)).sum(0, keepdim=True, dtype=torch.float64)
+        metrics = self._metrics_here if self._reports else torch.zeros_like(self._metrics_here)
+        loss = loss if self._reports else torch.zeros_like(loss)
+        mine = [loss, self._votes_and_findings(), too_large, self.gradient_norm.squares(), metrics]
         values = all_reduce_sum(torch.cat(mine), self.state.world)
-        squares = values[4 : len(values) - len(metrics)].sum()
-        most = torch.finfo(self.context.dtype).max  # optimizers keep squares of gradients
+        squares = values[4 : len(values) - len(metrics)].sum()  # optimizers keep them
         is_void = (values[2] != 0) | (values[3] != 0) | ~(values[0].isfinite() & (squares <= most))
         return StepSums(values, squares.sqrt(), is_void)
 
     def check(self, sums: StepSums) -> StepFigures:
-        """Reads the sums: the one place in a step where the host waits for the device. Raises ValueError on every rank,
-        where the checks of one have found something."""
+        """Reads the sums: the one place in a step where the host waits for the device. Raises ValueError on every rank
+        for findings of one."""
         read = torch.cat([sums.is_void.to(sums.values.dtype).reshape(1), sums.values]).tolist()
         is_void, loss, self.stop_votes, found, _, *slots = read
         if found:
             self._refuse_findings()
         names = self.description.task.trained
-        parameters = len(slots) - len(names)
-        squares, metrics = slots[:parameters], slots[parameters:]
+        squares, metrics = slots[: len(slots) - len(names)], slots[len(slots) - len(names) :]
         return StepFigures(loss, dict(zip(names, metrics, strict=True)), math.sqrt(math.fsum(squares)), not is_void)
 
     def merge_statistics(self, most_micro_batches: int) -> None:
-        """Merges what the norms recorded in the step into their running statistics. Collective over the replicas.
-
-        Args:
-            most_micro_batches: of any replica.
-        """
+        """Merges what the norms recorded in the step, `most_micro_batches` on any replica, into their running
+        statistics. Collective over the replicas."""
         of_owners = None if self.ties is None else self.ties.statistics_of_owners
         merge_running_statistics(self.norms, self.state.dp, most_micro_batches, of_owners)
 
@@ -224,7 +205,7 @@ class DistributedModel:
 
     def evaluate(self, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer) -> None:
         """Evaluates: `consume` gets outputs for all time steps, and targets, where the logits are. Raises ValueError on
-        every rank, where the checks of one have found something."""
+        every rank for findings of one."""
         if micro_batches:
             self._run(self.plan.schedules.evaluation(len(micro_batches)), micro_batches, consume)
         self.stop_votes, found = all_reduce_sum(self._votes_and_findings(), self.state.world).tolist()
@@ -250,18 +231,18 @@ class DistributedModel:
             norm.recording = trains
         with self.checks.collecting(), self.context.cast_weights.kept():
             loss = self.executor.run(schedule, micro_batches, taken)
-        if self._windows > 1:
+        if self.windows > 1:
             self._outputs.clear()
             for chunk in self.chunks.values():
                 chunk.forget()
         return loss
 
     def _micro_batch_loss(self, output: Bundle, targets: Tensor, again: bool) -> Tensor:
-        loss = self.loss(output, targets) / (self._global_batch_size * self._windows)
+        loss = self.loss(output, targets) / (self._global_batch_size * self.windows)
         if not again and (whole := self._of_all_windows(output)) is not None:
             task = self.description.task
             self._metrics_here += task.sums(whole, targets, task.trained)
-        return loss if self.context.counts_logits else 0 * loss
+        return loss if self._counts_logits else 0 * loss
 
     def _consume_whole(self, consume: OutputConsumer, output: Bundle, targets: Tensor) -> None:
         if (whole := self._of_all_windows(output)) is not None:
@@ -269,10 +250,10 @@ class DistributedModel:
 
     def _of_all_windows(self, output: Bundle) -> Bundle | None:
         """The output for all time steps, with the last window of the samples; None before it."""
-        if self._windows == 1:
+        if self.windows == 1:
             return output
         self._outputs.append({key: entry.detach() for key, entry in entries_of(output).items()})
-        if len(self._outputs) < self._windows:
+        if len(self._outputs) < self.windows:
             return None
         whole = bundle_of({key: torch.cat([each[key] for each in self._outputs]) for key in self._outputs[0]})
         self._outputs.clear()
@@ -289,16 +270,6 @@ class DistributedModel:
         first, *others = [each for findings in of_ranks for each in findings]
         with placed(first.place):
             raise ValueError(f"{first.text}; and {len(others)} more" if others else first.text)
-
-    def _overflowing(self) -> Tensor:
-        """Counts statistics of the step that the running ones cannot hold, `[1]`: an unbiased variance is at most twice
-        the biased one."""
-        tracked = [norm for norm in self.norms if norm.running_mean is not None]
-        recorded = [value for norm in tracked for mean, variance, _ in norm.pending for value in (mean, variance)]
-        if not recorded:
-            return torch.zeros(1, dtype=torch.float64, device=self.state.device)
-        largest = torch.stack([each.double() for each in torch._foreach_norm(recorded, math.inf)])
-        return (~(largest <= torch.finfo(self.context.dtype).max / 2)).sum(0, keepdim=True, dtype=torch.float64)
 
     # --- sums over ranks
 

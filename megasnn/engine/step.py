@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from megasnn import device_checks
-from megasnn.batching import most_micro_batches
+from megasnn.batching import micro_batch_counts
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine.debug import first_place
@@ -20,16 +20,15 @@ from megasnn.telemetry.records import StepResult
 from megasnn.telemetry.timers import Timers
 
 _OVERFLOW = "values too large for their type, in statistics of a norm or in squares of gradients; the step is skipped"
+_CHANGED = (
+    "lr or params in the optimizer's param_groups were changed, and each step sets the rate itself: give Engine(..., "
+    "lr_schedule=...), a function of the step; a group's own share of the rate is its lr_scale"
+)
 
 
 class TrainStep:
-    """Optimizer steps of a distributed model.
-
-    Args:
-        rate: (step, from 0 on) -> its learning rate.
-    Attributes:
-        average: of what this rank owns; None without `ema_decay`.
-    """
+    """Optimizer steps of a distributed model; `rate`: (step, from 0 on) -> its learning rate. The `average` is of what
+    this rank owns, None without `ema_decay`."""
 
     def __init__(self, config: PretrainConfig, distributed: DistributedModel, rate: Callable[[int], float]) -> None:
         self._config, self._rate, self.distributed, state = config, rate, distributed, distributed.state
@@ -38,16 +37,15 @@ class TrainStep:
         self.average = WeightAverage(distributed.owned, decay) if decay else None
         self.timers = Timers(state.device)
         self.iteration = self.consumed_samples = 0
+        self._cut = config.training.micro_batch_size, state.dp.size, config.windows
         self._groups_set = self._groups()
         self._masks = takes_found_inf(self.optimizer, config.optimizer)
 
     def __call__(self, micro_batches: Sequence[MicroBatchInput], batch: GlobalBatch) -> StepResult:
         """Takes one step on this replica's micro-batches of a global batch. Collective.
 
-        A step that is not finite changes nothing: weights, optimizer state, average and running statistics stay.
-
-        Raises:
-            ValueError: the learning rate is negative or not finite; what the checks have found on any rank.
+        A step that is not finite changes nothing: weights, optimizer state, average and running statistics stay. Raises
+        ValueError for a learning rate that is negative or not finite, and for findings of the checks on any rank.
         """
         distributed, rate = self.distributed, self._rate(self.iteration)
         if not 0 <= rate < math.inf:
@@ -62,8 +60,7 @@ class TrainStep:
                 self._update(rate, sums.norm, sums.is_void)
             found = distributed.check(sums)  # reads loss and norm; raises what was found on the device
             if found.is_finite:
-                size, windows = self._config.training.micro_batch_size, self._config.windows
-                distributed.merge_statistics(most_micro_batches(batch.size, size, distributed.state.dp.size, windows))
+                distributed.merge_statistics(micro_batch_counts(batch.size, *self._cut)[0])
                 if not updates_unread:
                     self._update(rate, found.norm)
                 distributed.refresh_copies()
@@ -75,11 +72,7 @@ class TrainStep:
         return StepResult(found.mean_loss, found.sums, batch.size, found.norm, rate, not found.is_finite, where)
 
     def _update(self, rate: float, norm: float | Tensor, is_void: Tensor | None = None) -> None:
-        """Clips the gradients and steps the optimizer.
-
-        Args:
-            norm: of the gradient. is_void: on the device, True where all must stay; None where the host knows better.
-        """
+        """Clips the gradients by their norm and steps the optimizer, unless `is_void` on the device."""
         self.distributed.gradient_norm.clip(norm, self._config.optimizer.clip_grad, is_void)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]
@@ -90,13 +83,7 @@ class TrainStep:
 
     def problem(self) -> str | None:
         """Returns an error text where learning rates or parameters of the optimizer were changed from outside."""
-        if self._groups() == self._groups_set:
-            return None
-        return (
-            "lr or params in the optimizer's param_groups were changed, by hand or by a scheduler of torch, and each "
-            "step sets the rate itself: give Engine(..., lr_schedule=...), a function of the step; a group's own share "
-            "of the rate is its lr_scale"
-        )
+        return None if self._groups() == self._groups_set else _CHANGED
 
     def _groups(self) -> list[tuple[object, ...]]:
         return [(group["lr"], *map(id, group["params"])) for group in self.optimizer.param_groups]
@@ -104,12 +91,8 @@ class TrainStep:
     # --- other values
 
     def loaded(self, position: tuple[int, int] | None = None, averaged: bool = False) -> None:
-        """Follows other values in the model's tensors: copies and average take them over. Collective.
-
-        Args:
-            position: (iteration, consumed samples) to go on from; None: these stay.
-            averaged: True where the average was loaded too; otherwise it starts again.
-        """
+        """Follows other values in the model's tensors: copies take them over, and the average unless it was `averaged`,
+        too. Training goes on from `position`, iteration and consumed samples, where it is given. Collective."""
         self.distributed.refresh_copies()
         if self.average is not None and not averaged:
             self.average.restart()

@@ -11,7 +11,7 @@ each micro-batch, or detach it before one that is a later window of the same sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -101,7 +101,12 @@ def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise:
     note_stepped(module)
     refuse(module, "plain")
     call = LayerCall(context.time_steps, folds_time(module), context.dtype)
-    module = _with_our_layers(module, context, initialise)
+    ours = {
+        each: convert(each, conversion, context, initialise)
+        for each in module.modules()
+        if (conversion := in_table(each)) in (batch_norm, ConvertedDropout)
+    }
+    module = swapped(module, ours)
     for each in module.modules():
         if isinstance(each, ParallelBatchNorm):
             continue
@@ -114,14 +119,8 @@ def plain_layer(module: nn.Module, name: str, context: BuildContext, initialise:
     return as_layer(module, name, call)
 
 
-def _with_our_layers(module: nn.Module, context: BuildContext, initialise: ModuleInitialiser | None) -> nn.Module:
-    """The module with its batch norms and dropouts swapped for ours, each at all places where it stands, or what it is
-    swapped for."""
-    ours = {
-        each: convert(each, conversion, context, initialise)
-        for each in module.modules()
-        if (conversion := in_table(each)) in (batch_norm, ConvertedDropout)
-    }
+def swapped(module: nn.Module, ours: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """A module with those in it swapped for others, each at all places where it stands, or what it is swapped for."""
     for each in [*module.modules()]:
         for name, child in each._modules.items():
             each._modules[name] = child if child is None else ours.get(child, child)

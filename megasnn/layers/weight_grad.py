@@ -111,11 +111,14 @@ class CastWeights:
         """The weight in that type, without gradient."""
         if weight in self._given:
             return self._given[weight]
-        if not self._is_kept:
-            return _cast(weight, dtype)
-        if weight not in self._copies:
-            self._copies[weight] = _cast(weight, dtype)
-        return self._copies[weight]
+        if self._is_kept and weight in self._copies:
+            return self._copies[weight]
+        is_image_kernel = on_gpu(weight) and weight.ndim == 4  # cuDNN would bring it into that order in each call
+        order = torch.channels_last if is_image_kernel else torch.preserve_format
+        copy = weight.detach().to(dtype, memory_format=order)
+        if self._is_kept:
+            self._copies[weight] = copy
+        return copy
 
     @property
     def held_bytes(self) -> int:
@@ -145,9 +148,3 @@ class CastWeights:
         if apart:
             with torch.no_grad():
                 torch._foreach_copy_(list(apart.values()), list(apart))
-
-
-def _cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    is_image_kernel = on_gpu(weight) and weight.ndim == 4  # cuDNN would bring it into the order of images in each call
-    order = torch.channels_last if is_image_kernel else torch.preserve_format
-    return weight.detach().to(dtype, memory_format=order)

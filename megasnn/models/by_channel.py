@@ -8,7 +8,7 @@ right for everything and costs more.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -23,7 +23,6 @@ from megasnn.layers.converted import class_name
 from megasnn.layers.linear import MeanLinear, ParallelLinear
 from megasnn.layers.refusals import is_by_channel
 from megasnn.layers.row_context import MeanOverSpace
-from megasnn.models.description import Cuts
 from megasnn.models.layer import FunctionLayer
 from megasnn.parallel.sharding import shards_of
 
@@ -38,11 +37,11 @@ _CONTAINERS = {"SeqToANNContainer", "MultiStepContainer"}  # of SpikingJelly, wh
 _OURS, _LIBRARIES = "megasnn.", ("torch.", "spikingjelly.", "einops.")
 
 
-def may_be_cut(layer: nn.Module, inputs: Sequence[Bundle], cuts: Cuts, is_first: bool) -> bool:
+def may_be_cut(layer: nn.Module, inputs: Sequence[Bundle], cuts: Sequence[bool], is_first: bool) -> bool:
     """Tells whether a rank may compute a layer with its channels, as far as modules tell; code is watched.
 
     Args:
-        inputs: what it takes, on the meta device. cuts: of its tensors.
+        inputs: what it takes, on the meta device. cuts: for each of its tensors, whether ranks have their own channels.
         is_first: it takes the model's input alone, which every rank has whole.
     """
     dims = {x.ndim for each in inputs for x in entries_of(each).values()}
@@ -73,15 +72,14 @@ def _parts(module: nn.Module) -> Iterable[nn.Module]:
 def _fits(layer: nn.Module, dims: int) -> bool:
     """Tells whether the modules in a layer give a rank's channels, in their order, for those of a tensor of so many
     dimensions."""
-    parts = [*_parts(layer)]
-    if any(_blocks_of(part) > 1 or isinstance(part, FunctionLayer) for part in parts):
+    if any(_blocks_of(part) > 1 for part in _parts(layer)):
         return False
-    if any(isinstance(each, ParallelLinear) for each in layer.modules()):  # whose output may be whole
+    if any(isinstance(each, (FunctionLayer, ParallelLinear)) for each in layer.modules()):  # which may give it whole
         return False
     # Pools find the channels by the number of dimensions, which no module in front of them may change.
-    kinds = [type(each).__name__ for part in parts if is_by_channel(part) for each in part.modules()]
-    pools, flattens = {int(kind[-2]) for kind in kinds if "Pool" in kind}, [kind == "Flatten" for kind in kinds]
-    if any(flattens[:-1] if is_by_channel(layer) else flattens):
+    kinds = [type(each).__name__ for each in layer.modules() if is_by_channel(each)]
+    pools = {int(kind[-2]) for kind in kinds if "Pool" in kind}
+    if "Flatten" in (kinds[:-1] if is_by_channel(layer) else kinds):
         return False
     return pools <= {dims - 3} and not (pools and any(isinstance(each, MeanOverSpace) for each in layer.modules()))
 
@@ -106,13 +104,7 @@ class ChannelWatch(TorchFunctionMode):
         by_channel = [each for part in layer.modules() if is_by_channel(part) for each in part.modules()]
         self._known = {*by_channel, *(each for each in layer.modules() if class_name(each) in _CONTAINERS)}
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         frame = self._own_code(sys._getframe(1))
         if frame is not None:
@@ -150,7 +142,7 @@ def _meets(shape: torch.Size, result: torch.Size) -> bool:
     return shape == result or len(result) > 1 and shape == (result[1], *[1] * (len(result) - 2))
 
 
-def cuts_by_shape(output: Bundle, one: Bundle | None) -> Cuts:
+def cuts_by_shape(output: Bundle, one: Bundle | None) -> list[bool]:
     """Tells of each tensor of an output if ranks cut it by channel, by the shapes that one rank's has, if it is not
     that itself."""
     pairs = zip(entries_of(output).values(), entries_of(output if one is None else one).values(), strict=True)

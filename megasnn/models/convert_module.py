@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 from torch import nn
 
 from megasnn.layers.context import BuildContext, context_for, is_building
-from megasnn.layers.converted import class_name, convert, in_table, is_multi_step, spec_of
+from megasnn.layers.converted import Conversion, class_name, convert, in_table, is_multi_step, spec_of
 from megasnn.layers.init import ModuleInitialiser, own_tensors, tensors_of, without_values
 from megasnn.layers.refusals import SEQUENCES, is_by_channel, is_stateful, note_stepped, place_of, problem_of, refuse
-from megasnn.layers.replicated import LayerCall, as_layer, folds_time, plain_layer
+from megasnn.layers.replicated import LayerCall, as_layer, folds_time, plain_layer, swapped
 from megasnn.models.layer import Layer, require_module
 
 
@@ -41,11 +40,8 @@ def shard(module: nn.Module, *, initialise: ModuleInitialiser | None = None) -> 
 
 @dataclass(frozen=True)
 class Sharded:
-    """A network given to `shard`, which layers are made of when a model is built.
-
-    Raises (when it is used, not when it is printed):
-        ValueError: a network with values, made outside `layers`; one that cannot be given to layers.
-    """
+    """A network given to `shard`, which layers are made of when a model is built; a ValueError then is of one that
+    cannot be given to layers, or has values."""
 
     network: nn.Module
     initialise: ModuleInitialiser | None
@@ -122,33 +118,24 @@ def convert_network(each: Layer, context: BuildContext) -> nn.Module:
     if why_whole(network):
         return plain_layer(network, each.name, context, each.initialise)
     note_stepped(network)
-    call = LayerCall(context.time_steps, folds_time(network))
-    return as_layer(_converted(network, "", context, each.initialise, {}), each.name, call)
+    call, ours = LayerCall(context.time_steps, folds_time(network)), dict[nn.Module, nn.Module]()
+    for path, part, conversion in _reached(network):
+        if problem := problem_of(part, "kept" if conversion is None else "cut"):
+            raise ValueError(f"{place_of(path, part)} {problem}")
+        if conversion is not None and part not in ours:
+            ours[part] = convert(part, conversion, context, each.initialise)
+    return as_layer(swapped(network, ours), each.name, call)
 
 
-def _converted(
-    module: nn.Module,
-    path: str,
-    context: BuildContext,
-    initialise: ModuleInitialiser | None,
-    made: dict[nn.Module, nn.Module],
-) -> nn.Module:
-    """The module that one becomes: itself, with its parts replaced, or a layer of ours.
-
-    Args:
-        made: those that others have become before.
-    """
-    if module in made:
-        return made[module]
-    conversion = _conversion_of(module)
-    if problem := problem_of(module, "kept" if conversion is None else "cut"):
-        raise ValueError(f"{place_of(path, module)} {problem}")
-    made[module] = module if conversion is None else convert(module, conversion, context, initialise)
+def _reached(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, Conversion | None]]:
+    """A module and those in it, down to those that are converted, with their conversions; None where a module is
+    computed by itself, as a neuron that none of ours computes."""
+    is_node = hasattr(module, "surrogate_function")
+    conversion = None if is_node and (not is_multi_step(module) or spec_of(module) is None) else in_table(module)
+    yield path, module, conversion
     if conversion is None and not _is_leaf(module):
-        for name, child in module._modules.items():
-            if child is not None:
-                module._modules[name] = _converted(child, _join(path, name), context, initialise, made)
-    return made[module]
+        for name, child in module.named_children():
+            yield from _reached(child, _join(path, name))
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -156,37 +143,25 @@ def _is_leaf(module: nn.Module) -> bool:
     return is_node or next(module.children(), None) is None
 
 
-def _conversion_of(module: nn.Module) -> Any:
-    """Conversion that the table has; None where a module is computed by itself, as a neuron that none of ours
-    computes."""
-    is_node = hasattr(module, "surrogate_function")
-    return None if is_node and (not is_multi_step(module) or spec_of(module) is None) else in_table(module)
-
-
-def why_whole(module: nn.Module, path: str = "") -> str | None:
+def why_whole(network: nn.Module) -> str | None:
     """Reason why no rank can have a part of a network, and each computes all of it; None where sizes decide."""
-    why = _why_not_cut(module)
-    if why is not None:
-        return f"{place_of(path, module)} {why}"
-    is_converted = _conversion_of(module) is not None or _is_leaf(module)
-    parts = [] if is_converted else module.named_children()
-    return next((why for name, child in parts if (why := why_whole(child, _join(path, name)))), None)
+    for path, part, conversion in _reached(network):
+        if why := _why_not_cut(part, conversion):
+            return f"{place_of(path, part)} {why}"
+    return None
 
 
-def _why_not_cut(module: nn.Module) -> str | None:
+def _why_not_cut(module: nn.Module, conversion: Conversion | None) -> str | None:
     if isinstance(module, SEQUENCES):
         return "does not always call its parts one by one"  # in evaluation one kernel of torch's computes it
-    if _conversion_of(module) is None:
+    if conversion is None:
         if next(own_tensors(module), None) is not None:
             return "has tensors of its own, and is not in the table"
         is_foreign = class_name(module) is not None and _is_leaf(module) and not is_by_channel(module)
         return "may mix channels" if is_foreign else None
-    return _why_other_padding(module) if isinstance(module, nn.modules.conv._ConvNd) else None
-
-
-def _why_other_padding(conv: nn.modules.conv._ConvNd) -> str | None:
-    """Padding of a convolution that ours has not: other values than zeros, or more behind than before."""
-    if conv.padding_mode != "zeros":
-        return f"has padding_mode {conv.padding_mode!r}"
-    uneven = any(step * (size - 1) % 2 for size, step in zip(conv.kernel_size, conv.dilation, strict=True))
-    return "has padding 'same' of an even kernel" if conv.padding == "same" and uneven else None
+    if isinstance(module, nn.modules.conv._ConvNd):
+        sizes = zip(module.kernel_size, module.dilation, strict=True)
+        is_uneven = module.padding == "same" and any(step * (size - 1) % 2 for size, step in sizes)
+        if module.padding_mode != "zeros" or is_uneven:
+            return f"has padding_mode {module.padding_mode!r}, or padding 'same' of an even kernel"
+    return None

@@ -4,48 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import nn
 
 from megasnn.bundle import Bundle, Key
 from megasnn.kernels.neuron_spec import NeuronSpec
-from megasnn.kernels.spike_codec import Content, encoded_like
+from megasnn.kernels.spike_codec import Content
 from megasnn.layers.context import BuildContext
 from megasnn.parallel.sharding import ShardedTensor
 
 if TYPE_CHECKING:
-    from megasnn.models.layer import Layer
     from megasnn.models.task import Task
 
 DRY_SAMPLES = 2  # of the dry run: a norm in training needs more than one value
-
-
-Cuts = Sequence[bool]
-"""Tells for each of some tensors `[T, N, C, ...]` if tensor parallel ranks have their own channels; else all of it."""
 
 
 class Built(NamedTuple):
     """Layer that is built for a rank, on the meta device.
 
     Attributes:
+        name, unit, inputs: as of `LayerDescription`.
         output: of a dry run with `DRY_SAMPLES` samples.
         operations: multiply-adds in a sample's forward, as far as they were counted.
     """
 
-    layer: Layer
+    name: str
+    unit: str
+    inputs: tuple[int, ...]
+    module: nn.Module
     output: Bundle
     operations: int = 0
-
-    @property
-    def name(self) -> str:
-        return self.layer.name
-
-    @property
-    def module(self) -> nn.Module:
-        return self.layer.module
 
 
 @dataclass(frozen=True)
@@ -65,11 +54,9 @@ class EntryDescription:
 class LayerDescription:
     """
     Attributes:
-        name: global name, the prefix of its parameters' names.
-        unit: the coarser part that it belongs to ("patch_embed", "blocks.0", "head"), for explicit layouts (not the
-            unit of a schedule, which is a layer or a chunk: megasnn/schedule/actions.py).
+        name, unit: as of `megasnn.models.layer.Layer`.
         entries: tensors of its output; one without a key is no bundle.
-        takes: names of the layers whose outputs are its inputs, and of inputs of the model; empty: the layer before it.
+        inputs: numbers of the layers whose outputs it takes; -1, -2 and so on are the model's inputs.
         parameters: number of their elements.
         operations: multiply-adds in a sample's forward: of convolutions, linear layers and products of matrices, each
             as often as it is computed here (of an image that all time steps see, once).
@@ -78,19 +65,9 @@ class LayerDescription:
     name: str
     unit: str
     entries: Mapping[Key, EntryDescription]
-    takes: tuple[str, ...] = ()
-    parameters: int = 0
-    operations: int = 0
-
-    def output_shapes(self, samples: int) -> list[tuple[int, ...]]:
-        return [(each.shape[0], samples, *each.shape[2:]) for each in self.entries.values()]
-
-    def output_bytes(self, samples: int, dtype: torch.dtype) -> int:
-        """Bytes of its output, packed as it travels and is kept."""
-        sizes = [torch.Size(shape).numel() for shape in self.output_shapes(samples)]
-        contents = [entry.content for entry in self.entries.values()]
-        meta = torch.device("meta")
-        return sum(encoded_like(*each, dtype, meta).nbytes for each in zip(sizes, contents, strict=True))
+    inputs: tuple[int, ...]
+    parameters: int
+    operations: int
 
 
 @dataclass(frozen=True)
@@ -126,9 +103,6 @@ class ModelDescription:
         task: inputs, target, loss and metrics.
         build: makes all layers for a rank, with parameters on the meta device: without memory. A rank gives memory to
             those of its own chunks only (`megasnn.parallel.sharding.materialise`).
-        time_steps: T.
-        input_shape: of one sample, (C, H, W) for images and (T, C, H, W) for event frames.
-        num_classes: size of the logits `[T, N, num_classes]`.
         ties: copies of tensors, in the order of the layers that have them.
         tensors: parameters and buffers, as one rank has them.
         neurons: descriptions of the neurons in the layers.
@@ -137,9 +111,6 @@ class ModelDescription:
     layers: tuple[LayerDescription, ...]
     task: Task
     build: Callable[[BuildContext], Sequence[Built]]
-    time_steps: int
-    input_shape: tuple[int, ...]
-    num_classes: int
     ties: tuple[Tie, ...]
     tensors: tuple[ShardedTensor, ...]
     neurons: frozenset[NeuronSpec] = frozenset()
@@ -148,22 +119,18 @@ class ModelDescription:
         """All layers for a rank with their names, without memory."""
         return [(each.name, each.module) for each in self.build(context)]
 
-    @cached_property
-    def inputs(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers, for each layer, of the layers whose outputs it takes."""
-        return sources([(layer.name, layer.takes) for layer in self.layers], [*self.task.inputs])
-
     @property
     def is_chain(self) -> bool:
         """Tells whether each layer takes one tensor, the output of the layer before it, and nothing else."""
-        return not any(layer.takes or None not in layer.entries for layer in self.layers)
+        follows = [each.inputs == (number - 1,) for number, each in enumerate(self.layers)]
+        return all(follows) and all(None in each.entries for each in self.layers)
 
     def needed_from(self, stop: int) -> list[int]:
         """The layers before layer `stop` whose outputs are still needed from there on, in their order.
 
         Behind the last layer that is its own output, which the loss takes.
         """
-        needed = {source for taken in self.inputs[stop:] for source in taken if source < stop}
+        needed = {source for each in self.layers[stop:] for source in each.inputs if source < stop}
         return sorted(needed) or [len(self.layers) - 1]
 
     def carried(self, stop: int) -> list[Carried]:
@@ -179,27 +146,3 @@ class ModelDescription:
                 place = "the output" if key is None else f"entry {key!r} of the output"
                 found.append(Carried(number, key, entry.content, f"{place} of {layer.name}"))
         return found
-
-
-def sources(layers: Sequence[tuple[str, Sequence[str]]], inputs: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Numbers, for each layer, of those it takes; -1, -2 and so on are the model's inputs.
-
-    Args:
-        layers: (name, names that it takes); without names, a layer takes the one before it, and the first layer takes
-            the first input.
-    Raises:
-        ValueError: a name that is no earlier layer's and no input's, or is both.
-    """
-    numbers = {name: -1 - number for number, name in enumerate(inputs)}
-    found: list[tuple[int, ...]] = []
-    for number, (name, takes) in enumerate(layers):
-        for taken in takes:
-            if taken not in numbers:
-                later = any(taken == other for other, _ in layers)
-                why = "which is no earlier layer" if later else "and no layer has that name"
-                raise ValueError(f"{name} takes {taken!r}, {why}; inputs and earlier layers: {', '.join(numbers)}")
-        if name in inputs:
-            raise ValueError(f"the layer {name!r} has the name of an input; give it another one")
-        found.append(tuple(numbers[taken] for taken in takes) or (number - 1,))
-        numbers[name] = number
-    return tuple(found)

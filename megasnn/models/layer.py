@@ -25,7 +25,7 @@ class Layer:
         unit: the coarser part that it belongs to ("patch_embed", "blocks.0"), for explicit layouts (not the unit of a
             schedule, which is a layer or a chunk: megasnn/schedule/actions.py).
         initialise: of a plain module: sets initial values of each module in it, after their `reset_parameters`.
-        takes: names of the earlier layers whose outputs are its inputs; None: the layer before it.
+        takes: names of the earlier layers whose outputs are its inputs; empty: the layer before it.
         is_sharded: the module was given to `megasnn.shard`, and the layer is made of a copy.
     """
 
@@ -33,7 +33,7 @@ class Layer:
     module: nn.Module
     unit: str
     initialise: ModuleInitialiser | None = None
-    takes: tuple[str, ...] | None = None
+    takes: tuple[str, ...] = ()
     is_sharded: bool = False
 
 
@@ -49,14 +49,9 @@ class FunctionLayer(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         return self.function(*inputs)
 
-    def extra_repr(self) -> str:
-        return getattr(self.function, "__qualname__", repr(self.function))
-
 
 def require_module(what: str, module: object) -> nn.Module:
-    """The module that is given to `what`. Raises ValueError for anything else."""
-    if isinstance(module, type):
-        raise ValueError(f"{what} is given the class {module.__name__}: give it a module, {module.__name__}(...)")
+    """The module that is given to `what`. Raises ValueError for anything else, such as a class."""
     if not isinstance(module, nn.Module):
         raise ValueError(f"{what} is given {module!r}, where it takes a torch.nn.Module")
     return module
@@ -68,26 +63,23 @@ def layer(
     *,
     unit: str | None = None,
     initialise: ModuleInitialiser | None = None,
-    takes: Sequence[str] | None = None,
+    takes: Sequence[str] = (),
 ) -> Layer:
     """A layer of a model; see `Layer`. Without `unit` it is a unit of its own; one name in `takes` may be alone.
 
     A function is a layer as well, but not where ranks share out rows: `layer("add", torch.add, takes=("a", "b"))`.
 
-    Raises ValueError for `initialise` where `megasnn.shard` is to be given it, as that, and for what is neither a
-    module nor a function of its inputs alone.
+    Raises ValueError for what is neither a module nor a function of its inputs alone.
     """
     given: Any = module
-    is_sharded = False
-    try:
-        if inspect.isroutine(given) or isinstance(given, partial):
-            given = FunctionLayer(given)
-        elif not isinstance(given, nn.Module) and hasattr(type(given), "give"):
-            if initialise is not None:
-                raise ValueError("give initialise=... to megasnn.shard, which describes the initial values")
-            given, initialise, is_sharded = given.give(), given.initialise, True
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-    made = require_module(f"layer {name!r}", given)
-    names = (takes,) if isinstance(takes, str) else takes
-    return Layer(name, made, unit or name, initialise, None if names is None else tuple(names), is_sharded)
+    is_sharded = not isinstance(given, nn.Module) and hasattr(type(given), "give")
+    if inspect.isroutine(given) or isinstance(given, partial):
+        given = FunctionLayer(given)
+    elif is_sharded:
+        initialise = initialise or given.initialise
+        try:
+            given = given.give()
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    names = (takes,) if isinstance(takes, str) else tuple(takes)
+    return Layer(name, require_module(f"layer {name!r}", given), unit or name, initialise, names, is_sharded)

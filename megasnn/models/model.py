@@ -6,7 +6,7 @@ import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -30,7 +30,7 @@ TASK = ("inputs", "target", "loss", "metrics", "predict")
 @dataclass(frozen=True, kw_only=True)
 class Model(ABC):
     """The dimensions of a model. A subclass is a frozen dataclass, whose fields are flags, checked, saved with every
-    checkpoint and explained by --help with the text below each of them.
+    checkpoint and explained by --help with the text below each of them, there or in the class that it is of.
 
     A built-in model imports what needs torch in its methods: flags are checked before torch is imported.
 
@@ -75,8 +75,10 @@ class Model(ABC):
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of one sample: (C, H, W) for images, (T, C, H, W) for frames of events."""
-        return self.in_channels, self.image_size, self.image_size
+        """Shape of one sample: (C, H, W) for images, (T, C, H, W) for frames of events, which a model whose field
+        `event_frames` is True takes."""
+        image = self.in_channels, self.image_size, self.image_size
+        return (self.time_steps, *image) if getattr(self, "event_frames", False) else image
 
     @property
     def inputs(self) -> Mapping[str, ArraySpec]:
@@ -138,7 +140,7 @@ class Model(ABC):
 
         for dialect in self.dialects():
             if dialect.name == "spikingjelly":
-                return values_of(dialect.to_ours(state_dict, asdict(self)), state_dict)
+                return values_of(dialect.to_ours(state_dict), state_dict)
         raise ValueError(f"SpikingJelly has no model {self.name}; --load takes a checkpoint's folder")
 
 
@@ -146,14 +148,10 @@ class Model(ABC):
 def run_config(model: type[Model]) -> type[PretrainConfig]:
     """The class of the configuration of a run that trains a model: its dimensions, and the parts that all share.
 
-    Raises:
-        ValueError: a class that is no dataclass, or a field without a default.
+    Raises ValueError for a class that is no dataclass, whose flags would be lost.
     """
     if "__dataclass_params__" not in vars(model):
         raise ValueError(f"{model.__name__} is no dataclass: put @dataclass(frozen=True, kw_only=True) above the class")
-    for each in fields(model):
-        if each.default is MISSING and each.default_factory is MISSING:
-            raise ValueError(f"{model.__name__}.{each.name} has no default, and is a flag: give it one")
     parts = [
         ("model", model, field(default_factory=model)),
         ("neuron", model.neuron, field(default_factory=model.neuron)),

@@ -56,8 +56,7 @@ def saved_model(
     """A model with the dimensions and the neuron that were saved.
 
     Args:
-        where: they were, for errors.
-        config: {"model": {...}, "neuron": {...}}.
+        where: file or folder, for errors. config: {"model": {...}, "neuron": {...}}.
     Raises:
         CheckpointError: the model cannot be like this.
     """
@@ -74,8 +73,7 @@ def saved_model(
 
 def dialect_of(names: Collection[str]) -> Dialect:
     """The dialect of other programs' names. Raises CheckpointError when it is none of those known."""
-    dialects = all_dialects()
-    for dialect in dialects:
+    for dialect in (dialects := all_dialects()):
         if dialect.marker in names:
             return dialect
     known = ", ".join(f"{dialect.marker} ({dialect.title})" for dialect in dialects)
@@ -85,11 +83,8 @@ def dialect_of(names: Collection[str]) -> Dialect:
 
 
 def dialect_for(program: str, ours: Collection[str], model: str | None = None) -> Dialect:
-    """The dialect of a program for a model of ours.
+    """The dialect of a program for a model of ours. Args: program: name of the dialect. ours, model: as for `model_of`.
 
-    Args:
-        program: name of the dialect.
-        ours, model: as for `model_of`.
     Raises:
         CheckpointError: the program has no such model, or the table of models does not know it.
     """
@@ -97,6 +92,6 @@ def dialect_for(program: str, ours: Collection[str], model: str | None = None) -
     for dialect in entry.dialects() if entry is not None else ():
         if dialect.name == program:
             return dialect
-    what = f"tensors like {sorted(ours)[0]}" if entry is None else f"the tensors of {entry.name}"
     known = ", ".join(f"{dialect.name} ({dialect.title})" for dialect in all_dialects())
+    what = f"tensors like {sorted(ours)[0]}" if entry is None else f"the tensors of {entry.name}"
     raise CheckpointError(f"there is no model of {program} with {what}; known: {known}")

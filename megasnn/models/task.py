@@ -32,7 +32,6 @@ class ArraySpec:
         over_time: True where the first dimension of an input is T, so that each time step has its own part.
         file: ending of its file in shards, "npy", "mask.npy" or "seg.png"; without one, an input is the image of the
             sample, and a target its class.
-        example: (samples, generator) -> values that layers are measured on; None for random ones.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +39,6 @@ class ArraySpec:
     below: int | None = None
     over_time: bool = False
     file: str = ""
-    example: Callable[[int, torch.Generator], Tensor] | None = None
 
     def type_for(self, floating: torch.dtype) -> torch.dtype:
         """Type of the values in a model that computes in the type `floating`."""
@@ -51,9 +49,7 @@ class ArraySpec:
         return torch.empty((samples, *self.shape), dtype=self.type_for(floating), device="meta")
 
     def examples(self, samples: int, generator: torch.Generator) -> Tensor:
-        """Samples that layers are measured on."""
-        if self.example is not None:
-            return self.example(samples, generator)
+        """Random samples that layers are measured on."""
         shape = (samples, *self.shape)
         if self.dtype == "int":
             return torch.randint(self.below or 2, shape, generator=generator)
@@ -92,8 +88,7 @@ class ArraySpec:
         if reads and self.below is not None and values.numel():
             lowest, highest = int(values.long().min()), int(values.long().max())
             if not 0 <= lowest <= highest < self.below:
-                last = self.below - 1
-                return f"{name} are from {lowest} to {highest}; the model takes 0 to {last} (num_classes, or `below`)"
+                return f"{name} are from {lowest} to {highest}, and are to be below {self.below} (num_classes)"
         return None
 
 

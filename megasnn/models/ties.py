@@ -7,95 +7,74 @@ Those of a later layer are copies, tied to those of the first layer that has the
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megasnn.layers import DropPath, ParallelBatchNorm, ParallelDropout
+from megasnn.layers import DropPath, ParallelDropout
+from megasnn.layers.init import own_tensors
 from megasnn.layers.refusals import SHARDED
 from megasnn.layers.shape_inference import calls_of
+from megasnn.models.description import Built
 from megasnn.models.layer import Layer
-from megasnn.parallel.sharding import owner_name, tie
+from megasnn.parallel.sharding import tie
 
 
 class _Place(NamedTuple):
+    """A tensor, by the number of its layer, the path of its module in it, and its name there."""
+
     layer: int
     path: str
     name: str
 
 
 Ties = dict[_Place, _Place]
-"""Copy -> owner: tensors by the layer's number, the path of the module in it, and its name there."""
+"""Copy -> owner."""
 
 
 def separate(layers: Sequence[Layer]) -> tuple[list[Layer], Ties]:
     """The layers with modules and tensors of their own, without memory, and which of them are copies of which."""
     owners: dict[int, _Place] = {}
-    modules: set[int] = set()
+    seen: set[nn.Module] = set()
     separated: list[Layer] = []
     ties: Ties = {}
     for number, each in enumerate(layers):
-        copies: Ties = {}
-        for place, tensor in _tensors(number, each.module):
-            owner = owners.setdefault(id(tensor), place)
-            if owner != place:
-                copies[place] = owner
-        mine = {id(module) for module in each.module.modules() if _is_one_layers(module) or module is each.module}
-        made = each if modules.isdisjoint(mine) else replace(each, module=_copied(each))
-        modules |= mine
-        for place in copies:
-            _renew(made.module.get_submodule(place.path), place.name)
+        mine = {module for module in each.module.modules() if has_state(module) or module is each.module}
+        made = each if seen.isdisjoint(mine) else replace(each, module=_copied(each))
+        for path, module in each.module.named_modules():
+            for name, tensor in [*own_tensors(module)]:
+                place = _Place(number, path, name)
+                owner = owners.setdefault(id(tensor), place)
+                if owner != place:
+                    ties[place] = owner
+                    _renew(made.module.get_submodule(path), name)
+        seen |= mine
         separated.append(made)
-        ties |= copies
     return separated, ties
 
 
-def tie_all(layers: Sequence[Layer], ties: Ties) -> None:
-    """Says of every copy whose it is. Raises ValueError for one that is cut otherwise than its owner."""
+def has_state(module: nn.Module) -> bool:
+    """Tells whether a module is of one layer alone. Functions as modules, like SpikingJelly's surrogates, may be
+    shared; sharded layers and tensors may not."""
+    return isinstance(module, SHARDED) or next(own_tensors(module), None) is not None
+
+
+def tie_all(layers: Sequence[Built], ties: Ties) -> None:
+    """Says of every copy whose it is, behind the dry run. Raises ValueError for one that is cut otherwise than its
+    owner, or of a norm that is called more often than the other."""
     for place, owner in ties.items():
         module, of_owner = (layers[at.layer].module.get_submodule(at.path) for at in (place, owner))
+        mine, owners = (".".join(filter(None, (layers[at.layer].name, *at[1:]))) for at in (place, owner))
         try:
-            tie(module, place.name, _global_name(layers, owner), of_owner, owner.name)
+            if place.name == "running_mean" and calls_of(module) != calls_of(of_owner):  # statistics are paired
+                calls = f"{calls_of(module)} and {calls_of(of_owner)}"
+                raise ValueError(f"a forward calls them {calls} times: let both layers call the norm as often")
+            tie(module, place.name, owners, of_owner, owner.name)
         except ValueError as error:
-            raise ValueError(
-                f"{_global_name(layers, place)} is tied to {_global_name(layers, owner)}: {error}"
-            ) from None
-
-
-def refuse_other_calls(named_layers: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raises ValueError, behind the dry run, for a norm that one layer calls more often than another that has it too,
-    because their statistics are paired."""
-    calls: dict[str, int] = {}
-    for layer, module in named_layers:
-        for path, norm in module.named_modules(prefix=layer):
-            if isinstance(norm, ParallelBatchNorm):
-                owner = owner_name(norm, "running_mean", path)
-                if calls.setdefault(owner, calls_of(norm)) != calls_of(norm):
-                    raise ValueError(
-                        f"{path} is called {calls_of(norm)} times in a forward, and {owner.rpartition('.')[0]}, of "
-                        f"which it is a copy, {calls[owner]} times: let both layers call the norm as often"
-                    )
-
-
-def _global_name(layers: Sequence[Layer], place: _Place) -> str:
-    return ".".join(filter(None, (layers[place.layer].name, place.path, place.name)))
-
-
-def _tensors(number: int, layer: nn.Module) -> Iterator[tuple[_Place, Tensor]]:
-    for path, module in layer.named_modules():
-        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-        for name, tensor in chain(parameters, module.named_buffers(recurse=False, remove_duplicate=False)):
-            yield _Place(number, path, name), tensor
-
-
-def _is_one_layers(module: nn.Module) -> bool:
-    """Functions as modules, like SpikingJelly's surrogates, may be shared; sharded layers and tensors may not."""
-    tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
-    return isinstance(module, SHARDED) or any(True for _ in tensors)
+            raise ValueError(f"{mine} is tied to {owners}: {error}") from None
 
 
 def _copied(each: Layer) -> nn.Module:

@@ -36,8 +36,7 @@ class Made:
         try:
             return self.make(*tensors)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            given = ", ".join(f"{name} {list(value.shape)}" for name, value in zip(self.sources, tensors, strict=True))
-            raise CheckpointError(f"these tensors do not fit together: {given}: {error}") from None
+            raise CheckpointError(f"{', '.join(self.sources)} do not fit together: {error}") from None
 
 
 NameMap = Mapping[str, Made]
@@ -53,34 +52,31 @@ class Dialect:
         name: of the program, as on the command line.
         title: of program and model, for messages.
         marker: a name that only this dialect has, in models of every size.
-        incoming: their names, and the model's configuration where it is known -> how each of ours is made.
-        outgoing: the same, from our names to theirs.
-        is_unused: whether their model holds a tensor of this name without computing anything from it.
+        incoming: their names -> how each of our tensors is made.
+        outgoing: our names, and the model's configuration where it is known -> how each of theirs is made; None where
+            there is no way back.
+        unused: endings of the names of tensors that their model computes nothing from.
     """
 
     name: str
     title: str
     marker: str
-    incoming: Callable[[Collection[str], ModelValues | None], NameMap]
-    outgoing: Callable[[Collection[str], ModelValues | None], NameMap]
-    is_unused: Callable[[str], bool] = lambda name: False
+    incoming: Callable[[Collection[str]], NameMap]
+    outgoing: Callable[[Collection[str], ModelValues | None], NameMap] | None
+    unused: tuple[str, ...] = ()
 
-    def to_ours(self, names: Collection[str], model: ModelValues | None = None) -> NameMap:
+    def to_ours(self, names: Collection[str]) -> NameMap:
         """Raises CheckpointError that lists what is missing and unexpected, in their names."""
-        recipe = self.incoming(names, model)
-        used = [name for name in names if not self.is_unused(name)]
-        require_equal(sources(recipe), used, f"these are not the tensors of {self.title}:")
+        recipe = self.incoming(names)
+        _require_sources(recipe, [name for name in names if not name.endswith(self.unused)], self.title)
         return recipe
 
     def from_ours(self, names: Collection[str], model: ModelValues | None = None) -> NameMap:
         """Raises CheckpointError that lists what is missing and unexpected, in our names."""
-        try:
-            recipe = self.outgoing(names, model)
-        except CheckpointError:
-            raise
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"config.model: {self.title} has no such model: {error}") from None
-        require_equal(sources(recipe), names, f"these are not the tensors of a model that is {self.title}:")
+        if self.outgoing is None:
+            raise CheckpointError(f"no names of {self.title} are given: export with --names spikingjelly, or megasnn")
+        recipe = self.outgoing(names, model)
+        _require_sources(recipe, names, self.title)
         return recipe
 
 
@@ -94,29 +90,19 @@ def renamed(names: Mapping[str, str]) -> NameMap:
     return {new: Made((old,)) for new, old in names.items()}
 
 
-def sources(recipe: NameMap) -> set[str]:
-    """All names that a recipe takes."""
-    return {name for made in recipe.values() for name in made.sources}
-
-
-def require_equal(expected: Iterable[str], given: Iterable[str], title: str) -> None:
-    """Raises CheckpointError that lists the names missing and unexpected, when there are any."""
-    expected, given = set(expected), set(given)
-    missing = [f"{name}: missing" for name in expected - given]
-    raise_problems(title, missing + [f"{name}: unexpected" for name in given - expected])
-
-
-def inverse(names: Mapping[str, str]) -> dict[str, str]:
-    """A table of names the other way round."""
-    return {there: here for here, there in names.items()}
+def _require_sources(recipe: NameMap, given: Iterable[str], title: str) -> None:
+    needed, given = {name for made in recipe.values() for name in made.sources}, set(given)
+    missing = [f"{name}: missing" for name in needed - given]
+    unexpected = [f"{name}: unexpected" for name in given - needed]
+    raise_problems(f"these are not the tensors of {title}:", missing + unexpected)
 
 
 def unit_prefixes(units: Mapping[str, tuple[str, tuple[str, ...]]]) -> dict[str, str]:
-    """Paths for `prefix_dialect`: our unit -> (their path, and in it their convolution, norm and neuron)."""
+    """Paths for `prefix_dialect`: our unit -> (their path, and in it their convolution, norm and perhaps neuron)."""
     return {
         f"{unit}.{part}": f"{path}.{name}"
         for unit, (path, names) in units.items()
-        for part, name in zip(("conv", "norm", "neuron"), names, strict=True)
+        for part, name in zip(("conv", "norm", "neuron"), names, strict=False)
     }
 
 
@@ -135,27 +121,21 @@ def prefix_dialect(
         for field, value in (lacks or {}).items():
             if model is not None and model.get(field) == value:
                 raise CheckpointError(f"{title} has no {flag(field)} {value}")
-        return renamed(moved(ours, prefixes))
+        return moved(ours, prefixes)
 
-    return Dialect(
-        name,
-        title,
-        marker,
-        incoming=lambda theirs, model: renamed(moved(theirs, inverse(prefixes))),
-        outgoing=outgoing,
-    )
+    back = {theirs: ours for ours, theirs in prefixes.items()}
+    return Dialect(name, title, marker, incoming=lambda theirs: moved(theirs, back), outgoing=outgoing)
 
 
-def moved(names: Collection[str], prefixes: Mapping[str, str]) -> dict[str, str]:
-    """New name -> old name, for those names whose module is among the `prefixes`, old -> new."""
+def moved(names: Collection[str], prefixes: Mapping[str, str]) -> NameMap:
+    """A recipe that renames the tensors of the modules at these paths, old -> new."""
     patterns = [
         (re.compile(re.escape(old).replace(r"\{\}", r"(\d+)") + r"\.([^.]+)"), new) for old, new in prefixes.items()
     ]
     found = {}
     for name in names:
         for pattern, new in patterns:
-            match = pattern.fullmatch(name)
-            if match:
+            if match := pattern.fullmatch(name):
                 *numbers, tensor = match.groups()
                 found[f"{new.format(*numbers)}.{tensor}"] = name
-    return found
+    return renamed(found)

@@ -122,8 +122,9 @@ def merge_running_statistics(
 
 def _local_table(norms: Sequence[RunningNorm], rows: int) -> Tensor:
     """One row for each micro-batch: counts, means and variances of all calls of all norms; unused rows have count 0."""
-    forwards = max(len(norm.pending) // max(norm.calls, 1) for norm in norms)
-    if forwards > rows or any(len(norm.pending) != forwards * norm.calls for norm in norms):
+    calls = [norm.pending[call :: norm.calls] for norm in norms for call in range(norm.calls)]
+    unexpected = any(norm.pending for norm in norms if not norm.calls)
+    if unexpected or len({len(records) for records in calls}) > 1 or len(calls[0]) > rows:
         raise ValueError(
             f"batch norms recorded {[len(norm.pending) for norm in norms]} statistics, and by the dry run a forward "
             f"calls them {[norm.calls for norm in norms]} times: let every forward call each of them as often"
@@ -131,22 +132,17 @@ def _local_table(norms: Sequence[RunningNorm], rows: int) -> Tensor:
     buffers = [norm.running_mean for norm in norms if norm.running_mean is not None]
     width = sum(norm.calls * (1 + 2 * buffer.numel()) for norm, buffer in zip(norms, buffers, strict=True))
     table = torch.zeros(rows, width, dtype=torch.float64, device=buffers[0].device)
-    if forwards:
-        calls = [norm.pending[call :: norm.calls] for norm in norms for call in range(norm.calls)]
-        micro_batches, filled = list(zip(*calls, strict=True)), table[:forwards]
-        filled[:, : len(calls)] = _counts([[count for _, _, count in records] for records in micro_batches], table)
-        values = [record[kind] for records in micro_batches for kind in (0, 1) for record in records]
-        filled[:, len(calls) :] = torch.cat(values).view(forwards, -1)
+    if rows_of_records := list(zip(*calls, strict=True)):
+        filled = table[: len(rows_of_records)]
+        counts = [count for records in rows_of_records for _, _, count in records]
+        if any(isinstance(count, Tensor) for count in counts):  # the device knows it, where ranks share a micro-batch
+            known = torch.stack([each if isinstance(each, Tensor) else table.new_full((), each) for each in counts])
+        else:
+            known = without_waiting(torch.tensor(counts, dtype=torch.float64), table.device)
+        filled[:, : len(calls)] = known.view(len(filled), -1)
+        values = [record[kind] for records in rows_of_records for kind in (0, 1) for record in records]
+        filled[:, len(calls) :] = torch.cat(values).view(len(filled), -1)
     return table
-
-
-def _counts(counts: Sequence[Sequence[int | Tensor]], table: Tensor) -> Tensor:
-    """Number of values a channel of each record, `[micro-batches, calls]`. Where ranks share a micro-batch, the device
-    knows it, and elsewhere the host."""
-    if any(isinstance(count, Tensor) for row in counts for count in row):
-        on_device = [[c if isinstance(c, Tensor) else table.new_full((), c) for c in row] for row in counts]
-        return torch.stack([torch.stack(row) for row in on_device])
-    return without_waiting(torch.tensor(counts, dtype=torch.float64), table.device)
 
 
 def _pooled(counts: Tensor, means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:

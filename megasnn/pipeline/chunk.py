@@ -63,8 +63,8 @@ class PipelineChunk(nn.Module):
         self._is_chain = description.is_chain
         stateful = [each for each in self.layers.modules() if isinstance(each, (NeuronLayer, ParallelDropout))]
         self._carrying = [each for each in stateful if each.carries]
-        self._last = [{*description.inputs[number]} - {*description.needed_from(number + 1)} for number in span]
-        self._context = context
+        self._last = [{*description.layers[number].inputs} - {*description.needed_from(number + 1)} for number in span]
+        self._context, self._rows = context, row_group(context)
         self.graphs: ChunkGraphs | None = None
 
     def capture_graphs(self, capture: Capture) -> None:
@@ -100,21 +100,17 @@ class PipelineChunk(nn.Module):
         """
         if not goes_on and self._carrying:
             self.forget()
-        if not isinstance(x, list):
-            x = self._frames(x)
+        if not isinstance(x, list):  # samples of a micro-batch
+            inputs = [*self._description.task.inputs.items()]
+            named_inputs = {inputs[0][0]: x} if isinstance(x, Tensor) else x
+            taken = [inputs[-1 - each.layer] for each in self.receives]
+            x = [spec.frames(named_inputs[name]) for name, spec in taken]
+            x = x if self._rows is None else [own_pixel_rows(each, self._rows) for each in x]
         if self.graphs is not None and torch.is_grad_enabled() and self.graphs.has(micro_batch):
             y = self.graphs.apply(x, samples, micro_batch)
             x.clear()
             return y
         return self._run(x, samples, goes_on)
-
-    def _frames(self, x: Tensor | Mapping[str, Tensor]) -> list[Tensor]:
-        """Tensors of `receives` from the samples of a micro-batch."""
-        inputs = [*self._description.task.inputs.items()]
-        named_inputs = {inputs[0][0]: x} if isinstance(x, Tensor) else x
-        taken = [inputs[-1 - each.layer] for each in self.receives]
-        frames, rows = [spec.frames(named_inputs[name]) for name, spec in taken], row_group(self._context)
-        return frames if rows is None else [own_pixel_rows(each, rows) for each in frames]
 
     def _run(self, given: list[Tensor], samples: range | None, goes_on: bool = False) -> Any:
         outputs: dict[int, Bundle] = {self.receives[0].layer: given[0]}
@@ -123,7 +119,7 @@ class PipelineChunk(nn.Module):
         given.clear()
         for number, last, layer in zip(self._span, self._last, self.layers, strict=True):
             described = self._description.layers[number]
-            inputs, name = [outputs[source] for source in self._description.inputs[number]], described.name
+            inputs, name = [outputs[source] for source in described.inputs], described.name
             for source in last:  # nothing behind this layer needs them
                 del outputs[source]
             with explained(partial("{}: {}".format, name)), named(name):

@@ -17,6 +17,7 @@ from megasnn.parallel.fsdp import GatheredWeights
 from megasnn.parallel.gradient_buckets import GradientBuckets
 from megasnn.parallel_state import ParallelState
 from megasnn.pipeline.chunk import PipelineChunk
+from megasnn.pipeline.graphs import ChunkGraphs
 from megasnn.pipeline.microbatch_state import MicroBatchInput, OutputConsumer, StepState, without_graph
 from megasnn.pipeline.p2p import Transfers
 from megasnn.pipeline.packed_input import PackedInput
@@ -55,7 +56,6 @@ class PipelineExecutor:
         self._anchor = torch.zeros((), device=state.device, requires_grad=True)  # makes a unit's input part of a graph
         modules = [module for unit in units.values() for module in unit.modules()]
         self._neurons = [module for module in modules if isinstance(module, NeuronLayer)]
-        self._graphs = [unit.graphs for unit in units.values() if unit.graphs is not None]
         self._sizes: list[tuple[int, ...]] = []  # of micro-batches in training steps
         self._scattered: set[int] = set()  # units whose gradients are, after every micro-batch
         self._methods: dict[Kind, Callable[[StepState, Action], None]] = {
@@ -93,8 +93,9 @@ class PipelineExecutor:
         step = StepState(micro_batches, self._anchor, repeated, consume)
         if self._transfers is not None:
             self._transfers.begin(schedule, sizes)
-        if self._graphs and consume is None:
-            self._begin_graphs(sizes)
+        graphs = [unit.graphs for unit in self._units.values() if unit.graphs is not None]
+        if graphs and consume is None:
+            self._begin_graphs(graphs, sizes)
         with nullcontext() if consume is None else torch.no_grad():
             for action in actions:
                 with placed(partial(self._place, action)), named(action):
@@ -108,12 +109,11 @@ class PipelineExecutor:
             total += loss
         return total
 
-    def _begin_graphs(self, sizes: tuple[int, ...]) -> None:
+    def _begin_graphs(self, graphs: Sequence[ChunkGraphs], sizes: tuple[int, ...]) -> None:
         """Begins CUDA graphs. The first training step of its sizes has none: kernels are compiled in it."""
-        observes = any(neuron.is_observed for neuron in self._neurons)
-        has_graphs = sizes in self._sizes[:MOST_GRAPHED] and not observes
+        has_graphs = sizes in self._sizes[:MOST_GRAPHED] and not any(neuron.is_observed for neuron in self._neurons)
         self._sizes += [sizes] * (sizes not in self._sizes)
-        for each in self._graphs:
+        for each in graphs:
             each.begin(has_graphs)
 
     def _do(self, step: StepState, action: Action) -> None:
@@ -137,17 +137,29 @@ class PipelineExecutor:
     # --- computing
 
     def _forward(self, step: StepState, action: Action) -> None:
-        key, unit = action.key, self._units[action.unit]
-        if key not in step.repeated:
-            self._hand_on(step, key, self._output(step, key))
-            return
-        # What the first unit takes stays in the batch.
-        given, carried = ((), ()) if unit.is_first else (step.inputs[key], unit.receives)
-        step.kept[key] = kept = PackedInput(given, carried)
-        with recording(kept.collected):
+        """Gives a unit's output to the loss, to the next unit, or to whoever takes it in evaluation."""
+        key, unit, micro = action.key, self._units[action.unit], step.micro_batches[action.key[1]]
+        kept: PackedInput | None = None
+        if key in step.repeated:  # what the first unit takes stays in the batch
+            given, carried = ([], ()) if unit.is_first else (step.inputs[key], unit.receives)
+            step.kept[key] = kept = PackedInput(given, carried)
+        with nullcontext() if kept is None else recording(kept.collected):
             y = self._output(step, key)
-        self._hand_on(step, key, y)
-        del step.backwards[key]  # and with it the graph; it has shown what needs a gradient
+        if not unit.is_last:
+            step.await_gradients(key, y)
+            given = [without_graph(each) for each in y]
+            if action.unit + 1 in self._units:
+                step.inputs[action.unit + 1, key[1]] = given
+            else:
+                step.outputs[key] = given
+        elif step.consume is None:
+            loss = self._loss(y, micro.targets, False)
+            step.backwards[key] = partial(torch.autograd.backward, loss)
+            step.losses.append(loss.detach())
+        elif not micro.is_padding:
+            step.consume(y, micro.targets)
+        if kept is not None:
+            del step.backwards[key]  # and with it the graph; it has shown what needs a gradient
 
     def _forward_again(self, step: StepState, action: Action) -> None:
         key, unit = action.key, self._units[action.unit]
@@ -166,23 +178,6 @@ class PipelineExecutor:
         unit, micro = self._units[key[0]], step.micro_batches[key[1]]
         x = micro.inputs if unit.is_first else step.entered(key)
         return unit(x, micro.samples, micro.goes_on, key[1])
-
-    def _hand_on(self, step: StepState, key: Key, y: Any) -> None:
-        """Takes a unit's output in its first forward: for the loss, or as the input of the next unit."""
-        unit, micro = key[0], step.micro_batches[key[1]]
-        if not self._units[unit].is_last:
-            step.await_gradients(key, y)
-            given = [without_graph(each) for each in y]
-            if unit + 1 in self._units:
-                step.inputs[unit + 1, key[1]] = given
-            else:
-                step.outputs[key] = given
-        elif step.consume is None:
-            loss = self._loss(y, micro.targets, False)
-            step.backwards[key] = partial(torch.autograd.backward, loss)
-            step.losses.append(loss.detach())
-        elif not micro.is_padding:
-            step.consume(y, micro.targets)
 
     def _input_gradient(self, step: StepState, action: Action) -> None:
         with self._units[action.unit].weight_gradients.deferred() as tasks:

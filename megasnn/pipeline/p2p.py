@@ -99,12 +99,13 @@ class Boundaries:
         for number, frames in enumerate(inputs):
             learns[-1 - number], by_rows[-1 - number] = False, True
             self._add(-1 - number, None, TensorSpec(tuple(frames.shape), frames.dtype), True)
-        for number, (layer, takes) in enumerate(zip(built, description.inputs, strict=True)):
-            learns[number] = any(x.requires_grad for x in tensors_of(layer.module)) or any(learns[n] for n in takes)
+        for number, (layer, described) in enumerate(zip(built, description.layers, strict=True)):
+            takes, parameters = described.inputs, tensors_of(layer.module)
+            learns[number] = any(x.requires_grad for x in parameters) or any(learns[n] for n in takes)
             joins = any(isinstance(each, WholeImages) for each in layer.module.modules())
             by_rows[number] = not joins and all(by_rows[n] for n in takes)
             for key, entry in entries_of(layer.output).items():
-                content = description.layers[number].entries[key].content
+                content = described.entries[key].content
                 learning = learns[number] and entry.is_floating_point()
                 self._add(number, key, TensorSpec(tuple(entry.shape), entry.dtype, content, learning), by_rows[number])
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from megasnn.batching import most_micro_batches
+from megasnn.batching import micro_batch_counts
 from megasnn.config import ConfigError, PretrainConfig
 from megasnn.config.checks import flag
 from megasnn.config.data import SAMPLE
@@ -133,7 +133,7 @@ def problems(config: PretrainConfig, cluster: Cluster) -> list[str]:
 def _advice(config: PretrainConfig, layout: Layout, cluster: Cluster) -> Iterator[str]:
     """Advice on what is not the planner's to change."""
     training, grid = config.training, layout.grid
-    count = most_micro_batches(training.global_batch_size, training.micro_batch_size, grid.replicas)
+    count = micro_batch_counts(training.global_batch_size, training.micro_batch_size, grid.replicas)[0]
     stages = grid.pp
     if stages > 1 and count < 4 * stages:
         # Of the sizes that divide the batch, the largest that gives four micro-batches a stage.

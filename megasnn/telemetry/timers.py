@@ -16,34 +16,30 @@ class Timers:
     """Times that a device takes for parts of a program, by name: ``with timers("forward"): ...``. No waiting.
 
     On a CPU a mark is the time; on a GPU it is an event among its work, which has a time when the GPU has come to it.
+    Of parts that nobody asks for, the last ones are kept.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._open: deque[tuple[str, Mark, Mark]] = deque()  # the device may not have come to their ends
-        self._seconds: dict[str, list[float]] = {}
+        self._timed: deque[tuple[str, Mark, Mark]] = deque(maxlen=10_000)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         started = self._mark()
         yield
-        self._open.append((name, started, self._mark()))
-        self._take_ended()
+        self._timed.append((name, started, self._mark()))
 
     def mean_ms(self) -> dict[str, float]:
         """Mean milliseconds of each part that was timed since the last call, as far as the device has ended it."""
-        self._take_ended()
-        seconds, self._seconds = self._seconds, {}
-        return {name: 1e3 * sum(each) / len(each) for name, each in seconds.items()}
-
-    def _take_ended(self) -> None:
-        while self._open and (isinstance(self._open[0][2], float) or self._open[0][2].query()):
-            name, start, end = self._open.popleft()
+        parts: dict[str, list[float]] = {}
+        while self._timed and (isinstance(self._timed[0][2], float) or self._timed[0][2].query()):
+            name, start, end = self._timed.popleft()
             if isinstance(start, float) or isinstance(end, float):
-                seconds = end - start  # type: ignore[operator]
+                taken = 1e3 * (end - start)  # type: ignore[operator]
             else:
-                seconds = start.elapsed_time(end) / 1e3
-            self._seconds.setdefault(name, []).append(seconds)
+                taken = start.elapsed_time(end)
+            parts.setdefault(name, []).append(taken)
+        return {name: sum(each) / len(each) for name, each in parts.items()}
 
     def _mark(self) -> Mark:
         """A place behind all work of the device so far."""

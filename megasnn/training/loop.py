@@ -131,7 +131,7 @@ class TrainingRun:
                 f"WARNING: the last {self._skipped_in_a_row} steps were skipped, since loss or gradient were not "
                 f"finite (--max-skipped-steps): the run ends at iteration {self.engine.iteration} and saves nothing"
             )
-        elif self.engine.stop_votes:
+        elif self.engine.distributed.stop_votes:
             self.reporter.line(f"asked to stop: the run ends at iteration {self.engine.iteration} of {self.iterations}")
         elif self._evaluates:
             self.evaluate()
@@ -166,7 +166,7 @@ class TrainingRun:
         number, logging = self.engine.iteration, self.config.logging
         if self._evaluates and _due(number, logging.eval_interval):
             self.evaluate()
-            if self.engine.stop_votes:
+            if self.engine.distributed.stop_votes:
                 return
         saves = _due(number, self.config.checkpoint.save_interval) or self.saves.at_best(number)
         self._compare_replicas_if(_due(number, self.config.parallel.check_replicas_interval) and not saves)
@@ -186,7 +186,7 @@ class TrainingRun:
 
     def _should_exit(self) -> bool:
         at_interval = _due(self.engine.iteration, self.config.training.exit_interval)
-        return at_interval or self.engine.stop_votes > 0 or self.has_diverged
+        return at_interval or self.engine.distributed.stop_votes > 0 or self.has_diverged
 
     def _wants_to_stop(self) -> bool:
         """Returns True after a signal to this rank, or when a callback has asked for it; after so many minutes by the
@@ -229,7 +229,7 @@ class TrainingRun:
         """Ends after the same batch on all ranks: the request travels with what they exchange of each batch."""
         for batch in batches:
             yield batch
-            if self.engine.stop_votes:
+            if self.engine.distributed.stop_votes:
                 return
 
     # --- saving

@@ -24,6 +24,8 @@ from megasnn.training.signals import StopSignals
 SAVE_FAILED, DIVERGED, INTERRUPTED = 3, 4, 130
 SAVING_SECONDS = 5.0
 """How long an error of one of several ranks waits for a checkpoint that is being written."""
+MISTAKES = ValueError, OSError, CheckpointError, ReplicaError
+"""Errors of flags, data and files, whose message says what to change: reported without a traceback."""
 
 
 def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
@@ -47,8 +49,7 @@ def run(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> int:
     except Exception as error:
         status = 1
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # torchrun prints what `record` has written there
-            is_mistake = isinstance(error, (ValueError, OSError, CheckpointError, ReplicaError))
-            text = in_full(error, with_traceback=not is_mistake)
+            text = in_full(error, with_traceback=not isinstance(error, MISTAKES))
             sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {text}\n")
     if dist.is_initialized() and dist.get_world_size() > 1:
         end_process()
@@ -63,6 +64,8 @@ def _recorded(config: PretrainConfig, callbacks: Sequence[Callback]) -> int:
     except Exception as error:
         if not claim_fault(error):
             end_process()
+        if isinstance(error, MISTAKES):
+            raise error.with_traceback(None) from None  # `record` writes down the traceback
         raise
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,7 @@ from megasnn.files import write_whole
 from megasnn.kernels.backends import backend_for
 from megasnn.kernels.neuron_spec import NeuronSpec
 from megasnn.kernels.spike_codec import Content
-from megasnn.models.description import ModelDescription
-from megasnn.models.summary import as_table, multiply_adds
+from megasnn.models.description import LayerDescription, ModelDescription
 from megasnn.parallel.process_group import choose_device
 from megasnn.pipeline.cost_model import layers_per_chunk
 from megasnn.pipeline.plan import PipelinePlan
@@ -51,9 +50,6 @@ def introduce(config: PretrainConfig, engine: Engine, length: Length, reporter: 
         lines.append(f"context parallel: {state.cp.size} ranks share each micro-batch by {context.cut}")
     for line in (*lines, *_flags(config), *_model(config, distributed, plan)):
         reporter.line(line)
-    samples, dtype = context.largest_share(config.training.micro_batch_size), context.compute_dtype
-    table = as_table(distributed.description.layers, plan.bounds, plan.schedules.placement, samples, dtype)
-    reporter.board.text("model", table)
     reporter.board.text("configuration", textwrap.indent(to_json(config), "    "))
     grid = {"data_parallel_size": state.dp.size, "parameters": distributed.parameters}
     flat = {name: value for of_part in to_dict(config).values() for name, value in of_part.items()}
@@ -164,15 +160,19 @@ def _flags(config: PretrainConfig) -> list[str]:
     return [f"flags that differ from their defaults{kept}:", *parts]
 
 
+def _operations(layers: Sequence[LayerDescription]) -> str:
+    return f"{1e-9 * sum(each.operations for each in layers):,.3g} G multiply-adds a sample"
+
+
 def _model(config: PretrainConfig, distributed: DistributedModel, plan: PipelinePlan) -> list[str]:
     """Content of each chunk, and the schedule; without a pipeline, what the whole model computes."""
     layers, placement = distributed.description.layers, plan.schedules.placement
     if len(placement) == 1:
-        return [multiply_adds(layers), *plan.describe(config.parallel)]
+        return [_operations(layers), *plan.describe(config.parallel)]
     lines = [f"pipeline layout {layers_per_chunk(plan.bounds)}; chunks"]
     for index, (span, rank) in enumerate(zip(plan.bounds, placement, strict=True)):
         content = f"{layers[span.start].name} .. {layers[span.stop - 1].name}" if span else "empty"
         mine = layers[span.start : span.stop]
-        sizes = f", {sum(each.parameters for each in mine):,} parameters, {multiply_adds(mine)}" if mine else ""
+        sizes = f", {sum(each.parameters for each in mine):,} parameters, {_operations(mine)}" if mine else ""
         lines.append(f"  {index} on pipeline rank {rank}: {content}{sizes}")
     return lines + plan.describe(config.parallel)

@@ -66,14 +66,6 @@ def test_help_has_every_flag_with_its_text_and_default(capsys: pytest.CaptureFix
     assert "Ranks that share every layer, by channels and heads. (default: 1)" in text and "--lr FLOAT" in text
 
 
-def test_help_shows_the_values_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (path := tmp_path / "config.json").write_text('{"model": {"image_size": 224}}')
-    for console_outputs in (True, False):  # other ranks keep quiet
-        with pytest.raises(SystemExit):
-            parse(run_config(Spikformer), ["--config", str(path), "--help"], console_outputs)
-        assert ("Height and width of the images. (default: 224)" in printed(capsys)) == console_outputs
-
-
 # A command line, and what its one sentence names.
 MISTAKES = {
     "--lr -1": ["--lr", "-1"],

@@ -121,9 +121,11 @@ def test_a_command_of_a_file_is_not_run(tmp_path) -> None:
 
 def test_help_shows_recipes_and_the_values_of_the_file(tmp_path, capsys) -> None:
     path = written(tmp_path, {"model": {"image_size": 20}})
-    with pytest.raises(SystemExit):
-        parse(CLASS, ["--config", str(path), "--help"], recipes={"spikformer/small": path})
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for console_outputs in (False, True):  # other ranks keep quiet
+        with pytest.raises(SystemExit):
+            parse(CLASS, ["--config", str(path), "--help"], console_outputs, {"spikformer/small": path})
+        text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        assert console_outputs or text == ""
     assert "recipe: spikformer/small." in text and "Height and width of the images. (default: 20)" in text
 
 

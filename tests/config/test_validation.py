@@ -57,7 +57,6 @@ REFUSED = [
     ("--embed-dim 100 --num-heads 10", 1, "--embed-dim 100", "8"),
     ("--embed-dim 64 --num-heads 12", 1, "--embed-dim 64", "--num-heads 12"),
     ("--image-size 30", 1, "--image-size 30", "--patch-size 4"),
-    ("--event-frames", 1, "--event-frames", "--in-channels 2"),
     ("--tau 1", 1, "--tau", "1"),
     ("--v-reset 1.5", 1, "--v-reset 1.5", "--v-threshold 1.0"),
     ("--surrogate-alpha 0", 1, "--surrogate-alpha", "0"),

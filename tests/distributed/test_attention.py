@@ -8,40 +8,15 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megasnn.layers import SpikingSelfAttention, TokenAttention, attention
+from megasnn.layers import attention
 from megasnn.layers.attention import EXACT_BFLOAT16, Attend, AttendPlan, exact_type
 from megasnn.layers.row_context import sum_for_each
 from megasnn.parallel.sharding import own_span
-from megasnn.parallel_state import Group
-from tests.distributed.whole import context, everybody, random, require_close, run, spikes
-from tests.parts import Part, assemble
+from tests.distributed.whole import everybody, random, spikes
 
 FRAMES, HEADS, WIDTH = 2, 3, 8
-DIM, SHAPE = 16, (2, 3, 16, 3, 4)
-CUT: dict[str, tuple[type[nn.Module], int]] = {"qkv": (SpikingSelfAttention, 3), "qk": (TokenAttention, 2)}
-
-
-def _heads(fused: str, alone_too: bool = False) -> list[Part]:
-    """Output and gradients of four heads on this rank's channels; q, k and v have weights of other sizes each."""
-    group = Group("tp") if alone_too else everybody()
-    kind, blocks = CUT[fused]
-    layer = kind(DIM, 4, context(group), v_threshold=0.1)
-    weight = random(blocks * DIM, DIM, 1, seed=3) * (1 + torch.arange(blocks)).repeat_interleave(DIM)[:, None, None]
-    bias = torch.linspace(0.5, 1.5, blocks * DIM, dtype=torch.float64)  # other rates of firing for q, k and v
-    values = {"norm.weight": torch.full((blocks * DIM,), 2.0), "norm.bias": bias, "conv.weight": weight / 4}
-    given = {f"{fused}.{name}": value for name, value in values.items()}
-    given |= {f"projection.norm.{name}": torch.full((DIM,), 2.0) for name in ("weight", "bias")}
-    return run(layer, given, spikes(*SHAPE, seed=1), group, holds_spikes=True, fills=True)
-
-
-@pytest.mark.parametrize("fused", CUT)
-@pytest.mark.parametrize("size", [2, 4])
-def test_heads_are_cut_inside_q_k_and_v(ranks, size: int, fused: str) -> None:
-    expected, found = assemble([_heads(fused, alone_too=True)]), assemble(ranks(size, _heads, fused))
-    assert 0.05 < expected["y"].mean() < 0.95 and expected["x"].abs().max() > 0
-    require_close(found, expected, fused, rtol=1e-9, atol=1e-11)
 
 
 def attended(tokens: int, dtype: torch.dtype, every: float | None = None) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""The transport that waits as NCCL does hangs where NCCL would, and says who waits for whom."""
+"""The transport that waits as NCCL does hangs where NCCL would, and says who waits for whom. What is in order ends
+on it: tests/parity/test_transport.py."""
 
 from __future__ import annotations
 
@@ -17,31 +18,6 @@ LIMIT = 1.5  # seconds
 
 def _value() -> torch.Tensor:
     return torch.full((3,), float(dist.get_rank()))
-
-
-def _everything() -> list[float]:
-    """What is in order ends, with the right values."""
-    with nccl_like() as device:
-        rank, two = dist.get_rank(), dist.new_group([0, 1])
-        total, gathered, got = _value(), [_value() for _ in range(2)], _value()
-        dist.all_reduce(total)
-        dist.all_gather(gathered, _value(), group=two)
-        exchanged = torch.empty(2)
-        dist.all_to_all_single(exchanged, torch.tensor([10.0, 11.0]) + 100 * rank)
-        objects: list[object] = [None, None]
-        dist.all_gather_object(objects, f"rank {rank}")
-        assert objects == ["rank 0", "rank 1"]
-        (dist.isend if rank else dist.irecv)(_value() if rank else got, 1 - rank).wait()
-        device.synchronize()
-        dist.barrier()
-        assert len(device.communicators) == 3  # the world's and the group's collectives, and the pair
-        return [*total.tolist(), *map(float, torch.cat(gathered)), *exchanged.tolist(), *got.tolist()]
-
-
-def test_what_is_in_order_ends(ranks) -> None:
-    first, second = ranks(2, _everything)
-    assert first == [1, 1, 1, 0, 0, 0, 1, 1, 1, 10, 110, 1, 1, 1]
-    assert second == [1, 1, 1, 0, 0, 0, 1, 1, 1, 11, 111, 1, 1, 1]
 
 
 def _both_receive_first(_: Device, up: dist.ProcessGroup, down: dist.ProcessGroup) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,21 +14,16 @@ from megasnn.config import parse
 from megasnn.engine import Engine
 from megasnn.engine.model import DistributedModel
 from megasnn.kernels.spike_codec import Content, bits_of
-from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear
+from megasnn.layers import ConvNormNeuron, MeanLinear
 from megasnn.models.build import describe
 from megasnn.models.description import Carried
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model, run_config
 from megasnn.models.spikformer.model import Spikformer
-from megasnn.pipeline.microbatch_state import MicroBatchInput, StepState
+from megasnn.pipeline.microbatch_state import MicroBatchInput
 from megasnn.pipeline.packed_input import PackedInput
-from megasnn.pipeline.peak_memory import unit_memory
-from megasnn.pipeline.profile_layers import count_memory
-from megasnn.schedule import Action, Kind
-from megasnn.schedule.memory import activations_held
 from tests.parity.ranks import Layout, built, forward_backward, inputs_of
 
-CPU = torch.device("cpu")
 SAMPLES = 2
 
 
@@ -42,72 +33,6 @@ def _built(model: Model, recompute: str) -> Iterator[tuple[DistributedModel, lis
     with built(describe(model), Layout(recompute=recompute), torch.float32) as engine:
         x = 2 * torch.randn(2 * SAMPLES, *model.input_shape, generator=torch.Generator().manual_seed(3))
         yield engine, inputs_of(engine, x, torch.arange(2 * SAMPLES) % model.num_classes, SAMPLES)
-
-
-class _Live:
-    """Bytes that graphs and kept inputs hold, each memory once, and not that of weights and of the batch."""
-
-    def __init__(self, engine: DistributedModel, batches: Iterable[MicroBatchInput]) -> None:
-        self.after: list[tuple[Action, int]] = []
-        self._holders: weakref.WeakSet[_Holder] = weakref.WeakSet()
-        self._inputs: weakref.WeakSet[PackedInput] = weakref.WeakSet()
-        known = [each.tensor for each in engine.tensors] + [each.inputs for each in batches if each.inputs is not None]
-        self._known = {each.untyped_storage().data_ptr() for each in known}
-        engine.executor._do = partial(self._followed, engine.executor._do)  # type: ignore[method-assign]
-
-    def _followed(self, do: Callable[[StepState, Action], None], step: StepState, action: Action) -> None:
-        do(step, action)
-        self.after.append((action, self._bytes()))
-
-    def pack(self, tensor: Tensor) -> _Holder:
-        self._holders.add(holder := _Holder(tensor))
-        return holder
-
-    def keep(self, made: type[PackedInput], *args: Any) -> PackedInput:
-        self._inputs.add(kept := made(*args))
-        return kept
-
-    def _bytes(self) -> int:
-        found = [each.tensor for each in self._holders]
-        for kept in self._inputs:
-            found += [each if isinstance(each, Tensor) else each[1] for each in kept._packed] + list(kept.collected)
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}
-        return sum(size for place, size in storages.items() if place not in self._known)
-
-
-class _Holder:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def _held_after_actions(model: Model, recompute: str) -> tuple[list[tuple[Action, int]], list[float]]:
-    """After each action of a step what is held, and what was predicted."""
-    with _built(model, recompute) as (engine, batches):
-        forward_backward(engine, batches, 2 * SAMPLES)  # weights have gradients from now on
-        live = _Live(engine, batches)
-        made = mock.patch("megasnn.pipeline.executor.PackedInput", lambda *args: live.keep(PackedInput, *args))
-        with made, torch.autograd.graph.saved_tensors_hooks(live.pack, lambda holder: holder.tensor):
-            forward_backward(engine, batches, 2 * SAMPLES)
-    costs = count_memory(engine.description, SAMPLES, BuildContext(), CPU)
-    units, schedule = unit_memory(costs, engine.plan.unit_bounds), engine.plan.schedules.training(2)
-    assert [action for action, _ in live.after] == list(schedule.actions[0])
-    return live.after, activations_held(schedule, 0, [each.held for each in units], [each.entering for each in units])
-
-
-def _small_spikformer() -> Spikformer:
-    return Spikformer(embed_dim=32, depth=1, num_heads=4, image_size=16, in_channels=1, time_steps=4, num_classes=4)
-
-
-def test_what_is_held_falls_as_predicted(ranks) -> None:
-    """After each action within 5 %, and at the fullest moment less than a third."""
-    peaks = {}
-    for mode in ("never", "always"):
-        ((measured, predicted),) = ranks(1, _held_after_actions, _small_spikformer(), mode)
-        peaks[mode] = max(held for _, held in measured)
-        for (action, held), expected in zip(measured, predicted, strict=True):
-            if action.kind is not Kind.REDUCE_GRAD:
-                assert held == pytest.approx(expected, rel=0.05), action
-    assert peaks["always"] < peaks["never"] / 3
 
 
 def test_an_input_is_kept_in_its_format() -> None:

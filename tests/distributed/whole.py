@@ -108,17 +108,14 @@ def run(
     whole_output: bool = False,
     holds_spikes: bool = False,
     order: Callable[[Tensor], Tensor] = channels_last,
-    fills: bool = False,
 ) -> list[Part]:
     """A layer's output "y", and the gradients of the input "x" and of the parameters, as far as this rank has them.
 
     Args:
         given: global values of its tensors. x: the whole input, which every rank has where its channels do not divide.
-        order: of the input in memory. fills: weights get all bits of float64 (`fill_mantissas`).
+        order: of the input in memory.
     """
     tensors = build({"layer": layer}, {f"layer.{name}": value for name, value in given.items()})
-    if fills:
-        fill_mantissas(layer)
     whole_input = x.shape[2] % group.size > 0
     own = order(x.clone() if whole_input else mine(x, group)).requires_grad_()
     with MaxInference():

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
@@ -12,21 +15,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import megasnn
 from megasnn import device_checks
 from megasnn.config import OptimizerConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
 from megasnn.engine.model import DistributedModel
 from megasnn.kernels import spike_codec as codec
+from megasnn.kernels.numba.worth import Work
 from megasnn.layers import ConvNormNeuron, ParallelBatchNorm, ParallelConv, SpikingNeuron
 from megasnn.layers.neuron import State
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
+from megasnn.models.spikformer.model import Spikformer
 from megasnn.optim.build import build_optimizer, takes_found_inf
 from megasnn.parallel.sharding import Shard, ShardedTensor
 from megasnn.pipeline.executor import PipelineExecutor
 from tests.gpu_waits import copies_of_a_replayed_step, copies_of_a_step, found_in_steps, pageable_copies
 from tests.models.networks import CLASSES, Tied, between
+from tests.sums import worth_by_time
 
 FLAGS = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 9, "clip_grad": 0.01, "ema_decay": 0.9}
 PIPELINE = "--pipeline-model-parallel-size 2 --pipeline-schedule"
@@ -82,6 +89,28 @@ def test_a_step_is_read_once_and_copies_from_pinned_memory(ranks, model, count, 
         assert found.evaluation == [f"megasnn/engine/{each}" for each in reads]
         assert found.log == ["megasnn/telemetry/spikes.py, reduce: tolist"]
         assert found.copies == []
+
+
+def test_a_step_of_one_rank_passes_fewer_than_200_functions() -> None:
+    """Named ones of the package: comprehensions are functions up to Python 3.11 only."""
+    model, called = Spikformer(embed_dim=32, depth=1, num_heads=2, patch_size=4, image_size=16), set[CodeType]()
+    batch = torch.rand(8, *model.input_shape), torch.arange(8) % model.num_classes
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            called.add(frame.f_code)
+
+    flags = {"micro_batch_size": 4, "global_batch_size": 8, "train_iters": 2}
+    with mock.patch.object(Work, "is_worth", worth_by_time), Engine(model, **flags) as engine:
+        engine.train_step(*batch)
+        sys.setprofile(note)
+        try:
+            engine.train_step(*batch)
+        finally:
+            sys.setprofile(None)
+    folder = str(Path(megasnn.__file__).parent)
+    ours = [each for each in called if each.co_filename.startswith(folder) and not each.co_name.startswith("<")]
+    assert 100 < len(ours) < 200
 
 
 def test_mixed_samples_and_graphs_copy_from_pinned_memory(ranks) -> None:

@@ -48,7 +48,7 @@ def step(engine: Engine, number: int = 0) -> None:
     """Forwards and backwards of a step."""
     training = engine.config.training
     size, samples = training.micro_batch_size, training.global_batch_size
-    shape, order = (size, *engine.distributed.description.input_shape), torch.channels_last
+    shape, order = (size, *engine.config.model.input_shape), torch.channels_last
     images = torch.empty(shape, memory_format=order if len(shape) == 4 else torch.contiguous_format)
     labels = torch.empty(size, dtype=torch.int64)
     starts = range(number * samples, (number + 1) * samples, size)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megasnn.bundle import Bundle, entries_of, logits_of
-from megasnn.device_checks import DeviceChecks
 from megasnn.layers import BuildContext, ConvNormNeuron
 from megasnn.layers.shape_inference import mark_spikes
 from megasnn.losses.sums import cross_entropy_sum
@@ -23,12 +20,8 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel.traffic import traffic
-from megasnn.parallel_state import Group
-from megasnn.pipeline import p2p
 from megasnn.pipeline.chunk import build_chunks
-from megasnn.pipeline.p2p import Boundaries, Transfers
 from megasnn.pipeline.profile_layers import count_memory, profile_layers
-from megasnn.schedule import Action, Kind, Schedule
 from tests.models.networks import CLASSES, Bundles, Random, Sum, UNet, Up, between
 from tests.parity.ranks import (
     Layout,
@@ -195,22 +188,6 @@ def test_an_output_that_differs_from_the_dry_runs_is_refused_at_the_first_step(c
         chunk(torch.zeros(3, 3, 4, 4), range(3))
 
 
-def test_what_does_not_fit_its_boundary_names_the_entry() -> None:
-    pair, model, bounds = Group("pp", (0, 1), made=mock.Mock()), describe(Bundles()), [range(2), range(2, 6)]
-    state = SimpleNamespace(pp=pair, pp_down=pair, device=CPU)
-    chunks = build_chunks(model, bounds, [0], BuildContext(), CPU, 0)
-    boundaries, checks = Boundaries(model, BuildContext(), model.build(BuildContext())), DeviceChecks(CPU)
-    with mock.patch.object(p2p, "start_messages"):
-        transfers = Transfers(chunks, (0, 1), state, boundaries)
-    send = Action(0, Kind.SEND_FORWARD, 0)
-    transfers.begin(Schedule("one", (0, 1), 1, ((send,), (send.peer,))), [2])
-    values = [torch.ones(boundaries.spec(each, 2).shape) / 2 for each in model.carried(2)]
-    with mock.patch.object(p2p.dist, "isend"), checks.collecting():
-        transfers.send(send, values)
-    found = [each.text for each in checks.findings()]
-    assert any("entry 'spikes' of the output of block.0" in text and "largest=" in text for text in found)
-
-
 def _model(*layers: Callable[[], Layer]) -> Model:
     return between(lambda: (make() for make in layers))
 
@@ -257,9 +234,8 @@ def meet() -> Layer:
 @pytest.mark.parametrize(
     ("layers", "named"),
     [
-        ([up("stem", "b")], "a takes 'b'.* stem"),
+        ([up("stem", "b")], "a takes 'b'.*stem"),
         ([up("stem", "head")], "a takes 'head'"),
-        ([up()], r"a: takes=\(\)"),
         ([up("stem")], r"a, given \[2, 2, 4, 4, 4\]: .*forward.*skip"),
         ([up("stem", "stem")], r"a, given \[.*\] and \[.*\]: .*broadcast"),
         ([unit("a"), unit("b", takes="stem")], "a: no later layer"),
@@ -281,8 +257,8 @@ def meet() -> Layer:
         ([gives(lambda y: (y, 1))], "entry 1 is of type int"),
         ([lambda: layer("a", Reads())], r"a, given .*: in inner: .*test_bundles.py, line \d+\)"),
         ([gives(ConvNormNeuron(5, 4))], "a, .*: in make.conv: .* 5 input channels is given 4"),
-        ([unit("a", takes=("stem", "stem"))], r"2 input\(s\), which `takes`"),
-        ([lambda: layer("a", ConvNormNeuron)], "'a' is given the class ConvNormNeuron"),
+        ([unit("a", takes=("stem", "stem"))], r"a, given \[.*\] and \[.*\]: TypeError"),
+        ([lambda: layer("a", ConvNormNeuron)], "'a' is given .*ConvNormNeuron"),
         ([lambda: layer("a", 3)], "'a' is given 3"),
     ],
 )

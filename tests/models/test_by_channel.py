@@ -54,49 +54,26 @@ def shuffle(x: Tensor, groups: int = 2) -> Tensor:
     return x.view(*x.shape[:2], groups, -1, *x.shape[3:]).transpose(2, 3).reshape(x.shape)
 
 
-def attention(x: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def attention(x: Tensor) -> Tensor:
     rows = x.flatten(3).flatten(0, 1)  # [T * N, C, H * W]
-    return product(product(rows, rows.transpose(1, 2)).softmax(-1), rows).view(x.shape)
+    return ((rows @ rows.transpose(1, 2)).softmax(-1) @ rows).view(x.shape)
 
 
 MIXING: dict[str, Function] = {
     "shuffle": shuffle,
-    "shuffle by permute": lambda x: x.unflatten(2, (2, -1)).permute(0, 1, 3, 2, 4, 5).flatten(2, 3),
-    "attention by matmul": lambda x: attention(x, torch.matmul),
-    "attention by bmm": lambda x: attention(x, torch.bmm),
-    "scaled dot product": lambda x: F.scaled_dot_product_attention(x.flatten(3), x.flatten(3), x.flatten(3)),
+    "attention": attention,
     "chunk": lambda x: torch.cat(x.chunk(2, 2)[::-1], 3),
-    "unbind": lambda x: x.unbind(2)[0],
     "softmax": lambda x: x.softmax(2),
-    "softmax behind permute": lambda x: x.permute(0, 1, 3, 4, 2).softmax(-1),
     "layer norm": lambda x: F.layer_norm(x, x.shape[2:]),
-    "group norm": lambda x: F.group_norm(x.flatten(0, 1), 2).view(x.shape),
-    "normalize": lambda x: F.normalize(x, dim=2),
-    "norm": lambda x: x / (1 + x.norm(dim=2, keepdim=True)),
-    "cosine": lambda x: F.cosine_similarity(x, x + 1, dim=2).unsqueeze(2) * x,
-    "glu": lambda x: F.glu(x, 2),
-    "logsumexp": lambda x: x - x.logsumexp(2, keepdim=True),
     "first channel": lambda x: x * x[..., :1, :, :],
-    "selected": lambda x: x - x.select(2, 0).unsqueeze(2),
-    "index": lambda x: x[:, :, [0]] + x,
-    "mean of all": lambda x: x - x.mean(),
     "mean": lambda x: x - x.mean(2, keepdim=True),
-    "sum": lambda x: x.sum(2),
-    "largest": lambda x: x / (1 + x.amax(2, keepdim=True)),
     "largest with index": lambda x: x - x.max(2, keepdim=True).values,
-    "cumulated": lambda x: x.cumsum(2),
-    "flipped": lambda x: x.flip(2),
     "rolled flat": lambda x: x.roll(1),
-    "padded": lambda x: F.pad(x, (0, 0, 0, 0, 1, 1)),
     "neighbours": lambda x: F.avg_pool1d(x.flatten(0, 1).flatten(2).transpose(1, 2), 3, 1, 1),
-    "tokens of another size": lambda x: x.reshape(*x.shape[:2], -1, 4).softmax(2),
     "joined": lambda x: torch.cat((x, x), 2).softmax(3).sum(2),
     "outer product": lambda x: x.mean((3, 4)).unsqueeze(-1) * x.mean((3, 4)).unsqueeze(-2),
     "number of channels": lambda x: x * x.shape[2] ** -0.5,
-    "number of elements": lambda x: x / x[0, 0].numel(),
     "numbered": lambda x: x * torch.arange(x.shape[2], device=x.device).view(-1, 1, 1),
-    "heads of other channels": lambda x: x.flatten(3).unflatten(2, (2, -1)).softmax(3),
-    "distance": lambda x: torch.cdist(x.flatten(3), x.flatten(3)),
     "mean in place": lambda x: x.clone().sub_(x.mean(2, keepdim=True)),
     "outputs hidden from a dry run": lambda x: x if x.is_meta else x - x.mean(2, keepdim=True),
     "gradients": MixedBackward.apply,

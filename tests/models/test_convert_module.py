@@ -53,7 +53,7 @@ def test_a_report_says_what_each_layer_becomes_and_leaves_the_network_alone() ->
     assert "cut by channel, if its own" in report["block"] and "whole on every rank: conv (Conv2d)" in report["up"]
     assert {name: (type(module), module) for name, module in net.named_modules()} == before
     assert all(torch.equal(value, values[name]) for name, value in net.state_dict().items())
-    with pytest.raises(ValueError, match="the class Conv2d"):
+    with pytest.raises(ValueError, match="Conv2d"):
         megasnn.shard(nn.Conv2d)  # type: ignore[arg-type]
 
 
@@ -79,10 +79,7 @@ class Filled(nn.Module):
 MADE = nn.Conv2d(3, 4, 1)
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dropout": (lambda: nn.Dropout2d(0.1), "0, given .* draws"),
-    "activation": (nn.RReLU, "0, given .* draws"),
-    "lazy": (lambda: nn.LazyConv2d(4, 1), "0: .*uninitialized"),
     "single step": (neuron.LIFNode, "0: LIFNode .* step mode 's'"),
-    "statistics": (lambda: nn.InstanceNorm2d(3, track_running_stats=True), "0, .*'running_mean'"),
     "tied": (lambda: TwoTied(3), r"0\.b\.weight is that of 0\.a\.weight"),
     "neuron at two places": (lambda: nn.Sequential(*[neuron.IFNode(step_mode="m")] * 2), r"0\.1 is that of 0\.0"),
     "own norm": (lambda: sj.TemporalEffectiveBatchNorm2d(7, 3), "0: TemporalEff.* forward of its own"),

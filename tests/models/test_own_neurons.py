@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megasnn.kernels import NeuronSpec
-from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelNeuron, SpikingNeuron
+from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, SpikingNeuron
 from megasnn.models.build import describe
 from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
@@ -104,19 +103,6 @@ class Own(Model):
         yield layer("b", ConvNormNeuron(8, 16, 3, neuron=made(16)))
         yield layer("alone", made(16))
         yield layer("head", MeanLinear(16, self.num_classes))
-
-
-def test_a_neuron_of_ones_own_computes_what_the_same_neuron_of_the_table_does() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(5, 2, 4, 3, 3, dtype=torch.float64)
-    results = []
-    for made in (PlainLIF(4), ParallelNeuron(NeuronSpec(), BuildContext(neuron_backend="torch"))):
-        leaf = x.clone().requires_grad_()
-        spikes = made(leaf)
-        spikes.mul(torch.arange(5, dtype=torch.float64).view(-1, 1, 1, 1, 1)).sum().backward()
-        results.append((spikes, leaf.grad))
-    assert torch.equal(results[0][0], results[1][0]) and 0 < results[0][0].mean() < 1
-    assert torch.allclose(results[0][1], results[1][1], rtol=1e-12, atol=1e-14)
 
 
 def test_its_spikes_travel_as_bits_and_its_parameters_are_described_by_channel() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megasnn.kernels import NeuronSpec
 from megasnn.kernels.spike_codec import bits_of, pack_bits
-from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelPSN, ParallelSlidingPSN
+from megasnn.layers import BuildContext, ConvNormNeuron, MeanLinear, ParallelIF, ParallelPSN, ParallelSlidingPSN
 from megasnn.layers.neuron import NeuronLayer, make_neuron
 from megasnn.models.build import describe
 from megasnn.models.layer import Layer, layer
@@ -85,6 +85,8 @@ def test_needs_all_time_steps() -> None:
     for make in (ParallelPSN, ParallelSlidingPSN):
         with pytest.raises(ValueError, match="--bptt-steps"):
             make(context=BuildContext(time_steps=4, carries=True))
+    with pytest.raises(ValueError, match="'if'.*'lif'"):
+        ParallelIF(NeuronSpec(kind="lif"), BuildContext())
     with pytest.raises(ValueError, match="5 time steps.*4"):
         ParallelPSN(context=CONTEXT)(torch.empty(4, 2, 3, device="meta"))
 

@@ -199,6 +199,8 @@ def test_initial_values_are_those_of_the_modules_kind_and_depend_on_the_name() -
     weight = built["conv"].weight
     assert weight.abs().max() <= 1 / 27**0.5 and weight.std() > 0.3 / 27**0.5
     assert torch.equal(built["norm"].weight, torch.ones(8)) and isinstance(built["norm"], ParallelBatchNorm)
+    twins = with_values(between(lambda: [layer(name, ConvNormNeuron(4, 4)) for name in "ab"]))
+    assert not torch.equal(twins["a"].conv.weight, twins["b"].conv.weight)
     plif = with_values(model_of(lambda: neuron.ParametricLIFNode(init_tau=4.0, step_mode="m")))["plain.0"]
     assert plif.w.sigmoid().item() == pytest.approx(0.25), "a single number that its constructor sets"
 
@@ -396,19 +398,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "own norm": (lambda: Halved(8), "Halved is a batch norm"),
     "made before": (lambda: MADE_BEFORE, "made outside `layers`"),
     "dropout inside": (lambda: Function(nn.Dropout(0.1)), r"in function: .* draws .*megasnn\.ParallelDropout"),
-    "norm inside": (lambda: With(nn.BatchNorm2d(8)), r"part \(BatchNorm2d\) .* 'weight'"),
     "state inside": (lambda: With(neuron.LIFNode(step_mode="m")), r"part \(LIFNode\)"),
     "weights inside": (lambda: With(nn.Conv2d(8, 8, 1)), r"part \(Conv2d\) .* 'weight'"),
     "weights beside": (Scaled, "Scaled .* 'scale'"),
     "weights of neurons": (lambda: With(Steeper()), r"part \(Steeper\) .*self\.per_channel\('steep'"),
     "dropout twice": (Drops, "twice"),
     "function": (lambda: Function(partial(F.dropout, p=0.2)), "bernoulli_ draws"),
-    "native dropout": (lambda: FunctionLayer(lambda x: torch.native_dropout(x, 0.5, True)[0]), "native_dropout draws"),
-    "attention": (
-        lambda: FunctionLayer(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2)),
-        "bernoulli_ draws",
-    ),
-    "in place": (lambda: FunctionLayer(lambda x: x.clone().cauchy_()), "cauchy_ draws"),
 }
 
 

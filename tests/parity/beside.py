@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
@@ -101,7 +101,7 @@ class Case:
     def ours(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Its tensors by our names."""
         dialects = self.model.dialects()
-        return values_of(dialects[0].to_ours(values, asdict(self.model)), values) if dialects else dict(values)
+        return values_of(dialects[0].to_ours(values), values) if dialects else dict(values)
 
 
 SPIKFORMER = Case(model_config(), reference.build, batch=reference.data, sizes=(3, 3, 3, 2), firing=0.5)

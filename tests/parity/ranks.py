@@ -13,7 +13,7 @@ import torch
 from spikingjelly.activation_based import neuron
 from torch import Tensor
 
-from megasnn.batching import micro_batch_sizes, micro_batches_of, most_micro_batches
+from megasnn.batching import micro_batch_counts, micro_batch_sizes, micro_batches_of
 from megasnn.bundle import Bundle, logits_of
 from megasnn.checkpoint.load import load_globals_into
 from megasnn.config import ParallelConfig, PretrainConfig, TrainingConfig
@@ -161,14 +161,18 @@ def built(
         bounds = bounds or even_bounds(len(model.layers), len(plan.placement))
         if layout.recompute is not None or layout.weight > 1:
             plan = plan.in_units(bounds, layout.recompute or NEVER)
+        layers = model.build(context)
         if layout.weight > 1:
-            layers = [each.module for each in model.build(context)]
-            plan = plan.sharing(
-                shared_weights(layers, plan.unit_bounds(bounds), state.dp_shard.size, layout.scatters), []
-            )
+            modules = [each.module for each in layers]
+            shared = shared_weights(modules, plan.unit_bounds(bounds), state.dp_shard.size, layout.scatters)
+            plan = plan.sharing(shared, [])
         parallel = ParallelConfig(use_distributed_optimizer=rows_have_owners)
         config = PretrainConfig(model_config(), training=TrainingConfig(seed=seed), parallel=parallel)
-        yield DistributedModel(model, state, context, PipelinePlan(tuple(bounds), plan, 1), config, graphs)
+        made = DistributedModel(model, layers, context, state, PipelinePlan(tuple(bounds), plan, 1), config)
+        for chunk in made.chunks.values():
+            if graphs is not None:
+                chunk.capture_graphs(graphs)
+        yield made
     finally:
         destroy_model_parallel()
 
@@ -266,7 +270,7 @@ def record_step(
     engine.loss = inner
     for hook in hooks:
         hook.remove()
-    engine.merge_statistics(most_micro_batches(len(labels), micro_batch_size, state.dp.size))
+    engine.merge_statistics(micro_batch_counts(len(labels), micro_batch_size, state.dp.size)[0])
     place = state.place
     rank = place.pp, state.dp.rank, place.cp, place.tp
     result = RankStep(rank, found.mean_loss, found.norm, logits, sum(fired))

@@ -165,7 +165,7 @@ def losses_of(
     with Engine(model, cuda_graphs=asked, **OF_ENGINES) as engine:
         for step, size in enumerate(sizes):
             between_steps(engine, step)
-            images = torch.rand(size, *engine.distributed.description.input_shape, generator=random)
+            images = torch.rand(size, *engine.config.model.input_shape, generator=random)
             result = engine.train_step(images, torch.arange(size) % CLASSES)
             found.append((result.loss, result.grad_norm))
     return found

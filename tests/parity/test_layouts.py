@@ -47,6 +47,9 @@ SHARED_WEIGHTS = [
     for scatters, recompute in product((False, True), (None, "always"))
 ]
 USUAL += [
+    Layout(1, 1, 4, "v-min"),
+    Layout(1, 2, 2, "zb2p"),
+    Layout(2, 2, 2, "interleaved", 2),
     Layout(2, 1, 1, weight=2),
     Layout(4, 1, 1, weight=2, scatters=True, recompute="always"),
     Layout(4, 1, 2, "zbv", weight=2, scatters=True),
@@ -76,11 +79,6 @@ USUAL += with_each_cut(
 @on(USUAL, [*EVERY, *SHARED_WEIGHTS, *SHARED_SAMPLES])
 def test_layout_equals_spikingjelly(ranks, layout: Layout) -> None:
     assert_equal_to_truth(replace(SPIKFORMER, sizes=SIZES[layout.context]), ranks, layout)
-
-
-@pytest.mark.parametrize("layout", [Layout(), Layout(2, 2, 2)], ids=name_of)
-def test_plain_neurons_equal_spikingjelly(ranks, layout: Layout) -> None:
-    assert_equal_to_truth(SPIKFORMER, ranks, layout, backend="torch")
 
 
 @pytest.mark.parametrize("cuts", [(0, 5), (3, 3), (1, 10), (9, 10)])

@@ -13,7 +13,6 @@ import torch
 from megasnn.engine.model import DistributedModel
 from megasnn.models.build import describe
 from tests.parity import spikingjelly_reference as reference
-from tests.parity.beside import SPIKFORMER, assert_equal_to_truth
 from tests.parity.ranks import (
     Bits,
     Layout,
@@ -22,7 +21,6 @@ from tests.parity.ranks import (
     built,
     inputs_of,
     model_config,
-    name_of,
 )
 
 # (schedule, chunks per rank)
@@ -94,19 +92,6 @@ def test_every_schedule_gives_the_bits_of_one_rank(ranks, one_rank, size, number
     for name, chunks in SCHEDULES:
         for count in numbers:
             assert whole(found, (name, chunks, count)) == one_rank[count], (name, chunks, count)
-
-
-ZERO_BUBBLE_LAYOUTS = [
-    Layout(1, 1, 4, "v-min"),
-    Layout(1, 2, 2, "zb2p"),
-    Layout(2, 2, 2, "zbv"),
-    Layout(2, 2, 2, "interleaved", 2),
-]
-
-
-@pytest.mark.parametrize("layout", ZERO_BUBBLE_LAYOUTS, ids=name_of)
-def test_schedules_equal_spikingjelly(ranks, layout: Layout) -> None:
-    assert_equal_to_truth(SPIKFORMER, ranks, layout)
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "interleaved"])

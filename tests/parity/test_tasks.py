@@ -361,7 +361,7 @@ def test_batches_that_do_not_fit_are_refused() -> None:
     text, _ = batch(MODELS["Language"])
     with Engine(MODELS["Language"], micro_batch_size=MICRO, lr=1e-2, train_iters=1) as engine:
         for given, targets, named in (
-            (text + 64, None, "127"),
+            (text + 64, None, "128"),
             (text.float(), None, "float32"),
             (text, text, "tokens"),
         ):

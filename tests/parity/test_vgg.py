@@ -59,10 +59,6 @@ def test_losses(ranks, layout: Layout, loss: str) -> None:
     require_equal(ranks, layout, vgg.LOSSES[loss])
 
 
-def test_plain_neurons_equal_spikingjelly(ranks) -> None:
-    require_equal(ranks, Layout(1, 2, 2), vgg.DROPOUT, backend="torch")
-
-
 def test_pipeline_sizes_agree_bit_for_bit_in_float32(ranks) -> None:
     schedules = [Layout(pipeline=stages, schedule=name) for stages, name in ((2, "zbv"), (2, "zb1p"), (3, "v-min"))]
     layouts = [Layout(pipeline=2), Layout(pipeline=4, schedule="gpipe"), Layout(pipeline=6), *schedules]

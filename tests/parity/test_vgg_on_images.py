@@ -31,9 +31,3 @@ def test_a_step_on_images_is_that_of_spikingjelly() -> None:
     for name, value in config.from_spikingjelly(theirs.state_dict()).items():
         if "num_batches" not in name:
             assert error(after[name], value) < 1e-9, name
-
-
-def test_images_and_event_frames_have_their_channels() -> None:
-    assert not VggDvs(in_channels=1, event_frames=False).problems(1)
-    for wrong in (VggDvs(in_channels=2, event_frames=False), VggDvs(in_channels=3)):
-        assert any("--in-channels" in each for each in wrong.problems(1))

@@ -20,7 +20,6 @@ from megasnn.pipeline.cost_model import LayerCost, LinkCost, PipelineCosts
 from megasnn.pipeline.peak_memory import peak_moments
 from megasnn.pipeline.plan import PipelinePlan, choose, plan_pipeline
 from megasnn.schedule.fsdp_passes import SharedWeights
-from megasnn.schedule.named import SCHEDULES
 from tests.parity.ranks import model_config
 
 MODEL = describe(model_config(), NeuronSpec())
@@ -115,13 +114,6 @@ def seconds(plan: PipelinePlan) -> float:
     result = plan.simulation(MICRO_BATCHES)
     assert result is not None
     return result.makespan
-
-
-def test_auto_is_no_slower_than_any_named_one() -> None:
-    best = chosen("auto")
-    assert all(seconds(best) <= 1.001 * seconds(chosen(name)) for name in SCHEDULES)
-    (line,) = best.describe(ParallelConfig())
-    assert f"auto: {best.schedules.training(MICRO_BATCHES).name}, predicted" in line
 
 
 @pytest.mark.parametrize("name", ["auto", "1f1b", "v-half"])

@@ -1,4 +1,4 @@
-"""TensorBoard's files as its own reader sees them, and what happens where they cannot be written."""
+"""TensorBoard's files as its own reader sees them. Where they cannot be written: tests/training/test_callbacks.py."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import re
 from math import isnan, nan
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megasnn.telemetry.log import BestEffort
 from megasnn.telemetry.tensorboard import GROUPS, TensorBoard, card
-from tests.small_disk import fill, small_disk
 
 LOSS = "1_training/1_loss"
 
@@ -54,17 +52,3 @@ def test_scalars_stand_against_iterations_nan_as_it_is_and_those_only_ever_zero_
     assert sorted(read(tmp_path).Tags()["scalars"]) == [LOSS, "8_data/skipped_samples"]
     assert points(tmp_path)[:2] == [(1, 1.0), (2, 0.5)] and isnan(points(tmp_path)[2][1])
     assert points(tmp_path, "8_data/skipped_samples") == [(2, 1.0), (3, 1.0), (4, 0.0)]
-
-
-def test_files_that_cannot_be_written_are_told_once_and_end_nothing(tmp_path) -> None:
-    told: list[str] = []
-    with small_disk(tmp_path / "disk", "128k") as disk:
-        board = TensorBoard(disk / "board", BestEffort(told.append))
-        fill(disk)
-        for iteration in range(1, 1000):
-            board.scalars({f"spikes/layer{i}": 0.1 for i in range(20)}, iteration)
-            board.picture("samples", lambda: np.zeros((2, 2, 3), np.uint8), 3)
-            if iteration % 10 == 0:
-                board.flush()
-        board.close()
-    assert len(told) == 1 and str(disk) in told[0]

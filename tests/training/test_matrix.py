@@ -30,8 +30,8 @@ LAYOUTS = {
     "tp2pp2v": (4, f"{TENSOR(2)} {PIPELINE(2)} --pipeline-schedule zbv"),
 }
 COMMON = (
-    f"--precision fp64 --train-iters {STEPS} --global-batch-size 8 --micro-batch-size 2 --eval-iters 0 --neuron plif "
-    "--optimizer lamb --weight-decay 0.05 --ema-decay 0.5 --clip-grad 0.05"
+    f"--precision fp64 --train-iters {STEPS} --global-batch-size 8 --micro-batch-size 2 --neuron plif "
+    "--eval-interval 2 --eval-iters 1 --optimizer lamb --weight-decay 0.05 --ema-decay 0.5 --clip-grad 0.05"
 ).split()
 
 
@@ -51,7 +51,7 @@ def continued(data: str, flags: str, folders: list[tuple[str, str]]) -> list[tup
 
 def run(data: str, flags: list[str]) -> Outcome:
     with without_trial():
-        return train_vgg(*COMMON, "--data-path", data, *flags)
+        return train_vgg(*COMMON, "--data-path", data, "--valid-data-path", data, *flags)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,8 @@ def test_every_layout_goes_on_from_others(ranks, frames, tmp_path: Path) -> None
         ranks(size, straight, frames, flags, str(tmp_path / name))
         ends[name] = saved(tmp_path / name)
     assert {each.partition(".")[0] for each in ends["one"]} >= {"optimizer", "ema"}
+    for name, files in (("dp3", 1), ("cp2zero1", 2), ("wp2pp2v", 4)):  # every rank writes what it owns
+        assert len(list((tmp_path / name).glob(f"iter_*{STEPS}/*.safetensors"))) == files, name
     for number, name in enumerate(names):
         size, flags = LAYOUTS[name]
         sources = [name, names[(number + 1) % len(names)]]

@@ -63,7 +63,7 @@ def test_what_tensorboard_shows(logged) -> None:
     assert 0 < scalars["3_spikes/1_firing_rate"][-1].value < 1
     expected = learning_rate(OptimizerConfig(lr=1e-2), 9, 10)
     assert scalars["1_training/5_learning_rate"][-1].value == pytest.approx(expected, rel=1e-6)
-    assert {"configuration/text_summary", "model/text_summary"} <= {*events.Tags()["tensors"]}
+    assert "configuration/text_summary" in events.Tags()["tensors"]
     assert events.PluginTagToContent("custom_scalars")
     assert [event.step for event in events.Images("samples")] == [0]
     rasters = events.Images("spikes/raster")

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from megasnn.checkpoint.folder import list_checkpoints
-from megasnn.checkpoint.format import read_metadata
 from megasnn.config import parse
 from megasnn.config.training import Length
 from megasnn.data import GlobalBatch
@@ -29,33 +28,13 @@ from megasnn.parallel_state import Group
 from megasnn.schedule import Kind
 from megasnn.schedule.memory import weights_held
 from megasnn.telemetry.records import StepResult
-from tests.training.runs import TINY, close, saved, train, without_trial
+from tests.training.runs import TINY, train
 
 SHARDED = "--use-distributed-optimizer"
 BY_TWO = ("--weight-parallel-size", "2")
 BY_FOUR = ("--weight-parallel-size", "4")
 SCATTERED = ("--weight-gradients", "scattered")
 THREE = "--train-iters 3 --clip-grad 0.05 --eval-iters 0 --micro-batch-size 2 --global-batch-size 8".split()
-
-
-def trained(cache: str, *flags: str) -> None:
-    with without_trial():
-        train(cache, *THREE, "--precision", "fp64", "--neuron", "plif", *flags)
-
-
-@pytest.mark.parametrize(
-    ("replicas", "shared"), [(2, (SHARDED,)), (4, (*BY_FOUR, "--recompute", "always"))], ids=["state", "weights"]
-)
-def test_it_trains_as_plain_data_parallelism(ranks, cache, tmp_path, replicas: int, shared: tuple[str, ...]) -> None:
-    """Weights, their average, and the optimizer's state behind three steps with clipping."""
-    common = "--ema-decay 0.75 --eval-interval 2 --eval-iters 1".split()
-    for name, more in (("plain", ()), ("shared", shared)):
-        ranks(replicas, trained, cache, *common, "--save", str(tmp_path / name), *more)
-    plain, ours = saved(tmp_path / "plain"), saved(tmp_path / "shared")
-    assert any(name.startswith("optimizer.") for name in plain) and close(plain, ours)
-    files = [read_metadata(tmp_path / name / "iter_0000003").files for name in ("plain", "shared")]
-    written = [sum(name.endswith(".safetensors") for name in each) for each in files]
-    assert written[1] == replicas > written[0], "every rank writes what it owns"
 
 
 def engine(*flags: str) -> Engine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,9 +20,7 @@ from megasnn.kernels.torch_backend import REDUCED
 _BLOCK = 1024  # elements: with the potentials of 4 to 10 steps they stay in the L1 cache
 
 
-def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See :func:`megasnn.kernels.neuron.neuron_multi_step`."""
-    return neuron_by(sys.modules[__name__], x, spec, v0, w)
+neuron_multi_step = partial(neuron_by, sys.modules[__name__])
 
 
 def fire_alone(

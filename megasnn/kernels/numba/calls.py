@@ -27,7 +27,7 @@ _BLOCK = 8  # rows of a block of neurons, whose gradients are summed side by sid
 def statistics(x: Tensor) -> Tensor:
     data = _pixels(x)
     channels = data.shape[-1]
-    width = _width(channels)
+    width = channels * pieces(_ROW, channels)
     pixels = data.size // channels
     run_length = _ROWS * width // channels
     units = pieces(pixels, run_length)
@@ -45,16 +45,17 @@ def fire(x: Tensor, norm: Norm, w: Tensor | None, unit: Unit, packed: bool = Fal
     out = empty_array((unit.time_steps, samples, *space, channels), data.dtype)
     flat = out.reshape(unit.time_steps, -1)
     p = constants_of(unit.spec, data.dtype, w, learn=False)
-    length = space[1] * channels if unit.pool else _BLOCK * _width(channels)
+    length = space[1] * channels if unit.pool else _BLOCK * channels * pieces(_ROW, channels)
     whole_bytes = packed and length % 8 == 0 and flat.shape[1] % 8 == 0
     bits = empty_array((flat.size // 8,), np.dtype(np.uint8)) if whole_bytes else no_bits()
-    coefficients = _coefficients(norm, unit.eps, length, data.dtype)
+    mean, _, scale, shift = _affine(norm, unit.eps)
+    coefficients = _tiles(length, data.dtype, scale, shift, mean)
     if unit.pool:
         run(pool.fire_pooled, samples * space[0], data, unit.above, coefficients, flat, bits, p)
     else:
         rows = data.reshape(inputs, -1), coefficients, None, None, flat, bits
         run(loops.fire_block, pieces(flat.shape[1], length), *rows, p, length)
-    spikes = _tensor(out, x)
+    spikes = torch.from_numpy(out).movedim(-1, 2).to(x.dtype)
     if not packed:
         return spikes, None
     return spikes, torch.from_numpy(bits) if whole_bytes else pack_bits(spikes)
@@ -74,9 +75,10 @@ def backward_sums(
     flat = upstream.reshape(unit.time_steps, -1)
     g = empty_array(data.shape, data.dtype)
     p = constants_of(unit.spec, data.dtype, w, learn)
-    width = _width(channels)
+    width = channels * pieces(_ROW, channels)
     length = upstream.shape[3] * channels if unit.pool else _BLOCK * width
-    coefficients = _coefficients(norm, unit.eps, length, data.dtype)
+    mean, _, scale, shift = _affine(norm, unit.eps)
+    coefficients = _tiles(length, data.dtype, scale, shift, mean)
     if unit.pool:
         sums = np.empty((data.shape[1], 3, channels))
         run(pool.pooled_backward, len(sums), data, unit.above, flat, coefficients, g, sums, p)
@@ -99,14 +101,14 @@ def input_gradient(
 ) -> Tensor:
     data = _pixels(x)
     channels = data.shape[-1]
-    width = _width(channels)
+    width = channels * pieces(_ROW, channels)
     mean, inverse_deviation, scale, _ = _affine(norm, unit.eps)
     sum_g, sum_gx = np.zeros((2, channels)) if sums is None else sums[:2].numpy()
     of_deviations = sum_gx * inverse_deviation**2
     coefficients = _tiles(width, data.dtype, scale, mean, sum_g / count, of_deviations / count)
     rows = data.reshape(1, -1), carried.reshape(1, -1), coefficients
     run(loops.input_gradient, pieces(data.size, _ROWS * width), *rows, _ROWS * width)
-    return _tensor(carried, x)
+    return torch.from_numpy(carried).movedim(-1, 2).to(x.dtype)
 
 
 def constants_of(spec: NeuronSpec, dtype: np.dtype, w: Tensor | None, learn: bool) -> Constants:
@@ -142,12 +144,6 @@ def _affine(norm: Norm, eps: float) -> _Affine:
     return _Affine(mean, inverse, scale, addend - mean * scale)
 
 
-def _coefficients(norm: Norm, eps: float, length: int, dtype: np.dtype) -> np.ndarray:
-    """Scale, shift and mean, `[3, length]`."""
-    mean, _, scale, shift = _affine(norm, eps)
-    return _tiles(length, dtype, scale, shift, mean)
-
-
 def _tiles(length: int, dtype: np.dtype, *values: np.ndarray) -> np.ndarray:
     """Each of `values [C]` repeated, as `np.tile` gives it, which takes several times longer for so few."""
     channels = len(values[0])
@@ -160,14 +156,6 @@ def _pixels(x: Tensor) -> np.ndarray:
     """`[T, N, C, ...]` as a contiguous array `[T, N, ..., C]`, without a copy where the memory is channels-last."""
     x = x.detach().movedim(2, -1)
     return (x.float() if x.dtype in REDUCED else x).contiguous().numpy()
-
-
-def _tensor(pixels: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(pixels).movedim(-1, 2).to(like.dtype)
-
-
-def _width(channels: int) -> int:
-    return channels * pieces(_ROW, channels)
 
 
 def pieces(whole: int, size: int) -> int:

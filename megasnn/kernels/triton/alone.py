@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,10 +24,7 @@ from megasnn.kernels.triton.launch import (
 )
 from megasnn.kernels.triton.unit import fire_kernel, gradient_kernel
 
-
-def neuron_multi_step(x: Tensor, spec: NeuronSpec, v0: Tensor | None, w: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See :func:`megasnn.kernels.neuron.neuron_multi_step`."""
-    return neuron_by(sys.modules[__name__], x, spec, v0, w)
+neuron_multi_step = partial(neuron_by, sys.modules[__name__])
 
 
 def fire_alone(

@@ -36,15 +36,10 @@ class IntegerNeuronConfig(NeuronConfig):
     """Defaults are the authors' integer LIF."""
 
     neuron: Annotated[str, NEURONS] = "ilif4"
-    """Kind of neuron; ilif4 fires up to 4 spikes a step."""
     tau: Positive = 4 / 3
-    """Membrane time constant of lif and ilif in time steps; of plif, the initial one."""
     v_reset: float | None = None
-    """Potential after a spike. "none" is a soft reset: the threshold is subtracted."""
     decay_input: bool = False
-    """Divide the input by the time constant too."""
     detach_reset: bool = False
-    """Leave the reset out of the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +59,8 @@ class ESpikeFormer(Model):
     mlp_ratio: Positive = 4.0
     """Hidden channels of the MLP, in multiples of the stage's channels."""
     image_size: Size = 224
-    """Height and width of the images."""
     num_classes: Size = 1000
-    """Number of classes."""
     time_steps: Size = 1
-    """Simulated time steps, T. The same image is presented at each of them."""
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)

@@ -40,22 +40,12 @@ class QKFormer(Model):
     """How stages begin. imagenet: each halves height and width, the first one twice (SpikingJelly's); cifar: the first
     keeps them, and the others halve them behind their last convolution (the authors', for images of 32 x 32)."""
     image_size: Size = 224
-    """Height and width of the images."""
     num_classes: Size = 1000
-    """Number of classes."""
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """Channels of each stage."""
-        return self.embed_dim // 4, self.embed_dim // 2, self.embed_dim
-
-    def of_stages(self, name: str) -> tuple[int, ...]:
-        """`depths` or `num_heads` as numbers. Raises ValueError for anything but three of them."""
-        return numbers(name, getattr(self, name), STAGES)
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)
-        wrong += refusal(self.of_stages, "depths") + refusal(self.of_stages, "num_heads")
+        wrong += refusal(numbers, "depths", self.depths, STAGES)
+        wrong += refusal(numbers, "num_heads", self.num_heads, STAGES)
         if not wrong and self.embed_dim % 8:
             wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of 8, for the first stage's first layer")
         return wrong
@@ -67,8 +57,9 @@ class QKFormer(Model):
         from megasnn.models.qkformer.blocks import PatchEmbedding
 
         inputs, small = self.in_channels, self.patch_embedding == "cifar"
-        stages = zip(self.dims, self.of_stages("depths"), self.of_stages("num_heads"), strict=True)
-        for number, (dim, depth, heads) in enumerate(stages, start=1):
+        depths, of_heads = (numbers(name, getattr(self, name), STAGES) for name in ("depths", "num_heads"))
+        for number, (depth, heads) in enumerate(zip(depths, of_heads, strict=True), start=1):
+            dim = self.embed_dim // 2 ** (STAGES - number)
             yield layer(f"patch_embed{number}", PatchEmbedding(inputs, dim, begins=number == 1, small=small))
             attention = SpikingSelfAttention if number == STAGES else TokenAttention
             for block in range(depth):

@@ -29,9 +29,7 @@ class SewResNet(Model):
     width: Size = 64
     """Channels of the first stage; each stage has twice as many as the one before."""
     image_size: Size = 224
-    """Height and width of the images."""
     num_classes: Size = 1000
-    """Number of classes."""
 
     def layers(self) -> Iterable[Layer]:
         """The stem, every block, and the head."""

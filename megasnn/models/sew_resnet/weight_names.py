@@ -24,7 +24,7 @@ SPIKINGJELLY = prefix_dialect(
     },
 )
 
-_PUBLISHED_BLOCK = {"first": "conv1", "second": "conv2", "shortcut": "downsample.0"}
+_NAMES = {"first": "conv1", "second": "conv2", "shortcut": "downsample.0"}
 
 PUBLISHED = prefix_dialect(
     "published",
@@ -33,11 +33,7 @@ PUBLISHED = prefix_dialect(
     prefixes={
         "stem.conv": "conv1",
         "stem.norm": "bn1",
-        **{
-            f"layer{{}}.{{}}.{ours}.{part}": f"layer{{}}.{{}}.{theirs}.module.{place}"
-            for ours, theirs in _PUBLISHED_BLOCK.items()
-            for place, part in enumerate(("conv", "norm"))
-        },
+        **unit_prefixes({f"layer{{}}.{{}}.{a}": (f"layer{{}}.{{}}.{b}.module", ("0", "1")) for a, b in _NAMES.items()}),
         "head": "fc",
     },
 )

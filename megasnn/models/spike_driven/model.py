@@ -36,9 +36,7 @@ class SpikeDrivenTransformer(Model):
     pooled_stages: str = "1111"
     """Which of the four stages of the patch stem halve height and width, a 1 or a 0 for each."""
     image_size: Size = 224
-    """Height and width of the images."""
     num_classes: Size = 1000
-    """Number of classes."""
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)

@@ -36,34 +36,11 @@ class Spikformer(Model):
     """Hidden channels of the MLP, in multiples of --embed-dim."""
     patch_size: Literal[4, 16] = 4
     """Pixels per token and side: the stem pools twice (4) or four times (16)."""
-    image_size: Size = 32
-    """Height and width of the images."""
     event_frames: bool = False
     """The samples are recordings of event cameras and not images."""
-    num_classes: Size = 10
-    """Number of classes."""
-
-    @property
-    def mlp_dim(self) -> int:
-        """Hidden channels of the MLP."""
-        return int(self.embed_dim * self.mlp_ratio)
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """Shape of one sample: (C, H, W), or (T, C, H, W) for event frames."""
-        image = (self.in_channels, self.image_size, self.image_size)
-        return (self.time_steps, *image) if self.event_frames else image
 
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)
-        if wrong:
-            return wrong
-        if self.event_frames and self.in_channels != 2:
-            wrong.append(f"--event-frames have two polarities: set --in-channels 2, not {self.in_channels}")
-        if not self.event_frames and self.in_channels not in (1, 3):
-            wrong.append(
-                f"--in-channels {self.in_channels}: images have 1 (grey) or 3 (RGB); event frames need --event-frames"
-            )
         if self.embed_dim % 2 ** (STEM_STAGES - 1):
             wrong.append(f"--embed-dim {self.embed_dim} must be a multiple of 8, for the first stage of the stem")
         if self.embed_dim % self.num_heads:
@@ -91,5 +68,5 @@ class Spikformer(Model):
         for block in range(self.depth):
             name = f"blocks.{block}"
             yield layer(f"{name}.attention", AttentionHalf(dim, self.num_heads, initialise=trunc_normal), unit=name)
-            yield layer(f"{name}.mlp", ResidualMLP(dim, self.mlp_dim, initialise=trunc_normal), unit=name)
+            yield layer(f"{name}.mlp", ResidualMLP(dim, int(dim * self.mlp_ratio), initialise=trunc_normal), unit=name)
         yield layer("head", MeanLinear(dim, self.num_classes, initialise=trunc_normal, initialise_bias=zeros))

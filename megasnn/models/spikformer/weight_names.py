@@ -23,24 +23,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from megasnn.files import CheckpointError
 from megasnn.models.spikformer.model import STEM_STAGES
-from megasnn.models.weight_names import (
-    NORM_TENSORS,
-    Dialect,
-    Made,
-    ModelValues,
-    NameMap,
-    prefix_dialect,
-    unit_prefixes,
-)
+from megasnn.models.weight_names import NORM_TENSORS, Dialect, Made, NameMap, prefix_dialect, unit_prefixes
 
-UNUSED = (".norm1.weight", ".norm1.bias", ".norm2.weight", ".norm2.bias")
-_IN_BLOCK = {
-    "attention.qkv": ("attn.q", "attn.k", "attn.v"),
-    "attention.projection": ("attn.proj",),
-    **{f"mlp.fc{i}": (f"mlp.fc{i}",) for i in (1, 2)},
-}
 _PARTS_OF_STEM = ("conv_bn.block.0", "conv_bn.block.1", "neuron")
 _UNITS = {
     **{f"patch_embed.{x}": (f"patch_embed.{x}", _PARTS_OF_STEM) for x in ("stages.{}", "positional_encoding")},
@@ -64,42 +49,37 @@ SPIKINGJELLY = prefix_dialect(
 
 # --- the published code
 
+_IN_BLOCK = {
+    "attention.qkv": ("attn.q", "attn.k", "attn.v"),
+    "attention.projection": ("attn.proj",),
+    **{f"mlp.fc{i}": (f"mlp.fc{i}",) for i in (1, 2)},
+}
 
-def _units(names: Collection[str]) -> dict[str, tuple[list[str], list[str]]]:
+
+def _units(names: Collection[str]) -> dict[str, list[tuple[str, str]]]:
     """Our path of each unit -> theirs of its convolution and norm; three of each for q, k and v."""
-    units = {"patch_embed.positional_encoding": (["patch_embed.rpe_conv"], ["patch_embed.rpe_bn"])}
-    # The first file of the repository counts the stages of the stem from one.
-    is_early = "patch_embed.block1_conv.weight" in names
+    units = {"patch_embed.positional_encoding": [("patch_embed.rpe_conv", "patch_embed.rpe_bn")]}
     for stage in range(STEM_STAGES):
-        conv, norm = f"proj_conv{stage or ''}", f"proj_bn{stage or ''}"
-        if is_early:
-            conv, norm = f"block{stage + 1}_conv", f"block{stage + 1}_bn"
-        units[f"patch_embed.stages.{stage}"] = [f"patch_embed.{conv}"], [f"patch_embed.{norm}"]
+        conv, norm = (f"patch_embed.proj_{part}{stage or ''}" for part in ("conv", "bn"))
+        units[f"patch_embed.stages.{stage}"] = [(conv, norm)]
     kind = "linear" if "block.0.attn.q_linear.weight" in names else "conv"
     blocks = {match[1] for name in names if (match := re.match(r"block\.(\d+)\.", name))}
     for block in range(len(blocks)):  # counted: a stranger's numbers may be of any size
         for ours, theirs in _IN_BLOCK.items():
             paths = [f"block.{block}.{path}" for path in theirs]
-            units[f"blocks.{block}.{ours}"] = [f"{x}_{kind}" for x in paths], [f"{x}_bn" for x in paths]
+            units[f"blocks.{block}.{ours}"] = [(f"{path}_{kind}", f"{path}_bn") for path in paths]
     return units
 
 
-def _incoming(names: Collection[str], model: ModelValues | None) -> NameMap:
-    if "pos_embed" in names:
-        raise CheckpointError(
-            "these are weights of the published cifar10dvs model, whose attention is scaled by 0.25; "
-            "this one's is scaled by 0.125, so they would compute something else"
-        )
+def _incoming(names: Collection[str]) -> NameMap:
     recipe = {name: Made((name,)) for name in ("head.weight", "head.bias")}
-    for ours, (convs, norms) in _units(names).items():
-        weights, biases, means = (
-            tuple(f"{path}.{tensor}" for path in paths)
-            for paths, tensor in ((convs, "weight"), (convs, "bias"), (norms, "running_mean"))
-        )
+    for ours, units in _units(names).items():
+        weights, biases = (tuple(f"{conv}.{tensor}" for conv, _ in units) for tensor in ("weight", "bias"))
         recipe[f"{ours}.conv.weight"] = Made(weights, _joined_pointwise if ours.startswith("blocks.") else None)
         for tensor in NORM_TENSORS:
-            recipe[f"{ours}.norm.{tensor}"] = Made(tuple(f"{norm}.{tensor}" for norm in norms), _joined)
+            recipe[f"{ours}.norm.{tensor}"] = Made(tuple(f"{norm}.{tensor}" for _, norm in units), _joined)
         if biases[0] in names:
+            means = recipe[f"{ours}.norm.running_mean"].sources
             recipe[f"{ours}.norm.running_mean"] = Made(means + biases, _without_biases)
     return recipe
 
@@ -117,19 +97,13 @@ def _without_biases(*means_and_biases: Tensor) -> Tensor:
     return _joined(*means_and_biases[:half]) - _joined(*means_and_biases[half:])
 
 
-def _outgoing(names: Collection[str], model: ModelValues | None) -> NameMap:
-    raise CheckpointError(
-        "Spikformer is not exported under the published names: export it with --names spikingjelly, or megasnn"
-    )
-
-
 PUBLISHED = Dialect(
     name="published",
     title="the published Spikformer",
     marker="block.0.attn.q_bn.weight",
     incoming=_incoming,
-    outgoing=_outgoing,
-    is_unused=lambda name: name.endswith(UNUSED),
+    outgoing=None,
+    unused=(".norm1.weight", ".norm1.bias", ".norm2.weight", ".norm2.bias"),
 )
 
 DIALECTS = (SPIKINGJELLY, PUBLISHED)

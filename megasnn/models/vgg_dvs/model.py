@@ -50,11 +50,8 @@ class VggNeuronConfig(NeuronConfig):
     """Defaults are those of SpikingJelly's CIFAR10DVSVGG."""
 
     tau: float = 1.333
-    """Membrane time constant of lif in time steps; of plif, the initial one."""
     decay_input: bool = False
-    """Whether the input is divided by the time constant too."""
     surrogate: Surrogate = "atan"
-    """Surrogate gradient of the spike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +65,6 @@ class VggDvs(Model):
     channels: str = CIFAR10_DVS
     """Output channels of each convolution, with P where average pooling 2 x 2 comes between them."""
     image_size: Size = 48
-    """Height and width of the frames."""
     in_channels: Size = 2
     """Channels of the frames: one for each polarity; of images, 1 (grey) or 3 (RGB)."""
     event_frames: bool = True
@@ -78,20 +74,9 @@ class VggDvs(Model):
     dropout: ShareBelowOne = 0.25
     """Share of the classifier's inputs that are left out in training, drawn anew for each sample and time step."""
 
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        frame = (self.in_channels, self.image_size, self.image_size)
-        return (self.time_steps, *frame) if self.event_frames else frame
-
     def problems(self, tensor_parallel: int) -> list[str]:
         wrong = super().problems(tensor_parallel)
         wrong += refusal(parse_channels, self.channels)
-        if wrong:
-            return wrong
-        if self.event_frames and self.in_channels != 2:
-            wrong.append(f"--in-channels {self.in_channels}: event frames have two polarities; set 2, or leave it out")
-        if not self.event_frames and self.in_channels not in (1, 3):
-            wrong.append(f"--in-channels {self.in_channels}: images (--no-event-frames) have 1 (grey) or 3 (RGB)")
         pools = self.channels.count("P")
         if self.image_size < 2**pools:
             wrong.append(

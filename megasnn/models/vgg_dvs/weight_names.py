@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from megasnn.files import CheckpointError
-from megasnn.models.vgg_dvs.model import CIFAR10_DVS, parse_channels
-from megasnn.models.weight_names import Dialect, ModelValues, NameMap, inverse, moved, renamed
+from megasnn.models.vgg_dvs.model import parse_channels
+from megasnn.models.weight_names import Dialect, ModelValues, NameMap, moved
 
 
 def _prefixes(pools: Sequence[bool], dropout: bool) -> dict[str, str]:
@@ -30,24 +30,18 @@ def _prefixes(pools: Sequence[bool], dropout: bool) -> dict[str, str]:
     return prefixes
 
 
-def _incoming(theirs: Collection[str], model: ModelValues | None) -> NameMap:
-    if model is None:
-        blocks = [f"features.{index}.proj_bn" for index in range(len(theirs))]
-        pools = [f"{block}.2.weight" in theirs for block in blocks if f"{block}.1.weight" in theirs]
-    else:
-        pools = [pool for _, pool in parse_channels(model["channels"])[0]]
-    return renamed(moved(theirs, inverse(_prefixes(pools, "classifier.1.weight" in theirs))))
+def _incoming(theirs: Collection[str]) -> NameMap:
+    blocks = [f"features.{index}.proj_bn" for index in range(len(theirs))]
+    pools = [f"{block}.2.weight" in theirs for block in blocks if f"{block}.1.weight" in theirs]
+    prefixes = _prefixes(pools, "classifier.1.weight" in theirs)
+    return moved(theirs, {there: here for here, there in prefixes.items()})
 
 
 def _outgoing(ours: Collection[str], model: ModelValues | None) -> NameMap:
-    channels = CIFAR10_DVS if model is None else model["channels"]
-    pools = [pool for _, pool in parse_channels(channels)[0]]
-    if f"features.{len(pools) - 1}.conv.weight" not in ours:
-        raise CheckpointError(
-            f"these are not weights of a VGG of --channels {channels}, and without a model configuration nothing says "
-            "where it pools: export a checkpoint of a run"
-        )
-    return renamed(moved(ours, _prefixes(pools, model is None or model["dropout"] > 0)))
+    if model is None:
+        raise CheckpointError("only a configuration says where a VGG pools: export the checkpoint of a run")
+    pools = [pool for _, pool in parse_channels(model["channels"])[0]]
+    return moved(ours, _prefixes(pools, model["dropout"] > 0))
 
 
 SPIKINGJELLY = Dialect(
