@@ -107,15 +107,11 @@ class Batches:
                 name = "labels" if task.classes else "targets"
                 if problem := task.target.problem(name, targets, samples, self._takes_labels):
                     return problem
-        if trains:
-            return self._training_problem(samples)
-        # In training loss or gradient tell of it; here neurons would hide a nan.
-        for name, each in inputs.items():
-            if self._takes_images and each.is_floating_point() and not bool(each.isfinite().all()):
-                return f"{name} hold values that are nan or infinite: no answer follows from them"
-        return None
-
-    def _training_problem(self, samples: int) -> str | None:
+        if not trains:  # in training loss or gradient tell of it; here neurons would hide a nan
+            for name, each in inputs.items():
+                if self._takes_images and each.is_floating_point() and not bool(each.isfinite().all()):
+                    return f"{name} hold values that are nan or infinite: no answer follows from them"
+            return None
         if not torch.is_grad_enabled():
             return "a step needs gradients: call it outside of torch.no_grad() and torch.inference_mode()"
         size, replicas, shared = self._config.training.micro_batch_size, self._state.dp.size, self._samples.size

@@ -91,10 +91,10 @@ class Engine:
         **flags: Any,
     ) -> None:
         self.config = config = run_configuration(model, flags, lr_schedule is not None)
-        self.length = length or Length(config.training.train_iters or 0)
+        self.length = length = length or Length(config.training.train_iters or 0)
         described = describe_windows(config)
         if not config.training.evaluate_only and lr_schedule is None:
-            require_schedule(config.optimizer, self.length.iterations, self.length.epoch)
+            require_schedule(config.optimizer, length.iterations, length.epoch)
         # Others may have freed the grid of one that was not closed.
         if _open and model_parallel_is_initialized() and get_parallel_state() is _open[0].state:
             raise ValueError("another Engine is open in this process: close it first (engine.close() or `with`)")
@@ -110,7 +110,6 @@ class Engine:
                 keep_free_memory()
             self.distributed = build_model(config, described, self.state, wants_to_stop)
             self.plan = self.distributed.plan
-            length = self.length
             self.batches = Batches(config, self.distributed, mixing_of(config, length.epoch_samples))
             rate = partial(learning_rate, config.optimizer, iterations=length.iterations, epoch=length.epoch)
             self.step = TrainStep(config, self.distributed, lr_schedule or rate)
@@ -299,7 +298,6 @@ class Engine:
             self._leave()
 
     def __enter__(self) -> Engine:
-        self._require_open()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

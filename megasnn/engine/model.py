@@ -224,7 +224,9 @@ class DistributedModel:
         self, schedule: Schedule, micro_batches: Sequence[MicroBatchInput], consume: OutputConsumer | None = None
     ) -> Tensor:
         """Trains, or with `consume` evaluates; windows leave no state behind. Returns the sum of this rank's losses."""
-        trains, taken = consume is None, None if consume is None else partial(self._consume_whole, consume)
+        trains, taken = consume is None, consume
+        if consume is not None and self.windows > 1:
+            taken = partial(self._consume_whole, consume)
         for chunk in self.chunks.values():
             chunk.train(trains)
         for norm in self.norms:
@@ -239,7 +241,8 @@ class DistributedModel:
 
     def _micro_batch_loss(self, output: Bundle, targets: Tensor, again: bool) -> Tensor:
         loss = self.loss(output, targets) / (self._global_batch_size * self.windows)
-        if not again and (whole := self._of_all_windows(output)) is not None:
+        whole = output if again or self.windows == 1 else self._of_all_windows(output)
+        if not again and whole is not None:
             task = self.description.task
             self._metrics_here += task.sums(whole, targets, task.trained)
         return loss if self._counts_logits else 0 * loss
@@ -250,8 +253,6 @@ class DistributedModel:
 
     def _of_all_windows(self, output: Bundle) -> Bundle | None:
         """The output for all time steps, with the last window of the samples; None before it."""
-        if self.windows == 1:
-            return output
         self._outputs.append({key: entry.detach() for key, entry in entries_of(output).items()})
         if len(self._outputs) < self.windows:
             return None

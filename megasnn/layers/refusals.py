@@ -65,7 +65,6 @@ PROBLEMS: Sequence[tuple[str, Callable[[Any], object], str]] = (
         _name_of(lambda module, name, x: not x.is_meta and x.ndim > 0),
         f"has values in {{!r}}: {_VALUES} ignores the device they are made on; weights are loaded with --load",
     ),
-    ("given", lambda each: vars(each).get("_is_given"), "would learn by itself in each layer: give it to shard once"),
     ("shard", lambda each: isinstance(each, SHARDED), "is cut already; shard is for plain layers"),
     (
         "plain inside kept cut",

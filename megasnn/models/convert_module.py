@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 from torch import nn
 
@@ -47,12 +46,12 @@ class Sharded:
     initialise: ModuleInitialiser | None
 
     def give(self) -> nn.Module:
-        """The network, for a layer or several, which no others may have."""
+        """The network, for a layer or several."""
         refuse(self.network, "shard", *(["given"] if is_building() else []))
-        _refuse_shared(self.network)
-        for each in self.network.modules():
-            if is_building() and next(own_tensors(each), None) is not None:
-                vars(each)["_is_given"] = True
+        places: dict[nn.Module, str] = {}
+        for path, module in self.network.named_modules(remove_duplicate=False):
+            if is_stateful(module) and (first := places.setdefault(module, path)) != path:
+                raise ValueError(f"{path} is that of {first}: neurons at two places are not supported")
         return self.network
 
     def __iter__(self) -> Iterator[Layer]:
@@ -78,17 +77,6 @@ class Sharded:
             rows.append((path or "(itself)", type(part).__name__, text))
         name, kind = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
         return "\n".join(f"{row[0]:{name}}  {row[1]:{kind}}  {row[2]}" for row in rows)
-
-
-def _refuse_shared(network: nn.Module) -> None:
-    """Raises ValueError for weights, and for neurons, at two places."""
-    places: dict[object, str] = {}
-    for path, module in network.named_modules(remove_duplicate=False):
-        own = module.named_parameters(recurse=False, remove_duplicate=False)
-        for name, each in chain(own, [("", module)] if is_stateful(module) else []):
-            place = _join(path, name)
-            if (first := places.setdefault(each, place)) != place:
-                raise ValueError(f"{place} is that of {first}: weights or neurons at two places are not supported")
 
 
 def _is_flat(module: nn.Module) -> bool:

@@ -43,7 +43,8 @@ def separate(layers: Sequence[Layer]) -> tuple[list[Layer], Ties]:
     ties: Ties = {}
     for number, each in enumerate(layers):
         mine = {module for module in each.module.modules() if has_state(module) or module is each.module}
-        made = each if seen.isdisjoint(mine) else replace(each, module=_copied(each))
+        is_new = seen.isdisjoint(mine) and not each.is_sharded  # a network given to shard stays as it is
+        made = each if is_new else replace(each, module=_copied(each))
         for path, module in each.module.named_modules():
             for name, tensor in [*own_tensors(module)]:
                 place = _Place(number, path, name)

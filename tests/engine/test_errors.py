@@ -58,7 +58,7 @@ def test_wrong_batches_are_refused_and_change_nothing(engine: Engine) -> None:
         ((255 * x).to(torch.uint8), y, "uint8"),
         (x.numpy(), y, "ndarray"),
         (x, y[:7], r"\[8\]"),
-        (x, y + CLASSES, "0 to 3"),
+        (x, y + CLASSES, "below 4"),
         (x, None, "NoneType"),
         (x, y.float(), "float32"),
         (x, y > 3, "bool"),

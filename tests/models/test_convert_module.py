@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,9 +20,9 @@ from megasnn.models.layer import Layer, layer
 from megasnn.models.model import Model
 from megasnn.parallel_state import Group
 from tests.models import given_to_shard as networks
-from tests.models.networks import TwoTied
+from tests.models.networks import between
 from tests.parity.beside import Case, assert_equal_to_truth
-from tests.parity.ranks import Layout
+from tests.parity.ranks import Layout, RankStep, assert_equal, one_step
 
 WHOLE = replace(networks.CASES["rest"], counts=False)  # its votes do not divide by 8 ranks, which all have them
 LARGE = [
@@ -80,12 +81,11 @@ MADE = nn.Conv2d(3, 4, 1)
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dropout": (lambda: nn.Dropout2d(0.1), "0, given .* draws"),
     "single step": (neuron.LIFNode, "0: LIFNode .* step mode 's'"),
-    "tied": (lambda: TwoTied(3), r"0\.b\.weight is that of 0\.a\.weight"),
     "neuron at two places": (lambda: nn.Sequential(*[neuron.IFNode(step_mode="m")] * 2), r"0\.1 is that of 0\.0"),
     "own norm": (lambda: sj.TemporalEffectiveBatchNorm2d(7, 3), "0: TemporalEff.* forward of its own"),
     "ours": (lambda: ConvNormNeuron(3, 4), r"0\.conv \(ParallelConv\)"),
     "neuron twice": (lambda: Twice(neuron.IFNode(step_mode="m")), "0, given .* twice"),
-    "dropout twice": (lambda: Twice(sj.Dropout(0.1, step_mode="m")), "0, given .* same both"),
+    "dropout twice": (lambda: Twice(sj.Dropout(0.1, step_mode="m")), "0, given .* twice"),
     "values": (lambda: MADE, r"0 \(Conv2d\) has values"),
     "values of a class": (Filled, r"0 \(Filled\) has values in 'scale'"),
 }
@@ -107,16 +107,26 @@ def test_what_cannot_be_cut_is_refused_with_name_and_reason(kind: str) -> None:
         describe(Wrong()).build(BuildContext(Group("tp", (0, 1))))
 
 
-def test_a_network_is_given_to_shard_once_and_one_with_a_forward_is_one_layer() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Wrong(Model):
-        def layers(self) -> Iterable[Layer]:
-            conv = nn.Conv2d(3, 3, 1)
-            yield layer("a", megasnn.shard(conv))
-            yield layer("b", megasnn.shard(nn.Sequential(conv)))
+def shared(cut: bool = True) -> list[Layer]:
+    """A block that two layers have, and its weight once more; each layer given to shard, or plain."""
+    conv, again = (sj.Conv2d(4, 4, 3, padding=1, bias=False, step_mode="m") for _ in range(2))
+    again.weight = conv.weight
+    block = nn.Sequential(conv, sj.BatchNorm2d(4, step_mode="m"), neuron.ParametricLIFNode(step_mode="m"))
+    parts = {"a": block, "again": again, "b": block}
+    return [layer(name, megasnn.shard(part) if cut else part) for name, part in parts.items()]
 
-    with pytest.raises(ValueError, match="0 .*give it to shard once"):
-        describe(Wrong())
+
+def _shared(cut: bool, layout: Layout) -> RankStep:
+    return one_step(between(partial(shared, cut)), layout)
+
+
+def test_shared_blocks_and_weights_stay_shared(ranks) -> None:
+    one = ranks(1, _shared, False, Layout())
+    for layout in (Layout(), Layout(tensor=2), Layout(tensor=2, pipeline=2)):
+        assert_equal(ranks(layout.tensor * layout.pipeline, _shared, True, layout), one)
+
+
+def test_a_network_with_a_forward_is_one_layer() -> None:
     with pytest.raises(ValueError, match="Twice has a forward of its own"):
         list(megasnn.shard(Twice(nn.Identity())))
     relu = nn.ReLU()  # at two places

@@ -3,7 +3,7 @@ refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,11 +28,9 @@ from megasnn.layers import (
 from megasnn.models.build import describe
 from megasnn.models.layer import FunctionLayer, Layer, layer
 from megasnn.models.model import Model
-from megasnn.models.task import ArraySpec
 from megasnn.parallel.sharding import materialise
 from megasnn.parallel_state import Group
 from megasnn.pipeline.chunk import PipelineChunk, build_chunks
-from megasnn.pipeline.profile_layers import profile_layers
 from tests.models.networks import CLASSES, Integrates, Plain, between
 from tests.parity.ranks import Layout, assemble, one_step
 
@@ -237,33 +235,6 @@ class Masked(nn.Module):
 def test_a_tensor_that_nothing_initialises_is_refused(make: Callable[[], nn.Module], name: str) -> None:
     with pytest.raises(ValueError, match=f"'{name}' of {make.__name__}"):
         with_values(model_of(make))
-
-
-class Embeds(nn.Module):
-    """Numbers of tokens `[T, N, 1, L]` to their vectors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.embedding(x).flatten(2, 3).transpose(2, 3)
-
-
-class Embedded(WholeOutputs):
-    @property
-    def inputs(self) -> Mapping[str, ArraySpec]:
-        return {"words": ArraySpec((1, 6), "int", below=5)}
-
-    def layers(self) -> Iterable[Layer]:
-        yield layer("embedding", Embeds())
-        yield layer("unit", ConvNormNeuron(8, 8, dims=1))
-        yield layer("head", MeanLinear(8, self.num_classes))
-
-
-def test_layers_are_measured_on_examples_of_the_model() -> None:
-    context = BuildContext(time_steps=2)
-    assert len(profile_layers(describe(Embedded()), 2, context, CPU, rounds=1)) == 3
 
 
 # --- time, state and statistics
