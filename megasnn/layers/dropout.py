@@ -73,7 +73,7 @@ class _Drop(nn.Module):
                 "apply_layer the samples"
             )
         if x.is_meta:
-            refuse_second_call(self, f"would draw the same: make a second one, of another name than {self.name!r}")
+            refuse_second_call(self, f"would draw the same both times: make a second one, not named {self.name!r}")
             return torch.empty_like(x)
         if isinstance(positions, range):
             positions = torch.arange(positions.start, positions.stop)

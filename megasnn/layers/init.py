@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -87,13 +86,6 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
     return new
 
 
-def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | None, name: str) -> Initialiser:
-    """Fills a global tensor with the values that a plain module, and then the user's `initialise`, gives its own tensor
-    of this name."""
-    numbers = {each: tensor.detach().clone() for each, tensor in own_tensors(module) if not tensor.is_meta}
-    return partial(_fresh, module, name, initialise, numbers)
-
-
 @contextmanager
 def without_memory() -> Iterator[None]:
     """Makes modules on the meta device; of their tensors, single numbers alone have values."""
@@ -114,39 +106,38 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     )
 
 
-def _fresh(
-    module: nn.Module,
-    name: str,
-    initialise: ModuleInitialiser | None,
-    numbers: dict[str, Tensor],
-    tensor: Tensor,
-    generator: torch.Generator,
-) -> None:
-    """Fills a tensor with the initial values that the module's own `reset_parameters` gives it."""
-    # Without a look at the values: those of a gathered weight have no memory.
-    fresh = copy.deepcopy(module, {id(each): _like(each, _without_values(each)) for each in tensors_of(module)})
-    for own, value in numbers.items():
-        getattr(fresh, own).data.copy_(value)
-    before, version = getattr(fresh, name), getattr(fresh, name)._version
-    reset = getattr(fresh, "reset_parameters", None) or getattr(fresh, "_reset_parameters", None)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator.initial_seed())
-        if callable(reset):
-            reset()
-        _set_what_constructors_set(fresh)
-        if initialise is not None:
-            for each in reversed(list(fresh.modules())):  # as Module.apply: the parts first
-                initialise(each)
-    values = getattr(fresh, name)
-    is_set = name in numbers or values is not before or values._version > version
-    if values.is_floating_point() and name not in numbers:  # tensor.data changes without a version
-        is_set = not values.isnan().any()
-    if not is_set:
-        raise ValueError(
-            f"nothing initialises {name!r} of {type(module).__name__}: values that its constructor sets are not kept; "
-            "give the module a method reset_parameters that sets them, or the layer a function initialise=..."
-        )
-    tensor.copy_(values)
+def initializer_from_module(module: nn.Module, initialise: ModuleInitialiser | None, name: str) -> Initialiser:
+    """Fills a global tensor with the values that a plain module, and then the user's `initialise`, gives its own tensor
+    of this name."""
+    numbers = {each: tensor.detach().clone() for each, tensor in own_tensors(module) if not tensor.is_meta}
+
+    def fill(tensor: Tensor, generator: torch.Generator) -> None:
+        # Without a look at the values: those of a gathered weight have no memory.
+        fresh = copy.deepcopy(module, {id(each): _like(each, _without_values(each)) for each in tensors_of(module)})
+        for own, value in numbers.items():
+            getattr(fresh, own).data.copy_(value)
+        before, version = getattr(fresh, name), getattr(fresh, name)._version
+        reset = getattr(fresh, "reset_parameters", None) or getattr(fresh, "_reset_parameters", None)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(generator.initial_seed())
+            if callable(reset):
+                reset()
+            _set_what_constructors_set(fresh)
+            if initialise is not None:
+                for each in reversed(list(fresh.modules())):  # as Module.apply: the parts first
+                    initialise(each)
+        values = getattr(fresh, name)
+        is_set = name in numbers or values is not before or values._version > version
+        if values.is_floating_point() and name not in numbers:  # tensor.data changes without a version
+            is_set = not values.isnan().any()
+        if not is_set:
+            raise ValueError(
+                f"nothing initialises {name!r} of {type(module).__name__}: values that its constructor sets are not "
+                "kept; give the module a method reset_parameters that sets them, or the layer a function initialise=..."
+            )
+        tensor.copy_(values)
+
+    return fill
 
 
 def _without_values(tensor: Tensor) -> Tensor:

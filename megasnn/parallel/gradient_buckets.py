@@ -143,11 +143,10 @@ class GradientBuckets:
         late = weights.multiplied if weights is not None and scattered else set[Tensor]()
         for unit, entries in sorted(tensors, key=lambda pair: -pair[0]):
             trained = [e for e in reversed(entries) if e.is_parameter and e.tensor.requires_grad]
+            partial = [e.tensor for e in trained if e.shard.partial_gradient]  # a handful of scalars
             complete = [e.tensor for e in trained if not e.shard.partial_gradient]
-            parts = [t for t in complete if t not in late], [t for t in complete if t in late]
-            groups = [(group, False) for part in parts for group in _packed(part)]
-            if partial := [e.tensor for e in trained if e.shard.partial_gradient]:  # a handful of scalars
-                groups.append((partial, True))
+            kinds = [t for t in complete if t not in late], [t for t in complete if t in late], partial
+            groups = [(group, kind is partial) for kind in kinds for group in _packed(kind)]
             self._of[unit] = [Bucket(*group, owners, weights, scattered) for group in groups]
         self._buckets = list(chain(*self._of.values()))
         self._rows = {parameter: rows for each in self._buckets for parameter, rows in each.param_rows.items()}

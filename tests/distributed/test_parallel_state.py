@@ -77,10 +77,9 @@ def test_grids_one_after_another_leave_nothing_behind(ranks) -> None:
 
 
 def refusals() -> None:
-    for tensor, pipeline, named in ((3, 1, "tensor-.* 3"), (2, 4, "multiple of 8"), (0, 1, "--tensor"), (1, -1, "-1")):
-        with pytest.raises(ValueError, match=named):
-            initialize_model_parallel(tp=tensor, pp=pipeline)
-        assert not model_parallel_is_initialized()
+    with pytest.raises(ValueError, match="multiple of 8"):
+        initialize_model_parallel(tp=2, pp=4)
+    assert not model_parallel_is_initialized()
     initialize_model_parallel(tp=2)
     with pytest.raises(RuntimeError, match="pp 1 x dp_replicate 2 x tp 2.*destroy_model_parallel"):
         initialize_model_parallel(pp=2)

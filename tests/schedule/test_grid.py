@@ -53,14 +53,13 @@ def test_groups_part_the_world_by_the_other_axes(pipeline: int, data: int, tenso
             assert len({grid.place(rank).index(axis) for rank in group}) == 1
 
 
-def test_a_world_that_does_not_fit_prints_every_factor() -> None:
+def test_impossible_grids_are_refused_with_every_factor() -> None:
     with pytest.raises(ValueError, match="6 .* 4 = --pipeline-model-.*-size 2 .* --tensor-model-parallel-size 2"):
         Grid.fit(6, tp=2, pp=2)
-
-
-def test_impossible_grids_are_refused() -> None:
     with pytest.raises(ValueError, match="--tensor-model-parallel-size"):
         Grid.fit(4, tp=0)
+    with pytest.raises(ValueError, match="-1"):
+        Grid.fit(4, pp=-1)
     with pytest.raises(ValueError, match="world size 0"):
         Grid.fit(0)
     with pytest.raises(ValueError):
