@@ -80,6 +80,8 @@ def tie_all(layers: Sequence[Built], ties: Ties) -> None:
 
 def _copied(each: Layer) -> nn.Module:
     made = copy.deepcopy(each.module)
+    for old, new in zip(each.module.parameters(), made.parameters(), strict=True):
+        vars(new).update(vars(old))  # torch copies no attributes of parameters
     for module in made.modules():
         if isinstance(module, (ParallelDropout, DropPath)):
             module.name = f"{module.name}, {each.name}"  # the same layer draws other numbers the next time
