@@ -182,7 +182,7 @@ class ParallelConv(WeightedLayer):
         along = self._kernel[0], geometry.stride[0], geometry.dilation[0], geometry.padding[0], pool
         needed = tuple(window_rows(each, *along) for each in outputs)
         owned = shared_rows(height, rows.size)
-        self._move = None if needed == owned else RowMove(owned, needed, height - height % pool)
+        self._move = None if needed == owned else RowMove(owned, needed, height - height % pool, pool)
         if self._move is not None:
             geometry = replace(geometry, padding=(0, geometry.padding[1]))
         self.plan = replace(self.plan, products=replace(self.plan.products, geometry=geometry))

@@ -73,11 +73,13 @@ class RowMove:
         owned: the rows of the image that each rank has.
         needed: the rows that each rank needs; those above and below the image are zeros.
         height: number of rows of the image that are given; those from there on count as below it.
+        pool: size of the windows that are averaged first, whose pixels have one gradient together: it travels once.
     """
 
     owned: tuple[range, ...]
     needed: tuple[range, ...]
     height: int
+    pool: int = 1
 
     def given(self, owner: int, to: int) -> range:
         """Rows that one rank gives to another, or has itself of those that it needs."""
@@ -155,17 +157,16 @@ class _MoveRows(torch.autograd.Function):
         move, group = ctx.move, ctx.group
         images, owned, needed = grad.movedim(2, -1), move.owned[group.rank], move.needed[group.rank]
         received, sent = move.exchanged(group.rank)
-        outgoing = [_rows(images, rows, needed).reshape(-1) for rows in sent]
-        of_row = images.shape[:2].numel() * images.shape[3:].numel()
-        arriving = [of_row * len(rows) for rows in received]
-        exchange = start_exchange(torch.cat(outgoing), [len(each) for each in outgoing], arriving, group)
+        windows = [_one_of_each_window(_rows(images, rows, needed), rows, move.pool).reshape(-1) for rows in sent]
+        of_row = images.shape[:2].numel() * (images.shape[3] // move.pool) * images.shape[4:].numel()
+        arriving = [of_row * (-(-rows.stop // move.pool) - rows.start // move.pool) for rows in received]
+        exchange = start_exchange(torch.cat(windows), [len(each) for each in windows], arriving, group)
         total = images.new_zeros((*images.shape[:2], len(owned), *images.shape[3:]))
         own = move.given(group.rank, group.rank)
         _rows(total, own, owned).copy_(_rows(images, own, needed))
         for rows, part in zip(received, exchange(), strict=True):
             if rows:
-                place = _rows(total, rows, owned)
-                place.add_(part.view(place.shape))
+                _add_to_windows(_rows(total, rows, owned), part, rows, move.pool)
         return total.movedim(-1, 2), None, None, None
 
 
@@ -178,6 +179,21 @@ def _start_rows(
     packed = [encode(_rows(images, rows, owned).reshape(-1), content, check=True) if rows else nothing for rows in sent]
     arriving = [encoded_like(of_row * len(rows), content, images.dtype, meta).numel() for rows in received]
     return start_exchange(torch.cat(packed), [len(each) for each in packed], arriving, group)
+
+
+def _one_of_each_window(images: Tensor, rows: range, pool: int) -> Tensor:
+    """A pixel of each window of `pool` pixels square in images `[T, N, rows, W, C]`, which are those rows."""
+    before = -rows.start % pool  # of a window that begins on another rank
+    columns = images[:, :, :, : images.shape[3] // pool * pool : pool]
+    return torch.cat([columns[:, :, : min(before, 1)], columns[:, :, before::pool]], dim=2)
+
+
+def _add_to_windows(total: Tensor, part: Tensor, rows: range, pool: int) -> None:
+    """Adds gradients of windows to all their pixels in images `[T, N, rows, W, C]`."""
+    width = total.shape[3] // pool
+    windows = part.view(*total.shape[:2], -1, width, *total.shape[4:])
+    pixels = windows.repeat_interleave(pool, 2).repeat_interleave(pool, 3)
+    total[:, :, :, : width * pool].add_(pixels.narrow(2, rows.start % pool, len(rows)))
 
 
 def _rows(images: Tensor, rows: range, there: range) -> Tensor:
@@ -219,11 +235,14 @@ class WholeImages(nn.Module):
     takes whole images and moves no rows (flatten, linear); elsewhere images are whole already.
 
     One of your own still says `mixes_rows = False`. No convolution or pool of MegaSNN's may follow: it moves rows.
+
+    Args:
+        pool: average pooling that follows at once: then gradients travel one for each window.
     """
 
-    def __init__(self, context: BuildContext | None = None) -> None:
+    def __init__(self, pool: int = 1, context: BuildContext | None = None) -> None:
         super().__init__()
-        self._rows, self._content = row_group(context_for(context)), Content.DENSE
+        self._rows, self._content, self._pool = row_group(context_for(context)), Content.DENSE, pool
         self._move: RowMove | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -232,7 +251,7 @@ class WholeImages(nn.Module):
         if x.is_meta:
             height, ranks = x.shape[3], self._rows.size
             note_height(self, height)
-            self._move = RowMove(shared_rows(height, ranks), (range(height),) * ranks, height)
+            self._move = RowMove(shared_rows(height, ranks), (range(height),) * ranks, height, self._pool)
             self._content = content_of(x)
         return x if x.is_meta or self._move is None else move_rows(x, self._move, self._rows, self._content)
 

@@ -17,7 +17,7 @@ class Classifier(nn.Module):
     def __init__(self, features: int, num_classes: int, pool: int, dropout: float) -> None:
         super().__init__()
         self.pool, self.dropout = pool, ParallelDropout(dropout, "classifier.dropout")
-        self.linear, self.whole_images = ParallelLinear(features, num_classes), WholeImages()
+        self.linear, self.whole_images = ParallelLinear(features, num_classes), WholeImages(pool)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.whole_images(x)
