@@ -39,8 +39,8 @@ EXCHANGED: dict[tuple[str, ContextCut], list[tuple[int, int]]] = {
     ("vgg", "samples"): [(6, 1304), (6, 1304)],
 }
 """Calls and bytes of each rank. Statistics of C channels in n norms are 8 (2 C + n) bytes forward and 8 x 3 C backward:
-all of what is received by samples (C 380 and 32, n 9 and 3). By rows a VGG also receives 960 bytes of rows forward, spikes as bits, and 5120 of
-gradients: 4 x 2 x 2 (8 x 16 + 8 x 8 + 16 x 4 x 2), where windows of pixels that are averaged have one together."""
+all of what is received by samples (C 380 and 32, n 9 and 3). By rows a VGG also receives 960 bytes of rows forward,
+spikes as bits, and 4 x 2 x 2 (8 x 16 + 8 x 8 + 16 x 4 x 2) of gradients: averaged pixels have one for each window."""
 
 
 @pytest.mark.parametrize(("name", "cut"), EXCHANGED)
