@@ -69,7 +69,7 @@ class Batches:
         Args:
             predicts: there are no targets. problem: an error text of the caller's on this rank.
         Raises:
-            ValueError: on every rank, as `_agree`.
+            ValueError: on every rank, for what is wrong on one of them, and where they are given different numbers.
         """
         names, target = [*self._task.inputs], self._task.target
         given = inputs if isinstance(inputs, Mapping) or len(names) > 1 else {names[0]: inputs}

@@ -167,11 +167,13 @@ class DistributedModel:
         loss = self._run(self.plan.schedules.training(len(micro_batches)), micro_batches).reshape(1)
         if self.ties is not None:
             self.ties.sum_gradients()
-        too_large, most = torch.zeros_like(loss), torch.finfo(self.context.dtype).max
+        most = torch.finfo(self.context.dtype).max
         if recorded := [value for norm in self.norms for record in norm.pending for value in record[:2]]:
             # Running statistics take unbiased variances, at most twice the biased ones.
             largest = torch.stack([each.double() for each in torch._foreach_norm(recorded, math.inf)])
             too_large = (~(largest <= most / 2)).sum(0, keepdim=True, dtype=torch.float64)
+        else:
+            too_large = torch.zeros_like(loss)
         metrics = self._metrics_here if self._reports else torch.zeros_like(self._metrics_here)
         loss = loss if self._reports else torch.zeros_like(loss)
         mine = [loss, self._votes_and_findings(), too_large, self.gradient_norm.squares(), metrics]

@@ -26,7 +26,7 @@ from megasnn.recompute import cached_collective
 
 @dataclass(frozen=True)
 class Unit:
-    """Description of a unit, besides its tensors.
+    """Description of a unit of norm, pooling and neurons, besides its tensors (not a schedule's or a layout's unit).
 
     Attributes:
         eps: of the norm.
@@ -180,7 +180,7 @@ def norm_pool_neuron(
     if x.shape[0] not in (1, steps):
         raise ValueError(f"input has {x.shape[0]} time steps; it must have 1 or {steps} (--time-steps)")
     if own == 1 and norm.running is None and norm.shared is None:
-        raise ValueError(f"batch norm in training needs more than one value per channel, got input {tuple(x.shape)}")
+        raise ValueError(f"batch statistics need more than one value per channel, got input {tuple(x.shape)}")
     if x.is_meta:
         of_channels = x.new_empty(x.shape[2:3])
         return UnitOutput(x.new_empty(unit.shape_of_spikes(x)), of_channels, of_channels, own)

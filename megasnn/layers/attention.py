@@ -74,8 +74,8 @@ class SpikingSelfAttention(_HeadAttention):
         qkv, tokens = self.qkv(x), x.shape[3:].numel()
         if x.is_meta:
             self._tokens = tokens  # of whole images
-        group = None if x.is_meta else self._rows
-        plan = AttendPlan(self.local_heads, qkv.shape[:2].numel(), tokens if group is None else self._tokens, group)
+        frames, group = qkv.shape[0] * qkv.shape[1], None if x.is_meta else self._rows  # numel() would fix an export's
+        plan = AttendPlan(self.local_heads, frames, tokens if group is None else self._tokens, group)
         if self._traceable:
             out = attend(to_matrix(qkv), plan)
         else:

@@ -49,7 +49,8 @@ class ProductPlan:
     """Options that the forward and the backward of a product have in common.
 
     Attributes:
-        communication: of ranks of `group`; none where there is only one.
+        communication: with the other ranks of `group`.
+        products: forms the product and the weight's gradient, as the convolution's geometry asks.
         content: of the input, which it travels and is kept by.
         pool: average pooling of the input, this many pixels square, behind its gathering.
     """
@@ -150,7 +151,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Where the task of the weight's gradient runs at once, the input gradient is exchanged meanwhile."""
+        """Where the task of the weight's gradient runs at once, a gathered input's gradient is summed meanwhile."""
         weight, *payloads = ctx.saved_tensors
         plan: ProductPlan = ctx.plan
         grad_matrix = to_matrix(grad)
@@ -188,8 +189,9 @@ def _add_weight_gradient(
         if plan.products.add_weight_gradient_of_bits(kernel, grad, bits, shape):
             return
     size = torch.Size((input_shape.numel() // input_shape[2], input_shape[2]))
-    full = from_matrix(join_columns(payloads, plan.content, size, grad.dtype), input_shape)
-    plan.products.add_weight_gradient(kernel, grad, plan.images(full, payloads))
+    # No variable keeps the input, which is larger than the pooled images, during the product.
+    images = plan.images(from_matrix(join_columns(payloads, plan.content, size, grad.dtype), input_shape), payloads)
+    plan.products.add_weight_gradient(kernel, grad, images)
 
 
 def _images_kernel(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -157,7 +157,7 @@ def build(model: Model, neuron: NeuronSpec, context: BuildContext, one: Sequence
             module = _made(whole_layers()[number] if size > 1 else each, context.replicated())
             if size > 1:
                 make_whole(module, context.tp, cuts, is_last)
-            with _counting(module) as count:
+            with _counting(module) if one is None else nullcontext(lambda: 0) as count:
                 found = module, dry_run(each.name, module, inputs)
             operations = count()
         outputs[number] = found[1], cuts_by_shape(found[1], of_one)
@@ -206,6 +206,8 @@ def _yielded(model: Model) -> list[Layer]:
     except (ValueError, RuntimeError, ArithmeticError) as error:  # torch's own of sizes beyond all bounds
         place = f"the layer behind {[*layers][-1]}" if layers else "the first layer"
         raise ValueError(f"{place}: {error}") from error
+    if not layers:
+        raise ValueError("`layers` yields nothing: a model has one layer or more")
     return [*layers.values()]
 
 
@@ -282,10 +284,12 @@ def _counting(layer: nn.Module) -> Iterator[Callable[[], int]]:
 
     ours = [each for each in layer.modules() if isinstance(each, (ParallelConv, ParallelLinear))]
     hooks = [each.register_forward_hook(add) for each in ours]
-    with FlopCounterMode(display=False) as counter:
-        yield lambda: (sum(found) + counter.get_total_flops() // 2) // DRY_SAMPLES
-    for hook in hooks:
-        hook.remove()
+    try:
+        with FlopCounterMode(display=False) as counter:
+            yield lambda: (sum(found) + counter.get_total_flops() // 2) // DRY_SAMPLES
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _buffers(layer: nn.Module) -> dict[str, tuple[int, int]]:

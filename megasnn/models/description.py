@@ -57,7 +57,7 @@ class LayerDescription:
         name, unit: as of `megasnn.models.layer.Layer`.
         entries: tensors of its output; one without a key is no bundle.
         inputs: numbers of the layers whose outputs it takes; -1, -2 and so on are the model's inputs.
-        parameters: number of their elements.
+        parameters: number of elements of its parameters.
         operations: multiply-adds in a sample's forward: of convolutions, linear layers and products of matrices, each
             as often as it is computed here (of an image that all time steps see, once).
     """

@@ -63,23 +63,28 @@ def layer(
     *,
     unit: str | None = None,
     initialise: ModuleInitialiser | None = None,
-    takes: Sequence[str] = (),
+    takes: Sequence[str] | None = None,
 ) -> Layer:
     """A layer of a model; see `Layer`. Without `unit` it is a unit of its own; one name in `takes` may be alone.
 
     A function is a layer as well, but not where ranks share out rows: `layer("add", torch.add, takes=("a", "b"))`.
 
-    Raises ValueError for what is neither a module nor a function of its inputs alone.
+    Raises ValueError for an empty `takes`, `initialise` beside that of `megasnn.shard`, and for what is neither a
+    module nor a function of its inputs alone.
     """
     given: Any = module
     is_sharded = not isinstance(given, nn.Module) and hasattr(type(given), "give")
     if inspect.isroutine(given) or isinstance(given, partial):
         given = FunctionLayer(given)
     elif is_sharded:
-        initialise = initialise or given.initialise
+        if initialise is not None:
+            raise ValueError(f"{name}: give initialise=... to megasnn.shard, which describes the initial values")
+        initialise = given.initialise
         try:
             given = given.give()
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-    names = (takes,) if isinstance(takes, str) else tuple(takes)
+    if takes is not None and not takes:
+        raise ValueError(f"{name}: takes={takes!r} names no layer; leave it out to take the layer before")
+    names = (takes,) if isinstance(takes, str) else tuple(takes or ())
     return Layer(name, require_module(f"layer {name!r}", given), unit or name, initialise, names, is_sharded)

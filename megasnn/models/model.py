@@ -6,7 +6,7 @@ import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -30,7 +30,7 @@ TASK = ("inputs", "target", "loss", "metrics", "predict")
 @dataclass(frozen=True, kw_only=True)
 class Model(ABC):
     """The dimensions of a model. A subclass is a frozen dataclass, whose fields are flags, checked, saved with every
-    checkpoint and explained by --help with the text below each of them, there or in the class that it is of.
+    checkpoint and explained by --help with the text below it, or below that of the base class.
 
     A built-in model imports what needs torch in its methods: flags are checked before torch is imported.
 
@@ -108,7 +108,13 @@ class Model(ABC):
     def problems(self, tensor_parallel: int) -> list[str]:
         """Problems of the dimensions, with value and flag; what does not divide by the tensor parallel ranks is found
         out when layers are built. A model with more to say adds it to this."""
-        return at_least(self, 1, "image_size", "in_channels", "time_steps", "num_classes")
+        wrong = at_least(self, 1, "image_size", "in_channels", "time_steps", "num_classes")
+        events = getattr(self, "event_frames", None)
+        if events and self.in_channels != 2:
+            wrong.append(f"--in-channels {self.in_channels}: event frames have two polarities; set 2")
+        if events is False and self.in_channels not in (1, 3):
+            wrong.append(f"--in-channels {self.in_channels}: images have 1 (grey) or 3 (RGB); set --event-frames for 2")
+        return wrong
 
     @classmethod
     def recipes(cls) -> dict[str, Path]:
@@ -148,10 +154,12 @@ class Model(ABC):
 def run_config(model: type[Model]) -> type[PretrainConfig]:
     """The class of the configuration of a run that trains a model: its dimensions, and the parts that all share.
 
-    Raises ValueError for a class that is no dataclass, whose flags would be lost.
+    Raises ValueError for a class that is no dataclass, whose flags would be lost, and a field without a default.
     """
     if "__dataclass_params__" not in vars(model):
         raise ValueError(f"{model.__name__} is no dataclass: put @dataclass(frozen=True, kw_only=True) above the class")
+    if without := [each.name for each in fields(model) if each.default is each.default_factory is MISSING]:
+        raise ValueError(f"{model.__name__}.{without[0]} has no default, and is a flag: give it one")
     parts = [
         ("model", model, field(default_factory=model)),
         ("neuron", model.neuron, field(default_factory=model.neuron)),

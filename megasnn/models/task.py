@@ -88,7 +88,9 @@ class ArraySpec:
         if reads and self.below is not None and values.numel():
             lowest, highest = int(values.long().min()), int(values.long().max())
             if not 0 <= lowest <= highest < self.below:
-                return f"{name} are from {lowest} to {highest}, and are to be below {self.below} (num_classes)"
+                return (
+                    f"{name} are from {lowest} to {highest}, and must be below {self.below} (num_classes, or `below`)"
+                )
         return None
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megasnn.layers import DropPath, ParallelDropout
 from megasnn.layers.init import own_tensors
@@ -51,7 +51,8 @@ def separate(layers: Sequence[Layer]) -> tuple[list[Layer], Ties]:
                 owner = owners.setdefault(id(tensor), place)
                 if owner != place:
                     ties[place] = owner
-                    _renew(made.module.get_submodule(path), name)
+                    renewed = _renew(made.module.get_submodule(path), name)
+                    owners[id(renewed)] = owner  # the module may be another layer, too
         seen |= mine
         separated.append(made)
     return separated, ties
@@ -88,8 +89,10 @@ def _copied(each: Layer) -> nn.Module:
     return made
 
 
-def _renew(module: nn.Module, name: str) -> None:
-    """A tensor of its own in place of one that it shares."""
+def _renew(module: nn.Module, name: str) -> Tensor:
+    """Gives a module a tensor of its own in place of one that it shares, and returns it."""
     old = getattr(module, name)
     made = torch.empty_like(old)
-    setattr(module, name, nn.Parameter(made, old.requires_grad) if isinstance(old, nn.Parameter) else made)
+    made = nn.Parameter(made, old.requires_grad) if isinstance(old, nn.Parameter) else made
+    setattr(module, name, made)
+    return made

@@ -52,16 +52,12 @@ def run_on_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], T], tit
     return value  # type: ignore[return-value]
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, ValueError | None]:
+def _attempt(work: Callable[[], T]) -> tuple[T | None, CheckpointError | None]:
     try:
         return work(), None
     except CheckpointError as error:
         return None, error
     except Exception as error:  # not every kind can be sent
-        sent = (
-            ValueError(f"{error}")
-            if isinstance(error, ValueError)
-            else CheckpointError(f"{type(error).__name__}: {error}")
-        )
+        sent = CheckpointError(f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
         sent.__cause__ = error
         return None, sent

@@ -139,6 +139,8 @@ class FlatParameter:
         return finish
 
     def free(self) -> None:
+        if not self._storage.resizable():
+            raise ValueError("a module made a NumPy array of a gathered weight (weight.numpy()): let it take a copy")
         self._storage.resize_(0)
 
 

@@ -297,6 +297,8 @@ def _with_all_of(old: nn.Parameter, value: Tensor) -> nn.Parameter:
     """A parameter with a value, and what was set on the one before: whether it is trained, attributes, hooks."""
     new = nn.Parameter(value, requires_grad=old.requires_grad)
     vars(new).update(vars(old))
+    if not old.requires_grad:  # torch takes no hooks
+        return new
     for hook in (old._backward_hooks or {}).values():
         new.register_hook(hook)
     for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():

@@ -144,8 +144,8 @@ class PipelineChunk(nn.Module):
     def only_graph(self) -> Iterator[None]:
         """Surrounds a forward that is computed again for its graph: the last neurons, whose spikes only leave the
         chunk, need not fire. Raises ValueError for one that has changed what is kept."""
-        last: Any = self.layers[-1]
-        skips = not self.is_last and type(last).forward is ConvNormNeuron.forward
+        last: Any = self.layers[-1] if len(self.layers) else None
+        skips = not self.is_last and isinstance(last, ConvNormNeuron) and type(last).forward is ConvNormNeuron.forward
         try:
             if skips:
                 last.fires = False

@@ -39,7 +39,7 @@ class PipelineExecutor:
         units: of this rank, as the schedule numbers them.
         transfers: None on a single stage.
         loss: called on the rank of the last unit, in each forward of a training step.
-        weights: gathers weights when they are used; None where they are always there.
+        weights: of which each rank keeps some rows (UNSHARD, RESHARD); None where weights are always there.
     """
 
     def __init__(

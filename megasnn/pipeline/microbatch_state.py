@@ -18,7 +18,7 @@ from megasnn.pipeline.packed_input import PackedInput
 from megasnn.schedule.actions import Key
 
 OutputConsumer = Callable[[Any, Any], None]
-"""Called with (output without gradient, targets), once for each micro-batch."""
+"""Called with (output without gradient, targets), once for each window of each micro-batch, but for padding."""
 
 
 @dataclass(frozen=True)

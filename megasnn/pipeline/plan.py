@@ -10,6 +10,7 @@ from torch import nn
 
 from megasnn.batching import micro_batch_counts
 from megasnn.config import ParallelConfig, PretrainConfig
+from megasnn.files import CheckpointError
 from megasnn.layers.context import BuildContext
 from megasnn.models.description import Built, ModelDescription
 from megasnn.parallel.agreement import broadcast_result
@@ -107,7 +108,10 @@ def plan_pipeline(
         layers = [each.module for each in built]
         weights_of = partial(shared_weights, layers, ranks=context.dp_shard.size, scatters=scatters)
     choice = partial(choose, parallel, stages, len(description.layers), counts, bounds, costs, weights_of)
-    return broadcast_result(state.world.handle, choice)
+    try:
+        return broadcast_result(state.world.handle, choice)
+    except CheckpointError as error:  # as errors travel between ranks; this one is of flags
+        raise ValueError(f"{error}") from None
 
 
 def choose(

@@ -92,11 +92,17 @@ class Ties:
         """Adds the copies' gradients, which are reduced over the replicas, to those of their owners."""
         with torch.no_grad():
             for pair in self._pairs:
-                # Both ranks of a message have them of the same tensors: of all parameters that are trained.
-                owned = [each for each in map(self._gradient, pair.owned) if each is not None]
-                given = [each for each in map(self._gradient, pair.copies) if each is not None]
+                owned = [self._gradient_of(tensor) for tensor in pair.owned if tensor.requires_grad]
+                given = [self._gradient_of(tensor) for tensor in pair.copies if tensor.requires_grad]
                 for gradient, part in zip(owned, self._moved(given, owned, pair.copy, pair.owner), strict=True):
                     gradient.add_(part)
+
+    def _gradient_of(self, tensor: Tensor) -> Tensor:
+        """The gradient, or zeros where a hook has taken it away: both ranks of a message have the same tensors."""
+        gradient = self._gradient(tensor)
+        if gradient is None:
+            gradient = tensor.grad = torch.zeros_like(tensor)
+        return gradient
 
     def refresh(self) -> None:
         """Gives the copies the values of their owners."""

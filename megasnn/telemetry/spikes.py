@@ -40,10 +40,7 @@ class LayerSpikes:
 
 
 class SpikeRecorder:
-    """Counts spikes while `enabled`; `reduce` merges the counts of all ranks.
-
-    It must not be enabled where forwards are recomputed: they would count twice.
-    """
+    """Counts spikes while `enabled`, those of recomputed forwards once; `reduce` merges the counts of all ranks."""
 
     def __init__(self) -> None:
         self.enabled = False

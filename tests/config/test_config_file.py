@@ -126,7 +126,7 @@ def test_help_shows_recipes_and_the_values_of_the_file(tmp_path, capsys) -> None
             parse(CLASS, ["--config", str(path), "--help"], console_outputs, {"spikformer/small": path})
         text = " ".join(capsys.readouterr().out.replace("│", " ").split())
         assert console_outputs or text == ""
-    assert "recipe: spikformer/small." in text and "Height and width of the images. (default: 20)" in text
+    assert "recipe: spikformer/small." in text and "--image-size INT" in text and "(default: 20)" in text
 
 
 def test_an_evaluation_takes_nothing_of_a_file_about_checkpoints_and_logs(tmp_path) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import pytest
 
 from megasnn.kernels import NeuronSpec
 from megasnn.layers import ConvNormNeuron
 from megasnn.models.build import building_problems, describe
-from megasnn.models.layer import layer
+from megasnn.models.layer import Layer, layer
+from megasnn.models.model import Model, run_config
 from megasnn.models.qkformer.model import QKFormer
 from megasnn.models.registry import MODELS
 from megasnn.models.sew_resnet.model import SewResNet
@@ -35,6 +37,24 @@ def test_a_size_that_cannot_be_cut_is_named_with_layer_and_flag(model, ranks, na
     (problem,) = building_problems(model, NeuronSpec(), ranks)
     assert all(word in problem for word in (model.name, f"--tensor-model-parallel-size {ranks}", *named))
     assert building_problems(model, NeuronSpec(), 1) == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Empty(Model):
+    width: int
+    image_size: int = 4
+    time_steps: int = 2
+    num_classes: int = 3
+
+    def layers(self) -> Iterable[Layer]:
+        return ()
+
+
+def test_a_model_without_layers_and_a_field_without_a_default_are_refused() -> None:
+    (problem,) = building_problems(Empty(width=1), NeuronSpec(), 1)
+    assert "`layers`" in problem
+    with pytest.raises(ValueError, match="Empty.width"):
+        run_config(Empty)
 
 
 def test_an_mlp_without_channels_is_refused() -> None:

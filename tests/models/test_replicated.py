@@ -122,6 +122,7 @@ def _around(kind: str, cut: bool) -> list[Layer]:
 def _part(kind: str) -> nn.Module:
     part = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
     if kind == "frozen":
+        part[0].weight.register_hook(lambda grad: KEPT.append(grad))
         part[0].weight.requires_grad_(False)
         part[1].bias.requires_grad_(False)
     if kind == "tagged":

@@ -207,7 +207,7 @@ def _two_stages(frozen: tuple[str, ...], unused: bool) -> dict[str, Tensor]:
     model, size = _model(make), torch.distributed.get_world_size()
     with built(describe(model), Layout(pipeline=size), seed=5) as engine:
         x, labels = images(model)
-        lost = [e for e in engine.copies if unused and e.name == "made.0.conv.weight" and e.tensor.requires_grad]
+        lost = [e for e in engine.copies if unused and e.name == "made.0.norm.weight" and e.tensor.requires_grad]
         for entry in lost:
             entry.tensor.register_post_accumulate_grad_hook(lambda tensor: setattr(tensor, "grad", None))
         forward_backward(engine, inputs_of(engine, x, labels, len(x)), len(x))
@@ -215,7 +215,7 @@ def _two_stages(frozen: tuple[str, ...], unused: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("frozen", "unused"), [((), True), (("made.0.conv.weight",), False), (("made.0.norm.weight",), True)]
+    ("frozen", "unused"), [((), True), (("made.0.conv.weight",), False), (("made.0.norm.weight",), False)]
 )
 def test_frozen_and_missing_gradients_are_paired_by_their_tensors(ranks, frozen: tuple[str, ...], unused: bool) -> None:
     (one,) = ranks(1, _two_stages, frozen, unused)
@@ -229,6 +229,13 @@ def test_frozen_and_missing_gradients_are_paired_by_their_tensors(ranks, frozen:
 def test_weights_tied_inside_a_layer_and_modules_inside_of_two() -> None:
     names = [entry.name for entry in describe(_model(lambda: [TwoTied(4)])).tensors]
     assert "made.0.a.weight" in names and "made.0.b.weight" not in names and "made.0.b.bias" in names
+
+    def twice() -> list[nn.Module]:
+        module = TwoTied(4)
+        return [module, module]
+
+    owned = [entry.name for entry in describe(_model(twice)).tensors]
+    assert owned == names, "the second layer has nothing of its own"
 
     def nested() -> list[nn.Module]:
         unit = Again(4)

@@ -87,12 +87,12 @@ def test_a_step_whose_spikes_are_counted_goes_without(watched: int, steps_with_g
 
 def random_steps(graphs: RecordedGraphs | None) -> list[tuple[float, list[Tensor]]]:
     """Losses, gradients and buffers of steps of a random network in three chunks of one rank."""
-    model, found = describe(Random(seed=3)), []
+    network, found = Random(seed=3), []
     layout = Layout(schedule="interleaved", chunks=3)
-    with built(model, layout, torch.float32, backend="torch", graphs=graphs) as engine:
+    with built(describe(network), layout, torch.float32, backend="torch", graphs=graphs) as engine:
         for step in range(3):
             random = torch.Generator().manual_seed(step)
-            images = torch.rand(4, *model.input_shape, generator=random)
+            images = torch.rand(4, *network.input_shape, generator=random)
             labels = torch.randint(CLASSES, (4,), generator=random)
             batches = [
                 replace(each, samples=range(4 * step + 2 * i, 4 * step + 2 * i + 2))
