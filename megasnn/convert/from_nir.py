@@ -38,7 +38,7 @@ class Network:
 
     input_shape: tuple[int, ...]
     values: dict[str, Tensor] = field(default_factory=dict)
-    made: list[tuple[str, Make, tuple[str, ...]]] = field(default_factory=list)
+    made: list[tuple[str, Make, tuple[str, ...] | None]] = field(default_factory=list)
 
     def layers(self) -> Iterator[Layer]:
         """Makes the layers anew. Those with weights, and neurons, are cut over tensor parallel ranks."""
@@ -47,7 +47,7 @@ class Network:
 
     def append(self, name: str, make: Make, takes: list[str | None]) -> str:
         before = self.made[-1][0] if self.made else None
-        self.made.append((name, make, () if takes == [before] else tuple(map(str, takes))))
+        self.made.append((name, make, None if takes == [before] else tuple(map(str, takes))))
         return name
 
 
