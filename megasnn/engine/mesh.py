@@ -27,7 +27,9 @@ from megasnn.parallel_state import (
 )
 from megasnn.precisions import PRECISIONS
 
-_MKLDNN: Any = torch.backends.mkldnn  # whose settings are unknown to type checkers
+# Settings that are unknown to type checkers.
+_MKLDNN: Any = torch.backends.mkldnn
+_DETERMINISTIC: Any = torch.utils.deterministic
 
 
 def join_ranks(config: PretrainConfig) -> tuple[ParallelState, Callable[[], None]]:
@@ -94,4 +96,4 @@ def set_precision(training: TrainingConfig, device: torch.device) -> None:
     if deterministic:
         CUDNN.benchmark = False
         # torch would fill all new memory, for programs that read what they have not written.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        _DETERMINISTIC.fill_uninitialized_memory = False

@@ -151,7 +151,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Where the task of the weight's gradient runs at once, a gathered input's gradient is summed meanwhile."""
+        """Sums the gradient of a gathered input while the weight's task runs, where that runs at once."""
         weight, *payloads = ctx.saved_tensors
         plan: ProductPlan = ctx.plan
         grad_matrix = to_matrix(grad)

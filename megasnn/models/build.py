@@ -222,9 +222,10 @@ def _refuse_made_before(one: Sequence[Built], layers: Sequence[Layer]) -> None:
 def _made(each: Layer, context: BuildContext) -> nn.Module:
     """Makes the module of a layer for a rank."""
     module = each.module
-    for part in module.modules():
+    parts: Iterator[Any] = module.modules()
+    for part in parts:
         if getattr(part, "inplace", False) is True:  # would change what other stages, and a second forward, take
-            part.inplace = False  # type: ignore[assignment]
+            part.inplace = False
     with building(context), without_memory():
         try:
             if each.is_sharded:

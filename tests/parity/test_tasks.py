@@ -323,7 +323,7 @@ def test_metrics_are_sums_over_samples_whatever_the_micro_batches() -> None:
             record = engine.evaluate([(images[:3], targets[:3]), (images[3:], targets[3:])])
             result = engine.train_step(images, targets)
         with pytest.raises(AttributeError, match="pixels"):
-            record.top1  # noqa: B018
+            _ = record.top1
         assert record.samples == 11 and record.metrics["pixels"] == pytest.approx(hits.mean().item(), rel=1e-12)
         assert result.metrics == {name: value / 11 for name, value in result.sums.items()} and result.samples == 11
         assert 0 < result.sums["pixels"] < 11
