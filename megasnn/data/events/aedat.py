@@ -13,12 +13,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-<<<<<<< HEAD:megasnn/events/aedat.py
 from megasnn.data.events.clock import unwrap
 from megasnn.data.events.frames import Events, Recording, SensorSize
-=======
-from megasnn.data.events.frames import Events, Recording, SensorSize
->>>>>>> main:megasnn/data/events/aedat.py
 
 DVS128 = SensorSize(128, 128)
 SENSORS = {
@@ -76,15 +72,20 @@ def decode_aedat2(data: bytes, sensor: SensorSize | None = None, transpose_dvs12
             raise ValueError(f"address {address[index]:#x} at event {index} is no DVS128's; pass its sensor size")
         kept = address & _DVS128_TRIGGERS == 0
         address = address[kept]
-        column, row, p = address >> 1 & 0x7F, address >> 8 & 0x7F, ~address & 1
+        column = address >> 1 & 0x7F
+        row = address >> 8 & 0x7F
+        p = ~address & 1
     else:
         kept = address & _DAVIS_NOT_A_PIXEL == 0
         address = address[kept]
-        column, row, p = address >> 12 & 0x3FF, address >> 22 & 0x1FF, address >> 11 & 1
+        column = address >> 12 & 0x3FF
+        row = address >> 22 & 0x1FF
+        p = address >> 11 & 1
     if (outside := (column >= sensor.width) | (row >= sensor.height)).any():
         index = int(outside.argmax())
         raise ValueError(f"column {column[index]} and row {row[index]} at event {index} are outside {sensor}")
-    x, y = sensor.width - 1 - column, sensor.height - 1 - row
+    x = sensor.width - 1 - column
+    y = sensor.height - 1 - row
     if sensor == DVS128 and transpose_dvs128:
         x, y = y, x
     return Recording(Events.make(_unwrap_jaer(time[kept]), x, y, p), sensor)

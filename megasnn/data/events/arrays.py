@@ -11,9 +11,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.data.events.header import NO_SIZE
-from megasnn.data.events.frames import LARGEST_SIDE, Events, Recording, SensorSize
 from megasnn.common.files import require_size
+from megasnn.data.events.frames import EVENT_BYTES, LARGEST_SIDE, NO_SIZE, Events, Recording, SensorSize
 
 TimeUnit = Literal["s", "ms", "us", "ns"]
 
@@ -27,7 +26,6 @@ _ORDERS = ("txyp", "xytp", "xypt")
 """Columns of arrays [N, 4] that are in use."""
 _LATEST = 1 << 61  # in microseconds, so that no sum of two overflows
 _MICROSECONDS: dict[TimeUnit, tuple[int, int]] = {"s": (10**6, 1), "ms": (1000, 1), "us": (1, 1), "ns": (1, 1000)}
-_EVENT_BYTES = 13
 _UNITS = "--time-unit s, ms, us or ns"
 
 
@@ -46,7 +44,7 @@ def recording_of_arrays(
         ValueError: an array is missing, or holds what is no event, or what could be read in two ways.
     """
     columns = _columns(arrays, sensor)
-    require_size("its events", _EVENT_BYTES * columns["t"].size)
+    require_size("its events", EVENT_BYTES * columns["t"].size)
     for name, values in columns.items():
         if values.dtype.kind not in "iubf" or values.ndim != 1 or len(values) != len(columns["t"]):
             raise ValueError(
@@ -126,14 +124,15 @@ def _whole_numbers(name: str, values: NDArray, least: int, most: int, advice: st
 
 
 def _microseconds(t: NDArray, unit: TimeUnit | None) -> NDArray[np.int64]:
-    """Times in microseconds, rounded to the nearest one."""
+    """Times in microseconds, rounded to the nearest one; without a unit they must be whole numbers."""
     times, parts = _MICROSECONDS[unit or "us"]
     latest = _LATEST // times
     if t.dtype.kind == "f" and unit is not None:
         _whole_numbers("t", np.floor(t), -latest, latest)
         return np.rint(t.astype(np.float64) * times / parts).astype(np.int64)
     advice = f"; if t does not count microseconds, give its unit ({_UNITS})" if unit is None else ""
-    return (_whole_numbers("t", t, -latest, latest, advice) * times + parts // 2) // parts
+    whole = _whole_numbers("t", t, -latest, latest, advice)
+    return whole * times if parts == 1 else (whole + parts // 2) // parts
 
 
 def _sensor_of(arrays: Mapping[str, NDArray]) -> SensorSize | None:

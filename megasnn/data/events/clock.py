@@ -13,14 +13,12 @@ def unwrap(counter: NDArray, bits: int) -> NDArray[np.int64]:
     back before the wrap, as with an event that comes late. Smaller steps back stay as they are.
     """
     values = counter.astype(np.int64)
-    if not len(values):
-        return values
     half = 1 << (bits - 1)
     steps = np.diff(values)
     wraps = (steps < -half).astype(np.int64)
     wraps -= steps > half
     turns = np.cumsum(wraps)
-    # Before the first wrap there is nothing to go back to: a large rise is a rise, as from a zero at the beginning.
-    turns -= np.minimum(np.minimum.accumulate(turns), 0) if len(turns) else turns
+    # Before the first wrap there is nothing to go back to: a large rise is one, as after a zero at the beginning.
+    turns -= np.minimum(np.minimum.accumulate(turns), 0)
     values[1:] += turns << bits
     return values

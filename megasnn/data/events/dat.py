@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from megasnn.common.files import require_size
 from megasnn.data.events.clock import unwrap
+from megasnn.data.events.frames import EVENT_BYTES, Events, Recording, SensorSize
 from megasnn.data.events.header import read_header
-from megasnn.data.events.frames import Events, Recording, SensorSize
 
 _KINDS = (0, 12)  # Event2d, which N-CARS and GEN1 have, and EventCD: one layout
 _EVENT_BYTES = 8
@@ -27,7 +28,7 @@ def decode_dat(data: bytes, sensor: SensorSize | None = None) -> Recording:
         sensor: for files whose header does not say its size.
 
     Raises:
-        ValueError: cut, another version, other kinds of events, or no size of the sensor.
+        ValueError: cut, too large, another version, other kinds of events, or no size of the sensor.
     """
     header = read_header(data)
     version = header.fields.get("version", _VERSION)
@@ -39,12 +40,14 @@ def decode_dat(data: bytes, sensor: SensorSize | None = None) -> Recording:
     kind, size = kind_and_size
     if kind not in _KINDS or size != _EVENT_BYTES:
         raise ValueError(
-            f"holds events of kind {kind} and {size} bytes; contrast events are read, of kind 0 or 12 and {_EVENT_BYTES} "
-            "bytes"
+            f"holds events of kind {kind} and {size} bytes; contrast events are read, which are of kind 0 or 12 and "
+            f"{_EVENT_BYTES} bytes"
         )
     start = header.end + 2
     if rest := (len(data) - start) % _EVENT_BYTES:
         raise ValueError(f"is cut: it ends inside an event of {_EVENT_BYTES} bytes; without its last {rest} it is read")
-    t, word = np.frombuffer(data, "<u4", offset=start).reshape(-1, 2).T
+    words = np.frombuffer(data, "<u4", offset=start).reshape(-1, 2)
+    require_size("its events", EVENT_BYTES * len(words))
+    t, word = words.T
     events = Events.make(unwrap(t, _CLOCK_BITS), word & 0x3FFF, word >> 14 & 0x3FFF, word >> 28 != 0)
     return Recording(events, header.sensor(sensor))

@@ -11,12 +11,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megasnn.data.events.clock import unwrap
-from megasnn.data.events.header import Header, read_header
-from megasnn.data.events.frames import LARGEST_SIDE, Events, Recording, SensorSize
 from megasnn.common.files import require_size
-
-EVENT_BYTES = 13
+from megasnn.data.events.clock import unwrap
+from megasnn.data.events.frames import EVENT_BYTES, LARGEST_SIDE, Events, Recording, SensorSize
+from megasnn.data.events.header import Header, read_header
 
 _VERSIONS = {"2.0": "EVT2", "2.1": "EVT21", "3.0": "EVT3"}
 _WORD_BYTES = {"EVT2": 4, "EVT21": 8, "EVT3": 2}
@@ -24,14 +22,20 @@ _WORD_BYTES = {"EVT2": 4, "EVT21": 8, "EVT3": 2}
 _TIME_HIGH = 8  # in every version
 _HIGH_BITS = 28  # of EVT 2 and 2.1; the lower six of the time are in the event
 
-# Types of EVT 3; of vectors the columns that they move the base by, and their bits that are pixels.
-_ROW, _COLUMN, _BASE, _VECTOR_12, _VECTOR_8, _TIME_LOW = 0, 2, 3, 4, 5, 6
-_MOVES = np.zeros(16, np.uint32)
-_MOVES[[_VECTOR_12, _VECTOR_8]] = 12, 8
-_PIXELS = np.zeros(16, np.uint16)
-_PIXELS[[_VECTOR_12, _VECTOR_8]] = 0xFFF, 0xFF
-_HIGH_BITS_EVT3 = 12  # as many as TIME_LOW has
-_HALF_EVT3 = 1 << 11
+# Types of EVT 3.
+_ROW = 0
+_COLUMN = 2
+_BASE = 3
+_VECTOR_12 = 4
+_VECTOR_8 = 5
+_TIME_LOW = 6
+_PIXELS = np.zeros(16, np.uint32)
+"""Pixels of a vector, by its type."""
+_PIXELS[_VECTOR_12] = 12
+_PIXELS[_VECTOR_8] = 8
+_PART_BITS = 12
+"""Bits of TIME_HIGH, and of TIME_LOW."""
+_HALF = 1 << (_PART_BITS - 1)
 
 
 def decode_evt(data: bytes, sensor: SensorSize | None = None) -> Recording:
@@ -57,10 +61,10 @@ def decode_evt(data: bytes, sensor: SensorSize | None = None) -> Recording:
     words = np.frombuffer(data, "<u4", offset=header.end)
     if name == "EVT2":
         return Recording(_decode_evt2(words, np.ones(len(words), np.uint8)), shape)
-    low, high = words.reshape(-1, 2).T
-    if _halves_are_swapped(header, low, high):
-        low, high = high, low
-    return Recording(_decode_evt2(high, low), shape)
+    first, second = words.reshape(-1, 2).T
+    if _halves_are_swapped(header, first, second):
+        return Recording(_decode_evt2(first, second), shape)
+    return Recording(_decode_evt2(second, first), shape)
 
 
 def _halves_are_swapped(header: Header, first: NDArray[np.uint32], second: NDArray[np.uint32]) -> bool:
@@ -75,7 +79,7 @@ def _halves_are_swapped(header: Header, first: NDArray[np.uint32], second: NDArr
         return said == "legacy"
     swapped = np.count_nonzero((first >> 28 == _TIME_HIGH) & (second == 0))
     whole = np.count_nonzero((second >> 28 == _TIME_HIGH) & (first == 0))
-    return swapped > whole
+    return bool(swapped > whole)
 
 
 def _decode_evt2(words: NDArray[np.uint32], pixels: NDArray[np.unsignedinteger]) -> Events:
@@ -105,8 +109,8 @@ def _decode_evt3(words: NDArray[np.uint16], start: int) -> Events:
     Args:
         start: byte of the first word, for errors.
     """
-    kind = words >> 12
-    value = words & 0xFFF
+    kind: NDArray[np.uint16] = words >> np.uint16(12)
+    value: NDArray[np.uint16] = words & np.uint16(0xFFF)
     highs = _require_times(np.flatnonzero(kind == _TIME_HIGH))
     rows = np.flatnonzero(kind == _ROW)
     bases = np.flatnonzero(kind == _BASE)
@@ -121,12 +125,12 @@ def _decode_evt3(words: NDArray[np.uint16], start: int) -> Events:
     is_vector = kind[at] != _COLUMN
     source = at.copy()
     source[is_vector] = bases[_latest(bases, at[is_vector])]
-    moves = _MOVES[kind]
-    moved = np.cumsum(moves, dtype=np.uint32)
-    column = (value[source] & 0x7FF) + moved[at] - moves[at] - moved[source]
-    pixels = np.where(is_vector, value[at] & _PIXELS[kind[at]], 1).astype(np.uint16)
+    pixels = _PIXELS[kind]
+    moved = np.cumsum(pixels, dtype=np.uint32) - pixels  # by all vectors before a word
+    column = (value[source] & 0x7FF) + moved[at] - moved[source]
+    mask = np.where(is_vector, value[at] & ((1 << pixels[at]) - 1), 1).astype(np.uint16)
 
-    which, offset = _set_bits(pixels)
+    which, offset = _set_bits(mask)
     time = _times_of_evt3(kind, value, highs, at, start)
     row = value[rows[_latest(rows, at)]] & 0x7FF
     # Vectors without a base between them may go on beyond 16 bits: a column that no sensor has stays one.
@@ -148,27 +152,27 @@ def _times_of_evt3(
     is_low[changed] = True
     lows = np.flatnonzero(is_low)
     time_low = np.where(kind[lows] == _TIME_LOW, value[lows], 0).astype(np.int64)
-    lost = (np.diff(time_low) < -_HALF_EVT3) & (kind[lows[1:]] == _TIME_LOW)
+    lost = (np.diff(time_low) < -_HALF) & (kind[lows[1:]] == _TIME_LOW)
     if lost.any():
         index = int(lost.argmax())
         raise ValueError(
             f"TIME_LOW falls from {time_low[index]} to {time_low[index + 1]} at byte {start + 2 * lows[index + 1]} "
-            "without a new TIME_HIGH, as expelliarmus writes EVT 3: its times cannot be known; write EVT 2 or DAT instead"
+            "without a new TIME_HIGH, as expelliarmus writes EVT 3: its times cannot be known; write EVT 2 or DAT"
         )
-    return time_high[_latest(highs, at)] << _HIGH_BITS_EVT3 | time_low[_latest(lows, at)]
+    return time_high[_latest(highs, at)] << _PART_BITS | time_low[_latest(lows, at)]
 
 
 def _unwrap_evt3(high: NDArray[np.int64], byte: NDArray[np.intp]) -> NDArray[np.int64]:
     """TIME_HIGH without its wraps. The clock turns in 16.8 s, and cannot tell a step back from a long silence."""
     steps = np.diff(high)
-    unclear = (steps < 0) & (steps >= -_HALF_EVT3) | (steps > _HALF_EVT3)
+    unclear = (steps < 0) & (steps >= -_HALF) | (steps > _HALF)
     if unclear.any():
         index = int(unclear.argmax())
         raise ValueError(
             f"TIME_HIGH goes from {high[index]} to {high[index + 1]} at byte {byte[index + 1]}: a step back, or more "
-            "than 8.4 s without a word. EVT 3 cannot tell them apart, since its clock turns in 16.8 s; cut the file there"
+            "than 8.4 s without a word; EVT 3 cannot tell, since its clock turns in 16.8 s: cut the file there"
         )
-    return unwrap(high, _HIGH_BITS_EVT3)
+    return unwrap(high, _PART_BITS)
 
 
 def _require_times(highs: NDArray[np.intp]) -> NDArray[np.intp]:

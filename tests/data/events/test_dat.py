@@ -54,7 +54,7 @@ def test_a_clock_that_begins_with_a_zero_has_not_wrapped() -> None:
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_headers_of_others(name) -> None:
-    """Without a version it is 2, as for expelliarmus 1.1.12, evio 0.1.0 and OpenEB 5.2; the size may be missing."""
+    """Without a version it is 2, as for expelliarmus 1.1.12, evio 0.1.0 and OpenEB 5.1.1; the size may be missing."""
     fallback = SENSOR if name == "N-CARS" else None
     recording = decode_dat(writers.dat(SMALL, HEADERS[name], kind=0), fallback)
     assert recording.sensor == SENSOR and equal(recording.events, SMALL)
@@ -62,7 +62,7 @@ def test_headers_of_others(name) -> None:
 
 @pytest.mark.parametrize("kind", ["00", "0c"])
 def test_bytes_of_an_event(kind) -> None:
-    """t, then polarity 1, y 239 and x 303, as expelliarmus 1.1.12, evio 0.1.0, evutils 0.3.18 and faery 0.7.1 read it."""
+    """t, then polarity 1, y 239 and x 303, as expelliarmus 1.1.12, evio 0.1.0 and evutils 0.3.18 read them."""
     data = writers.text(HEADERS["end"]) + bytes.fromhex(f"{kind} 08 04030201 2fc13b10")
     events = decode_dat(data).events
     assert (events.t, events.x, events.y, events.p) == ([0x01020304], [303], [239], [1])

@@ -59,7 +59,7 @@ def test_the_clock_wraps_again_and_again(name) -> None:
 @pytest.mark.parametrize("swapped", [False, True])
 def test_evt21_of_either_word_order(swapped) -> None:
     """Prophesee's page on EVT 2.1: 0x0102030405060708 is 04030201 08070605 from an IMX636, 08070605 04030201 from a
-    GenX320. OpenEB 5.2 takes legacy from `% format` or from `% endianness`, and whole words without either."""
+    GenX320. OpenEB 5.1.1 takes legacy from `% format` or from `% endianness`; without either the words tell."""
     time_high = ["80000002", "00000000"]
     event = ["10900003", "80000001"]  # brighter, 2 us behind the 64, x 512, y 3; pixels 0 and 31
     words = [half for word in (time_high, event) for half in (word if swapped else word[::-1])]
@@ -109,7 +109,7 @@ def test_a_writer_that_leaves_out_unchanged_time_highs() -> None:
 
 @pytest.mark.parametrize("name", ["evt2", "evt21", "evt21 swapped"])
 def test_a_step_back_of_evt2_stays_one_on_either_side_of_the_wrap(tmp_path, name) -> None:
-    """OpenEB 5.2 counts a turn only from the last TIME_HIGH to 0; faery 0.7.1 counts one for any step back."""
+    """OpenEB 5.1.1 counts a turn only from the last TIME_HIGH to 0; faery 0.7.1 counts one for any step back."""
     for start in (1000, writers.WRAPS[name] - 100):
         late = Events.make(start + np.array([0, 70, 150, 40, 210, 300]), range(6), range(6), [0, 1] * 3)
         path = write(tmp_path, "a.raw", writers.WRITERS[name](late))
@@ -165,6 +165,7 @@ def test_evt3_without_time_highs_is_refused_and_not_sorted(tmp_path) -> None:
         (evt2(8 << 28, lines=("% evt 2.0", "% geometry 640x-480")), "'-480'"),
         (evt2(8 << 28, lines=("% evt 2.0", "% geometry 0x480")), "'0'"),
         (b"% evt 2.0", "inside its header"),
+        (b"% a\n" * (1 << 19), "header of more than 1048576 bytes"),
     ],
 )
 def test_what_cannot_be_read_is_named(data, named) -> None:
@@ -178,6 +179,16 @@ def test_the_size_of_the_sensor_is_taken_from_the_header_first() -> None:
     for lines in (fields, ("% evt 2.0", "% geometry 64x48"), ("% format EVT2;width=64;height=48",)):
         assert decode_evt(evt2(*body, lines=lines), SensorSize(9, 9)).sensor == (48, 64)
     assert decode_evt(evt2(*body, lines=("% evt 2.0",)), SensorSize(9, 9)).sensor == (9, 9)
+
+
+@pytest.mark.parametrize("value", [0x025, 0xA25])
+def test_data_that_begins_with_a_percent_sign_is_no_header(value) -> None:
+    """Headers of cameras need no `% end`; the lower byte of a word may be '%', and there is a line end somewhere."""
+    data = evt3((HIGH, value), (ROW, 0x20A), (COLUMN, 1), (ROW, 10), (COLUMN, 2), lines=writers.EVT3_LINES[:2])
+    assert columns_of(decode_evt(data, SensorSize(600, 600)).events) == [
+        (value << 12, 1, 0x20A, 0),
+        (value << 12, 2, 10, 0),
+    ]
 
 
 def test_vectors_of_more_events_than_a_sample_may_have_take_no_memory(limits) -> None:
