@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from tokenize import TokenError
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
@@ -40,8 +41,8 @@ SAMPLE_LIMIT = "MEGASNN_MAX_SAMPLE_MB"
 _SHOWN = 200  # characters of a value in a message
 _PROBLEMS = 30  # lines of one error
 _ZIP_ERRORS = OSError, ValueError, EOFError, KeyError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error
-# NumPy reads an array's header as Python's source.
-_NUMPY_ERRORS = *_ZIP_ERRORS, SyntaxError, tokenize.TokenError
+# NumPy splits the header of an array into Python's tokens.
+_NUMPY_ERRORS = (*_ZIP_ERRORS, SyntaxError, TokenError)
 FOLDER = "MEGASNN_CACHE"
 """Environment variable: the cache folder, instead of megasnn in XDG_CACHE_HOME or ~/.cache."""
 MACHINE_CODE = "numba"
