@@ -21,7 +21,7 @@ from megasnn.data.events.dat import decode_dat
 from megasnn.data.events.evt import decode_evt
 from megasnn.data.events.frames import EVENT_BYTES, Events, Recording, RecordingError, SensorSize, check_recording
 
-SUFFIXES = (".aedat", ".aedat4", ".bin", ".bs2", ".npz", ".npy", ".dat", ".raw")
+RECORDING_SUFFIXES = (".aedat", ".aedat4", ".bin", ".bs2", ".npz", ".npy", ".dat", ".raw")
 """Endings of the files that `read_recording` recognises."""
 
 N_MNIST = SensorSize(34, 34)
