@@ -29,6 +29,7 @@ from tools.benchmark.host_places import as_on_gpu
 OUTSIDE = "outside of units"
 _STARTS_NOTHING = ("empty", "detach", "_unsafe_view", "alias", "lift_fresh", "new_empty", "_reshape_alias", "resize_")
 
+
 @dataclass
 class Counted:
     """

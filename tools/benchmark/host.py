@@ -22,9 +22,7 @@ SAMPLES = 2  # of a micro-batch: context parallelism by samples gives each rank 
 # The layers of Spikformer-8-512 and of CIFAR10DVSVGG, with so few channels and pixels that nothing takes time but the
 # host. Heads have 8 channels, so that their bits fill bytes as those of the real one do.
 DIMENSIONS: dict[str, dict[str, Any]] = {
-    "spikformer": dict(
-        embed_dim=32, depth=8, num_heads=4, patch_size=16, image_size=32, time_steps=4, num_classes=10
-    ),
+    "spikformer": dict(embed_dim=32, depth=8, num_heads=4, patch_size=16, image_size=32, time_steps=4, num_classes=10),
     "vgg_dvs": dict(channels="8,16,P,32,32,P,64,64,P,64,64,P", image_size=16, time_steps=10, num_classes=10),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -49,9 +47,9 @@ class Host(Case):
         ("row", "row", ""),
         ("of", "of", ""),
         ("a micro-batch", "measure", ""),
-        ("all", TOTAL, ".5g"),
-        *((name.replace("_", " "), name, ".5g") for name in PARTS),
-        ("substitutes", "own", ".5g"),
+        ("all", TOTAL, ".6g"),
+        *((name.replace("_", " "), name, ".6g") for name in PARTS),
+        ("substitutes", "own", ".6g"),
     )
     notes: ClassVar[str] = """\
 ms: processor time of one rank, one thread, without Python's collection of garbage; medians of steps, then of rounds
@@ -67,9 +65,9 @@ attention: without its units. executor: without the layers. step: the batch, zer
     """Layouts: one rank, or the first of two; recompute is on one rank."""
     tree: Path | None = None
     """Another checkout, which has its turns between those of this one."""
-    rounds: int = 12
+    rounds: int = 30
     """How often each checkout has its turn."""
-    steps: int = 8
+    steps: int = 4
     """Steps of a turn: few, so that both checkouts see the machine in the same state."""
     micro_batches: int = 1
     """Of a step."""
@@ -133,9 +131,10 @@ def figures(row: str, times: Mapping[str, Sequence[HostFigures]], calls: Mapping
     found: dict[str, list[Figures]] = {}
     for name in times:
         milliseconds = {part: median(each.parts[part] for each in times[name]) for part in PARTS}
+        own = median(each.own for each in times[name])
         of_tree: Figures = {"row": row, "of": name}
         found[name] = [
-            {**of_tree, "measure": "ms", **_with_total(milliseconds), "own": median(each.own for each in times[name])},
+            {**of_tree, "measure": "ms", **_with_total(milliseconds), "own": round(own, 2)},
             {
                 **of_tree,
                 "measure": "calls",
@@ -156,10 +155,11 @@ def figures(row: str, times: Mapping[str, Sequence[HostFigures]], calls: Mapping
 
 
 def _with_total(parts: Mapping[str, float]) -> Figures:
-    return {TOTAL: sum(parts.values()), **parts}
+    rounded = {part: round(value, 2) for part, value in parts.items()}
+    return {TOTAL: round(sum(rounded.values()), 2), **rounded}
 
 
 def _ratio(row: str, here: Figures, tree: Figures) -> Figures:
     """Ratios of the parts; None where the tree does nothing."""
-    shares = {part: here[part] / tree[part] if tree[part] else None for part in (TOTAL, *PARTS)}
+    shares = {part: round(here[part] / tree[part], 3) if tree[part] else None for part in (TOTAL, *PARTS)}
     return {"row": row, "of": "here / tree", "measure": here["measure"], **shares}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,7 +96,7 @@ class Meter:
         self.reset()
 
     def reset(self) -> None:
-        self.seconds: Counter[Label] = Counter()
+        self.seconds: dict[Label, float] = defaultdict(float)
         self.calls: Counter[Label] = Counter()
         self.c_calls: Counter[Label] = Counter()
         self.substituted: Counter[str] = Counter()

@@ -1,14 +1,14 @@
-"""Places inside megasnn where a host is made to work as before a GPU. All that the tools know of its inside stands here.
+"""Places inside megasnn at which a host is made to work as in front of a GPU.
 
-Another checkout is measured by the same tools: so a place may have several paths, the newest first, of which the first
-that exists counts. The paths behind the first are those of commit de4f1a79.
+The table below is all that the benchmark of the host knows of the package's inside. It measures other checkouts, too.
+So a place may have several paths, the newest first, and the first that exists counts.
 """
 
 from __future__ import annotations
 
 import pkgutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -22,17 +22,26 @@ from torch import Tensor
 Paths = tuple[str, ...]
 """`module:name` or `module:Class.name`."""
 
+# Second paths are those of commit de4f1a79.
 UNIT: Paths = ("megasnn.layers.blocks:ConvNormNeuron.forward",)
 ATTENTION: Paths = ("megasnn.layers.attention:SpikingSelfAttention.forward",)
 CHUNK: Paths = ("megasnn.pipeline.chunk:PipelineChunk.forward",)
 EXECUTOR: Paths = ("megasnn.pipeline.executor:PipelineExecutor.run",)
 WEIGHT_GRADIENTS: Paths = ("megasnn.layers.weight_grad:WeightGradients.leave",)
-"""Takes the task of a weight gradient, which it starts or keeps for later."""
+"""Takes the task of a weight gradient, and starts it or keeps it for later."""
 CLIP: Paths = ("megasnn.optim.norms:GradientNorm.clip",)
 LAUNCH: Paths = ("megasnn.kernels.triton.launch:launch",)
 """Starts a kernel: (kernel, number of programs, arguments ...)."""
 KERNELS = "megasnn.kernels.triton"
 """Package whose modules start kernels."""
+INTERPRETED: Paths = ("megasnn.kernels.triton.available:interpreted",)
+UNUSABLE: Paths = ("megasnn.kernels.triton.available:_unusable",)
+USABLE_ON: Paths = ("megasnn.kernels.triton.available:usable_on",)
+FASTEST: Paths = ("megasnn.kernels.backends:_fastest",)
+RUNS_AHEAD: Paths = ("megasnn.common.checks:runs_ahead", "megasnn.device_checks:runs_ahead")
+IS_MATRIX_PRODUCT: Paths = ("megasnn.kernels.convolution:_is_matrix_product",)
+ON_GPU: Paths = ("megasnn.kernels.layout:on_gpu", "megasnn.kernels.tensor_cores:on_gpu")
+EMPTY: Paths = ("megasnn.kernels.layout:empty",)
 
 
 def _is_matrix_product(images: Tensor, weight: Tensor, *_: Any) -> bool:
@@ -44,19 +53,17 @@ def _empty(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
-def _on_gpu() -> Mapping[Paths, Any]:
-    """Answers of a GPU, for tensors that say that they are on the CPU."""
-    return {
-        # On a CPU the kernels are then not refused.
-        ("megasnn.kernels.triton.available:interpreted",): lambda: True,
-        ("megasnn.kernels.triton.available:_unusable",): lambda device: None,
-        ("megasnn.kernels.triton.available:usable_on",): lambda device: True,
-        ("megasnn.kernels.backends:_fastest",): {},
-        ("megasnn.common.checks:runs_ahead", "megasnn.device_checks:runs_ahead"): lambda device: True,
-        ("megasnn.kernels.convolution:_is_matrix_product",): _is_matrix_product,
-        ("megasnn.kernels.layout:on_gpu", "megasnn.kernels.tensor_cores:on_gpu"): lambda values: True,
-        ("megasnn.kernels.layout:empty",): _empty,
-    }
+# Answers of a GPU, for tensors that say that they are on the CPU.
+_ANSWERS: dict[Paths, Any] = {
+    INTERPRETED: lambda: True,  # on a CPU the kernels are then not refused
+    UNUSABLE: lambda device: None,
+    USABLE_ON: lambda device: True,
+    FASTEST: {},
+    RUNS_AHEAD: lambda device: True,
+    IS_MATRIX_PRODUCT: _is_matrix_product,
+    ON_GPU: lambda values: True,
+    EMPTY: _empty,
+}
 
 
 def resolved(paths: Paths) -> tuple[Any, str]:
@@ -73,8 +80,9 @@ def resolved(paths: Paths) -> tuple[Any, str]:
             holder = getattr(holder, each, None)
         if holder is not None and hasattr(holder, name):
             return holder, name
-    where = getattr(sys.modules.get("megasnn"), "__file__", "megasnn")
-    raise LookupError(f"{where} has no {' or '.join(paths)}: add its new place to tools/benchmark/host_places.py")
+    tree = getattr(sys.modules.get("megasnn"), "__file__", "megasnn")
+    table = "tools/benchmark/host_places.py"
+    raise LookupError(f"{tree} has no {' or '.join(paths)}: put its new place first in the table of {table}")
 
 
 def _module(name: str) -> ModuleType | None:
@@ -110,7 +118,7 @@ def as_on_gpu(launch: Any) -> Iterator[None]:
     for each in pkgutil.iter_modules(package.__path__, f"{KERNELS}."):
         import_module(each.name)  # a module that came later would keep a replacement for good
     with ExitStack() as stack:
-        for paths, replacement in _on_gpu().items():
+        for paths, replacement in _ANSWERS.items():
             stack.enter_context(replaced(paths, replacement))
         stack.enter_context(replaced(LAUNCH, launch))
         yield

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,17 +23,27 @@ from tools.benchmark.host_marks import Label, Marks, Meter
 from tools.benchmark.host_substitutes import join_fake_ranks, launch, without_computing
 
 STEP: Label = ("step", False)  # what is around the other parts
+_OPTIMIZER: Label = ("optimizer", False)
+_WEIGHT_GRADIENTS: Label = ("weight gradients", False)
+_MODULES = {places.UNIT: "unit", places.ATTENTION: "attention"}
+_FUNCTIONS: dict[places.Paths, Label] = {
+    places.CHUNK: ("layers", False),
+    places.EXECUTOR: ("executor", False),
+    places.CLIP: _OPTIMIZER,
+    ("torch.autograd:backward",): ("layers", True),
+    ("torch.autograd:grad",): ("layers", True),
+}
 PARTS: dict[str, tuple[Label, ...]] = {
     "unit_forward": (("unit", False),),
     "unit_backward": (("unit", True),),
     "attention": (("attention", False), ("attention", True)),
     "other_layers": (("layers", False), ("layers", True)),
-    "weight_gradients": (("weight gradients", False),),
+    "weight_gradients": (_WEIGHT_GRADIENTS,),
     "executor": (("executor", False), ("executor", True)),
-    "optimizer": (("optimizer", False),),
+    "optimizer": (_OPTIMIZER,),
     "step": (STEP, ("step", True)),
 }
-"""Parts of a step, and what the meter calls them."""
+"""Parts of a step, and the labels that the meter has for each."""
 _UNTIMED = 3  # steps, in which caches are filled
 
 
@@ -97,37 +106,33 @@ class HostRank:
 
     def time(self, steps: int) -> HostFigures:
         """Medians over some steps of the processor time of each part, in milliseconds."""
-        seconds: list[Counter[Label]] = []
+        seconds: list[Mapping[Label, float]] = []
         own: list[float] = []
         self._meter.counting = False
-        gc.collect()
-        gc.disable()  # it comes at other times in other trees
-        for _ in range(steps):
-            self._meter.reset()
-            self._meter.measured(self._step)
-            seconds.append(self._meter.seconds)
-            own.append(self._meter.own)
-        gc.enable()
+        with _without_garbage_collection():
+            for _ in range(steps):
+                self._meter.reset()
+                self._meter.measured(self._step)
+                seconds.append(self._meter.seconds)
+                own.append(self._meter.own)
         scale = 1e3 / self._work.micro_batches
-        parts = {name: median(sum(each[label] for label in of) for each in seconds) for name, of in PARTS.items()}
-        return HostFigures({name: scale * value for name, value in parts.items()}, scale * median(own))
+        parts: dict[str, float] = {}
+        for name, labels in PARTS.items():
+            parts[name] = scale * median(_sum_of(labels, each) for each in seconds)
+        return HostFigures(parts, scale * median(own))
 
     def calls(self) -> HostFigures:
         """Calls of each part, in one step."""
-        self._meter.counting = True
-        self._meter.reset()
-        gc.collect()
-        gc.disable()
-        self._meter.measured(self._step)
-        gc.enable()
-        found = [self._by_part(each) for each in (self._meter.calls, self._meter.c_calls)]
-        count = self._work.micro_batches
-        substituted = {kind: number / count for kind, number in self._meter.substituted.items()}
-        return HostFigures(found[0], c_calls=found[1], substituted=substituted)
-
-    def _by_part(self, counts: Counter[Label]) -> dict[str, float]:
-        count = self._work.micro_batches
-        return {name: sum(counts[label] for label in labels) / count for name, labels in PARTS.items()}
+        meter = self._meter
+        meter.counting = True
+        meter.reset()
+        with _without_garbage_collection():
+            meter.measured(self._step)
+        scale = 1 / self._work.micro_batches
+        calls = {name: scale * _sum_of(labels, meter.calls) for name, labels in PARTS.items()}
+        c_calls = {name: scale * _sum_of(labels, meter.c_calls) for name, labels in PARTS.items()}
+        substituted = {kind: scale * number for kind, number in meter.substituted.items()}
+        return HostFigures(calls, c_calls=c_calls, substituted=substituted)
 
     def _step(self) -> None:
         result = self._engine.train_step(*self._batch)
@@ -141,28 +146,48 @@ class HostRank:
 
 
 @contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Inside, no garbage is collected: it would be at other times in other checkouts."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _sum_of(labels: Sequence[Label], figures: Mapping[Label, float]) -> float:
+    return sum(figures.get(label, 0) for label in labels)
+
+
+@contextmanager
 def _on_gpu_without_computing(meter: Meter, engine: Any) -> Iterator[None]:
     """Inside, the steps of an Engine compute nothing, and tell the meter their parts."""
     marks = Marks(meter)
-    modules = {places.UNIT: "unit", places.ATTENTION: "attention", places.CHUNK: None}
     with ExitStack() as stack:
         stack.enter_context(without_computing(meter))
         stack.enter_context(places.as_on_gpu(launch(meter)))
-        for paths, name in modules.items():
-            holder, method = places.resolved(paths)
-            forward = getattr(holder, method)
-            if name is None:
-                stack.enter_context(places.replaced(paths, marks.around(forward, ("layers", False))))
-            else:
-                stack.enter_context(places.replaced(paths, marks.marked(forward, lambda module, name=name: name)))
-        for paths, label in ((places.EXECUTOR, ("executor", False)), (places.CLIP, ("optimizer", False))):
-            stack.enter_context(places.replaced(paths, marks.around(getattr(*places.resolved(paths)), label)))
+        for paths, name in _MODULES.items():
+            marked = marks.marked(getattr(*places.resolved(paths)), _always(name))
+            stack.enter_context(places.replaced(paths, marked))
+        for paths, label in _FUNCTIONS.items():
+            around = marks.around(getattr(*places.resolved(paths)), label)
+            stack.enter_context(places.replaced(paths, around))
         leave = getattr(*places.resolved(places.WEIGHT_GRADIENTS))
-        stack.enter_context(places.replaced(places.WEIGHT_GRADIENTS, _marks_tasks(leave, marks)))
-        for paths in (("torch.autograd:backward",), ("torch.autograd:grad",)):
-            stack.enter_context(places.replaced(paths, marks.around(getattr(*places.resolved(paths)), ("layers", True))))
-        engine.optimizer.step = marks.around(engine.optimizer.step, ("optimizer", False))
+        stack.enter_context(places.replaced(places.WEIGHT_GRADIENTS, _marking_tasks(leave, marks)))
+        engine.optimizer.step = marks.around(engine.optimizer.step, _OPTIMIZER)
         yield
+
+
+def _always(name: str) -> Callable[[Any], str]:
+    return lambda module: name
+
+
+def _marking_tasks(leave: Callable[..., None], marks: Marks) -> Callable[..., None]:
+    def marking(gradients: Any, task: Callable[[], None]) -> None:
+        leave(gradients, marks.around(task, _WEIGHT_GRADIENTS))
+
+    return marking
 
 
 def _require_tree(tree: Path) -> None:
@@ -171,10 +196,3 @@ def _require_tree(tree: Path) -> None:
     strange = [file for file in files if file is not None and not Path(file).resolve().is_relative_to(tree.resolve())]
     if strange:
         raise ValueError(f"{tree} was to be measured, and {strange[0]} was imported")
-
-
-def _marks_tasks(leave: Any, marks: Marks) -> Any:
-    def marking(gradients: Any, task: Any) -> None:
-        leave(gradients, marks.around(task, ("weight gradients", False)))
-
-    return marking

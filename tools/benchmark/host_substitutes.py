@@ -1,8 +1,7 @@
 """Substitutes that only make outputs of the right shape: for Triton's kernels, for products and for convolutions.
 
-Products and convolutions are replaced under torch's dispatcher, behind autograd: whoever calls them in whichever way
-gets the substitute, and its gradient is a substitute too. What ranks exchange is given to torch's "fake" transport,
-which is done at once.
+Products and convolutions are replaced in torch's dispatcher, behind autograd. So every way of calling them meets the
+substitute, their gradients too. Ranks exchange over torch's "fake" transport, which is done at once.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -19,9 +19,8 @@ from torch import Tensor
 
 from tools.benchmark.host_marks import Meter
 
-PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "bmm.dtype", "mm.out", "bmm.out")
 CONVOLUTIONS = ("convolution", "convolution_backward")
-# Others that compute a product; one that a step turns out to need goes to PRODUCTS.
+# Others that compute a product; one that a step needs gets a function in _FUNCTIONS.
 REFUSED = ("mv", "addmv", "dot", "baddbmm", "addbmm", "mm.dtype", "addmm.out", "baddbmm.out", "addmv.out", "dot.out")
 
 
@@ -114,19 +113,16 @@ def _refusing(name: str) -> Callable[..., Any]:
 def without_computing(meter: Meter) -> Iterator[None]:
     """Inside, no product and no convolution of dense tensors is computed on a CPU; a Triton kernel that is started all
     the same, and a product without a substitute, is a RuntimeError."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch warns of every kernel that is replaced
-            for name, function in _FUNCTIONS.items():
-                kind = "convolutions" if name in CONVOLUTIONS else "products"
-                library.impl(name, _measured(function, kind, meter), "CPU")
-            for name in REFUSED:
-                library.impl(name, _refusing(name), "CPU")
-        with mock.patch("triton.runtime.jit.JITFunction.run", _refuse_kernel), _zeros_read():
-            yield
-    finally:
-        library._destroy()
+    library = torch.library.Library("aten", "IMPL")  # what it replaces is back once it is gone
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns of every kernel that is replaced
+        for name, function in _FUNCTIONS.items():
+            kind = "convolutions" if name in CONVOLUTIONS else "products"
+            library.impl(name, _measured(function, kind, meter), "CPU")
+        for name in REFUSED:
+            library.impl(name, _refusing(name), "CPU")
+    with mock.patch("triton.runtime.jit.JITFunction.run", _refuse_kernel), _zeros_read():
+        yield
 
 
 def _refuse_kernel(kernel: Any, *args: Any, **options: Any) -> None:
@@ -151,9 +147,8 @@ def _zeros_read() -> Iterator[None]:
 def join_fake_ranks(ranks: int) -> None:
     """Makes a world of which this process is the first rank, and the others are not there: torch's "fake" transport.
 
-    Processor time is then this rank's alone, in one process: with real ranks over Gloo its threads, and waiting for
-    others that the machine has no core for, would be counted, and no GPU has these.
+    One process repeats its processor time better than real ranks, whose Gloo threads and polling would be counted.
+    A GPU's host has neither: NCCL's work is the device's.
     """
-    import torch.testing._internal.distributed.fake_pg  # registers it
-
+    import_module("torch.testing._internal.distributed.fake_pg")  # registers it
     dist.init_process_group("fake", rank=0, world_size=ranks, store=dist.HashStore())
