@@ -44,7 +44,7 @@ PARTS: dict[str, tuple[Label, ...]] = {
     "step": (STEP, ("step", True)),
 }
 """Parts of a step, and the labels that the meter has for each."""
-_UNTIMED = 3  # steps, in which caches are filled
+_UNTIMED = 10  # steps, in which caches are filled and Python adapts its bytecode
 
 
 @dataclass(frozen=True)
