@@ -98,7 +98,7 @@ def wants_bits(x: Tensor) -> bool:
 
 
 def remember_bits(spikes: Tensor, bits: Tensor | None) -> Tensor:
-    """Notes on the spikes what `launch_pack_bits` makes of them, until torch changes them in place.
+    """Notes on the spikes what `pack_bits` makes of them, until torch changes them in place.
 
     Those of `torch.inference_mode` never know: torch does not count their changes.
     """
@@ -108,7 +108,7 @@ def remember_bits(spikes: Tensor, bits: Tensor | None) -> Tensor:
 
 
 def bits_of(x: Tensor) -> Tensor | None:
-    """Bits of spikes that a kernel has packed, as `launch_pack_bits` gives them; None for all other tensors."""
+    """Bits of spikes that a kernel has packed, as `pack_bits` gives them; None for all other tensors."""
     bits, version = getattr(x, "_bits", (None, 0))
     if bits is None or x.is_inference():  # a copy that is made in `torch.inference_mode` has what was remembered
         return None
