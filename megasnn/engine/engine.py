@@ -26,7 +26,6 @@ from megasnn.data import GlobalBatch
 from megasnn.engine.batch import BatchError, Batches
 from megasnn.engine.build import (
     build_model,
-    describe_windows,
     mixing_of,
     require_alike,
     require_kernels,
@@ -34,6 +33,7 @@ from megasnn.engine.build import (
 )
 from megasnn.engine.checkpoint import Checkpoints
 from megasnn.engine.step import TrainStep
+from megasnn.engine.windows import describe_windows
 from megasnn.models.model import Model
 from megasnn.optim.rates import learning_rate, require_schedule
 from megasnn.parallel.agreement import broadcast_result
@@ -173,7 +173,7 @@ class Engine:
         totals = torch.zeros(2 + len(task.evaluated), dtype=torch.float64, device=self.state.device)
 
         def count(output: Bundle, targets: Tensor) -> None:
-            totals[0] += distributed.loss(output, targets)
+            totals[0] += distributed.loss.of_samples(output, targets)
             totals[1] += len(targets)
             totals[2:] += task.sums(output, targets, task.evaluated)
 
