@@ -112,7 +112,7 @@ class Engine:
             self.plan = self.distributed.plan
             self.batches = Batches(config, self.distributed, mixing_of(config, length.epoch_samples))
             rate = partial(learning_rate, config.optimizer, iterations=length.iterations, epoch=length.epoch)
-            self.step = TrainStep(config, self.distributed, lr_schedule or rate)
+            self.step = TrainStep(config, self.distributed, lr_schedule or rate, length.iterations)
             self.optimizer = self.step.optimizer
             self.takes_images, self.takes_labels = self.distributed.takes_images, self.distributed.gives_logits
             self.checkpoints = Checkpoints(config, self.step)
@@ -147,13 +147,12 @@ class Engine:
         """
         with self._running():
             checked = self.batches.checked(inputs, targets, trains=True, problem=self.step.problem())
-            return self.train_on(self.batches.share(*checked, self.step.consumed_samples))
+            batch = self.batches.share(*checked, self.step.consumed_samples)
+            return self.step(self.batches.inputs(batch, trains=True), batch)
 
     def train_on(self, batch: GlobalBatch) -> StepResult:
         """`train_step` on this rank's share of a global batch, as `megasnn.data.BatchLoader` gives it."""
         with self._running():
-            if self.step.iteration >= self.length.iterations:
-                raise BatchError(f"all {self.length.iterations} steps are done (train_iters); make an Engine with more")
             return self.step(self.batches.inputs(batch, trains=True), batch)
 
     # --- evaluation

@@ -22,7 +22,7 @@ class MicroBatchLoss:
         device: of the logits.
     Attributes:
         of_samples: (output of the model, targets) -> sum of the samples' losses.
-        windows: joins outputs of the windows of a micro-batch.
+        windows: joins outputs of the windows of a micro-batch; None where each micro-batch has all time steps.
         metrics: sums over the step's samples of this rank, float64 `[metrics]`.
     """
 
@@ -30,21 +30,23 @@ class MicroBatchLoss:
         training = config.training
         named = partial(LOSSES[training.loss].sum, label_smoothing=training.label_smoothing)
         self.of_samples = task.summed_loss(named)
-        self.windows = WindowOutputs(config.windows)
+        self.windows = WindowOutputs(config.windows) if config.windows > 1 else None
         self.metrics = torch.zeros(len(task.trained), dtype=torch.float64, device=device)
         self._task = task
         self._counts = counts
-        self._global_batch_size = 1
+        self._parts = 1
+        self._windows = config.windows
 
     def begin(self, global_batch_size: int) -> None:
         """Begins a step on so many samples."""
-        self._global_batch_size = global_batch_size
+        self._parts = global_batch_size * self._windows
         self.metrics.zero_()
 
     def __call__(self, output: Bundle, targets: Tensor, again: bool) -> Tensor:
         """Loss of a micro-batch, or of a window of it. Metrics are not counted when it is computed `again`."""
-        loss = self.of_samples(output, targets) / (self._global_batch_size * self.windows.windows)
-        whole = None if again else self.windows.complete(output)
-        if whole is not None:
-            self.metrics += self._task.sums(whole, targets, self._task.trained)
+        loss = self.of_samples(output, targets) / self._parts
+        if not again:
+            whole = output if self.windows is None else self.windows.complete(output)
+            if whole is not None:
+                self.metrics += self._task.sums(whole, targets, self._task.trained)
         return loss if self._counts else 0 * loss

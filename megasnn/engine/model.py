@@ -16,6 +16,7 @@ from megasnn.common.bundle import Bundle
 from megasnn.common.checks import DeviceChecks, error_context
 from megasnn.engine.loss import MicroBatchLoss
 from megasnn.engine.step_sums import StepFigures, StepSums
+from megasnn.engine.windows import WindowOutputs
 from megasnn.layers import BuildContext, NeuronLayer, ParallelBatchNorm
 from megasnn.models.description import ModelDescription
 from megasnn.optim.norms import GradientNorm
@@ -39,6 +40,8 @@ class DistributedModel:
     Attributes:
         description: of the whole model. context: of the building of its layers.
         chunks: of this rank, by index.
+        takes_images, gives_logits: True on a rank of the first stage, and of the last stage, which computes the loss.
+        reports: True on one of the ranks that have the same logits.
         tensors: parameters and buffers of this rank. copies: tensors of it that another layer owns (ties).
         owned: the part of each of `tensors` that this rank updates and saves: with ZeRO-1 its shard, otherwise all.
         norms: batch norms of this rank.
@@ -52,6 +55,9 @@ class DistributedModel:
     state: ParallelState
     plan: PipelinePlan
     chunks: Mapping[int, PipelineChunk]
+    takes_images: bool
+    gives_logits: bool
+    reports: bool
     tensors: Sequence[ShardedTensor]
     copies: Sequence[ShardedTensor]
     owned: Sequence[ShardedTensor]
@@ -64,16 +70,6 @@ class DistributedModel:
     checks: DeviceChecks
     wants_to_stop: Callable[[], bool] = lambda: False
     stop_votes: float = field(default=0.0, init=False)
-
-    @property
-    def takes_images(self) -> bool:
-        """True on a rank of the first stage."""
-        return 0 in self.chunks
-
-    @property
-    def gives_logits(self) -> bool:
-        """True on a rank of the last stage, which computes the loss."""
-        return len(self.plan.schedules.placement) - 1 in self.chunks
 
     @property
     def parameters(self) -> int:
@@ -112,12 +108,12 @@ class DistributedModel:
             self.ties.sum_gradients()
         largest = torch.finfo(self.context.dtype).max
         parts = {
-            "loss": self._of_logits(loss),
+            "loss": loss if self.reports else torch.zeros_like(loss),
             "stop_votes": self._vote(),
             "findings": self.checks.count(),
             "overflows": self._overflows(largest, like=loss),
             "squares": self.gradient_norm.squares(),
-            "metrics": self._of_logits(self.loss.metrics),
+            "metrics": self.loss.metrics if self.reports else torch.zeros_like(self.loss.metrics),
         }
         return StepSums.over_ranks(parts, largest, self.state.world)
 
@@ -161,17 +157,14 @@ class DistributedModel:
         """
         if micro_batches:
             schedule = self.plan.schedules.evaluation(len(micro_batches))
+            if self.loss.windows is not None:
+                consume = partial(_consume_whole, self.loss.windows, consume)
             with self._mode(trains=False):
-                self.executor.run(schedule, micro_batches, partial(self._consume_whole, consume))
+                self.executor.run(schedule, micro_batches, consume)
         votes_and_findings = torch.cat([self._vote(), self.checks.count()])
         self.stop_votes, found = all_reduce_sum(votes_and_findings, self.state.world).tolist()
         if found:
             self._raise_findings()
-
-    def _consume_whole(self, consume: OutputConsumer, output: Bundle, targets: Any) -> None:
-        whole = self.loss.windows.complete(output)
-        if whole is not None:
-            consume(whole, targets)
 
     def run_again(self, micro_batches: Sequence[MicroBatchInput]) -> None:
         """Repeats the forward of the last step for its outputs; changes nothing that training keeps. Collective."""
@@ -190,7 +183,7 @@ class DistributedModel:
             norm.recording = trains
         with self.checks.collecting(), self.context.cast_weights.caching():
             yield
-        if self.loss.windows.windows > 1:
+        if self.loss.windows is not None:
             self.loss.windows.clear()
             for chunk in self.chunks.values():
                 chunk.forget()
@@ -208,9 +201,10 @@ class DistributedModel:
 
     def of_all_replicas(self, values: Tensor) -> Tensor:
         """Sum over all replicas of a tensor that is where their logits are. It may be changed in place. Collective."""
-        return all_reduce_sum(self._of_logits(values), self.state.world)
+        return all_reduce_sum(values if self.reports else torch.zeros_like(values), self.state.world)
 
-    def _of_logits(self, values: Tensor) -> Tensor:
-        """The values on one of the ranks that have the same logits, zeros on all others."""
-        counts = self.gives_logits and self.state.tp.rank == 0 and self.context.counts_logits
-        return values if counts else torch.zeros_like(values)
+
+def _consume_whole(windows: WindowOutputs, consume: OutputConsumer, output: Bundle, targets: Any) -> None:
+    whole = windows.complete(output)
+    if whole is not None:
+        consume(whole, targets)

@@ -70,12 +70,16 @@ def build_replica(
     if state.pp.size > 1:
         boundaries = Boundaries(description, context, built)
         transfers = Transfers(segments, schedules.segment_placement, state, boundaries)
+    gives_logits = len(schedules.placement) - 1 in chunks
     return DistributedModel(
         description=description,
         context=context,
         state=state,
         plan=plan,
         chunks=chunks,
+        takes_images=0 in chunks,
+        gives_logits=gives_logits,
+        reports=gives_logits and state.tp.rank == 0 and context.counts_logits,
         tensors=tensors,
         copies=copies,
         owned=owned,

@@ -11,6 +11,7 @@ from megasnn.common import checks
 from megasnn.common.grid import micro_batch_counts
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
+from megasnn.engine.batch import BatchError
 from megasnn.engine.model import DistributedModel
 from megasnn.engine.not_finite import first_not_finite
 from megasnn.optim.average import WeightAverage
@@ -31,13 +32,16 @@ class TrainStep:
 
     Args:
         rate: (step, from 0 on) -> its learning rate.
+        iterations: length of the training, in steps.
     Attributes:
         optimizer: of the parameters that this rank owns.
         average: moving average of the weights that this rank owns; None without `ema_decay`.
         iteration, consumed_samples: position in the training.
     """
 
-    def __init__(self, config: PretrainConfig, distributed: DistributedModel, rate: Callable[[int], float]) -> None:
+    def __init__(
+        self, config: PretrainConfig, distributed: DistributedModel, rate: Callable[[int], float], iterations: int
+    ) -> None:
         self.distributed = distributed
         self.optimizer = build_optimizer(distributed.owned, config.optimizer, distributed.state.holding_groups)
         decay = config.optimizer.ema_decay
@@ -47,6 +51,8 @@ class TrainStep:
         self.consumed_samples = 0
         self._config = config
         self._rate = rate
+        self._iterations = iterations
+        self._cut = config.training.micro_batch_size, distributed.state.dp.size, config.windows
         self._groups_set = self._groups()
         self._masks = takes_found_inf(self.optimizer, config.optimizer)
 
@@ -56,8 +62,11 @@ class TrainStep:
         A step that is not finite changes nothing: weights, optimizer state, average and running statistics stay.
 
         Raises:
+            BatchError: all steps of the training are done.
             ValueError: a learning rate that is negative or not finite, or findings of the checks on any rank.
         """
+        if self.iteration >= self._iterations:
+            raise BatchError(f"all {self._iterations} steps are done (train_iters); make an Engine with more")
         distributed = self.distributed
         rate = self._rate(self.iteration)
         if not 0 <= rate < math.inf:
@@ -72,7 +81,7 @@ class TrainStep:
                 self._update(rate, sums.norm, sums.is_void)
             figures = distributed.check(sums)  # waits for the device
             if figures.is_finite:
-                distributed.merge_statistics(self._most_micro_batches(batch.size))
+                distributed.merge_statistics(micro_batch_counts(batch.size, *self._cut)[0])
                 if not updates_unread:
                     self._update(rate, figures.grad_norm)
                 distributed.refresh_copies()
@@ -92,11 +101,6 @@ class TrainStep:
             skipped=not figures.is_finite,
             not_finite=where,
         )
-
-    def _most_micro_batches(self, samples: int) -> int:
-        """Micro-batches of a step, on the replica with most."""
-        replicas = self.distributed.state.dp.size
-        return micro_batch_counts(samples, self._config.training.micro_batch_size, replicas, self._config.windows)[0]
 
     def _update(self, rate: float, norm: float | Tensor, is_void: Tensor | None = None) -> None:
         """Clips the gradients by their norm and steps the optimizer, unless `is_void` on the device."""

@@ -52,7 +52,10 @@ class StepSums:
     def read(self) -> StepFigures:
         """Reads all sums: the one place in a step where the host waits for the device."""
         is_void, *numbers = torch.cat([self.is_void.to(self.values.dtype).reshape(1), self.values]).tolist()
-        return StepFigures({name: numbers[part] for name, part in self.slices.items()}, not is_void)
+        values = {name: numbers[part] for name, part in self.slices.items()}
+        (loss,) = values["loss"]
+        grad_norm = math.sqrt(math.fsum(values["squares"]))
+        return StepFigures(loss, grad_norm, not is_void, values)
 
 
 @dataclass(frozen=True)
@@ -60,18 +63,13 @@ class StepFigures:
     """Sums of a step on the host, the same on every rank.
 
     Attributes:
-        values: numbers by name. is_finite: False where nothing may change.
+        loss: mean over the samples of the global batch.
+        grad_norm: over all parameters.
+        is_finite: False where nothing may change.
+        values: all numbers by name.
     """
 
-    values: Mapping[str, Sequence[float]]
+    loss: float
+    grad_norm: float
     is_finite: bool
-
-    @property
-    def loss(self) -> float:
-        """Mean over the samples of the global batch."""
-        return self.values["loss"][0]
-
-    @property
-    def grad_norm(self) -> float:
-        """Norm of the gradient over all parameters."""
-        return math.sqrt(math.fsum(self.values["squares"]))
+    values: Mapping[str, Sequence[float]]

@@ -59,22 +59,20 @@ class WindowOutputs:
     """Outputs of a micro-batch's windows, until the last window completes them.
 
     Args:
-        windows: of each micro-batch; with 1 every output is complete.
+        windows: of each micro-batch.
     """
 
     def __init__(self, windows: int) -> None:
-        self.windows = windows
+        self._windows = windows
         self._outputs: list[dict[EntryKey, Tensor]] = []
 
     def complete(self, output: Bundle) -> Bundle | None:
         """Takes the output of the next window. Returns the output for all time steps, or None before the last window.
 
-        The output of several windows has no gradient.
+        It has no gradient.
         """
-        if self.windows == 1:
-            return output
         self._outputs.append({key: entry.detach() for key, entry in entries_of(output).items()})
-        if len(self._outputs) < self.windows:
+        if len(self._outputs) < self._windows:
             return None
         whole = {key: torch.cat([each[key] for each in self._outputs]) for key in self._outputs[0]}
         self._outputs.clear()
