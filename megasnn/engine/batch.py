@@ -16,8 +16,9 @@ from megasnn.config import PretrainConfig
 from megasnn.config.training import LOSSES
 from megasnn.data import BatchShare, GlobalBatch, MicroBatch
 from megasnn.engine.model import DistributedModel
+from megasnn.engine.windows import windows_of
 from megasnn.models.build import task_of
-from megasnn.parallel.agreement import gather
+from megasnn.parallel.agreement import gather, sum_over_ranks
 from megasnn.parallel.sharding import own_span
 from megasnn.pipeline.microbatch_state import MicroBatchInput
 
@@ -39,7 +40,9 @@ class Batches:
 
     def __init__(self, config: PretrainConfig, distributed: DistributedModel, mixing: Mixing | None) -> None:
         self._config, self._mixing = config, mixing
-        self._state, self._dtype, self._windows = distributed.state, distributed.context.dtype, distributed.windows
+        self._state = distributed.state
+        self._dtype = distributed.context.dtype
+        self._windows = config.windows
         self._takes_images, self._takes_labels = distributed.takes_images, distributed.gives_logits
         self._task = task_of(config.model)
         self._takes_soft = self._task.loss is None and LOSSES[config.training.loss].mixes and mixing is None
@@ -57,7 +60,8 @@ class Batches:
         self.evaluated_share = part
         self.trained_share = part if mixing is None else replace(part, cp_size=1, cp_rank=0)
         by_batch = sum(norm.running_mean is None for norm in distributed.norms)
-        self._evaluates_padding = samples.size == 1 or distributed.sum_over_ranks([by_batch])[0] == 0
+        world = distributed.state.world.handle
+        self._evaluates_padding = samples.size == 1 or sum_over_ranks(world, [by_batch]) == [0]
 
     # --- checks
 
@@ -182,17 +186,12 @@ class Batches:
                 targets = None if targets is None else mix.labels(targets, first)[part]
                 first, size = first + own.start, len(own)
             whole.append(MicroBatchInput(inputs, targets, size, range(first, first + size)))
+        whole += padding
         if self._windows == 1:
-            return whole + padding
-        return [self._window(each, number) for each in whole + padding for number in range(self._windows)]
-
-    def _window(self, micro: MicroBatchInput, number: int) -> MicroBatchInput:
-        """One of the windows of a micro-batch. An image stands for all time steps; frames have theirs."""
-        inputs, steps = micro.inputs, self._config.model.time_steps // self._windows
-        if isinstance(inputs, Mapping):
-            own, specs = slice(number * steps, (number + 1) * steps), self._task.inputs
-            inputs = {name: x[:, own] if specs[name].over_time else x for name, x in inputs.items()}
-        return replace(micro, inputs=inputs, goes_on=number > 0)
+            return whole
+        steps = self._config.model.time_steps // self._windows
+        cut = [windows_of(micro, self._task, self._windows, steps) for micro in whole]
+        return [window for of_micro in cut for window in of_micro]
 
     def _padding(self, batch: GlobalBatch) -> list[MicroBatchInput]:
         """Micro-batches without samples of the batch, up to the most that a replica has: all that share a micro-batch

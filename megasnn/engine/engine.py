@@ -26,7 +26,6 @@ from megasnn.data import GlobalBatch
 from megasnn.engine.batch import BatchError, Batches
 from megasnn.engine.build import (
     build_model,
-    describe_windows,
     mixing_of,
     require_alike,
     require_kernels,
@@ -34,6 +33,7 @@ from megasnn.engine.build import (
 )
 from megasnn.engine.checkpoint import Checkpoints
 from megasnn.engine.step import TrainStep
+from megasnn.engine.windows import describe_windows
 from megasnn.models.model import Model
 from megasnn.optim.rates import learning_rate, require_schedule
 from megasnn.parallel.agreement import broadcast_result
@@ -112,7 +112,7 @@ class Engine:
             self.plan = self.distributed.plan
             self.batches = Batches(config, self.distributed, mixing_of(config, length.epoch_samples))
             rate = partial(learning_rate, config.optimizer, iterations=length.iterations, epoch=length.epoch)
-            self.step = TrainStep(config, self.distributed, lr_schedule or rate)
+            self.step = TrainStep(config, self.distributed, lr_schedule or rate, length.iterations)
             self.optimizer = self.step.optimizer
             self.takes_images, self.takes_labels = self.distributed.takes_images, self.distributed.gives_logits
             self.checkpoints = Checkpoints(config, self.step)
@@ -147,13 +147,12 @@ class Engine:
         """
         with self._running():
             checked = self.batches.checked(inputs, targets, trains=True, problem=self.step.problem())
-            return self.train_on(self.batches.share(*checked, self.step.consumed_samples))
+            batch = self.batches.share(*checked, self.step.consumed_samples)
+            return self.step(self.batches.inputs(batch, trains=True), batch)
 
     def train_on(self, batch: GlobalBatch) -> StepResult:
         """`train_step` on this rank's share of a global batch, as `megasnn.data.BatchLoader` gives it."""
         with self._running():
-            if self.step.iteration >= self.length.iterations:
-                raise BatchError(f"all {self.length.iterations} steps are done (train_iters); make an Engine with more")
             return self.step(self.batches.inputs(batch, trains=True), batch)
 
     # --- evaluation
@@ -173,7 +172,7 @@ class Engine:
         totals = torch.zeros(2 + len(task.evaluated), dtype=torch.float64, device=self.state.device)
 
         def count(output: Bundle, targets: Tensor) -> None:
-            totals[0] += distributed.loss(output, targets)
+            totals[0] += distributed.loss.of_samples(output, targets)
             totals[1] += len(targets)
             totals[2:] += task.sums(output, targets, task.evaluated)
 

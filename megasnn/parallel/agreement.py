@@ -5,7 +5,8 @@ A `group` of None stands for a process on its own, without torch.distributed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -26,6 +27,11 @@ def gather(group: dist.ProcessGroup | None, value: _T) -> list[_T]:
     values: list[_T | None] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values  # type: ignore[return-value]
+
+
+def sum_over_ranks(group: dist.ProcessGroup | None, values: Sequence[float]) -> list[float]:
+    """Sums numbers of the hosts over all ranks; no device takes part. Collective."""
+    return [math.fsum(of_ranks) for of_ranks in zip(*gather(group, values), strict=True)]
 
 
 def broadcast_result(group: dist.ProcessGroup | None, decide: Callable[[], _T]) -> _T:

@@ -13,7 +13,7 @@ from megasnn.data.preprocess.sample import shards_of_sample
 from megasnn.engine import Engine
 from megasnn.models.build import task_of
 from megasnn.models.model import Model
-from megasnn.parallel.agreement import broadcast_result
+from megasnn.parallel.agreement import broadcast_result, sum_over_ranks
 from megasnn.parallel_state import ParallelState
 
 
@@ -100,7 +100,7 @@ class RunData:
         share = engine.batches.trained_share if training else engine.batches.evaluated_share
         shared = share.cp_size == 1 and engine.state.cp.rank
         counts = engine.takes_images and engine.state.tp.rank == 0 and not shared
-        return int(engine.distributed.sum_over_ranks([float(samples * counts)])[0])
+        return int(sum_over_ranks(engine.state.world.handle, [float(samples * counts)])[0])
 
     def loader(self, engine: Engine, training: bool = True) -> BatchLoader:
         """Reads this rank's shares of the global batches; the same one for all evaluations, which share its workers."""

@@ -20,7 +20,7 @@ from megasnn.common.memory import memory_scalars
 from megasnn.config import PretrainConfig
 from megasnn.data import GlobalBatch
 from megasnn.engine import Engine
-from megasnn.engine.step import first_non_finite
+from megasnn.engine.not_finite import first_non_finite
 from megasnn.parallel.agreement import gather
 from megasnn.parallel.collectives import traffic
 from megasnn.parallel.replica_check import ReplicaError, compare_replicas
