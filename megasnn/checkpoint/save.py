@@ -17,7 +17,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from megasnn.checkpoint import folder as folders
 from megasnn.checkpoint.folder import name_best, prune
-from megasnn.checkpoint.format import Metadata, Progress, SavedFile, SavedTensor, covers_once
+from megasnn.checkpoint.format import Metadata, Progress, SavedFile, SavedTensor, uncovered
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.tensor_io import Content, boxes_of, write_safetensors
 from megasnn.common.files import CheckpointError, raise_problems
@@ -120,9 +119,8 @@ def commit(root: Path, metadata: Metadata, written: Sequence[Written]) -> Path:
         tensors[name] = saved = SavedTensor(shape, dtype, tuple(box for each in parts[name] for box in each.boxes))
         if len(described) > 1:
             problems.append(f"{name}: ranks describe it as {' and as '.join(map(str, sorted(described)))}")
-        elif not covers_once(shape, held := {(box.offsets, box.sizes) for box in saved.boxes}):
-            elements = sum(prod(sizes) for _, sizes in held)
-            problems.append(f"{name}: ranks would write {elements} elements of {prod(shape)}, or some twice")
+        elif (problem := uncovered(saved)) is not None:
+            problems.append(f"{name}: {problem}")
     raise_problems(f"cannot write the checkpoint of iteration {metadata.iteration}:", problems)
     files = {file: facts for file, facts, _ in written}
     return folders.commit(root, Metadata(**{**vars(metadata), "tensors": tensors, "files": files}))

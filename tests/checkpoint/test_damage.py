@@ -148,6 +148,46 @@ def test_a_description_of_what_cannot_be_is_refused(folder, change, named):
         load_global_tensors(folder / "iter_0000300", with_optimizer=True)
 
 
+def boxes(told: dict, name: str = "head.weight") -> list[dict]:
+    return told["tensors"][name]["boxes"]
+
+
+def smaller(told: dict) -> None:
+    box = boxes(told)[-1]
+    box["sizes"] = [box["sizes"][0] - 1, *box["sizes"][1:]]
+
+
+def of_another_shape(told: dict) -> None:
+    """As many elements as before, so that the boxes cover the tensor, and the files hold others."""
+    tensor = told["tensors"]["head.bias"]
+    count = math.prod(tensor["shape"])
+    tensor["shape"] = [1, count]
+    for box in tensor["boxes"]:
+        box.update(offsets=[0, *box["offsets"]], sizes=[1, *box["sizes"]])
+
+
+def enormous(told: dict) -> None:
+    box = boxes(told)[0]
+    told["tensors"]["head.weight"].update(shape=[1 << 50], boxes=[{**box, "offsets": [0], "sizes": [1 << 50]}])
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    (lambda told: boxes(told).clear(), "head.weight: its boxes hold 0 elements of"),
+    (smaller, "head.weight: its boxes hold .* elements of"),
+    (lambda told: boxes(told)[1].update(offsets=[0, 0]), "head.weight: its boxes hold .* or some twice"),
+    (lambda told: told.update(files={}), "rank_00000.safetensors: not among the files"),
+    (lambda told: told["files"].pop("rank_00001.safetensors"), "rank_00001.safetensors: not among the files"),
+    (enormous, "rank_0000[01].safetensors: its tensors take .* bytes, and it has"),
+    (of_another_shape, "head.bias .* is F32 .* in the file"),
+    (lambda told: told["tensors"]["head.bias"].update(dtype="int32"), "head.bias .* is F32 .* in the file"),
+])  # fmt: skip
+def test_nothing_is_loaded_that_the_files_do_not_hold(folder, change, named):
+    """Memory that no file fills would become weights."""
+    reseal(folder / "iter_0000300", change)
+    with pytest.raises(DamagedError, match=named):
+        load_global_tensors(folder / "iter_0000300", with_optimizer=True)
+
+
 def test_when_none_is_intact_all_are_named(folder):
     for step in (100, 200, 300):
         flip_a_bit(folder / f"iter_0000{step}" / "rank_00001.safetensors", 0)
