@@ -20,7 +20,6 @@ checkpoints, not from the one of --load.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -30,12 +29,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from megasnn.checkpoint.format import METADATA, Metadata, read_metadata, size_problem, to_text
-from megasnn.common.files import CheckpointError, NoCheckpointError, sync, write_whole
+from megasnn.checkpoint.format import METADATA, STEP_FOLDER, Metadata, read_metadata, size_problem, to_text
+from megasnn.common.files import CheckpointError, NoCheckpointError, read_regular, sync, write_whole
 
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
-_STEP_FOLDER = re.compile(r"iter_([0-9]{7,18})")
 LOCK = ".lock"
 NOTE = ".job"
 _PATIENCE_SECONDS = 20.0  # a restarted run may be faster than the end of the one before
@@ -47,7 +45,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """All checkpoints in a folder by iteration, ascending; empty without such a folder."""
-    names = ((_STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("iter_*"))
+    names = ((STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("iter_*"))
     return dict(sorted((int(match[1]), path) for match, path in names if match))
 
 
@@ -203,7 +201,7 @@ def prune(folder: Path, last: int | None, every: int | None = None) -> Iterator[
 def _best(folder: Path) -> int | None:
     """Iteration that `BEST` names; None where it names none."""
     with suppress(OSError, ValueError):
-        return int((folder / BEST).read_text())
+        return int(read_regular(folder / BEST))
     return None
 
 
@@ -265,7 +263,7 @@ class FolderLock:
 def _read(file: Path) -> tuple[str, str]:
     """Last holder of the lock, and torchrun's name of its job; "" where it was refused."""
     try:
-        holder, job = file.read_text().splitlines()
+        holder, job = read_regular(file).decode().splitlines()
         return holder, job
     except (OSError, ValueError):  # there is none
         return "unknown", ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import reprlib
 import zlib
 from bisect import bisect_left
@@ -21,9 +22,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, with_config
 
-from megasnn.common.files import STRICT, Count, DamagedError, DescriptionError, described, raise_problems
+from megasnn.common.files import STRICT, Count, DamagedError, DescriptionError, described, raise_problems, read_regular
 
 METADATA = "metadata.json"
+STEP_FOLDER = re.compile(r"iter_([0-9]{7,18})")
+"""Name of a checkpoint's folder in the folder of its run: the iteration."""
 OPTIMIZER = "optimizer."
 """Names of an optimizer's state begin so; the kind of state and the parameter's name follow."""
 AVERAGE = "ema."
@@ -151,7 +154,7 @@ def read_metadata(path: Path) -> Metadata:
     """
     file = path / METADATA
     try:
-        content = file.read_bytes()
+        content = read_regular(file)
     except OSError as error:
         raise DamagedError(f"cannot read {file}: {error.strerror}") from None
     text = content[: -len(_ending(b""))]

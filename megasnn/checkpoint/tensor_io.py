@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megasnn.checkpoint.format import DTYPES, Box, Metadata, SavedFile, SavedTensor, size_problem
-from megasnn.common.files import CheckpointError, DamagedError
+from megasnn.common.files import CheckpointError, DamagedError, require_regular
 from megasnn.parallel.sharding import Shard, ShardedTensor
 
 _BLOCK = 4 << 20
@@ -89,6 +89,7 @@ def _write(handle: int, memory: memoryview, crc32: int, thread: Executor) -> int
 
 def checksum(path: Path) -> str:
     """CRC-32 of a file, 8 hexadecimal digits. Raises OSError."""
+    require_regular(path)
     crc32, memory = 0, memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as stream:
         while count := stream.readinto(memory):

@@ -28,6 +28,7 @@ from megasnn.common.files import (
     DescriptionError,
     FreeForm,
     described,
+    read_regular,
     write_whole,
 )
 from megasnn.config.values import SAMPLES
@@ -149,7 +150,7 @@ class TrainedModel(nn.Module):
         """
         path = Path(folder)
         try:
-            about = described(About, (path / CONFIG).read_bytes(), path / CONFIG)
+            about = described(About, read_regular(path / CONFIG), path / CONFIG)
             if about.crc32 != checksum(path / WEIGHTS):
                 raise DamagedError(f"{path / WEIGHTS} was altered: its checksum is not that of {CONFIG}")
             values = load_file(path / WEIGHTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import shutil
 import warnings
@@ -18,6 +19,7 @@ from megasnn.checkpoint.folder import resolve
 from megasnn.checkpoint.format import Progress, read_metadata
 from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
 from megasnn.checkpoint.save import save_checkpoint, save_global_tensors
+from megasnn.checkpoint.tensor_io import checksum
 from megasnn.checkpoint.tensor_io import damage as damage_of
 from megasnn.common.files import DamagedError
 from megasnn.common.grid import Grid
@@ -202,3 +204,14 @@ def test_a_course_that_was_given_up_is_not_taken_up_again(tmp_path):
     flip_a_bit(tmp_path / "iter_0000150" / FILES[0], 0)
     with pytest.warns(UserWarning, match="iter_0000150"):
         assert load_global_tensors(tmp_path)["w"] == 100
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("replace", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_file_is_neither_waited_for_nor_read_without_end(folder, name, replace: Callable[[Path], None]):
+    file = folder / "iter_0000300" / name
+    file.unlink()
+    replace(file)
+    assert everything(folder)[0] == 200
+    with pytest.raises(OSError, match="it is a folder, a pipe or a device"):
+        checksum(file)
