@@ -5,6 +5,7 @@ After SIGTERM, SIGINT or SIGUSR1 a run saves at the end of its step and ends; a 
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -118,7 +119,7 @@ class TrainingRun:
 
         With --evaluate-only, evaluates once.
         """
-        with self.stop, traffic.counting():
+        with traffic.counting():
             if self.config.training.evaluate_only:
                 self.evaluate()
                 return
@@ -313,6 +314,8 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._handlers.close()
+        if threading.current_thread() is threading.main_thread():
+            atexit.register(_ignore_signals)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -325,3 +328,9 @@ class StopSignals:
         elif time.monotonic() - self._requested_at > SAME_REQUEST_SECONDS:
             sys.stderr.write(f"{name} after {self.requested}: ending at once; what was saved before stays\n")
             os._exit(128 + number)
+
+
+def _ignore_signals() -> None:
+    """The run is over, and only the interpreter still ends: its exit status stands."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
