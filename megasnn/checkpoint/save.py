@@ -78,7 +78,7 @@ def write_checkpoint(
     content = run_on_all_ranks(process_group, make, "this run cannot be saved:")
     versions = {"megasnn": VERSION, "torch": str(torch.__version__), "python": platform.python_version()}
     metadata = Metadata(**vars(progress), optimizer=optimizer, versions=versions)
-    aside = broadcast_result(process_group, lambda: folders.begin(root, progress.iteration))
+    aside = broadcast_result(process_group, lambda: _on_disk(lambda: folders.begin(root, progress.iteration)))
 
     def write() -> Written | None:
         try:
@@ -89,11 +89,22 @@ def write_checkpoint(
     try:
         mine = run_on_all_ranks(process_group, write, f"cannot write the checkpoint {aside}:")
         written = gather(process_group, mine)
-        return broadcast_result(process_group, lambda: commit(root, metadata, list(filter(None, written))))
-    except CheckpointError:
+        files = list(filter(None, written))
+        return broadcast_result(process_group, lambda: _on_disk(lambda: commit(root, metadata, files)))
+    except Exception:
         if rank == 0:
             folders.discard(root, progress.iteration)
         raise
+
+
+def _on_disk(work: Callable[[], Path]) -> Path:
+    """Raises CheckpointError where the file system refuses, or JSON lacks a value."""
+    try:
+        return work()
+    except CheckpointError:
+        raise
+    except (OSError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{type(error).__name__}: {error}") from None
 
 
 def write_file(aside: Path, rank: int, content: Content) -> Written:

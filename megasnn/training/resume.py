@@ -84,7 +84,7 @@ def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
     claimed = Claim(folder, job, *decided)
     try:
         _require_shared(folder, state)
-    except CheckpointError:
+    except Exception:
         claimed.release()
         raise
     return claimed

@@ -119,7 +119,7 @@ def test_a_saved_engine_goes_on_where_it_stood(tmp_path: Path) -> None:
                 engine.load_state_dict(wrong)
         assert not any(value.any() for value in engine.state_dict().values())
         for call in (engine.save, engine.load):
-            with pytest.raises(megasnn.CheckpointError):
+            with pytest.raises(TypeError):
                 call(None)
         with pytest.raises(megasnn.CheckpointError, match="absent"):
             engine.load(tmp_path / "absent")
