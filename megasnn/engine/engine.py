@@ -161,9 +161,11 @@ class Engine:
     def evaluate(
         self, inputs: Tensor | Mapping[str, Tensor] | Iterable[Any], targets: Tensor | None = None
     ) -> EvaluationRecord:
-        """Computes loss and metrics over any number of samples: inputs and targets, or an iterable of pairs of them (of
-        inputs alone, where one is the target), the same on every rank. With `ema_decay` the weights are the averaged
-        ones. Raises what `train_step` raises, and ValueError where there are no samples."""
+        """Computes loss, without label smoothing, and metrics over any number of samples.
+
+        They are inputs and targets, or an iterable of pairs of them (of inputs alone, where one is the target), the
+        same on every rank. With `ema_decay` the weights are the averaged ones. Raises what `train_step` raises, and
+        ValueError where there are no samples."""
         by_itself = targets is not None or isinstance(inputs, (Tensor, Mapping)) or not isinstance(inputs, Iterable)
         return self.evaluate_on(self.batches.evaluated_pairs([(inputs, targets)] if by_itself else inputs))
 
@@ -173,7 +175,7 @@ class Engine:
         totals = torch.zeros(2 + len(task.evaluated), dtype=torch.float64, device=self.state.device)
 
         def count(output: Bundle, targets: Tensor) -> None:
-            totals[0] += distributed.loss(output, targets)
+            totals[0] += distributed.evaluation_loss(output, targets)
             totals[1] += len(targets)
             totals[2:] += task.sums(output, targets, task.evaluated)
 

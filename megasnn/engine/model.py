@@ -71,7 +71,8 @@ class DistributedModel:
         tensors: parameters and buffers of this rank. copies: those that another layer of the model owns (ties).
         owned: the part of each of `tensors` that this rank updates and saves: with ZeRO-1 its rows, otherwise all.
         parameters, trained_parameters: elements of the whole model's parameters.
-        loss: (output of the model, targets) -> sum of the samples' losses. windows: of the time steps, for each sample.
+        loss: (output of the model, targets) -> sum of the samples' losses. evaluation_loss: without --label-smoothing.
+        windows: of the time steps, for each sample.
         stop_votes: ranks that wanted to stop in the last step or batch of an evaluation, the same on every rank.
     """
 
@@ -88,8 +89,10 @@ class DistributedModel:
         self.context, self.description, self.state, self.plan = context, description, state, plan
         self._wants_to_stop = wants_to_stop
         training, schedules, bounds = config.training, plan.schedules, plan.bounds
-        named = partial(LOSSES[training.loss].sum, label_smoothing=training.label_smoothing)
-        self.loss: Callable[[Any, Any], Tensor] = description.task.summed_loss(named)
+        named = LOSSES[training.loss].sum
+        smoothed = partial(named, label_smoothing=training.label_smoothing)
+        self.loss: Callable[[Any, Any], Tensor] = description.task.summed_loss(smoothed)
+        self.evaluation_loss: Callable[[Any, Any], Tensor] = description.task.summed_loss(named)
         self.windows, self._outputs = config.windows, list[dict[Key, Tensor]]()
         unit_bounds, placement = plan.unit_bounds, schedules.placement
         self._weights: GatheredWeights | None = None
