@@ -51,7 +51,10 @@ class TrainStep:
         A step that is not finite changes nothing: weights, optimizer state, average and running statistics stay. Raises
         ValueError for a learning rate that is negative or not finite, and for findings of the checks on any rank.
         """
-        distributed, rate = self.distributed, self._rate(self.iteration)
+        done, training = self.iteration, self._config.training
+        if training.train_epochs is not None:  # steps before a change of the batch size were of other sizes
+            done = self.consumed_samples // training.global_batch_size
+        distributed, rate = self.distributed, self._rate(done)
         if not 0 <= rate < math.inf:
             raise ValueError(f"the learning rate of step {self.iteration} is {rate}: lr_schedule must give 0 or more")
         # A GPU updates before the host has read the step, and leaves the weights as they are where it is void.

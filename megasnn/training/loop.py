@@ -67,19 +67,21 @@ class TrainingRun:
         self._skipped_samples = self._skipped_steps = self._skipped_in_a_row = 0  # steps: since the last save
         require_checkpoint(config, state)
         self.data = RunData(config, state)
-        self.iterations = self.data.length.iterations
         self.engine = engine = Engine(config, length=self.data.length, wants_to_stop=self._wants_to_stop)
         with ExitStack() as undo, placed("while starting the run"):
             undo.callback(engine.close)
             claimed = claim(config, state)
             if claimed is not None:
                 undo.callback(claimed.release)
-            begin = load_start(config, engine, self.data.place, claimed is not None and claimed.resumes)
+            begin = load_start(config, engine, self.data, claimed is not None and claimed.resumes)
+            epoch = self.data.length.epoch_samples
+            engine.length = config.training.length(epoch, engine.iteration, engine.consumed_samples)
+            self.iterations = engine.length.iterations
             self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
             self.saves = Saves(config, engine, claimed, self.data.place, begin, reporter)
             self.metrics = Metrics(engine)
             self.pictures = Pictures(config, engine, self.data.datasets, self.metrics.rasters, reporter)
-            introduce(config, engine, self.data.length, reporter)
+            introduce(config, engine, reporter)
             self._memory = [] if config.training.evaluate_only else forecast_memory(config, engine, reporter)
             announce(self._memory, reporter)
             self._introduce_start([claimed.notice if claimed is not None else "", begin.notice, self.data.notice])
