@@ -31,6 +31,8 @@ OPTIMIZER = "optimizer."
 """Names of an optimizer's state begin so; the kind of state and the parameter's name follow."""
 AVERAGE = "ema."
 """Names of a running average of the model's tensors begin so; the tensor's name follows."""
+AVERAGED_STEPS = "averaged_steps"
+"""Under which a checkpoint keeps how many steps its average has followed."""
 BESIDE = (OPTIMIZER, AVERAGE)
 """Beginnings of names of what is no tensor of the model itself."""
 DTYPES = {

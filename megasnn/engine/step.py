@@ -38,7 +38,8 @@ class TrainStep:
         self._config, self._rate, self.distributed, state = config, rate, distributed, distributed.state
         self.optimizer = build_optimizer(distributed.owned, config.optimizer, state.holding_groups)
         decay = config.optimizer.ema_decay
-        self.average = WeightAverage(distributed.owned, decay) if decay else None
+        evaluates = config.training.evaluate_only  # what is loaded, the average or the weights
+        self.average = WeightAverage(distributed.owned, decay) if decay and not evaluates else None
         self.timers = Timers(state.device)
         self.iteration = self.consumed_samples = 0
         self._cut = config.training.micro_batch_size, state.dp.size, config.windows
@@ -97,12 +98,15 @@ class TrainStep:
 
     # --- other values
 
-    def loaded(self, position: tuple[int, int] | None = None, averaged: bool = False) -> None:
-        """Follows other values in the model's tensors: copies take them over, and the average unless it was `averaged`,
-        too. Training goes on from `position`, iteration and consumed samples, where it is given. Collective."""
+    def loaded(self, position: tuple[int, int] | None = None, averaged_steps: int | None = None) -> None:
+        """Follows other values in the model's tensors: copies take them over. The average begins again, or goes on if
+        it was loaded, after so many steps. Training goes on from `position`, iteration and consumed samples, where it
+        is given. Collective."""
         self.distributed.refresh_copies()
-        if self.average is not None and not averaged:
+        if self.average is not None and averaged_steps is None:
             self.average.restart()
+        elif self.average is not None and averaged_steps is not None:
+            self.average.steps = averaged_steps
         if position is not None:
             self.iteration, self.consumed_samples = position
 

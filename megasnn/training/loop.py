@@ -84,7 +84,8 @@ class TrainingRun:
             introduce(config, engine, reporter)
             self._memory = [] if config.training.evaluate_only else forecast_memory(config, engine, reporter)
             announce(self._memory, reporter)
-            self._introduce_start([claimed.notice if claimed is not None else "", begin.notice, self.data.notice])
+            of_folder = claimed.notice if claimed is not None else ""
+            self._introduce_start(begin.averaged, [of_folder, begin.notice, self.data.notice])
             undo.pop_all()
 
     def _outline(self) -> RunOutline:
@@ -94,11 +95,11 @@ class TrainingRun:
         folders = self.config.logging.tensorboard_dir, log_folder(self.config)
         return RunOutline(self.iterations, self.data.length.epoch_samples, *folders, resumed)
 
-    def _introduce_start(self, notices: Sequence[str]) -> None:
+    def _introduce_start(self, averaged: bool, notices: Sequence[str]) -> None:
         for notice in filter(None, notices):
             self.reporter.line(notice)
         if self.config.training.evaluate_only:
-            what = "weights" if self.engine.step.average is None else "average of the weights"
+            what = "average of the weights" if averaged else "weights"
             self.reporter.line(f"evaluating the {what} of iteration {self.engine.iteration}")
             return
         iteration, samples = self.engine.iteration, self.engine.consumed_samples

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -138,11 +138,13 @@ class StartingPoint:
         notice: for the user; "" where it is as asked for.
         best: the best evaluation before.
         saved: True where a checkpoint in the folder of --save is of this very state.
+        averaged: True where the weights are the average of a checkpoint's.
     """
 
     notice: str = ""
     best: Best | None = None
     saved: bool = False
+    averaged: bool = False
 
 
 @placed("while loading")
@@ -172,7 +174,7 @@ def _continue(config: PretrainConfig, engine: Engine, place: Mapping[str, object
     try:
         loaded = load_checkpoint(
             folder,
-            replace(state, optimizer=None) if evaluates_only else state,
+            LocalState(state.tensors) if evaluates_only else state,
             step=None if restarted else options.ckpt_step,
             process_group=engine.state.world.handle,
             check=partial(_problems, config, place),
@@ -184,14 +186,22 @@ def _continue(config: PretrainConfig, engine: Engine, place: Mapping[str, object
             f"WARNING: there is no checkpoint in {folder}, so training starts from initial weights, with the model of "
             "the flags; where there should be one, stop and check --load"
         )
-    if evaluates_only and engine.step.average is not None and not loaded.averaged:
-        raise CheckpointError(f"{loaded.path} holds no average of the weights to evaluate: leave --ema-decay out")
     samples = 0 if evaluates_only else loaded.consumed_samples
-    engine.step.loaded((loaded.iteration, samples), loaded.averaged)
+    engine.step.loaded((loaded.iteration, samples), loaded.averaged_steps)
     if evaluates_only:
-        return StartingPoint(_warnings((*loaded.remarks, *changed_samples(loaded.extra, config))))
-    if options.ckpt_step is not None and options.saves_where_it_loads and not restarted:
-        broadcast_result(engine.state.world.handle, lambda: go_back(Path(folder), loaded.iteration))
+        notice = _warnings((*loaded.remarks, *changed_samples(loaded.extra, config)))
+        return StartingPoint(notice, averaged=loaded.averaged_steps is not None)
+    goes_on_there = restarted or options.saves_where_it_loads
+    before = Best.read(loaded.extra.get("best"))
+
+    def name() -> None:
+        if options.ckpt_step is not None and not restarted:
+            go_back(Path(folder), loaded.iteration)
+        forget_best_after(Path(folder), loaded.iteration, before.iteration if before is not None else None)
+
+    if goes_on_there:
+        broadcast_result(engine.state.world.handle, name)
+    best, of_best = _comparable(before, data.evaluation) if options.keep_best else (None, [])
     return StartingPoint(
         _warnings((*loaded.remarks, *changed_recipe(loaded.extra, recipe(config)))),
         Best.read(loaded.extra.get("best")) if options.keep_best else None,
@@ -219,6 +229,7 @@ def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> Starti
         process_group=engine.state.world.handle,
         check=lambda saved: model_differences(saved, config.model.name, None),
         leave=leave,
+        average=config.checkpoint.ema,
     )
     engine.step.loaded()
     remarks = [*loaded.remarks, *changed_samples(loaded.extra, config)]
