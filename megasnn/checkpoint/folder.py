@@ -98,6 +98,21 @@ def go_back(folder: Path, step: int) -> None:
     _name(folder, LATEST, step)
 
 
+def forget_best_after(folder: Path, step: int, best: int | None) -> None:
+    """Takes the name of the best from a checkpoint after this iteration, from which a run goes on.
+
+    Args:
+        best: iteration of the best until then. Its checkpoint gets the name, where it is still there.
+    """
+    named = _best(folder)
+    if named is None or named <= step:
+        return
+    if best is not None and best in checkpoints(folder):
+        _name(folder, BEST, best)
+    else:
+        (folder / BEST).unlink(missing_ok=True)
+
+
 def name_best(folder: Path, step: int) -> None:
     """Names the checkpoint of this iteration the best by validation, which stays."""
     _name(folder, BEST, step)
@@ -142,7 +157,7 @@ def resolve(folder: Path, step: int | None) -> list[Path]:
     if not folder.is_dir():
         raise NoCheckpointError(f"there is no folder {folder} to load a checkpoint from; check its path (--load)")
     if (folder / METADATA).is_file():
-        if step is not None and folder.name != step_folder(folder, step).name:
+        if step is not None and read_metadata(folder).iteration != step:
             raise CheckpointError(f"{folder} is a checkpoint itself, and not of {step} (--ckpt-step)")
         return [folder]
     found = checkpoints(folder)

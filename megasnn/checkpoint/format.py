@@ -152,7 +152,8 @@ def read_metadata(path: Path) -> Metadata:
     """Reads the description of one checkpoint (`.../iter_0000100`); its files are not looked at.
 
     Raises:
-        DamagedError: it is unreadable, was altered, of another format, or its files cannot hold its tensors.
+        DamagedError: it is unreadable, was altered, of another format, its files cannot hold its tensors, or it is of
+            another iteration than the folder's name says.
     """
     file = path / METADATA
     try:
@@ -166,6 +167,12 @@ def read_metadata(path: Path) -> Metadata:
         metadata = described(Metadata, text + b"}", file)
     except DescriptionError as error:
         raise DamagedError(str(error)) from None
+    named = STEP_FOLDER.fullmatch(path.name)
+    if named is not None and int(named[1]) != metadata.iteration:
+        raise DamagedError(
+            f"{path} holds the checkpoint of iteration {metadata.iteration}: it was renamed or copied; give it back "
+            f"its name, iter_{metadata.iteration:07d}, or one that does not begin with iter_"
+        )
     wrong = [*_file_problems(metadata)] or [
         f"{name}: {problem}" for name, saved in metadata.tensors.items() if (problem := uncovered(saved)) is not None
     ]

@@ -78,7 +78,7 @@ class TrainingRun:
             engine.length = config.training.length(epoch, engine.iteration, engine.consumed_samples)
             self.iterations = engine.length.iterations
             self.reporter = reporter = Reporter(self._outline(), state.rank == 0, callbacks)
-            self.saves = Saves(config, engine, claimed, self.data.place, begin, reporter)
+            self.saves = Saves(config, engine, claimed, self.data, begin, reporter)
             self.metrics = Metrics(engine)
             self.pictures = Pictures(config, engine, self.data.datasets, self.metrics.rasters, reporter)
             introduce(config, engine, reporter)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from megasnn.checkpoint.folder import FolderLock, go_back, list_checkpoints, resolve
+from megasnn.checkpoint.folder import FolderLock, forget_best_after, go_back, list_checkpoints, resolve
 from megasnn.checkpoint.format import Metadata
 from megasnn.checkpoint.load import load_checkpoint, model_differences
 from megasnn.checkpoint.optimizer_state import LocalState
@@ -26,6 +26,7 @@ from megasnn.engine import Engine
 from megasnn.parallel.agreement import broadcast_result, run_on_all_ranks
 from megasnn.parallel_state import ParallelState
 from megasnn.telemetry.reporter import Reporter
+from megasnn.training.data import RunData
 
 
 @placed("while looking at the checkpoint of --load")
@@ -116,17 +117,23 @@ def _require_shared(folder: Path, state: ParallelState) -> None:
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation so far, as a checkpoint keeps it."""
+    """The best evaluation so far, as a checkpoint keeps it.
+
+    Attributes:
+        evaluation: what its accuracy refers to (`RunData.evaluation`); with another one it is not compared.
+    """
 
     iteration: int
     accuracy_top1: float
+    evaluation: Mapping[str, object]
 
     @classmethod
     def read(cls, saved: object) -> Best | None:
-        """Reads what a checkpoint keeps; None where it keeps none."""
+        """Reads what a checkpoint keeps; None where it keeps none. Old ones do not say of which evaluation it is."""
         match saved:
-            case {"iteration": int(iteration), "accuracy_top1": float(accuracy)}:
-                return cls(iteration, accuracy)
+            case {"iteration": int(iteration), "accuracy_top1": float(accuracy), **others}:
+                evaluation = others.get("evaluation")
+                return cls(iteration, accuracy, evaluation if isinstance(evaluation, dict) else {})
         return None
 
 
@@ -148,26 +155,22 @@ class StartingPoint:
 
 
 @placed("while loading")
-def load_start(config: PretrainConfig, engine: Engine, place: Mapping[str, object], restarted: bool) -> StartingPoint:
+def load_start(config: PretrainConfig, engine: Engine, data: RunData, restarted: bool) -> StartingPoint:
     """Fills the engine with what the run starts from: where a restarted job stood, a checkpoint, or SpikingJelly's
-    weights; otherwise the keyed initial values stay. Collective.
-
-    Args:
-        place: identity of the data and its order; see `megasnn.training.data`.
-    """
+    weights; otherwise the keyed initial values stay. Collective."""
     options = config.checkpoint
     if restarted:
-        return _continue(config, engine, place, restarted)
+        return _continue(config, engine, data, restarted)
     if options.load and options.loads_weights:
         engine.load_state_dict(config.model.from_spikingjelly(read_state_dict(options.load)))
     elif options.load and options.finetune:
         return _take_weights(config, engine, options.load)
     elif options.load:
-        return _continue(config, engine, place, restarted)
+        return _continue(config, engine, data, restarted)
     return StartingPoint()
 
 
-def _continue(config: PretrainConfig, engine: Engine, place: Mapping[str, object], restarted: bool) -> StartingPoint:
+def _continue(config: PretrainConfig, engine: Engine, data: RunData, restarted: bool) -> StartingPoint:
     """Goes on from the checkpoint that was asked for; a restarted job from its latest."""
     options, evaluates_only, state = config.checkpoint, config.training.evaluate_only, engine.checkpoints.state
     folder = str(options.save if restarted else options.load)
@@ -177,7 +180,8 @@ def _continue(config: PretrainConfig, engine: Engine, place: Mapping[str, object
             LocalState(state.tensors) if evaluates_only else state,
             step=None if restarted else options.ckpt_step,
             process_group=engine.state.world.handle,
-            check=partial(_problems, config, place),
+            check=partial(_problems, config, data.place),
+            average=evaluates_only and options.ema,
         )
     except NoCheckpointError:
         if not options.may_begin_anew:
@@ -203,11 +207,23 @@ def _continue(config: PretrainConfig, engine: Engine, place: Mapping[str, object
         broadcast_result(engine.state.world.handle, name)
     best, of_best = _comparable(before, data.evaluation) if options.keep_best else (None, [])
     return StartingPoint(
-        _warnings((*loaded.remarks, *changed_recipe(loaded.extra, recipe(config)))),
-        Best.read(loaded.extra.get("best")) if options.keep_best else None,
+        _warnings((*loaded.remarks, *changed_recipe(loaded.extra, recipe(config)), *of_best)),
+        best,
         # Loaded as it is: a run that has nothing left to do does not write it again.
-        (restarted or options.saves_where_it_loads) and not loaded.remarks,
+        goes_on_there and not loaded.remarks,
     )
+
+
+def _comparable(best: Best | None, evaluation: Mapping[str, object]) -> tuple[Best | None, list[str]]:
+    """The best so far, and a remark: None where it is the best of another evaluation."""
+    if best is None or best.evaluation == evaluation:
+        return best, []
+    changed = [name for name, value in evaluation.items() if best.evaluation.get(name) != value]
+    remark = (
+        f"the best checkpoint so far, of iteration {best.iteration} with {best.accuracy_top1:.2%}, was found by "
+        f"another evaluation ({', '.join(changed)}): --keep-best begins anew"
+    )
+    return None, [remark]
 
 
 def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> StartingPoint:
@@ -268,13 +284,14 @@ class Saves:
         config: PretrainConfig,
         engine: Engine,
         claim: Claim | None,
-        place: Mapping[str, object],
+        data: RunData,
         begin: StartingPoint,
         reporter: Reporter,
     ) -> None:
         options = config.checkpoint
         self._keeps_best, self._engine, self._claim = options.keep_best, engine, claim
-        self._extra = {**place, SAMPLES: samples(config)}
+        self._extra = {**data.place, SAMPLES: samples(config)}
+        self._evaluation = data.evaluation
         self._best, self._saved_best = begin.best, begin.best if begin.saved else None
         self._saver: Writer | None = None
         if claim is not None:
@@ -306,7 +323,7 @@ class Saves:
     def found(self, iteration: int, accuracy: float) -> None:
         """Takes the share of right answers of an evaluation, the same on every rank."""
         if self._keeps_best and (self._best is None or accuracy > self._best.accuracy_top1):
-            self._best = Best(iteration, accuracy)
+            self._best = Best(iteration, accuracy, self._evaluation)
 
     def at_best(self, iteration: int) -> bool:
         """Returns True where this iteration is the best so far, and is to be kept as that."""
