@@ -33,7 +33,9 @@ def arrays_of(model: Model) -> ArrayFormat | None:
                 f'{model.name} says no file for {name!r} in shards: ArraySpec(..., file="npy"); or train it with a '
                 "megasnn.Engine, on batches of your own"
             )
-    files = tuple(ArrayFile(name, each.file, each.shape, each.dtype, each.below) for name, each in arrays.items())
+    files = tuple(
+        ArrayFile(name, each.file, each.shape, each.dtype, each.below, each.void) for name, each in arrays.items()
+    )
     return ArrayFormat(files, tuple(task.inputs), target)
 
 

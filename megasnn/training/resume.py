@@ -6,7 +6,7 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -227,20 +227,25 @@ def _comparable(best: Best | None, evaluation: Mapping[str, object]) -> tuple[Be
 
 
 def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> StartingPoint:
-    """Takes only the weights, of a model whose tensors fit; a last layer of another shape stays as initialised."""
-    distributed, other_head = engine.distributed, False
-    head = distributed.description.layers[-1].name
-    shapes = {entry.name: entry.shard.global_shape for entry in distributed.description.tensors}
-    of_head = {name for name in shapes if name.startswith(f"{head}.")}
+    """Takes only the weights, of a model whose tensors fit.
+
+    A last layer of another shape stays as initialised, and so does a first convolution of other input channels."""
+    layers = engine.distributed.description.layers
+    shapes = {entry.name: entry.shard.global_shape for entry in engine.distributed.description.tensors}
+    of_first = {name for name in shapes if name.startswith(f"{layers[0].name}.")}
+    of_head = {name for name in shapes if name.startswith(f"{layers[-1].name}.")}
+    left: set[str] = set()
 
     def leave(saved: Metadata) -> set[str]:
-        nonlocal other_head
-        other_head = any(saved.tensors[n].shape != shapes[n] for n in of_head & saved.tensors.keys())
-        return of_head if other_head else set()
+        before = {name: tensor.shape for name, tensor in saved.tensors.items() if name in shapes}
+        left.update(n for n in of_first & before.keys() if _differ_in_channels(before[n], shapes[n]))
+        if any(before[n] != shapes[n] for n in of_head & before.keys()):
+            left.update(of_head)
+        return left
 
     loaded = load_checkpoint(
         folder,
-        LocalState(distributed.tensors),
+        LocalState(engine.distributed.tensors),
         step=config.checkpoint.ckpt_step,
         process_group=engine.state.world.handle,
         check=lambda saved: model_differences(saved, config.model.name, None),
@@ -249,9 +254,20 @@ def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> Starti
     )
     engine.step.loaded()
     remarks = [*loaded.remarks, *changed_samples(loaded.extra, config)]
-    if other_head:
-        remarks.append(f"{head} is of another shape in the checkpoint: it stays as it is initialised")
-    return StartingPoint(_warnings(remarks))
+    if left & of_first - of_head:
+        names = ", ".join(sorted(left & of_first - of_head))
+        remarks.append(f"{names} is of other input channels in the checkpoint: it stays as it is initialised")
+    if left & of_head:
+        remarks.append(f"{layers[-1].name} is of another shape in the checkpoint: it stays as it is initialised")
+    averaged = loaded.averaged_steps is not None
+    taken = "average of the weights (--no-ema: the weights)" if averaged else "weights"
+    notices = [f"--finetune takes the {taken} of {loaded.path}", *([_warnings(remarks)] if remarks else [])]
+    return StartingPoint("\n".join(notices))
+
+
+def _differ_in_channels(before: Sequence[int], now: Sequence[int]) -> bool:
+    """True for weights of convolutions that differ in the number of their input channels alone."""
+    return len(before) == len(now) == 4 and [n for n in range(4) if before[n] != now[n]] == [1]
 
 
 def _problems(config: PretrainConfig, place: Mapping[str, object], saved: Metadata) -> Iterator[str]:
