@@ -22,7 +22,15 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, with_config
 
-from megasnn.common.files import STRICT, Count, DamagedError, DescriptionError, described, raise_problems, read_regular
+from megasnn.common.files import (
+    STRICT,
+    DamagedError,
+    DescriptionError,
+    StoredCount,
+    described,
+    raise_problems,
+    read_regular,
+)
 
 METADATA = "metadata.json"
 STEP_FOLDER = re.compile(r"iter_([0-9]{7,18})")
@@ -50,8 +58,8 @@ DTYPES = {
 """Types of elements by their names in torch: the name in safetensors, and bytes."""
 
 
-Numbers = tuple[Count, ...]
-FileName = Annotated[str, Field(pattern=r"^\w+\.safetensors$")]
+StoredCounts = tuple[StoredCount, ...]
+SafetensorsName = Annotated[str, Field(pattern=r"^\w+\.safetensors$")]
 Dtype = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
 
 
@@ -60,10 +68,10 @@ Dtype = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
 class Box:
     """Part of a tensor: `name` in `file`. The same box in another file is a copy."""
 
-    file: FileName
+    file: SafetensorsName
     name: str
-    offsets: Numbers
-    sizes: Numbers
+    offsets: StoredCounts
+    sizes: StoredCounts
 
 
 @with_config(STRICT)
@@ -71,7 +79,7 @@ class Box:
 class SavedTensor:
     """A global tensor and the boxes that it was saved in."""
 
-    shape: Numbers
+    shape: StoredCounts
     dtype: Dtype
     boxes: tuple[Box, ...]
 
@@ -85,7 +93,7 @@ class SavedTensor:
 class SavedFile:
     """Size of a file, and the CRC-32 of all of it."""
 
-    bytes: Count
+    bytes: StoredCount
     crc32: Annotated[str, Field(pattern="^[0-9a-f]{8}$")]
 
 
@@ -103,13 +111,13 @@ class Progress:
         skipped_steps: steps since the save before that were not finite and changed nothing.
     """
 
-    iteration: Count = 0
-    consumed_samples: Count = 0
+    iteration: StoredCount = 0
+    consumed_samples: StoredCount = 0
     model: str | None = None
     config: dict[str, dict[str, Any]] | None = None
     layout: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
-    skipped_steps: Count = 0
+    skipped_steps: StoredCount = 0
 
 
 @with_config(STRICT)
@@ -128,7 +136,7 @@ class Metadata(Progress):
     optimizer: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
-    files: dict[FileName, SavedFile] = field(default_factory=dict)
+    files: dict[SafetensorsName, SavedFile] = field(default_factory=dict)
     format: Literal[5] = 5
 
 

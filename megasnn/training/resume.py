@@ -18,10 +18,10 @@ from megasnn.checkpoint.load import load_checkpoint, model_differences
 from megasnn.checkpoint.optimizer_state import LocalState
 from megasnn.checkpoint.save import Writer
 from megasnn.checkpoint.source import read_state_dict
-from megasnn.common.checks import placed
+from megasnn.common.checks import error_context
 from megasnn.common.files import CheckpointError, NoCheckpointError, in_message
 from megasnn.config import PretrainConfig
-from megasnn.config.values import SAMPLES, changed_recipe, changed_samples, identity, recipe, samples
+from megasnn.config.values import SAMPLES_KEY, changed_recipe, changed_samples, config_identity, recipe, samples
 from megasnn.engine import Engine
 from megasnn.parallel.agreement import broadcast_result, run_on_all_ranks
 from megasnn.parallel_state import ParallelState
@@ -29,7 +29,7 @@ from megasnn.telemetry.reporter import Reporter
 from megasnn.training.data import RunData
 
 
-@placed("while looking at the checkpoint of --load")
+@error_context("while looking at the checkpoint of --load")
 def require_checkpoint(config: PretrainConfig, state: ParallelState) -> None:
     """Raises CheckpointError on every rank for a --load without a checkpoint, before anything is built. Collective."""
     options = config.checkpoint
@@ -62,7 +62,7 @@ class Claim:
             self.job.release()
 
 
-@placed("while claiming the folder of --save")
+@error_context("while claiming the folder of --save")
 def claim(config: PretrainConfig, state: ParallelState) -> Claim | None:
     """Claims the folder of --save; None without one, and where nothing is saved. Collective.
 
@@ -154,7 +154,7 @@ class StartingPoint:
     averaged: bool = False
 
 
-@placed("while loading")
+@error_context("while loading")
 def load_start(config: PretrainConfig, engine: Engine, data: RunData, restarted: bool) -> StartingPoint:
     """Fills the engine with what the run starts from: where a restarted job stood, a checkpoint, or SpikingJelly's
     weights; otherwise the keyed initial values stay. Collective."""
@@ -180,7 +180,7 @@ def _continue(config: PretrainConfig, engine: Engine, data: RunData, restarted: 
             LocalState(state.tensors) if evaluates_only else state,
             step=None if restarted else options.ckpt_step,
             process_group=engine.state.world.handle,
-            check=partial(_problems, config, data.place),
+            check=partial(_problems, config, data.data_position),
             average=evaluates_only and options.ema,
         )
     except NoCheckpointError:
@@ -270,16 +270,16 @@ def _differ_in_channels(before: Sequence[int], now: Sequence[int]) -> bool:
     return len(before) == len(now) == 4 and [n for n in range(4) if before[n] != now[n]] == [1]
 
 
-def _problems(config: PretrainConfig, place: Mapping[str, object], saved: Metadata) -> Iterator[str]:
+def _problems(config: PretrainConfig, data_position: Mapping[str, object], saved: Metadata) -> Iterator[str]:
     """Yields differences of the model; unless it only evaluates, of the data and its order, to which the checkpoint's
     position refers."""
-    yield from model_differences(saved, config.model.name, identity(config))
+    yield from model_differences(saved, config.model.name, config_identity(config))
     if config.training.evaluate_only:
         return
-    if not saved.extra.keys() & place.keys():
+    if not saved.extra.keys() & data_position.keys():
         yield "it keeps no place in the data, as a megasnn.Engine has none: --finetune takes its weights only"
         return
-    for name, value in place.items():
+    for name, value in data_position.items():
         if saved.extra.get(name) != value:
             before = in_message(saved.extra.get(name))
             yield (
@@ -306,7 +306,7 @@ class Saves:
     ) -> None:
         options = config.checkpoint
         self._keeps_best, self._engine, self._claim = options.keep_best, engine, claim
-        self._extra = {**data.place, SAMPLES: samples(config)}
+        self._extra = {**data.data_position, SAMPLES_KEY: samples(config)}
         self._evaluation = data.evaluation
         self._best, self._saved_best = begin.best, begin.best if begin.saved else None
         self._saver: Writer | None = None

@@ -19,8 +19,8 @@ from megasnn.checkpoint.folder import resolve
 from megasnn.checkpoint.format import Progress, read_metadata
 from megasnn.checkpoint.load import load_checkpoint, load_global_tensors
 from megasnn.checkpoint.save import save_checkpoint, save_global_tensors
-from megasnn.checkpoint.tensor_io import checksum
 from megasnn.checkpoint.tensor_io import damage as damage_of
+from megasnn.checkpoint.tensor_io import file_checksum
 from megasnn.common.files import DamagedError
 from megasnn.common.grid import Grid
 from tests.checkpoint.fake_model import CONFIG, Rank, known
@@ -214,4 +214,4 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_without_end(folder, name
     replace(file)
     assert everything(folder)[0] == 200
     with pytest.raises(OSError, match="it is a folder, a pipe or a device"):
-        checksum(file)
+        file_checksum(file)
