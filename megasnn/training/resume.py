@@ -238,6 +238,7 @@ def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> Starti
 
     def leave(saved: Metadata) -> set[str]:
         before = {name: tensor.shape for name, tensor in saved.tensors.items() if name in shapes}
+        left.clear()  # of a damaged one that was tried first
         left.update(n for n in of_first & before.keys() if _differ_in_channels(before[n], shapes[n]))
         if any(before[n] != shapes[n] for n in of_head & before.keys()):
             left.update(of_head)
@@ -267,7 +268,7 @@ def _take_weights(config: PretrainConfig, engine: Engine, folder: str) -> Starti
 
 def _differ_in_channels(before: Sequence[int], now: Sequence[int]) -> bool:
     """True for weights of convolutions that differ in the number of their input channels alone."""
-    return len(before) == len(now) == 4 and [n for n in range(4) if before[n] != now[n]] == [1]
+    return len(before) == len(now) > 2 and [n for n in range(len(now)) if before[n] != now[n]] == [1]
 
 
 def _problems(config: PretrainConfig, data_position: Mapping[str, object], saved: Metadata) -> Iterator[str]:
