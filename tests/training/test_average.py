@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megasnn import Engine
 from megasnn.checkpoint.exchange import export_weights
 from megasnn.checkpoint.folder import list_checkpoints
 from megasnn.checkpoint.format import read_metadata
@@ -22,6 +23,7 @@ from megasnn.engine.model import DistributedModel
 from megasnn.export.trained_model import load_model
 from megasnn.optim.average import WeightAverage
 from megasnn.parallel.sharding import Shard, ShardedTensor
+from tests.engine.test_engine import MODEL, SIZES
 from tests.training.runs import log_of, train
 
 COMMON = ("--train-iters", "4", "--eval-iters", "0")
@@ -94,6 +96,10 @@ def test_every_door_takes_it_unless_told_otherwise(cache, tmp_path, capsys) -> N
         taken = train(cache, *start, "--evaluate-only", only_load=True).tensors
         assert all(torch.equal(value, taken[name]) for name, value in expected.items())
         taken = load_model(folder, ema=not more).state()
+        assert all(torch.equal(value, taken[name]) for name, value in expected.items())
+        with Engine(MODEL, **SIZES) as engine:
+            engine.load(folder, weights_only=True, ema=not more)
+            taken = engine.state_dict()
         assert all(torch.equal(value, taken[name]) for name, value in expected.items())
         command = ["export", "--load", str(folder), "--output", str(tmp_path / f"{len(more)}.pt"), *more]
         assert convert(command + ["--names", "megasnn"]) == 0
