@@ -140,8 +140,8 @@ class Batches:
             inputs = {name: x.contiguous(memory_format=order) if x.ndim == 4 else x for name, x in inputs.items()}
         for start, size in (self.evaluated_share if evaluates else self.trained_share).spans(samples):
             span = slice(start, start + size)
-            x = {name: each[span] for name, each in inputs.items()} if self._takes_images else None
-            y = targets[span] if self._takes_labels else None
+            x = {name: _plain(each[span]) for name, each in inputs.items()} if self._takes_images else None
+            y = _plain(targets[span]) if self._takes_labels else None
             y = y if y is None or y.is_floating_point() else y.long()
             positions = torch.arange(position + start, position + start + size)
             micro_batches.append(MicroBatch(start, size, positions, x, y))
@@ -211,3 +211,8 @@ class Batches:
         zeros = {name: torch.zeros_like(each.empty(1, self._dtype), device=self._state.device) for name, each in specs}
         padding = MicroBatchInput(zeros if self._takes_images else None, None, 1, range(1), is_padding=True)
         return missing * [padding]
+
+
+def _plain(x: Tensor) -> Tensor:
+    """A copy where a tensor was made under torch.inference_mode(), which autograd does not keep for backward."""
+    return x.clone() if x.is_inference() else x

@@ -22,14 +22,16 @@ class MicroBatchLoss:
         device: of the logits.
     Attributes:
         of_samples: (output of the model, targets) -> sum of the samples' losses.
+        of_evaluation: the same without label smoothing, as published logs have it.
         windows: joins outputs of the windows of a micro-batch; None where each micro-batch has all time steps.
         metrics: sums over the step's samples of this rank, float64 `[metrics]`.
     """
 
     def __init__(self, config: PretrainConfig, task: Task, counts: bool, device: torch.device) -> None:
         training = config.training
-        named = partial(LOSSES[training.loss].sum, label_smoothing=training.label_smoothing)
-        self.of_samples = task.summed_loss(named)
+        named = LOSSES[training.loss].sum
+        self.of_samples = task.summed_loss(partial(named, label_smoothing=training.label_smoothing))
+        self.of_evaluation = task.summed_loss(named)
         self.windows = WindowOutputs(config.windows) if config.windows > 1 else None
         self.metrics = torch.zeros(len(task.trained), dtype=torch.float64, device=device)
         self._task = task

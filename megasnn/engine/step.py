@@ -34,6 +34,7 @@ class TrainStep:
         rate: (step, from 0 on) -> its learning rate.
         iterations: length of the training, in steps.
     Attributes:
+        iterations: as above; a run sets it when it knows the position it goes on from.
         optimizer: of the parameters that this rank owns.
         average: moving average of the weights that this rank owns; None without `ema_decay`.
         iteration, consumed_samples: position in the training.
@@ -45,13 +46,14 @@ class TrainStep:
         self.distributed = distributed
         self.optimizer = build_optimizer(distributed.owned, config.optimizer, distributed.state.holding_groups)
         decay = config.optimizer.ema_decay
-        self.average = WeightAverage(distributed.owned, decay) if decay else None
+        evaluates = config.training.evaluate_only  # what is loaded, the average or the weights
+        self.average = WeightAverage(distributed.owned, decay) if decay and not evaluates else None
         self.timers = Timers(distributed.state.device)
         self.iteration = 0
         self.consumed_samples = 0
         self._config = config
         self._rate = rate
-        self._iterations = iterations
+        self.iterations = iterations
         self._cut = config.training.micro_batch_size, distributed.state.dp.size, config.windows
         self._groups_set = self._groups()
         self._masks = takes_found_inf(self.optimizer, config.optimizer)
@@ -65,10 +67,14 @@ class TrainStep:
             BatchError: all steps of the training are done.
             ValueError: a learning rate that is negative or not finite, or findings of the checks on any rank.
         """
-        if self.iteration >= self._iterations:
-            raise BatchError(f"all {self._iterations} steps are done (train_iters); make an Engine with more")
+        if self.iteration >= self.iterations:
+            raise BatchError(f"all {self.iterations} steps are done (train_iters); make an Engine with more")
         distributed = self.distributed
-        rate = self._rate(self.iteration)
+        done = self.iteration
+        training = self._config.training
+        if training.train_epochs is not None:  # steps before a change of the batch size were of other sizes
+            done = self.consumed_samples // training.global_batch_size
+        rate = self._rate(done)
         if not 0 <= rate < math.inf:
             raise ValueError(f"the learning rate of step {self.iteration} is {rate}: lr_schedule must give 0 or more")
         # A GPU updates before the host has read the step, and leaves the weights as they are where it is void.
@@ -119,16 +125,18 @@ class TrainStep:
     def _groups(self) -> list[tuple[object, ...]]:
         return [(group["lr"], *map(id, group["params"])) for group in self.optimizer.param_groups]
 
-    def loaded(self, position: tuple[int, int] | None = None, averaged: bool = False) -> None:
+    def loaded(self, position: tuple[int, int] | None = None, averaged_steps: int | None = None) -> None:
         """Follows other values in the model's tensors. Collective.
 
         Args:
             position: iteration and consumed samples to go on from; None to stay.
-            averaged: the average of the weights was loaded, too; otherwise it begins again.
+            averaged_steps: steps of the average of the weights, where it was loaded, too; otherwise it begins again.
         """
         self.distributed.refresh_copies()
-        if self.average is not None and not averaged:
+        if self.average is not None and averaged_steps is None:
             self.average.restart()
+        elif self.average is not None and averaged_steps is not None:
+            self.average.steps = averaged_steps
         if position is not None:
             self.iteration, self.consumed_samples = position
 
